@@ -1,0 +1,66 @@
+"""From the YAML's model section to a model that is spread over the mesh and has its first values."""
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from meshtrain.init import initialise, materialise
+from meshtrain.locate import model_file
+from meshtrain.mesh import Mesh
+from meshtrain.parallel.apply import parallelize
+from meshtrain.parallel.data import Waiting
+
+if TYPE_CHECKING:
+    from meshtrain.config import Config
+
+
+def plain_model(config: "Config") -> nn.Module:
+    """The model of a config on the meta device, where it has shapes and no memory."""
+    module = model_file(config.model.name)
+    with torch.device("meta"):
+        return module.Model(module.Config(**config.model.keys))
+
+
+def outputs(config: "Config") -> int | None:
+    """How many different targets the model of a config can name; None if its keys do not say."""
+    keys = config.model.keys
+    return keys.get("vocab_size", keys.get("num_classes"))
+
+
+def build_model(config: "Config", mesh: Mesh, device: torch.device, waiting: Waiting = nullcontext) -> nn.Module:
+    """The model of a config, parallelized, on `device`, with the first values that its seed gives on every layout.
+
+    A model file with an `init_plan` is built on the meta device: no rank ever holds more than its shard. Any other
+    model, and one with buffers (whose values only its constructor knows), is built whole on every rank from the seed.
+    """
+    module = model_file(config.model.name)
+    model_config = module.Config(**config.model.keys)
+    plan = getattr(module, "init_plan", None)
+    model = plain_model(config)
+    if plan is None or any(True for _ in model.buffers()):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.train.seed)
+            model = module.Model(model_config).to(device)
+    elif mesh.size("dp_shard") == 1:
+        materialise(model, device)  # FSDP splits a model without memory; whatever is held whole has it first
+    parallelize(
+        model,
+        mesh,
+        precision=config.train.precision,
+        recompute=config.parallel.recompute,
+        compile=config.parallel.compile,
+        reshard_after_forward=config.parallel.reshard_after_forward,
+        waiting=waiting,
+    )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        materialise(model, device)
+    if plan is not None:
+        initialise(model, plan, seed=config.train.seed, std=getattr(model_config, "initializer_range", 0.02))
+    return model
+
+
+def parameter_count(model: nn.Module) -> int:
+    """The number of the whole model's parameters, tied ones counted once."""
+    return sum(p.numel() for p in model.parameters())

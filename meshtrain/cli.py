@@ -1,0 +1,73 @@
+"""The console script `meshtrain`: commands that look at a job from outside. Training is `python -m meshtrain.train`.
+
+A command is a module with `add_arguments(parser)` and `run(arguments)`, and one line in the table below. Only the
+module of the command that was asked for is imported, so that `meshtrain --help` answers at once.
+"""
+
+import argparse
+import difflib
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+
+from meshtrain.errors import InputError
+from meshtrain.layout import LayoutError
+
+# name -> (module, what it does)
+COMMANDS = {
+    "plan": ("meshtrain.plan", "what a config would do on given hosts, computed without starting anything"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status: 0 done, 2 the user's input is wrong."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        _run(argv)
+        sys.stdout.flush()
+    except (InputError, LayoutError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader has seen enough (`meshtrain plan ... | head`). Python flushes stdout once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _run(argv: Sequence[str]) -> None:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_overview())
+        return
+    if argv[0] == "--version":
+        print(f"meshtrain {importlib.metadata.version('meshtrain')}")
+        return
+    name, rest = argv[0], argv[1:]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}"
+        raise InputError(f"meshtrain has no command {name!r} ({hint})")
+    module_name, about = COMMANDS[name]
+    module = importlib.import_module(module_name)
+    parser = argparse.ArgumentParser(prog=f"meshtrain {name}", description=about, allow_abbrev=False)
+    module.add_arguments(parser)
+    # Options may stand between the overrides, as people write them.
+    module.run(parser.parse_intermixed_args(rest))
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    return "\n".join(
+        [
+            "usage: meshtrain COMMAND ... | --version | --help",
+            "",
+            *(f"  {name.ljust(width)}  {about}" for name, (_, about) in COMMANDS.items()),
+            "",
+            "`meshtrain COMMAND --help` tells more. Training: python -m meshtrain.train CONFIG [key.path=value ...]",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

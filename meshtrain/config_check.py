@@ -1,0 +1,340 @@
+"""Turns the nodes of a config into the values that dataclasses ask for, and says what does not fit.
+
+The dataclasses are the schema: a field's annotation is its type, and what is said beside it with `key(...)` (its
+documentation, its limits) is what is checked, written into docs/configuration.md and into the JSON Schema. Nothing is
+coerced but integers to floats: a text is never a number, a bool never an integer.
+"""
+
+import dataclasses
+import math
+import types
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from meshtrain.config_errors import ConfigError, any_of, nearest, written
+from meshtrain.config_yaml import Node, described, read_scalar
+
+
+class _Invalid:
+    """The value of what has been reported as wrong."""
+
+    def __repr__(self) -> str:
+        return "INVALID"
+
+
+INVALID = _Invalid()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a key's value must keep to besides its type; numbers inside of a list keep to it one by one."""
+
+    minimum: float | None = None  # at least
+    above: float | None = None  # more than
+    maximum: float | None = None  # at most
+    below: float | None = None  # less than
+    names: tuple[str, ...] = ()  # a text is one of these, ...
+    suffix: str | None = None  # ... or the path of a file that ends so
+
+    def hold(self, value: float | str) -> bool:
+        if isinstance(value, str):
+            return not self.names or value in self.names or (self.suffix is not None and value.endswith(self.suffix))
+        return (
+            math.isfinite(value)
+            and (self.minimum is None or value >= self.minimum)
+            and (self.above is None or value > self.above)
+            and (self.maximum is None or value <= self.maximum)
+            and (self.below is None or value < self.below)
+        )
+
+    @property
+    def words(self) -> str:
+        """` of at least 1 and below 2`, to stand after "a number"; empty without limits."""
+        known = (("at least", self.minimum), ("above", self.above), ("at most", self.maximum), ("below", self.below))
+        said = [f"{word} {bound}" for word, bound in known if bound is not None]
+        return (" of " if said and self.minimum is not None else " ") + " and ".join(said) if said else ""
+
+
+def key(
+    default: Any = dataclasses.MISSING, doc: str = "", *, also: Sequence[str] = (), **limits: Any
+) -> Any:  # the field itself, which dataclasses and type checkers take for its default
+    """A field of a section: its default (none: it has to be given), its documentation, and its `Limits`.
+
+    `also`: what other frameworks call it, for "did you mean".
+    """
+    metadata = {"doc": doc, "limits": Limits(**limits), "also": tuple(also)}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a section, as read from a field of its dataclass."""
+
+    name: str
+    hint: Any  # its annotation
+    default: Any  # dataclasses.MISSING where it has to be given
+    limits: Limits
+    doc: str
+    also: tuple[str, ...]
+
+    @property
+    def required(self) -> bool:
+        return self.default is dataclasses.MISSING
+
+
+def keys_of(cls: type) -> dict[str, Key]:
+    """The keys that a dataclass declares: a section of a config, or the `Config` of a model.
+
+    A field that cannot be given (`init=False`), and in a section one without documentation, is no key.
+
+    Raises:
+        TypeError: an annotation that no YAML value fits, with the name of the field.
+    """
+    hints = get_type_hints(cls)
+    found = {}
+    for field in dataclasses.fields(cls):
+        if not field.init:
+            continue
+        if not _supported(hints[field.name]):
+            raise TypeError(
+                f"{cls.__qualname__}.{field.name} has the type {hints[field.name]}, which no YAML value has: use "
+                "bool, int, float, str, Literal, list, tuple, dict, Any, or one of them | None"
+            )
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        about = field.metadata
+        limits, doc, also = about.get("limits", Limits()), about.get("doc", ""), about.get("also", ())
+        found[field.name] = Key(field.name, hints[field.name], default, limits, doc, also)
+    return found
+
+
+def read_section(
+    node: Node, section: str, keys: dict[str, Key], elsewhere: dict[str, str], errors: list[ConfigError]
+) -> dict[str, Any]:
+    """The values of a section's keys, defaults included; `INVALID` for what is wrong or missing.
+
+    `elsewhere`: every key of every section -> its full name, for "did you mean".
+    """
+    given: dict[str, Node] = node.value if isinstance(node.value, dict) else {}
+    if not isinstance(node.value, dict) and not (node.value is None or node.broken):
+        message = f"{section} is a section: expected keys such as `{next(iter(keys))}:`, found {described(node.value)}"
+        errors.append(ConfigError(node.at, message))
+        return dict.fromkeys(keys, INVALID)
+    misspelt = set()
+    for name, child in given.items():
+        if name not in keys:
+            errors.append(ConfigError(child.key_at, unknown_key(name, section, keys, elsewhere)))
+            misspelt.add(meant_key(name, keys))
+    if node.broken:
+        return dict.fromkeys(keys, INVALID)
+    return {
+        name: INVALID
+        if name in misspelt and name not in given
+        else _read_key(node, section, one, given.get(name), errors)
+        for name, one in keys.items()
+    }
+
+
+def _read_key(section: Node, name: str, one: Key, node: Node | None, errors: list[ConfigError]) -> Any:
+    if node is not None:
+        return convert(node, one.hint, f"{name}.{one.name}", errors, one.limits, one.default)
+    if one.required:
+        message = f"{name}.{one.name} is missing: give {expected(one.hint, one.limits)}"
+        errors.append(ConfigError(section.key_at, message))
+        return INVALID
+    return one.default
+
+
+def meant_key(name: str, keys: dict[str, Key]) -> str | None:
+    """The key of a section that an unknown one most likely means: by its other names, else by its spelling."""
+    return next((one.name for one in keys.values() if name in one.also), None) or nearest(name, keys)
+
+
+def unknown_key(name: str, section: str, keys: dict[str, Key], elsewhere: dict[str, str]) -> str:
+    """The sentence about a key that its section does not have."""
+    full = f"{section}.{name}"
+    if ":" in name:
+        return f"there is no key {written(full)}: a colon needs a space after it, as in `{name.replace(':', ': ', 1)}`"
+    meant = meant_key(name, keys) or elsewhere.get(name)
+    if meant:
+        return f"there is no key {written(full)}: did you mean {meant}?"
+    return f"there is no key {written(full)}: the keys of {section} are {', '.join(keys)}"
+
+
+# Values -------------------------------------------------------------------------------------------------------------
+
+
+def convert(
+    node: Node,
+    hint: Any,
+    name: str,
+    errors: list[ConfigError],
+    limits: Limits | None = None,
+    default: Any = dataclasses.MISSING,
+) -> Any:
+    """The value of a node as its annotation asks; `INVALID`, with an error, where it does not fit.
+
+    `default` is named in the error as a way out.
+    """
+    limits = limits or Limits()
+    if node.broken:
+        return INVALID
+    for option in _options(hint):
+        if _fits(node.value, option):
+            return _convert_to(node, option, hint, name, errors, limits)
+    out = _way_out(node.value, hint)
+    if not out and default not in (dataclasses.MISSING, None):
+        out = f"the default is {written(default)}"
+    _does_not_fit(node, hint, name, errors, limits, out)
+    return INVALID
+
+
+def _convert_to(node: Node, option: Any, hint: Any, name: str, errors: list[ConfigError], limits: Limits) -> Any:
+    """The value of a node whose kind is the right one."""
+    value = node.value
+    if isinstance(value, list) and option is not Any:
+        return _convert_list(node, option, name, errors, limits)
+    if isinstance(value, dict) and option is not Any:
+        inner = (get_args(option) or (str, Any))[1]
+        read = {key: convert(one, inner, f"{name}.{key}", errors) for key, one in value.items()}
+        return INVALID if any(one is INVALID for one in read.values()) else read
+    if isinstance(value, list | dict):
+        return INVALID if _has_broken(node) else node.plain
+    if option is float:
+        value = _as_float(value)
+    if option in (int, float, str) and not limits.hold(value):
+        out = _did_you_mean(value, limits.names)
+        if isinstance(value, float) and not math.isfinite(value):
+            out = "a finite one"
+        _does_not_fit(node, hint, name, errors, limits, out)
+        return INVALID
+    return value
+
+
+def _does_not_fit(node: Node, hint: Any, name: str, errors: list[ConfigError], limits: Limits, out: str) -> None:
+    message = f"{name}: expected {expected(hint, limits)}, found {described(node.value)}"
+    errors.append(ConfigError(node.at, message + (f" ({out})" if out else "")))
+
+
+def _convert_list(node: Node, option: Any, name: str, errors: list[ConfigError], limits: Limits) -> Any:
+    items, args = node.value, get_args(option)
+    kind = get_origin(option) or option
+    if _has_fixed_length(option):
+        inner = list(args)
+        if len(items) != len(inner):
+            message = f"{name}: expected {expected(option, limits)}, found a list of {len(items)}"
+            errors.append(ConfigError(node.at, message))
+            return INVALID
+    else:
+        inner = [args[0] if args else Any] * len(items)
+    read = [
+        convert(item, one, f"{name}[{i}]", errors, limits)
+        for i, (item, one) in enumerate(zip(items, inner, strict=True))
+    ]
+    return INVALID if any(value is INVALID for value in read) else kind(read)
+
+
+def _has_broken(node: Node) -> bool:
+    inside: Iterable[Node] = ()
+    if isinstance(node.value, dict):
+        inside = node.value.values()
+    elif isinstance(node.value, list):
+        inside = node.value
+    return node.broken or any(_has_broken(one) for one in inside)
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+# Annotations --------------------------------------------------------------------------------------------------------
+
+
+def _options(hint: Any) -> list[Any]:
+    """The members of a union, exact kinds first: 3 is an integer before it is a float."""
+    options = list(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else [hint]
+    return sorted(options, key=lambda option: (option is float, option is Any, option is str))
+
+
+def _supported(hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return all(_supported(option) for option in get_args(hint))
+    if origin in (list, tuple):
+        return all(one is Ellipsis or _supported(one) for one in get_args(hint))
+    if origin is dict:
+        return get_args(hint)[0] in (str, Any) and _supported(get_args(hint)[1])
+    return origin is Literal or hint in (None, type(None), bool, int, float, str, list, tuple, dict, Any)
+
+
+def _fits(value: Any, option: Any) -> bool:
+    """Whether a node's value is of the kind of one member of an annotation."""
+    kind = get_origin(option) or option
+    if kind is Any:
+        return True
+    if kind is Literal:
+        return any(type(value) is type(one) and value == one for one in get_args(option))
+    if kind is float:
+        return type(value) in (int, float)
+    if kind is tuple:
+        return isinstance(value, list)
+    return type(value) is (type(None) if kind is None else kind)
+
+
+def expected(hint: Any, limits: Limits | None = None) -> str:
+    """An annotation in words, to stand after "expected": "an integer of at least 1, or `epoch`"."""
+    limits = limits or Limits()
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return ", or ".join("null" if option is type(None) else _kind(option, limits) for option in options)
+
+
+def _kind(option: Any, limits: Limits) -> str:
+    kind, args = get_origin(option) or option, get_args(option)
+    if kind is Literal:
+        return ("one of " if len(args) > 1 else "") + any_of([f"`{written(one)}`" for one in args])
+    if kind in (int, float):
+        return ("an integer" if kind is int else "a number") + limits.words
+    if kind is str and limits.names:
+        path = f", or the path of a file that ends in {limits.suffix}" if limits.suffix else ""
+        return ("one of " if len(limits.names) > 1 else "") + any_of(limits.names) + path
+    if kind in (list, tuple):
+        items = {bool: "values true or false", int: "integers", float: "numbers", str: "texts"}
+        count = f"{len(args)} " if _has_fixed_length(option) else ""
+        return f"a list of {count}{items.get(args[0] if args else Any, 'values')}{limits.words}"
+    return {bool: "true or false", str: "a text", dict: "a mapping", Any: "any value"}[kind]
+
+
+def _has_fixed_length(option: Any) -> bool:
+    """Whether this is `tuple[A, B]`, and not `tuple[A, ...]` or another type."""
+    return get_origin(option) is tuple and Ellipsis not in get_args(option)
+
+
+def _way_out(value: Any, hint: Any) -> str:
+    """What the person most likely meant, where that can be seen from what was written."""
+    options = _options(hint)
+    if isinstance(value, float) and value.is_integer() and int in options:
+        return f"write {int(value)}"
+    lists = [option for option in options if (get_origin(option) or option) in (list, tuple)]
+    if lists and isinstance(value, int | float | str) and not _has_fixed_length(lists[0]):
+        return f"write [{written(value)}]"
+    if not isinstance(value, str):
+        return ""
+    meant = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}.get(value.lower())
+    if bool in options and meant is not None:
+        return f"write {written(meant)}, without quotes"
+    if int in options or float in options:
+        number = read_scalar(value.replace("_", "").replace(",", "").replace(" ", ""))
+        if type(number) in (int, float):
+            return f"write {written(number)}, without quotes"
+    literals = [one for option in options if get_origin(option) is Literal for one in get_args(option)]
+    return _did_you_mean(value, [one for one in literals if isinstance(one, str)])
+
+
+def _did_you_mean(value: Any, names: Iterable[str]) -> str:
+    near = nearest(value, names) if isinstance(value, str) else None
+    return f"did you mean {near}?" if near else ""

@@ -1,0 +1,87 @@
+"""What is wrong with a config: each error with its place, all of them together.
+
+A config is read to its end whatever is wrong with it, so that a person mends it once and not once per error. Errors are
+collected in a list that is passed along; only `Config.load` raises.
+"""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshtrain.errors import InputError
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A line of the file, or an override on the command line. Places sort as a person reads: the file comes first."""
+
+    override: int  # 0: in the file; n: the nth override on the command line
+    line: int  # from 1; 0 on the command line
+    column: int  # from 1; 0 where the line says enough
+    text: str = field(compare=False)
+
+    @classmethod
+    def in_file(cls, file: str, line: int, column: int = 0) -> "Place":
+        return cls(0, line, column, f"{file}:{line}" + (f":{column}" if column else ""))
+
+    @classmethod
+    def on_command_line(cls, number: int, override: str) -> "Place":
+        return cls(number, 0, 0, f"command line: {shortened(override)}")
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, order=True)
+class ConfigError:
+    """One thing that is wrong, and a way out of it."""
+
+    where: Place
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}"
+
+
+class ConfigErrors(InputError):  # noqa: N818 it is several
+    """Everything that is wrong with a config. `str()` is the block to print: a count, then one line per error."""
+
+    def __init__(self, file: str, errors: Iterable[ConfigError]) -> None:
+        self.file = file
+        self.errors = sorted(errors)
+        count = len(self.errors)
+        lines = [f"{file}: {count} error" + "s" * (count != 1), *map(str, self.errors)]
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a worker process may hand it over
+        return type(self), (self.file, self.errors)
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a misspelt one most likely means, or None."""
+    plain = {one.lower().replace("-", "_"): one for one in known}
+    match = difflib.get_close_matches(name.lower().replace("-", "_"), plain, n=1, cutoff=0.6)
+    return plain[match[0]] if match else None
+
+
+def written(value: Any) -> str:
+    """A value as it stands in YAML, on one line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(written, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {written(one)}" for key, one in value.items()) + "}"
+    return shortened(str(value)) if value != "" else '""'
+
+
+def shortened(text: str, most: int = 100) -> str:
+    """Text on one line, cut where it is longer than a person wants to read in a message."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 3] + "..."
+
+
+def any_of(names: Sequence[str]) -> str:
+    """`a, b or c`."""
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -1,0 +1,155 @@
+"""The section `model`: its keys are those of the chosen model file's own `Config`, and of its presets.
+
+The keys are Hugging Face's, so a config.json can be pasted whole. A model file may say which of its keys change nothing
+here (`passed_over`), which have one value that is built (`only`), and which combinations make no model (`check`).
+"""
+
+import dataclasses
+from types import ModuleType
+from typing import Any
+
+from meshtrain import locate
+from meshtrain.config_check import INVALID, Key, convert, expected, keys_of, meant_key, unknown_key
+from meshtrain.config_errors import nearest, written
+from meshtrain.config_rules import Draft
+from meshtrain.config_yaml import Node, described
+
+
+def read_model(draft: Draft, own: dict[str, Key]) -> None:
+    """Reads the section into `draft.values`: `model.name`, `model.preset`, and every key of the model's `Config`.
+
+    `own`: the keys of the section itself.
+    """
+    node = draft.root.get("model")
+    if node is None or (not node.broken and not isinstance(node.value, dict)):
+        found = "" if node is None else f", found {described(node.value)}"
+        where = draft.root.at if node is None else node.at
+        draft.report(
+            where, f"the section model is missing{found}: add `model: {{name: llama}}`, and the sizes you want"
+        )
+        return
+    if node.broken:
+        return
+    for key, one in own.items():
+        child = node.get(key)
+        read = one.default if child is None else convert(child, one.hint, f"model.{key}", draft.errors, one.limits)
+        draft.values[f"model.{key}"] = read
+    module = _load(draft, draft.values["model.name"])
+    if module is not None:
+        _read_keys(draft, node, module, own)
+
+
+def model_keys(module: ModuleType) -> dict[str, Key]:
+    """The keys of a model file's `Config`. A comment behind a field is its documentation.
+
+    Raises:
+        TypeError: the file has no such dataclass, or a field of a type that no YAML value has.
+    """
+    cls = getattr(module, "Config", None)
+    if not dataclasses.is_dataclass(cls) or not isinstance(cls, type):
+        raise TypeError("a model file has a dataclass `Config`, whose fields are the keys of the section model")
+    keys = keys_of(cls)
+    taken = [key for key in ("name", "preset") if key in keys]
+    if taken:
+        raise TypeError(f"its Config has a field called {taken[0]}, which the section model has for itself: rename it")
+    return keys
+
+
+def _load(draft: Draft, name: Any) -> ModuleType | None:
+    if name is INVALID:
+        return None
+    where = draft.place("model.name")
+    try:
+        module = locate.model_file(name)
+        model_keys(module)
+    except SyntaxError as error:
+        draft.report(where, f"{error.filename}:{error.lineno}: this is not Python: {error.msg}")
+    except FileNotFoundError as error:
+        near = nearest(name, locate.names("models", ".py"))
+        draft.report(where, str(error) + (f" (did you mean {near}?)" if near else ""))
+    except (ImportError, OSError, TypeError) as error:
+        draft.report(where, f"the model file {name} cannot be used: {error}")
+    else:
+        if callable(getattr(module, "Model", None)):
+            return module
+        draft.report(where, f"the model file {name} cannot be used: it has no `Model`, a class that takes a Config")
+    return None
+
+
+def _read_keys(draft: Draft, node: Node, module: ModuleType, own: dict[str, Key]) -> None:
+    keys = model_keys(module)
+    found = len(draft.errors)
+    given = _given(draft, node, module, keys, own)
+    preset = _preset(draft, module, keys)
+    missing = [name for name, key in keys.items() if key.required and name not in given | preset]
+    if missing and draft.values["model.preset"] is not INVALID:
+        what = ", ".join(f"{name} ({expected(keys[name].hint)})" for name in missing)
+        presets = getattr(module, "presets", {})
+        out = f"give {'it' if len(missing) == 1 else 'them'}" + (f", or a preset: {', '.join(presets)}" * bool(presets))
+        draft.report(node.key_at, f"the model needs {what}: {out}")
+    if len(draft.errors) > found:
+        values = {name: given.get(name, INVALID) for name in keys}
+    else:
+        defaults = {name: key.default for name, key in keys.items()}
+        values = _made(draft, node, module, defaults | preset | given)
+    draft.values |= {f"model.{name}": value for name, value in values.items()}
+
+
+def _given(draft: Draft, node: Node, module: ModuleType, keys: dict[str, Key], own: dict[str, Key]) -> dict[str, Any]:
+    """The values of the model's keys that the config gives."""
+    passed_over: frozenset[str] = getattr(module, "passed_over", frozenset())
+    only: dict[str, Any] = getattr(module, "only", {})
+    values = {}
+    for name, child in node.value.items():
+        if name in own or name in passed_over or child.broken:
+            continue
+        if name in only and not _same(child.plain, only[name]):
+            built = written(only[name])
+            message = f"model.{name}: {written(child.plain)} is not built, only {built} is: use that, or leave it out"
+            draft.report(child.at, message)
+        elif name in keys:
+            key = keys[name]
+            values[name] = convert(child, key.hint, f"model.{name}", draft.errors, key.limits, key.default)
+        elif name not in only:
+            draft.report(child.key_at, unknown_key(name, "model", own | keys, draft.elsewhere))
+            meant = meant_key(name, own | keys)
+            if meant in keys and meant not in node.value:
+                values[meant] = INVALID
+    return values
+
+
+def _preset(draft: Draft, module: ModuleType, keys: dict[str, Key]) -> dict[str, Any]:
+    """The values of the named preset; none where there is no such preset, which is reported."""
+    name, presets = draft.values["model.preset"], getattr(module, "presets", {})
+    if name is None or name is INVALID:
+        return {}
+    where = draft.place("model.preset")
+    if name not in presets:
+        near = nearest(name, presets)
+        known = f"its presets are {', '.join(presets)}" if presets else "it has no presets: take the key away"
+        draft.report(where, f"the model has no preset {written(name)}: " + (f"did you mean {near}?" if near else known))
+        draft.values["model.preset"] = INVALID
+        return {}
+    strange = sorted(set(presets[name]) - set(keys))
+    if strange:
+        message = f"the preset {name} gives {', '.join(strange)}, which the model's Config does not have: mend the file"
+        draft.report(where, message)
+    return dict(presets[name])
+
+
+def _made(draft: Draft, node: Node, module: ModuleType, values: dict[str, Any]) -> dict[str, Any]:
+    """The keys as the model's Config holds them once it is made, after asking it for impossible combinations."""
+    try:
+        config = module.Config(**values)
+    except (TypeError, ValueError) as error:  # what a __post_init__ raises about its fields
+        draft.report(node.key_at, f"the model refuses these keys: {error}")
+        return dict.fromkeys(values, INVALID)
+    for key, problem in getattr(module, "check", lambda config: [])(config):
+        preset = draft.values["model.preset"]
+        where = draft.place("model.preset" if node.get(key) is None and preset else f"model.{key}")
+        draft.report(where, f"model.{key}: {problem}")
+    return {name: getattr(config, name) for name in values}
+
+
+def _same(found: Any, built: Any) -> bool:
+    return found == built and isinstance(found, bool) == isinstance(built, bool)

@@ -1,0 +1,263 @@
+"""What the keys of a config must keep to together: each rule a small function of a few values.
+
+A rule gets values that are right by themselves, and returns what is wrong and a way out, or None. It is skipped where
+one of its values has been reported already, so that one mistake is one error.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshtrain.config_check import INVALID, convert
+from meshtrain.config_errors import ConfigError, Place, any_of
+from meshtrain.config_yaml import Node, described
+from meshtrain.layout import Layout, LayoutError
+
+# data.source -> what data.path names, or None where there is nothing to name.
+SOURCES: dict[str, str | None] = {
+    "python-stdlib": None,
+    "text": "a text file, or a folder of .txt and .md files",
+    "jsonl": "a .jsonl file, or a folder of them",
+    "tokens": "the folder of a token file",
+    "megatron": "the prefix of a .bin and an .idx file",
+    "digits": None,
+    "mnist": "the folder of MNIST's idx files",
+    "images": "a folder with one folder of images per class",
+}
+_OF_TEXT = ("python-stdlib", "text", "jsonl")  # a tokenizer reads them
+_OF_TOKENS = (*_OF_TEXT, "tokens", "megatron")
+
+
+@dataclass
+class Draft:
+    """A config while it is being read: its nodes, the values that are right so far, and the errors."""
+
+    root: Node
+    errors: list[ConfigError]
+    elsewhere: dict[str, str]  # "steps" -> "train.steps": where keys belong, for "did you mean"
+    values: dict[str, Any] = field(default_factory=dict)  # "train.steps" -> its value, default, or INVALID
+
+    def place(self, path: str) -> Place:
+        """Where a key stands; where it is not given, where its section stands, else the top of the file."""
+        section = path.partition(".")[0]
+        node = self.root.get(*path.split(".")) or self.root.get(section)
+        return node.key_at if node is not None else self.root.at
+
+    def place_of_any(self, paths: tuple[str, ...]) -> Place:
+        """Where an error about several keys belongs: at an override if there is one, else at the first one given."""
+        given = [path for path in paths if self.root.get(*path.split(".")) is not None]
+        overridden = [path for path in given if self.place(path).override]
+        return self.place((overridden or given or list(paths))[0])
+
+    def report(self, where: Place, message: str) -> None:
+        self.errors.append(ConfigError(where, message))
+
+
+def check_rules(draft: Draft) -> None:
+    """Applies every rule whose values are right by themselves."""
+    for paths, rule in RULES:
+        values = [draft.values.get(path, INVALID) for path in paths]
+        if any(value is INVALID for value in values):
+            continue
+        problem = rule(*values)
+        if problem:
+            draft.report(draft.place_of_any(paths), problem)
+
+
+def one_length(steps: int | None, epochs: int | None) -> str | None:
+    if steps is None and epochs is None:
+        return "the length of the run is missing: give train.steps or train.epochs"
+    if steps is not None and epochs is not None:
+        return (
+            f"train.steps is {steps} and train.epochs is {epochs}, and a run has one length: take one of them away "
+            "(on the command line with train.steps=null or train.epochs=null)"
+        )
+    return None
+
+
+def micro_batch_fits(micro_size: int, global_size: int) -> str | None:
+    if micro_size <= global_size:
+        return None
+    return (
+        f"batch.micro_size {micro_size} is more than batch.global_size {global_size}, all samples of a step: "
+        f"use a micro_size of at most {global_size}"
+    )
+
+
+def lr_falls(min_lr: float, lr: float) -> str | None:
+    if min_lr <= lr:
+        return None
+    return f"optimizer.min_lr {min_lr:g} is above optimizer.lr {lr:g}: lower min_lr, at which the run ends"
+
+
+def warm_up_ends(warmup_steps: int, steps: int | None) -> str | None:
+    if steps is None or warmup_steps <= steps:
+        return None
+    return (
+        f"optimizer.warmup_steps {warmup_steps} is more than train.steps {steps}: the warm-up would not end; "
+        f"use at most {steps} (0 for no warm-up)"
+    )
+
+
+def decay_fits(decay_steps: int | None, schedule: str, warmup_steps: int, steps: int | None) -> str | None:
+    if decay_steps is None:
+        return None
+    if schedule != "wsd":
+        return (
+            f"optimizer.decay_steps is the final decay of the schedule wsd, and the schedule is {schedule}: "
+            "take it away (on the command line with optimizer.decay_steps=null), or use schedule: wsd"
+        )
+    if steps is not None and warmup_steps <= steps < warmup_steps + decay_steps:
+        return (
+            f"optimizer.warmup_steps {warmup_steps} and optimizer.decay_steps {decay_steps} are more than "
+            f"train.steps {steps} together: use a decay_steps of at most {steps - warmup_steps}"
+        )
+    return None
+
+
+def profile_in_run(profile: tuple[int, int] | None, steps: int | None) -> str | None:
+    if profile is None:
+        return None
+    first, last = profile
+    if first > last:
+        return f"metrics.profile goes from step {first} to step {last}: write the first step first, [{last}, {first}]"
+    if steps is not None and last > steps:
+        return f"metrics.profile ends at step {last} and the run at step {steps}: end it at {steps} or before"
+    return None
+
+
+def path_for_source(path: str | None, source: str) -> str | None:
+    if source not in SOURCES:  # a user's own file: its business
+        return None
+    what = SOURCES[source]
+    if what is None and path is not None:
+        others = [name for name, needs in SOURCES.items() if needs]
+        return f"data.source {source} takes no data.path: take it away, or use one of {any_of(others)}"
+    if what is not None and not path:
+        return f"data.source {source} needs data.path: {what}"
+    return None
+
+
+def sequence_fits_model(seq_len: int, most: int, source: str) -> str | None:
+    if source not in _OF_TOKENS or seq_len <= most:
+        return None
+    return (
+        f"data.seq_len {seq_len} is more than model.max_position_embeddings {most}: "
+        f"shorten the sequences to {most}, or raise the model's key to {seq_len}"
+    )
+
+
+def bytes_fit_model(vocab_size: int, tokenizer: str, source: str) -> str | None:
+    if source not in _OF_TEXT or tokenizer != "bytes" or vocab_size >= 256:
+        return None
+    return f"model.vocab_size {vocab_size} is less than the 256 tokens of data.tokenizer bytes: use at least 256"
+
+
+RULES: tuple[tuple[tuple[str, ...], Callable[..., str | None]], ...] = (
+    (("train.steps", "train.epochs"), one_length),
+    (("batch.micro_size", "batch.global_size"), micro_batch_fits),
+    (("optimizer.min_lr", "optimizer.lr"), lr_falls),
+    (("optimizer.warmup_steps", "train.steps"), warm_up_ends),
+    (("optimizer.decay_steps", "optimizer.schedule", "optimizer.warmup_steps", "train.steps"), decay_fits),
+    (("metrics.profile", "train.steps"), profile_in_run),
+    (("data.path", "data.source"), path_for_source),
+    (("data.seq_len", "model.max_position_embeddings", "data.source"), sequence_fits_model),
+    (("model.vocab_size", "data.tokenizer", "data.source"), bytes_fit_model),
+)
+
+
+# Files --------------------------------------------------------------------------------------------------------------
+
+
+def check_files(draft: Draft) -> None:
+    """Reports files and folders that the config names and that are not there. Training asks; a plan does not."""
+    source, path, validation, tokenizer = (
+        draft.values.get(f"data.{key}", INVALID) for key in ("source", "path", "validation", "tokenizer")
+    )
+    if isinstance(source, str) and source not in SOURCES:
+        _report_missing(draft, "data.source", source, ("",))
+    if isinstance(path, str) and isinstance(source, str) and SOURCES.get(source):
+        _report_missing(draft, "data.path", path, _endings(source))
+    if isinstance(validation, str) and isinstance(source, str) and source in SOURCES:
+        _report_missing(draft, "data.validation", validation, _endings(source))
+    if isinstance(tokenizer, str) and tokenizer != "bytes" and source in _OF_TEXT:
+        _report_missing(draft, "data.tokenizer", tokenizer, ("",))
+
+
+def _endings(source: str) -> tuple[str, ...]:
+    return (".bin", ".idx") if source == "megatron" else ("",)
+
+
+def _report_missing(draft: Draft, key: str, name: str, endings: tuple[str, ...]) -> None:
+    if endings != ("",) and name.endswith(endings):
+        name = name[:-4]  # one file of the pair stands for both
+    for ending in endings:
+        path = Path(name + ending).expanduser().absolute()
+        if not path.exists():
+            above = next((parent for parent in path.parents if parent.is_dir()), path.parent)
+            hint = "" if above == path.parent else f"; the folder {above} is there, what follows is not"
+            draft.report(draft.place(key), f"{key}: there is no {path}{hint}: mend the path or create the file")
+            return
+
+
+# Layout -------------------------------------------------------------------------------------------------------------
+
+
+def read_layout(draft: Draft) -> dict[str, int] | None:
+    """The layout as written, outermost axis first; None where something is wrong with it, which is reported."""
+    node = draft.root.get("layout")
+    if node is None or (node.value is None and not node.broken):
+        return {"dp_shard": -1}
+    if not node.broken and not isinstance(node.value, dict):
+        message = f"expected axes and their sizes, such as {{dp_shard: 4}}, found {described(node.value)}"
+        draft.report(node.at, f"layout: {message}")
+    if node.broken or not isinstance(node.value, dict):
+        return None
+    sizes: dict[str, int] = {}
+    for axis, child in node.value.items():
+        try:
+            Layout({}).size(axis)
+        except LayoutError as error:
+            hint = "; a colon needs a space after it" if ":" in axis else ""
+            draft.report(child.key_at, f"layout: {error}{hint}")
+            continue
+        size = convert(child, int, f"layout.{axis}", draft.errors)
+        if size is INVALID:
+            continue
+        if size < 1 and size != -1:
+            message = f"expected an integer of at least 1, or -1 for whatever is left, found {size}"
+            draft.report(child.at, f"layout.{axis}: {message}")
+        elif size == -1 and -1 in sizes.values():
+            first = next(name for name in sizes if sizes[name] == -1)
+            draft.report(child.at, f"layout.{axis}: only one axis can be -1, and {first} is: give one of them a size")
+        else:
+            sizes[axis] = size
+    return sizes if len(sizes) == len(node.value) else None
+
+
+def check_layout(draft: Draft, sizes: dict[str, int], world_size: int | None, for_training: bool) -> None:
+    """Whether a layout without errors of its own fits the world, and whether training builds it."""
+    keys = ("layout", *(f"layout.{axis}" for axis in sizes))
+    if world_size is not None:
+        try:
+            sizes = Layout.resolve(sizes, world_size).sizes
+        except LayoutError as error:
+            draft.report(draft.place_of_any(keys), str(error))
+            return
+    for axis, problem in trainable_layout_problems(sizes) if for_training else ():
+        draft.report(draft.place(f"layout.{axis}"), problem)
+
+
+def trainable_layout_problems(sizes: dict[str, int]) -> list[tuple[str, str]]:
+    """The axes of a layout that training does not build yet: (axis, sentence). A size of -1 is not judged."""
+    names = {"pp": "pipeline", "cp": "context", "tp": "tensor"}
+    return [
+        (
+            axis,
+            f"layout.{axis} is {size}, and {names[axis]}-parallel training is not built yet: use {axis}: 1 and more "
+            "dp_shard or dp_replicate (`meshtrain plan` shows such layouts)",
+        )
+        for axis, size in sizes.items()
+        if axis in names and size > 1
+    ]

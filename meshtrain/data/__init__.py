@@ -1,0 +1,41 @@
+"""Data: what a step trains on, the same whatever the layout.
+
+`order` alone is pure, and commands that only plan use it; so the rest of the room, which needs torch, is imported when
+one of its names is first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshtrain.data.batch import IGNORE, Batch, Samples
+    from meshtrain.data.loader import EvalBatches, eval_batches, train_batches
+    from meshtrain.data.open import OpenData, open_data
+    from meshtrain.data.tokens import Document, write
+
+__all__ = [
+    "IGNORE",
+    "Batch",
+    "Document",
+    "EvalBatches",
+    "OpenData",
+    "Samples",
+    "eval_batches",
+    "open_data",
+    "train_batches",
+    "write",
+]
+
+_ROOMS = {
+    "batch": ("IGNORE", "Batch", "Samples"),
+    "loader": ("EvalBatches", "eval_batches", "train_batches"),
+    "open": ("OpenData", "open_data"),
+    "tokens": ("Document", "write"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for room, names in _ROOMS.items():
+        if name in names:
+            return getattr(importlib.import_module(f"meshtrain.data.{room}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,75 @@
+"""What a data set gives and what a model gets: samples, and microbatches of them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from meshtrain.errors import InputError
+
+IGNORE = -100  # the target of a position that carries no loss; torch's own default of `ignore_index`
+
+Item = tuple[tuple[Tensor | None, ...], Tensor]
+
+
+class Batch(NamedTuple):
+    """One microbatch: `model(*inputs)` gives logits for `targets`.
+
+    Of a language model: inputs tokens (b, s), positions (b, s), documents (b, s) or None, targets (b, s), all int64.
+    Of a classifier: inputs images (b, c, height, width) float32, targets (b,) int64.
+    Targets are IGNORE where there is no loss; a row of padding has no other.
+    """
+
+    inputs: tuple[Tensor | None, ...]
+    targets: Tensor
+
+
+class Packed(Protocol):
+    """A microbatch as it travels from a worker process: smaller than the tensors that it becomes."""
+
+    def batch(self) -> Batch: ...
+
+    def pin_memory(self) -> Batch: ...
+
+
+class Samples(ABC):
+    """A data set: `len(samples)` and any sample of it by (index, epoch), the same wherever and whenever it is read."""
+
+    name: str  # for messages: which data set, which split
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def item(self, index: int, epoch: int) -> Item:
+        """Sample `index` as epoch `epoch` sees it: (inputs, target), shaped as in `Batch` without b."""
+
+    def read(self, items: Sequence[tuple[int, int]], valid: int) -> Batch | Packed:
+        """The microbatch of these (epoch, index) pairs, of which those from `valid` on are padding.
+
+        Raises:
+            InputError: what the data holds cannot be trained on.
+            RuntimeError: reading a sample failed; says which one, and carries the cause.
+        """
+        rows = [self._row(index, epoch) for epoch, index in items]
+        inputs = tuple(_stacked(column) for column in zip(*(inputs for inputs, _ in rows), strict=True))
+        targets = torch.stack([target for _, target in rows])
+        targets[valid:] = IGNORE
+        return Batch(inputs, targets)
+
+    def _row(self, index: int, epoch: int) -> Item:
+        try:
+            return self.item(index, epoch)
+        except InputError:
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"sample {index} (epoch {epoch}) of {self.name} could not be read: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _stacked(column: tuple[Tensor | None, ...]) -> Tensor | None:
+    present = [tensor for tensor in column if tensor is not None]
+    return torch.stack(present) if present else None

@@ -1,0 +1,92 @@
+"""A user's own data: a Python file that exports `dataset(config, split)`.
+
+`config` is the `data` section, `split` is "train" or "validation". The function returns anything with `len()` and
+`[index]`, whose items are pairs (inputs, target), or None where there is no such split. docs/data.md has an example.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from meshtrain import locate
+from meshtrain.data.batch import IGNORE, Batch, Item, Packed, Samples
+from meshtrain.errors import InputError
+
+if TYPE_CHECKING:
+    from meshtrain.config import Data
+
+
+class OwnSamples(Samples):
+    """A map-style data set of the user's.
+
+    An item's inputs are a tensor or a tuple of tensors, its target a tensor or a number. An item whose target has one
+    dim is text: tokens (s,) alone get their positions. A data set whose items change from epoch to epoch (augmentation)
+    has a method `item(index, epoch)`, which is called instead of `[index]`.
+    """
+
+    def __init__(self, name: str, dataset: Any, n_outputs: int | None) -> None:
+        self.name, self.n_outputs = name, n_outputs
+        self._dataset = dataset
+        self._by_epoch = hasattr(dataset, "item")
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def item(self, index: int, epoch: int) -> Item:
+        found = self._dataset.item(index, epoch) if self._by_epoch else self._dataset[index]
+        if not isinstance(found, (tuple, list)) or len(found) != 2:
+            raise InputError(f"{self.name}: item {index} is {type(found).__name__}, expected a pair (inputs, target)")
+        inputs = tuple(found[0]) if isinstance(found[0], (tuple, list)) else (found[0],)
+        inputs = tuple(None if one is None else torch.as_tensor(one) for one in inputs)
+        target = torch.as_tensor(found[1]).long()
+        if target.ndim == 1 and len(inputs) == 1:
+            inputs = (inputs[0], torch.arange(len(target)), None)
+        return inputs, target
+
+    def read(self, items: Sequence[tuple[int, int]], valid: int) -> Batch | Packed:
+        batch = super().read(items, valid)
+        assert isinstance(batch, Batch)
+        wrong = (batch.targets < 0) & (batch.targets != IGNORE)
+        if self.n_outputs is not None:
+            wrong |= batch.targets >= self.n_outputs
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0, 0])
+            raise InputError(
+                f"{self.name}: the target {int(batch.targets[wrong][0])} of sample {items[row][1]} is outside of the "
+                f"model's {self.n_outputs} outputs: expected 0 to {(self.n_outputs or 0) - 1}, or {IGNORE} for no loss"
+            )
+        return batch
+
+    def target(self) -> Tensor:
+        """The target of the first sample: its shape tells the task."""
+        return self.item(0, 0)[1]
+
+
+def open_own(config: "Data", n_outputs: int | None) -> tuple[OwnSamples, OwnSamples | None]:
+    """The training and the validation data of the file that `data.source` names.
+
+    Raises:
+        InputError: no such file, no function `dataset` in it, or no training data.
+    """
+    try:
+        module = locate.python_file(locate.Path(config.source).expanduser())
+    except FileNotFoundError as error:
+        raise InputError(f"data.source: {error}") from error
+    make = getattr(module, "dataset", None)
+    if not callable(make):
+        raise InputError(f"{config.source} exports no function `dataset(config, split)`: see docs/data.md")
+    found = {}
+    for split in ("train", "validation"):
+        dataset = make(config, split)
+        if dataset is not None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise InputError(
+                f"{config.source}: dataset(config, {split!r}) gave {type(dataset).__name__}; expected an object with "
+                "len() and [index], or None"
+            )
+        found[split] = None if dataset is None else OwnSamples(f"{config.source} ({split})", dataset, n_outputs)
+    train = found["train"]
+    if train is None or len(train) == 0:
+        raise InputError(f"{config.source}: dataset(config, 'train') has no samples: there is nothing to train on")
+    return train, found["validation"]

@@ -1,0 +1,130 @@
+"""Preparing a corpus once per host, by whichever process comes first, while the others wait and say so.
+
+The processes of a host agree through a lock on a file in the cache (flock), not through a collective: a collective
+would end after its time limit, and preparing a large corpus may take longer than any. The kernel takes the lock away
+from a process that dies, so the next one in line goes on in its place.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+from meshtrain.data.tokens import Document, temporary_prefix
+from meshtrain.errors import InputError
+
+Say = Callable[[str], None]
+
+_POLL_S = 0.1
+_SAY_EVERY_S = 10.0
+_ABANDONED_S = 3600.0  # a temporary folder of another host that nobody has written to for as long is nobody's
+
+
+def cache_folder(given: str | None) -> Path:
+    """Where prepared corpora are kept: `data.cache`, else meshtrain/ in $XDG_CACHE_HOME or ~/.cache."""
+    if given is not None:
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshtrain"
+
+
+def prepared(folder: Path, prepare: Callable[[], object], say: Say) -> Path:
+    """`folder`, made by one call of `prepare` on this host if it is not there yet.
+
+    Args:
+        folder: where `prepare` leaves its work, by a rename: it is there whole or not at all.
+        say: gets a line every 10 s while another process prepares, naming that process.
+
+    Raises:
+        InputError: the cache cannot be used. What `prepare` raises passes through, and the next process tries.
+    """
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(folder.parent / f".{folder.name}.lock", "a+", encoding="utf-8")  # noqa: SIM115 closed below
+    except OSError as error:
+        raise InputError(
+            f"the cache {folder.parent} cannot be written ({error.strerror}): prepared data goes there; "
+            "name a folder on a disk of this host in data.cache"
+        ) from error
+    with lock:
+        if _lock_unless_there(lock, folder, say):
+            _clean(folder)
+            try:
+                prepare()
+            except OSError:
+                if not folder.is_dir():  # it is: another host, whose locks a shared file system keeps apart, was first
+                    raise
+    return folder
+
+
+def _lock_unless_there(lock: TextIO, folder: Path, say: Say) -> bool:
+    """Waits for the lock or for the folder; True with the lock held and no folder: it is ours to prepare."""
+    said = time.monotonic()
+    while not folder.is_dir():
+        if _try_lock(lock):
+            if folder.is_dir():  # made between the look and the lock
+                return False
+            lock.truncate(0)
+            json.dump({"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}, lock)
+            lock.flush()
+            return True
+        if time.monotonic() - said >= _SAY_EVERY_S:
+            said = time.monotonic()
+            say(f"waiting for {folder}: {_holder(lock)}")
+        time.sleep(_POLL_S)
+    return False
+
+
+def _try_lock(lock: TextIO) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise InputError(
+            f"the file system of {lock.name} has no locks ({error.strerror}): "
+            "name a folder on a disk of this host in data.cache"
+        ) from error
+    return True
+
+
+def _holder(lock: TextIO) -> str:
+    lock.seek(0)
+    try:
+        found = json.load(lock)
+        return (
+            f"process {found['pid']} on {found['host']} has been preparing it for {time.time() - found['since']:.0f} s"
+        )
+    except (ValueError, KeyError, TypeError):  # taken a moment ago, its name not yet written
+        return "another process begins to prepare it"
+
+
+def _clean(folder: Path) -> None:
+    """Removes what preparers of this folder left when they died. The caller holds the lock, so none is at work.
+
+    None on this host, that is: where a shared file system keeps each host's locks apart, another host's may be.
+    """
+    prefix = temporary_prefix(folder)
+    for left in folder.parent.glob(f"{prefix}*.tmp"):
+        own = left.name.startswith(f"{prefix}{socket.gethostname()}.")
+        newest = max((path.stat().st_mtime for path in left.glob("*")), default=left.stat().st_mtime)
+        if own or time.time() - newest > _ABANDONED_S:
+            shutil.rmtree(left)
+
+
+def reported(documents: Iterable[Document], what: str, say: Say) -> Iterator[Document]:
+    """The documents, as they are; says every 10 s how far it has come."""
+    began = said = time.monotonic()
+    tokens = 0
+    for number, document in enumerate(documents, 1):
+        yield document
+        tokens += len(document.ids)
+        if time.monotonic() - said >= _SAY_EVERY_S:
+            said = time.monotonic()
+            say(f"preparing {what}: {number:,} documents, {tokens:,} tokens in {said - began:.0f} s")

@@ -1,0 +1,127 @@
+"""Text to token ids and back: bytes, or a Hugging Face tokenizer.json."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from meshtrain.errors import InputError
+
+_END_NAMES = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "<|endofdocument|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "[EOS]",
+    "[SEP]",
+)
+
+
+class Tokenizer(Protocol):
+    """What the rest of the project uses of a tokenizer."""
+
+    identity: str  # names the tokenizer and its content: the same identity, the same ids
+    vocab_size: int  # ids lie in [0, vocab_size)
+    end: int  # the id that ends a document
+
+    def refuses(self, text: str) -> str | None:
+        """Why a document cannot be encoded, as the end of a sentence; None: it can."""
+        ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """`bytes`, or the path of a tokenizer.json.
+
+    Raises:
+        InputError: no such file, not a tokenizer, no token that ends a document, or `tokenizers` is not installed.
+    """
+    return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(name).expanduser())
+
+
+class ByteTokenizer:
+    """The bytes of UTF-8, and byte 0, which does not occur in text, at the end of a document."""
+
+    identity = "bytes"
+    vocab_size = 256
+    end = 0
+
+    def refuses(self, text: str) -> str | None:
+        where = text.find("\0")
+        if where < 0:
+            return None
+        return (
+            f"holds the character U+0000 at {where:,}, and the byte 0 ends a document with the tokenizer `bytes`: is "
+            "it text at all? Otherwise remove the character, or use a tokenizer.json"
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Ends of documents become blank lines; ids that are no bytes, and bytes that are no UTF-8, become U+FFFD."""
+        parts = (b"\n\n" if token == self.end else bytes([token]) if token < 256 else b"\xff" for token in ids)
+        return b"".join(parts).decode("utf-8", "replace")
+
+
+class FileTokenizer:
+    """A tokenizer.json, read by Hugging Face's `tokenizers`."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise InputError(
+                f"the tokenizer {path} cannot be read ({error.strerror}): data.tokenizer is `bytes`, or the path of a "
+                "Hugging Face tokenizer.json"
+            ) from error
+        try:
+            from tokenizers import Tokenizer as Implementation
+        except ImportError as error:
+            raise InputError(
+                f"reading {path} needs the package tokenizers: pip install 'meshtrain[tokenizers]'"
+            ) from error
+        try:
+            self._tokenizer: Any = Implementation.from_str(content.decode("utf-8"))
+        except Exception as error:  # the library raises Exception itself
+            raise InputError(f"{path} is not a Hugging Face tokenizer.json ({error})") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(ids.values(), default=-1) + 1
+        end = next((ids[name] for name in _END_NAMES if name in ids), None)
+        if end is None:
+            raise InputError(
+                f"{path} has no token to end a document with: looked for {', '.join(_END_NAMES)} among its "
+                f"{len(ids):,} tokens; add one to the tokenizer"
+            )
+        self.end: int = end
+        self.identity = f"{path.name} sha256:{hashlib.sha256(content).hexdigest()[:16]}"
+
+    def refuses(self, text: str) -> str | None:
+        return None
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, np.int64) for one in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        known = [token for token in ids if token < self.vocab_size]  # a model's vocabulary may be padded
+        return self._tokenizer.decode(known, skip_special_tokens=False)

@@ -1,0 +1,259 @@
+"""Token files: the prepared form of a corpus, a folder of flat files that are memory-mapped and read in place.
+
+    tokens.bin      every token of every document, one after the other (uint8, uint16 or uint32, little-endian)
+    documents.bin   int64, one more than there are documents: document d is tokens documents[d] to documents[d + 1]
+    bytes.bin       int64 per document: the bytes of text its predicted tokens stand for (not where it is unknown)
+    loss.bin        uint8 per token: 0 where the token, as a target, carries no loss (only where there is such a token)
+    header.json     what the others hold; written last
+
+A folder appears whole or not at all: it is written under another name, brought to the disk, and renamed. Nothing in it
+is ever executed or unpickled.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from meshtrain.errors import InputError
+
+FORMAT = 1
+_DTYPES = ("uint8", "uint16", "uint32")
+
+
+class Document(NamedTuple):
+    """One document on its way into a token file."""
+
+    ids: np.ndarray  # (n,) token ids, the end-of-document token included
+    loss: np.ndarray | None = None  # (n,) 0 where the token carries no loss as a target; None: all of them do
+    text_bytes: int | None = None  # bytes of the text that the tokens with a loss stand for
+
+
+@dataclass(frozen=True)
+class Header:
+    """header.json."""
+
+    format: int
+    dtype: str
+    tokens: int
+    documents: int
+    largest_id: int
+    text_bytes: int | None
+    loss_mask: bool
+    fingerprint: str  # SHA-256 over the other files: the same corpus and tokenizer, the same fingerprint, anywhere
+    tokenizer: str
+    source: str
+
+
+class MappedArray:
+    """A one-dimensional array in a file: mapped when first used, in whichever process uses it, and never copied.
+
+    What travels to another process is the path, so a data set that holds one is small to send.
+    """
+
+    def __init__(self, path: Path, dtype: str, count: int, offset: int = 0) -> None:
+        self.path, self.dtype, self.count, self.offset = path, np.dtype(dtype).newbyteorder("<"), count, offset
+        self._array: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def array(self) -> np.ndarray:
+        if self._array is None:
+            self._array = np.empty(0, self.dtype)  # nothing cannot be mapped
+            if self.count:  # as a plain array: slices of a memmap cost more
+                self._array = np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, (self.count,)))
+        return self._array
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_array": None}
+
+
+@dataclass(frozen=True)
+class TokenFolder:
+    """An opened folder of token files."""
+
+    path: Path
+    header: Header
+    tokens: MappedArray
+    documents: np.ndarray  # (documents + 1,) int64
+    text_bytes: np.ndarray | None  # (documents,) int64
+    loss: MappedArray | None
+
+
+def smallest_dtype(vocab_size: int) -> str:
+    """The smallest token type that holds ids below `vocab_size`."""
+    return next(name for name in _DTYPES if vocab_size - 1 <= np.iinfo(name).max)
+
+
+def write(folder: Path, documents: Iterable[Document], *, vocab_size: int, tokenizer: str, source: str) -> Header:
+    """Writes a folder of token files, whole or not at all.
+
+    Args:
+        vocab_size: ids lie in [0, vocab_size); it decides how many bytes a token takes.
+        tokenizer, source: names, for people; `bytes` is the byte tokenizer.
+
+    Raises:
+        InputError: no tokens, or an id outside the vocabulary.
+        OSError: the folder exists, or the disk does not take it. Nothing is left behind.
+    """
+    temporary = folder.parent / f"{temporary_prefix(folder)}{socket.gethostname()}.{os.getpid()}.tmp"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary.mkdir()
+    try:
+        header = _write_files(temporary, documents, vocab_size, tokenizer, source)
+        _sync(temporary)
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _sync(folder.parent)
+    return header
+
+
+def temporary_prefix(folder: Path) -> str:
+    """How the names of the folders begin that are to become `folder`; the host and the pid follow."""
+    return f".{folder.name}."
+
+
+def _write_files(folder: Path, documents: Iterable[Document], vocab_size: int, tokenizer: str, source: str) -> Header:
+    dtype = np.dtype(smallest_dtype(vocab_size)).newbyteorder("<")
+    offsets, text_bytes, largest, masked = [0], [], -1, False
+    digest = hashlib.sha256(dtype.name.encode())
+    with open(folder / "tokens.bin", "wb") as tokens, open(folder / "loss.bin", "wb") as losses:
+        for number, (ids, loss, size) in enumerate(documents):
+            if len(ids) == 0:
+                continue
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= vocab_size:
+                raise InputError(
+                    f"document {number} of {source} holds the token id {high if low >= 0 else low}; "
+                    f"expected 0 to {vocab_size - 1}, as {tokenizer} has {vocab_size} ids"
+                )
+            carried = np.ones(len(ids), np.uint8) if loss is None else np.asarray(loss, np.uint8)
+            masked |= not carried.all()
+            largest = max(largest, high)
+            digest.update(_put(tokens, np.ascontiguousarray(ids, dtype)))
+            digest.update(_put(losses, carried))
+            offsets.append(offsets[-1] + len(ids))
+            text_bytes.append(size)
+        _flush(tokens)
+        _flush(losses)
+    if offsets[-1] == 0:
+        raise InputError(f"{source} holds no text: there is nothing to train on")
+    digest.update(_save(folder / "documents.bin", offsets))
+    known = [size for size in text_bytes if size is not None]
+    if len(known) == len(text_bytes):
+        _save(folder / "bytes.bin", known)
+    if not masked:
+        (folder / "loss.bin").unlink()
+    header = Header(
+        format=FORMAT,
+        dtype=dtype.name,
+        tokens=offsets[-1],
+        documents=len(offsets) - 1,
+        largest_id=largest,
+        text_bytes=sum(known) if len(known) == len(text_bytes) else None,
+        loss_mask=masked,
+        fingerprint=digest.hexdigest(),
+        tokenizer=tokenizer,
+        source=source,
+    )
+    with open(folder / "header.json", "wb") as file:
+        file.write(json.dumps(asdict(header), indent=1).encode() + b"\n")
+        _flush(file)
+    return header
+
+
+def _put(file: BinaryIO, values: np.ndarray) -> memoryview:
+    data = values.data.cast("B")
+    file.write(data)
+    return data
+
+
+def _save(path: Path, values: list[int]) -> memoryview:
+    with open(path, "wb") as file:
+        data = _put(file, np.array(values, "<i8"))
+        _flush(file)
+    return data
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Brings the names in a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_tokens(folder: Path) -> TokenFolder:
+    """Opens a prepared folder; only the small files are read.
+
+    Raises:
+        InputError: not such a folder, a newer format, or files that do not have the sizes that the header says.
+    """
+    header = _read_header(folder)
+    tokens = MappedArray(folder / "tokens.bin", header.dtype, header.tokens)
+    offsets = MappedArray(folder / "documents.bin", "int64", header.documents + 1)
+    sizes = MappedArray(folder / "bytes.bin", "int64", header.documents) if header.text_bytes is not None else None
+    loss = MappedArray(folder / "loss.bin", "uint8", header.tokens) if header.loss_mask else None
+    for part in (tokens, offsets, sizes, loss):
+        if part is not None:
+            check_size(part.path, part.count * part.dtype.itemsize, "prepare the folder again")
+    documents = offsets.array
+    if documents[0] != 0 or documents[-1] != header.tokens or bool((documents[1:] < documents[:-1]).any()):
+        raise InputError(
+            f"{offsets.path} is damaged: expected offsets that rise from 0 to {header.tokens}; prepare the folder again"
+        )
+    return TokenFolder(folder, header, tokens, documents, sizes.array if sizes is not None else None, loss)
+
+
+def check_size(path: Path, expected: int, remedy: str) -> None:
+    """Raises InputError unless the file has the expected size in bytes."""
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        raise InputError(f"there is no file {path}: expected one of {expected:,} bytes; {remedy}") from None
+    if found != expected:
+        what = "is truncated" if found < expected else "is too long"
+        raise InputError(f"{path} {what}: it has {found:,} bytes, expected {expected:,}; {remedy}")
+
+
+def _read_header(folder: Path) -> Header:
+    path = folder / "header.json"
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"{folder} is not a folder of prepared tokens: there is no {path}") from None
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON ({error}); prepare the folder again") from None
+    version = found.get("format") if isinstance(found, dict) else None
+    if not isinstance(version, int):
+        raise InputError(f"{path} is not a header of prepared tokens: it has no `format`")
+    if version > FORMAT:
+        raise InputError(
+            f"{path} has format {version}, and this meshtrain reads up to {FORMAT}: use a newer meshtrain, or prepare "
+            "the folder again"
+        )
+    wrong = [field.name for field in fields(Header) if not _fits(field.type, found.get(field.name))]
+    if wrong or found["dtype"] not in _DTYPES or found["tokens"] < 1:
+        raise InputError(f"{path} is damaged (wrong or missing: {', '.join(wrong) or 'dtype or tokens'})")
+    return Header(**{field.name: found[field.name] for field in fields(Header)})
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))

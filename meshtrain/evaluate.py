@@ -1,0 +1,62 @@
+"""The loss on held-out data, exact whatever the layout: sums over sums, each sample once."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshtrain.data.batch import Batch
+from meshtrain.loss import correct_predictions, sample_losses, valid_targets
+from meshtrain.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Sums over the whole evaluation set.
+
+    Attributes:
+        loss: mean cross entropy over its valid targets, in nats.
+        targets: how many these are.
+        correct: how many of them have the largest logit.
+    """
+
+    loss: float
+    targets: int
+    correct: int
+
+    def numbers(self, task: str, bytes_per_target: float | None) -> dict[str, float]:
+        """What people compare: perplexity and bits per byte of a language model, accuracy (a share) of a classifier."""
+        if task == "classification":
+            return {"eval_loss": self.loss, "accuracy": self.correct / self.targets}
+        numbers = {"eval_loss": self.loss, "perplexity": math.exp(min(self.loss, 700.0))}
+        if bytes_per_target:
+            numbers["bits_per_byte"] = self.loss / math.log(2) / bytes_per_target
+        return numbers
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Iterable[Batch], mesh: Mesh, device: torch.device) -> Evaluation:
+    """Runs a parallelized model over this rank's share; every rank has the same number of batches.
+
+    Raises:
+        ValueError: no batch has a valid target.
+    """
+    was_training = model.training
+    model.eval()
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for batch in batches:
+        targets = batch.targets.to(device, non_blocking=True)
+        logits = model(*(None if x is None else x.to(device, non_blocking=True) for x in batch.inputs))
+        sums[0] += sample_losses(logits, targets).double().sum()
+        sums[1] += valid_targets(batch.targets)
+        sums[2] += correct_predictions(logits, targets)
+    if mesh.world is not None:
+        dist.all_reduce(sums, group=mesh.world)
+    model.train(was_training)
+    loss, targets_seen, correct = sums.tolist()
+    if targets_seen == 0:
+        raise ValueError("the evaluation set has no target with a loss")
+    return Evaluation(loss / targets_seen, int(targets_seen), int(correct))

@@ -1,0 +1,63 @@
+"""Samples text from a model. All ranks call it together, because a sharded model needs them all for each forward."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from meshtrain.init import generator
+
+
+class Tokenizer(Protocol):
+    """What turns text into token ids and back."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompt: list[int],
+    length: int,
+    *,
+    seq_len: int,
+    device: torch.device,
+    seed: int,
+    temperature: float = 0.8,
+) -> list[int]:
+    """Continues a prompt, token by token, each drawn from the model's distribution.
+
+    Every rank draws the same numbers, so every rank has the same text. The model always sees `seq_len` tokens, padded
+    behind the last one where causal attention does not look: one shape, which compiles once.
+
+    Args:
+        model: of tokens (b, s) to logits (b, s, v).
+        prompt: token ids, at least one.
+        length: how many tokens to add.
+        seq_len: how many tokens the model sees at most; older ones are forgotten.
+        seed: of the draws.
+        temperature: logits are divided by it; 0 takes the likeliest token.
+
+    Returns:
+        The prompt's ids and the new ones.
+    """
+    was_training = model.training
+    model.eval()
+    ids = list(prompt)
+    draws = generator(seed, "generate")
+    window = torch.zeros(1, seq_len, dtype=torch.int64)
+    for _ in range(length):
+        seen = ids[-seq_len:]
+        window[0, : len(seen)] = torch.tensor(seen)
+        logits = model(window.to(device))[0, len(seen) - 1]
+        ids.append(_draw(logits.double().cpu(), temperature, draws))
+    model.train(was_training)
+    return ids
+
+
+def _draw(logits: Tensor, temperature: float, draws: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=draws))

@@ -1,0 +1,147 @@
+"""From a Layout to torch's DeviceMesh and process groups. Nothing else in the project creates a group.
+
+torch accepts a mesh that does not cover the world and lets a rank call a collective of a group that it is not in; both
+are errors here. Axes of size 1 get no group and no dimension: whoever asks for such a group is told None and does nothing.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from meshtrain.layout import AXES, DATA_AXES, Layout, LayoutError
+
+# Combined groups that training asks for, created in this order on every rank: the ranks that share the samples of a
+# batch, those among which the loss is summed, and those that share the parameters.
+COMBINED = (DATA_AXES, ("dp_replicate", "dp_shard", "cp"), ("dp_shard", "cp"))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place in the layout, and the groups it belongs to.
+
+    Attributes:
+        layout: what the mesh was made from.
+        rank: this process's global rank.
+        device_type: "cpu" or "cuda".
+        device_mesh: torch's mesh of the axes larger than 1, in torch's usual order; None in a world of one.
+    """
+
+    layout: Layout
+    rank: int
+    device_type: str
+    device_mesh: DeviceMesh | None
+    _groups: dict[tuple[int, ...], dist.ProcessGroup]  # by the ranks in them: one group per distinct set
+
+    def size(self, *axes: str) -> int:
+        """How many ranks the group of these axes has."""
+        return self.layout.size(*axes)
+
+    def index(self, *axes: str) -> int:
+        """This rank's position in its group of these axes."""
+        return self.layout.index(self.rank, *axes)
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """This rank's group over one or several axes; None when the group is this rank alone.
+
+        Raises:
+            LayoutError: an axis that no layout has, or a combination for which no group was made.
+        """
+        ranks = tuple(self.layout.group(self.rank, *axes))
+        if len(ranks) == 1:
+            return None
+        if ranks not in self._groups:
+            raise LayoutError(
+                f"no group was made over {' x '.join(axes)}: the mesh has one per axis and over "
+                + ", ".join(" x ".join(combined) for combined in COMBINED)
+            )
+        return self._groups[ranks]
+
+    def submesh(self, *axes: str) -> DeviceMesh | None:
+        """torch's mesh of those of the given axes that are larger than 1; None if there is none.
+
+        Raises:
+            LayoutError: an axis that no layout has.
+        """
+        kept = tuple(axis for axis in AXES if axis in axes and self.layout.size(axis) > 1)
+        for axis in axes:
+            self.layout.size(axis)  # an axis nobody knows is an error, not an empty mesh
+        return self.device_mesh[kept] if kept and self.device_mesh is not None else None
+
+    @property
+    def world(self) -> dist.ProcessGroup | None:
+        """The group of all ranks; None in a world of one."""
+        return self.group(*self.layout.axes)
+
+    def set_timeout(self, seconds: float) -> None:
+        """From now on a collective of any group that takes longer than this fails.
+
+        Starting needs a long limit (hosts come one by one, kernels compile), a running step a short one: a cut link
+        is noticed only by this clock.
+        """
+        for group in self._groups.values():
+            _set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
+    """The mesh of a layout over the running world; every rank calls it, with the same layout.
+
+    Works on gloo, NCCL and torch's fake backend. Without a process group it makes the mesh of a world of one.
+
+    Args:
+        layout: its world size must be that of the job.
+        device_type: "cpu" or "cuda"; by default what the job's backend serves.
+
+    Raises:
+        LayoutError: the layout does not cover the world.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if layout.world_size != world_size:
+        raise LayoutError(
+            f"{layout} has {layout.world_size} ranks and the job has {world_size} processes: "
+            "a mesh covers the whole world"
+        )
+    if world_size == 1:
+        return Mesh(layout, 0, device_type or "cpu", None, {})
+    rank = dist.get_rank()
+    device_type = device_type or ("cuda" if dist.get_backend() == "nccl" else "cpu")
+    device_mesh = DeviceMesh(device_type, _ranks_in_usual_order(layout), mesh_dim_names=_large_axes(layout))
+    groups = {tuple(range(world_size)): dist.group.WORLD}
+    for axis in _large_axes(layout):
+        groups.setdefault(tuple(layout.group(rank, axis)), device_mesh.get_group(axis))
+    for axes in COMBINED:
+        if tuple(layout.group(rank, *axes)) not in groups and layout.size(*axes) > 1:
+            groups[tuple(layout.group(rank, *axes))] = _make_group(layout, rank, axes)
+    return Mesh(layout, rank, device_type, device_mesh, groups)
+
+
+def _large_axes(layout: Layout) -> tuple[str, ...]:
+    return tuple(axis for axis in AXES if layout.size(axis) > 1)
+
+
+def _ranks_in_usual_order(layout: Layout) -> torch.Tensor:
+    """The ranks as an array with one dimension per axis larger than 1, in the usual order of the axes.
+
+    A layout may name its axes in any order. torch's HSDP slices a mesh only in the usual order, so it is the array of
+    ranks that is permuted, not the layout.
+    """
+    ranks = torch.arange(layout.world_size).reshape([layout.size(axis) for axis in layout.axes])
+    order = [layout.axes.index(axis) for axis in AXES if axis in layout.axes]
+    return ranks.permute(order).squeeze()
+
+
+def _make_group(layout: Layout, rank: int, axes: tuple[str, ...]) -> dist.ProcessGroup:
+    """Creates every group over these axes, in the order of their first ranks, and returns this rank's own.
+
+    All ranks create all groups: that is what keeps the order of creation the same on every rank.
+    """
+    mine = None
+    for ranks in layout.groups(*axes):
+        group = dist.new_group(ranks, group_desc="_".join(axes))
+        if rank in ranks:
+            mine = group
+    assert mine is not None  # the groups partition the world
+    return mine

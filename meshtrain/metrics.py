@@ -1,0 +1,224 @@
+"""What a run measures, on its way to those who watch: `metrics.jsonl`, the terminal, TensorBoard.
+
+Rank 0 owns one `Metrics`; every other rank has a `NoMetrics`, which takes the same calls and does nothing.
+docs/metrics.md says what each field means.
+"""
+
+import importlib.util
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from meshtrain.errors import InputError
+from meshtrain.progress import open_progress
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+FILE = "metrics.jsonl"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a `metrics.jsonl`, also of one that is being written or whose writer was killed.
+
+    A last line without its end was cut off while being written and is left out.
+
+    Raises:
+        InputError: a line that is no JSON object.
+    """
+    with path.open("rb") as file:
+        return [row for _, _, row in _rows(file, path)]
+
+
+def _rows(file: IO[bytes], path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Each whole row, with the offsets of its start and its end."""
+    start = 0
+    for number, line in enumerate(file, 1):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise InputError(
+                f"{path}:{number}: expected one JSON object per line, found {line[:60]!r} ({error}); "
+                "remove the line, or move the file away"
+            ) from error
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise InputError(f"{path}:{number}: expected an object with a whole number as `step`, found {line[:60]!r}")
+        yield start, start + len(line), row
+        start += len(line)
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one object per step, in the order of the steps, each on disk as soon as it is known.
+
+    An evaluation is added to its step's object, in place, so no row is ever held back. Floats have full precision;
+    JSON has no NaN and no infinity, they are written as null.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file to go on behind its last whole row.
+
+        Raises:
+            InputError: the file has a line that is no row.
+        """
+        path.touch()
+        self._path = path
+        self._file = path.open("r+b")
+        self.drop_after(None)
+
+    def drop_after(self, step: int | None) -> None:
+        """Cuts off the rows after `step`, and a last row that was cut off while being written.
+
+        Rows are in the order of their steps, so one truncation does it: there is no moment at which rows are missing.
+        """
+        self._file.seek(0)
+        self._start = whole = 0
+        self._last: dict[str, Any] = {"step": 0}
+        for start, end, row in _rows(self._file, self._path):
+            if step is not None and row["step"] > step:
+                break
+            self._start, whole, self._last = start, end, row
+        self._file.truncate(whole)
+        self._file.seek(whole)
+
+    def row(self, row: dict[str, Any]) -> None:
+        """Adds a step's row.
+
+        Raises:
+            ValueError: the file is at that step already.
+        """
+        if row["step"] <= self._last["step"]:
+            raise ValueError(f"{self._path} has step {self._last['step']} already; step {row['step']} cannot follow it")
+        self._start, self._last = self._file.seek(0, 2), dict(row)
+        self._file.write(_line(row))
+        self._file.flush()
+
+    def amend(self, step: int, values: dict[str, Any]) -> None:
+        """Adds values to the last row.
+
+        Raises:
+            ValueError: the last row is another step's.
+        """
+        if step != self._last["step"] or step == 0:
+            raise ValueError(f"{self._path}: the last row is step {self._last['step']}, nothing can be added to {step}")
+        self._last |= values
+        self._file.seek(self._start)
+        self._file.write(_line(self._last))
+        self._file.truncate()
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+    }
+    return json.dumps(finite, allow_nan=False).encode() + b"\n"
+
+
+class NoMetrics:
+    """Takes what `Metrics` takes and does nothing with it: for all ranks but 0."""
+
+    def say(self, text: str) -> None:
+        """Prints a line, above the progress line if there is one."""
+
+    def row(self, row: dict[str, Any]) -> None:
+        """A step is done: its row, Python numbers and strings by the names in docs/metrics.md."""
+
+    def evaluation(self, step: int, values: dict[str, Any]) -> None:
+        """The evaluation after `step`, whose row must have been the last."""
+
+    def epoch(self, epoch: int, values: dict[str, Any]) -> None:
+        """Epoch number `epoch`, counted from 1, is over: `loss`, and `accuracy` (a fraction) for a classifier."""
+
+    def close(self) -> None:
+        """Ends the progress line and the files; may be called twice."""
+
+
+class Metrics(NoMetrics):
+    """Hands each row, evaluation and epoch to the file, the terminal and TensorBoard."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        task: str,
+        steps: int,
+        step: int = 0,
+        tensorboard: bool = False,
+        console: Console | None = None,
+    ) -> None:
+        """
+        Args:
+            folder: the run's folder; it exists.
+            task: `language` or `classification`.
+            steps: the run's last step.
+            step: the step the run goes on from; rows after it are dropped.
+            tensorboard: write event files into `tensorboard/` of the run's folder.
+            console: where to print; None is standard output.
+
+        Raises:
+            InputError: TensorBoard is wanted and not installed, or the folder's metrics.jsonl is broken.
+        """
+        if tensorboard:
+            require_tensorboard()
+        self._file = MetricsFile(folder / FILE)
+        self._file.drop_after(step)
+        self._writer = _open_writer(folder, step) if tensorboard else None
+        self._progress = open_progress(console or Console(), task=task, steps=steps, step=step)
+
+    def say(self, text: str) -> None:
+        self._progress.say(text)
+
+    def row(self, row: dict[str, Any]) -> None:
+        self._file.row(row)
+        self._progress.row(row)
+        self._draw(row["step"], {_tag(name): value for name, value in row.items() if name != "step"})
+
+    def evaluation(self, step: int, values: dict[str, Any]) -> None:
+        self._file.amend(step, values)
+        self._progress.evaluation(step, values)
+        self._draw(step, {f"validation/{name.removeprefix('eval_')}": value for name, value in values.items()})
+
+    def epoch(self, epoch: int, values: dict[str, Any]) -> None:
+        self._progress.epoch(epoch, values)
+
+    def close(self) -> None:
+        self._progress.close()
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _draw(self, step: int, values: dict[str, Any]) -> None:
+        if self._writer is None:
+            return
+        for tag, value in values.items():
+            if isinstance(value, int | float):
+                self._writer.add_scalar(tag, value, step)
+
+
+def require_tensorboard() -> None:
+    """Raises InputError if TensorBoard is not installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise InputError(
+            "metrics.tensorboard is true, but TensorBoard is not installed: pip install 'meshtrain[tensorboard]', "
+            "or set metrics.tensorboard=false"
+        )
+
+
+def _open_writer(folder: Path, step: int) -> "SummaryWriter":
+    from torch.utils.tensorboard import SummaryWriter  # a second of imports, for those who asked
+
+    # What an earlier job wrote of the steps that are done again is hidden, as metrics.jsonl drops it.
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None, flush_secs=10)
+
+
+def _tag(name: str) -> str:
+    return f"time/{name.removeprefix('time_')}" if name.startswith(("time_", "step_time")) else f"train/{name}"

@@ -1,0 +1,21 @@
+"""How exactly the device computes: what the YAML's `precision` and `deterministic` promise beyond the types."""
+
+import os
+
+import torch
+
+
+def set_numerics(precision: str, deterministic: bool) -> None:
+    """Sets torch's switches for this process.
+
+    float32 means float32: TF32, which keeps 10 bits of the fraction, is off for products and convolutions.
+    Deterministic kernels give a run on the same layout, machine and versions the same bits each time; an operation
+    that has none raises RuntimeError.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.benchmark = False  # picks kernels by a race, and so sometimes others
+    if deterministic:
+        # cuBLAS reads this when its first handle is made: two buffers of fixed size and no others.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)

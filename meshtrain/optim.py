@@ -1,0 +1,139 @@
+"""AdamW, the learning rate as a function of the step, and clipping by the norm over the whole mesh."""
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshtrain.mesh import Mesh
+
+if TYPE_CHECKING:
+    from meshtrain.config import Optimizer as OptimizerConfig
+
+
+def learning_rate(config: "OptimizerConfig", step: int, total_steps: int) -> float:
+    """The learning rate of update `step` (from 1) of `total_steps`.
+
+    Warm-up is linear and reaches `lr` at its last update. Then: "cosine" and "linear" fall to `min_lr` at the last
+    step, "wsd" (warm-up, stable, decay; Hu et al., https://arxiv.org/abs/2404.06395) stays and falls linearly over the
+    last `decay_steps`, "constant" stays.
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    start = config.warmup_steps
+    if config.schedule == "wsd":
+        decay = config.decay_steps if config.decay_steps is not None else max(1, total_steps // 10)
+        start = max(start, total_steps - decay)
+    done = min(1.0, max(0.0, (step - start) / max(1, total_steps - start)))
+    if config.schedule == "constant":
+        share = 1.0
+    elif config.schedule == "cosine":
+        share = (1 + math.cos(math.pi * done)) / 2
+    else:
+        share = 1 - done
+    return config.min_lr + (config.lr - config.min_lr) * share
+
+
+class Optimizer:
+    """AdamW over the parts of the parameters that this rank holds (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101).
+
+    torch's optimizer sees plain local tensors that share memory with the shards: one fused kernel then updates them
+    all, whatever mesh each of them lies on. Parameters of one dim (norms, biases) do not decay.
+    """
+
+    def __init__(self, model: nn.Module, config: "OptimizerConfig", mesh: Mesh, total_steps: int) -> None:
+        self.config = config
+        self.total_steps = total_steps
+        self._held = [_Held(p, mesh) for p in model.parameters() if p.requires_grad]
+        kept = [held for held in self._held if held.local.numel() > 0]  # a shard of a small parameter may be empty
+        groups = [
+            {"params": [h.local for h in kept if h.parameter.dim() > 1], "weight_decay": config.weight_decay},
+            {"params": [h.local for h in kept if h.parameter.dim() <= 1], "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]] or [{"params": [torch.zeros(0, requires_grad=True)]}],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+        )
+
+    def squared_norm(self) -> Tensor:
+        """This rank's contribution to the squared global norm of the gradients: a scalar in float64.
+
+        The sum over all ranks is the squared norm: each element counts once, divided among the ranks that hold it.
+        """
+        by_copies: dict[int, list[Tensor]] = {}
+        for held in self._held:
+            grad = held.take_grad()
+            if grad is not None and grad.numel() > 0:
+                by_copies.setdefault(held.copies, []).append(grad)
+        if not by_copies:
+            device = self._held[0].local.device
+            return torch.zeros((), dtype=torch.float64, device=device)
+        sums = [
+            torch.stack(torch._foreach_norm(grads)).double().square().sum() / copies
+            for copies, grads in by_copies.items()
+        ]
+        return torch.stack(sums).sum()
+
+    def update(self, step: int, factor: Tensor | None, skip: Tensor) -> float:
+        """One update with gradients that are multiplied by `factor`; nothing waits for the device.
+
+        Args:
+            step: the number of this update, from 1.
+            factor: a scalar on the device, or None for 1.
+            skip: a scalar on the device; the update does not happen where it is 1.
+
+        Returns:
+            The learning rate that was used.
+        """
+        grads = [held.local.grad for held in self._held if held.local.grad is not None]
+        if factor is not None and grads:
+            torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+        lr = learning_rate(self.config, step, self.total_steps)
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]  # as torch's GradScaler does
+        self._adamw.step()
+        return lr
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients."""
+        for held in self._held:
+            held.parameter.grad = None
+            held.local.grad = None
+
+
+class _Held:
+    """A parameter, and the part of it that this rank holds, as a plain tensor on the same memory."""
+
+    def __init__(self, parameter: nn.Parameter, mesh: Mesh) -> None:
+        self.parameter = parameter
+        local = parameter.detach()
+        self.local = local.to_local() if isinstance(local, DTensor) else local
+        self.local.requires_grad_()
+        self.copies = mesh.layout.world_size // _shards(parameter)
+
+    def take_grad(self) -> Tensor | None:
+        """This rank's part of the gradient; also what the next update uses."""
+        grad = self.parameter.grad
+        self.local.grad = grad.to_local() if isinstance(grad, DTensor) else grad
+        return self.local.grad
+
+
+def _shards(parameter: nn.Parameter) -> int:
+    """Into how many different parts the ranks have split a parameter."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    return math.prod(mesh.size(i) for i, placement in enumerate(parameter.placements) if not placement.is_replicate())
+
+
+def clip_factor(norm: Tensor, clip_norm: float | None) -> Tensor | None:
+    """What gradients of this global norm are multiplied by so that their norm is at most `clip_norm`; None for 1."""
+    if clip_norm is None:
+        return None
+    return (clip_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -1,0 +1,49 @@
+"""Activation checkpointing: what a block's forward keeps for its backward, and what it computes again instead."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+aten = torch.ops.aten
+
+# Products of matrices, convolutions and attention are dear to compute and are kept; everything between them (norms,
+# activations, rotary turns, casts) costs memory traffic only and is computed again.
+KEPT = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.linear.default,
+        aten.convolution.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_attention_math.default,
+    }
+)
+
+
+def recomputed(forward: Callable, recompute: str) -> Callable:
+    """A forward that keeps less for its backward.
+
+    Args:
+        forward: the forward of one block.
+        recompute: "none" keeps everything; "full" keeps the block's inputs only and runs it again in backward
+            (Chen et al., https://arxiv.org/abs/1604.06174); "selective" keeps the results of `KEPT` besides and
+            computes the rest again.
+    """
+    if recompute == "none":
+        return forward
+    # No block draws random numbers of torch's global generators, so there is no state of theirs to keep.
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if recompute == "selective":
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    return partial(checkpoint, forward, **settings)
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,309 @@
+"""What a config would do on given hosts, computed without a job, a process group or an accelerator.
+
+`meshtrain plan configs/quickstart.yaml --hosts 4,2` answers before anything is started: which rank lies where, which
+groups cross hosts, how the global batch is shared, and what parameters, gradients and optimizer state a rank holds.
+The rank table also becomes `layout.txt` of a run's folder.
+"""
+
+import argparse
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshtrain.batch import BatchShape, describe_batch
+from meshtrain.config import Config
+from meshtrain.errors import InputError
+from meshtrain.layout import DATA_AXES, Layout, short, written
+from meshtrain.locate import model_file
+
+MOST_LINES = 16  # of the table in a terminal, and half of it per axis; `--json` and layout.txt hold everything
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the ranks hold of the model: numbers of parameters, and bytes on the rank with the most.
+
+    `exact` is False where the model is also split over axes whose split is only estimated, as even.
+    """
+
+    total: int
+    fewest: int
+    most: int
+    exact: bool
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int  # AdamW: two averages per parameter
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A config on hosts. `layout` is placed; `notes` say what was assumed."""
+
+    config: str
+    layout: Layout
+    batch: BatchShape
+    precision: str
+    held: Held
+    notes: tuple[str, ...] = ()
+
+
+def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | None = None) -> Plan:
+    """The plan of a config on hosts with these numbers of processes.
+
+    Without hosts everything is put on one, with as many processes as the layout needs at least.
+
+    Raises:
+        InputError, LayoutError: the config is wrong, or its layout does not fit the hosts.
+    """
+    config = Config.load(name, list(overrides), world_size=sum(hosts) if hosts else None)
+    notes = []
+    if not hosts:
+        fixed = Layout({axis: max(size, 1) for axis, size in config.layout.items()})
+        hosts = (fixed.world_size,)
+        smallest = "the smallest world that this layout fits" if -1 in config.layout.values() else "all on one host"
+        notes.append(f"no --hosts given: {smallest}, {describe_hosts(fixed.on_hosts(hosts))}")
+    layout = Layout.resolve(config.layout, sum(hosts)).on_hosts(hosts)
+    batch = BatchShape(config.batch.global_size, config.batch.micro_size, layout.size(*DATA_AXES))
+    shapes = parameter_shapes(config.model.name, config.model.keys)
+    held = held_by_ranks(shapes, layout, config.train.precision)
+    return Plan(name, layout, batch, config.train.precision, held, tuple(notes))
+
+
+# Parameters ---------------------------------------------------------------------------------------------------------
+
+
+def parameter_shapes(name: str, keys: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """The shape of every parameter of a model, built on the meta device: no memory, whatever its size.
+
+    A parameter that is used twice (tied embeddings) counts once.
+    """
+    import torch  # here, so that the command line starts without it
+
+    module = model_file(name)
+    with torch.device("meta"):
+        model = module.Model(module.Config(**keys))
+    return [tuple(parameter.shape) for parameter in model.parameters()]
+
+
+def held_by_ranks(shapes: Iterable[Sequence[int]], layout: Layout, precision: str) -> Held:
+    """How many parameters the ranks of a layout hold, and their bytes.
+
+    FSDP cuts dimension 0 of each parameter into `dp_shard` chunks of ceil(rows / dp_shard) rows, so the last ranks
+    may hold less, or nothing. Weights, gradients and optimizer state are kept in float32 whatever the precision of
+    the computation, or in float64.
+    """
+    kinds = Counter(tuple(shape) for shape in shapes)  # a model has few distinct shapes, and many layers
+    shards = layout.size("dp_shard")
+    total, per_shard = 0, [0] * shards
+    for (rows, *rest), n in ((shape or (1,), n) for shape, n in kinds.items()):
+        width = math.prod(rest) * n
+        total += rows * width
+        for shard in range(shards):
+            per_shard[shard] += width * _chunk(rows, shards, shard)
+    others = layout.size("pp", "tp")  # their split of the model is not known here: taken as even
+    fewest, most = (-(-count // others) for count in (min(per_shard), max(per_shard)))
+    size = 8 if precision == "float64" else 4
+    exact = layout.size("pp", "cp", "tp") == 1
+    return Held(total, fewest, most, exact, most * size, most * size, 2 * most * size)
+
+
+def _chunk(rows: int, parts: int, part: int) -> int:
+    """The rows in chunk `part` as torch.chunk makes them: ceil(rows / parts) until nothing is left."""
+    chunk = -(-rows // parts)
+    return min(max(rows - part * chunk, 0), chunk)
+
+
+# Text ---------------------------------------------------------------------------------------------------------------
+
+
+def describe_hosts(layout: Layout) -> str:
+    """`32 processes = 4 hosts x 8`, or `6 processes = 4 on host 0 + 2 on host 1`. The layout is placed on hosts."""
+    counts = layout.host_counts()
+    world = f"{layout.world_size} process{'es' * (layout.world_size != 1)}"
+    kinds = Counter(counts.values())
+    if len(kinds) > 1 and len(counts) <= 8:
+        return f"{world} = " + " + ".join(f"{count} on {host}" for host, count in counts.items())
+    return f"{world} = " + " + ".join(f"{n} host{'s' * (n != 1)} x {count}" for count, n in kinds.items())
+
+
+def layout_text(layout: Layout, most_lines: int | None = None) -> str:
+    """The table of a placed layout: rank -> host, local rank, coordinate; and every group of every axis.
+
+    A table longer than `most_lines`, or a list of groups longer than half of it, loses its middle.
+    """
+    rows = [["rank", "host", "local", *layout.axes]]
+    rows += [
+        [f"... {len(rank)} more ranks ..."]
+        if isinstance(rank, range)
+        else [str(rank), layout.host(rank), str(layout.local_rank(rank)), *map(str, layout.coordinate(rank).values())]
+        for rank in _without_middle(range(layout.world_size), most_lines)
+    ]
+    lines = [f"layout {layout} on {describe_hosts(layout)}", "", *_columns(rows)]
+    for axes in _grouped_axes(layout):
+        lines += ["", *_group_lines(layout, axes, most_lines)]
+    return "\n".join(lines) + "\n"
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan for a person: short, whatever the number of ranks."""
+    shape, held = plan.batch, plan.held
+    lines = [
+        f"plan of {plan.config}",
+        describe_batch(shape.global_size, shape.micro_size, shape.data_ranks),
+        *_held_lines(held, plan.layout, plan.precision),
+        "",
+        layout_text(plan.layout, MOST_LINES),
+        *(f"note: {note}" for note in plan.notes),
+        *(f"warning: {warning}" for warning in plan.layout.warnings()),
+    ]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The whole plan for a program: every rank and every group."""
+    layout, batch = plan.layout, plan.batch
+    return {
+        "config": plan.config,
+        "world_size": layout.world_size,
+        "layout": layout.sizes,
+        "hosts": layout.host_counts(),
+        "ranks": [
+            {
+                "rank": rank,
+                "host": layout.host(rank),
+                "local_rank": layout.local_rank(rank),
+                "coordinate": layout.coordinate(rank),
+            }
+            for rank in range(layout.world_size)
+        ],
+        "groups": [
+            {
+                "axes": list(axes),
+                "groups": [
+                    {"ranks": ranks, "crosses_hosts": layout.crosses_hosts(ranks)} for ranks in layout.groups(*axes)
+                ],
+            }
+            for axes in _grouped_axes(layout)
+        ],
+        "batch": {
+            **asdict(batch),
+            "accumulation": batch.accumulation,
+            "samples_per_rank": list(batch.shares),
+            "idle": batch.idle,
+            "line": describe_batch(batch.global_size, batch.micro_size, batch.data_ranks),
+        },
+        "precision": plan.precision,
+        "parameters": asdict(plan.held),
+        "warnings": layout.warnings(),
+        "notes": list(plan.notes),
+    }
+
+
+def _grouped_axes(layout: Layout) -> list[tuple[str, ...]]:
+    """The axes with groups of more than one rank, and the data axes together where both have."""
+    large = [axis for axis in layout.axes if layout.size(axis) > 1]
+    both = [tuple(DATA_AXES)] if set(DATA_AXES) <= set(large) else []
+    return [*((axis,) for axis in large), *both]
+
+
+def _group_lines(layout: Layout, axes: tuple[str, ...], most_lines: int | None) -> list[str]:
+    groups = layout.groups(*axes)
+    crossing = sum(layout.crosses_hosts(ranks) for ranks in groups)
+    some = f"{crossing} cross{'es' * (crossing == 1)} hosts"
+    cross = {0: "none crosses hosts", len(groups): "each crosses hosts"}.get(crossing, some)
+    title = f"data ({' x '.join(axes)})" if len(axes) > 1 else axes[0]
+    count = f"{len(groups)} group{'s' * (len(groups) != 1)} of {len(groups[0])} ranks"
+    rows = [
+        [f"... {len(found)} more groups ..."]
+        if isinstance(found, range)
+        else [short(groups[found]) if most_lines else str(groups[found]), _hosts_of(layout, groups[found])]
+        for found in _without_middle(range(len(groups)), most_lines and most_lines // 2)
+    ]
+    return [f"{title}: {count}, {cross}", *("  " + line for line in _columns(rows))]
+
+
+def _hosts_of(layout: Layout, ranks: Sequence[int]) -> str:
+    hosts = list(dict.fromkeys(layout.host(rank) for rank in ranks))
+    if len(hosts) == 1:
+        return hosts[0]
+    return f"crosses hosts: {', '.join(hosts)}" if len(hosts) <= 3 else f"crosses {len(hosts)} hosts"
+
+
+def _held_lines(held: Held, layout: Layout, precision: str) -> list[str]:
+    each = f"{held.most:,}" if held.fewest == held.most else f"{held.fewest:,} to {held.most:,}"
+    exact = "" if held.exact else "about "
+    even = "" if held.exact else f", if {written(layout.sizes)} splits the model evenly"
+    bytes_ = held.weight_bytes, held.gradient_bytes, held.optimizer_bytes
+    weights, gradients, optimizer, together = map(_size, (*bytes_, sum(bytes_)))
+    kept = "float64" if precision == "float64" else "float32"
+    return [
+        f"{held.total:,} parameters, {exact}{each} per rank{even}",
+        f"a rank keeps {exact}{together} in {kept}: weights {weights}, gradients {gradients}, AdamW {optimizer}; "
+        "activations come on top",
+    ]
+
+
+def _size(count: int) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count} B"
+
+
+def _without_middle(items: range, most: int | None) -> list[int | range]:
+    """The items of a range; of a long one the first and last, with the range of the others between them."""
+    if most is None or len(items) <= most:
+        return list(items)
+    head, tail = items[: most // 2], items[-(most // 2) :]
+    return [*head, items[len(head) : -len(tail)], *tail]
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as aligned lines; a row with a single cell is a remark and sets no width."""
+    width: dict[int, int] = {}
+    for row in rows:
+        for i, cell in enumerate(row if len(row) > 1 else ()):
+            width[i] = max(width.get(i, 0), len(cell))
+    return ["  ".join(cell.ljust(width.get(i, 0)) for i, cell in enumerate(row)).rstrip() for row in rows]
+
+
+# The command --------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="a YAML file, or the name of one of meshtrain's own")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="as for training: layout.tp=2")
+    parser.add_argument(
+        "--hosts",
+        metavar="COUNTS",
+        help="processes on each host: 4,2 (two hosts), 4x8 (four hosts of 8), 4x8,2",
+    )
+    parser.add_argument("--json", action="store_true", help="print all of it as one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    hosts = None if arguments.hosts is None else read_hosts(arguments.hosts)
+    plan = make_plan(arguments.config, arguments.overrides, hosts)
+    print(json.dumps(plan_json(plan)) if arguments.json else plan_text(plan), end="\n" * arguments.json)
+
+
+def read_hosts(text: str) -> tuple[int, ...]:
+    """`4,2` is two hosts with 4 and 2 processes; `4x8` is four hosts with 8 each; both can be mixed.
+
+    Raises:
+        InputError: anything else.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(?:([1-9]\d*)\s*x\s*)?([1-9]\d*)", part.strip())
+        if found is None:
+            raise InputError(
+                f"--hosts {text}: {part.strip()!r} is no number of processes; give one per host, such as 4,2, "
+                "or 4x8 for four hosts of 8"
+            )
+        counts += [int(found[2])] * int(found[1] or 1)
+    return tuple(counts)

@@ -1,0 +1,72 @@
+"""Looking inside a step: a trace of a few steps, and a history of the GPU's memory."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+class Wanted(Protocol):
+    """What the config's section `metrics` says about profiling."""
+
+    @property
+    def profile(self) -> Sequence[int] | None: ...
+
+    @property
+    def memory_snapshot(self) -> bool: ...
+
+
+class Profiler:
+    """Traces the steps that `metrics.profile` names, and keeps a memory history if `metrics.memory_snapshot` says so.
+
+    `about` holds what there is to say about it at the start.
+    """
+
+    def __init__(self, metrics: Wanted, folder: Path, rank: int, device: torch.device) -> None:
+        """`folder` is the run's; nothing is written before a trace or a history is complete."""
+        self._first, self._last = metrics.profile or (0, -1)
+        self._trace = folder / "profile" / f"rank_{rank:05d}.json"
+        self._history = folder / "memory" / f"rank_{rank:05d}.pickle"
+        self._device = device
+        self._running: profile | None = None
+        self._remembering = metrics.memory_snapshot and device.type == "cuda"
+        self.about: list[str] = []
+        if metrics.profile:
+            self.about.append(f"profiling steps {self._first} to {self._last} of every rank into {self._trace.parent}")
+        if self._remembering:
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
+            self.about.append(f"recording the memory history of every rank into {self._history.parent}")
+        elif metrics.memory_snapshot:
+            self.about.append(
+                f"metrics.memory_snapshot needs CUDA: this run is on {device.type}, no snapshot is written"
+            )
+
+    def step(self, step: int) -> None:
+        """Step `step` is about to begin."""
+        if self._running is not None and step > self._last:
+            self._export()
+        elif self._running is None and self._first <= step <= self._last:
+            activities = [ProfilerActivity.CPU]
+            if self._device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            self._running = profile(activities=activities)
+            self._running.start()
+
+    def close(self) -> None:
+        """Writes what is not written yet, also after an error: a history is most wanted when memory ran out."""
+        if self._running is not None:
+            self._export()
+        if self._remembering:
+            self._remembering = False
+            self._history.parent.mkdir(exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(self._history))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _export(self) -> None:
+        assert self._running is not None
+        self._running.stop()
+        self._trace.parent.mkdir(exist_ok=True)
+        self._running.export_chrome_trace(str(self._trace))
+        self._running = None

@@ -1,0 +1,165 @@
+"""The books of a run: what each step's result means for the totals, the rows that people watch, and going on or not."""
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from meshtrain.build import plain_model
+from meshtrain.data import OpenData
+from meshtrain.data.order import batch_items, batch_samples, samples_digest, share
+from meshtrain.ending import Ending
+from meshtrain.errors import TrainingError
+from meshtrain.evaluate import Evaluation
+from meshtrain.flops import mfu, peak_flops, sample_flops
+from meshtrain.layout import DATA_AXES
+from meshtrain.mesh import Mesh
+from meshtrain.metrics import Metrics, NoMetrics
+from meshtrain.runtime import Job
+from meshtrain.step import StepResult
+from meshtrain.timing import StepClock, memory_gib
+
+if TYPE_CHECKING:
+    from meshtrain.config import Config
+
+
+class Report:
+    """Takes the results of the steps in their order. All ranks keep one, because all of them stop together."""
+
+    def __init__(
+        self, config: "Config", job: Job, mesh: Mesh, data: OpenData, clock: StepClock, ending: Ending, steps: int
+    ) -> None:
+        """`ending` learns how far the run is; `steps` is the run's last step."""
+        self.config, self.job, self.mesh, self.data, self.clock = config, job, mesh, data, clock
+        self.ending, self.steps = ending, steps
+        self.slowest_s = 0.0  # of the steps taken so far
+        self._n_samples = len(data.train)
+        self._tokens = 0
+        self._epoch = _Sums()
+        self._pending: Callable[[], StepResult] | None = None
+        self._metrics = NoMetrics()
+        if job.rank == 0:
+            self._metrics = Metrics(
+                ending.folder.path, task=data.task, steps=steps, tensorboard=config.metrics.tensorboard
+            )
+            self._count_flops()
+
+    def _count_flops(self) -> None:
+        first = self.data.train.read([(0, 0)], 1)
+        batch = first if isinstance(first, tuple) else first.batch()
+        self._flops, of_model = sample_flops(plain_model(self.config), batch.inputs)
+        self._peak, of_device = peak_flops(self.job.device, self.config.train.precision)
+        self.say(f"{of_model}; {of_device} (for MFU)")
+
+    def __enter__(self) -> "Report":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._metrics.close()
+
+    def say(self, text: str) -> None:
+        """Rank 0 prints, above its progress line."""
+        self._metrics.say(text)
+
+    def later(self, result: Callable[[], StepResult]) -> None:
+        """The result of a step that the device may still be working on."""
+        self._pending = result
+
+    def take(self) -> None:
+        """Books the step that is pending, if there is one, and prints and writes its row.
+
+        Raises:
+            TrainingError: on every rank, if the step was not finite and the policy says to stop.
+        """
+        if self._pending is None:
+            return
+        result, self._pending = self._pending(), None
+        times = self.clock.pop()
+        assert times is not None  # every update ends a step of the clock
+        self.slowest_s = max(self.slowest_s, times["step_time_s"])
+        if not result.finite and not result.overflow:
+            self._not_finite(result)
+        self.ending.step = result.step
+        self._tokens += result.targets
+        if result.finite:
+            self._epoch.add(result)
+        if self.job.rank == 0:
+            self._metrics.row(self._row(result, times))
+        if self._ends_epoch(result.step):
+            self._metrics.epoch(result.step * self.config.batch.global_size // self._n_samples, self._epoch.means())
+            self._epoch = _Sums()
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether the YAML asks for an evaluation after this step. The last step has one unless there are none."""
+        every = self.config.train.eval_every
+        if every == "epoch":
+            return step == self.steps or self._ends_epoch(step)
+        return bool(every) and (step == self.steps or step % int(every) == 0)
+
+    def evaluation(self, step: int, found: Evaluation) -> None:
+        """Books an evaluation after `step`, whose result has been taken."""
+        self._metrics.evaluation(step, found.numbers(self.data.task, self.data.bytes_per_target))
+        self.clock.restart()  # its time is no step's
+
+    def _ends_epoch(self, step: int) -> bool:
+        size = self.config.batch.global_size
+        return step * size // self._n_samples > (step - 1) * size // self._n_samples
+
+    def _row(self, result: StepResult, times: dict[str, float]) -> dict[str, object]:
+        size, seconds = self.config.batch.global_size, times["step_time_s"]
+        indices = batch_samples(self.config.train.seed, result.step - 1, size, self._n_samples)
+        return {
+            "step": result.step,
+            "epoch": (result.step * size - 1) // self._n_samples + 1,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "tokens": self._tokens,
+            "samples": result.step * size,
+            "samples_digest": samples_digest(indices),
+            "tokens_per_s": result.targets / seconds,
+            "mfu": mfu(None if self._flops is None else self._flops * size, seconds, self._peak, self.job.world_size),
+            "memory_gib": memory_gib(self.job.device),
+            **times,
+        }
+
+    def _not_finite(self, result: StepResult) -> None:
+        """Says whose samples it was. All ranks are here, because all of them have the same result."""
+        size = self.config.batch.global_size
+        items = batch_items(self.config.train.seed, result.step - 1, size, self._n_samples)
+        own = share(size, self.mesh.size(*DATA_AXES), self.mesh.index(*DATA_AXES))
+        mine = [items[own[i]][1] for i in result.bad_samples if i < len(own)]
+        found = self.job.gather("naming what is not finite", [str(self.job), mine])
+        named = [f"{who}: samples {', '.join(map(str, samples))}" for who, samples in found if samples]
+        what = (
+            f"step {result.step}: the loss is not finite ({'; '.join(named)})"
+            if named
+            else f"step {result.step}: every sample's loss is finite, but the gradient's norm is {result.grad_norm}"
+        )
+        if self.config.train.on_nonfinite == "stop":
+            raise TrainingError(
+                f"{what}. Stopped before that update: the parameters are those of step {result.step - 1}. "
+                "Look at these samples, lower optimizer.lr, or leave such steps out with train.on_nonfinite=skip"
+            )
+        self.say(f"{what}; its update is left out (train.on_nonfinite: skip)")
+
+
+class _Sums:
+    """Sums over the steps of an epoch."""
+
+    def __init__(self) -> None:
+        self.loss = 0.0
+        self.targets = 0
+        self.correct: int | None = None
+
+    def add(self, result: StepResult) -> None:
+        self.loss += result.loss * result.targets
+        self.targets += result.targets
+        if result.correct is not None:
+            self.correct = (self.correct or 0) + result.correct
+
+    def means(self) -> dict[str, float]:
+        count = max(self.targets, 1)
+        means = {"loss": self.loss / count}
+        return means if self.correct is None else means | {"accuracy": self.correct / count}

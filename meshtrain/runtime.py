@@ -1,0 +1,336 @@
+"""How a process joins its job and leaves it: the device, the store, the process groups, and the way out.
+
+Before any process group exists the ranks talk through the launcher's key-value store: that is how they compare hosts,
+agree that the input is good, and wait for one another without a collective that could time out. Nothing here depends
+on which host rank 0 sits on.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from meshtrain.environment import Environment, read_environment
+from meshtrain.errors import InputError, TrainingError
+from meshtrain.layout import Layout, LayoutError
+
+SAY_EVERY_S = 10.0  # how often a waiting rank 0 says whom it waits for
+GRACE_S = 10.0  # how long the process that serves the store stays for the others to read their last word
+
+
+@dataclass
+class Job:
+    """One process of a running job.
+
+    Attributes:
+        environment: rank, world size and so on, as the launcher gave them.
+        device: where this process computes: a CUDA device picked by the local rank, or the CPU.
+        store: the job's key-value store; None in a world of one.
+        layout: where this process sits, once that is known; it makes errors name the coordinate.
+    """
+
+    environment: Environment
+    device: torch.device
+    store: dist.Store | None
+    layout: Layout | None = None
+    _rounds: int = 0  # of `gather`: each has names of its own in the store
+
+    @property
+    def rank(self) -> int:
+        return self.environment.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.environment.world_size
+
+    @property
+    def host(self) -> str:
+        return self.environment.host
+
+    def __str__(self) -> str:
+        """Who this is, for a line in a log: `rank 5 on host b (dp_shard 2, tp 1)`."""
+        place = ""
+        if self.layout is not None:
+            place = " (" + ", ".join(f"{axis} {i}" for axis, i in self.layout.coordinate(self.rank).items()) + ")"
+        return f"rank {self.rank} on host {self.host}{place}"
+
+    def device_name(self) -> str:
+        """What this process computes on, for people: `cpu over gloo`, or the GPU's name."""
+        if self.device.type == "cpu":
+            return "cpu" if self.store is None else "cpu over gloo"
+        return torch.cuda.get_device_name(self.device) + ("" if self.store is None else " over NCCL")
+
+    def meeting_point(self) -> str:
+        """Where the ranks met, for people."""
+        master = self.environment.master
+        return f"met at {master[0]}:{master[1]} by {self.environment.launcher}" if master else "alone"
+
+    def say(self, text: str) -> None:
+        """Rank 0 prints; the others keep quiet."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def gather(self, what: str, value: object) -> list:
+        """Every rank's value in rank order, on every rank, by way of the store.
+
+        It waits for as long as the ranks take: there is no time limit, and rank 0 says whom it waits for.
+
+        Args:
+            what: what the ranks are doing, for the message of a waiting rank 0.
+            value: anything that JSON can carry.
+        """
+        if self.store is None:
+            return [value]
+        self._rounds += 1
+        name = f"round {self._rounds}"
+        self.store.set(f"{name}/{self.rank}", json.dumps(value))
+        if self.rank == 0:
+            keys = [f"{name}/{rank}" for rank in range(self.world_size)]
+            self._wait(keys, what)
+            self.store.set(f"{name}/all", "[" + ",".join(text.decode() for text in self.store.multi_get(keys)) + "]")
+        self._wait([f"{name}/all"], what)
+        return json.loads(self.store.get(f"{name}/all"))
+
+    def _wait(self, keys: list[str], what: str) -> None:
+        """Until all keys are in the store. It polls, because a blocking wait has a time limit."""
+        assert self.store is not None
+        start = said = time.monotonic()
+        pause, missing = 0.001, keys
+        while missing := [key for key in missing if not self.store.check([key])]:
+            if self.store.check(["failure"]):
+                raise RuntimeError("another rank has failed")
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.25)
+            if self.rank == 0 and time.monotonic() - said > SAY_EVERY_S:
+                said = time.monotonic()
+                ranks = ", ".join(key.rpartition("/")[2] for key in missing[:8]) + ", ..." * (len(missing) > 8)
+                self.say(f"{what}: waiting for {len(missing)} of {len(keys)} ranks ({ranks}), {said - start:.0f} s now")
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Goes on after its body only if no rank found its input wrong in it; leaves no rank behind if one did.
+
+        Args:
+            what: what is being done, for the message of a waiting rank 0.
+
+        Raises:
+            InputError: on every rank, with the same text: rank 0's problem, or else that of every rank that has one.
+        """
+        problem = None
+        try:
+            yield
+        except (InputError, LayoutError) as error:
+            problem = str(error)
+        problems = self.gather(what, problem)
+        if problems[0]:
+            raise InputError(problems[0])
+        by_text: dict[str, list[str]] = {}
+        for rank, text in enumerate(problems):
+            if text:
+                by_text.setdefault(text, []).append(str(rank))
+        if by_text:
+            raise InputError("\n".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in by_text.items()))
+
+    def same(self, what: str, text: str) -> None:
+        """Goes on only if every rank has the same text as rank 0.
+
+        Raises:
+            InputError: on every rank; names those that differ and their hosts.
+        """
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        seen = self.gather(f"comparing {what}", [digest, self.host])
+        other = [f"rank {rank} on host {host}" for rank, (found, host) in enumerate(seen) if found != seen[0][0]]
+        if other:
+            more = f" and {len(other) - 4} more" if len(other) > 4 else ""
+            raise InputError(
+                f"{what} of {', '.join(other[:4])}{more} is not that of rank 0 on host {seen[0][1]}: "
+                "every process must be started with the same file and the same overrides"
+            )
+
+    def hosts(self) -> tuple[list[str], list[int]]:
+        """The hosts in rank order and how many neighbouring ranks each has; a host may come back later."""
+        names = self.gather("comparing hosts", self.host)
+        runs = [(name, len(list(ranks))) for name, ranks in groupby(names)]
+        return [name for name, _ in runs], [count for _, count in runs]
+
+    def connect(self, timeout_s: float) -> None:
+        """Makes the job's first process group: NCCL on GPUs, gloo on CPUs.
+
+        Raises:
+            InputError: several ranks of a host were given the same GPU.
+        """
+        if self.store is None:
+            return
+        with self.together("connecting"):
+            self._check_gpus()
+        cuda = self.device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=dist.PrefixStore("groups", self.store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=self.device if cuda else None,  # NCCL connects now, and smaller groups are split off this one
+        )
+
+    def _check_gpus(self) -> None:
+        """NCCL hangs or fails obscurely when two ranks share a GPU, unless it was told to allow it."""
+        gpu = str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else None
+        seen = self.gather("comparing GPUs", [self.host, gpu])
+        sharing = [rank for rank, other in enumerate(seen) if gpu is not None and other == [self.host, gpu]]
+        if len(sharing) > 1 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+            raise InputError(
+                f"ranks {', '.join(map(str, sharing))} on host {self.host} were given the same GPU ({self.device}): "
+                f"start as many processes as GPUs, here {torch.cuda.device_count()}, or use the CPU with "
+                "CUDA_VISIBLE_DEVICES="
+            )
+
+
+def join(environment: Environment, timeout_s: float = 600) -> Job:
+    """Picks this process's device and meets the other ranks at the job's store.
+
+    Raises:
+        InputError: this host has fewer GPUs than the job has processes on it.
+        TimeoutError: the store could not be reached within `timeout_s` seconds.
+    """
+    device = pick_device(environment.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return Job(environment, device, _store(environment, timeout_s))
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """The GPU of this number on this host, or the CPU where there is none.
+
+    A process that sees one GPU only (as `srun --gpus-per-task=1` arranges) takes that one.
+
+    Raises:
+        InputError: there are GPUs, and fewer than this number asks for.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count > 1 and local_rank >= count:
+        raise InputError(
+            f"local rank {local_rank} has no GPU: this host has {count}; start at most {count} processes here"
+        )
+    return torch.device("cuda", local_rank if count > 1 else 0)
+
+
+def _store(environment: Environment, timeout_s: float) -> dist.Store | None:
+    if environment.world_size == 1 or environment.master is None:
+        return None
+    address, port = environment.master
+    try:
+        store = dist.TCPStore(
+            address,
+            port,
+            is_master=environment.hosts_store,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except dist.DistError as error:
+        raise TimeoutError(
+            f"rank {environment.rank} on host {environment.host} could not reach the job's store at {address}:{port} "
+            f"({error}): is that host's process running, and does the network let this host through to that port?"
+        ) from error
+    return dist.PrefixStore(f"meshtrain/attempt {environment.restarts}", store)
+
+
+@contextmanager
+def start(timeout_s: float = 600) -> Iterator[Job]:
+    """Joins the job that the environment describes (torchrun, srun, or a world of one) and leaves it cleanly.
+
+    Args:
+        timeout_s: the time limit in seconds for joining and for collectives.
+
+    Raises:
+        SystemExit: with status 2 if the body raises InputError. Whatever else the body raises passes through,
+            with a note that names rank, host and coordinate.
+    """
+    try:
+        job = join(read_environment(os.environ), timeout_s)
+    except InputError as error:
+        print(error, file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+    with leaving(job):
+        job.connect(timeout_s)
+        yield job
+
+
+@contextmanager
+def leaving(job: Job) -> Iterator[None]:
+    """The one way out of a job, whatever happens in the body.
+
+    When all is well every rank waits for the others before it leaves. Wrong input ends all ranks with status 2, told
+    once; so does a run that cannot go on, with status 1. Any other exception is told with the rank's name, and recorded
+    where torchrun's summary finds it.
+    """
+    try:
+        yield
+        _part(job)
+    except TrainingError as error:
+        if job.rank == 0:
+            print(error, file=sys.stderr, flush=True)
+            get_error_handler().record_exception(error)
+        _part(job)
+        raise SystemExit(1) from None
+    except (InputError, LayoutError) as error:
+        # torchrun ends the other ranks as soon as one exits: nobody may before rank 0 has spoken. A worker that
+        # torchrun starts again would only say the same once more.
+        if job.rank == 0 and job.environment.restarts == 0:
+            print(error, file=sys.stderr, flush=True)
+        _part(job)
+        raise SystemExit(2) from None
+    except Exception as error:
+        culprit = _first_failure(job, error)
+        if culprit is not None:
+            print(f"{job} stops, because {culprit}", file=sys.stderr, flush=True)
+            raise SystemExit(1) from None
+        error.add_note(f"This was {job}.")
+        get_error_handler().record_exception(error)
+        raise
+
+
+def _part(job: Job) -> None:
+    """Waits for all ranks and closes the process groups.
+
+    Without the barrier gloo's threads of a slower rank may still hold tensors, and its process aborts at the end.
+    """
+    if job.store is None:
+        return
+    job.gather("leaving", None)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    job.store.add("left", 1)
+    deadline = time.monotonic() + GRACE_S
+    while job.environment.hosts_store and job.store.add("left", 0) < job.world_size and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _first_failure(job: Job, error: Exception) -> str | None:
+    """Who failed before this rank did; None if this rank is the first.
+
+    A rank that fails takes its connections with it, and every other rank then fails for that reason. Theirs is not the
+    story that anybody needs to read.
+    """
+    if job.store is None:
+        return None
+    mine = f"{job} failed: {''.join(traceback.format_exception_only(error)).strip()}"
+    try:
+        first = job.store.compare_set("failure", "", mine).decode()
+    except RuntimeError:  # the store went with the process that served it: the story ends here
+        return None
+    return first if first != mine else None

@@ -1,0 +1,184 @@
+"""One training step: forwards and backwards of the microbatches, one look at the whole mesh, one update.
+
+Nothing in a step waits for the device. Whether a step was finite is decided there, and its update with it; the host
+reads the outcome while the next step is being computed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshtrain.data.batch import Batch
+from meshtrain.loss import GlobalCount, correct_predictions, sample_losses, valid_targets
+from meshtrain.mesh import Mesh
+from meshtrain.optim import Optimizer, clip_factor
+from meshtrain.parallel.data import last_microbatch
+from meshtrain.timing import StepClock
+
+if TYPE_CHECKING:
+    from meshtrain.config import Config
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step came to, over the whole global batch.
+
+    Attributes:
+        loss: mean over all valid targets.
+        grad_norm: global norm of the gradient of that loss, before clipping.
+        targets: the number of valid targets.
+        correct: how many of them were predicted; None but for classifiers.
+        lr: the learning rate of the update.
+        finite: whether loss and norm were numbers; if not, there was no update.
+        overflow: in float16, whether a too large loss scale was the reason.
+        bad_samples: those of this rank's samples, numbered within its share, whose loss was not finite.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    targets: int
+    correct: int | None
+    lr: float
+    finite: bool
+    overflow: bool
+    bad_samples: list[int]
+
+
+class Trainer:
+    """Takes a parallelized model through steps: `accumulate`, then `update`, then, later, the result of the step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        config: "Config",
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        task: str,
+        clock: StepClock,
+    ) -> None:
+        """
+        Args:
+            task: "language", or "classification", whose correct predictions are counted.
+            clock: measures the phases of the step.
+        """
+        self.model = model
+        self.optimizer = optimizer
+        self.clip_norm = config.optimizer.clip_norm
+        self.mesh = mesh
+        self.device = device
+        self.counts_correct = task == "classification"
+        self.clock = clock
+        self.scale = LossScale(device) if config.train.precision == "float16" else None
+        self._count: GlobalCount | None = None
+        self._losses: list[Tensor] = []  # per sample, of this rank's microbatches
+        self._correct: list[Tensor] = []
+
+    def accumulate(self, microbatches: list[Batch]) -> None:
+        """Forward and backward of this rank's share of the global batch; the gradients are then those of its loss."""
+        self.optimizer.zero_grad()
+        self._losses, self._correct = [], []
+        self._count = GlobalCount(sum(valid_targets(batch.targets) for batch in microbatches), self.mesh, self.device)
+        for i, batch in enumerate(microbatches):
+            last_microbatch(self.model, i == len(microbatches) - 1)
+            with self.clock.phase("forward"):
+                losses = self._forward(batch)
+            with self.clock.phase("communication"):
+                count = self._count.value()
+            with self.clock.phase("backward"):
+                loss = losses.sum() / count.to(losses.dtype)
+                (loss if self.scale is None else loss * self.scale.value).backward()
+
+    def _forward(self, batch: Batch) -> Tensor:
+        inputs = [None if x is None else x.to(self.device, non_blocking=True) for x in batch.inputs]
+        targets = batch.targets.to(self.device, non_blocking=True)
+        logits = self.model(*inputs)
+        losses = sample_losses(logits, targets)
+        self._losses.append(losses.detach())
+        if self.counts_correct:
+            self._correct.append(correct_predictions(logits.detach(), targets))
+        return losses
+
+    def update(self, step: int) -> Callable[[], StepResult]:
+        """The update of step `step` with the accumulated gradients, unless something was not finite.
+
+        Returns:
+            A function that gives the step's result; it waits until the device has got there.
+        """
+        assert self._count is not None  # accumulate() came before
+        with self.clock.phase("optimizer"):
+            losses = torch.cat(self._losses).double()
+            correct = torch.stack(self._correct).sum() if self._correct else losses.new_zeros(())
+            seen = torch.stack([losses.sum(), self.optimizer.squared_norm(), correct.double()])
+            if self.mesh.world is not None:
+                with self.clock.phase("communication"):
+                    dist.all_reduce(seen, group=self.mesh.world)
+            loss, norm = seen[0] / self._count.value(), seen[1].sqrt()
+            unscale = None if self.scale is None else 1 / self.scale.value.double()
+            norm = norm if unscale is None else norm * unscale
+            bad = ~(loss.isfinite() & norm.isfinite())
+            factor = clip_factor(norm, self.clip_norm)
+            if unscale is not None:
+                factor = unscale if factor is None else factor * unscale
+            lr = self.optimizer.update(step, factor, bad)
+            if self.scale is not None:
+                self.scale.update(bad)
+            numbers = _Later(torch.stack([loss, norm, seen[2], self._count.value()]))
+        self.clock.end_step()
+        return lambda: self._result(step, numbers.read(), losses, lr)
+
+    def _result(self, step: int, numbers: list[float], losses: Tensor, lr: float) -> StepResult:
+        loss, norm, correct, targets = numbers
+        finite = torch.tensor([loss, norm]).isfinite().tolist()
+        bad = [] if all(finite) else (~losses.isfinite()).nonzero().flatten().tolist()
+        overflow = self.scale is not None and finite == [True, False]
+        hits = int(correct) if self.counts_correct else None
+        return StepResult(step, loss, norm, int(targets), hits, lr, all(finite), overflow, bad)
+
+
+class _Later:
+    """Numbers that are on their way from the device to the host."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._numbers = numbers
+
+    def read(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers.tolist()
+
+
+class LossScale:
+    """The factor that lifts float16 gradients above the smallest number of that type.
+
+    One scale and one decision for all ranks: the global norm says whether any gradient overflowed. It then halves, and
+    the step is skipped; after `GROWTH` good steps in a row it doubles (Micikevicius et al.,
+    https://arxiv.org/abs/1710.03740).
+    """
+
+    FIRST = 2.0**16
+    GROWTH = 2000
+
+    def __init__(self, device: torch.device) -> None:
+        self.value = torch.tensor(self.FIRST, device=device)
+        self._good = torch.tensor(0, device=device)
+
+    def update(self, overflow: Tensor) -> None:
+        """Takes the outcome of a step: a boolean scalar on the device."""
+        self._good = torch.where(overflow, 0, self._good + 1)
+        grows = self._good == self.GROWTH
+        self.value = torch.where(overflow, self.value / 2, torch.where(grows, self.value * 2, self.value))
+        self._good = torch.where(grows, 0, self._good)

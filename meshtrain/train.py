@@ -1,0 +1,231 @@
+"""The whole of a run, from a YAML file to a trained model:
+
+    torchrun --standalone --nproc-per-node=4 -m meshtrain.train configs/quickstart.yaml train.steps=50
+
+Every rank runs this same page. Nothing on it depends on the layout: what differs between one process and a thousand
+is behind `build_mesh`, `build_model` and the groups that they made.
+"""
+
+import argparse
+import gc
+import math
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from torch import nn
+
+from meshtrain.batch import describe_batch
+from meshtrain.build import build_model, outputs, parameter_count
+from meshtrain.config import Config
+from meshtrain.data import OpenData, Samples, eval_batches, open_data, train_batches
+from meshtrain.ending import Ending
+from meshtrain.environment import read_environment
+from meshtrain.errors import InputError
+from meshtrain.evaluate import evaluate
+from meshtrain.generate import generate
+from meshtrain.layout import DATA_AXES, Layout
+from meshtrain.mesh import Mesh, build_mesh
+from meshtrain.metrics import require_tensorboard
+from meshtrain.numerics import set_numerics
+from meshtrain.optim import Optimizer
+from meshtrain.plan import describe_hosts, layout_text
+from meshtrain.plot import plot_loss
+from meshtrain.profile import Profiler
+from meshtrain.report import Report
+from meshtrain.run_folder import RunFolder
+from meshtrain.runtime import Job, join, leaving
+from meshtrain.step import Trainer
+from meshtrain.timing import StepClock
+
+COLLECT_EVERY = 50  # steps between two runs of Python's garbage collector
+PROMPT_TOKENS = 16  # of held-out text, which the generated sample goes on from
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Trains what the command line names; returns the exit status, or raises SystemExit with it."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _asked_to_end)
+    try:
+        job = join(read_environment(os.environ))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    with leaving(job):
+        with job.together("reading the config"):
+            config = read_config(arguments, job.world_size)
+        job.same("the config", config.to_yaml())
+        run(config, job)
+    return 0
+
+
+def run(config: Config, job: Job) -> None:
+    """One run of one config in a job that has joined; several may follow one another in one job.
+
+    Raises:
+        InputError: something that the user gave is wrong. TrainingError: the run could not go on.
+    """
+    names, counts = job.hosts()
+    job.layout = Layout.resolve(config.layout, job.world_size).on_hosts(counts, names)
+    set_numerics(config.train.precision, config.train.deterministic)
+    folder = RunFolder(config.train.output)
+    with folder.held(job):
+        with job.together("opening the data"):
+            data = open_data(config.data, n_outputs=outputs(config), seed=config.train.seed, say=job.say)
+        steps = total_steps(config, data.train)
+        with Ending(folder, job) as ending:
+            if not ending.done_before(steps):
+                job.connect(config.train.start_timeout_s)
+                ending.begin(config, layout_text(job.layout))
+                train(config, job, data, ending, steps)
+
+
+def train(config: Config, job: Job, data: OpenData, ending: Ending, steps: int) -> None:
+    """The run on one page."""
+    assert job.layout is not None  # run() placed this process
+    mesh = build_mesh(job.layout, job.device.type)
+    clock = StepClock(job.device)
+    model = build_model(config, mesh, job.device, waiting=lambda: clock.phase("communication"))
+    optimizer = Optimizer(model, config.optimizer, mesh, steps)
+    trainer = Trainer(model, optimizer, config, mesh, job.device, task=data.task, clock=clock)
+    folder = ending.folder.path
+    profiler = Profiler(config.metrics, folder, job.rank, job.device)
+    for line in [*introduction(config, job, data, model), *profiler.about]:
+        job.say(line)
+
+    size, index, ranks = config.batch, mesh.index(*DATA_AXES), mesh.size(*DATA_AXES)
+    shared = {"micro_size": size.micro_size, "rank": index, "ranks": ranks, **reading(config)}
+    batches = train_batches(
+        data.train, seed=config.train.seed, first_step=0, steps=steps, global_size=size.global_size, **shared
+    )
+    held_out = None if data.validation is None else eval_batches(data.validation, **shared)
+
+    with Report(config, job, mesh, data, clock, ending, steps) as report, between_steps(profiler) as at_step:
+        for step in range(1, steps + 1):
+            at_step(step)
+            with clock.phase("data"):
+                microbatches = next(batches)
+            trainer.accumulate(microbatches)
+            report.take()  # the step before: if it was not finite the run may end here, before this update
+            report.later(trainer.update(step))
+            if held_out is not None and report.evaluates_after(step):
+                report.take()
+                report.evaluation(step, evaluate(model, held_out, mesh, job.device))
+            if step == 3:
+                mesh.set_timeout(step_timeout(config, report.slowest_s))
+        report.take()
+    if data.tokenizer is not None and config.train.sample_tokens > 0:
+        job.say(sample_text(config, job, data, model))
+    if job.rank == 0:
+        print(plot_loss(folder, config.name), flush=True)
+
+
+def read_config(arguments: Sequence[str] | None, world_size: int) -> Config:
+    """The config that the command line names, with its overrides.
+
+    Raises:
+        InputError: the command line or the config is wrong.
+    """
+    parser = _Parser(
+        prog="meshtrain.train", description="Trains the model of a YAML file on the processes of this job."
+    )
+    parser.add_argument("config", help="a YAML file, for instance configs/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for instance train.steps=50")
+    options = parser.parse_args(arguments)
+    config = Config.load(options.config, options.overrides, world_size=world_size, for_training=True)
+    if config.metrics.tensorboard:
+        require_tensorboard()
+    return config
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints all ranks hear of before any of them leaves."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}\n{self.format_usage().strip()}")
+
+
+def total_steps(config: Config, train: Samples) -> int:
+    """The steps of a run: as given, or enough for its epochs; a last batch is filled from the next epoch's order."""
+    if config.train.steps is not None:
+        return config.train.steps
+    assert config.train.epochs is not None  # the config has exactly one of them
+    return math.ceil(config.train.epochs * len(train) / config.batch.global_size)
+
+
+def step_timeout(config: Config, slowest_s: float) -> float:
+    """The time limit in seconds of a collective once the run is under way: as given, or by the steps measured."""
+    return config.train.step_timeout_s or max(120.0, 20 * slowest_s)
+
+
+def introduction(config: Config, job: Job, data: OpenData, model: nn.Module) -> Iterator[str]:
+    """What rank 0 says before the first step."""
+    layout, size = job.layout, config.batch
+    assert layout is not None
+    yield f"{config.name}: {describe_hosts(layout)}, on {job.device_name()}, {job.meeting_point()}"
+    yield f"layout {layout}, {config.train.precision}"
+    yield describe_batch(size.global_size, size.micro_size, layout.size(*DATA_AXES))
+    yield f"model {config.model.name}: {parameter_count(model):,} parameters"
+    yield from data.about
+    yield from (f"override {override}" for override in config.overrides)
+    yield from (f"warning: {warning}" for warning in layout.warnings())
+
+
+def reading(config: Config) -> dict[str, int | bool]:
+    """How batches are read ahead."""
+    return {"workers": config.data.workers, "prefetch": config.data.prefetch, "pin_memory": config.data.pin_memory}
+
+
+@contextmanager
+def between_steps(profiler: Profiler) -> Iterator:
+    """What happens before each step and in none: the profiler's bookkeeping and Python's garbage collection.
+
+    A collection in the middle of one rank's step makes all other ranks wait for it. Here all collect at once, and what
+    was made before the first step is not looked at again.
+    """
+
+    def at_step(step: int) -> None:
+        profiler.step(step)
+        if step % COLLECT_EVERY == 0:
+            gc.collect(1)
+
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield at_step
+    finally:
+        profiler.close()
+        gc.enable()
+        gc.unfreeze()
+
+
+def sample_text(config: Config, job: Job, data: OpenData, model: nn.Module) -> str:
+    """Text that the model makes, going on from the beginning of a held-out sample."""
+    assert data.tokenizer is not None
+    inputs, _ = (data.validation or data.train).item(0, 0)
+    assert inputs[0] is not None  # the tokens
+    prompt = inputs[0][:PROMPT_TOKENS].tolist()
+    ids = generate(
+        model,
+        prompt,
+        config.train.sample_tokens,
+        seq_len=config.data.seq_len,
+        device=job.device,
+        seed=config.train.seed,
+    )
+    first, rest = data.tokenizer.decode(prompt), data.tokenizer.decode(ids[len(prompt) :])
+    return f"\na sample, going on from {first!r}:\n{first}{rest}\n"
+
+
+def _asked_to_end(number: int, frame: FrameType | None) -> NoReturn:
+    """A signal unwinds the stack, so that the run's folder learns of it."""
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,284 @@
+"""Llama, as single-device PyTorch: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+The parameters bear Hugging Face's names, so that weights need no table of names. Nothing here knows of a mesh; the two
+small tables at the end say how the weights start (`init_plan`) and how they split over `tp` (`tp_plan`).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from meshtrain.attention import attention, document_mask
+
+
+@dataclass(frozen=True)
+class Config:
+    """Hugging Face's keys of a Llama, and their meaning there."""
+
+    hidden_size: int = 256
+    intermediate_size: int = 768
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = None  # None: as many as query heads
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    vocab_size: int = 256
+    max_position_embeddings: int = 2048
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None  # transformers 5 writes the two above as one
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rope(self) -> tuple[float, dict[str, Any] | None]:
+        """The base of the rotary angles and their scaling, whichever way they were written."""
+        if self.rope_parameters is None:
+            return self.rope_theta, self.rope_scaling
+        return self.rope_parameters.get("rope_theta", self.rope_theta), self.rope_parameters
+
+
+def rotary_frequencies(config: Config, device: torch.device) -> Tensor:
+    """Angle per position of each pair of features: (e/2), float64.
+
+    Llama 3 scaling stretches the slow pairs by `factor`, leaves the fast ones, and blends in between
+    (Llama 3.1's `apply_scaling`; https://arxiv.org/abs/2407.21783, section 3.2).
+    """
+    e = config.head_width
+    theta, scaling = config.rope
+    frequencies = theta ** -(torch.arange(0, e, 2, dtype=torch.float64, device=device) / e)
+    if scaling is None or scaling.get("rope_type", scaling.get("type")) in (None, "default"):
+        return frequencies
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 0: stretched, 1: as it was
+    return frequencies * (keep + (1 - keep) / scaling["factor"])
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns each pair of features of x (b, s, h, e) by its position's angle; cos and sin are (b, s, 1, e/2)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        d, e = config.hidden_size, config.head_width
+        self.head_width = e
+        self.q_proj = nn.Linear(d, config.num_attention_heads * e, bias=False)
+        self.k_proj = nn.Linear(d, config.kv_heads * e, bias=False)
+        self.v_proj = nn.Linear(d, config.kv_heads * e, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * e, d, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        q, k, v = (
+            rearrange(project(x), "b s (h e) -> b s h e", e=self.head_width)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        y = attention(*(rearrange(t, "b s h e -> b h s e") for t in (q, k, v)), mask=mask)
+        return self.o_proj(rearrange(y, "b h s e -> b s (h e)"))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        d, f = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(d, f, bias=False)
+        self.up_proj = nn.Linear(d, f, bias=False)
+        self.down_proj = nn.Linear(f, d, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """What Hugging Face calls `model`: everything but the head."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class Model(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def blocks(self) -> list[nn.Module]:
+        """The modules in the order in which they run; any run of them can be a stage."""
+        return [self.model.embed_tokens, *self.model.layers, self.model.norm, self.lm_head]
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """Tokens (b, s) to logits (b, s, v).
+
+        Args:
+            tokens: token ids.
+            positions: (b, s), each token's place for the rotary angles; None counts from 0.
+            documents: (b, s), the document of each token; none attends across documents. None: one document a row.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        x = self.model.embed_tokens(tokens)
+        angles = positions[..., None, None] * rotary_frequencies(self.config, tokens.device)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        mask = None if documents is None else document_mask(documents)
+        for layer in self.model.layers:
+            x = layer(x, cos, sin, mask)
+        return self.lm_head(self.model.norm(x))
+
+
+def check(config: Config) -> list[tuple[str, str]]:
+    """Combinations of keys that make no model: (key, what is wrong and what would work)."""
+    problems = []
+    h, k, d = config.num_attention_heads, config.kv_heads, config.hidden_size
+    if config.head_dim is None and d % h:
+        near = [n for n in range(1, d + 1) if d % n == 0]
+        problems.append(
+            (
+                "num_attention_heads",
+                f"hidden_size {d} does not divide into {h} heads: use {nearest(near, h)} heads, or set head_dim",
+            )
+        )
+    elif config.head_width % 2:
+        problems.append(("head_dim", f"rotary positions turn pairs of features: head width {config.head_width} is odd"))
+    if h % k:
+        near = [n for n in range(1, h + 1) if h % n == 0]
+        problems.append(
+            ("num_key_value_heads", f"{h} query heads do not divide over {k} key/value heads: use {nearest(near, k)}")
+        )
+    return problems + [(key, problem) for key in ("rope_scaling", "rope_parameters") for problem in _rope(config, key)]
+
+
+def nearest(working: list[int], wanted: int) -> str:
+    """The one or two numbers that work and lie next to the one that does not."""
+    below = [n for n in working if n < wanted][-1:]
+    above = [n for n in working if n > wanted][:1]
+    return " or ".join(str(n) for n in below + above)
+
+
+def _rope(config: Config, key: str) -> list[str]:
+    scaling = getattr(config, key)
+    if scaling is None:
+        return []
+    kind = scaling.get("rope_type", scaling.get("type", "default" if key == "rope_parameters" else None))
+    if kind == "default":
+        return []
+    if kind != "llama3":
+        return [f"rope_type {kind!r} is not built: use 'llama3' or 'default', or leave {key} out"]
+    needed = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    missing = [name for name in needed if not isinstance(scaling.get(name), int | float)]
+    if missing:
+        return [f"Llama 3 scaling needs the numbers {', '.join(needed)}; missing: {', '.join(missing)}"]
+    if scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        return ["high_freq_factor must be larger than low_freq_factor"]
+    return []
+
+
+def _llama3(factor: float) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+_COMMON = {
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+}
+presets: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": _COMMON | {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "head_dim": 64, "rope_scaling": _llama3(32.0), "tie_word_embeddings": True,
+    },
+    "llama-3.2-3b": _COMMON | {
+        "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
+        "head_dim": 128, "rope_scaling": _llama3(32.0), "tie_word_embeddings": True,
+    },
+    "llama-3.1-8b": _COMMON | {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "rope_scaling": _llama3(8.0),
+    },
+    "llama-3.1-70b": _COMMON | {
+        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "rope_scaling": _llama3(8.0),
+    },
+    "llama-3.1-405b": _COMMON | {
+        "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
+        "rope_scaling": _llama3(8.0),
+    },
+}  # fmt: skip
+
+# Keys of a Hugging Face config.json that change nothing here.
+passed_over = frozenset(
+    "architectures auto_map bos_token_id eos_token_id pad_token_id model_type torch_dtype dtype transformers_version "
+    "use_cache _name_or_path _attn_implementation attn_implementation output_attentions output_hidden_states "
+    "return_dict id2label label2id problem_type torchscript use_bfloat16 is_encoder_decoder".split()
+)
+
+# Keys with the one value that is built: another value would be another model.
+only: dict[str, Any] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "pretraining_tp": 1,
+}
+
+# First values, by the first pattern that matches: "normal" has the standard deviation `initializer_range`.
+init_plan = {
+    "*norm.weight": "ones",
+    "*": "normal",
+}
+
+# How the weights split over `tp`, in Hugging Face's words.
+tp_plan = {
+    "model.embed_tokens": "vocab",
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+    "lm_head": "colwise",
+}

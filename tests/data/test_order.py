@@ -1,0 +1,145 @@
+"""The order of samples: a permutation per epoch, a function of the step, never a list."""
+
+import hashlib
+import subprocess
+import sys
+import tracemalloc
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshtrain.data.order import (
+    Permutation,
+    batch_items,
+    batch_samples,
+    items,
+    microbatches,
+    samples_digest,
+    share,
+)
+
+PINNED = [9, 71, 48, 10, 70, 21, 35, 93]
+
+
+@pytest.mark.parametrize("seed", [0, 1, -7])
+def test_is_a_permutation_of_every_small_size(seed: int) -> None:
+    for n in range(1, 301):
+        for epoch in range(2):
+            assert sorted(Permutation(n, seed, epoch)[i] for i in range(n)) == list(range(n))
+
+
+@given(st.integers(1, 20_000), st.integers(), st.integers(0, 2**40))
+def test_is_a_permutation_of_any_size(n: int, seed: int, epoch: int) -> None:
+    permutation = Permutation(n, seed, epoch)
+    assert len({permutation[i] for i in range(n)}) == n
+
+
+@given(st.integers(2**40, 2**70), st.integers(0, 2**32))
+def test_large_permutations_stay_in_range_and_do_not_collide(n: int, seed: int) -> None:
+    permutation = Permutation(n, seed, 0)
+    found = [permutation[i] for i in [*range(100), *range(n - 100, n)]]
+    assert len(set(found)) == 200
+    assert all(0 <= index < n for index in found)
+
+
+@pytest.mark.parametrize("index", [-1, 7])
+def test_refuses_an_index_outside(index: int) -> None:
+    with pytest.raises(IndexError, match="permutation of 7"):
+        Permutation(7, 0, 0)[index]
+
+
+@given(st.integers(1, 60), st.integers(1, 150), st.integers(0, 5))
+def test_every_sample_once_per_epoch_over_batches_that_straddle(n: int, batch: int, seed: int) -> None:
+    epochs = 4
+    steps = -(-epochs * n // batch)
+    run = [item for step in range(steps) for item in batch_items(seed, step, batch, n)]
+    assert [epoch for epoch, _ in run] == [position // n for position in range(steps * batch)]
+    for epoch in range(epochs):
+        assert sorted(sample for e, sample in run if e == epoch) == list(range(n))
+
+
+@given(st.integers(1, 50), st.integers(1, 50), st.integers(0, 40), st.integers(0, 20))
+def test_a_batch_depends_on_its_positions_only(n: int, batch: int, step: int, cut: int) -> None:
+    whole = batch_items(3, step, batch, n)
+    first = step * batch
+    middle = first + min(cut, batch)
+    assert items(3, range(first, middle), n) + items(3, range(middle, first + batch), n) == whole
+    assert batch_samples(3, step, batch, n) == [sample for _, sample in whole]
+
+
+def test_each_epoch_and_each_seed_has_its_own_order() -> None:
+    orders = [tuple(items(seed, range(e * 100, (e + 1) * 100), 100)) for seed in range(20) for e in range(20)]
+    assert len({tuple(sample for _, sample in order) for order in orders}) == 400
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 13])
+def test_every_sample_comes_at_every_place_about_equally_often(n: int) -> None:
+    """1,500 epochs: 6 standard deviations of a binomial."""
+    epochs = 1500
+    counts = Counter((place, Permutation(n, 0, epoch)[place]) for epoch in range(epochs) for place in range(n))
+    expected, spread = epochs / n, (epochs / n * (1 - 1 / n)) ** 0.5
+    for place in range(n):
+        for sample in range(n):
+            assert abs(counts[place, sample] - expected) < 6 * spread, (place, sample)
+
+
+def test_neighbours_do_not_stay_neighbours() -> None:
+    found = np.array(batch_samples(0, 0, 10_000, 10_000))
+    assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 0.05
+    assert abs(np.corrcoef(found, np.arange(10_000))[0, 1]) < 0.05
+    assert np.count_nonzero(np.diff(found) == 1) < 20
+
+
+def test_is_the_same_on_every_machine_and_version() -> None:
+    """Pinned: a run resumed with a newer meshtrain must go on with the same samples."""
+    assert batch_samples(0, 0, 8, 100) == PINNED
+    assert samples_digest(PINNED) == hashlib.sha256(np.array(PINNED, "<i8").tobytes()).hexdigest()[:16]
+
+
+def test_memory_does_not_grow_with_the_corpus() -> None:
+    tracemalloc.start()
+    found = batch_samples(0, 10**6, 512, 10**12)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(set(found)) == 512
+    assert max(found) > 10**11
+    assert peak < 300_000
+
+
+@given(st.integers(0, 3000), st.integers(1, 200))
+def test_shares_partition_and_differ_by_at_most_one(count: int, parts: int) -> None:
+    shares = [share(count, parts, part) for part in range(parts)]
+    assert [position for part in shares for position in part] == list(range(count))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@given(st.integers(1, 3000), st.integers(1, 64), st.integers(1, 200))
+def test_microbatches_hold_the_largest_share_and_no_more(count: int, micro: int, parts: int) -> None:
+    largest = max(len(share(count, parts, part)) for part in range(parts))
+    found = microbatches(count, micro, parts)
+    assert (found - 1) * micro < largest <= found * micro
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: batch_samples(0, 0, 0, 5),
+        lambda: batch_samples(0, -1, 4, 5),
+        lambda: batch_samples(0, 0, 4, 0),
+        lambda: share(5, 2, 2),
+        lambda: share(5, 2, -1),
+        lambda: microbatches(4, 0, 1),
+        lambda: microbatches(0, 1, 1),
+    ],
+)
+def test_refuses_sizes_that_make_no_sense(wrong) -> None:
+    with pytest.raises(ValueError, match="expected|must be"):
+        wrong()
+
+
+def test_is_pure() -> None:
+    code = "import sys, meshtrain.data.order; assert not {'torch', 'numpy', 'yaml'} & set(sys.modules), 'heavy'"
+    subprocess.run([sys.executable, "-c", code], check=True)

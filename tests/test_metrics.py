@@ -1,0 +1,197 @@
+"""metrics.jsonl holds each step once, whatever happens to its writer."""
+
+import json
+import math
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from meshtrain import metrics
+from meshtrain.errors import InputError
+from meshtrain.metrics import Metrics, MetricsFile, NoMetrics, read
+
+
+def row(step: int, **more: Any) -> dict[str, Any]:
+    return {"step": step, "loss": 1 / 3 + step, "samples_digest": "00ff"} | more
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
+def written(path: Path, steps: int) -> MetricsFile:
+    file = MetricsFile(path)
+    for step in range(1, steps + 1):
+        file.row(row(step))
+        if step % 2 == 0:
+            file.amend(step, {"eval_loss": step / 7, "perplexity": math.exp(step / 7)})
+    return file
+
+
+def expected(steps: int) -> list[dict[str, Any]]:
+    return [
+        row(step) | ({} if step % 2 else {"eval_loss": step / 7, "perplexity": math.exp(step / 7)})
+        for step in range(1, steps + 1)
+    ]
+
+
+def test_every_row_is_on_disk_at_once_and_exact(path: Path) -> None:
+    file = MetricsFile(path)
+    for step in range(1, 5):
+        file.row(row(step))
+        assert read(path)[-1] == row(step)
+        file.amend(step, {"eval_loss": 0.1 + 0.2})
+        assert read(path)[-1] == row(step) | {"eval_loss": 0.1 + 0.2}
+    assert [each["step"] for each in read(path)] == [1, 2, 3, 4]
+
+
+@given(st.floats())
+def test_floats_keep_their_bits_and_what_is_not_finite_is_null(
+    tmp_path_factory: pytest.TempPathFactory, x: float
+) -> None:
+    path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
+    file = MetricsFile(path)
+    file.row({"step": 1, "loss": x})
+    file.amend(1, {"eval_loss": x})
+    (line,) = path.read_text().splitlines()
+    strict = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    wanted = x if math.isfinite(x) else None
+    assert strict == {"step": 1, "loss": wanted, "eval_loss": wanted}
+
+
+def test_an_evaluation_may_be_done_again(path: Path) -> None:
+    file = MetricsFile(path)
+    file.row(row(1))
+    file.amend(1, {"eval_loss": 1.23456789012345})
+    file.amend(1, {"eval_loss": 1.0})  # shorter than what stood there
+    file.row(row(2))
+    assert read(path) == [row(1, eval_loss=1.0), row(2)]
+
+
+def test_a_writer_killed_at_any_byte(path: Path) -> None:
+    written(path, 4).close()
+    whole = path.read_bytes()
+    for length in range(len(whole) + 1):
+        path.write_bytes(whole[:length])
+        kept = whole[:length].count(b"\n")
+        assert read(path) == expected(4)[:kept]
+        file = MetricsFile(path)
+        for each in expected(4)[kept:]:
+            file.row(each)
+        file.close()
+        assert read(path) == expected(4)
+
+
+@pytest.mark.parametrize("step", range(7))
+def test_a_resume_drops_the_rows_after_its_step(path: Path, step: int) -> None:
+    written(path, 5).close()
+    file = MetricsFile(path)
+    file.drop_after(step)
+    assert read(path) == expected(5)[:step]
+    for each in expected(6)[min(step, 5) :]:
+        file.row(each)
+    assert read(path) == [*expected(5), expected(6)[5]]
+
+
+def test_an_evaluation_after_a_resume_finds_its_row(path: Path) -> None:
+    written(path, 5).close()
+    file = MetricsFile(path)
+    file.drop_after(3)
+    file.amend(3, {"eval_loss": 9.0})
+    assert read(path) == [*expected(2), row(3, eval_loss=9.0)]
+
+
+def test_each_step_stands_there_once(path: Path) -> None:
+    file = written(path, 3)
+    with pytest.raises(ValueError, match="step 3 already; step 3"):
+        file.row(row(3))
+    with pytest.raises(ValueError, match="step 3"):
+        file.amend(2, {"eval_loss": 1.0})
+    file.drop_after(0)
+    with pytest.raises(ValueError, match="nothing can be added"):
+        file.amend(0, {"eval_loss": 1.0})
+    assert read(path) == []
+
+
+@pytest.mark.parametrize("line", ["nonsense", "[1, 2]", '{"loss": 1}', '{"step": "3"}', ""])
+def test_a_broken_line_is_named(path: Path, line: str) -> None:
+    written(path, 2).close()
+    path.write_text(path.read_text() + line + "\n" + json.dumps(row(4)) + "\n")
+    with pytest.raises(InputError, match=r"metrics\.jsonl:3: expected"):
+        read(path)
+    with pytest.raises(InputError, match=r"metrics\.jsonl:3: expected"):
+        MetricsFile(path)
+
+
+def quiet() -> Console:
+    return Console(file=StringIO(), width=200)
+
+
+def test_metrics_go_to_the_file_and_the_console(tmp_path: Path) -> None:
+    console = quiet()
+    watch = Metrics(tmp_path, task="language", steps=2, console=console)
+    watch.say("global batch 512")
+    watch.row(row(1))
+    watch.evaluation(1, {"eval_loss": 2.0})
+    watch.row(row(2))
+    watch.epoch(1, {"loss": 2.5})
+    watch.close()
+    watch.close()
+    assert read(tmp_path / metrics.FILE) == [row(1, eval_loss=2.0), row(2)]
+    assert isinstance(console.file, StringIO)
+    lines = [line.split("  ")[0] for line in console.file.getvalue().splitlines()]
+    assert lines == ["global batch 512", "step 1/2", "eval at step 1: loss 2.0000", "step 2/2", "epoch 1"]
+
+
+def test_metrics_go_on_from_a_step(tmp_path: Path) -> None:
+    first = Metrics(tmp_path, task="language", steps=5, console=quiet())
+    for step in (1, 2, 3):
+        first.row(row(step))
+    first.close()
+    second = Metrics(tmp_path, task="language", steps=5, step=2, console=quiet())
+    second.row(row(3, loss=7.0))
+    second.close()
+    assert read(tmp_path / metrics.FILE) == [row(1), row(2), row(3, loss=7.0)]
+
+
+def test_other_ranks_take_the_same_calls_and_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    silent = NoMetrics()
+    silent.say("x")
+    silent.row(row(1))
+    silent.evaluation(1, {})
+    silent.epoch(1, {})
+    silent.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_gets_what_the_file_gets(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    watch = Metrics(tmp_path, task="language", steps=2, tensorboard=True, console=quiet())
+    for step in (1, 2):
+        watch.row(row(step, lr=1e-3 * step, step_time_s=0.5, time_data_s=0.1, mfu=None))
+    watch.evaluation(2, {"eval_loss": 2.0, "perplexity": 7.4})
+    watch.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    tags = {"train/loss", "train/lr", "time/step_time_s", "time/data_s", "validation/loss", "validation/perplexity"}
+    assert tags == set(events.Tags()["scalars"])
+    assert [(event.step, event.value) for event in events.Scalars("train/lr")] == [
+        (1, pytest.approx(1e-3)),
+        (2, pytest.approx(2e-3)),
+    ]
+    assert [(event.step, event.value) for event in events.Scalars("validation/loss")] == [(2, 2.0)]
+
+
+def test_tensorboard_that_is_not_installed_is_an_input_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install 'meshtrain\[tensorboard\]'"):
+        Metrics(tmp_path, task="language", steps=2, tensorboard=True, console=quiet())
+    assert list(tmp_path.iterdir()) == []
+    Metrics(tmp_path, task="language", steps=2, console=quiet()).close()

@@ -1,0 +1,332 @@
+"""`meshtrain plan` and the console script around it: what a config would do, without doing it."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshtrain import cli
+from meshtrain.batch import BatchShape, describe_batch
+from meshtrain.data.order import share
+from meshtrain.errors import InputError
+from meshtrain.layout import Layout
+from meshtrain.plan import describe_hosts, held_by_ranks, layout_text, make_plan, parameter_shapes, read_hosts
+
+MODEL = """
+from dataclasses import dataclass
+from torch import nn
+
+@dataclass(frozen=True)
+class Config:
+    width: int = 6
+    tied: bool = False
+
+class Model(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.first = nn.Linear(config.width, config.width)  # 36 + 6
+        self.last = nn.Linear(config.width, config.width)
+        if config.tied:
+            self.last.weight = self.first.weight
+"""
+
+CONFIG = """
+model: {{name: {model}, width: 6}}
+data: {{source: digits}}
+layout: {layout}
+batch: {{global_size: 64, micro_size: 4}}
+train: {{steps: 50}}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_config(tmp_path, "{dp_replicate: 2, dp_shard: -1}")
+
+
+def write_config(folder: Path, layout: str) -> Path:
+    model, path = folder / "model.py", folder / "config.yaml"
+    model.write_text(MODEL)
+    path.write_text(CONFIG.format(model=model, layout=layout))
+    return path
+
+
+# The line of the batch ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("numbers", "line"),
+    [
+        ((512, 8, 32), "global batch 512 = 8 per rank x 32 data ranks x 2 accumulation"),
+        ((4, 4, 1), "global batch 4 = 4 per rank x 1 data rank x 1 accumulation"),
+        (
+            (512, 8, 6),
+            "global batch 512 over 6 data ranks: 85 or 86 samples a rank, 11 accumulation of 8, 3 % of the slots idle",
+        ),
+        (
+            (512, 3, 32),
+            "global batch 512 over 32 data ranks: 16 samples a rank, 6 accumulation of 3, 11 % of the slots idle",
+        ),
+        (
+            (2, 1, 3),
+            "global batch 2 over 3 data ranks: 0 or 1 samples a rank, 1 accumulation of 1, 33 % of the slots idle",
+        ),
+        ((1, 2, 1), "global batch 1 over 1 data rank: 1 sample a rank, 1 accumulation of 2, 50 % of the slots idle"),
+    ],
+)
+def test_the_line_of_the_batch(numbers: tuple[int, int, int], line: str) -> None:
+    assert describe_batch(*numbers) == line
+
+
+@given(st.integers(1, 500), st.integers(1, 20), st.integers(1, 60))
+def test_the_numbers_of_the_batch_are_those_of_the_ranks(global_size: int, micro_size: int, data_ranks: int) -> None:
+    batch = BatchShape(global_size, micro_size, data_ranks)
+    counts = [len(share(global_size, data_ranks, part)) for part in range(data_ranks)]
+    assert batch.shares == (min(counts), max(counts))
+    slots = batch.accumulation * micro_size * data_ranks
+    assert batch.accumulation == math.ceil(max(counts) / micro_size)
+    assert batch.idle == pytest.approx((slots - global_size) / slots)
+    assert ("=" in describe_batch(global_size, micro_size, data_ranks)) == (slots == global_size)
+
+
+# Hosts and the table ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counts", "names", "line"),
+    [
+        ((8, 8, 8, 8), None, "32 processes = 4 hosts x 8"),
+        ((4, 2), None, "6 processes = 4 on host 0 + 2 on host 1"),
+        ((1,), None, "1 process = 1 host x 1"),
+        ((1, 1, 1, 1), "abab", "4 processes = 2 hosts x 2"),
+        ([8] * 12 + [4], None, "100 processes = 12 hosts x 8 + 1 host x 4"),
+    ],
+)
+def test_the_line_of_the_hosts(counts: list[int], names: str | None, line: str) -> None:
+    assert describe_hosts(Layout({"dp_shard": sum(counts)}).on_hosts(counts, names)) == line
+
+
+def test_the_table_of_a_layout() -> None:
+    layout = Layout({"dp_replicate": 2, "dp_shard": 3, "tp": 1}).on_hosts((4, 2), ("left", "right"))
+    assert layout_text(layout) == (
+        "layout {dp_replicate: 2, dp_shard: 3, tp: 1} on 6 processes = 4 on left + 2 on right\n"
+        "\n"
+        "rank  host   local  dp_replicate  dp_shard  tp\n"
+        "0     left   0      0             0         0\n"
+        "1     left   1      0             1         0\n"
+        "2     left   2      0             2         0\n"
+        "3     left   3      1             0         0\n"
+        "4     right  0      1             1         0\n"
+        "5     right  1      1             2         0\n"
+        "\n"
+        "dp_replicate: 3 groups of 2 ranks, 2 cross hosts\n"
+        "  [0, 3]  left\n"
+        "  [1, 4]  crosses hosts: left, right\n"
+        "  [2, 5]  crosses hosts: left, right\n"
+        "\n"
+        "dp_shard: 2 groups of 3 ranks, 1 crosses hosts\n"
+        "  [0, 1, 2]  left\n"
+        "  [3, 4, 5]  crosses hosts: left, right\n"
+        "\n"
+        "data (dp_replicate x dp_shard): 1 group of 6 ranks, each crosses hosts\n"
+        "  [0, 1, 2, 3, 4, 5]  crosses hosts: left, right\n"
+    )
+
+
+def test_a_long_table_loses_its_middle_and_the_file_does_not() -> None:
+    layout = Layout({"dp_replicate": 8, "dp_shard": 64, "tp": 8}).on_hosts([8] * 512)
+    short = layout_text(layout, 8).splitlines()
+    assert len(short) < 60
+    assert max(map(len, short)) < 120
+    assert "... 4088 more ranks ..." in short
+    assert sum(line.strip() == "... 508 more groups ..." for line in short) == 2  # of dp_replicate and of tp
+    full = layout_text(layout).splitlines()
+    assert [line.split()[0] for line in full[3 : 3 + 4096]] == [str(rank) for rank in range(4096)]
+    assert "crosses 512 hosts" in next(line for line in full if line.startswith(f"  {list(range(0, 4096, 8))} "))
+
+
+# Parameters ---------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_of_a_model_without_its_memory(config: Path) -> None:
+    model = str(config.parent / "model.py")
+    assert sorted(parameter_shapes(model, {"width": 6})) == [(6,), (6,), (6, 6), (6, 6)]
+    assert sorted(parameter_shapes(model, {"width": 6, "tied": True})) == [(6,), (6,), (6, 6)]
+    assert (10**6, 10**6) in parameter_shapes(model, {"width": 10**6})  # 8 TB if it were real
+
+
+@given(st.lists(st.lists(st.integers(1, 9), max_size=3), max_size=6), st.integers(1, 12))
+def test_shards_are_those_of_torch(shapes: list[list[int]], shards: int) -> None:
+    held = held_by_ranks(shapes, Layout({"dp_replicate": 2, "dp_shard": shards}), "float32")
+    counts = [0] * shards
+    for shape in shapes:
+        for shard, chunk in enumerate(torch.empty(shape or [1], device="meta").chunk(shards)):
+            counts[shard] += chunk.numel()
+    assert (held.fewest, held.most) == (min(counts), max(counts))
+    assert held.total == sum(counts)
+    assert held.exact
+
+
+def test_bytes_of_a_rank() -> None:
+    layout = Layout({"dp_shard": 4})
+    held = held_by_ranks([(6, 10)], layout, "bfloat16")  # rows 2, 2, 2, 0
+    assert (held.fewest, held.most) == (0, 20)
+    assert (held.weight_bytes, held.gradient_bytes, held.optimizer_bytes) == (80, 80, 160)
+    assert held_by_ranks([(6, 10)], layout, "float64").optimizer_bytes == 320
+    assert held_by_ranks([(6, 10)], Layout({"dp_replicate": 4}), "float32").fewest == 60
+
+
+def test_a_split_that_is_not_known_is_called_an_estimate() -> None:
+    held = held_by_ranks([(64, 64)], Layout({"pp": 2, "dp_shard": 4, "tp": 2}), "float32")
+    assert (held.total, held.most, held.exact) == (4096, 256, False)
+
+
+# The command --------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_of_a_config_on_uneven_hosts(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(config), "--hosts", "4,2", "batch.global_size=32"]) == 0
+    output = capsys.readouterr().out
+    assert f"plan of {config}\n" in output
+    assert "6 processes = 4 on host 0 + 2 on host 1" in output
+    assert "layout {dp_replicate: 2, dp_shard: 3}" in output
+    assert (
+        "global batch 32 over 6 data ranks: 5 or 6 samples a rank, 2 accumulation of 4, 33 % of the slots idle"
+        in output
+    )
+    assert "84 parameters, 28 per rank" in output
+    assert "a rank keeps 448 B in float32: weights 112 B, gradients 112 B, AdamW 224 B" in output
+    assert re.search(r"^4 +host 1 +0 +1 +1$", output, re.MULTILINE)
+    assert "[1, 4]  crosses hosts: host 0, host 1" in output
+
+
+def test_the_plan_in_the_docs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "layouts.md").read_text()
+    small = re.search(r"`small.yaml`\n\n```yaml\n(.*?)```", text, re.DOTALL)
+    shown = re.search(r"```\n\$ meshtrain (plan small.yaml [^\n]*)\n(.*?)```", text, re.DOTALL)
+    assert small is not None
+    assert shown is not None
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(small[1])
+    assert cli.main(shown[1].split()) == 0
+    assert capsys.readouterr().out == shown[2]
+
+
+def test_the_plan_as_json(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--json", str(config), "layout={dp_shard: 2, tp: 2}", "--hosts", "2x2"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["layout"] == {"dp_shard": 2, "tp": 2}
+    assert plan["world_size"] == 4
+    assert plan["hosts"] == {"host 0": 2, "host 1": 2}
+    assert plan["ranks"][3] == {"rank": 3, "host": "host 1", "local_rank": 1, "coordinate": {"dp_shard": 1, "tp": 1}}
+    assert plan["groups"] == [
+        {"axes": ["dp_shard"], "groups": [{"ranks": r, "crosses_hosts": True} for r in ([0, 2], [1, 3])]},
+        {"axes": ["tp"], "groups": [{"ranks": r, "crosses_hosts": False} for r in ([0, 1], [2, 3])]},
+    ]
+    assert plan["batch"]["line"] == "global batch 64 = 4 per rank x 2 data ranks x 8 accumulation"
+    assert plan["batch"]["idle"] == 0
+    assert plan["parameters"]["total"] == 84
+    assert not plan["parameters"]["exact"]
+    assert plan["warnings"] == []
+
+
+def test_a_plan_warns_of_tp_across_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path, "{dp_shard: -1, tp: 2}")
+    assert cli.main(["plan", str(config), "--hosts", "3,1"]) == 0
+    output = capsys.readouterr().out
+    assert "warning: tp crosses hosts in 1 of 2 groups" in output
+    assert "about 21 per rank, if {dp_shard: 2, tp: 2} splits the model evenly" in output
+
+
+def test_without_hosts_a_plan_says_what_it_assumes(tmp_path: Path) -> None:
+    plan = make_plan(str(write_config(tmp_path, "{dp_replicate: 2, dp_shard: -1}")))
+    assert plan.layout == Layout({"dp_replicate": 2, "dp_shard": 1}).on_hosts((2,))
+    assert plan.notes == ("no --hosts given: the smallest world that this layout fits, 2 processes = 1 host x 2",)
+    plan = make_plan(str(write_config(tmp_path, "{dp_shard: 3}")))
+    assert plan.notes == ("no --hosts given: all on one host, 3 processes = 1 host x 3",)
+
+
+def test_a_layout_that_does_not_fit_the_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path, "{dp_shard: 4, tp: 2}")
+    assert cli.main(["plan", str(config), "--hosts", "4,2"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "needs 8 processes and there are 6" in captured.err
+    assert "{dp_shard: 3, tp: 2}" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("4,2", (4, 2)), ("4x8", (8, 8, 8, 8)), ("2x8,4", (8, 8, 4)), (" 4 , 2 ", (4, 2)), ("7", (7,))]
+)
+def test_hosts_are_read(text: str, counts: tuple[int, ...]) -> None:
+    assert read_hosts(text) == counts
+
+
+@pytest.mark.parametrize("text", ["", "4,", "0", "0x4", "4x0", "-1", "a", "4x", "x4", "1.5", "2x2x2", "4;2"])
+def test_hosts_that_cannot_be_read(text: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match=r"give one per host, such as 4,2, or 4x8 for four hosts of 8"):
+        read_hosts(text)
+    assert cli.main(["plan", str(config), f"--hosts={text}"]) == 2
+    assert capsys.readouterr().err.startswith(f"--hosts {text}: ")
+
+
+# The console script -------------------------------------------------------------------------------------------------
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["--help"], ["-h"]):
+        assert cli.main(argv) == 0
+        output = capsys.readouterr().out
+        assert all(name in output and about in output for name, (_, about) in cli.COMMANDS.items())
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "--help"])
+    assert ended.value.code == 0
+    assert "--hosts" in capsys.readouterr().out
+
+
+def test_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plam"]) == 2
+    assert capsys.readouterr().err == "meshtrain has no command 'plam' (did you mean plan?)\n"
+    assert cli.main(["train"]) == 2
+    assert "there are: plan" in capsys.readouterr().err
+
+
+def test_arguments_that_a_command_does_not_have(config: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", str(config), "--host", "4"])
+    assert ended.value.code == 2
+
+
+def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cli.importlib.metadata, "version", {"meshtrain": "1.2.3"}.__getitem__)
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == "meshtrain 1.2.3\n"
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    code = "import sys, meshtrain.cli, meshtrain.plan; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "meshtrain.plan" in modules
+    assert "torch" not in modules
+
+
+def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "{dp_shard: 2000}")
+    command = [sys.executable, "-m", "meshtrain.cli", "plan", str(config), "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(10)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(60) == 0
+    process.stderr.close()

@@ -1,0 +1,207 @@
+"""Every second of a step belongs to one phase, and measuring never waits for the device."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshtrain.timing import PHASES, StepClock, memory_gib
+
+CPU = torch.device("cpu")
+
+
+class FakeMarks:
+    """Time passes only when a test says so; keeps count of the marks that are out."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.out = 0
+        self.waited: list[float] = []
+
+    def now(self) -> float:
+        self.out += 1
+        return self.time
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def wait(self, mark: float) -> None:
+        self.waited.append(mark)
+
+    def give_back(self, marks: list[float]) -> None:
+        self.out -= len(marks)
+
+
+@pytest.fixture
+def marks() -> FakeMarks:
+    return FakeMarks()
+
+
+@pytest.fixture
+def clock(marks: FakeMarks) -> StepClock:
+    return StepClock(CPU, marks)
+
+
+def phases(times: dict[str, float] | None) -> dict[str, float]:
+    assert times is not None
+    return {name: times[f"time_{name}_s"] for name in PHASES}
+
+
+def test_inner_phase_is_not_counted_in_the_outer(clock: StepClock, marks: FakeMarks) -> None:
+    marks.time += 100  # outside of every phase
+    with clock.phase("backward"):
+        marks.time += 1
+        with clock.phase("communication"):
+            marks.time += 10
+        marks.time += 2
+        with clock.phase("communication"):
+            marks.time += 20
+    with clock.phase("optimizer"):
+        marks.time += 5
+    clock.end_step()
+    expected = dict.fromkeys(PHASES, 0.0) | {"backward": 3.0, "communication": 30.0, "optimizer": 5.0}
+    assert phases(clock.pop()) == expected
+
+
+Tree = st.recursive(
+    st.tuples(st.sampled_from(PHASES), st.integers(0, 9), st.just([])),
+    lambda inner: st.tuples(st.sampled_from(PHASES), st.integers(0, 9), st.lists(inner, max_size=3)),
+    max_leaves=12,
+)
+
+
+@given(st.lists(Tree, max_size=4))
+def test_any_nesting_adds_up(trees: list) -> None:
+    marks = FakeMarks()
+    clock = StepClock(CPU, marks)
+    expected = dict.fromkeys(PHASES, 0.0)
+
+    def walk(tree: tuple) -> None:
+        name, seconds, inner = tree
+        with clock.phase(name):
+            marks.time += seconds
+            expected[name] += seconds
+            for each in inner:
+                walk(each)
+                marks.time += seconds
+                expected[name] += seconds
+
+    for tree in trees:
+        marks.time += 7
+        walk(tree)
+    clock.end_step()
+    assert phases(clock.pop()) == expected
+    assert marks.out == 0
+
+
+def test_steps_come_out_in_order_and_only_pop_waits(clock: StepClock, marks: FakeMarks) -> None:
+    assert clock.pop() is None
+    for seconds in (1, 2):
+        with clock.phase("forward"):
+            marks.time += seconds
+        clock.end_step()
+    assert marks.waited == []
+    assert phases(clock.pop())["forward"] == 1
+    assert marks.waited == [1.0]  # for the end of the first step, not of the second
+    assert phases(clock.pop())["forward"] == 2
+    assert clock.pop() is None
+
+
+def test_a_rank_that_never_asks_collects_nothing(clock: StepClock, marks: FakeMarks) -> None:
+    for _ in range(100):
+        with clock.phase("data"):
+            marks.time += 1
+        clock.end_step()
+    assert marks.out <= 2 * 4
+
+
+def test_restart_forgets_what_was_no_step(clock: StepClock, marks: FakeMarks) -> None:
+    clock.end_step()
+    with clock.phase("forward"):
+        marks.time += 50
+        time.sleep(0.02)
+    clock.restart()
+    with clock.phase("forward"):
+        marks.time += 1
+    clock.end_step()
+    clock.pop()
+    times = clock.pop()
+    assert phases(times)["forward"] == 1
+    assert times is not None
+    assert times["step_time_s"] < 0.02
+
+
+def test_a_step_cannot_end_inside_a_phase(clock: StepClock) -> None:
+    with clock.phase("forward"):
+        with pytest.raises(RuntimeError, match="forward"):
+            clock.end_step()
+        with pytest.raises(RuntimeError, match="forward"):
+            clock.restart()
+    with pytest.raises(KeyError):
+        clock.phase("lunch")
+
+
+def test_an_error_closes_its_phase(clock: StepClock) -> None:
+    with pytest.raises(ZeroDivisionError), clock.phase("forward"), clock.phase("communication"):
+        _ = 1 / 0
+    clock.end_step()
+
+
+def test_a_phase_may_be_entered_from_the_thread_of_a_backward(clock: StepClock, marks: FakeMarks) -> None:
+    def hook() -> None:
+        with clock.phase("communication"):
+            marks.time += 3
+
+    with clock.phase("backward"):
+        marks.time += 1
+        thread = threading.Thread(target=hook)
+        thread.start()
+        thread.join()
+    clock.end_step()
+    times = phases(clock.pop())
+    assert (times["backward"], times["communication"]) == (1, 3)
+
+
+def test_on_the_hosts_own_counter() -> None:
+    clock = StepClock(CPU)
+    with clock.phase("forward"):
+        time.sleep(0.02)
+        with clock.phase("communication"):
+            time.sleep(0.01)
+    clock.end_step()
+    times = clock.pop()
+    assert times is not None
+    assert times["time_forward_s"] >= 0.02
+    assert times["time_communication_s"] >= 0.01
+    assert sum(phases(times).values()) <= times["step_time_s"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: measures with CUDA events")
+def test_on_cuda_events() -> None:
+    clock = StepClock(torch.device("cuda"))
+    matrix = torch.rand(4096, 4096, device="cuda")
+    for _ in range(3):
+        with clock.phase("forward"):
+            for _ in range(20):
+                matrix = matrix @ matrix.softmax(0)
+        with clock.phase("optimizer"):
+            pass
+        clock.end_step()
+    torch.cuda.synchronize()
+    times = [clock.pop() for _ in range(3)]
+    last = times[-1]
+    assert last is not None
+    assert last["time_forward_s"] > 10 * last["time_optimizer_s"] > 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux: compares with what /proc says")
+def test_memory_is_the_processs_peak() -> None:
+    block = torch.ones(2**26)  # 0.25 GiB, and touched
+    (peak,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    assert memory_gib(CPU) == pytest.approx(int(peak.split()[1]) * 1024 / 2**30, rel=0.05)
+    assert memory_gib(CPU) * 2**30 > block.nbytes
