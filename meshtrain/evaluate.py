@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from meshtrain.data.batch import Batch
@@ -53,10 +52,8 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], mesh: Mesh, device: tor
         sums[0] += sample_losses(logits, targets).double().sum()
         sums[1] += valid_targets(batch.targets)
         sums[2] += correct_predictions(logits, targets)
-    if mesh.world is not None:
-        dist.all_reduce(sums, group=mesh.world)
     model.train(was_training)
-    loss, targets_seen, correct = sums.tolist()
+    loss, targets_seen, correct = mesh.sum(sums).tolist()
     if targets_seen == 0:
         raise ValueError("the evaluation set has no target with a loss")
     return Evaluation(loss / targets_seen, int(targets_seen), int(correct))

@@ -76,6 +76,12 @@ class Mesh:
         """The group of all ranks; None in a world of one."""
         return self.group(*self.layout.axes)
 
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums a tensor over all ranks, in place; returns it."""
+        if self.world is not None:
+            dist.all_reduce(tensor, group=self.world)
+        return tensor
+
     def set_timeout(self, seconds: float) -> None:
         """From now on a collective of any group that takes longer than this fails.
 

@@ -61,23 +61,8 @@ class Optimizer:
         )
 
     def squared_norm(self) -> Tensor:
-        """This rank's contribution to the squared global norm of the gradients: a scalar in float64.
-
-        The sum over all ranks is the squared norm: each element counts once, divided among the ranks that hold it.
-        """
-        by_copies: dict[int, list[Tensor]] = {}
-        for held in self._held:
-            grad = held.take_grad()
-            if grad is not None and grad.numel() > 0:
-                by_copies.setdefault(held.copies, []).append(grad)
-        if not by_copies:
-            device = self._held[0].local.device
-            return torch.zeros((), dtype=torch.float64, device=device)
-        sums = [
-            torch.stack(torch._foreach_norm(grads)).double().square().sum() / copies
-            for copies, grads in by_copies.items()
-        ]
-        return torch.stack(sums).sum()
+        """This rank's contribution to the squared global norm of the gradients: a scalar in float64."""
+        return _squared_norm(self._held)
 
     def update(self, step: int, factor: Tensor | None, skip: Tensor) -> float:
         """One update with gradients that are multiplied by `factor`; nothing waits for the device.
@@ -132,8 +117,39 @@ def _shards(parameter: nn.Parameter) -> int:
     return math.prod(mesh.size(i) for i, placement in enumerate(parameter.placements) if not placement.is_replicate())
 
 
+def _squared_norm(parameters: list[_Held]) -> Tensor:
+    """A rank's contribution to the squared norm: the sum of it over all ranks is the squared norm.
+
+    Each element counts once, divided among the ranks that hold it.
+    """
+    by_copies: dict[int, list[Tensor]] = {}
+    for held in parameters:
+        grad = held.take_grad()
+        if grad is not None and grad.numel() > 0:
+            by_copies.setdefault(held.copies, []).append(grad)
+    total = torch.zeros((), dtype=torch.float64, device=parameters[0].local.device)
+    for copies, grads in by_copies.items():
+        total = total + torch.stack(torch._foreach_norm(grads)).double().square().sum() / copies
+    return total
+
+
 def clip_factor(norm: Tensor, clip_norm: float | None) -> Tensor | None:
     """What gradients of this global norm are multiplied by so that their norm is at most `clip_norm`; None for 1."""
     if clip_norm is None:
         return None
     return (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def clip_gradients(model: nn.Module, mesh: Mesh, max_norm: float) -> Tensor:
+    """Clips the gradients of a parallelized model by their global norm, in a loop of one's own.
+
+    Returns:
+        The norm before clipping, a scalar in float64, the same on every rank.
+    """
+    held = [_Held(p, mesh) for p in model.parameters() if p.requires_grad]
+    norm = mesh.sum(_squared_norm(held)).sqrt()
+    factor = clip_factor(norm, max_norm)
+    grads = [one.local.grad for one in held if one.local.grad is not None]
+    if factor is not None and grads:
+        torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+    return norm

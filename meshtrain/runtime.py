@@ -165,12 +165,12 @@ class Job:
         return [name for name, _ in runs], [count for _, count in runs]
 
     def connect(self, timeout_s: float) -> None:
-        """Makes the job's first process group: NCCL on GPUs, gloo on CPUs.
+        """Makes the job's first process group, unless there is one: NCCL on GPUs, gloo on CPUs.
 
         Raises:
             InputError: several ranks of a host were given the same GPU.
         """
-        if self.store is None:
+        if self.store is None or dist.is_initialized():
             return
         with self.together("connecting"):
             self._check_gpus()

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshtrain.data.batch import Batch
@@ -116,9 +115,8 @@ class Trainer:
             losses = torch.cat(self._losses).double()
             correct = torch.stack(self._correct).sum() if self._correct else losses.new_zeros(())
             seen = torch.stack([losses.sum(), self.optimizer.squared_norm(), correct.double()])
-            if self.mesh.world is not None:
-                with self.clock.phase("communication"):
-                    dist.all_reduce(seen, group=self.mesh.world)
+            with self.clock.phase("communication"):
+                self.mesh.sum(seen)
             loss, norm = seen[0] / self._count.value(), seen[1].sqrt()
             unscale = None if self.scale is None else 1 / self.scale.value.double()
             norm = norm if unscale is None else norm * unscale

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Config:
-    image_size: int = 28
-    in_channels: int = 1
+    image_size: int = 28  # height and width of the images in pixels
+    in_channels: int = 1  # 1 for grey, 3 for colour
     channels: tuple[int, ...] = (32, 64)  # width of each stage; after each but the last the image is halved
-    num_classes: int = 10
+    num_classes: int = 10  # classes that the model tells apart
 
 
 class Stage(nn.Module):
@@ -77,8 +77,11 @@ def groups(channels: int) -> int:
 
 def check(config: Config) -> list[tuple[str, str]]:
     """Combinations of keys that make no model: (key, what is wrong and what would work)."""
-    if not config.channels:
-        return [("channels", "at least one stage is needed, for instance [32, 64]")]
+    if not config.channels or min(config.channels) < 1:
+        return [("channels", "at least one stage is needed, each at least 1 wide, for instance [32, 64]")]
+    for key in ("image_size", "in_channels", "num_classes"):
+        if getattr(config, key) < 1:
+            return [(key, f"{key} is {getattr(config, key)}: use at least 1")]
     halvings = len(config.channels) - 1
     if config.image_size < 2**halvings:
         most = config.image_size.bit_length()

@@ -20,20 +20,20 @@ from meshtrain.attention import attention, document_mask
 class Config:
     """Hugging Face's keys of a Llama, and their meaning there."""
 
-    hidden_size: int = 256
-    intermediate_size: int = 768
-    num_hidden_layers: int = 4
-    num_attention_heads: int = 8
-    num_key_value_heads: int | None = None  # None: as many as query heads
-    head_dim: int | None = None  # None: hidden_size / num_attention_heads
-    vocab_size: int = 256
-    max_position_embeddings: int = 2048
-    rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] | None = None
-    rope_parameters: dict[str, Any] | None = None  # transformers 5 writes the two above as one
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    initializer_range: float = 0.02
+    hidden_size: int = 256  # width of the model
+    intermediate_size: int = 768  # width between the two halves of a feed-forward part
+    num_hidden_layers: int = 4  # layers
+    num_attention_heads: int = 8  # query heads of a layer
+    num_key_value_heads: int | None = None  # key/value heads of a layer; null: as many as query heads
+    head_dim: int | None = None  # width of a head; null: hidden_size / num_attention_heads
+    vocab_size: int = 256  # token ids that the model knows, from 0
+    max_position_embeddings: int = 2048  # the longest sequence that the model is meant for
+    rope_theta: float = 10000.0  # base of the rotary angles
+    rope_scaling: dict[str, Any] | None = None  # Llama 3's stretching of the slow angles: {rope_type: llama3, ...}
+    rope_parameters: dict[str, Any] | None = None  # rope_theta and rope_scaling in one, as transformers 5 writes them
+    rms_norm_eps: float = 1e-5  # added to the mean square in a norm
+    tie_word_embeddings: bool = False  # one matrix for the embedding and the head
+    initializer_range: float = 0.02  # standard deviation of the first weights
 
     @property
     def kv_heads(self) -> int:
@@ -161,9 +161,23 @@ class Model(nn.Module):
         return self.lm_head(self.model.norm(x))
 
 
+COUNTS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
+
 def check(config: Config) -> list[tuple[str, str]]:
     """Combinations of keys that make no model: (key, what is wrong and what would work)."""
-    problems = []
+    problems = [(key, f"{key} is {getattr(config, key)}: use at least 1") for key in COUNTS if getattr(config, key) < 1]
+    if config.num_key_value_heads is not None and config.num_key_value_heads < 1:
+        problems.append(("num_key_value_heads", f"num_key_value_heads is {config.num_key_value_heads}: use at least 1"))
+    if problems:
+        return problems
     h, k, d = config.num_attention_heads, config.kv_heads, config.hidden_size
     if config.head_dim is None and d % h:
         near = [n for n in range(1, d + 1) if d % n == 0]

@@ -9,16 +9,17 @@ from typing import Any
 
 import jsonschema
 import pytest
-from broken_configs import BROKEN, MODEL_FILE, Broken, plus
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshtrain import config_docs, locate
+from meshtrain import locate
+from meshtrain.config import docs as config_docs
 from meshtrain.config import Config, ConfigErrors
-from meshtrain.config_errors import Place
-from meshtrain.config_rules import trainable_layout_problems
-from meshtrain.config_yaml import Node, read_scalar, read_text, write
+from meshtrain.config.errors import Place
+from meshtrain.config.rules import trainable_layout_problems
+from meshtrain.config.nodes import Node, read_scalar, read_text, write
 from meshtrain.errors import InputError
+from tests.broken_configs import BROKEN, MODEL_FILE, Broken, plus
 
 FOLDER = Path(__file__).resolve().parent.parent
 
@@ -107,7 +108,7 @@ def test_places_sort_as_a_person_reads() -> None:
     assert sorted([places[i] for i in (3, 1, 0, 2)]) == places
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_nothing_else_is_ever_raised(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Any damage to a file is an error with a place, never a crash."""
@@ -282,7 +283,7 @@ def read_back(text: str) -> Node | None:
     return node
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.text("ab_1 :#e-", max_size=5), VALUES, max_size=4))
 def test_what_is_written_is_read_back(value: dict[str, Any]) -> None:
     node = read_back(write(value))
@@ -362,7 +363,7 @@ def valid(text: str) -> bool:
 
 
 def test_the_published_files_are_current() -> None:
-    hint = "run `python -m meshtrain.config_docs`"
+    hint = "run `python -m meshtrain.config.docs`"
     assert (FOLDER / "configs" / "schema.json").read_text(encoding="utf-8") == config_docs.schema_text(), hint
     assert (FOLDER / "docs" / "configuration.md").read_text(encoding="utf-8") == config_docs.markdown(), hint
 

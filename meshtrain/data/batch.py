@@ -51,7 +51,7 @@ class Samples(ABC):
 
         Raises:
             InputError: what the data holds cannot be trained on.
-            RuntimeError: reading a sample failed; says which one, and carries the cause.
+            RuntimeError: reading a sample failed; says which one.
         """
         rows = [self._row(index, epoch) for epoch, index in items]
         inputs = tuple(_stacked(column) for column in zip(*(inputs for inputs, _ in rows), strict=True))

@@ -7,6 +7,7 @@ So the number of workers changes nothing but the time.
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -52,7 +53,8 @@ def train_batches(
         pin_memory: give tensors in pinned memory, where there is a GPU.
 
     Raises:
-        InputError, RuntimeError: as `Samples.read`, from the workers too.
+        InputError: what the data holds cannot be trained on, wherever it was read.
+        RuntimeError: a sample could not be read; names it, with the traceback of the process that read it.
     """
     slots = _TrainSlots(len(dataset), seed, range(first_step, steps), global_size, micro_size, rank, ranks)
     count = order.microbatches(global_size, micro_size, ranks)
@@ -132,10 +134,21 @@ def _filled(own: Sequence[tuple[int, int]], filler: tuple[int, int], count: int,
         yield Slots(taken + [filler] * (micro_size - len(taken)), len(taken))
 
 
-class _Refused(NamedTuple):
-    """An InputError on its way out of a worker: torch would wrap it into a page of traceback."""
+class _Failure(NamedTuple):
+    """An error on its way out of a worker.
+
+    It travels as a value: torch would wrap an InputError into a page of traceback, and an error that is raised out of
+    its iterator keeps the iterator alive, whose workers then take 5 s to end (the garbage collector closes the queue
+    that would tell them).
+    """
 
     message: str
+    traceback: str | None  # None: an InputError, which needs none
+
+    def error(self) -> Exception:
+        if self.traceback is None:
+            return InputError(self.message)
+        return RuntimeError(f"{self.message}\n\nWhere it was read:\n{self.traceback}")
 
 
 class _Reader(torch.utils.data.Dataset):
@@ -144,11 +157,13 @@ class _Reader(torch.utils.data.Dataset):
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
 
-    def __getitems__(self, slots: Slots) -> Batch | Packed | _Refused:
+    def __getitems__(self, slots: Slots) -> Batch | Packed | _Failure:
         try:
             return self.samples.read(slots.items, slots.valid)
         except InputError as error:
-            return _Refused(str(error))
+            return _Failure(str(error), None)
+        except Exception as error:
+            return _Failure(str(error), traceback.format_exc())
 
 
 class _Loader:
@@ -171,10 +186,14 @@ class _Loader:
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        for found in self._loader:
-            if isinstance(found, _Refused):
-                raise InputError(found.message)
-            yield found if isinstance(found, Batch) else found.batch()
+        batches = iter(self._loader)
+        try:
+            for found in batches:
+                if isinstance(found, _Failure):
+                    raise found.error()
+                yield found if isinstance(found, Batch) else found.batch()
+        finally:
+            del batches  # ends the workers now, and not when the traceback goes
 
 
 def _as_it_is(found: object) -> object:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from meshtrain.config_errors import ConfigError, any_of, nearest, written
-from meshtrain.config_yaml import Node, described, read_scalar
+from meshtrain.config.errors import ConfigError, any_of, nearest, written
+from meshtrain.config.nodes import Node, described, read_scalar
 
 
 class _Invalid:
@@ -207,7 +207,7 @@ def _convert_to(node: Node, option: Any, hint: Any, name: str, errors: list[Conf
     if option in (int, float, str) and not limits.hold(value):
         out = _did_you_mean(value, limits.names)
         if isinstance(value, float) and not math.isfinite(value):
-            out = "a finite one"
+            out = "give a finite number"
         _does_not_fit(node, hint, name, errors, limits, out)
         return INVALID
     return value

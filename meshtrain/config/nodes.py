@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from meshtrain.config_errors import ConfigError, Place, shortened, written
+from meshtrain.config.errors import ConfigError, Place, shortened, written
 from meshtrain.layout import AXES
 
 MAX_BYTES = 1 << 20
@@ -224,7 +224,8 @@ class _Composer:
                 self.report(at, "anchors (&name) and aliases (*name) are refused: write the value out where it is used")
             return True
         if getattr(event, "tag", None) is not None:
-            self.report(at, f"tags such as {shortened(event.tag)} are refused: leave it out, the key decides the type")
+            tag = shortened(event.tag.replace("tag:yaml.org,2002:", "!!"))
+            self.report(at, f"tags such as {tag} are refused: leave it out, the key decides the type")
             return True
         if isinstance(event, yaml.ScalarEvent) and any("\ud800" <= c <= "\udfff" for c in event.value):
             self.report(at, "an escape such as \\ud800 stands for no character: write the character itself")

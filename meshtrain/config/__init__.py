@@ -1,13 +1,13 @@
 """The YAML of a run: its sections as dataclasses, and how it is read.
 
 The dataclasses below are the schema. Each key stands once, with its type, default, limits and documentation; from them
-come the checks, docs/configuration.md and configs/schema.json (`python -m meshtrain.config_docs` writes both).
+come the checks, docs/configuration.md and configs/schema.json (`python -m meshtrain.config.docs` writes both).
 
     config = Config.load("configs/quickstart.yaml", ["train.steps=50", "layout.tp=2"])
 
 reads the file, lays the overrides over it and checks everything. Whatever is wrong is raised once, as `ConfigErrors`:
-each error with file and line, and a way out. The rooms behind it: `config_yaml` (text to nodes that know their line),
-`config_check` (nodes to values), `config_rules` and `config_model` (what values must keep to together).
+each error with file and line, and a way out. The rooms behind it: `config.nodes` (text to nodes that know their line),
+`config.values` (nodes to values), `config.rules` and `config.model` (what values must keep to together).
 """
 
 import os
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshtrain import locate
-from meshtrain.config_check import key, keys_of, read_section
-from meshtrain.config_errors import ConfigError, ConfigErrors, nearest, written
-from meshtrain.config_model import read_model
-from meshtrain.config_rules import SOURCES, Draft, check_files, check_layout, check_rules, read_layout
-from meshtrain.config_yaml import Node, apply_overrides, read_file, write
+from meshtrain.config.values import key, keys_of, read_section
+from meshtrain.config.errors import ConfigError, ConfigErrors, nearest, written
+from meshtrain.config.model import read_model
+from meshtrain.config.rules import SOURCES, Draft, check_files, check_layout, check_rules, read_layout
+from meshtrain.config.nodes import Node, apply_overrides, read_file, write
 from meshtrain.errors import InputError
 from meshtrain.layout import AXES
 
@@ -85,7 +85,9 @@ class Data:
     mask_documents: bool = key(False, "Whether attention stays inside of a document where several share a sample.")
     augment: bool = key(False, "Whether training images are shifted and mirrored at random.", also=("augmentation",))
     image_size: int | None = key(
-        None, "Height and width, in pixels, to which images are resized. null: as the source has them.", minimum=1
+        None,
+        "Height and width, in pixels, to which images are resized. null: as they are (`images` needs it).",
+        minimum=1,
     )
     workers: int = key(
         2, "Processes per rank that read ahead. 0 reads in the training process.", minimum=0, also=("num_workers",)

@@ -9,10 +9,10 @@ from types import ModuleType
 from typing import Any
 
 from meshtrain import locate
-from meshtrain.config_check import INVALID, Key, convert, expected, keys_of, meant_key, unknown_key
-from meshtrain.config_errors import nearest, written
-from meshtrain.config_rules import Draft
-from meshtrain.config_yaml import Node, described
+from meshtrain.config.values import INVALID, Key, convert, expected, keys_of, meant_key, unknown_key
+from meshtrain.config.errors import nearest, written
+from meshtrain.config.rules import Draft
+from meshtrain.config.nodes import Node, described
 
 
 def read_model(draft: Draft, own: dict[str, Key]) -> None:
@@ -21,14 +21,13 @@ def read_model(draft: Draft, own: dict[str, Key]) -> None:
     `own`: the keys of the section itself.
     """
     node = draft.root.get("model")
-    if node is None or (not node.broken and not isinstance(node.value, dict)):
-        found = "" if node is None else f", found {described(node.value)}"
-        where = draft.root.at if node is None else node.at
-        draft.report(
-            where, f"the section model is missing{found}: add `model: {{name: llama}}`, and the sizes you want"
-        )
+    if node is None:
+        draft.report(draft.root.at, "the section model is missing: add `model: {name: llama}`, and the sizes you want")
         return
-    if node.broken:
+    if not node.broken and not isinstance(node.value, dict):
+        found = described(node.value)
+        draft.report(node.at, f"model is a section: expected keys, such as `model: {{name: llama}}`, found {found}")
+    if node.broken or not isinstance(node.value, dict):
         return
     for key, one in own.items():
         child = node.get(key)
@@ -66,7 +65,7 @@ def _load(draft: Draft, name: Any) -> ModuleType | None:
         draft.report(where, f"{error.filename}:{error.lineno}: this is not Python: {error.msg}")
     except FileNotFoundError as error:
         near = nearest(name, locate.names("models", ".py"))
-        draft.report(where, str(error) + (f" (did you mean {near}?)" if near else ""))
+        draft.report(where, f"model.name: {error}" + (f" (did you mean {near}?)" if near else ": mend the path"))
     except (ImportError, OSError, TypeError) as error:
         draft.report(where, f"the model file {name} cannot be used: {error}")
     else:
@@ -141,10 +140,11 @@ def _made(draft: Draft, node: Node, module: ModuleType, values: dict[str, Any]) 
     """The keys as the model's Config holds them once it is made, after asking it for impossible combinations."""
     try:
         config = module.Config(**values)
-    except (TypeError, ValueError) as error:  # what a __post_init__ raises about its fields
+        problems: list[tuple[str, str]] = module.check(config) if hasattr(module, "check") else []
+    except (TypeError, ValueError, ArithmeticError) as error:  # a __post_init__ about its fields, or a division by 0
         draft.report(node.key_at, f"the model refuses these keys: {error}")
         return dict.fromkeys(values, INVALID)
-    for key, problem in getattr(module, "check", lambda config: [])(config):
+    for key, problem in problems:
         preset = draft.values["model.preset"]
         where = draft.place("model.preset" if node.get(key) is None and preset else f"model.{key}")
         draft.report(where, f"model.{key}: {problem}")

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshtrain.config_check import INVALID, convert
-from meshtrain.config_errors import ConfigError, Place, any_of
-from meshtrain.config_yaml import Node, described
+from meshtrain.config.values import INVALID, convert
+from meshtrain.config.errors import ConfigError, Place, any_of
+from meshtrain.config.nodes import Node, described
 from meshtrain.layout import Layout, LayoutError
 
 # data.source -> what data.path names, or None where there is nothing to name.
@@ -91,15 +91,6 @@ def lr_falls(min_lr: float, lr: float) -> str | None:
     return f"optimizer.min_lr {min_lr:g} is above optimizer.lr {lr:g}: lower min_lr, at which the run ends"
 
 
-def warm_up_ends(warmup_steps: int, steps: int | None) -> str | None:
-    if steps is None or warmup_steps <= steps:
-        return None
-    return (
-        f"optimizer.warmup_steps {warmup_steps} is more than train.steps {steps}: the warm-up would not end; "
-        f"use at most {steps} (0 for no warm-up)"
-    )
-
-
 def decay_fits(decay_steps: int | None, schedule: str, warmup_steps: int, steps: int | None) -> str | None:
     if decay_steps is None:
         return None
@@ -139,6 +130,18 @@ def path_for_source(path: str | None, source: str) -> str | None:
     return None
 
 
+def validation_of_source(validation: float | str, source: str) -> str | None:
+    if source != "digits" or not isinstance(validation, str):
+        return None
+    return f"data.validation is the path {validation}, and data.source digits has no files: give a share, such as 0.2"
+
+
+def images_have_a_size(image_size: int | None, source: str) -> str | None:
+    if source != "images" or image_size is not None:
+        return None
+    return "data.source images needs data.image_size: the pixels to which height and width are resized, such as 224"
+
+
 def sequence_fits_model(seq_len: int, most: int, source: str) -> str | None:
     if source not in _OF_TOKENS or seq_len <= most:
         return None
@@ -158,10 +161,11 @@ RULES: tuple[tuple[tuple[str, ...], Callable[..., str | None]], ...] = (
     (("train.steps", "train.epochs"), one_length),
     (("batch.micro_size", "batch.global_size"), micro_batch_fits),
     (("optimizer.min_lr", "optimizer.lr"), lr_falls),
-    (("optimizer.warmup_steps", "train.steps"), warm_up_ends),
     (("optimizer.decay_steps", "optimizer.schedule", "optimizer.warmup_steps", "train.steps"), decay_fits),
     (("metrics.profile", "train.steps"), profile_in_run),
     (("data.path", "data.source"), path_for_source),
+    (("data.validation", "data.source"), validation_of_source),
+    (("data.image_size", "data.source"), images_have_a_size),
     (("data.seq_len", "model.max_position_embeddings", "data.source"), sequence_fits_model),
     (("model.vocab_size", "data.tokenizer", "data.source"), bytes_fit_model),
 )
@@ -181,7 +185,7 @@ def check_files(draft: Draft) -> None:
         _report_missing(draft, "data.path", path, _endings(source))
     if isinstance(validation, str) and isinstance(source, str) and source in SOURCES:
         _report_missing(draft, "data.validation", validation, _endings(source))
-    if isinstance(tokenizer, str) and tokenizer != "bytes" and source in _OF_TEXT:
+    if isinstance(tokenizer, str) and tokenizer != "bytes" and source in _OF_TOKENS:
         _report_missing(draft, "data.tokenizer", tokenizer, ("",))
 
 

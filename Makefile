@@ -1,0 +1,54 @@
+# Each target does all of its own set-up; started again, it sets up nothing twice.
+#
+#   make train    a first training run on real text (configs/quickstart.yaml)
+#   make test     the whole test suite
+#   make check    style, types and import contracts
+#
+# PYTHON=python3.12 picks another interpreter, VENV=folder another place for the environment, and
+# ARGS="train.steps=50" is handed to the training.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install -c constraints.txt
+
+.PHONY: help train test check interpreter
+
+help:
+	@sed -n '/^#   make/s/^#   //p' Makefile
+
+# As many processes as there are GPUs; on a machine without GPUs, 4 that share its cores.
+train: $(VENV)/train.stamp
+	@processes=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 4)') && set -x && \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node=$$processes \
+		-m meshtrain.train configs/quickstart.yaml $(ARGS)
+
+test: $(VENV)/dev.stamp
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest
+
+check: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# The stamps say what was installed last: a change of the dependencies installs again.
+$(VENV)/train.stamp: pyproject.toml constraints.txt | $(BIN)/pip
+	$(INSTALL) -e '.[plot]'
+	@touch $@
+
+$(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/pip
+	$(INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/train.stamp
+
+$(BIN)/pip: | interpreter
+	$(PYTHON) -m venv $(VENV)
+
+interpreter:
+	@test -x $(BIN)/pip || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "meshtrain needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+			"Name another one, for instance: make train PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -c 'import venv, ensurepip' || { \
+		echo "$(PYTHON) cannot make virtual environments. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }

@@ -1,0 +1,25 @@
+"""Trains one plain PyTorch model on any mesh of processes. The layout is not part of the experiment.
+
+For a loop of your own: `start` joins the job, `build_mesh` makes the process groups of a `Layout`, and `parallelize`
+spreads a model over them (see tools/examples/own_loop.py). Importing this package does not import torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from meshtrain.layout import Layout
+
+if TYPE_CHECKING:
+    from meshtrain.mesh import build_mesh
+    from meshtrain.parallel.apply import parallelize
+    from meshtrain.runtime import start
+
+__all__ = ["Layout", "build_mesh", "parallelize", "start"]
+
+_ROOMS = {"build_mesh": "meshtrain.mesh", "parallelize": "meshtrain.parallel.apply", "start": "meshtrain.runtime"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return getattr(importlib.import_module(_ROOMS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

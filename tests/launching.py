@@ -1,0 +1,135 @@
+"""Starts jobs of several processes for tests, with a time limit, and sees that none of their processes is left behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+MARK = "MESHTRAIN_TEST_JOB"  # in the environment of every process of a job, by which stragglers are found
+LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_", "TORCHELASTIC")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A job that has ended: its exit status and what it printed."""
+
+    status: int
+    out: str
+    err: str
+
+    def check(self) -> "Finished":
+        """Fails the test, with everything that was printed, unless the job ended well."""
+        assert self.status == 0, f"exit status {self.status}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
+        return self
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The environment for a job: one thread per process, nothing of a launcher's that runs the tests themselves."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | extra
+
+
+def run(command: Sequence[str], *, timeout: float = 240, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Finished:
+    """Runs one command to its end."""
+    return run_together([command], timeout=timeout, env=env, cwd=cwd)[0]
+
+
+def run_together(
+    commands: Sequence[Sequence[str]], *, timeout: float = 240, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+) -> list[Finished]:
+    """Runs commands side by side, for instance the agents of several hosts; nothing of them lives on afterwards."""
+    mark = uuid.uuid4().hex
+    jobs = [
+        subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=environment(**(env or {})) | {MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        for command in commands
+    ]
+    deadline = time.monotonic() + timeout
+    try:
+        outputs = [job.communicate(timeout=max(1.0, deadline - time.monotonic())) for job in jobs]
+    except subprocess.TimeoutExpired as expired:
+        for job in jobs:
+            os.killpg(job.pid, signal.SIGKILL)
+        kill_marked(mark)
+        printed = [job.communicate() for job in jobs]
+        raise AssertionError(f"not done within {timeout} s: {expired.cmd}\n{printed}") from expired
+    left = wait_until_gone(mark)
+    kill_marked(mark)
+    assert not left, f"processes left behind by {commands}: {left}"
+    return [Finished(job.returncode, out, err) for job, (out, err) in zip(jobs, outputs, strict=True)]
+
+
+def torchrun(processes: int, *arguments: str, timeout: float = 240, env: Mapping[str, str] | None = None) -> Finished:
+    """A job on this host."""
+    return run([*TORCHRUN, "--standalone", f"--nproc-per-node={processes}", *arguments], timeout=timeout, env=env)
+
+
+def two_hosts(counts: tuple[int, int], *arguments: str, timeout: float = 240) -> list[Finished]:
+    """A job under two agents with these numbers of processes, as on two hosts."""
+    port = free_port()
+    return run_together(
+        [
+            [
+                *TORCHRUN,
+                "--nnodes=2",
+                f"--node-rank={node}",
+                f"--nproc-per-node={count}",
+                "--master-addr=127.0.0.1",
+                f"--master-port={port}",
+                *arguments,
+            ]
+            for node, count in enumerate(counts)
+        ],
+        timeout=timeout,
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def marked(mark: str) -> list[int]:
+    """The processes of a job that are still there (zombies are not)."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:  # it has gone meanwhile, or is a zombie
+            continue
+    return found
+
+
+def wait_until_gone(mark: str, seconds: float = 15) -> list[int]:
+    """What is left of a job after a while; DataLoader's workers notice within seconds that their parent is gone."""
+    deadline = time.monotonic() + seconds
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def kill_marked(mark: str) -> None:
+    for pid in marked(mark):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue

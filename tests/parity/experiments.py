@@ -1,0 +1,118 @@
+"""What the parity tests train, and on which layouts: an experiment is all of a config but its layout."""
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+QUICKSTART = "configs/quickstart.yaml"
+
+# The quickstart in the small, with a batch that 3, 4 and 6 ranks do not divide, and a share that micro_size does not.
+SMALL = (
+    "model.hidden_size=48",
+    "model.intermediate_size=112",
+    "model.num_hidden_layers=2",
+    "model.num_attention_heads=4",
+    "model.num_key_value_heads=2",
+    "data.seq_len=48",
+    "data.workers=0",
+    "batch.global_size=14",
+    "batch.micro_size=2",
+    "train.steps=20",
+    "optimizer.warmup_steps=5",
+    "train.eval_every=0",
+    "train.sample_tokens=0",
+)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A run but for its layout.
+
+    Attributes:
+        tolerance: the largest relative difference from one process, by what the precision allows.
+    """
+
+    name: str
+    config: str
+    overrides: tuple[str, ...]
+    tolerance: float
+
+
+def experiments(folder: Path) -> dict[str, Experiment]:
+    """All experiments; data that they need is written into `folder`."""
+    ragged = write_ragged(folder / "ragged.jsonl")
+    cache = f"data.cache={folder / 'cache'}"
+    f64 = "train.precision=float64"
+    ragged_keys = (
+        "data.source=jsonl",
+        f"data.path={ragged}",
+        "data.validation=0.2",
+        "train.eval_every=10",
+        "batch.global_size=7",
+    )
+    every = [
+        Experiment("float32", QUICKSTART, (*SMALL, cache), 1e-5),
+        Experiment("float64", QUICKSTART, (*SMALL, cache, f64), 1e-9),
+        Experiment("ragged", QUICKSTART, (*SMALL, cache, f64, *ragged_keys), 1e-9),
+        Experiment(
+            "tied, masked, recomputed",
+            QUICKSTART,
+            (
+                *SMALL,
+                cache,
+                f64,
+                *ragged_keys,
+                "model.tie_word_embeddings=true",
+                "data.mask_documents=true",
+                "parallel.recompute=full",
+            ),
+            1e-9,
+        ),
+        Experiment("selective", QUICKSTART, (*SMALL, cache, f64, "parallel.recompute=selective"), 1e-9),
+        Experiment(
+            "digits",
+            "configs/digits.yaml",
+            ("train.epochs=null", "train.steps=20", f64, "data.workers=0", "train.eval_every=20", "batch.global_size=21"),
+            1e-9,
+        ),
+    ]
+    return {experiment.name: experiment for experiment in every}
+
+
+def write_ragged(path: Path) -> Path:
+    """Prompts without loss and completions with it, of very different lengths: many samples have no valid target."""
+    rng = random.Random(0)
+    words = ["mesh", "rank", "loss", "shard", "step", "group", "axis", "host", "norm", "batch"]
+
+    def text(least: int, most: int) -> str:
+        return " ".join(rng.choice(words) for _ in range(rng.randint(least, most))) + " "
+
+    lines = [{"prompt": text(1, 60), "completion": text(1, 8)} for _ in range(160)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+# World size -> layouts, each with the experiments that it is compared in.
+LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
+    2: [
+        ("{dp_replicate: 2}", ("float32", "float64", "ragged")),
+        ("{dp_shard: 2}", ("float32", "float64", "selective")),
+    ],
+    3: [
+        ("{dp_replicate: 3}", ("float32", "float64")),
+        ("{dp_shard: 3}", ("float32", "float64", "tied, masked, recomputed")),
+    ],
+    4: [
+        ("{dp_replicate: 4}", ("float32", "float64", "ragged", "tied, masked, recomputed", "digits")),
+        ("{dp_shard: 4}", ("float32", "float64", "ragged", "selective", "digits")),
+        ("{dp_replicate: 2, dp_shard: 2}", ("float32", "float64", "ragged", "tied, masked, recomputed")),
+        ("{dp_shard: 2, dp_replicate: 2}", ("float64",)),
+    ],
+    6: [
+        ("{dp_replicate: 2, dp_shard: 3}", ("float32", "float64", "ragged")),
+        ("{dp_replicate: 6}", ("float64",)),
+        ("{dp_shard: -1}", ("float32", "float64")),
+    ],
+}

@@ -1,0 +1,128 @@
+"""The promise: the same loss curve on every layout. Each cell trains 20 steps and is compared with one process."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshtrain.metrics import read
+from tests.launching import run, torchrun
+from tests.parity.experiments import LAYOUTS, Experiment, experiments
+
+HERE = Path(__file__).parent
+COMPARED = ("loss", "grad_norm", "eval_loss")
+CELLS = [
+    (world, layout, name, keeps)
+    for world, layouts in LAYOUTS.items()
+    for layout, names in layouts
+    for name in names
+    # FSDP that keeps its parameters sends gradients at another time: a path of its own.
+    for keeps in ((False, True) if "shard" in layout and name == "float64" and world in (2, 4) else (False,))
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parity")
+
+
+@pytest.fixture(scope="module")
+def known(folder: Path) -> dict[str, Experiment]:
+    return experiments(folder)
+
+
+def train(folder: Path, world: int, runs: list[tuple[Experiment, str, str, tuple[str, ...]]]) -> None:
+    """Trains (experiment, folder, layout, more overrides) one after another in one job of `world` processes."""
+    cells = [
+        [e.config, [*e.overrides, *more, f"layout={layout}", f"train.output={folder / where}"]]
+        for e, where, layout, more in runs
+    ]
+    file = folder / f"cells_{world}_{len(cells)}.json"
+    file.write_text(json.dumps(cells))
+    torchrun(world, str(HERE / "train_cells.py"), str(file), timeout=280).check()
+
+
+@pytest.fixture(scope="module")
+def references(folder: Path, known: dict[str, Experiment]) -> dict[str, list[dict]]:
+    """Each experiment in one process."""
+    train(folder, 1, [(e, f"one/{i}", "{dp_shard: -1}", ()) for i, e in enumerate(known.values())])
+    return {e.name: read(folder / f"one/{i}/metrics.jsonl") for i, e in enumerate(known.values())}
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, known: dict[str, Experiment]) -> dict[tuple, list[dict]]:
+    """Every cell of the table, one job per world size."""
+    found = {}
+    for world in LAYOUTS:
+        cells = [cell for cell in CELLS if cell[0] == world]
+        runs = [
+            (known[name], f"{world}/{i}", layout, ("parallel.reshard_after_forward=false",) if keeps else ())
+            for i, (_, layout, name, keeps) in enumerate(cells)
+        ]
+        train(folder, world, runs)
+        found |= {cell: read(folder / f"{world}/{i}/metrics.jsonl") for i, cell in enumerate(cells)}
+    return found
+
+
+def assert_same(rows: list[dict], reference: list[dict], tolerance: float) -> None:
+    """The same samples in every step, and losses and norms that differ by rounding only."""
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    for row, expected in zip(rows, reference, strict=True):
+        for same in ("samples_digest", "samples", "tokens", "epoch", "lr"):
+            assert row[same] == expected[same], f"step {row['step']}: {same}"
+        for name in COMPARED:
+            assert (name in row) == (name in expected)
+            if name in row:
+                assert row[name] == pytest.approx(expected[name], rel=tolerance, abs=0), f"step {row['step']}: {name}"
+
+
+@pytest.mark.timeout(900)  # the first cell waits for all the jobs
+@pytest.mark.parametrize("cell", CELLS, ids=lambda c: f"{c[0]} {c[1]} {c[2]}" + " keeps" * c[3])
+def test_same_curve_as_one_process(
+    cell: tuple, trained: dict[tuple, list[dict]], references: dict[str, list[dict]], known: dict[str, Experiment]
+) -> None:
+    name = cell[2]
+    assert_same(trained[cell], references[name], known[name].tolerance)
+
+
+def test_the_loss_falls(references: dict[str, list[dict]]) -> None:
+    """Parity of runs that learn nothing would prove little."""
+    for rows in references.values():
+        assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
+
+
+def test_ragged_labels_would_tell_an_average_of_averages(references: dict[str, list[dict]], folder: Path) -> None:
+    """The ragged data is ragged enough: a rank's mean loss differs from the global mean far beyond the tolerance."""
+    from meshtrain.config import Config
+    from meshtrain.data import IGNORE, open_data
+    from meshtrain.data.order import batch_samples, share
+
+    ragged = experiments(folder)["ragged"]
+    config = Config.load(ragged.config, [*ragged.overrides, "layout={dp_shard: -1}"])
+    data = open_data(config.data, n_outputs=256, seed=0, say=print)
+    counts = []
+    for step in range(20):
+        samples = batch_samples(0, step, 7, len(data.train))
+        counts.append(
+            [
+                sum(int((data.train.item(samples[i], 0)[1] != IGNORE).sum()) for i in share(7, 4, rank))
+                for rank in range(4)
+            ]
+        )
+    assert any(0 in step for step in counts), "no rank ever has a share without a valid target"
+    assert all(max(step) > 1.5 * sum(step) / 4 for step in counts[:5])
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_public_command(world: int, references: dict[str, list[dict]], known: dict[str, Experiment], folder: Path) -> None:
+    """A cell through the command line: torchrun, and plain python as a world of one."""
+    e = known["float64"]
+    layout = "layout={dp_replicate: 2, dp_shard: 2}" if world == 4 else "layout={dp_replicate: -1}"
+    arguments = ["-m", "meshtrain.train", e.config, *e.overrides, layout, f"train.output={folder / f'command{world}'}"]
+    if world == 1:
+        import sys
+
+        run([sys.executable, *arguments]).check()
+    else:
+        torchrun(world, *arguments).check()
+    assert_same(read(folder / f"command{world}" / "metrics.jsonl"), references["float64"], e.tolerance)

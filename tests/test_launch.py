@@ -1,0 +1,287 @@
+"""The command as users start it: what is printed, with which exit status, and what stays behind."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshtrain.metrics import read
+from tests.launching import ROOT, TORCHRUN, environment, run, torchrun, two_hosts, wait_until_gone
+from tests.parity.experiments import QUICKSTART, SMALL
+
+MAIN = ("-m", "meshtrain.train")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """The quickstart in the small, with its data prepared once for this module."""
+    cache = tmp_path_factory.mktemp("cache")
+    return (QUICKSTART, *SMALL, f"data.cache={cache}", "train.steps=3")
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    text = (ROOT / QUICKSTART).read_text().replace("hidden_size", "hiden_size").replace("micro_size: 4", "micro_size: no")
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    return path
+
+
+def check_input_errors(printed: str) -> None:
+    assert printed.count("hiden_size") == 1, printed
+    assert printed.count("did you mean hidden_size?") + printed.count("did you mean hidden_size") >= 1
+    assert printed.count("batch.micro_size") == 1
+    assert "2 errors" in printed
+    assert "Traceback (most recent call last)" not in printed.split("torch/distributed/run.py")[0].split("ChildFailed")[0]
+
+
+def test_wrong_input_ends_a_world_of_one_with_status_2(broken: Path, tmp_path: Path) -> None:
+    done = run([sys.executable, *MAIN, str(broken), f"train.output={tmp_path / 'run'}"])
+    assert done.status == 2
+    assert done.out == ""
+    check_input_errors(done.err)
+    assert not (tmp_path / "run").exists(), "a run that is refused leaves nothing"
+
+
+def test_under_torchrun_wrong_input_is_printed_once_and_whole(broken: Path) -> None:
+    done = torchrun(3, *MAIN, str(broken))
+    assert done.status == 1, "torchrun turns every status into 1"
+    check_input_errors(done.err)
+    assert "exitcode  : 2" in done.err
+
+
+def test_a_restarted_worker_does_not_print_an_input_error_again(broken: Path) -> None:
+    done = run([*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1", *MAIN, str(broken)])
+    assert done.status == 1
+    check_input_errors(done.err)
+
+
+def test_under_two_agents_wrong_input_is_printed_by_rank_0(broken: Path) -> None:
+    done = two_hosts((2, 1), *MAIN, str(broken))
+    check_input_errors("".join(one.err for one in done))
+
+
+def test_a_world_that_the_layout_does_not_make(small: tuple[str, ...]) -> None:
+    done = torchrun(3, *MAIN, *small, "layout={dp_replicate: 2, dp_shard: 2}")
+    assert done.err.count("needs 4 processes and there are 3") == 1
+    assert "{dp_replicate: 3, dp_shard: 1}" in done.err or "{dp_replicate: 1, dp_shard: 3}" in done.err
+
+
+def test_ranks_with_different_configs_are_named(small: tuple[str, ...], tmp_path: Path) -> None:
+    script = tmp_path / "differ.py"
+    script.write_text(
+        "import os, sys\nfrom meshtrain.train import main\n"
+        "sys.exit(main([*sys.argv[1:], f'train.seed={os.environ[\"RANK\"]}']))\n"
+    )
+    done = torchrun(2, str(script), *small, f"train.output={tmp_path / 'run'}")
+    assert done.err.count("the config of rank 1 on host") == 1
+
+
+def test_usage_errors_are_input_errors() -> None:
+    done = run([sys.executable, *MAIN])
+    assert done.status == 2
+    assert "usage: " in done.err
+
+
+def test_a_missing_config_names_those_that_exist() -> None:
+    done = run([sys.executable, *MAIN, "configs/quickstrat.yaml"])
+    assert done.status == 2
+    assert "configs/quickstart.yaml" in done.err
+
+
+def test_a_missing_variable_of_the_launcher_is_named() -> None:
+    done = run([sys.executable, *MAIN, QUICKSTART], env={"LOCAL_RANK": "0", "WORLD_SIZE": "2"})
+    assert done.status == 2
+    assert "RANK" in done.err
+
+
+def test_a_run_and_its_folder(small: tuple[str, ...], tmp_path: Path) -> None:
+    """A run on 4 + 2 processes under two agents; then the same again, longer, and in a folder that is in use."""
+    output = tmp_path / "run"
+    first, second = two_hosts((4, 2), *MAIN, *small, f"train.output={output}", "train.eval_every=3", "train.sample_tokens=5")
+    printed = first.check().out + second.check().out
+    host = printed.split("6 processes = ")[1].split(",")[0]
+    assert host.startswith("1 host x 6"), "both agents run on this machine"
+    assert "global batch 14 over 6 data ranks: 2 or 3 samples a rank, 2 accumulation of 2" in printed
+    assert "layout {dp_shard: 6}" in printed
+    assert "eval at step 3: loss" in printed
+    assert "a sample, going on from" in printed
+    rows = read(output / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert "eval_loss" in rows[2]
+    assert {"bits_per_byte", "perplexity", "mfu", "memory_gib", "time_communication_s"} <= rows[2].keys()
+    assert json.loads((output / "exit.json").read_text()) == {
+        "status": "done",
+        "code": 0,
+        "reason": "all steps are done",
+        "step": 3,
+    }
+    assert (output / "loss.png").stat().st_size > 10_000
+    assert "rank" in (output / "layout.txt").read_text()
+
+    before = {path.name: path.read_bytes() for path in output.iterdir() if path.is_file() and path.name != ".lock"}
+    again = run([sys.executable, *MAIN, str(output / "config.yaml")]).check()
+    assert "is done: 3 steps" in again.out
+    assert "To go further" in again.out
+    longer = run([sys.executable, *MAIN, str(output / "config.yaml"), "train.steps=5"])
+    assert longer.status == 2
+    assert "finished run of 3 steps" in longer.err
+    assert before == {path.name: path.read_bytes() for path in output.iterdir() if path.is_file() and path.name != ".lock"}
+
+
+def test_two_runs_do_not_share_a_folder(small: tuple[str, ...], tmp_path: Path) -> None:
+    output = f"train.output={tmp_path}"
+    command = [sys.executable, *MAIN, *small, output, "train.steps=100000", "layout={dp_shard: -1}"]
+    holder = subprocess.Popen(command, cwd=ROOT, env=environment(MESHTRAIN_TEST_JOB="holder"), stdout=subprocess.PIPE)
+    try:
+        wait_for(tmp_path / "metrics.jsonl")
+        other = run(command)
+        assert other.status == 2
+        assert "is in use by process" in other.err
+        assert str(holder.pid) in other.err
+        holder.send_signal(signal.SIGTERM)
+        assert holder.wait(timeout=30) == 128 + signal.SIGTERM
+        ended = json.loads((tmp_path / "exit.json").read_text())
+        assert (ended["status"], ended["code"], ended["reason"]) == ("failed", 1, "ended by SIGTERM")
+        assert not wait_until_gone("holder")
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+def wait_for(path: Path, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not (path.exists() and path.stat().st_size):
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.1)
+
+
+OWN_MODEL = '''
+from dataclasses import dataclass
+import torch
+from torch import nn
+
+@dataclass(frozen=True)
+class Config:
+    vocab_size: int = 256
+    width: int = 16
+    fail_on_rank: int = -1
+    nan_on_token: int = -1
+
+class Model(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.width)
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.head = nn.Linear(config.width, config.vocab_size)
+
+    def forward(self, tokens, positions, documents):
+        import os
+        if int(os.environ.get("RANK", "0")) == self.config.fail_on_rank:
+            raise ValueError("a bug in the model")
+        y = self.head(torch.tanh(self.embed(tokens)) * self.scale)
+        if self.config.nan_on_token >= 0:
+            y = torch.where((tokens == self.config.nan_on_token).any(1)[:, None, None], y * float("nan"), y)
+        return y
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> tuple[str, ...]:
+    """A config that names a user's own model, over a text of his own."""
+    (tmp_path / "own_model.py").write_text(OWN_MODEL)
+    (tmp_path / "text.txt").write_text("".join(chr(97 + i % 23) for i in range(4000)) + "Z" + "ab" * 2000)
+    (tmp_path / "own.yaml").write_text(
+        f"model: {{name: {tmp_path}/own_model.py}}\n"
+        f"data: {{source: text, path: {tmp_path}/text.txt, validation: 0, seq_len: 32, workers: 0, cache: {tmp_path}/cache}}\n"
+        "batch: {global_size: 12, micro_size: 2}\n"
+        "optimizer: {warmup_steps: 1}\n"
+        f"train: {{steps: 25, eval_every: 0, sample_tokens: 0, output: {tmp_path}/run}}\n"
+    )
+    return (str(tmp_path / "own.yaml"),)
+
+
+def test_a_model_of_ones_own(own: tuple[str, ...], tmp_path: Path) -> None:
+    """A plain model without tables and with a buffer, the same under HSDP as in one process."""
+    torchrun(4, *MAIN, *own, "layout={dp_replicate: 2, dp_shard: 2}").check()
+    run([sys.executable, *MAIN, *own, f"train.output={tmp_path}/one"]).check()
+    many, one = read(tmp_path / "run/metrics.jsonl"), read(tmp_path / "one/metrics.jsonl")
+    assert [row["loss"] for row in many] == pytest.approx([row["loss"] for row in one], rel=1e-5)
+    assert one[-1]["loss"] < one[0]["loss"]
+
+
+def test_a_failing_rank_is_named(own: tuple[str, ...], tmp_path: Path) -> None:
+    done = torchrun(4, *MAIN, *own, "model.fail_on_rank=2", "layout={dp_replicate: 2, dp_shard: 2}")
+    assert done.status == 1
+    assert "ValueError: a bug in the model" in done.err
+    assert "This was rank 2 on host" in done.err
+    assert "(dp_replicate 1, dp_shard 0)" in done.err
+    summary = done.err.split("Root Cause (first observed failure)")[1]
+    assert "rank      : 2" in summary
+    assert "a bug in the model" in summary, "torchrun's summary has the reason"
+    assert json.loads((tmp_path / "run/exit.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize("layout", ["{dp_replicate: 3}", "{dp_shard: 3}"])
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(own: tuple[str, ...], tmp_path: Path, layout: str) -> None:
+    """The one sample with a Z in it gives NaN. All ranks stop, and the rank and the sample are named."""
+    done = torchrun(3, *MAIN, *own, f"model.nan_on_token={ord('Z')}", f"layout={layout}")
+    assert done.status == 1
+    rows = read(tmp_path / "run/metrics.jsonl")
+    from meshtrain.data.order import batch_samples, share
+
+    sample = 4000 // 32
+    n_samples = 8001 // 32
+    step = next(s for s in range(25) if sample in batch_samples(0, s, 12, n_samples))
+    rank = next(r for r in range(3) if sample in [batch_samples(0, step, 12, n_samples)[i] for i in share(12, 3, r)])
+    assert [row["step"] for row in rows] == list(range(1, step + 1)), "the row of the bad step is not written"
+    assert f"step {step + 1}: the loss is not finite (rank {rank} on host" in done.err
+    assert f"samples {sample}" in done.err
+    assert f"the parameters are those of step {step}" in done.err
+    ended = json.loads((tmp_path / "run/exit.json").read_text())
+    assert (ended["status"], ended["step"]) == ("failed", step)
+
+
+def test_a_step_that_is_not_finite_can_be_skipped(own: tuple[str, ...], tmp_path: Path) -> None:
+    done = torchrun(2, *MAIN, *own, f"model.nan_on_token={ord('Z')}", "train.on_nonfinite=skip").check()
+    assert "its update is left out" in done.out
+    rows = read(tmp_path / "run/metrics.jsonl")
+    assert len(rows) == 25
+    bad = [row for row in rows if row["loss"] is None]
+    assert bad
+    after = [row for row in rows if row["step"] > bad[0]["step"] and row["loss"] is not None]
+    assert after, "the run goes on with finite losses"
+
+
+def test_one_process_ends_with_the_whole_job_when_it_is_killed(small: tuple[str, ...], tmp_path: Path) -> None:
+    """torchrun sees a killed rank; the others end, and `torchrun` (of tests) sees that nothing is left."""
+    script = tmp_path / "kill.py"
+    script.write_text(
+        "import os, signal, sys, threading\nfrom meshtrain.train import main\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    threading.Timer(8, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
+        "sys.exit(main())\n"
+    )
+    arguments = [*small, f"train.output={tmp_path / 'run'}", "train.steps=100000", "data.workers=1"]
+    done = torchrun(3, str(script), *arguments, timeout=120)
+    assert done.status == 1
+    assert "SIGKILL" in done.err
+
+
+def test_own_loop_is_the_same_under_every_layout() -> None:
+    script = str(ROOT / "tools/examples/own_loop.py")
+    alone = run([sys.executable, script]).check().out
+    loss = alone.split(": ", 2)[2]
+    for processes, layout in [(2, "dp_replicate=2"), (3, "dp_shard=3"), (4, "dp_replicate=2,dp_shard=2")]:
+        printed = torchrun(processes, script, layout).check().out
+        assert printed.split(": ", layout.count("=") + 1)[-1] == loss, printed
+
+
+def test_importing_meshtrain_does_not_import_torch() -> None:
+    code = "import sys, meshtrain; meshtrain.Layout; sys.exit('torch' in sys.modules)"
+    run([sys.executable, "-c", code]).check()

@@ -1,0 +1,116 @@
+"""The learning rate, clipping, skipping, and which parameters decay."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from meshtrain.layout import Layout
+from meshtrain.mesh import build_mesh
+from meshtrain.optim import Optimizer, clip_factor, clip_gradients, learning_rate
+from meshtrain.step import LossScale
+
+MESH = build_mesh(Layout({"dp_shard": 1}))
+
+
+def settings(**keys: object) -> SimpleNamespace:
+    values = {
+        "lr": 1.0,
+        "min_lr": 0.1,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "weight_decay": 0.5,
+        "clip_norm": 1.0,
+        "schedule": "cosine",
+        "warmup_steps": 10,
+        "decay_steps": None,
+    }
+    return SimpleNamespace(**(values | keys))
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+def test_warm_up_reaches_the_rate_at_its_last_update(schedule: str) -> None:
+    config = settings(schedule=schedule)
+    rates = [learning_rate(config, step, 100) for step in range(1, 101)]
+    assert rates[:10] == pytest.approx([n / 10 for n in range(1, 11)])
+    assert rates[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+    assert all(a >= b for a, b in zip(rates[9:-1], rates[10:], strict=True)), "after the warm-up it never rises"
+
+
+def test_the_shapes_of_the_schedules() -> None:
+    assert learning_rate(settings(schedule="cosine"), 55, 100) == pytest.approx(0.1 + 0.9 / 2)
+    assert learning_rate(settings(schedule="cosine"), 32, 98) == pytest.approx(
+        0.1 + 0.9 * (1 + math.cos(math.pi * 22 / 88)) / 2
+    )
+    assert learning_rate(settings(schedule="linear"), 28, 100) == pytest.approx(0.1 + 0.9 * 0.8)
+    wsd = settings(schedule="wsd", decay_steps=20)
+    assert learning_rate(wsd, 80, 100) == 1.0
+    assert learning_rate(wsd, 90, 100) == pytest.approx(0.55)
+    assert learning_rate(settings(schedule="wsd"), 95, 100) == pytest.approx(0.55), "a tenth of the steps by default"
+    assert learning_rate(settings(warmup_steps=0), 1, 100) < 1.0
+
+
+def test_a_run_shorter_than_its_warm_up() -> None:
+    assert [learning_rate(settings(), step, 3) for step in (1, 2, 3)] == pytest.approx([0.1, 0.2, 0.3])
+
+
+def model_with_gradients() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)).double()
+    model(torch.randn(5, 4, dtype=torch.float64)).square().sum().backward()
+    return model
+
+
+def test_one_update_is_torchs_adamw_with_decay_on_matrices_only() -> None:
+    ours, theirs = model_with_gradients(), model_with_gradients()
+    optimizer = Optimizer(ours, settings(schedule="constant", warmup_steps=0), MESH, 10)
+    optimizer.squared_norm()
+    optimizer.update(1, None, torch.tensor(False))
+    groups = [
+        {"params": [p for p in theirs.parameters() if p.dim() > 1], "weight_decay": 0.5},
+        {"params": [p for p in theirs.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8).step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_a_skipped_update_changes_nothing() -> None:
+    model = model_with_gradients()
+    optimizer = Optimizer(model, settings(), MESH, 10)
+    optimizer.squared_norm()
+    optimizer.update(1, None, torch.tensor(False))
+    before = [p.detach().clone() for p in model.parameters()]
+    state = {key: value.clone() for key, value in optimizer._adamw.state[optimizer._held[0].local].items()}
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float("nan"))
+    optimizer.squared_norm()
+    optimizer.update(2, torch.tensor(1.0), torch.tensor(True))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    for key, value in optimizer._adamw.state[optimizer._held[0].local].items():
+        assert torch.equal(value, state[key]), key
+
+
+def test_clipping_is_torchs() -> None:
+    ours, theirs = model_with_gradients(), model_with_gradients()
+    expected = nn.utils.clip_grad_norm_(theirs.parameters(), 0.7)
+    assert clip_gradients(ours, MESH, 0.7).item() == pytest.approx(expected.item(), rel=1e-12)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=0)
+    assert clip_factor(torch.tensor(0.5), 0.7) == 1.0
+    assert clip_factor(torch.tensor(0.5), None) is None
+
+
+def test_the_loss_scale_halves_on_overflow_and_doubles_after_good_steps() -> None:
+    scale = LossScale(torch.device("cpu"))
+    scale.update(torch.tensor(True))
+    assert scale.value == LossScale.FIRST / 2
+    for _ in range(LossScale.GROWTH - 1):
+        scale.update(torch.tensor(False))
+    assert scale.value == LossScale.FIRST / 2
+    scale.update(torch.tensor(False))
+    assert scale.value == LossScale.FIRST
+    scale.update(torch.tensor(False))
+    assert scale.value == LossScale.FIRST, "the count begins anew"

@@ -1,0 +1,100 @@
+"""One rank of one side of data_parallel.py: runs plain_ddp.py or meshtrain's command, a few steps at a time.
+
+Between its turns it waits on a socket and takes no CPU time. What is measured is the process's own clock of CPU time,
+all threads included, and that of the processes that read data for it.
+"""
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshtrain import train as command
+from meshtrain.locate import python_file
+from meshtrain.profile import Profiler
+
+
+class Turns:
+    """Stops before the first step of every turn until it is told to go on, and tells what the turn before has cost."""
+
+    def __init__(self, address: str, side: int, warm_up: int, steps: int) -> None:
+        """
+        Args:
+            address: the socket at which data_parallel.py listens.
+            side: the number of this side there.
+            warm_up: steps before the first turn.
+            steps: of a turn.
+        """
+        self._warm_up, self._steps = warm_up, steps
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(address)
+        self._lines = connection.makefile("rw")
+        self._say({"side": side, "rank": int(os.environ.get("RANK", "0"))})
+        self._started = 0.0
+        self._readers = 0.0
+
+    def before_step(self, step: int) -> None:
+        """Step `step`, counted from 1, is about to begin."""
+        done = step - 1 - self._warm_up
+        if done < 0 or done % self._steps:
+            return
+        own = time.process_time() - self._started
+        before, self._readers = self._readers, _readers_cpu_s()
+        # Readers go on for a moment when a turn is over, and are then idle: they count from turn's end to turn's end.
+        self._say({"cpu_s": own + self._readers - before})
+        self._lines.readline()
+        self._started = time.process_time()
+
+    def _say(self, what: dict[str, Any]) -> None:
+        self._lines.write(json.dumps(what) + "\n")
+        self._lines.flush()
+
+
+def _readers_cpu_s() -> float:
+    """The CPU time of the processes that this one has started."""
+    clocks = [(~child.pid << 3) | 2 for child in multiprocessing.active_children() if child.pid]  # clock_getcpuclockid
+    return sum(time.clock_gettime(clock) for clock in clocks)
+
+
+def run_meshtrain(arguments: list[str], before_step: Callable[[int], None]) -> int:
+    """meshtrain's own command, whole; only what it does between two steps is preceded by `before_step`."""
+    between = command.between_steps
+
+    @contextmanager
+    def paced(profiler: Profiler) -> Iterator[Callable[[int], None]]:
+        with between(profiler) as at_step:
+
+            def stop_and_go_on(step: int) -> None:
+                before_step(step)
+                at_step(step)
+
+            yield stop_and_go_on
+
+    command.between_steps = paced
+    return command.main(arguments)
+
+
+def main() -> int:
+    """Called by data_parallel.py: a JSON object of `Turns`, then the side's name, then its arguments."""
+    turns = Turns(**json.loads(sys.argv[1]))
+    kind, *arguments = sys.argv[2:]
+    if kind == "meshtrain":
+        return run_meshtrain(arguments, turns.before_step)
+    config, steps, *paths = arguments
+    values = yaml.safe_load(Path(config).read_text())
+    values["train"]["steps"] = int(steps)
+    plain = python_file(Path(__file__).parent / "plain_ddp.py")
+    plain.train(values, *map(Path, paths), before_step=turns.before_step)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
