@@ -1,4 +1,4 @@
-"""What the launcher left in the environment: torchrun's variables, SLURM's, or none. Reads, and decides nothing else."""
+"""What the launcher left in the environment: torchrun's variables, SLURM's, or none."""
 
 import re
 import socket
@@ -117,6 +117,8 @@ def first_host(nodes: str) -> str:
     """
     match = re.match(r"([^,\[\]]+)(?:\[(\w+)[^\]]*\]([^,\[\]]*))?(?:,|$)", nodes.strip())
     if match is None:
-        raise InputError(f"the node list {nodes!r} is not of SLURM's form, for instance node[01-04,07]: export MASTER_ADDR")
+        raise InputError(
+            f"the node list {nodes!r} is not of SLURM's form, for instance node[01-04,07]: export MASTER_ADDR"
+        )
     stem, number, rest = match.groups()
     return stem + (number or "") + (rest or "")

@@ -94,7 +94,5 @@ def local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """This rank's part of a parameter: the tensor that holds it, and the slices of the whole that it is."""
     if not isinstance(parameter, DTensor):
         return parameter, tuple(slice(0, n) for n in parameter.shape or (1,))
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return parameter.to_local(), tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))

@@ -76,7 +76,8 @@ def python_file(path: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # a file that exists and ends in .py has both
+    assert spec is not None  # the path names a file
+    assert spec.loader is not None  # whose name ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up while the class is being made
     try:

@@ -1,7 +1,7 @@
 """From a Layout to torch's DeviceMesh and process groups. Nothing else in the project creates a group.
 
 torch accepts a mesh that does not cover the world and lets a rank call a collective of a group that it is not in; both
-are errors here. Axes of size 1 get no group and no dimension: whoever asks for such a group is told None and does nothing.
+are errors here. Axes of size 1 get no group and no dim: whoever asks for such a group is told None and does nothing.
 """
 
 from dataclasses import dataclass
@@ -115,6 +115,7 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
     rank = dist.get_rank()
     device_type = device_type or ("cuda" if dist.get_backend() == "nccl" else "cpu")
     device_mesh = DeviceMesh(device_type, _ranks_in_usual_order(layout), mesh_dim_names=_large_axes(layout))
+    assert dist.group.WORLD is not None  # the job has several processes, so it has joined them
     groups = {tuple(range(world_size)): dist.group.WORLD}
     for axis in _large_axes(layout):
         groups.setdefault(tuple(layout.group(rank, axis)), device_mesh.get_group(axis))

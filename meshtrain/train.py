@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -29,7 +29,7 @@ from meshtrain.errors import InputError
 from meshtrain.evaluate import evaluate
 from meshtrain.generate import generate
 from meshtrain.layout import DATA_AXES, Layout
-from meshtrain.mesh import Mesh, build_mesh
+from meshtrain.mesh import build_mesh
 from meshtrain.metrics import require_tensorboard
 from meshtrain.numerics import set_numerics
 from meshtrain.optim import Optimizer
@@ -98,7 +98,7 @@ def train(config: Config, job: Job, data: OpenData, ending: Ending, steps: int) 
         job.say(line)
 
     size, index, ranks = config.batch, mesh.index(*DATA_AXES), mesh.size(*DATA_AXES)
-    shared = {"micro_size": size.micro_size, "rank": index, "ranks": ranks, **reading(config)}
+    shared: dict[str, Any] = {"micro_size": size.micro_size, "rank": index, "ranks": ranks, **reading(config)}
     batches = train_batches(
         data.train, seed=config.train.seed, first_step=0, steps=steps, global_size=size.global_size, **shared
     )

@@ -5,6 +5,7 @@ would be part of the experiment. SiLU and not ReLU: a smooth net does not amplif
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -53,8 +54,7 @@ class Model(nn.Module):
         widths = (config.in_channels, *config.channels)
         last = len(config.channels) - 1
         self.stages = nn.ModuleList(
-            Stage(c_in, c_out, halve=i < last)
-            for i, (c_in, c_out) in enumerate(zip(widths[:-1], widths[1:], strict=True))
+            Stage(c_in, c_out, halve=i < last) for i, (c_in, c_out) in enumerate(pairwise(widths))
         )
         self.head = Head(widths[-1], config.num_classes)
 

@@ -90,7 +90,8 @@ class Attention(nn.Module):
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y = attention(*(rearrange(t, "b s h e -> b h s e") for t in (q, k, v)), mask=mask)
+        q, k, v = (rearrange(t, "b s h e -> b h s e") for t in (q, k, v))
+        y = attention(q, k, v, mask)
         return self.o_proj(rearrange(y, "b h s e -> b s (h e)"))
 
 
@@ -264,10 +265,13 @@ presets: dict[str, dict[str, Any]] = {
 
 # Keys of a Hugging Face config.json that change nothing here.
 passed_over = frozenset(
-    "architectures auto_map bos_token_id eos_token_id pad_token_id model_type torch_dtype dtype transformers_version "
-    "use_cache _name_or_path _attn_implementation attn_implementation output_attentions output_hidden_states "
-    "return_dict id2label label2id problem_type torchscript use_bfloat16 is_encoder_decoder".split()
-)
+    {
+        "architectures", "auto_map", "model_type", "transformers_version", "_name_or_path", "torch_dtype", "dtype",
+        "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "attn_implementation", "_attn_implementation",
+        "output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type",
+        "torchscript", "use_bfloat16", "is_encoder_decoder",
+    }
+)  # fmt: skip
 
 # Keys with the one value that is built: another value would be another model.
 only: dict[str, Any] = {

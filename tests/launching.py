@@ -1,4 +1,4 @@
-"""Starts jobs of several processes for tests, with a time limit, and sees that none of their processes is left behind."""
+"""Starts jobs of several processes for tests, with a time limit, and sees that no process is left behind."""
 
 import os
 import signal
@@ -14,7 +14,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 MARK = "MESHTRAIN_TEST_JOB"  # in the environment of every process of a job, by which stragglers are found
-LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_", "TORCHELASTIC")
+LAUNCHERS = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_",
+    "TORCHELASTIC",
+)
 
 
 @dataclass(frozen=True)
@@ -32,12 +41,16 @@ class Finished:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The environment for a job: one thread per process, nothing of a launcher's that runs the tests themselves."""
+    """The environment for a job: one thread per process, no GPU unless asked for, and nothing of a launcher's that
+    runs the tests themselves."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | extra
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return kept | own | extra
 
 
-def run(command: Sequence[str], *, timeout: float = 240, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Finished:
+def run(
+    command: Sequence[str], *, timeout: float = 240, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+) -> Finished:
     """Runs one command to its end."""
     return run_together([command], timeout=timeout, env=env, cwd=cwd)[0]
 

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshtrain import locate
-from meshtrain.config import docs as config_docs
 from meshtrain.config import Config, ConfigErrors
+from meshtrain.config import docs as config_docs
 from meshtrain.config.errors import Place
-from meshtrain.config.rules import trainable_layout_problems
 from meshtrain.config.nodes import Node, read_scalar, read_text, write
+from meshtrain.config.rules import trainable_layout_problems
 from meshtrain.errors import InputError
 from tests.broken_configs import BROKEN, MODEL_FILE, Broken, plus
 

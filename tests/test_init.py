@@ -90,6 +90,8 @@ def test_memory_for_a_model_on_the_meta_device_keeps_ties() -> None:
 
 def test_a_parameter_without_a_rule_is_named() -> None:
     with pytest.raises(ValueError, match=r"head\.bias"):
-        initialise(Small(), {"wide.*": "normal", "deep.*": "normal", "norm.*": "ones", "head.weight": "ones"}, seed=0, std=1)
+        initialise(
+            Small(), {"wide.*": "normal", "deep.*": "normal", "norm.*": "ones", "head.weight": "ones"}, seed=0, std=1
+        )
     with pytest.raises(ValueError, match="'xavier'"):
         initialise(Small(), {"*": "xavier"}, seed=0, std=1)

@@ -25,18 +25,20 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 @pytest.fixture
 def broken(tmp_path: Path) -> Path:
-    text = (ROOT / QUICKSTART).read_text().replace("hidden_size", "hiden_size").replace("micro_size: 4", "micro_size: no")
+    text = (
+        (ROOT / QUICKSTART).read_text().replace("hidden_size", "hiden_size").replace("micro_size: 4", "micro_size: no")
+    )
     path = tmp_path / "broken.yaml"
     path.write_text(text)
     return path
 
 
 def check_input_errors(printed: str) -> None:
-    assert printed.count("hiden_size") == 1, printed
-    assert printed.count("did you mean hidden_size?") + printed.count("did you mean hidden_size") >= 1
-    assert printed.count("batch.micro_size") == 1
     assert "2 errors" in printed
-    assert "Traceback (most recent call last)" not in printed.split("torch/distributed/run.py")[0].split("ChildFailed")[0]
+    assert printed.count("hiden_size") == 1, printed
+    assert printed.count("did you mean hidden_size") == 1
+    assert printed.count("batch.micro_size") == 1
+    assert printed.count("Traceback") <= printed.count("ChildFailedError: "), "no traceback but torchrun's own"
 
 
 def test_wrong_input_ends_a_world_of_one_with_status_2(broken: Path, tmp_path: Path) -> None:
@@ -102,7 +104,9 @@ def test_a_missing_variable_of_the_launcher_is_named() -> None:
 def test_a_run_and_its_folder(small: tuple[str, ...], tmp_path: Path) -> None:
     """A run on 4 + 2 processes under two agents; then the same again, longer, and in a folder that is in use."""
     output = tmp_path / "run"
-    first, second = two_hosts((4, 2), *MAIN, *small, f"train.output={output}", "train.eval_every=3", "train.sample_tokens=5")
+    first, second = two_hosts(
+        (4, 2), *MAIN, *small, f"train.output={output}", "train.eval_every=3", "train.sample_tokens=5"
+    )
     printed = first.check().out + second.check().out
     host = printed.split("6 processes = ")[1].split(",")[0]
     assert host.startswith("1 host x 6"), "both agents run on this machine"
@@ -130,7 +134,9 @@ def test_a_run_and_its_folder(small: tuple[str, ...], tmp_path: Path) -> None:
     longer = run([sys.executable, *MAIN, str(output / "config.yaml"), "train.steps=5"])
     assert longer.status == 2
     assert "finished run of 3 steps" in longer.err
-    assert before == {path.name: path.read_bytes() for path in output.iterdir() if path.is_file() and path.name != ".lock"}
+    assert before == {
+        path.name: path.read_bytes() for path in output.iterdir() if path.is_file() and path.name != ".lock"
+    }
 
 
 def test_two_runs_do_not_share_a_folder(small: tuple[str, ...], tmp_path: Path) -> None:
@@ -160,7 +166,7 @@ def wait_for(path: Path, seconds: float = 60) -> None:
         time.sleep(0.1)
 
 
-OWN_MODEL = '''
+OWN_MODEL = """
 from dataclasses import dataclass
 import torch
 from torch import nn
@@ -186,9 +192,10 @@ class Model(nn.Module):
             raise ValueError("a bug in the model")
         y = self.head(torch.tanh(self.embed(tokens)) * self.scale)
         if self.config.nan_on_token >= 0:
-            y = torch.where((tokens == self.config.nan_on_token).any(1)[:, None, None], y * float("nan"), y)
+            bad = (tokens == self.config.nan_on_token).any(1)
+            y = y + torch.where(bad, float("nan"), 0.0)[:, None, None]
         return y
-'''
+"""
 
 
 @pytest.fixture
@@ -198,9 +205,9 @@ def own(tmp_path: Path) -> tuple[str, ...]:
     (tmp_path / "text.txt").write_text("".join(chr(97 + i % 23) for i in range(4000)) + "Z" + "ab" * 2000)
     (tmp_path / "own.yaml").write_text(
         f"model: {{name: {tmp_path}/own_model.py}}\n"
-        f"data: {{source: text, path: {tmp_path}/text.txt, validation: 0, seq_len: 32, workers: 0, cache: {tmp_path}/cache}}\n"
+        f"data: {{source: text, path: {tmp_path}/text.txt, cache: {tmp_path}/cache, validation: 0, seq_len: 32}}\n"
         "batch: {global_size: 12, micro_size: 2}\n"
-        "optimizer: {warmup_steps: 1}\n"
+        "optimizer: {lr: 1e-2, warmup_steps: 1}\n"
         f"train: {{steps: 25, eval_every: 0, sample_tokens: 0, output: {tmp_path}/run}}\n"
     )
     return (str(tmp_path / "own.yaml"),)
@@ -228,7 +235,9 @@ def test_a_failing_rank_is_named(own: tuple[str, ...], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["{dp_replicate: 3}", "{dp_shard: 3}"])
-def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(own: tuple[str, ...], tmp_path: Path, layout: str) -> None:
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(
+    own: tuple[str, ...], tmp_path: Path, layout: str
+) -> None:
     """The one sample with a Z in it gives NaN. All ranks stop, and the rank and the sample are named."""
     done = torchrun(3, *MAIN, *own, f"model.nan_on_token={ord('Z')}", f"layout={layout}")
     assert done.status == 1

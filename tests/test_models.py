@@ -19,7 +19,13 @@ PUBLISHED = {
 
 def make(**keys: object) -> torch.nn.Module:
     torch.manual_seed(0)
-    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 50,
+    }
     return llama.Model(llama.Config(**(small | keys))).double()
 
 

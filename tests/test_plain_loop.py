@@ -31,7 +31,7 @@ KEYS = {
 def write_megatron(prefix: Path) -> np.ndarray:
     """A .bin/.idx pair of documents of uneven length, by the format's own description; returns the tokens."""
     rng = np.random.default_rng(0)
-    documents = [rng.integers(0, 300, size=n).astype(np.uint16) for n in rng.integers(5, 400, size=40)]
+    documents = [rng.integers(0, 30, size=n).astype(np.uint16) for n in rng.integers(5, 400, size=40)]
     tokens = np.concatenate(documents)
     prefix.with_suffix(".bin").write_bytes(tokens.tobytes())
     lengths = np.array([len(d) for d in documents], dtype=np.int32)

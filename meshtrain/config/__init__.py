@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshtrain import locate
-from meshtrain.config.values import key, keys_of, read_section
 from meshtrain.config.errors import ConfigError, ConfigErrors, nearest, written
 from meshtrain.config.model import read_model
-from meshtrain.config.rules import SOURCES, Draft, check_files, check_layout, check_rules, read_layout
 from meshtrain.config.nodes import Node, apply_overrides, read_file, write
+from meshtrain.config.rules import SOURCES, Draft, check_files, check_layout, check_rules, read_layout
+from meshtrain.config.values import key, keys_of, read_section
 from meshtrain.errors import InputError
 from meshtrain.layout import AXES
 

@@ -14,9 +14,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from meshtrain import locate
 from meshtrain.config import NAMES, SECTIONS, ModelSection
-from meshtrain.config.values import Key, Limits, expected, keys_of
 from meshtrain.config.errors import written
 from meshtrain.config.model import model_keys
+from meshtrain.config.values import Key, Limits, expected, keys_of
 from meshtrain.layout import AXES
 
 _AXES = {

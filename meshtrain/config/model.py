@@ -9,10 +9,10 @@ from types import ModuleType
 from typing import Any
 
 from meshtrain import locate
-from meshtrain.config.values import INVALID, Key, convert, expected, keys_of, meant_key, unknown_key
 from meshtrain.config.errors import nearest, written
-from meshtrain.config.rules import Draft
 from meshtrain.config.nodes import Node, described
+from meshtrain.config.rules import Draft
+from meshtrain.config.values import INVALID, Key, convert, expected, keys_of, meant_key, unknown_key
 
 
 def read_model(draft: Draft, own: dict[str, Key]) -> None:

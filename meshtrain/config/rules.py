@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshtrain.config.values import INVALID, convert
 from meshtrain.config.errors import ConfigError, Place, any_of
 from meshtrain.config.nodes import Node, described
+from meshtrain.config.values import INVALID, convert
 from meshtrain.layout import Layout, LayoutError
 
 # data.source -> what data.path names, or None where there is nothing to name.

@@ -55,9 +55,7 @@ def parallelize(
     _wrap_blocks(model, blocks, mesh, precision, recompute, compile)
     _start_equal(model, mesh)
     if mesh.size("dp_shard") > 1:
-        shard(
-            model, blocks, mesh, precision=precision, reshard_after_forward=reshard_after_forward, waiting=waiting
-        )
+        shard(model, blocks, mesh, precision=precision, reshard_after_forward=reshard_after_forward, waiting=waiting)
     elif mesh.size("dp_replicate") > 1:
         replicate(model, mesh, waiting)
     return model
@@ -65,7 +63,8 @@ def parallelize(
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """A model's blocks in the order in which they run; the model itself if it does not name any."""
-    return model.blocks() if hasattr(model, "blocks") else [model]
+    blocks = getattr(model, "blocks", None)
+    return [model] if blocks is None else blocks()
 
 
 def _wrap_blocks(
@@ -88,9 +87,9 @@ def _wrap_blocks(
             # Parameters must be cast anew when the block runs again: the cast is inside.
             run = casting(block, run, dtype) if casts else run
             run = recomputed(run, recompute) if worthwhile else run
-        block.forward = run  # type: ignore[method-assign]
+        block.forward = run
     if casts and model not in blocks:
-        model.forward = casting(model, model.forward, dtype, without=blocks)  # type: ignore[method-assign]
+        model.forward = casting(model, model.forward, dtype, without=blocks)
 
 
 def _start_equal(model: nn.Module, mesh: Mesh) -> None:

@@ -162,7 +162,7 @@ def shard(
     for unit in units:
         # The last unit's backward follows its forward at once: freeing it between the two would gather it twice.
         reshard = reshard_after_forward and unit is not units[-1]
-        fully_shard(unit, mesh=group, mp_policy=types, reshard_after_forward=reshard)  # type: ignore[call-overload]
+        fully_shard(unit, mesh=group, mp_policy=types, reshard_after_forward=reshard)
     fully_shard(model, mesh=group, mp_policy=types, reshard_after_forward=False)
     assert isinstance(model, FSDPModule)
     model.gradient_sync = Shards(model, reshard_after_forward)  # type: ignore[assignment]
@@ -211,7 +211,7 @@ class _ReduceScatter(DefaultReduceScatter):
     def __init__(self, waiting: Waiting) -> None:
         self._waiting = waiting
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work:
         with self._waiting():
             return super().__call__(*args, **kwargs)
 

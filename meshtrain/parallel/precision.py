@@ -31,9 +31,7 @@ def master_dtype(precision: str) -> torch.dtype:
     return torch.float64 if precision == "float64" else torch.float32
 
 
-def casting(
-    module: nn.Module, forward: Callable, dtype: torch.dtype, without: Sequence[nn.Module] = ()
-) -> Callable:
+def casting(module: nn.Module, forward: Callable, dtype: torch.dtype, without: Sequence[nn.Module] = ()) -> Callable:
     """A forward of `module` in which its parameters and floating-point inputs appear in `dtype`.
 
     While it runs, the module's parameters are replaced by their casts; autograd leads gradients through the cast back
@@ -47,9 +45,10 @@ def casting(
         for name, parameter in holder._parameters.items()
         if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype
     ]
+
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, lambda x: _cast(x, dtype), (args, kwargs))
         try:
             for holder, name, parameter in holders:
                 holder._parameters[name] = parameter.to(dtype)  # type: ignore[assignment]
@@ -59,3 +58,7 @@ def casting(
                 holder._parameters[name] = parameter
 
     return run
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype) if x.is_floating_point() else x

@@ -3,9 +3,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from meshtrain.config import Data
 from meshtrain.data import OpenData, open_data
+
+# A busy machine is no failure.
+settings.register_profile("data", deadline=None)
+settings.load_profile("data")
 
 Opener = Callable[..., OpenData]
 

@@ -52,7 +52,7 @@ def test_digits(opened: Opener) -> None:
     assert abs(float(images.mean())) < 0.05
     assert abs(float(images.std()) - 1) < 0.05
     assert set(labels_of(found.validation)) == set(range(10))
-    with pytest.raises(InputError, match="10 classes .*model.num_classes is 9: set it to 10"):
+    with pytest.raises(InputError, match=r"10 classes .*model.num_classes is 9: set it to 10"):
         opened(source="digits", n_outputs=9)
 
 
@@ -71,7 +71,7 @@ def test_digits_without_scikit_learn(opened: Opener, monkeypatch: pytest.MonkeyP
 
 def test_digits_have_no_path_for_validation(opened: Opener) -> None:
     pytest.importorskip("sklearn")
-    with pytest.raises(InputError, match="with data.source digits it is a share"):
+    with pytest.raises(InputError, match=r"with data.source digits it is a share"):
         opened(source="digits", validation="/somewhere")
 
 
@@ -97,16 +97,16 @@ def test_mnist(opened: Opener, tmp_path: Path, suffix: str) -> None:
 
 def test_mnist_files_that_are_wrong(opened: Opener, tmp_path: Path) -> None:
     folder = tmp_path / "mnist"
-    with pytest.raises(InputError, match="there is neither .*train-images"):
+    with pytest.raises(InputError, match=r"there is neither .*train-images"):
         opened(source="mnist", path=str(folder))
     write_mnist(folder, 30)
     images, labels = folder / "train-images-idx3-ubyte", folder / "train-labels-idx1-ubyte"
     whole = images.read_bytes()
     images.write_bytes(whole[:-5])
-    with pytest.raises(InputError, match="train-images-idx3-ubyte is truncated or damaged: it has 1,931 bytes of data"):
+    with pytest.raises(InputError, match=r"train-images-idx3-ubyte is truncated or damaged: it has 1,931 bytes"):
         opened(source="mnist", path=str(folder))
     images.write_bytes(labels.read_bytes() + bytes(20))
-    with pytest.raises(InputError, match="is not an idx file of bytes in 3 dims"):
+    with pytest.raises(InputError, match=r"is not an idx file of bytes in 3 dims"):
         opened(source="mnist", path=str(folder))
     images.unlink()
     (folder / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(whole)[:-20])
@@ -117,7 +117,7 @@ def test_mnist_files_that_are_wrong(opened: Opener, tmp_path: Path) -> None:
         opened(source="mnist", path=str(folder))
     images.write_bytes(whole)
     write_idx(labels, np.zeros(29, np.uint8))
-    with pytest.raises(InputError, match="30 images and 29 labels"):
+    with pytest.raises(InputError, match=r"30 images and 29 labels"):
         opened(source="mnist", path=str(folder))
 
 
@@ -186,26 +186,26 @@ def test_another_folder_for_validation(opened: Opener, tmp_path: Path) -> None:
     found = opened(**keys, validation=str(held))
     assert (len(found.train), len(found.validation)) == (5, 2)
     other = write_folder(tmp_path / "other", {"a": 1, "c": 1})
-    with pytest.raises(InputError, match="has the classes a, c; .* has a, b"):
+    with pytest.raises(InputError, match=r"has the classes a, c; .* has a, b"):
         opened(**keys, validation=str(other))
 
 
 def test_folders_that_are_wrong(opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write_folder(tmp_path / "images", {"a": 2, "b": 1})
     keys = {"source": "images", "path": str(root), "image_size": 8, "validation": 0}
-    with pytest.raises(InputError, match="needs data.image_size"):
+    with pytest.raises(InputError, match=r"needs data.image_size"):
         opened(**(keys | {"image_size": None}))
-    with pytest.raises(InputError, match="there is no folder"):
+    with pytest.raises(InputError, match=r"there is no folder"):
         opened(**(keys | {"path": str(tmp_path / "none")}))
-    with pytest.raises(InputError, match="has no folders in it"):
+    with pytest.raises(InputError, match=r"has no folders in it"):
         opened(**(keys | {"path": str(root / "a")}))
-    with pytest.raises(InputError, match="2 classes .*model.num_classes is 1"):
+    with pytest.raises(InputError, match=r"2 classes .*model.num_classes is 1"):
         opened(**keys, n_outputs=1)
     (root / "b" / "1.png").write_bytes((root / "a" / "1.png").read_bytes()[:60])
     with pytest.raises(InputError, match=r"b/1\.png cannot be read as an image"):
         opened(**keys).train.item(2, 0)
     (root / "b" / "1.png").unlink()
-    with pytest.raises(InputError, match="b has no images in it"):
+    with pytest.raises(InputError, match=r"b has no images in it"):
         opened(**keys)
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(InputError, match=r"pip install 'meshtrain\[images\]'"):
@@ -214,5 +214,5 @@ def test_folders_that_are_wrong(opened: Opener, tmp_path: Path, monkeypatch: pyt
 
 def test_a_split_that_leaves_nothing_is_refused(opened: Opener, tmp_path: Path) -> None:
     write_mnist(tmp_path / "mnist", 1)
-    with pytest.raises(InputError, match="gives 1 samples to train on and 0 for validation"):
+    with pytest.raises(InputError, match=r"gives 1 samples to train on and 0 for validation"):
         opened(source="mnist", path=str(tmp_path / "mnist"), validation=0.5)

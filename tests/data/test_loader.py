@@ -1,5 +1,6 @@
 """The loader: the same microbatches with any number of workers and ranks, and what goes wrong in a worker."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshtrain.data import IGNORE, Batch, OpenData, Samples, eval_batches, train_batches
@@ -45,7 +46,10 @@ def values(batches: Sequence[Batch]) -> list[int]:
     return [value for batch in batches for value in batch.targets.tolist() if value != IGNORE]
 
 
-@settings(deadline=None)
+def flat(steps: Sequence[list[Batch]]) -> list[Batch]:
+    return [batch for batches in steps for batch in batches]
+
+
 @given(st.integers(1, 30), st.integers(1, 20), st.integers(1, 6), st.integers(1, 7), st.integers(0, 9))
 def test_the_ranks_together_have_the_global_batch(n: int, size: int, micro: int, ranks: int, first_step: int) -> None:
     keys = {"seed": 5, "first_step": first_step, "steps": first_step + 3, "global_size": size, "micro_size": micro}
@@ -65,7 +69,6 @@ def test_the_ranks_together_have_the_global_batch(n: int, size: int, micro: int,
         assert len(share) == 3
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 7))
 def test_evaluation_sees_each_sample_once(n: int, micro: int, ranks: int) -> None:
     loaders = [eval_batches(Numbers(n), micro_size=micro, rank=rank, ranks=ranks) for rank in range(ranks)]
@@ -74,7 +77,7 @@ def test_evaluation_sees_each_sample_once(n: int, micro: int, ranks: int) -> Non
     assert len({len(list(loader)) for loader in loaders}) == 1
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [1, 2])
 def test_workers_change_nothing(opened: Opener, tmp_path: Path, workers: int) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"prompt": "question ", "completion": "answer"}\n' * 200)
@@ -83,7 +86,7 @@ def test_workers_change_nothing(opened: Opener, tmp_path: Path, workers: int) ->
     alone = list(train_batches(data.train, **keys))
     helped = list(train_batches(data.train, **keys, workers=workers))
     assert len(alone) == len(helped) == 6
-    for one, other in zip(sum(alone, []), sum(helped, []), strict=True):
+    for one, other in zip(flat(alone), flat(helped), strict=True):
         assert torch.equal(one.targets, other.targets)
         assert all(torch.equal(a, b) for a, b in zip(one.inputs, other.inputs, strict=True))
     assert any(IGNORE in batch.targets for batch in alone[0])
@@ -123,6 +126,7 @@ def test_a_sample_that_cannot_be_read_is_named(workers: int) -> None:
         list(train_batches(Numbers(20, failing=7), **keys, workers=workers))
     with pytest.raises(InputError, match=r"^sample 7 is not what it should be$"):
         list(train_batches(Numbers(20, refused=7), **keys, workers=workers))
+    assert not multiprocessing.active_children(), "the workers were not told to end"
 
 
 SCRIPT = """
@@ -162,7 +166,7 @@ def test_workers_survive_a_signal_to_the_whole_group_and_end_with_their_parent(n
     ) as process:
         workers = [int(pid) for pid in process.stdout.readline().split()]
         os.killpg(process.pid, number)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
     assert (process.returncode, out, err) == (0, b"finished\n", b"")
     assert len(workers) == 2
     assert not any(alive(pid) for pid in workers)
@@ -173,7 +177,7 @@ def test_workers_end_when_their_parent_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", code, "linger"], stdout=subprocess.PIPE) as process:
         workers = [int(pid) for pid in process.stdout.readline().split()]
         process.kill()
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while any(alive(pid) for pid in workers):
         assert time.monotonic() < deadline, "workers outlive their parent"
         time.sleep(0.1)
@@ -247,15 +251,15 @@ def test_a_users_own_text_gets_positions_and_may_change_with_the_epoch(opened: O
 
 
 def test_a_users_own_data_that_is_wrong(opened: Opener, own: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="item 0 is int, expected a pair"):
+    with pytest.raises(InputError, match=r"item 0 is int, expected a pair"):
         opened(source=own, path="wrong", validation=0)
-    with pytest.raises(InputError, match="gave int; expected an object with len"):
+    with pytest.raises(InputError, match=r"gave int; expected an object with len"):
         opened(source=own, path="nothing")
     data = opened(source=own, path="both", n_outputs=4)
     with pytest.raises(InputError, match=r"the target 4 of sample 4 .* outside of the model's 4 outputs"):
         data.train.read([(0, 3), (0, 4)], 2)
     (tmp_path / "empty.py").touch()
-    with pytest.raises(InputError, match="exports no function `dataset"):
+    with pytest.raises(InputError, match=r"exports no function `dataset"):
         opened(source=str(tmp_path / "empty.py"))
 
 
@@ -268,7 +272,7 @@ def test_batches_are_pinned_where_there_is_a_gpu(opened: Opener, workers: int) -
     keys = {"seed": 0, "first_step": 0, "steps": 3, "global_size": 4, "micro_size": 2, "rank": 0, "ranks": 1}
     plain = list(train_batches(data.train, **keys))
     pinned = list(train_batches(data.train, **keys, workers=workers, pin_memory=True))
-    for one, other in zip(sum(plain, []), sum(pinned, []), strict=True):
+    for one, other in zip(flat(plain), flat(pinned), strict=True):
         for a, b in zip((*one.inputs, one.targets), (*other.inputs, other.targets), strict=True):
             assert b.is_pinned()
             assert torch.equal(a, b)

@@ -132,7 +132,7 @@ def test_finds_a_wrong_index(opened: Opener, tmp_path: Path, keys: dict, message
 def test_finds_an_index_that_is_none(opened: Opener, tmp_path: Path, content: bytes) -> None:
     prefix = write_pair(tmp_path / "x", [[1, 2]])
     (tmp_path / "x.idx").write_bytes(content)
-    with pytest.raises(InputError, match="not a Megatron index"):
+    with pytest.raises(InputError, match=r"not a Megatron index"):
         opened(source="megatron", path=prefix)
 
 
@@ -160,9 +160,9 @@ def test_an_id_outside_is_found_at_the_start_or_in_its_sample(opened: Opener, tm
 
 def test_a_negative_id_is_found(opened: Opener, tmp_path: Path) -> None:
     near = write_pair(tmp_path / "near", [[1, -2, 3]], dtype="int32")
-    with pytest.raises(InputError, match="holds the token id -2"):
+    with pytest.raises(InputError, match=r"holds the token id -2"):
         opened(source="megatron", path=near, validation=0, seq_len=1)
     far = write_pair(tmp_path / "far", [[1] * 2_000_000 + [-5, 1]], dtype="int32")
     found = opened(source="megatron", path=far, validation=0, seq_len=1000)
-    with pytest.raises(InputError, match="sample 1999 .* holds the token id -5"):
+    with pytest.raises(InputError, match=r"sample 1999 .* holds the token id -5"):
         found.train.item(1999, 0)

@@ -47,7 +47,7 @@ def test_large_permutations_stay_in_range_and_do_not_collide(n: int, seed: int) 
 
 @pytest.mark.parametrize("index", [-1, 7])
 def test_refuses_an_index_outside(index: int) -> None:
-    with pytest.raises(IndexError, match="permutation of 7"):
+    with pytest.raises(IndexError, match=r"permutation of 7"):
         Permutation(7, 0, 0)[index]
 
 
@@ -136,7 +136,7 @@ def test_microbatches_hold_the_largest_share_and_no_more(count: int, micro: int,
     ],
 )
 def test_refuses_sizes_that_make_no_sense(wrong) -> None:
-    with pytest.raises(ValueError, match="expected|must be"):
+    with pytest.raises(ValueError, match=r"expected|must be"):
         wrong()
 
 

@@ -86,7 +86,7 @@ def test_refuses_to_write_an_id_outside(tmp_path: Path, ids: list[int], found: s
 
 
 def test_refuses_to_write_nothing(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="holds no text"):
+    with pytest.raises(InputError, match=r"holds no text"):
         make(tmp_path / "a", [])
     assert list(tmp_path.iterdir()) == []
 
@@ -99,10 +99,10 @@ def test_finds_a_truncated_file(tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError, match=rf"{name} is truncated: it has {size - 1} bytes, expected {size}"):
         open_tokens(tmp_path / "a")
     path.write_bytes(b"x" * (size + 1))
-    with pytest.raises(InputError, match="too long"):
+    with pytest.raises(InputError, match=r"too long"):
         open_tokens(tmp_path / "a")
     path.unlink()
-    with pytest.raises(InputError, match=f"there is no file .*{name}"):
+    with pytest.raises(InputError, match=rf"there is no file .*{name}"):
         open_tokens(tmp_path / "a")
 
 
@@ -128,18 +128,18 @@ def test_finds_a_damaged_header(tmp_path: Path, change: dict, message: str) -> N
 @pytest.mark.parametrize("content", ["", "{", "[1]", "\x80\x81"])
 def test_finds_a_header_that_is_none(tmp_path: Path, content: str) -> None:
     (some(tmp_path / "a") / "header.json").write_text(content, encoding="latin-1")
-    with pytest.raises(InputError, match="not JSON|no `format`"):
+    with pytest.raises(InputError, match=r"not JSON|no `format`"):
         open_tokens(tmp_path / "a")
 
 
 def test_finds_damaged_offsets(tmp_path: Path) -> None:
     (some(tmp_path / "a") / "documents.bin").write_bytes(np.array([0, 8, 7], "<i8").tobytes())
-    with pytest.raises(InputError, match="offsets that rise from 0 to 7"):
+    with pytest.raises(InputError, match=r"offsets that rise from 0 to 7"):
         open_tokens(tmp_path / "a")
 
 
 def test_refuses_a_folder_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="not a folder of prepared tokens"):
+    with pytest.raises(InputError, match=r"not a folder of prepared tokens"):
         open_tokens(tmp_path / "nowhere")
 
 
@@ -220,7 +220,7 @@ def test_a_failed_preparation_is_everyones_to_see_and_to_try_again(tmp_path: Pat
         raise InputError("no such text")
 
     for _ in range(2):
-        with pytest.raises(InputError, match="no such text"):
+        with pytest.raises(InputError, match=r"no such text"):
             prepared(tmp_path / "x", fail, print)
     prepared(tmp_path / "x", lambda: prepare_slowly(tmp_path / "x", tmp_path / "log", 0), print)
     prepared(tmp_path / "x", fail, print)  # not called: the folder is there

@@ -73,7 +73,14 @@ def experiments(folder: Path) -> dict[str, Experiment]:
         Experiment(
             "digits",
             "configs/digits.yaml",
-            ("train.epochs=null", "train.steps=20", f64, "data.workers=0", "train.eval_every=20", "batch.global_size=21"),
+            (
+                "train.epochs=null",
+                "train.steps=20",
+                f64,
+                "data.workers=0",
+                "train.eval_every=20",
+                "batch.global_size=21",
+            ),
             1e-9,
         ),
     ]

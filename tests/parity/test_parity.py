@@ -1,16 +1,18 @@
 """The promise: the same loss curve on every layout. Each cell trains 20 steps and is compared with one process."""
 
-import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from meshtrain.config import Config
+from meshtrain.data import IGNORE, open_data
+from meshtrain.data.order import batch_samples, share
 from meshtrain.metrics import read
 from tests.launching import run, torchrun
+from tests.parity.cells import assert_same, train
 from tests.parity.experiments import LAYOUTS, Experiment, experiments
 
-HERE = Path(__file__).parent
-COMPARED = ("loss", "grad_norm", "eval_loss")
 CELLS = [
     (world, layout, name, keeps)
     for world, layouts in LAYOUTS.items()
@@ -29,17 +31,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def known(folder: Path) -> dict[str, Experiment]:
     return experiments(folder)
-
-
-def train(folder: Path, world: int, runs: list[tuple[Experiment, str, str, tuple[str, ...]]]) -> None:
-    """Trains (experiment, folder, layout, more overrides) one after another in one job of `world` processes."""
-    cells = [
-        [e.config, [*e.overrides, *more, f"layout={layout}", f"train.output={folder / where}"]]
-        for e, where, layout, more in runs
-    ]
-    file = folder / f"cells_{world}_{len(cells)}.json"
-    file.write_text(json.dumps(cells))
-    torchrun(world, str(HERE / "train_cells.py"), str(file), timeout=280).check()
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +55,6 @@ def trained(folder: Path, known: dict[str, Experiment]) -> dict[tuple, list[dict
     return found
 
 
-def assert_same(rows: list[dict], reference: list[dict], tolerance: float) -> None:
-    """The same samples in every step, and losses and norms that differ by rounding only."""
-    assert [row["step"] for row in rows] == list(range(1, 21))
-    for row, expected in zip(rows, reference, strict=True):
-        for same in ("samples_digest", "samples", "tokens", "epoch", "lr"):
-            assert row[same] == expected[same], f"step {row['step']}: {same}"
-        for name in COMPARED:
-            assert (name in row) == (name in expected)
-            if name in row:
-                assert row[name] == pytest.approx(expected[name], rel=tolerance, abs=0), f"step {row['step']}: {name}"
-
-
 @pytest.mark.timeout(900)  # the first cell waits for all the jobs
 @pytest.mark.parametrize("cell", CELLS, ids=lambda c: f"{c[0]} {c[1]} {c[2]}" + " keeps" * c[3])
 def test_same_curve_as_one_process(
@@ -93,10 +72,6 @@ def test_the_loss_falls(references: dict[str, list[dict]]) -> None:
 
 def test_ragged_labels_would_tell_an_average_of_averages(references: dict[str, list[dict]], folder: Path) -> None:
     """The ragged data is ragged enough: a rank's mean loss differs from the global mean far beyond the tolerance."""
-    from meshtrain.config import Config
-    from meshtrain.data import IGNORE, open_data
-    from meshtrain.data.order import batch_samples, share
-
     ragged = experiments(folder)["ragged"]
     config = Config.load(ragged.config, [*ragged.overrides, "layout={dp_shard: -1}"])
     data = open_data(config.data, n_outputs=256, seed=0, say=print)
@@ -114,14 +89,14 @@ def test_ragged_labels_would_tell_an_average_of_averages(references: dict[str, l
 
 
 @pytest.mark.parametrize("world", [1, 4])
-def test_public_command(world: int, references: dict[str, list[dict]], known: dict[str, Experiment], folder: Path) -> None:
+def test_public_command(
+    world: int, references: dict[str, list[dict]], known: dict[str, Experiment], folder: Path
+) -> None:
     """A cell through the command line: torchrun, and plain python as a world of one."""
     e = known["float64"]
     layout = "layout={dp_replicate: 2, dp_shard: 2}" if world == 4 else "layout={dp_replicate: -1}"
     arguments = ["-m", "meshtrain.train", e.config, *e.overrides, layout, f"train.output={folder / f'command{world}'}"]
     if world == 1:
-        import sys
-
         run([sys.executable, *arguments]).check()
     else:
         torchrun(world, *arguments).check()

@@ -1,0 +1,204 @@
+"""Every command in README, CONTRIBUTING and docs is run here, shortened, or stands in a table below with its reason.
+
+A command is a line of a block that is marked `bash`. The commands of one document run one after the other in one folder,
+in which the repository's files can be seen and the document's own files have been written: a block belongs to a file
+when the paragraph before it ends with: With this `NAME`.
+"""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.launching import run_together
+
+REPO = Path(__file__).resolve().parent.parent
+DOCUMENTS = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
+SEEN = ("README.md", "configs", "docs", "models", "tools")  # of the repository, in the folder where commands run
+
+# Added to every training command: documents show real runs, and a test wants to see that they start, train and end.
+SHORT = (
+    "train.epochs=null train.steps=3 train.eval_every=0 train.sample_tokens=8 optimizer.warmup_steps=0 "
+    "batch.global_size=8 data.workers=0"
+)
+# What .ci/run does before any test: these lines stand in it.
+IN_CI = {"make train", "make test", "make check"}
+# What a document takes for given.
+ROW = {"step": 1, "loss": 1.0, "lr": 0.1, "grad_norm": 1.0}
+GIVEN = {"metrics.md": {"runs/quickstart/metrics.jsonl": json.dumps(ROW) + "\n"}}
+NOT_RUN = {
+    "srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m meshtrain.train my_run.yaml train.output=runs/slurm": (
+        "needs SLURM with two nodes of 8 GPUs; the environment that srun gives is tested in test_launch.py"
+    ),
+    "tensorboard --logdir runs": "a server that runs until somebody stops it",
+}
+# Commands that are shown with their output, after a `$`.
+WITH_OUTPUT = {"meshtrain plan small.yaml --hosts 4,2": "compared with what it prints in test_plan.py"}
+
+PROGRAMS = ("make", "python", "python3", "pip", "torchrun", "srun", "sbatch", "meshtrain", "tensorboard", "pytest")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block; `file` is the name that the text before it gives it, if it does."""
+
+    language: str
+    text: str
+    file: str | None
+
+    def commands(self) -> list[str]:
+        """The commands of a `bash` block, continued lines joined."""
+        joined = re.sub(r"\\\n\s*", "", self.text) if self.language == "bash" else ""
+        return [line.strip() for line in joined.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def blocks(document: Path) -> list[Block]:
+    text = document.read_text()
+    found = []
+    for match in BLOCK.finditer(text):
+        before = re.search(r"[Ww]ith this `([\w.-]+)`\s*$", text[: match.start()])
+        found.append(Block(match[1], match[2], before[1] if before else None))
+    return found
+
+
+def commands(document: Path) -> list[str]:
+    return [command for block in blocks(document) for command in block.commands()]
+
+
+def is_setup(command: str) -> bool:
+    """Whether a command sets up or tests: `.ci/run` and the Makefile have it, and the tests below compare."""
+    return command.startswith("make ") or "-m venv" in command or "-m pip" in command
+
+
+def shortened(command: str) -> list[str]:
+    """What is run for a command: itself, with `SHORT` if it trains; for two hosts, an agent for each.
+
+    The two hosts are this machine with a free port, and their different numbers of GPUs 2 and 1 processes.
+    """
+    command = f"{command} {SHORT}" if "meshtrain.train" in command else command
+    if "--nnodes=2" not in command:
+        return [command]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        here = command.replace("host-a:29500", f"localhost:{free.getsockname()[1]}")
+    assert here != command, "a command for two hosts names host-a:29500"
+    return [here.replace("--nproc-per-node=gpu", f"--nproc-per-node={n}") for n in (2, 1)]
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Where the commands of a document run."""
+    document: Path = request.getfixturevalue("document")
+    for name in SEEN:
+        (tmp_path / name).symlink_to(REPO / name)
+    for name, text in GIVEN.get(document.name, {}).items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    for block in blocks(document):
+        if block.file is not None:
+            (tmp_path / block.file).write_text(block.text)
+    return tmp_path
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if commands(d)], ids=lambda path: path.name)
+def test_the_commands_of_a_document_run(document: Path, folder: Path) -> None:
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "CUDA_VISIBLE_DEVICES": "",  # any number of processes runs on a CPU
+    }
+    for command in commands(document):
+        if is_setup(command) or command in NOT_RUN:
+            continue
+        ended = len(list(folder.glob("runs/*/exit.json")))
+        jobs = run_together(
+            [("bash", "-c", one) for one in shortened(command)], env=environment, cwd=folder, timeout=240
+        )
+        for job in jobs:
+            assert job.status == 0, f"{document.name}: {command}\n{job.out}\n{job.err}"
+        if "meshtrain.train" in command:
+            endings = sorted(folder.glob("runs/*/exit.json"), key=os.path.getmtime)
+            assert len(endings) == ended + 1, f"{document.name}: {command} has no folder of its own"
+            assert json.loads(endings[-1].read_text())["status"] == "done"
+
+
+def test_what_is_not_run_is_known() -> None:
+    every = {command for document in DOCUMENTS for command in commands(document)}
+    for command, reason in NOT_RUN.items():
+        print(f"not run: {command}: {reason}")
+    assert set(NOT_RUN) <= every, "NOT_RUN names a command that no document has any more"
+    assert not [command for command in every if command.startswith("srun") and command not in NOT_RUN]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_no_command_hides_in_a_block_without_a_language(document: Path) -> None:
+    for block in blocks(document):
+        for line in block.text.splitlines() if block.language == "" else []:
+            assert line.partition(" ")[0] not in PROGRAMS, f"{document.name}: mark the block of {line!r} as bash"
+            assert not line.startswith("$ ") or line[2:] in WITH_OUTPUT, f"{document.name}: {line}"
+
+
+def test_ci_does_what_the_documents_say() -> None:
+    """Commands that set up are no test's business: `.ci/run` has them, word by word, or the Makefile says them itself."""
+    lines = {line.partition("|")[0].strip() for line in (REPO / ".ci" / "run").read_text().splitlines()}
+    assert lines >= IN_CI
+    setup = {command for document in DOCUMENTS for command in commands(document) if is_setup(command)}
+    assert setup >= IN_CI
+    makefile = dry_run("train")
+    for command in setup - IN_CI:
+        if command.startswith("make train ARGS="):
+            overrides = command.partition("ARGS=")[2].strip('"')
+            assert f"configs/quickstart.yaml {overrides}\n" in dry_run("train", f"ARGS={overrides}")
+        else:
+            assert f"{command}\n" in makefile
+
+
+def dry_run(*arguments: str) -> str:
+    """What `make` would do in a fresh clone."""
+    assert shutil.which("make"), "make is missing: apt-get install make"
+    found = subprocess.run(
+        ["make", "--dry-run", "--no-print-directory", f"--directory={REPO}", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "VENV"))}
+        | {"VENV": "fresh"},
+    )
+    return found.stdout.replace("fresh", ".venv")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    text = BLOCK.sub("", document.read_text())
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        path = document.parent / name if name else document
+        assert path.exists(), f"{document.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in slugs, f"{document.name} links to {target}"
+
+
+def test_the_index_names_every_document() -> None:
+    index = (REPO / "docs" / "README.md").read_text()
+    missing = [
+        d.name for d in DOCUMENTS if d.parent.name == "docs" and d.name != "README.md" and f"({d.name})" not in index
+    ]
+    assert not missing, "docs/README.md does not link to them"
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_a_config_says_when_to_use_it(path: Path) -> None:
+    assert path.read_text().startswith("# ")
