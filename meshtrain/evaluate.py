@@ -37,8 +37,12 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], mesh: Mesh, device: torch.device) -> Evaluation:
-    """Runs a parallelized model over this rank's share; every rank has the same number of batches.
+def evaluate(
+    model: nn.Module, batches: Iterable[Batch], mesh: Mesh, device: torch.device, dtype: torch.dtype
+) -> Evaluation:
+    """Runs a parallelized model, which computes in `dtype`, over this rank's share of the evaluation set.
+
+    Every rank has the same number of batches.
 
     Raises:
         ValueError: no batch has a valid target.
@@ -47,8 +51,8 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], mesh: Mesh, device: tor
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for batch in batches:
-        targets = batch.targets.to(device, non_blocking=True)
-        logits = model(*(None if x is None else x.to(device, non_blocking=True) for x in batch.inputs))
+        inputs, targets = batch.to(device, dtype)
+        logits = model(*inputs)
         sums[0] += sample_losses(logits, targets).double().sum()
         sums[1] += valid_targets(batch.targets)
         sums[2] += correct_predictions(logits, targets)

@@ -16,6 +16,7 @@ from meshtrain.loss import GlobalCount, correct_predictions, sample_losses, vali
 from meshtrain.mesh import Mesh
 from meshtrain.optim import Optimizer, clip_factor
 from meshtrain.parallel.data import last_microbatch
+from meshtrain.parallel.precision import compute_dtype
 from meshtrain.timing import StepClock
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class Trainer:
         self.clip_norm = config.optimizer.clip_norm
         self.mesh = mesh
         self.device = device
+        self.dtype = compute_dtype(config.train.precision)
         self.counts_correct = task == "classification"
         self.clock = clock
         self.scale = LossScale(device) if config.train.precision == "float16" else None
@@ -95,8 +97,7 @@ class Trainer:
                 (loss if self.scale is None else loss * self.scale.value).backward()
 
     def _forward(self, batch: Batch) -> Tensor:
-        inputs = [None if x is None else x.to(self.device, non_blocking=True) for x in batch.inputs]
-        targets = batch.targets.to(self.device, non_blocking=True)
+        inputs, targets = batch.to(self.device, self.dtype)
         logits = self.model(*inputs)
         losses = sample_losses(logits, targets)
         self._losses.append(losses.detach())

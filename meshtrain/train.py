@@ -114,7 +114,7 @@ def train(config: Config, job: Job, data: OpenData, ending: Ending, steps: int) 
             report.later(trainer.update(step))
             if held_out is not None and report.evaluates_after(step):
                 report.take()
-                report.evaluation(step, evaluate(model, held_out, mesh, job.device))
+                report.evaluation(step, evaluate(model, held_out, mesh, job.device, trainer.dtype))
             if step == 3:
                 mesh.set_timeout(step_timeout(config, report.slowest_s))
         report.take()

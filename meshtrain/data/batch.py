@@ -25,6 +25,14 @@ class Batch(NamedTuple):
     inputs: tuple[Tensor | None, ...]
     targets: Tensor
 
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
+        """The batch on a device, its floating-point inputs (images) in the type that the model computes in."""
+        inputs = (
+            None if x is None else x.to(device, dtype if x.is_floating_point() else None, non_blocking=True)
+            for x in self.inputs
+        )
+        return Batch(tuple(inputs), self.targets.to(device, non_blocking=True))
+
 
 class Packed(Protocol):
     """A microbatch as it travels from a worker process: smaller than the tensors that it becomes."""

@@ -2,7 +2,7 @@
 
 configs/own-dataset.yaml trains on it. A file for `data.source` exports `dataset(config, split)`, where `config` is the
 `data` section and `split` "train" or "validation"; it returns anything with `len()` and `[index]`, or None. An item is
-a pair (inputs, target). It should depend on nothing but its index, so that every layout and every restart sees the same.
+a pair (inputs, target). It should depend on its index alone, so that every layout and every restart sees the same.
 """
 
 from typing import Any

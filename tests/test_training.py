@@ -1,0 +1,128 @@
+"""Runs in this process, a world of one: what the options of a YAML do, and what they leave as it is."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshtrain.config import Config
+from meshtrain.environment import Environment
+from meshtrain.metrics import read
+from meshtrain.runtime import join, leaving
+from meshtrain.train import run
+from tests.launching import run as run_command
+from tests.launching import torchrun
+from tests.parity.experiments import SMALL, write_ragged
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("training")
+
+
+def train(shared: Path, folder: Path, *overrides: str, config: str = "configs/quickstart.yaml") -> list[dict]:
+    """Trains and reads the rows; without a GPU, because these are about the CPU's path."""
+    small = (*SMALL, f"data.cache={shared / 'cache'}") if config.endswith("quickstart.yaml") else ()
+    loaded = Config.load(config, [*small, *overrides, f"train.output={folder}"], world_size=1, for_training=True)
+    job = join(Environment("none", 0, 1, 0, "here", None))
+    job.device = torch.device("cpu")
+    with leaving(job):
+        run(loaded, job)
+    return read(folder / "metrics.jsonl")
+
+
+def losses(rows: list[dict]) -> list[tuple[float, float]]:
+    return [(row["loss"], row["grad_norm"]) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def reference(shared: Path) -> list[dict]:
+    return train(shared, shared / "reference", "train.steps=6")
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputing_changes_no_bit(recompute: str, shared: Path, tmp_path: Path, reference: list[dict]) -> None:
+    rows = train(shared, tmp_path, "train.steps=6", f"parallel.recompute={recompute}")
+    assert losses(rows) == losses(reference)
+
+
+def test_the_microbatch_is_not_part_of_the_experiment(shared: Path, tmp_path: Path, reference: list[dict]) -> None:
+    rows = train(shared, tmp_path, "train.steps=6", "batch.micro_size=5")
+    for found, expected in zip(losses(rows), losses(reference), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_deterministic_and_workers_change_nothing(shared: Path, tmp_path: Path, reference: list[dict]) -> None:
+    rows = train(shared, tmp_path, "train.steps=6", "train.deterministic=true", "data.workers=2")
+    torch.use_deterministic_algorithms(False)
+    assert losses(rows) == losses(reference)
+    assert [row["samples_digest"] for row in rows] == [row["samples_digest"] for row in reference]
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_sixteen_bits_stay_near(
+    precision: str, recompute: str, shared: Path, tmp_path: Path, reference: list[dict]
+) -> None:
+    keys = (f"train.precision={precision}", f"parallel.recompute={recompute}")
+    rows = train(shared, tmp_path, "train.steps=6", *keys)
+    for row, expected in zip(rows, reference, strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], rel=2e-2)
+    assert losses(rows) != losses(reference), "they do compute in 16 bits"
+
+
+def test_compiling_stays_within_rounding(shared: Path, tmp_path: Path, reference: list[dict]) -> None:
+    rows = train(shared, tmp_path, "train.steps=6", "parallel.compile=true", "parallel.recompute=selective")
+    for found, expected in zip(losses(rows), losses(reference), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_another_seed_is_another_run(shared: Path, tmp_path: Path, reference: list[dict]) -> None:
+    rows = train(shared, tmp_path, "train.steps=2", "train.seed=1")
+    assert rows[0]["loss"] != reference[0]["loss"]
+    assert rows[0]["samples_digest"] != reference[0]["samples_digest"]
+
+
+def test_epochs(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two epochs of a small text: a line at the end of each, an evaluation each, a new order in the second."""
+    ragged = write_ragged(shared / "ragged.jsonl")
+    data = ("data.source=jsonl", f"data.path={ragged}", "data.validation=0.2")
+    rows = train(shared, tmp_path, *data, "train.steps=null", "train.epochs=2", "train.eval_every=epoch")
+    printed = capsys.readouterr().out
+    assert re.search(r"^epoch 1  loss \d\.\d{4}$", printed, re.MULTILINE), printed
+    assert re.search(r"^epoch 2  loss \d\.\d{4}$", printed, re.MULTILINE)
+    ends = [row["step"] for row in rows if "eval_loss" in row]
+    assert len(ends) == 2
+    assert rows[-1]["step"] == ends[-1]
+    assert [row["epoch"] for row in rows] == sorted(row["epoch"] for row in rows)
+    assert {row["epoch"] for row in rows} <= {1, 2, 3}
+    assert rows[0]["samples_digest"] != rows[ends[0]]["samples_digest"]
+
+
+def test_the_run_folder_can_be_run_again(shared: Path, tmp_path: Path) -> None:
+    """The resolved config is a config: it gives the same run."""
+    first = train(shared, tmp_path / "a", "train.steps=3")
+    again = train(shared, tmp_path / "b", config=str(tmp_path / "a/config.yaml"))
+    assert losses(first) == losses(again)
+
+
+def test_digits_are_learned_and_four_processes_agree(tmp_path: Path) -> None:
+    """The acceptance of the image path: above 95 % on held-out digits, and within a point of it on 4 processes."""
+    command = ("-m", "meshtrain.train", "configs/digits.yaml")
+    alone = run_command([sys.executable, *command, f"train.output={tmp_path}/one"]).check()
+    torchrun(4, *command, f"train.output={tmp_path}/four", "data.workers=0").check()
+    one, four = (read(tmp_path / name / "metrics.jsonl")[-1]["accuracy"] for name in ("one", "four"))
+    assert one > 0.95
+    assert abs(one - four) <= 0.01
+    assert re.search(r"^epoch 1  loss \d\.\d{4}  accuracy \d\d\.\d\d %$", alone.out, re.MULTILINE)
+    assert json.loads((tmp_path / "one/exit.json").read_text())["status"] == "done"
+
+
+def test_profile_and_tensorboard(shared: Path, tmp_path: Path) -> None:
+    train(shared, tmp_path, "train.steps=3", "metrics.profile=[2, 2]", "metrics.tensorboard=true")
+    trace = json.loads((tmp_path / "profile/rank_00000.json").read_text())
+    assert any("aten::mm" in event.get("name", "") for event in trace["traceEvents"])
+    assert list((tmp_path / "tensorboard").glob("events.*"))
