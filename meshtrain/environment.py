@@ -66,7 +66,7 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
             rank,
             _number(variables, "SLURM_NTASKS"),
             local_rank,
-            host,
+            variables.get("SLURMD_NODENAME", host),
             _slurm_master(variables) if variables["SLURM_NTASKS"] != "1" else None,
             rank == 0 if chosen else (local_rank == 0 and _number(variables, "SLURM_NODEID") == 0),
         )

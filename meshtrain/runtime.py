@@ -142,8 +142,8 @@ class Job:
         if by_text:
             raise InputError("\n".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in by_text.items()))
 
-    def same(self, what: str, text: str) -> None:
-        """Goes on only if every rank has the same text as rank 0.
+    def same(self, what: str, text: str, remedy: str) -> None:
+        """Goes on only if every rank has the same text as rank 0; `remedy` says what to do if not.
 
         Raises:
             InputError: on every rank; names those that differ and their hosts.
@@ -154,8 +154,7 @@ class Job:
         if other:
             more = f" and {len(other) - 4} more" if len(other) > 4 else ""
             raise InputError(
-                f"{what} of {', '.join(other[:4])}{more} is not that of rank 0 on host {seen[0][1]}: "
-                "every process must be started with the same file and the same overrides"
+                f"{what} of {', '.join(other[:4])}{more} is not that of rank 0 on host {seen[0][1]}: {remedy}"
             )
 
     def hosts(self) -> tuple[list[str], list[int]]:

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with leaving(job):
         with job.together("reading the config"):
             config = read_config(arguments, job.world_size)
-        job.same("the config", config.to_yaml())
+        job.same("the config", config.to_yaml(), "start every process with the same file and the same overrides")
         run(config, job)
     return 0
 
@@ -76,6 +76,11 @@ def run(config: Config, job: Job) -> None:
     with folder.held(job):
         with job.together("opening the data"):
             data = open_data(config.data, n_outputs=outputs(config), seed=config.train.seed, say=job.say)
+        job.same(
+            "the training data",
+            data.fingerprint,
+            "every host must have the same files, and the same Python for python-stdlib",
+        )
         steps = total_steps(config, data.train)
         with Ending(folder, job) as ending:
             if not ending.done_before(steps):

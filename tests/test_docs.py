@@ -1,8 +1,8 @@
 """Every command in README, CONTRIBUTING and docs is run here, shortened, or stands in a table below with its reason.
 
-A command is a line of a block that is marked `bash`. The commands of one document run one after the other in one folder,
-in which the repository's files can be seen and the document's own files have been written: a block belongs to a file
-when the paragraph before it ends with: With this `NAME`.
+A command is a line of a block that is marked `bash`. The commands of one document run one after the other in one
+folder, in which the repository's files can be seen and the document's own files have been written: a block belongs to
+a file when the paragraph before it ends with: With this `NAME`.
 """
 
 import json
@@ -34,7 +34,7 @@ IN_CI = {"make train", "make test", "make check"}
 ROW = {"step": 1, "loss": 1.0, "lr": 0.1, "grad_norm": 1.0}
 GIVEN = {"metrics.md": {"runs/quickstart/metrics.jsonl": json.dumps(ROW) + "\n"}}
 NOT_RUN = {
-    "srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m meshtrain.train my_run.yaml train.output=runs/slurm": (
+    "srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m meshtrain.train my_run.yaml": (
         "needs SLURM with two nodes of 8 GPUs; the environment that srun gives is tested in test_launch.py"
     ),
     "tensorboard --logdir runs": "a server that runs until somebody stops it",
@@ -147,7 +147,7 @@ def test_no_command_hides_in_a_block_without_a_language(document: Path) -> None:
 
 
 def test_ci_does_what_the_documents_say() -> None:
-    """Commands that set up are no test's business: `.ci/run` has them, word by word, or the Makefile says them itself."""
+    """Commands that set up are no test's business: `.ci/run` has them word by word, or the Makefile says them."""
     lines = {line.partition("|")[0].strip() for line in (REPO / ".ci" / "run").read_text().splitlines()}
     assert lines >= IN_CI
     setup = {command for document in DOCUMENTS for command in commands(document) if is_setup(command)}
@@ -202,3 +202,4 @@ def test_the_index_names_every_document() -> None:
 @pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_a_config_says_when_to_use_it(path: Path) -> None:
     assert path.read_text().startswith("# ")
+    assert f"`{path.name}`" in (REPO / "README.md").read_text(), "README has a list of the configs"

@@ -57,6 +57,10 @@ def test_srun() -> None:
     assert not found.hosts_store
 
 
+def test_under_srun_the_host_is_slurms_node() -> None:
+    assert read_environment(SRUN | {"SLURMD_NODENAME": "gpu04"}).host == "gpu04"
+
+
 def test_under_srun_the_first_node_serves_the_store_wherever_task_0_sits() -> None:
     assert read_environment(SRUN | {"SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}).hosts_store
     assert not read_environment(SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}).hosts_store

@@ -92,7 +92,7 @@ class Data:
     workers: int = key(
         2, "Processes per rank that read ahead. 0 reads in the training process.", minimum=0, also=("num_workers",)
     )
-    prefetch: int = key(2, "Steps that each worker reads ahead.", minimum=1, also=("prefetch_factor",))
+    prefetch: int = key(2, "Microbatches that each worker reads ahead.", minimum=1, also=("prefetch_factor",))
     pin_memory: bool = key(True, "Whether batches are read into pinned memory, from which GPUs copy faster.")
     cache: str | None = key(
         None, "The folder of prepared token files. null: `meshtrain` in the user's cache folder.", also=("cache_dir",)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshtrain.data import OpenData
+from meshtrain.data import IGNORE, OpenData
 from meshtrain.errors import InputError
 
 Opener = Callable[..., OpenData]
@@ -132,6 +132,8 @@ def test_moved_images_are_a_function_of_seed_epoch_and_sample(opened: Opener, tm
     assert not torch.equal(first, images_of(other.train))
     assert not torch.equal(first, images_of(plain.train))
     assert torch.equal(images_of(one.validation, epoch=1), images_of(plain.validation))
+    assert one.train.read([(0, 1), (0, 2), (0, 3)], 1).targets[1:].tolist() == [IGNORE, IGNORE]
+    assert labels_of(one.train)[1:4] == labels_of(plain.train)[1:4] != [IGNORE] * 3
     batch = one.train.read([(1, 5), (0, 5)], 2)
     assert torch.equal(batch.inputs[0][0], one.train.item(5, 1)[0][0])
     assert torch.equal(batch.inputs[0][1], one.train.item(5, 0)[0][0])

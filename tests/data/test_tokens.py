@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshtrain.data import prepare
 from meshtrain.data.prepare import cache_folder, prepared
 from meshtrain.data.tokens import Document, open_tokens, smallest_dtype, write
 from meshtrain.errors import InputError
@@ -162,8 +163,6 @@ def prepare_slowly(folder: Path, log: Path, seconds: float) -> None:
 
 
 def take_part(folder: Path, log: Path, seconds: float, say_every: float, lines: "multiprocessing.Queue[str]") -> None:
-    from meshtrain.data import prepare
-
     prepare._SAY_EVERY_S = say_every
     prepared(folder, lambda: prepare_slowly(folder, log, seconds), lines.put)
     assert open_tokens(folder).header.tokens == 3
@@ -233,6 +232,15 @@ def test_a_host_that_was_first_in_spite_of_the_lock_is_no_error(tmp_path: Path) 
 
     assert open_tokens(prepared(tmp_path / "x", twice, print)).header.tokens == 7
     assert sorted(path.name for path in tmp_path.iterdir()) == [".x.lock", "x"]
+
+
+def test_a_folder_made_between_the_look_and_the_lock_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lock_too_late(_: object) -> bool:
+        some(tmp_path / "x")
+        return True
+
+    monkeypatch.setattr(prepare, "_try_lock", lock_too_late)
+    prepared(tmp_path / "x", lambda: pytest.fail("prepared again"), print)
 
 
 def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:

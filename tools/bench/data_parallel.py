@@ -36,7 +36,7 @@ from meshtrain.locate import model_file
 
 HERE = Path(__file__).resolve().parent
 WORKLOAD = HERE / "data_parallel.yaml"
-WARM_UP = 3  # steps: allocations, buckets, DDP's own second look at its buckets
+WARM_UP = 2  # steps: allocations, and DDP makes its buckets anew in the second
 START_S = 300.0  # how long a side may take for its start, or for a turn
 SAMPLES = 2000  # of the token file
 
@@ -196,7 +196,8 @@ def start(number: int, side: Side, folder: Path, steps: int, options: argparse.N
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},  # as torchrun has it
+            # One thread per process, as torchrun has it; a GPU would compare two other things.
+            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         )
     return Running(side, process, log)
 

@@ -25,7 +25,7 @@ with meshtrain.start() as job:
 
     torch.manual_seed(0)
     inputs = torch.randn(1000, 16, dtype=torch.float64)
-    targets = (inputs[:, 0] * inputs[:, 1] > 0).long()  # is the product of the first two numbers positive?
+    targets = (inputs[:, 0] + inputs[:, 1] > 0).long()  # is the sum of the first two numbers positive?
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 2)).to(job.device)
     meshtrain.parallelize(model, mesh, precision="float64")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

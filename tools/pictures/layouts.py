@@ -5,11 +5,13 @@
         layout='{dp_replicate: 4}' train.output=runs/ddp
     python tools/pictures/layouts.py docs/images/layouts.png runs/one runs/ddp ...
 
-The first run is the one that the others are compared with.
+Of each precision there is a run of one process, with which the others of that precision are compared. The curves are
+those of float32; runs in float64 (train.precision=float64) show by their distance that rounding is what differs.
 """
 
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,67 +21,85 @@ from matplotlib.figure import Figure
 
 from meshtrain import metrics
 
-INK, QUIET, GRID = "#1f2430", "#7a8194", "#e6e8ee"
-COLOURS = ("#c9d3ea", "#e2603b", "#2a9d8f", "#3b6fe0", "#9a6fb0", "#c9962b")
+INK, QUIET, GRID, BAND = "#1f2430", "#7a8194", "#e6e8ee", "#c9d3ea"
+COLOURS = ("#e2603b", "#2a9d8f", "#3b6fe0", "#9a6fb0")
+KINDS = {(True, False): "DDP", (False, True): "FSDP", (True, True): "HSDP"}
 DASH = 4  # its length, in widths of the line
-KINDS = {(False, False): "", (True, False): "DDP", (False, True): "FSDP", (True, True): "HSDP"}
 
 
-def main(output: str, folders: list[str]) -> None:
-    """Reads the runs' folders and writes the picture."""
-    runs = [(label(Path(folder)), losses(Path(folder))) for folder in folders]
-    figure = Figure(figsize=(9.2, 5.6), dpi=160, layout="constrained", facecolor="white")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2.4, 1))
-    for i, (name, loss) in enumerate(runs):
-        # A broad pale band, and on it dashes of the others in turn: all can be seen where they lie on one another.
-        dashes: dict[str, Any] = {"linewidth": 2.6, "linestyle": (DASH * (i - 1), (DASH, DASH * (len(runs) - 2)))}
-        style = dashes if i > 0 else {"linewidth": 9, "solid_capstyle": "round"}
-        top.plot(range(1, len(loss) + 1), loss, color=COLOURS[i], label=name, **style)
-    draw_differences(bottom, runs)
+@dataclass(frozen=True)
+class Run:
+    """A finished run: the sizes of its axes larger than 1, its precision, and the loss of every step."""
+
+    sizes: dict[str, int]
+    precision: str
+    losses: list[float]
+
+    def label(self) -> str:
+        """What the layout is, for people: `4 processes, FSDP: dp_shard 4`."""
+        if not self.sizes:
+            return "one process"
+        axes = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
+        kind = KINDS["dp_replicate" in self.sizes, "dp_shard" in self.sizes]
+        return f"{math.prod(self.sizes.values())} processes, {kind}: {axes}"
+
+
+def read(folder: Path) -> Run:
+    """A run's folder. Its layout has to be written with sizes, without -1."""
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    if -1 in config["layout"].values():
+        raise ValueError(f"{folder}: give the layout with its sizes, for instance layout='{{dp_shard: 4}}'")
+    sizes = {axis: size for axis, size in config["layout"].items() if size > 1}
+    losses = [row["loss"] for row in metrics.read(folder / metrics.FILE)]
+    return Run(sizes, config["train"]["precision"], losses)
+
+
+def draw(output: str, runs: list[Run]) -> None:
+    """Curves above, differences below."""
+    figure = Figure(figsize=(9.2, 6.2), dpi=160, layout="constrained", facecolor="white")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(1.9, 1))
+    one, *others = sorted((run for run in runs if run.precision == "float32"), key=lambda run: bool(run.sizes))
+    colours = {str(run.sizes): COLOURS[i] for i, run in enumerate(others)}
+    top.plot(steps(one), one.losses, color=BAND, linewidth=9, solid_capstyle="round", label=one.label())
+    for i, run in enumerate(others):
+        # Dashes in turn: all of them can be seen where they lie on one another.
+        dashes: dict[str, Any] = {"linewidth": 2.6, "linestyle": (DASH * i, (DASH, DASH * (len(others) - 1)))}
+        top.plot(steps(run), run.losses, color=colours[str(run.sizes)], label=run.label(), **dashes)
     top.set_ylabel("loss (nats per byte)")
-    bottom.set_xlabel("step")
+    legend = top.legend(frameon=False, labelcolor=INK, fontsize=10)
+    for line in legend.get_lines()[1:]:
+        line.set_linestyle("solid")  # a dash of the curve may lie outside of the legend's short line
+    for precision in sorted({run.precision for run in runs}):
+        draw_differences(bottom, [run for run in runs if run.precision == precision], colours)
+    bottom.set(ylabel="relative difference\nto one process", xlabel="step", yscale="log")
+    bottom.set_yticks([1e-16, 1e-12, 1e-8, 1e-4, 1])
+    bottom.set_ylim(3e-17, 3e-1)
     for axes in (top, bottom):
-        decorate(axes)
-    top.legend(frameon=False, labelcolor=INK, fontsize=10)
+        axes.grid(color=GRID, linewidth=0.8)
+        axes.minorticks_off()
+        axes.tick_params(colors=QUIET, length=0)
+        axes.xaxis.label.set_color(INK)
+        axes.yaxis.label.set_color(INK)
+        axes.spines[:].set_visible(False)
+        axes.set_xlim(0, len(one.losses) + 1)
     figure.savefig(output)
 
 
-def draw_differences(axes: Axes, runs: list[tuple[str, list[float]]]) -> None:
-    """How far each run's loss is from the first's, as a share of it; equal numbers have no point on a log scale."""
-    (_, reference), *others = runs
-    for i, (_, loss) in enumerate(others, start=1):
-        shares = [abs(a - b) / b if a != b else math.nan for a, b in zip(loss, reference, strict=True)]
-        axes.plot(range(1, len(shares) + 1), shares, ".", color=COLOURS[i], markersize=4)
-    axes.set_yscale("log")
-    axes.set_ylim(1e-9, 1e-4)
-    axes.set_ylabel("relative difference\nto one process")
+def draw_differences(axes: Axes, runs: list[Run], colours: dict[str, str]) -> None:
+    """The differences of runs of one precision; equal numbers have no point on a log scale."""
+    one, *others = sorted(runs, key=lambda run: bool(run.sizes))
+    largest = 0.0
+    for run in others:
+        shares = [abs(a - b) / b if a != b else math.nan for a, b in zip(run.losses, one.losses, strict=True)]
+        axes.plot(steps(run), shares, ".", color=colours[str(run.sizes)], markersize=4.5)
+        largest = max(largest, *(share for share in shares if share == share))
+    axes.text(3, largest, one.precision, color=INK, fontsize=10, va="center")
 
 
-def decorate(axes: Axes) -> None:
-    """No frame, a quiet grid."""
-    axes.grid(color=GRID, linewidth=0.8)
-    axes.tick_params(colors=QUIET, length=0)
-    axes.yaxis.label.set_color(INK)
-    axes.xaxis.label.set_color(INK)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-
-
-def losses(folder: Path) -> list[float]:
-    """The loss of every step of a run."""
-    return [row["loss"] for row in metrics.read(folder / metrics.FILE)]
-
-
-def label(folder: Path) -> str:
-    """What a run's layout is, for people: `4 processes: dp_shard 4 (FSDP)`."""
-    layout = yaml.safe_load((folder / "config.yaml").read_text())["layout"]
-    sizes = {axis: size for axis, size in layout.items() if size > 1}
-    if not sizes:
-        return "one process"
-    kind = KINDS["dp_replicate" in sizes, "dp_shard" in sizes]
-    axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
-    return f"{math.prod(sizes.values())} processes: {axes} ({kind})"
+def steps(run: Run) -> range:
+    """The numbers of a run's steps."""
+    return range(1, len(run.losses) + 1)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    draw(sys.argv[1], [read(Path(folder)) for folder in sys.argv[2:]])
