@@ -33,7 +33,7 @@ def generate(
     behind the last one where causal attention does not look: one shape, which compiles once.
 
     Args:
-        model: of tokens (b, s) to logits (b, s, v).
+        model: of (tokens, positions, documents), each (b, s) or None, to logits (b, s, v).
         prompt: token ids, at least one.
         length: how many tokens to add.
         seq_len: how many tokens the model sees at most; older ones are forgotten.
@@ -48,10 +48,11 @@ def generate(
     ids = list(prompt)
     draws = generator(seed, "generate")
     window = torch.zeros(1, seq_len, dtype=torch.int64)
+    positions = torch.arange(seq_len, device=device)[None]
     for _ in range(length):
         seen = ids[-seq_len:]
         window[0, : len(seen)] = torch.tensor(seen)
-        logits = model(window.to(device))[0, len(seen) - 1]
+        logits = model(window.to(device), positions, None)[0, len(seen) - 1]
         ids.append(_draw(logits.double().cpu(), temperature, draws))
     model.train(was_training)
     return ids

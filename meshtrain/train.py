@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -55,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
+    if job.rank != 0:
+        warnings.simplefilter("ignore")  # libraries warn every rank of the same, and rank 0 says it
     with leaving(job):
         with job.together("reading the config"):
             config = read_config(arguments, job.world_size)

@@ -208,7 +208,7 @@ def own(tmp_path: Path) -> tuple[str, ...]:
         f"data: {{source: text, path: {tmp_path}/text.txt, cache: {tmp_path}/cache, validation: 0, seq_len: 32}}\n"
         "batch: {global_size: 12, micro_size: 2}\n"
         "optimizer: {lr: 1e-2, warmup_steps: 1}\n"
-        f"train: {{steps: 25, eval_every: 0, sample_tokens: 0, output: {tmp_path}/run}}\n"
+        f"train: {{steps: 25, eval_every: 0, sample_tokens: 4, output: {tmp_path}/run}}\n"
     )
     return (str(tmp_path / "own.yaml"),)
 
