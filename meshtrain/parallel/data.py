@@ -19,10 +19,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from meshtrain.mesh import Mesh
+from meshtrain.parallel.exchange import all_gather, reduce_scatter
 from meshtrain.parallel.precision import compute_dtype, master_dtype
 
 BUCKET_BYTES = 25 * 2**20  # as torch's DDP: large enough for bandwidth, small enough to start early
-SMALL = 2**16  # a block of fewer parameters than this is not worth a gather of its own
+SMALL = 2**21  # a block of fewer parameters than this (4 MiB in 16 bits) is not worth a gather of its own
 
 Waiting = Callable[[], AbstractContextManager]  # entered where this rank waits for others: it measures
 
@@ -200,20 +201,24 @@ class _AllGather(DefaultAllGather):
     def __init__(self, waiting: Waiting) -> None:
         self._waiting = waiting
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
         with self._waiting():
-            return super().__call__(*args, **kwargs)
+            all_gather(output_tensor, input_tensor, group)
 
 
 class _ReduceScatter(DefaultReduceScatter):
-    """FSDP's reduce-scatter on a CPU."""
+    """FSDP's reduce-scatter on a CPU. `op` is always the sum, because `shard` says so to FSDP."""
 
     def __init__(self, waiting: Waiting) -> None:
         self._waiting = waiting
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work:
+    def __call__(  # type: ignore[override]  # FSDP asks for no work to wait for
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
         with self._waiting():
-            return super().__call__(*args, **kwargs)
+            reduce_scatter(output_tensor, input_tensor, group)
 
 
 class Shards:
