@@ -44,7 +44,11 @@ def build_model(config: "Config", mesh: Mesh, device: torch.device, waiting: Wai
             torch.manual_seed(config.train.seed)
             model = module.Model(model_config).to(device)
     elif mesh.size("dp_shard") == 1:
-        materialise(model, device)  # FSDP splits a model without memory; whatever is held whole has it first
+        materialise(model, device)
+    on_meta = any(parameter.is_meta for parameter in model.parameters())  # FSDP splits a model that has no memory yet
+    std = getattr(model_config, "initializer_range", 0.02)
+    if plan is not None and not on_meta:
+        initialise(model, plan, seed=config.train.seed, std=std)
     parallelize(
         model,
         mesh,
@@ -54,10 +58,9 @@ def build_model(config: "Config", mesh: Mesh, device: torch.device, waiting: Wai
         reshard_after_forward=config.parallel.reshard_after_forward,
         waiting=waiting,
     )
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if plan is not None and on_meta:
         materialise(model, device)
-    if plan is not None:
-        initialise(model, plan, seed=config.train.seed, std=getattr(model_config, "initializer_range", 0.02))
+        initialise(model, plan, seed=config.train.seed, std=std)
     return model
 
 

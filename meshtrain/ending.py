@@ -5,7 +5,6 @@ from types import TracebackType
 
 from meshtrain.config import Config
 from meshtrain.errors import InputError
-from meshtrain.layout import LayoutError
 from meshtrain.run_folder import RunFolder
 from meshtrain.runtime import Job
 
@@ -13,13 +12,14 @@ from meshtrain.runtime import Job
 class Ending:
     """Around a run: rank 0 forgets how the last job ended, and writes down how this one does.
 
-    A run that is refused because the input is wrong leaves the folder as it was.
+    A run that is refused before it begins leaves the folder as it was.
     """
 
     def __init__(self, folder: RunFolder, job: Job) -> None:
         self.folder = folder
         self.job = job
         self.step = 0  # updates done so far
+        self._begun = False
 
     def __enter__(self) -> "Ending":
         return self
@@ -59,17 +59,16 @@ class Ending:
             self.folder.write("layout.txt", layout_table)
         self._begun = True
 
-    _begun = False
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.job.rank != 0 or not self._begun or isinstance(error, InputError | LayoutError):
+        if self.job.rank != 0 or not self._begun:
             return
         if error is None:
             self.folder.write_exit("done", 0, "all steps are done", self.step)
         else:
-            self.folder.write_exit("failed", 1, _reason(error), self.step)
+            culprit = self.job.failed_before(error) if isinstance(error, Exception) else None
+            self.folder.write_exit("failed", 1, culprit or _reason(error), self.step)
 
 
 def _reason(error: BaseException) -> str:

@@ -8,5 +8,9 @@ class InputError(ValueError):
     """
 
 
+class AgreedError(InputError):
+    """Wrong input of which every rank knows, with the same message: all of them raise it, and it is told once."""
+
+
 class TrainingError(RuntimeError):
     """The run cannot go on, and every rank has found that out in the same step. The process ends with exit status 1."""

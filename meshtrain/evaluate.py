@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from meshtrain.data.batch import Batch
+from meshtrain.errors import AgreedError
 from meshtrain.loss import correct_predictions, sample_losses, valid_targets
 from meshtrain.mesh import Mesh
 
@@ -45,7 +46,7 @@ def evaluate(
     Every rank has the same number of batches.
 
     Raises:
-        ValueError: no batch has a valid target.
+        AgreedError: no batch of any rank has a valid target.
     """
     was_training = model.training
     model.eval()
@@ -59,5 +60,5 @@ def evaluate(
     model.train(was_training)
     loss, targets_seen, correct = mesh.sum(sums).tolist()
     if targets_seen == 0:
-        raise ValueError("the evaluation set has no target with a loss")
+        raise AgreedError("the validation data has no target with a loss: use other data, or train.eval_every=0")
     return Evaluation(loss / targets_seen, int(targets_seen), int(correct))

@@ -15,6 +15,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshtrain.numerics import compute_dtype
+
 # TFLOP/s without sparsity, from NVIDIA's data sheets: the half column holds for bfloat16 and float16 on tensor cores
 # with float32 sums; float32 is without TF32, which meshtrain leaves off; float64 is that of the tensor cores where they
 # have it. None: the data sheet does not say, and it is measured. The first name that matches wins.
@@ -45,12 +47,6 @@ _TABLE: tuple[tuple[str, float, float | None, float | None], ...] = (
     (r"RTX 3090$", 71, 35.6, None),
 )
 _BEFORE_BFLOAT16 = re.compile(r"\b(V100|T4)\b")  # no tensor cores for it: torch emulates bfloat16 there
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
 _MEASURE_S = 0.15
 
 
@@ -104,7 +100,7 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
     known = table_flops(name, precision)
     if known is not None:
         return known, f"peak {readable(known)}FLOP/s, table, {name} {precision}"
-    flops, size = _measured_flops(device, _DTYPES[precision])
+    flops, size = _measured_flops(device, compute_dtype(precision))
     threads = torch.get_num_threads()
     where = f"{name} (not in the table)" if name else f"this {device.type.upper()}"
     with_threads = f", {threads} thread{'s' if threads > 1 else ''}" if device.type == "cpu" else ""

@@ -1,19 +1,9 @@
 """Samples text from a model. All ranks call it together, because a sharded model needs them all for each forward."""
 
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 
 from meshtrain.init import generator
-
-
-class Tokenizer(Protocol):
-    """What turns text into token ids and back."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: list[int]) -> str: ...
 
 
 @torch.no_grad()

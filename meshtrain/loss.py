@@ -46,13 +46,18 @@ class GlobalCount:
 
     def __init__(self, count: int, mesh: Mesh, device: torch.device) -> None:
         """`count`: the number of this rank's valid targets in all microbatches of the step."""
-        self._total = torch.tensor(float(count), dtype=torch.float64, device=device)
+        # Filled on the device: a copy of a host's number would wait until the device has done all work before it.
+        self._total = torch.full((), float(count), dtype=torch.float64, device=device)
         group = mesh.group("dp_replicate", "dp_shard", "cp")
         self._work = dist.all_reduce(self._total, group=group, async_op=True) if group is not None else None
 
-    def value(self) -> Tensor:
-        """A scalar in float64, at least 1, so that a batch without any valid target has a loss of 0."""
+    def total(self) -> Tensor:
+        """A scalar in float64."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return self._total.clamp(min=1)
+        return self._total
+
+    def value(self) -> Tensor:
+        """The same, but at least 1, to divide by: a batch without any valid target has a loss of 0."""
+        return self.total().clamp(min=1)

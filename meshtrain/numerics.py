@@ -1,8 +1,25 @@
-"""How exactly the device computes: what the YAML's `precision` and `deterministic` promise beyond the types."""
+"""How exactly a run computes: what the YAML's `precision` and `deterministic` mean to torch."""
 
 import os
 
 import torch
+
+PRECISIONS = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    """The type in which blocks compute."""
+    return PRECISIONS[precision]
+
+
+def master_dtype(precision: str) -> torch.dtype:
+    """The type in which parameters, gradients and optimizer states are kept and gradients are reduced."""
+    return torch.float64 if precision == "float64" else torch.float32
 
 
 def set_numerics(precision: str, deterministic: bool) -> None:

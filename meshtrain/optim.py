@@ -102,10 +102,18 @@ class _Held:
         self.local.requires_grad_()
         self.copies = mesh.layout.world_size // _shards(parameter)
 
-    def take_grad(self) -> Tensor | None:
-        """This rank's part of the gradient; also what the next update uses."""
+    def take_grad(self) -> Tensor:
+        """This rank's part of the gradient; also what the next update uses.
+
+        A parameter that no forward used has a gradient of zeros. Under DDP it may have been used on another rank, so
+        there it must have one; then it has one everywhere.
+        """
         grad = self.parameter.grad
-        self.local.grad = grad.to_local() if isinstance(grad, DTensor) else grad
+        if grad is None:
+            self.local.grad = torch.zeros_like(self.local)
+        else:
+            self.local.grad = grad.to_local() if isinstance(grad, DTensor) else grad
+        assert self.local.grad is not None
         return self.local.grad
 
 
@@ -125,7 +133,7 @@ def _squared_norm(parameters: list[_Held]) -> Tensor:
     by_copies: dict[int, list[Tensor]] = {}
     for held in parameters:
         grad = held.take_grad()
-        if grad is not None and grad.numel() > 0:
+        if grad.numel() > 0:
             by_copies.setdefault(held.copies, []).append(grad)
     total = torch.zeros((), dtype=torch.float64, device=parameters[0].local.device)
     for copies, grads in by_copies.items():

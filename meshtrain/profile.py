@@ -60,13 +60,13 @@ class Profiler:
             self._export()
         if self._remembering:
             self._remembering = False
-            self._history.parent.mkdir(exist_ok=True)
+            self._history.parent.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(self._history))
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def _export(self) -> None:
         assert self._running is not None
         self._running.stop()
-        self._trace.parent.mkdir(exist_ok=True)
+        self._trace.parent.mkdir(parents=True, exist_ok=True)
         self._running.export_chrome_trace(str(self._trace))
         self._running = None

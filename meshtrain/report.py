@@ -31,7 +31,7 @@ class Report:
         """`ending` learns how far the run is; `steps` is the run's last step."""
         self.config, self.job, self.mesh, self.data, self.clock = config, job, mesh, data, clock
         self.ending, self.steps = ending, steps
-        self.slowest_s = 0.0  # of the steps taken so far
+        self.slowest_s = 0.0  # of the steps taken so far, the first left out
         self._n_samples = len(data.train)
         self._tokens = 0
         self._epoch = _Sums()
@@ -77,7 +77,8 @@ class Report:
         result, self._pending = self._pending(), None
         times = self.clock.pop()
         assert times is not None  # every update ends a step of the clock
-        self.slowest_s = max(self.slowest_s, times["step_time_s"])
+        if result.step > 1:  # the first one starts the readers, and compiles
+            self.slowest_s = max(self.slowest_s, times["step_time_s"])
         if not result.finite and not result.overflow:
             self._not_finite(result)
         self.ending.step = result.step

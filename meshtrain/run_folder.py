@@ -38,21 +38,34 @@ class RunFolder:
             ) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
             os.close(lock)
             raise InputError(
                 f"the run's folder {self.path} is in use by {holder or 'another job'}: "
                 "wait for it to end, or name another folder with train.output=FOLDER"
             ) from error
+        except OSError as error:
+            os.close(lock)
+            raise InputError(
+                f"the run's folder {self.path.absolute()} cannot be locked ({error.strerror}), and without a lock two "
+                "jobs could write to it: name one on another file system with train.output=FOLDER"
+            ) from error
         os.truncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()} on host {socket.gethostname()}\n".encode(), 0)
         self._lock = lock
+        # A reader process that outlives this one for a moment must not keep the folder locked.
+        os.register_at_fork(after_in_child=self._close)
 
     def leave(self) -> None:
         """Gives the folder back; may be called twice."""
         if self._lock is not None:
-            os.close(self._lock)  # which ends the lock
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+        self._close()
+
+    def _close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
             self._lock = None
 
     @contextmanager

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,10 +23,11 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from meshtrain.environment import Environment, read_environment
-from meshtrain.errors import InputError, TrainingError
+from meshtrain.errors import AgreedError, InputError, TrainingError
 from meshtrain.layout import Layout, LayoutError
 
 SAY_EVERY_S = 10.0  # how often a waiting rank 0 says whom it waits for
+POLL_S = 0.02  # between two looks at the store while the ranks meet
 GRACE_S = 10.0  # how long the process that serves the store stays for the others to read their last word
 
 
@@ -125,7 +127,7 @@ class Job:
             what: what is being done, for the message of a waiting rank 0.
 
         Raises:
-            InputError: on every rank, with the same text: rank 0's problem, or else that of every rank that has one.
+            AgreedError: on every rank, with the same text: rank 0's problem, or else that of every rank that has one.
         """
         problem = None
         try:
@@ -134,26 +136,26 @@ class Job:
             problem = str(error)
         problems = self.gather(what, problem)
         if problems[0]:
-            raise InputError(problems[0])
+            raise AgreedError(problems[0])
         by_text: dict[str, list[str]] = {}
         for rank, text in enumerate(problems):
             if text:
                 by_text.setdefault(text, []).append(str(rank))
         if by_text:
-            raise InputError("\n".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in by_text.items()))
+            raise AgreedError("\n".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in by_text.items()))
 
     def same(self, what: str, text: str, remedy: str) -> None:
         """Goes on only if every rank has the same text as rank 0; `remedy` says what to do if not.
 
         Raises:
-            InputError: on every rank; names those that differ and their hosts.
+            AgreedError: on every rank; names those that differ and their hosts.
         """
         digest = hashlib.sha256(text.encode()).hexdigest()
         seen = self.gather(f"comparing {what}", [digest, self.host])
         other = [f"rank {rank} on host {host}" for rank, (found, host) in enumerate(seen) if found != seen[0][0]]
         if other:
             more = f" and {len(other) - 4} more" if len(other) > 4 else ""
-            raise InputError(
+            raise AgreedError(
                 f"{what} of {', '.join(other[:4])}{more} is not that of rank 0 on host {seen[0][1]}: {remedy}"
             )
 
@@ -162,6 +164,21 @@ class Job:
         names = self.gather("comparing hosts", self.host)
         runs = [(name, len(list(ranks))) for name, ranks in groupby(names)]
         return [name for name, _ in runs], [count for _, count in runs]
+
+    def failed_before(self, error: BaseException) -> str | None:
+        """Which rank failed before this one did with `error`, and how; None if this rank is the first.
+
+        A rank that fails takes its connections with it, and every other rank then fails for that reason. Theirs is not
+        the story that anybody needs to read.
+        """
+        if self.store is None:
+            return None
+        mine = f"{self} failed: {''.join(traceback.format_exception_only(error)).strip()}"
+        try:
+            first = self.store.compare_set("failure", "", mine).decode()
+        except RuntimeError:  # the store went with the process that served it: the story ends here
+            return None
+        return first if first != mine else None
 
     def connect(self, timeout_s: float) -> None:
         """Makes the job's first process group, unless there is one: NCCL on GPUs, gloo on CPUs.
@@ -244,7 +261,37 @@ def _store(environment: Environment, timeout_s: float) -> dist.Store | None:
             f"rank {environment.rank} on host {environment.host} could not reach the job's store at {address}:{port} "
             f"({error}): is that host's process running, and does the network let this host through to that port?"
         ) from error
-    return dist.PrefixStore(f"meshtrain/attempt {environment.restarts}", store)
+    return dist.PrefixStore(_meet(environment, store), store)
+
+
+def _meet(environment: Environment, store: dist.Store) -> str:
+    """A name for this start of the job that all its ranks know and no earlier start had.
+
+    torchrun keeps its store when it starts workers again, and its count of restarts is each agent's own. So every rank
+    shows a token of its own, and rank 0 answers each with that token and the name, until all have taken it: whoever
+    reads an answer to another token reads what an earlier start has left.
+    """
+    token, rank = uuid.uuid4().hex, environment.rank
+    store.set(f"hello/{rank}", token)
+    if rank != 0:
+        answer = ["", ""]
+        while answer[0] != token:
+            time.sleep(POLL_S)
+            if store.check([f"welcome/{rank}"]):
+                answer = store.get(f"welcome/{rank}").decode().split()
+        store.set(f"{answer[1]}/met/{rank}", "")
+        return answer[1]
+    start = said = time.monotonic()
+    missing = list(range(1, environment.world_size))
+    while missing := [rank for rank in missing if not store.check([f"{token}/met/{rank}"])]:
+        for rank in missing:
+            if store.check([f"hello/{rank}"]):
+                store.set(f"welcome/{rank}", f"{store.get(f'hello/{rank}').decode()} {token}")
+        time.sleep(POLL_S)
+        if time.monotonic() - said > SAY_EVERY_S:
+            said = time.monotonic()
+            print(f"starting: waiting for {len(missing)} ranks, {said - start:.0f} s now", flush=True)
+    return token
 
 
 @contextmanager
@@ -272,9 +319,9 @@ def start(timeout_s: float = 600) -> Iterator[Job]:
 def leaving(job: Job) -> Iterator[None]:
     """The one way out of a job, whatever happens in the body.
 
-    When all is well every rank waits for the others before it leaves. Wrong input ends all ranks with status 2, told
-    once; so does a run that cannot go on, with status 1. Any other exception is told with the rank's name, and recorded
-    where torchrun's summary finds it.
+    When all is well every rank waits for the others before it leaves. Wrong input ends the ranks with status 2, told
+    once; a run that cannot go on ends them with status 1. Any other exception is told with the rank's name, and
+    recorded where torchrun's summary finds it.
     """
     try:
         yield
@@ -285,7 +332,7 @@ def leaving(job: Job) -> Iterator[None]:
             get_error_handler().record_exception(error)
         _part(job)
         raise SystemExit(1) from None
-    except (InputError, LayoutError) as error:
+    except AgreedError as error:
         # torchrun ends the other ranks as soon as one exits: nobody may before rank 0 has spoken. A worker that
         # torchrun starts again would only say the same once more.
         if job.rank == 0 and job.environment.restarts == 0:
@@ -293,10 +340,13 @@ def leaving(job: Job) -> Iterator[None]:
         _part(job)
         raise SystemExit(2) from None
     except Exception as error:
-        culprit = _first_failure(job, error)
+        culprit = job.failed_before(error)
         if culprit is not None:
             print(f"{job} stops, because {culprit}", file=sys.stderr, flush=True)
             raise SystemExit(1) from None
+        if isinstance(error, InputError | LayoutError):  # on this rank alone: the others learn of it by the store
+            print(error if job.world_size == 1 else f"{job}: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(2) from None
         error.add_note(f"This was {job}.")
         get_error_handler().record_exception(error)
         raise
@@ -317,19 +367,3 @@ def _part(job: Job) -> None:
     deadline = time.monotonic() + GRACE_S
     while job.environment.hosts_store and job.store.add("left", 0) < job.world_size and time.monotonic() < deadline:
         time.sleep(0.01)
-
-
-def _first_failure(job: Job, error: Exception) -> str | None:
-    """Who failed before this rank did; None if this rank is the first.
-
-    A rank that fails takes its connections with it, and every other rank then fails for that reason. Theirs is not the
-    story that anybody needs to read.
-    """
-    if job.store is None:
-        return None
-    mine = f"{job} failed: {''.join(traceback.format_exception_only(error)).strip()}"
-    try:
-        first = job.store.compare_set("failure", "", mine).decode()
-    except RuntimeError:  # the store went with the process that served it: the story ends here
-        return None
-    return first if first != mine else None

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from meshtrain.data.batch import Batch
 from meshtrain.loss import GlobalCount, correct_predictions, sample_losses, valid_targets
 from meshtrain.mesh import Mesh
+from meshtrain.numerics import compute_dtype
 from meshtrain.optim import Optimizer, clip_factor
 from meshtrain.parallel.data import last_microbatch
-from meshtrain.parallel.precision import compute_dtype
 from meshtrain.timing import StepClock
 
 if TYPE_CHECKING:
@@ -119,7 +119,8 @@ class Trainer:
             with self.clock.phase("communication"):
                 self.mesh.sum(seen)
             loss, norm = seen[0] / self._count.value(), seen[1].sqrt()
-            unscale = None if self.scale is None else 1 / self.scale.value.double()
+            scale = torch.ones_like(norm) if self.scale is None else self.scale.value.double()
+            unscale = None if self.scale is None else 1 / scale
             norm = norm if unscale is None else norm * unscale
             bad = ~(loss.isfinite() & norm.isfinite())
             factor = clip_factor(norm, self.clip_norm)
@@ -128,15 +129,16 @@ class Trainer:
             lr = self.optimizer.update(step, factor, bad)
             if self.scale is not None:
                 self.scale.update(bad)
-            numbers = _Later(torch.stack([loss, norm, seen[2], self._count.value()]))
+            numbers = _Later(torch.stack([loss, norm, seen[2], self._count.total(), scale]))
         self.clock.end_step()
         return lambda: self._result(step, numbers.read(), losses, lr)
 
     def _result(self, step: int, numbers: list[float], losses: Tensor, lr: float) -> StepResult:
-        loss, norm, correct, targets = numbers
+        loss, norm, correct, targets, scale = numbers
         finite = torch.tensor([loss, norm]).isfinite().tolist()
         bad = [] if all(finite) else (~losses.isfinite()).nonzero().flatten().tolist()
-        overflow = self.scale is not None and finite == [True, False]
+        # Where the scale is down to 1 it is not the scale that is too large.
+        overflow = scale > 1 and finite == [True, False]
         hits = int(correct) if self.counts_correct else None
         return StepResult(step, loss, norm, int(targets), hits, lr, all(finite), overflow, bad)
 

@@ -80,8 +80,8 @@ def run(config: Config, job: Job) -> None:
         with job.together("opening the data"):
             data = open_data(config.data, n_outputs=outputs(config), seed=config.train.seed, say=job.say)
         job.same(
-            "the training data",
-            data.fingerprint,
+            "the data",
+            f"{data.fingerprint} {len(data.train)} {len(data.validation or ())}",
             "every host must have the same files, and the same Python for python-stdlib",
         )
         steps = total_steps(config, data.train)
@@ -112,7 +112,10 @@ def train(config: Config, job: Job, data: OpenData, ending: Ending, steps: int) 
     )
     held_out = None if data.validation is None else eval_batches(data.validation, **shared)
 
-    with Report(config, job, mesh, data, clock, ending, steps) as report, between_steps(profiler) as at_step:
+    with job.together("opening metrics.jsonl"):
+        report = Report(config, job, mesh, data, clock, ending, steps)
+    clock.restart()
+    with report, between_steps(profiler) as at_step:
         for step in range(1, steps + 1):
             at_step(step)
             with clock.phase("data"):
@@ -231,7 +234,9 @@ def sample_text(config: Config, job: Job, data: OpenData, model: nn.Module) -> s
 
 
 def _asked_to_end(number: int, frame: FrameType | None) -> NoReturn:
-    """A signal unwinds the stack, so that the run's folder learns of it."""
+    """A signal unwinds the stack, so that the run's folder learns of it. A second one does not disturb that."""
+    for other in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(other, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 

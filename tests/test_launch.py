@@ -1,6 +1,7 @@
 """The command as users start it: what is printed, with which exit status, and what stays behind."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,17 @@ from pathlib import Path
 import pytest
 
 from meshtrain.metrics import read
-from tests.launching import ROOT, TORCHRUN, environment, run, torchrun, two_hosts, wait_until_gone
+from tests.launching import (
+    ROOT,
+    TORCHRUN,
+    environment,
+    free_port,
+    run,
+    run_together,
+    torchrun,
+    two_hosts,
+    wait_until_gone,
+)
 from tests.parity.experiments import QUICKSTART, SMALL
 
 MAIN = ("-m", "meshtrain.train")
@@ -176,6 +187,7 @@ class Config:
     vocab_size: int = 256
     width: int = 16
     fail_on_rank: int = -1
+    bad_data_on_rank: int = -1
     nan_on_token: int = -1
 
 class Model(nn.Module):
@@ -190,6 +202,9 @@ class Model(nn.Module):
         import os
         if int(os.environ.get("RANK", "0")) == self.config.fail_on_rank:
             raise ValueError("a bug in the model")
+        if int(os.environ.get("RANK", "0")) == self.config.bad_data_on_rank:
+            from meshtrain.errors import InputError
+            raise InputError("sample 3 cannot be read")
         y = self.head(torch.tanh(self.embed(tokens)) * self.scale)
         if self.config.nan_on_token >= 0:
             bad = (tokens == self.config.nan_on_token).any(1)
@@ -232,6 +247,41 @@ def test_a_failing_rank_is_named(own: tuple[str, ...], tmp_path: Path) -> None:
     assert "rank      : 2" in summary
     assert "a bug in the model" in summary, "torchrun's summary has the reason"
     assert json.loads((tmp_path / "run/exit.json").read_text())["status"] == "failed"
+
+
+def test_wrong_input_that_one_rank_finds_in_the_middle_ends_all(own: tuple[str, ...], tmp_path: Path) -> None:
+    done = torchrun(3, *MAIN, *own, "model.bad_data_on_rank=1", timeout=100)
+    assert done.status == 1
+    assert re.search(r"^rank 1 on host \S+ \(dp_shard 1\): sample 3 cannot be read$", done.err, re.MULTILINE), done.err
+    ended = json.loads((tmp_path / "run/exit.json").read_text())
+    assert ended["status"] == "failed"
+    assert "sample 3 cannot be read" in ended["reason"], "the culprit's story, not that of a rank that lost it"
+
+
+def test_a_job_on_two_hosts_starts_again_after_one_lost_a_process(own: tuple[str, ...], tmp_path: Path) -> None:
+    """Only one agent counts a restart; all ranks of the new start must meet all the same, and not those of the old."""
+    script = tmp_path / "die_once.py"
+    script.write_text(
+        "import os, pathlib, signal, sys\nfrom meshtrain import step\nfrom meshtrain.train import main\n"
+        f"once = pathlib.Path({str(tmp_path / 'died')!r})\n"
+        "update = step.Trainer.update\n"
+        "def dying(self, number):\n"
+        "    if os.environ['RANK'] == '2' and number == 3 and not once.exists():\n"
+        "        once.touch()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return update(self, number)\n"
+        "step.Trainer.update = dying\n"
+        "sys.exit(main())\n"
+    )
+    port = free_port()
+    rendezvous = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=again"]
+    agent = [*TORCHRUN, *rendezvous, "--max-restarts=2", str(script), *own, "train.steps=5"]
+    jobs = [[*agent[:3], f"--nproc-per-node={n}", *agent[3:]] for n in (2, 1)]
+    for done in run_together(jobs, timeout=200):
+        done.check()
+    assert (tmp_path / "died").exists()
+    assert [row["step"] for row in read(tmp_path / "run/metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert json.loads((tmp_path / "run/exit.json").read_text())["status"] == "done"
 
 
 @pytest.mark.parametrize("layout", ["{dp_replicate: 3}", "{dp_shard: 3}"])

@@ -36,7 +36,7 @@ class OpenData:
     tokenizer: Tokenizer | None  # to read what the model writes; None where the data does not say which
     bytes_per_target: float | None  # of the validation: loss / ln 2 / this = bits per byte
     about: list[str]  # lines for people
-    fingerprint: str  # of the training corpus, the same on every host that has the same
+    fingerprint: str  # of all the data, the same on every host that has the same
     image_shape: tuple[int, int, int] | None = None  # (c, height, width)
 
 
@@ -168,7 +168,7 @@ def _language(
         tokenizer=tokenizer,
         bytes_per_target=bytes_per_target(other, split.held) if validation is not None else None,
         about=about,
-        fingerprint=corpus.fingerprint,
+        fingerprint=corpus.fingerprint if other is corpus else f"{corpus.fingerprint} {other.fingerprint}",
     )
 
 

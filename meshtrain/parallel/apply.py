@@ -7,12 +7,12 @@ import torch.distributed as dist
 from torch import nn
 
 from meshtrain.errors import InputError
+from meshtrain.layout import DATA_AXES
 from meshtrain.mesh import Mesh
+from meshtrain.numerics import compute_dtype, master_dtype
 from meshtrain.parallel.data import Waiting, replicate, shard
-from meshtrain.parallel.precision import casting, compute_dtype, master_dtype
+from meshtrain.parallel.precision import casting
 from meshtrain.parallel.recompute import recomputed
-
-BUILT = ("dp_replicate", "dp_shard")  # the axes that a model can be spread over
 
 
 def parallelize(
@@ -48,8 +48,8 @@ def parallelize(
         InputError: the layout splits an axis that models cannot be spread over.
     """
     for axis in mesh.layout.axes:
-        if axis not in BUILT and mesh.size(axis) > 1:
-            raise InputError(f"a model cannot be spread over {axis} yet: use {' and '.join(BUILT)}, with {axis}: 1")
+        if axis not in DATA_AXES and mesh.size(axis) > 1:
+            raise InputError(f"a model cannot be spread over {axis} yet: use {' and '.join(DATA_AXES)}, with {axis}: 1")
     blocks = blocks_of(model)
     model.to(master_dtype(precision))
     _wrap_blocks(model, blocks, mesh, precision, recompute, compile)

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from meshtrain.mesh import Mesh
+from meshtrain.numerics import compute_dtype, master_dtype
 from meshtrain.parallel.exchange import all_gather, reduce_scatter
-from meshtrain.parallel.precision import compute_dtype, master_dtype
 
 BUCKET_BYTES = 25 * 2**20  # as torch's DDP: large enough for bandwidth, small enough to start early
 SMALL = 2**21  # a block of fewer parameters than this (4 MiB in 16 bits) is not worth a gather of its own
@@ -238,15 +238,16 @@ class Shards:
         if self._keeps:
             self._model.set_requires_gradient_sync(last)
             self._model.set_reshard_after_backward(last)
+            self._model.set_is_last_backward(last)
         else:
             self._model.set_requires_all_reduce(last)
-        self._model.set_is_last_backward(last)
 
 
 def last_microbatch(model: nn.Module, last: bool) -> None:
     """Says whether the next backward of a parallelized model is the last of its step.
 
-    Only the last one sends what can wait until then. A loop without gradient accumulation need not call this.
+    Only the last one sends what can wait until then. A loop without gradient accumulation need not call this; one with
+    it must, because under DDP a second backward would sum again what the first has summed.
     """
     sync = getattr(model, "gradient_sync", None)  # a model in a world of one has none
     if sync is not None:

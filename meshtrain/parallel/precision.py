@@ -13,23 +13,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-PRECISIONS = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
-
-def compute_dtype(precision: str) -> torch.dtype:
-    """The type in which blocks compute."""
-    return PRECISIONS[precision]
-
-
-def master_dtype(precision: str) -> torch.dtype:
-    """The type in which parameters, gradients and optimizer states are kept and gradients are reduced."""
-    return torch.float64 if precision == "float64" else torch.float32
-
 
 def casting(module: nn.Module, forward: Callable, dtype: torch.dtype, without: Sequence[nn.Module] = ()) -> Callable:
     """A forward of `module` in which its parameters and floating-point inputs appear in `dtype`.

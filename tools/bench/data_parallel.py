@@ -81,9 +81,9 @@ def main() -> int:
         folder = Path(name)
         prepare(folder)
         with running(folder, options) as sides:
-            times = {side.name: take_turns for side, take_turns in zip(SIDES, measure(sides, options.pairs), strict=True)}
+            turns = measure(sides, options.pairs)
         losses = read_losses(folder)
-    times = {name: [turn / options.steps for turn in turns] for name, turns in times.items()}
+    times = {side.name: [turn / options.steps for turn in made] for side, made in zip(SIDES, turns, strict=True)}
     result = summary(times, losses, options, (before, os.getloadavg()[0]))
     print(json.dumps(result, indent=1) if options.json else table(result))
     return 0
@@ -140,14 +140,17 @@ class Running:
         return sum(json.loads(self._line(rank))["cpu_s"] for rank in self.ranks.values())
 
     def _line(self, rank: TextIO) -> str:
-        line = rank.readline()
+        try:
+            line = rank.readline()
+        except TimeoutError:
+            line = ""
         if not line:
             raise SystemExit(self.failed())
         return line
 
     def failed(self) -> str:
         said = "".join(self.log.read_text(errors="replace").splitlines(keepends=True)[-40:])
-        return f"{self.side.name} ended before its time; the end of what it said:\n{said}"
+        return f"{self.side.name} did not come to the end of its turn; the last lines of what it said:\n{said}"
 
 
 @contextmanager

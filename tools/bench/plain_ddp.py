@@ -73,7 +73,8 @@ def train(
             if world > 1:
                 dist.all_reduce(total)
             if lines is not None:
-                print(json.dumps({"step": step, "loss": total.item(), "grad_norm": norm.item()}), file=lines, flush=True)
+                row = {"step": step, "loss": total.item(), "grad_norm": norm.item()}
+                print(json.dumps(row), file=lines, flush=True)
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()
