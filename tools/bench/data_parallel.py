@@ -2,10 +2,11 @@
 
     python tools/bench/data_parallel.py [--pairs 20] [--steps 2] [--json] [key.path=value ...]
 
-Five sides train the same model on the same samples: plain_ddp.py in one process and as DDP, and meshtrain's own command
-in one process, as `dp_replicate=2` and as `dp_shard=2`. All are started at once and then take turns of a few steps,
-one side at a time and in alternating order, so that whatever else the machine does hits all of them alike. Each ratio
-is a median over the pairs of turns that lie next to each other in time. README.md says how to read the result.
+Six sides train the same model on the same samples: plain_ddp.py in one process and as DDP, and meshtrain's own command
+in one process, as `dp_replicate=2`, and as `dp_shard=2` that keeps and that reshards its parameters. All are started at
+once and then take turns of a few steps, one side at a time and in alternating order, so that whatever else the machine
+does hits all of them alike. Each ratio is a median over the pairs of turns that lie next to each other in time.
+README.md says how to read the result.
 """
 
 import argparse
@@ -63,13 +64,15 @@ SIDES = (
     Side("meshtrain, 1 process", "meshtrain", 1),
     Side("plain DDP, 2 processes", "plain", 2),
     Side("meshtrain dp_replicate=2", "meshtrain", 2, ("layout={dp_replicate: 2}",)),
-    Side("meshtrain dp_shard=2", "meshtrain", 2, ("layout={dp_shard: 2}",)),
+    Side("meshtrain dp_shard=2", "meshtrain", 2, ("layout={dp_shard: 2}", "parallel.reshard_after_forward=false")),
+    Side("the same, resharding", "meshtrain", 2, ("layout={dp_shard: 2}",)),
 )
 GOALS = (
     Goal("meshtrain, 1 process", "plain, 1 process", 1.03),
     Goal("meshtrain dp_replicate=2", "plain DDP, 2 processes", 1.03),
     Goal("meshtrain dp_replicate=2", "plain, 1 process", 1.15),
     Goal("meshtrain dp_shard=2", "plain, 1 process", 1.15),
+    Goal("the same, resharding", "plain, 1 process"),
     Goal("plain DDP, 2 processes", "plain, 1 process"),
 )
 
