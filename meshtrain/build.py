@@ -1,7 +1,7 @@
 """From the YAML's model section to a model that is spread over the mesh and has its first values."""
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -9,8 +9,9 @@ from torch import nn
 from meshtrain.init import initialise, materialise
 from meshtrain.locate import model_file
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.apply import parallelize
-from meshtrain.parallel.data import Waiting
+from meshtrain.numerics import master_dtype
+from meshtrain.parallel.apply import parallelize, split_over_tp, spread_over_data
+from meshtrain.parallel.waiting import Waiting
 
 if TYPE_CHECKING:
     from meshtrain.config import Config
@@ -32,35 +33,42 @@ def outputs(config: "Config") -> int | None:
 def build_model(config: "Config", mesh: Mesh, device: torch.device, waiting: Waiting = nullcontext) -> nn.Module:
     """The model of a config, parallelized, on `device`, with the first values that its seed gives on every layout.
 
-    A model file with an `init_plan` is built on the meta device: no rank ever holds more than its shard. Any other
+    A model file with an `init_plan` is built on the meta device: no rank ever holds more than its part. Any other
     model, and one with buffers (whose values only its constructor knows), is built whole on every rank from the seed.
     """
     module = model_file(config.model.name)
     model_config = module.Config(**config.model.keys)
     plan = getattr(module, "init_plan", None)
     model = plain_model(config)
+    parallel, precision = config.parallel, config.train.precision
+    over_tp: dict[str, Any] = {
+        "sequence_parallel": parallel.sequence_parallel,
+        "regather": parallel.regather,
+        "symmetric_memory": parallel.symmetric_memory,
+    }
+    over_data: dict[str, Any] = {
+        "precision": precision,
+        "recompute": parallel.recompute,
+        "compile": parallel.compile,
+        "reshard_after_forward": parallel.reshard_after_forward,
+    }
     if plan is None or any(True for _ in model.buffers()):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.train.seed)
             model = module.Model(model_config).to(device)
-    elif mesh.size("dp_shard") == 1:
+        return parallelize(model, mesh, **over_tp, **over_data, waiting=waiting)
+
+    def give_values() -> None:
         materialise(model, device)
-    on_meta = any(parameter.is_meta for parameter in model.parameters())  # FSDP splits a model that has no memory yet
-    std = getattr(model_config, "initializer_range", 0.02)
-    if plan is not None and not on_meta:
-        initialise(model, plan, seed=config.train.seed, std=std)
-    parallelize(
-        model,
-        mesh,
-        precision=config.train.precision,
-        recompute=config.parallel.recompute,
-        compile=config.parallel.compile,
-        reshard_after_forward=config.parallel.reshard_after_forward,
-        waiting=waiting,
-    )
-    if plan is not None and on_meta:
-        materialise(model, device)
-        initialise(model, plan, seed=config.train.seed, std=std)
+        initialise(model, plan, seed=config.train.seed, std=getattr(model_config, "initializer_range", 0.02))
+
+    model.to(master_dtype(precision))
+    split_over_tp(model, mesh, **over_tp, waiting=waiting)
+    if mesh.size("dp_shard") == 1:
+        give_values()
+    spread_over_data(model, mesh, **over_data, waiting=waiting)
+    if mesh.size("dp_shard") > 1:  # FSDP splits a model that has no memory yet
+        give_values()
     return model
 
 

@@ -58,6 +58,8 @@ def evaluate(
         sums[1] += valid_targets(batch.targets)
         sums[2] += correct_predictions(logits, targets)
     model.train(was_training)
+    if not mesh.speaks_for_samples:
+        sums.zero_()
     loss, targets_seen, correct = mesh.sum(sums).tolist()
     if targets_seen == 0:
         raise AgreedError("the validation data has no target with a loss: use other data, or train.eval_every=0")

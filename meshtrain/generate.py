@@ -2,8 +2,10 @@
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshtrain.init import generator
+from meshtrain.parallel.vocabulary import whole
 
 
 @torch.no_grad()
@@ -43,6 +45,7 @@ def generate(
         seen = ids[-seq_len:]
         window[0, : len(seen)] = torch.tensor(seen)
         logits = model(window.to(device), positions, None)[0, len(seen) - 1]
+        logits = whole(logits) if isinstance(logits, DTensor) else logits
         ids.append(_draw(logits.double().cpu(), temperature, draws))
     model.train(was_training)
     return ids

@@ -13,8 +13,8 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from meshtrain.parts import local_part
 
 BLOCK_ELEMENTS = 2**16  # about how many values are drawn from one seed
 
@@ -88,11 +88,3 @@ def generator(*key: object) -> torch.Generator:
     """A CPU generator whose numbers are a function of the key."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-
-
-def local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """This rank's part of a parameter: the tensor that holds it, and the slices of the whole that it is."""
-    if not isinstance(parameter, DTensor):
-        return parameter, tuple(slice(0, n) for n in parameter.shape or (1,))
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local(), tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))

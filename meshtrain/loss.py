@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from meshtrain.data.batch import IGNORE
 from meshtrain.mesh import Mesh
+from meshtrain.parallel.vocabulary import argmax, token_losses
 
 
 def sample_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -18,11 +20,14 @@ def sample_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
     Args:
         logits: (b, s, v), or (b, v) for a classifier, in any floating-point type; the sum is made in float32 at least.
+            As a DTensor split over v, as tensor-parallel models give them, they are not gathered.
         targets: (b, s) or (b,), int64; IGNORE where there is no loss.
 
     Returns:
         (b,), 0 for a sample without valid targets.
     """
+    if isinstance(logits, DTensor):
+        return token_losses(logits, targets.flatten()).view(targets.shape[0], -1).sum(1)
     wide = logits.float() if logits.dtype.itemsize < 4 else logits
     losses = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction="none", ignore_index=IGNORE)
     return losses.view(targets.shape[0], -1).sum(1)
@@ -30,7 +35,8 @@ def sample_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 def correct_predictions(logits: Tensor, targets: Tensor) -> Tensor:
     """How many valid targets have the largest logit: a scalar."""
-    return ((logits.argmax(-1) == targets) & (targets != IGNORE)).sum()
+    predicted = argmax(logits) if isinstance(logits, DTensor) else logits.argmax(-1)
+    return ((predicted == targets) & (targets != IGNORE)).sum()
 
 
 def valid_targets(targets: Tensor) -> int:

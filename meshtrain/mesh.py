@@ -4,7 +4,7 @@ torch accepts a mesh that does not cover the world and lets a rank call a collec
 are errors here. Axes of size 1 get no group and no dim: whoever asks for such a group is told None and does nothing.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from meshtrain.layout import AXES, DATA_AXES, Layout, LayoutError
+from meshtrain.traffic import Traffic
 
 # Combined groups that training asks for, created in this order on every rank: the ranks that share the samples of a
 # batch, those among which the loss is summed, and those that share the parameters.
@@ -28,6 +29,7 @@ class Mesh:
         rank: this process's global rank.
         device_type: "cpu" or "cuda".
         device_mesh: torch's mesh of the axes larger than 1, in torch's usual order; None in a world of one.
+        traffic: counts what this rank sends over it.
     """
 
     layout: Layout
@@ -35,6 +37,7 @@ class Mesh:
     device_type: str
     device_mesh: DeviceMesh | None
     _groups: dict[tuple[int, ...], dist.ProcessGroup]  # by the ranks in them: one group per distinct set
+    traffic: Traffic = field(default_factory=Traffic)
 
     def size(self, *axes: str) -> int:
         """How many ranks the group of these axes has."""
@@ -70,6 +73,11 @@ class Mesh:
         for axis in axes:
             self.layout.size(axis)  # an axis nobody knows is an error, not an empty mesh
         return self.device_mesh[kept] if kept and self.device_mesh is not None else None
+
+    @property
+    def speaks_for_samples(self) -> bool:
+        """Whether it is this one, of the ranks that see the same tokens and have the same loss, that counts them."""
+        return self.index("tp") == 0
 
     @property
     def world(self) -> dist.ProcessGroup | None:

@@ -130,7 +130,7 @@ class Report:
         size = self.config.batch.global_size
         items = batch_items(self.config.train.seed, result.step - 1, size, self._n_samples)
         own = share(size, self.mesh.size(*DATA_AXES), self.mesh.index(*DATA_AXES))
-        mine = [items[own[i]][1] for i in result.bad_samples if i < len(own)]
+        mine = [items[own[i]][1] for i in result.bad_samples if i < len(own) and self.mesh.speaks_for_samples]
         found = self.job.gather("naming what is not finite", [str(self.job), mine])
         named = [f"{who}: samples {', '.join(map(str, samples))}" for who, samples in found if samples]
         what = (

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from meshtrain.data.batch import Batch
+from meshtrain.data.order import share
+from meshtrain.dropout import set_dropout
+from meshtrain.layout import DATA_AXES
 from meshtrain.loss import GlobalCount, correct_predictions, sample_losses, valid_targets
 from meshtrain.mesh import Mesh
 from meshtrain.numerics import compute_dtype
@@ -73,6 +76,8 @@ class Trainer:
         self.clip_norm = config.optimizer.clip_norm
         self.mesh = mesh
         self.device = device
+        self.seed = config.train.seed
+        self.share = share(config.batch.global_size, mesh.size(*DATA_AXES), mesh.index(*DATA_AXES))
         self.dtype = compute_dtype(config.train.precision)
         self.counts_correct = task == "classification"
         self.clock = clock
@@ -81,13 +86,20 @@ class Trainer:
         self._losses: list[Tensor] = []  # per sample, of this rank's microbatches
         self._correct: list[Tensor] = []
 
-    def accumulate(self, microbatches: list[Batch]) -> None:
-        """Forward and backward of this rank's share of the global batch; the gradients are then those of its loss."""
+    def accumulate(self, step: int, microbatches: list[Batch]) -> None:
+        """Forward and backward of this rank's share of the global batch; the gradients are then those of its loss.
+
+        Args:
+            step: counted from 1, as in `update`.
+            microbatches: of equal size; those of `train_batches`.
+        """
         self.optimizer.zero_grad()
         self._losses, self._correct = [], []
         self._count = GlobalCount(sum(valid_targets(batch.targets) for batch in microbatches), self.mesh, self.device)
         for i, batch in enumerate(microbatches):
             last_microbatch(self.model, i == len(microbatches) - 1)
+            first, size = self.share.start + i * len(batch.targets), len(batch.targets)
+            set_dropout(self.model, seed=self.seed, step=step, samples=range(first, first + size))
             with self.clock.phase("forward"):
                 losses = self._forward(batch)
             with self.clock.phase("communication"):
@@ -115,7 +127,10 @@ class Trainer:
         with self.clock.phase("optimizer"):
             losses = torch.cat(self._losses).double()
             correct = torch.stack(self._correct).sum() if self._correct else losses.new_zeros(())
-            seen = torch.stack([losses.sum(), self.optimizer.squared_norm(), correct.double()])
+            counted = losses.sum(), correct.double()
+            if not self.mesh.speaks_for_samples:
+                counted = losses.new_zeros(()), losses.new_zeros(())
+            seen = torch.stack([counted[0], self.optimizer.squared_norm(), counted[1]])
             with self.clock.phase("communication"):
                 self.mesh.sum(seen)
             loss, norm = seen[0] / self._count.value(), seen[1].sqrt()

@@ -120,7 +120,7 @@ def train(config: Config, job: Job, data: OpenData, ending: Ending, steps: int) 
             at_step(step)
             with clock.phase("data"):
                 microbatches = next(batches)
-            trainer.accumulate(microbatches)
+            trainer.accumulate(step, microbatches)
             report.take()  # the step before: if it was not finite the run may end here, before this update
             report.later(trainer.update(step))
             if held_out is not None and report.evaluates_after(step):

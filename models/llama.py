@@ -5,7 +5,7 @@ small tables at the end say how the weights start (`init_plan`) and how they spl
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -14,11 +14,12 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from meshtrain.attention import attention, document_mask
+from meshtrain.dropout import Dropout
 
 
 @dataclass(frozen=True)
 class Config:
-    """Hugging Face's keys of a Llama, and their meaning there."""
+    """Hugging Face's keys of a Llama, and their meaning there; `hidden_dropout` is ours."""
 
     hidden_size: int = 256  # width of the model
     intermediate_size: int = 768  # width between the two halves of a feed-forward part
@@ -34,6 +35,7 @@ class Config:
     rms_norm_eps: float = 1e-5  # added to the mean square in a norm
     tie_word_embeddings: bool = False  # one matrix for the embedding and the head
     initializer_range: float = 0.02  # standard deviation of the first weights
+    hidden_dropout: float = 0.0  # share of features dropped behind the embedding, attention and feed-forward part
 
     @property
     def kv_heads(self) -> int:
@@ -78,7 +80,7 @@ class Attention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         d, e = config.hidden_size, config.head_width
-        self.head_width = e
+        self.head_dim = e
         self.q_proj = nn.Linear(d, config.num_attention_heads * e, bias=False)
         self.k_proj = nn.Linear(d, config.kv_heads * e, bias=False)
         self.v_proj = nn.Linear(d, config.kv_heads * e, bias=False)
@@ -86,7 +88,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = (
-            rearrange(project(x), "b s (h e) -> b s h e", e=self.head_width)
+            rearrange(project(x), "b s (h e) -> b s h e", e=self.head_dim)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -112,12 +114,14 @@ class Layer(nn.Module):
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config)
+        self.self_attn_dropout = Dropout(config.hidden_dropout)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config)
+        self.mlp_dropout = Dropout(config.hidden_dropout)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.self_attn_dropout(self.self_attn(self.input_layernorm(x), cos, sin, mask))
+        return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)))
 
 
 class Decoder(nn.Module):
@@ -126,6 +130,7 @@ class Decoder(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.dropout = Dropout(config.hidden_dropout)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -153,7 +158,7 @@ class Model(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        x = self.model.embed_tokens(tokens)
+        x = self.model.dropout(self.model.embed_tokens(tokens))
         angles = positions[..., None, None] * rotary_frequencies(self.config, tokens.device)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         mask = None if documents is None else document_mask(documents)
@@ -179,6 +184,8 @@ def check(config: Config) -> list[tuple[str, str]]:
         problems.append(("num_key_value_heads", f"num_key_value_heads is {config.num_key_value_heads}: use at least 1"))
     if problems:
         return problems
+    if not 0 <= config.hidden_dropout < 1:
+        problems.append(("hidden_dropout", f"hidden_dropout is {config.hidden_dropout}: use a share from 0 to below 1"))
     h, k, d = config.num_attention_heads, config.kv_heads, config.hidden_size
     if config.head_dim is None and d % h:
         near = [n for n in range(1, d + 1) if d % n == 0]
@@ -282,6 +289,49 @@ only: dict[str, Any] = {
     "pretraining_tp": 1,
 }
 
+# A config.json of Hugging Face's has this `model_type`; a key that it leaves out has the value of transformers.
+model_type = "llama"
+_LEFT_OUT: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def from_hugging_face(found: dict[str, Any]) -> dict[str, Any]:
+    """Our keys for those of a config.json; each of the two values in `rope_parameters` can then be given anew."""
+    keys = _LEFT_OUT | found
+    rope = keys.pop("rope_parameters", None)
+    if rope is not None:
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        keys["rope_theta"] = rope.get("rope_theta", keys.get("rope_theta", Config.rope_theta))
+        keys["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
+    return keys
+
+
+def to_hugging_face(config: Config) -> dict[str, Any]:
+    """A config.json that describes a model, for transformers 5 (`rope_parameters`) and those before it."""
+    theta, given = config.rope
+    scaling = {key: value for key, value in (given or {}).items() if key not in ("rope_theta", "type")}
+    scaling["rope_type"] = (given or {}).get("rope_type", (given or {}).get("type")) or "default"
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": model_type,
+        **asdict(config),
+        **only,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_width,
+        "rope_theta": theta,
+        "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
+        "rope_parameters": {**scaling, "rope_theta": theta},
+        "bos_token_id": None,  # a run knows no special tokens
+        "eos_token_id": None,
+    }
+
+
 # First values, by the first pattern that matches: "normal" has the standard deviation `initializer_range`.
 init_plan = {
     "*norm.weight": "ones",
@@ -290,7 +340,7 @@ init_plan = {
 
 # How the weights split over `tp`, in Hugging Face's words.
 tp_plan = {
-    "model.embed_tokens": "vocab",
+    "model.embed_tokens": "embedding_rowwise",
     "model.layers.*.self_attn.q_proj": "colwise",
     "model.layers.*.self_attn.k_proj": "colwise",
     "model.layers.*.self_attn.v_proj": "colwise",
@@ -298,5 +348,5 @@ tp_plan = {
     "model.layers.*.mlp.gate_proj": "colwise",
     "model.layers.*.mlp.up_proj": "colwise",
     "model.layers.*.mlp.down_proj": "rowwise",
-    "lm_head": "colwise",
+    "lm_head": "colwise_gather_output",
 }

@@ -20,7 +20,7 @@ class Config:
     span: tuple[float, float] = (0.0, 1.0)
     words: list[str] = field(default_factory=list)
     scaling: dict[str, Any] | None = None
-    weights: dict[str, float] = field(default_factory=dict)
+    shares: dict[str, float] = field(default_factory=dict)
     tied: bool = False
     head_dim: int | None = None
     vocab_size: int = 256
@@ -212,7 +212,7 @@ MODELS = [
     one("key of no model", plus(model="{name: MODEL, width: 8, haeds: 2}"), 1, "model.haeds", "did you mean heads?"),
     one("needed key", plus(model="{name: MODEL}"), 1, "the model needs width (an integer)", "a preset: small, large"),
     one("wrong type", plus(model="\n  name: MODEL\n  width: 8.0"), 3, "model.width", "write 8"),
-    one("wrong type in a mapping", plus(model="{name: MODEL, width: 8, weights: {a: x}}"), 1, "weights.a", "a number"),
+    one("wrong type in a mapping", plus(model="{name: MODEL, width: 8, shares: {a: x}}"), 1, "shares.a", "a number"),
     one("scalar for a list", plus(model="{name: MODEL, width: 8, sizes: 3}"), 1, "a list of integers", "write [3]"),
     one("unknown preset", plus(model="{name: MODEL, preset: smal}"), 1, "no preset smal", "did you mean small?"),
     one("preset far from all", plus(model="{name: MODEL, preset: zzz}"), 1, "no preset zzz", "small, large"),

@@ -320,7 +320,7 @@ def overridden(draw: st.DrawFn) -> list[str]:
         "model.heads": st.sampled_from([1, 2, 4]),
         "model.words": st.lists(TEXTS),
         "model.sizes": st.lists(st.integers()),
-        "model.weights": st.dictionaries(TEXTS, FLOATS),
+        "model.shares": st.dictionaries(TEXTS, FLOATS),
         "model.scaling": st.none() | st.dictionaries(TEXTS, SCALARS, max_size=3),
         "model.head_dim": st.none() | st.integers(),
         "layout": st.permutations(["pp", "dp_shard", "tp"]).map(lambda axes: dict(zip(axes, (2, -1, 3), strict=True))),

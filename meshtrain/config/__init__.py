@@ -45,7 +45,12 @@ class ModelSection:
 
     name: str = key("llama", "One of meshtrain's models, or the path of a `.py` file of your own.")
     preset: str | None = key(None, "A named size of the model. The keys given beside it override it.")
-    keys: dict[str, Any] = field(default_factory=dict)  # every key of the model's Config: given, preset or default
+    weights: str | None = key(
+        None,
+        "A Hugging Face directory to start from. Its `config.json` gives the keys that are not given here.",
+        also=("pretrained", "pretrained_model_name_or_path", "model_name_or_path", "checkpoint", "init_from"),
+    )
+    keys: dict[str, Any] = field(default_factory=dict)  # of the model's Config: given, of preset or weights, or default
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,20 @@ class Batch:
 class Parallel:
     """How the model is held and run on a rank. None of it changes what is computed."""
 
+    sequence_parallel: bool = key(
+        True,
+        "With `tp`: whether activations between the parallel layers are split along the sequence.",
+        also=("sequence_parallelism", "sp"),
+    )
+    regather: bool = key(
+        False, "With `tp`: whether a layer's input is gathered again in backward instead of kept.", also=()
+    )
+    symmetric_memory: bool = key(
+        False,
+        "With `tp` on GPUs that reach each other's memory: whether products and the communication beside them run as "
+        "one kernel.",
+        also=("async_tp", "async_tensor_parallel"),
+    )
     recompute: Literal["none", "selective", "full"] = key(
         "none",
         "What is computed again in backward instead of kept: `full` the inside of every block, `selective` all but its "
@@ -197,6 +216,12 @@ class Train:
         "runs/{name}",
         "The run's folder. `{name}` stands for the name of the config.",
         also=("output_dir", "out_dir", "save_dir", "out"),
+    )
+    export: str | None = key(
+        None,
+        "A folder into which the weights are written at the end, as Hugging Face's transformers reads them: a new one, "
+        "or that of an earlier export.",
+        also=("export_dir", "save_model", "export_path"),
     )
     eval_every: int | Literal["epoch"] = key(
         50, "Steps between evaluations, `epoch` for the end of each epoch, or 0 for never.", minimum=0,
@@ -299,9 +324,8 @@ class Config:
 
     def to_yaml(self) -> str:
         """The whole config as YAML, overrides and defaults included: read again, it gives an equal Config."""
-        model = {"name": self.model.name, "preset": self.model.preset, **self.model.keys}
-        if self.model.preset is None:
-            del model["preset"]
+        origin = {"preset": self.model.preset, "weights": self.model.weights}
+        model = {"name": self.model.name, **{key: name for key, name in origin.items() if name}, **self.model.keys}
         plain = {"model": model, "data": asdict(self.data), "layout": self.layout}
         plain |= {section: asdict(getattr(self, section)) for section in NAMES if section not in plain}
         head = [f"The resolved config of a run, from {self.file or 'Python'}: overrides and every default included."]
@@ -350,7 +374,7 @@ def _made(draft: Draft, layout: dict[str, int], name: str, file: str, overrides:
     train = values("train")
     train["output"] = train["output"].replace("{name}", name)
     return Config(
-        model=ModelSection(model.pop("name"), model.pop("preset"), model),
+        model=ModelSection(model.pop("name"), model.pop("preset"), model.pop("weights"), model),
         data=Data(**values("data")),
         layout=layout,
         batch=Batch(**values("batch")),

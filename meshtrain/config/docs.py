@@ -79,6 +79,7 @@ def _model_schema() -> dict[str, Any]:
     for name, module in _models().items():
         keys, presets = model_keys(module), getattr(module, "presets", {})
         properties = {"name": {"enum": [name]}, "preset": {"enum": [*presets, None]}}
+        properties |= {"weights": own["weights"]}
         properties |= {key: _key_schema(_documented(one, module)) for key, one in keys.items()}
         properties |= {key: {"enum": [value]} for key, value in getattr(module, "only", {}).items() if key not in keys}
         kind: dict[str, Any] = {"title": f"models/{name}.py", "properties": properties, "additionalProperties": False}
@@ -197,7 +198,7 @@ def _documented(key: Key, module: ModuleType) -> Key:
 
 def _own_keys() -> dict[str, Key]:
     keys = keys_of(ModelSection)
-    own = {"name": keys["name"], "preset": keys["preset"]}
+    own = {name: keys[name] for name in ("name", "preset", "weights")}
     names = tuple(_models())
     return own | {"name": dataclasses.replace(own["name"], limits=Limits(names=names, suffix=".py"))}
 
@@ -247,7 +248,8 @@ _MODEL = """The other keys of the section are those of the model. They are Huggi
 pasted whole (JSON is YAML). A model file of your own has a dataclass `Config`, whose fields become the keys of this
 section, and a class `Model` that takes a `Config`. It may also have `presets` (name -> keys), `passed_over` (keys that
 are accepted and change nothing), `only` (key -> the one value that is accepted), and `check(config)`, which returns
-impossible combinations as pairs of a key and a sentence.
+impossible combinations as pairs of a key and a sentence. [Hugging Face weights](huggingface.md) says what it has for
+those.
 """
 
 

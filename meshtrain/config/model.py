@@ -2,21 +2,25 @@
 
 The keys are Hugging Face's, so a config.json can be pasted whole. A model file may say which of its keys change nothing
 here (`passed_over`), which have one value that is built (`only`), and which combinations make no model (`check`).
+
+With `model.weights` the config.json beside the weights gives the keys that the config does not.
 """
 
 import dataclasses
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from meshtrain import locate
-from meshtrain.config.errors import nearest, written
-from meshtrain.config.nodes import Node, described
+from meshtrain import locate, weights
+from meshtrain.config.errors import Place, nearest, written
+from meshtrain.config.nodes import Node, described, read_text
 from meshtrain.config.rules import Draft
 from meshtrain.config.values import INVALID, Key, convert, expected, keys_of, meant_key, unknown_key
+from meshtrain.errors import InputError
 
 
 def read_model(draft: Draft, own: dict[str, Key]) -> None:
-    """Reads the section into `draft.values`: `model.name`, `model.preset`, and every key of the model's `Config`.
+    """Reads the section into `draft.values`: its own keys (`model.name`, ...), and those of the model's `Config`.
 
     `own`: the keys of the section itself.
     """
@@ -48,7 +52,7 @@ def model_keys(module: ModuleType) -> dict[str, Key]:
     if not dataclasses.is_dataclass(cls) or not isinstance(cls, type):
         raise TypeError("a model file has a dataclass `Config`, whose fields are the keys of the section model")
     keys = keys_of(cls)
-    taken = [key for key in ("name", "preset") if key in keys]
+    taken = [key for key in ("name", "preset", "weights") if key in keys]
     if taken:
         raise TypeError(f"its Config has a field called {taken[0]}, which the section model has for itself: rename it")
     return keys
@@ -79,9 +83,9 @@ def _read_keys(draft: Draft, node: Node, module: ModuleType, own: dict[str, Key]
     keys = model_keys(module)
     found = len(draft.errors)
     given = _given(draft, node, module, keys, own)
-    preset = _preset(draft, module, keys)
+    preset = _preset(draft, module, keys) | _beside_weights(draft, module, keys)
     missing = [name for name, key in keys.items() if key.required and name not in given | preset]
-    if missing and draft.values["model.preset"] is not INVALID:
+    if missing and draft.values["model.weights"] is not INVALID and draft.values["model.preset"] is not INVALID:
         what = ", ".join(f"{name} ({expected(keys[name].hint)})" for name in missing)
         presets = getattr(module, "presets", {})
         out = f"give {'it' if len(missing) == 1 else 'them'}" + (f", or a preset: {', '.join(presets)}" * bool(presets))
@@ -136,6 +140,46 @@ def _preset(draft: Draft, module: ModuleType, keys: dict[str, Key]) -> dict[str,
     return dict(presets[name])
 
 
+def _beside_weights(draft: Draft, module: ModuleType, keys: dict[str, Key]) -> dict[str, Any]:
+    """The values that the config.json beside the weights gives; none without weights, or where it cannot be used."""
+    name = draft.values["model.weights"]
+    if name is None or name is INVALID:
+        return {}
+    where, found = draft.place("model.weights"), len(draft.errors)
+    folder = Path(name).expanduser()
+    values: dict[str, Any] = {}
+    if draft.values["model.preset"] is not None:
+        draft.report(where, "model.preset and model.weights both give the sizes: take one of them away")
+    if hasattr(module, "from_hugging_face"):
+        try:
+            values = _of_config_json(draft, where, folder, module, keys)
+        except InputError as error:
+            draft.report(where, f"model.weights: {error}")
+    if len(draft.errors) > found:
+        draft.values["model.weights"] = INVALID
+        return {}
+    return values
+
+
+def _of_config_json(
+    draft: Draft, where: Place, folder: Path, module: ModuleType, keys: dict[str, Key]
+) -> dict[str, Any]:
+    """The keys of a config.json, by the rules of those that are pasted; what is wrong names that file and its line."""
+    text, file = weights.read_config(folder), str(folder / weights.CONFIG)
+    node = read_text(text.replace("\t", " "), lambda line, column: Place.in_file(file, line), draft.errors)
+    if node is None or node.broken:
+        return {}
+    kind = node.get("model_type")
+    if kind is None or kind.plain != module.model_type:
+        is_written = "is missing" if kind is None else f"is {written(kind.plain)}"
+        message = f"model.weights: model_type {is_written} in {file}: model.name {draft.values['model.name']} takes "
+        draft.report(where, f"{message}{module.model_type} only")
+        return {}
+    found = len(draft.errors)
+    values = _given(draft, node, module, keys, {})
+    return {} if len(draft.errors) > found else module.from_hugging_face(values)
+
+
 def _made(draft: Draft, node: Node, module: ModuleType, values: dict[str, Any]) -> dict[str, Any]:
     """The keys as the model's Config holds them once it is made, after asking it for impossible combinations."""
     try:
@@ -145,8 +189,8 @@ def _made(draft: Draft, node: Node, module: ModuleType, values: dict[str, Any]) 
         draft.report(node.key_at, f"the model refuses these keys: {error}")
         return dict.fromkeys(values, INVALID)
     for key, problem in problems:
-        preset = draft.values["model.preset"]
-        where = draft.place("model.preset" if node.get(key) is None and preset else f"model.{key}")
+        origin = next((of for of in ("preset", "weights") if draft.values[f"model.{of}"]), key)
+        where = draft.place(f"model.{key if node.get(key) is not None else origin}")
         draft.report(where, f"model.{key}: {problem}")
     return {name: getattr(config, name) for name in values}
 

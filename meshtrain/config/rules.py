@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshtrain import weights
 from meshtrain.config.errors import ConfigError, Place, any_of
 from meshtrain.config.nodes import Node, described
 from meshtrain.config.values import INVALID, convert
+from meshtrain.errors import InputError
 from meshtrain.layout import Layout, LayoutError
 
 # data.source -> what data.path names, or None where there is nothing to name.
@@ -188,6 +190,26 @@ def check_files(draft: Draft) -> None:
     if isinstance(tokenizer, str) and tokenizer != "bytes" and source in _OF_TOKENS:
         _report_missing(draft, "data.tokenizer", tokenizer, ("",))
 
+    start = draft.values.get("model.weights", INVALID)
+    if isinstance(start, str):
+        try:
+            weights.stored(Path(start).expanduser())
+        except InputError as error:
+            draft.report(draft.place("model.weights"), f"model.weights: {error}")
+    _check_export(draft, draft.values.get("train.export"), start)
+
+
+def _check_export(draft: Draft, export: Any, start: Any) -> None:
+    """Reports a folder into which the weights could not be written at the end of the run."""
+    if not isinstance(export, str):
+        return
+    folder = Path(export).expanduser().absolute()
+    problem = weights.export_problem(folder)
+    if isinstance(start, str) and folder.resolve() == Path(start).expanduser().resolve():
+        problem = f"{folder} is the folder of model.weights, with which the run starts: name another one"
+    if problem:
+        draft.report(draft.place("train.export"), f"train.export: {problem}")
+
 
 def _endings(source: str) -> tuple[str, ...]:
     return (".bin", ".idx") if source == "megatron" else ("",)
@@ -255,7 +277,7 @@ def check_layout(draft: Draft, sizes: dict[str, int], world_size: int | None, fo
 
 def trainable_layout_problems(sizes: dict[str, int]) -> list[tuple[str, str]]:
     """The axes of a layout that training does not build yet: (axis, sentence). A size of -1 is not judged."""
-    names = {"pp": "pipeline", "cp": "context", "tp": "tensor"}
+    names = {"pp": "pipeline", "cp": "context"}
     return [
         (
             axis,

@@ -1,40 +1,57 @@
 """Spreads one plain model over a mesh: every kind of parallelism is a line here, in the order in which they nest."""
 
+import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshtrain.dropout import place_dropouts
 from meshtrain.errors import InputError
 from meshtrain.layout import DATA_AXES
 from meshtrain.mesh import Mesh
 from meshtrain.numerics import compute_dtype, master_dtype
-from meshtrain.parallel.data import Waiting, replicate, shard
+from meshtrain.parallel.collectives import channel
+from meshtrain.parallel.data import replicate, shard
 from meshtrain.parallel.precision import casting
 from meshtrain.parallel.recompute import recomputed
+from meshtrain.parallel.swap import sum_partial_gradients, swap_layers
+from meshtrain.parallel.waiting import Waiting
+from meshtrain.split import SplitError, split_layers
+
+
+BUILT = (*DATA_AXES, "tp")  # axes that a model can be spread over
 
 
 def parallelize(
     model: nn.Module,
     mesh: Mesh,
     *,
+    tp_plan: Mapping[str, str] | None = None,
+    sequence_parallel: bool = True,
+    regather: bool = False,
+    symmetric_memory: bool = False,
     precision: str = "float32",
     recompute: str = "none",
     compile: bool = False,
     reshard_after_forward: bool = True,
     waiting: Waiting = nullcontext,
 ) -> nn.Module:
-    """Makes a plain model train under any data layout: DDP, FSDP, HSDP, or none of them in a world of one.
+    """Makes a plain model train under any layout of data and tensor parallelism; in a world of one it stays plain.
 
     The model stays the object that it was, with the same names of parameters. A backward of it ends with gradients
-    that are summed over the data ranks (see `parallel/data.py`). Blocks that share the work of a layout are those of
-    the model's `blocks()`; a model without that method is one block.
+    that are summed over the data ranks (see `parallel/data.py`) and, where each has seen a part, over the tensor ranks
+    (`parallel/partial.py`). Blocks that share the work of a layout are those of the model's `blocks()`; a model
+    without that method is one block.
 
     Args:
         model: on the mesh's device, with the values of rank 0 taken for all ranks; or, if `dp_shard` is larger than
             1, on the meta device.
         mesh: of the running job.
+        tp_plan: how layers split over `tp`; by default the `tp_plan` in the file of the model's class.
+        sequence_parallel, regather, symmetric_memory: see `split_over_tp`.
         precision: what blocks compute in: "float32", "float64", "bfloat16" or "float16".
         recompute: what blocks compute again in backward; see `recompute.py`.
         compile: each block by torch.compile.
@@ -45,19 +62,91 @@ def parallelize(
         The same model.
 
     Raises:
-        InputError: the layout splits an axis that models cannot be spread over.
+        InputError: the layout splits an axis that models cannot be spread over, or the model cannot be split.
+    """
+    model.to(master_dtype(precision))
+    _start_equal(model, mesh)
+    split_over_tp(
+        model,
+        mesh,
+        tp_plan,
+        sequence_parallel=sequence_parallel,
+        regather=regather,
+        symmetric_memory=symmetric_memory,
+        waiting=waiting,
+    )
+    return spread_over_data(
+        model,
+        mesh,
+        precision=precision,
+        recompute=recompute,
+        compile=compile,
+        reshard_after_forward=reshard_after_forward,
+        waiting=waiting,
+    )
+
+
+def split_over_tp(
+    model: nn.Module,
+    mesh: Mesh,
+    tp_plan: Mapping[str, str] | None = None,
+    *,
+    sequence_parallel: bool = True,
+    regather: bool = False,
+    symmetric_memory: bool = False,
+    waiting: Waiting = nullcontext,
+) -> None:
+    """The first half of `parallelize`: a model's layers, whole or on the meta device, become their parts over `tp`.
+
+    Args:
+        sequence_parallel: between the parallel layers each rank has a part of the sequence.
+        regather: parallel layers keep their part of an input and gather it again in backward.
+        symmetric_memory: products and their gather or scatter in one kernel, on GPUs that reach each other's memory.
+
+    Raises:
+        InputError: the layout splits an axis that models cannot be spread over, or the model cannot be split.
     """
     for axis in mesh.layout.axes:
-        if axis not in DATA_AXES and mesh.size(axis) > 1:
-            raise InputError(f"a model cannot be spread over {axis} yet: use {' and '.join(DATA_AXES)}, with {axis}: 1")
+        if axis not in BUILT and mesh.size(axis) > 1:
+            raise InputError(f"a model cannot be spread over {axis} yet: use {', '.join(BUILT)}, with {axis}: 1")
+    place_dropouts(model, mesh.index("tp") if sequence_parallel else 0)
+    if mesh.size("tp") == 1:
+        return
+    plan = getattr(sys.modules[type(model).__module__], "tp_plan", None) if tp_plan is None else tp_plan
+    if plan is None:
+        raise InputError(
+            f"{type(model).__name__} has no tp_plan, which says how its layers split: use tp: 1, or give one"
+        )
+    try:
+        splits = split_layers(model, plan, mesh.size("tp"))
+    except SplitError as error:
+        raise InputError(str(error)) from error
+    over = channel(mesh, "tp")
+    over.waiting = waiting
+    if symmetric_memory:
+        over.fuse()
+    swap_layers(model, splits, mesh, sequence_parallel=sequence_parallel, regather=regather)
+
+
+def spread_over_data(
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    precision: str = "float32",
+    recompute: str = "none",
+    compile: bool = False,
+    reshard_after_forward: bool = True,
+    waiting: Waiting = nullcontext,
+) -> nn.Module:
+    """The other half of `parallelize`: precision, recomputation and compilation of each block, then DDP, FSDP or HSDP."""
     blocks = blocks_of(model)
-    model.to(master_dtype(precision))
     _wrap_blocks(model, blocks, mesh, precision, recompute, compile)
-    _start_equal(model, mesh)
     if mesh.size("dp_shard") > 1:
         shard(model, blocks, mesh, precision=precision, reshard_after_forward=reshard_after_forward, waiting=waiting)
     elif mesh.size("dp_replicate") > 1:
         replicate(model, mesh, waiting)
+    if mesh.size("tp") > 1:
+        sum_partial_gradients(model, mesh)
     return model
 
 

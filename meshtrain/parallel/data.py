@@ -8,8 +8,9 @@ allow. FSDP and HSDP are torch's `fully_shard`.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,15 +18,16 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import DTensor
 
 from meshtrain.mesh import Mesh
 from meshtrain.numerics import compute_dtype, master_dtype
 from meshtrain.parallel.exchange import all_gather, reduce_scatter
+from meshtrain.parallel.waiting import Waiting
 
+REPLICAS = "dp_replicate"
 BUCKET_BYTES = 25 * 2**20  # as torch's DDP: large enough for bandwidth, small enough to start early
 SMALL = 2**21  # a block of fewer parameters than this (4 MiB in 16 bits) is not worth a gather of its own
-
-Waiting = Callable[[], AbstractContextManager]  # entered where this rank waits for others: it measures
 
 
 class Replicas:
@@ -36,14 +38,15 @@ class Replicas:
     backward waits for all of them, so that an ordinary loop needs no call of its own.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, waiting: Waiting) -> None:
+    def __init__(self, parameters: list[nn.Parameter], mesh: Mesh, waiting: Waiting) -> None:
         """
         Args:
             parameters: in the order of the forward; the backward, and so the buckets, go the other way round.
-            group: the ranks that hold copies.
+            mesh: whose ranks along `dp_replicate` hold copies.
             waiting: entered while the end of the backward waits.
         """
-        self.group = group
+        self.group = mesh.group(REPLICAS)
+        self.size, self.traffic = mesh.size(REPLICAS), mesh.traffic
         self.waiting = waiting
         self._last = True
         self._buckets = [_Bucket(some) for some in _split(list(reversed(parameters)))]
@@ -76,6 +79,7 @@ class Replicas:
             if bucket.missing > 0 and not all_of_them:
                 return
             bucket.adopt()
+            self.traffic.add(REPLICAS, "all_reduce", 2 * bucket.flat.nbytes * (self.size - 1) / self.size)
             work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
             assert work is not None  # this rank is in the group
             self._works.append(work)
@@ -93,26 +97,38 @@ class Replicas:
 
 
 class _Bucket:
-    """Some parameters, and one flat tensor that holds their gradients one after the other."""
+    """Some parameters, and one flat tensor that holds the gradients of this rank's parts of them, one after the other."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         self.missing = len(parameters)
-        first = parameters[0]
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        self.views = [
-            part.view_as(p)
-            for part, p in zip(self.flat.split([p.numel() for p in parameters]), parameters, strict=True)
-        ]
+        parts = [_local(p.detach()) for p in parameters]
+        self.flat = torch.zeros(sum(p.numel() for p in parts), dtype=parts[0].dtype, device=parts[0].device)
+        views = self.flat.split([p.numel() for p in parts])
+        self.grads = [_like(p, view.view_as(part)) for p, view, part in zip(parameters, views, parts, strict=True)]
 
     def adopt(self) -> None:
         """Moves gradients that autograd or the user's `zero_grad` put elsewhere into the flat tensor."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
+        for parameter, grad in zip(self.parameters, self.grads, strict=True):
+            view = _local(grad)
             if parameter.grad is None:
                 view.zero_()
-            elif parameter.grad.data_ptr() != view.data_ptr():
-                view.copy_(parameter.grad)
-            parameter.grad = view
+            elif _local(parameter.grad).data_ptr() != view.data_ptr():
+                view.copy_(_local(parameter.grad))
+            parameter.grad = grad
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(parameter: Tensor, part: Tensor) -> Tensor:
+    """A gradient of this parameter on this memory."""
+    if not isinstance(parameter, DTensor):
+        return part
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _split(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -121,19 +137,18 @@ def _split(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     size = 0
     for p in parameters:
         fits = buckets and buckets[-1][0].dtype == p.dtype and buckets[-1][0].device == p.device
-        if not fits or size + p.numel() * p.element_size() > BUCKET_BYTES:
+        own = _local(p.detach()).nbytes
+        if not fits or size + own > BUCKET_BYTES:
             buckets.append([])
             size = 0
         buckets[-1].append(p)
-        size += p.numel() * p.element_size()
+        size += own
     return buckets
 
 
 def replicate(model: nn.Module, mesh: Mesh, waiting: Waiting = nullcontext) -> None:
     """DDP over `dp_replicate`: from now on every backward ends with summed gradients."""
-    group = mesh.group("dp_replicate")
-    assert group is not None  # the axis is larger than 1
-    model.gradient_sync = Replicas([p for p in model.parameters() if p.requires_grad], group, waiting)  # type: ignore[assignment]
+    sync_when_last(model, Replicas([p for p in model.parameters() if p.requires_grad], mesh, waiting))
 
 
 def shard(
@@ -166,14 +181,15 @@ def shard(
         fully_shard(unit, mesh=group, mp_policy=types, reshard_after_forward=reshard)
     fully_shard(model, mesh=group, mp_policy=types, reshard_after_forward=False)
     assert isinstance(model, FSDPModule)
-    model.gradient_sync = Shards(model, reshard_after_forward)  # type: ignore[assignment]
+    sync_when_last(model, Shards(model, reshard_after_forward))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if mesh.device_type == "cpu":  # on a GPU communication runs on streams of its own
-                module.set_custom_all_gather(_AllGather(waiting))
-                module.set_custom_reduce_scatter(_ReduceScatter(waiting))
+            module.set_custom_all_gather(_AllGather(mesh, waiting))
+            module.set_custom_reduce_scatter(_ReduceScatter(mesh, waiting))
+            if mesh.size(REPLICAS) > 1:
+                module.set_all_reduce_hook(partial(_count_all_reduce, mesh))
 
 
 def _units(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:
@@ -196,29 +212,47 @@ def _units(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:
 
 
 class _AllGather(DefaultAllGather):
-    """FSDP's all-gather on a CPU, where it blocks: the time in it is time that the rank waits."""
+    """FSDP's all-gather, counted. On a CPU it blocks, so the time in it is time that the rank waits; on a GPU it runs
+    on a stream of its own."""
 
-    def __init__(self, waiting: Waiting) -> None:
-        self._waiting = waiting
+    def __init__(self, mesh: Mesh, waiting: Waiting) -> None:
+        self._mesh, self._waiting = mesh, waiting
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
+    ) -> dist.Work | None:
+        _count(self._mesh, "all_gather", output_tensor)
+        if self._mesh.device_type != "cpu":
+            return super().__call__(output_tensor, input_tensor, group, async_op)
         with self._waiting():
             all_gather(output_tensor, input_tensor, group)
+        return None
 
 
 class _ReduceScatter(DefaultReduceScatter):
-    """FSDP's reduce-scatter on a CPU. `op` is always the sum, because `shard` says so to FSDP."""
+    """FSDP's reduce-scatter, in the same way. `op` is always the sum, because `shard` says so to FSDP."""
 
-    def __init__(self, waiting: Waiting) -> None:
-        self._waiting = waiting
+    def __init__(self, mesh: Mesh, waiting: Waiting) -> None:
+        self._mesh, self._waiting = mesh, waiting
 
-    def __call__(  # type: ignore[override]  # FSDP asks for no work to wait for
+    def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
+    ) -> dist.Work | None:
+        _count(self._mesh, "reduce_scatter", input_tensor)
+        if self._mesh.device_type != "cpu":
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
         with self._waiting():
             reduce_scatter(output_tensor, input_tensor, group)
+        return None
+
+
+def _count(mesh: Mesh, kind: str, whole: Tensor) -> None:
+    mesh.traffic.add("dp_shard", kind, whole.nbytes * (1 - 1 / mesh.size("dp_shard")))
+
+
+def _count_all_reduce(mesh: Mesh, shards: Tensor) -> None:
+    """HSDP's sum over `dp_replicate`, which FSDP has just made of these gradients."""
+    mesh.traffic.add(REPLICAS, "all_reduce", 2 * shards.nbytes * (1 - 1 / mesh.size(REPLICAS)))
 
 
 class Shards:
@@ -243,12 +277,23 @@ class Shards:
             self._model.set_requires_all_reduce(last)
 
 
+class GradientSync(Protocol):
+    """Something that sums gradients when the last backward of a step ends."""
+
+    def set_last(self, last: bool) -> None: ...
+
+
+def sync_when_last(model: nn.Module, sync: GradientSync) -> None:
+    """`last_microbatch(model, ...)` tells this one too."""
+    syncs = getattr(model, "gradient_syncs", ())
+    model.gradient_syncs = (*syncs, sync)  # type: ignore[assignment]
+
+
 def last_microbatch(model: nn.Module, last: bool) -> None:
     """Says whether the next backward of a parallelized model is the last of its step.
 
     Only the last one sends what can wait until then. A loop without gradient accumulation need not call this; one with
-    it must, because under DDP a second backward would sum again what the first has summed.
+    it must, because a second backward would sum again what the first has summed.
     """
-    sync = getattr(model, "gradient_sync", None)  # a model in a world of one has none
-    if sync is not None:
+    for sync in getattr(model, "gradient_syncs", ()):  # a model in a world of one has none
         sync.set_last(last)

@@ -11,15 +11,14 @@ from meshtrain.data.order import batch_samples, share
 from meshtrain.metrics import read
 from tests.launching import run, torchrun
 from tests.parity.cells import assert_same, train
-from tests.parity.experiments import LAYOUTS, Experiment, experiments
+from tests.parity.experiments import LAYOUTS, Experiment, experiments, variants
 
 CELLS = [
-    (world, layout, name, keeps)
+    (world, layout, name, more)
     for world, layouts in LAYOUTS.items()
     for layout, names in layouts
     for name in names
-    # FSDP that keeps its parameters sends gradients at another time: a path of its own.
-    for keeps in ((False, True) if "shard" in layout and name == "float64" and world in (2, 4) else (False,))
+    for more in variants(world, layout, name)
 ]
 
 
@@ -46,17 +45,14 @@ def trained(folder: Path, known: dict[str, Experiment]) -> dict[tuple, list[dict
     found = {}
     for world in LAYOUTS:
         cells = [cell for cell in CELLS if cell[0] == world]
-        runs = [
-            (known[name], f"{world}/{i}", layout, ("parallel.reshard_after_forward=false",) if keeps else ())
-            for i, (_, layout, name, keeps) in enumerate(cells)
-        ]
+        runs = [(known[name], f"{world}/{i}", layout, more) for i, (_, layout, name, more) in enumerate(cells)]
         train(folder, world, runs)
         found |= {cell: read(folder / f"{world}/{i}/metrics.jsonl") for i, cell in enumerate(cells)}
     return found
 
 
 @pytest.mark.timeout(900)  # the first cell waits for all the jobs
-@pytest.mark.parametrize("cell", CELLS, ids=lambda c: f"{c[0]} {c[1]} {c[2]}" + " keeps" * c[3])
+@pytest.mark.parametrize("cell", CELLS, ids=lambda c: f"{c[0]} {c[1]} {c[2]} {' '.join(c[3])}".strip())
 def test_same_curve_as_one_process(
     cell: tuple, trained: dict[tuple, list[dict]], references: dict[str, list[dict]], known: dict[str, Experiment]
 ) -> None:

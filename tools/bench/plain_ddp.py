@@ -44,14 +44,7 @@ def train(
     plain = llama.Model(llama.Config(**{key: value for key, value in config["model"].items() if key != "name"}))
     plain.load_state_dict(load_file(weights))
     model: nn.Module = DistributedDataParallel(plain, gradient_as_bucket_view=True) if world > 1 else plain
-    decay = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
-        lr=config["optimizer"]["lr"],
-        betas=(0.9, 0.95),
-        fused=True,
-    )
+    optimizer = adamw(model, config["optimizer"]["lr"])
     data = np.memmap(tokens, np.uint16, "r")
     s, size, micro = config["data"]["seq_len"], config["batch"]["global_size"], config["batch"]["micro_size"]
     with log.open("w") if rank == 0 else nullcontext() as lines:
@@ -78,6 +71,14 @@ def train(
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()
+
+
+def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """The usual AdamW of a language model: 1-d parameters do not decay."""
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
 
 def read(data: np.memmap, samples: list[int], s: int) -> tuple[Tensor, Tensor]:

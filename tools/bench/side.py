@@ -1,9 +1,10 @@
-"""One rank of one side of data_parallel.py: runs plain_ddp.py or meshtrain's command, a few steps at a time.
+"""One rank of one side of a benchmark: runs meshtrain's command or a script beside it, a few steps at a time.
 
 Between its turns it waits on a socket and takes no CPU time. What is measured is the process's own clock of CPU time,
 all threads included, and that of the processes that read data for it.
 """
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -18,7 +19,6 @@ from typing import Any
 import yaml
 
 from meshtrain import train as command
-from meshtrain.locate import python_file
 from meshtrain.profile import Profiler
 
 
@@ -28,7 +28,7 @@ class Turns:
     def __init__(self, address: str, side: int, warm_up: int, steps: int) -> None:
         """
         Args:
-            address: the socket at which data_parallel.py listens.
+            address: the socket at which harness.py listens.
             side: the number of this side there.
             warm_up: steps before the first turn.
             steps: of a turn.
@@ -82,17 +82,28 @@ def run_meshtrain(arguments: list[str], before_step: Callable[[int], None]) -> i
     return command.main(arguments)
 
 
+def overridden(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """The YAML's values with `key.path=value` in their places."""
+    for text in overrides:
+        path, _, value = text.partition("=")
+        *sections, key = path.split(".")
+        section = values
+        for name in sections:
+            section = section[name]
+        section[key] = yaml.safe_load(value)
+    return values
+
+
 def main() -> int:
-    """Called by data_parallel.py: a JSON object of `Turns`, then the side's name, then its arguments."""
+    """Called by harness.py: a JSON object of `Turns`, then the kind of side, then its arguments."""
     turns = Turns(**json.loads(sys.argv[1]))
     kind, *arguments = sys.argv[2:]
     if kind == "meshtrain":
         return run_meshtrain(arguments, turns.before_step)
-    config, steps, *paths = arguments
-    values = yaml.safe_load(Path(config).read_text())
-    values["train"]["steps"] = int(steps)
-    plain = python_file(Path(__file__).parent / "plain_ddp.py")
-    plain.train(values, *map(Path, paths), before_step=turns.before_step)
+    config, tokens, weights, log, *overrides = arguments
+    values = overridden(yaml.safe_load(Path(config).read_text()), overrides)
+    script = importlib.import_module(kind)  # this folder is on the path, because this file is run by its path
+    script.train(values, Path(tokens), Path(weights), Path(log), before_step=turns.before_step)
     return 0
 
 

@@ -1,0 +1,158 @@
+"""Dropout that is the same on every layout.
+
+Whether an element is dropped is a function of (seed, the module's full name, step, position of its sample in the global
+batch, place in the sample), computed where the element is. No generator and no state: so any layout, any size of a
+microbatch, a block that runs again in backward, and a compiled block drop the same elements, on a CPU and on a GPU.
+"""
+
+import hashlib
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Dropout(nn.Module):
+    """Sets elements to 0 with probability p and multiplies the others by 1 / (1 - p), in training only.
+
+    In a plain model it is `nn.Dropout`. In a model that `place_dropouts` has seen (`parallelize` calls it) its masks
+    are those of the run, and `set_dropout` says before each forward which.
+
+    For tensors of which every rank has whole samples or, with sequence parallelism, a contiguous part of each sequence:
+    the residual stream, which is the embedding's output and what attention and feed-forward parts add to it. Not for
+    what lies between a colwise and a rowwise layer: there the features are split over `tp`, and every rank would drop
+    the same ones of its own. A module used in two places drops the same elements in both: give each place its own.
+    """
+
+    def __init__(self, p: float) -> None:
+        """
+        Raises:
+            ValueError: p is not a probability below 1.
+        """
+        super().__init__()
+        if not 0 <= p < 1:
+            raise ValueError(f"dropout with probability {p}: expected 0 <= p < 1")
+        self.p = p
+        self.placed = False
+        self.part = 0  # which part of the sequence this rank has, counted in parts of the length that it sees
+        # (b), one hash for each sample of the microbatch. A tensor, and no buffer: the compiler takes it as an input,
+        # so neither a step nor another layer compiles anew, and checkpoints and FSDP have nothing to do with it.
+        self.keys: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (b, s, d), or any (b, ...), of which `part` counts along the second dim.
+
+        Raises:
+            RuntimeError: nobody said which samples of which step these are.
+        """
+        if self.p == 0 or not self.training:
+            return x
+        if not self.placed:
+            return F.dropout(x, self.p)
+        if self.keys is None or self.keys.shape[0] != x.shape[0]:
+            known = 0 if self.keys is None else self.keys.shape[0]
+            raise RuntimeError(
+                f"dropout of a batch of {x.shape[0]} samples, but set_dropout told of {known}: call "
+                "set_dropout(model, seed=..., step=..., samples=...) before each forward in training"
+            )
+        return torch.where(kept(self.keys, x.shape, self.part, self.p), x * (1 / (1 - self.p)), 0)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+def place_dropouts(model: nn.Module, part: int = 0) -> None:
+    """Makes every `Dropout` of a model take the masks that `set_dropout` sets.
+
+    Args:
+        model: the whole model, whose names of modules become part of the masks; on any device, meta included.
+        part: with sequence parallelism the index on `tp`: rank i sees the i-th of equal parts of each sequence. 0 where
+            every rank sees whole sequences.
+    """
+    placed = {name: module for name, module in model.named_modules() if isinstance(module, Dropout)}
+    for module in placed.values():
+        module.placed, module.part = True, part
+    model.dropout_masks = _Masks(placed)  # type: ignore[assignment]  # as any attribute that is no module
+
+
+def set_dropout(model: nn.Module, *, seed: int, step: int, samples: range) -> None:
+    """Says what the next forward is of; a loop of one's own calls it before each forward in training.
+
+    Nothing waits for the device. Where a block runs again in backward (`recompute`), this holds until that backward is
+    done; whoever runs several forwards before their backwards sets it again before each backward.
+
+    Args:
+        model: whole and parallelized, or plain.
+        step: any number that no other step of the run has.
+        samples: the positions in the global batch of the rows of the forward, padding counted on behind the last one.
+    """
+    masks = getattr(model, "dropout_masks", None)
+    if masks is None:
+        place_dropouts(model)
+        masks = model.dropout_masks
+    assert isinstance(masks, _Masks)
+    if masks.needed():
+        first = next(model.parameters(), None)
+        masks.set(seed, step, samples, torch.device("cpu") if first is None else first.device)
+
+
+class _Masks:
+    """The keys of all dropouts of a model: one table, a row for each, in the same memory in every step."""
+
+    def __init__(self, dropouts: dict[str, Dropout]) -> None:
+        self._dropouts = list(dropouts.values())
+        self._hashes = [[_hash64(f"meshtrain dropout {name}")] for name in dropouts]
+        self._names = torch.empty(0)  # (n, 1) on the device
+        self._table = torch.empty(0)  # (n, b) there
+
+    def needed(self) -> bool:
+        return any(dropout.p > 0 for dropout in self._dropouts)
+
+    def set(self, seed: int, step: int, samples: range, device: torch.device) -> None:
+        shape = (len(self._dropouts), len(samples))
+        if self._table.shape != shape or self._table.device != device:
+            self._names = torch.tensor(self._hashes, dtype=torch.int64, device=device)
+            self._table = torch.empty(shape, dtype=torch.int64, device=device)
+            for dropout, row in zip(self._dropouts, self._table, strict=True):
+                dropout.keys = row
+        hashes = [_hash64(f"meshtrain dropout {seed} {step} {sample}") for sample in samples]
+        keys = torch.tensor(hashes, dtype=torch.int64, pin_memory=device.type == "cuda")
+        torch.bitwise_xor(self._names, keys.to(device, non_blocking=True), out=self._table)
+
+
+def kept(keys: Tensor, shape: torch.Size, part: int, p: float) -> Tensor:
+    """The elements that stay, as booleans of `shape` (b, ..., d): each with probability 1 - p, to 2^-32.
+
+    Rows of d elements are numbered through the sample, those of part i behind those of the parts before it. SplitMix64
+    started at each sample's key gives 64 bits for every two elements of a row, 32 for each.
+
+    Args:
+        keys: (b) int64 on the device.
+    """
+    b, width = shape[0], shape[-1] if len(shape) > 1 else 1
+    rows, words = shape[1:-1].numel(), (width + 1) // 2
+    numbers = torch.arange(rows * words, device=keys.device) + part * (rows * words)
+    bits = _mix(_mix(keys)[:, None] + numbers * _GOLDEN).view(b, rows, words, 1)
+    # Not `view(torch.int32)`: torch 2.13 compiles that and the slice to code that writes past its memory on a CPU.
+    halves = torch.cat((bits, bits >> 32), dim=-1) & (2**32 - 1)
+    return (halves >= round(p * 2**32)).flatten(2)[..., :width].reshape(shape)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same 64 bits."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _hash64(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+
+
+_GOLDEN, _FIRST, _SECOND = (_signed(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA
+    2014) of each int64: products wrap around, and a mask makes the shifts logical."""
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * _FIRST
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * _SECOND
+    return x ^ ((x >> 31) & (2**33 - 1))

@@ -1,0 +1,155 @@
+"""The matrix products of column- and row-parallel layers with the communication between them, as operators.
+
+Everything is two-dimensional here: x is (n, d), a row per token. With sequence sharding a rank has (n/t, d), and tokens
+are in the order of the sequence first, so that the parts of the ranks lie one behind the other in memory.
+
+A layer's forward, its input gradient and its weight gradient are three functions at the top: whoever computes them in
+other numbers changes these.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshtrain.parallel.collectives import Channel, named, operator
+
+
+def forward_product(x: Tensor, weight: Tensor) -> Tensor:
+    """(n, d) and (f, d) -> (n, f)."""
+    return x @ weight.t()
+
+
+def input_product(grad: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of x (n, d) from that of the output (n, f)."""
+    return grad @ weight
+
+
+def weight_product(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of the weight (f, d) from that of the output (n, f)."""
+    return grad.t() @ x
+
+
+def _columns(x: Tensor, weights: Sequence[Tensor], channel: str, sequence: bool, keep: bool) -> list[Tensor]:
+    """Products of one input with several weights. With `sequence` the input is gathered first, and given back if
+    it is to be kept for the backward: [gathered,] y1, y2, ..."""
+    if not sequence:
+        return [forward_product(x, weight) for weight in weights]
+    over = named(channel)
+    if over.fused:
+        gathered, ys = torch.ops.symm_mem.fused_all_gather_matmul(
+            x.contiguous(), [weight.t() for weight in weights], 0, channel, return_A=keep
+        )
+        return [gathered, *ys] if keep else list(ys)
+    gathered = over.start_all_gather(x.contiguous()).wait()
+    ys = [forward_product(gathered, weight) for weight in weights]
+    return [gathered, *ys] if keep else ys
+
+
+def _columns_shapes(x: Tensor, weights: Sequence[Tensor], channel: str, sequence: bool, keep: bool) -> list[Tensor]:
+    n = x.shape[0] * (named(channel).size if sequence else 1)
+    ys = [x.new_empty(n, weight.shape[0]) for weight in weights]
+    return [x.new_empty(n, x.shape[1]), *ys] if sequence and keep else ys
+
+
+def _columns_backward(
+    grads: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], channel: str, sequence: bool, kept: bool
+) -> list[Tensor]:
+    """The gradients of the input and of each weight; the input's is summed over the ranks while the weights' are
+    computed. Without `kept` x is this rank's part of the input, which is gathered again meanwhile."""
+    over = named(channel)
+    again = over.start_all_gather(x.contiguous()) if sequence and not kept else None
+    dx = input_product(grads[0], weights[0])
+    for grad, weight in zip(grads[1:], weights[1:], strict=True):
+        dx.addmm_(grad, weight) if dx.dtype == grad.dtype else dx.add_(input_product(grad, weight))
+    summed = over.start_reduce_scatter(dx) if sequence else over.start_all_reduce(dx)
+    whole = x if again is None else again.wait()
+    products = [weight_product(grad, whole) for grad in grads]
+    return [summed.wait(), *products]
+
+
+def _columns_backward_shapes(
+    grads: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], channel: str, sequence: bool, kept: bool
+) -> list[Tensor]:
+    n = grads[0].shape[0] // (named(channel).size if sequence else 1)
+    return [x.new_empty(n, x.shape[1]), *(torch.empty_like(weight) for weight in weights)]
+
+
+def _row(x: Tensor, weight: Tensor, channel: str, sequence: bool) -> Tensor:
+    """This rank's addend of the product, summed over the ranks: the whole (n, d), or with `sequence` a part (n/t, d)."""
+    over = named(channel)
+    if sequence and over.fused:
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), weight.t(), "sum", 0, channel)
+    y = forward_product(x, weight)
+    return (over.start_reduce_scatter(y) if sequence else over.start_all_reduce(y)).wait()
+
+
+def _row_shapes(x: Tensor, weight: Tensor, channel: str, sequence: bool) -> Tensor:
+    return x.new_empty(x.shape[0] // (named(channel).size if sequence else 1), weight.shape[0])
+
+
+def _row_backward(grad: Tensor, x: Tensor, weight: Tensor, channel: str, sequence: bool) -> list[Tensor]:
+    """The gradients of the input and the weight."""
+    whole = named(channel).start_all_gather(grad.contiguous()).wait() if sequence else grad
+    return [input_product(whole, weight), weight_product(whole, x)]
+
+
+def _row_backward_shapes(grad: Tensor, x: Tensor, weight: Tensor, channel: str, sequence: bool) -> list[Tensor]:
+    return [x.new_empty(x.shape), torch.empty_like(weight)]
+
+
+operator(
+    "columns(Tensor x, Tensor[] weights, str channel, bool sequence, bool keep) -> Tensor[]", _columns, _columns_shapes
+)
+operator(
+    "columns_backward(Tensor[] grads, Tensor x, Tensor[] weights, str channel, bool sequence, bool kept) -> Tensor[]",
+    _columns_backward,
+    _columns_backward_shapes,
+)
+operator("row(Tensor x, Tensor weight, str channel, bool sequence) -> Tensor", _row, _row_shapes)
+operator(
+    "row_backward(Tensor grad, Tensor x, Tensor weight, str channel, bool sequence) -> Tensor[]",
+    _row_backward,
+    _row_backward_shapes,
+)
+ops = torch.ops.meshtrain
+
+
+class Columns(torch.autograd.Function):
+    """x (n, d), or (n/t, d) with `sequence`, times several weights (f_i/t, d) -> each (n, f_i/t)."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, x: Tensor, over: Channel, sequence: bool, keep: bool, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ys = ops.columns(x, weights, over.name, sequence, keep)
+        saved = x
+        if sequence and keep:
+            saved, *ys = ys
+        ctx.save_for_backward(saved, *weights)
+        ctx.how = over.name, sequence, keep  # type: ignore[attr-defined]
+        return tuple(ys)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors  # type: ignore[attr-defined]
+        dx, *products = ops.columns_backward(grads, x, weights, *ctx.how)  # type: ignore[attr-defined]
+        return dx, None, None, None, *products
+
+
+class Row(torch.autograd.Function):
+    """x (n, f/t) times a weight (d, f/t), summed over the ranks -> (n, d), or (n/t, d) with `sequence`."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor, over: Channel, sequence: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.how = over.name, sequence  # type: ignore[attr-defined]
+        return ops.row(x, weight, over.name, sequence)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        dx, product = ops.row_backward(grad, x, weight, *ctx.how)  # type: ignore[attr-defined]
+        return dx, product, None, None

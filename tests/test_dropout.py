@@ -1,0 +1,237 @@
+"""Dropout: good masks, and the same ones whatever computes them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from meshtrain.data.order import mix
+from meshtrain.dropout import Dropout, kept, place_dropouts, set_dropout
+from meshtrain.locate import model_file
+from meshtrain.parallel.recompute import recomputed
+
+llama = model_file("llama")
+
+
+class Two(nn.Module):
+    """Two dropouts, whose masks on ones are the output."""
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        self.first, self.second = Dropout(p), Dropout(p)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+def masks(
+    shape: tuple[int, ...], *, p: float = 0.5, seed: int = 0, step: int = 1, first: int = 0, part: int = 0
+) -> list[Tensor]:
+    """Where the two dropouts keep, as booleans."""
+    model = Two(p)
+    place_dropouts(model, part)
+    set_dropout(model, seed=seed, step=step, samples=range(first, first + shape[0]))
+    return [y != 0 for y in model(torch.ones(shape))]
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    """Between two arrays of booleans, in units of its standard deviation if they are independent."""
+    a, b = a.double().flatten(), b.double().flatten()
+    return float(torch.corrcoef(torch.stack([a, b]))[0, 1]) * a.numel() ** 0.5
+
+
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])
+def test_share_and_scale_of_what_is_kept(p: float) -> None:
+    model = Two(p)
+    set_dropout(model, seed=3, step=1, samples=range(8))
+    x = torch.rand(8, 64, 101, dtype=torch.float64) + 1
+    y = model(x)[0]
+    torch.testing.assert_close(y[y != 0], x[y != 0] / (1 - p), rtol=1e-12, atol=0)
+    for dim in (None, 0, 1, 2):  # altogether, and of each sample, position and feature
+        share = (y != 0).double().mean(dim=None if dim is None else [d for d in range(3) if d != dim])
+        n = y.numel() / share.numel()
+        assert (share - (1 - p)).abs().max() < 5 * (p * (1 - p) / n) ** 0.5 + 5 / n
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_masks_have_nothing_to_do_with_each_other(p: float) -> None:
+    shape = (8, 64, 96)
+    mask, other_name = masks(shape, p=p)
+    others = {
+        "name": other_name,
+        "step": masks(shape, p=p, step=2)[0],
+        "seed": masks(shape, p=p, seed=1)[0],
+        "samples": masks(shape, p=p, first=8)[0],
+        "part": masks(shape, p=p, part=1)[0],
+    }
+    found = {what: correlation(mask, other) for what, other in others.items()}
+    for dim in range(3):
+        for lag in (1, 2, 3):
+            n = shape[dim] - lag
+            found[f"dim {dim}, lag {lag}"] = correlation(mask.narrow(dim, 0, n), mask.narrow(dim, lag, n))
+    assert {what: z for what, z in found.items() if not abs(z) < 5} == {}
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    rows=st.integers(1, 4),
+    width=st.integers(1, 7),
+    parts=st.integers(1, 4),
+    micro=st.integers(1, 4),
+    b=st.integers(1, 6),
+)
+def test_parts_and_microbatches_make_the_whole(rows: int, width: int, parts: int, micro: int, b: int) -> None:
+    """Ranks that share a sequence, and microbatches that share a batch, drop what one process drops at once."""
+    whole = masks((b, rows * parts, width))
+    pieces = [
+        [masks((min(micro, b - first), rows, width), first=first, part=part) for part in range(parts)]
+        for first in range(0, b, micro)
+    ]
+    for i in range(2):
+        assert torch.equal(torch.cat([torch.cat([piece[i] for piece in row], 1) for row in pieces]), whole[i])
+
+
+@settings(deadline=None, max_examples=30)
+@given(key=st.integers(-(2**63), 2**63 - 1), part=st.integers(0, 5), p=st.floats(0, 1, exclude_max=True))
+def test_it_is_splitmix64_of_the_element(key: int, part: int, p: float) -> None:
+    """Against integers of Python, which do not wrap around; signed tensors must not show."""
+    found = kept(torch.tensor([key]), torch.Size((1, 3, 5)), part, p)
+    start = mix(0, key % 2**64)
+    for row in range(3):
+        for feature in range(5):
+            word = mix((part * 3 + row) * 3 + feature // 2, start)
+            assert found[0, row, feature] == ((word >> 32 * (feature % 2)) % 2**32 >= round(p * 2**32))
+
+
+def test_masks_stay_as_they_are() -> None:
+    """A checkpoint of today goes on with the same masks tomorrow."""
+    model = nn.ModuleDict({"mlp_dropout": Dropout(0.5)})
+    set_dropout(model, seed=0, step=1, samples=range(1))
+    mask = (model["mlp_dropout"](torch.ones(1, 2, 16)) != 0).int().flatten(1)[0].tolist()
+    assert "".join(map(str, mask)) == "11111100101000110101010011000111"
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 6), (4, 3, 5, 7)])
+def test_any_shape(shape: tuple[int, ...]) -> None:
+    first = masks(shape)[0]
+    assert first.shape == shape
+    assert torch.equal(first[1:3], masks((2, *shape[1:]), first=1)[0])
+
+
+def test_without_keys_it_is_torchs_own() -> None:
+    x = torch.rand(3, 5, 8)
+    torch.manual_seed(0)
+    ours = Dropout(0.3)(x)
+    torch.manual_seed(0)
+    assert torch.equal(ours, nn.Dropout(0.3)(x))
+
+
+def test_nothing_is_dropped_in_evaluation_nor_with_0() -> None:
+    x = torch.rand(3, 5, 8)
+    placed = Two()
+    place_dropouts(placed)
+    assert all(y is x for y in (Dropout(0.0)(x), Dropout(0.3).eval()(x), *placed.eval()(x)))
+    none = Two(0.0)
+    set_dropout(none, seed=0, step=1, samples=range(3))
+    assert none.first.keys is None  # nothing was computed nor copied
+    assert all(y is x for y in none(x))
+
+
+def test_a_placed_model_wants_to_know_the_samples() -> None:
+    model = Two()
+    place_dropouts(model)
+    with pytest.raises(RuntimeError, match="call set_dropout"):
+        model(torch.ones(2, 3))
+    set_dropout(model, seed=0, step=1, samples=range(1))
+    with pytest.raises(RuntimeError, match="batch of 2 samples, but set_dropout told of 1"):
+        model(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.0, float("nan")])
+def test_p_is_a_probability_below_1(p: float) -> None:
+    with pytest.raises(ValueError, match="expected 0 <= p < 1"):
+        Dropout(p)
+    ((key, problem),) = llama.check(llama.Config(hidden_dropout=p))
+    assert (key, "from 0 to below 1" in problem) == ("hidden_dropout", True)
+
+
+def small_llama(wrap: Callable[[Callable], Callable] = lambda forward: forward) -> nn.Module:
+    """A Llama whose layers' forwards are wrapped."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2, "num_hidden_layers": 2}
+    model = llama.Model(llama.Config(**sizes, vocab_size=30, hidden_dropout=0.2)).double()
+    for layer in model.model.layers:
+        layer.forward = wrap(layer.forward)
+    return model
+
+
+def two_steps(model: nn.Module) -> list[Tensor]:
+    """Logits and gradients of two microbatches in each of two steps."""
+    tokens = torch.randint(0, 30, (4, 6), generator=torch.Generator().manual_seed(1))
+    found = []
+    for step in (1, 2):
+        for samples in (range(0, 2), range(2, 4)):
+            set_dropout(model, seed=0, step=step, samples=samples)
+            logits = model(tokens[samples.start : samples.stop])
+            logits.square().sum().backward()
+            found.append(logits.detach())
+        found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    return found
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_a_block_that_runs_again_drops_the_same(recompute: str) -> None:
+    again = two_steps(small_llama(lambda forward: recomputed(forward, recompute)))
+    for found, expected in zip(again, two_steps(small_llama()), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_microbatches_of_any_size_have_the_gradient_of_one() -> None:
+    whole, halves = small_llama(), small_llama()
+    tokens = torch.randint(0, 30, (4, 6), generator=torch.Generator().manual_seed(1))
+    set_dropout(whole, seed=0, step=1, samples=range(4))
+    whole(tokens).square().sum().backward()
+    for rows in (range(0, 3), range(3, 4)):
+        set_dropout(halves, seed=0, step=1, samples=rows)
+        halves(tokens[rows.start : rows.stop]).square().sum().backward()
+    for found, expected in zip(halves.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_a_compiled_block_drops_the_same_and_is_compiled_once() -> None:
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.dropout = nn.Linear(9, 9), Dropout(0.3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.dropout(torch.tanh(self.linear(x)))
+
+    def outputs(compiled: Callable[[Callable], Callable]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(), Block(), Block())
+        forwards = [compiled(block.forward) for block in model]
+        found = []
+        for step in (1, 2, 3):
+            set_dropout(model, seed=0, step=step, samples=range(step, step + 4))
+            x = torch.linspace(-1, 1, 4 * 7 * 9).view(4, 7, 9).requires_grad_()
+            for forward in forwards:
+                x = forward(x)
+            found.append(x)
+        return found
+
+    eager = outputs(lambda forward: forward)
+    for found, expected in zip(outputs(lambda f: torch.compile(f, fullgraph=True)), eager, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch._dynamo.reset()
+    outputs(lambda f: torch.compile(f, fullgraph=True, backend=count))
+    assert len(graphs) == 1  # one for all steps, samples and layers

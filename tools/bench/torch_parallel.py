@@ -1,0 +1,151 @@
+"""Tensor-parallel training with what torch brings: `parallelize_module` by a plan, and `fully_shard` over `dp_shard`.
+
+It is what meshtrain's tensor parallelism is measured against. The plan is the field's usual one for a Llama (as in
+torchtitan): one input serves q, k and v, and one gate and up; the logits stay shards of the vocabulary, and the loss is
+taken from them (`loss_parallel`). FSDP keeps its parameters over a step and sends gradients in the last microbatch.
+
+Of meshtrain it uses the plain model and the order of the samples.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from meshtrain.data.order import batch_samples
+from meshtrain.locate import model_file
+from plain_ddp import adamw, read
+
+
+def train(
+    config: dict[str, Any], tokens: Path, weights: Path, log: Path, before_step: Callable[[int], None] = lambda _: None
+) -> None:
+    """Trains on this rank; rank 0 writes a line with each step's loss.
+
+    Args:
+        config: the YAML as it is read; `layout` has `tp` and may have `dp_shard`, and `parallel.sequence_parallel` is
+            whether activations between the parallel regions are shards of the sequence.
+        tokens: a file of uint16 tokens.
+        weights: the first weights, a safetensors file.
+        before_step: called with the number of each step, from 1, before it begins.
+    """
+    dist.init_process_group("gloo")
+    dp, tp = config["layout"].get("dp_shard", 1), config["layout"]["tp"]
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp_shard", "tp"))
+    llama = model_file("llama")
+    model = llama.Model(llama.Config(**{key: value for key, value in config["model"].items() if key != "name"}))
+    model.load_state_dict(load_file(weights))
+    parallelize(model, mesh, config["parallel"]["sequence_parallel"])
+    optimizer = adamw(model, config["optimizer"]["lr"])
+    data = np.memmap(tokens, np.uint16, "r")
+    s, size, micro = config["data"]["seq_len"], config["batch"]["global_size"], config["batch"]["micro_size"]
+    place, share = mesh.get_local_rank("dp_shard"), size // dp
+    with log.open("w") if dist.get_rank() == 0 else nullcontext() as lines:
+        for step in range(1, config["train"]["steps"] + 1):
+            before_step(step)
+            samples = batch_samples(config["train"]["seed"], step - 1, size, (len(data) - 1) // s)
+            mine = samples[place * share : (place + 1) * share]
+            total = torch.zeros(())
+            for i in range(0, share, micro):
+                last_microbatch(model, i + micro >= share)
+                inputs, targets = read(data, mine[i : i + micro], s)
+                with loss_parallel():
+                    loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum") / (size * s)
+                    (loss * dp).backward()  # FSDP takes the mean over the ranks of dp_shard
+                total += loss.detach().to_local()
+            norm = clip(model, 1.0, mesh)
+            optimizer.step()
+            optimizer.zero_grad()
+            if dp > 1:
+                dist.all_reduce(total, group=mesh.get_group("dp_shard"))
+            if lines is not None:
+                row = {"step": step, "loss": total.item(), "grad_norm": norm.item()}
+                print(json.dumps(row), file=lines, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """Splits the parameters of a Llama over `tp`, and those parts over `dp_shard`."""
+    parallelize_module(model, mesh["tp"], plan(Shard(1) if sequence_parallel else Replicate()))
+    if mesh.size(0) > 1:
+        fully_shard(model, mesh=mesh["dp_shard"], reshard_after_forward=False)  # in units of a layer it takes longer
+
+
+def plan(between: Placement) -> dict[str, ParallelStyle]:
+    """How each layer splits, when activations (b, s, d) are placed so between the parallel regions."""
+    attention = PrepareModuleInput(
+        input_layouts=(between, None, None, None), desired_input_layouts=(Replicate(), None, None, None)
+    )
+    styles: dict[str, ParallelStyle] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "model.layers.*.self_attn": attention,
+        "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
+        "model.layers.*.self_attn.o_proj": RowwiseParallel(output_layouts=between),
+        "model.layers.*.mlp": PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate()),
+        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+        "model.layers.*.mlp.up_proj": ColwiseParallel(),
+        "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=between),
+        "lm_head": ColwiseParallel(input_layouts=between, use_local_output=False),
+    }
+    if between.is_shard():  # else every rank of tp has the whole norm and the whole gradient, as in one process
+        norms = ("model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm", "model.norm")
+        styles |= {name: SequenceParallel() for name in norms}
+    return styles
+
+
+def last_microbatch(model: nn.Module, last: bool) -> None:
+    """FSDP keeps whole parameters and gradients until the last backward of a step."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+        model.set_is_last_backward(last)
+
+
+def clip(model: nn.Module, largest: float, mesh: DeviceMesh) -> Tensor:
+    """Scales gradients so that their norm is at most `largest`; returns what it was. One all-reduce serves all ranks."""
+    squares = torch.zeros(())
+    parts: list[Tensor] = []
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        assert gradient is not None
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+            if gradient.placements != parameter.placements:
+                # The embedding's is whole on every rank; a norm's, under sequence_parallel, is still to be summed.
+                gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
+            gradient = gradient.to_local()
+        squares += gradient.square().sum() / copies(parameter, mesh)
+        parts.append(gradient)
+    dist.all_reduce(squares)
+    norm = squares.sqrt()
+    torch._foreach_mul_(parts, torch.clamp(largest / (norm + 1e-6), max=1.0))
+    return norm
+
+
+def copies(parameter: Tensor, mesh: DeviceMesh) -> int:
+    """How many ranks of the mesh hold the same part of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return mesh.size()
+    parts = [parameter.device_mesh.size(i) for i, place in enumerate(parameter.placements) if place.is_shard()]
+    return mesh.size() // math.prod(parts)
