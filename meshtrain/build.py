@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from meshtrain.huggingface import check_weights, load_weights
 from meshtrain.init import initialise, materialise
 from meshtrain.locate import model_file
 from meshtrain.mesh import Mesh
@@ -56,11 +57,17 @@ def build_model(config: "Config", mesh: Mesh, device: torch.device, waiting: Wai
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.train.seed)
             model = module.Model(model_config).to(device)
-        return parallelize(model, mesh, **over_tp, **over_data, waiting=waiting)
+        parallelize(model, mesh, **over_tp, **over_data, waiting=waiting)
+        if config.model.weights is not None:
+            load_weights(model, config.model.weights)
+        return model
 
     def give_values() -> None:
         materialise(model, device)
-        initialise(model, plan, seed=config.train.seed, std=getattr(model_config, "initializer_range", 0.02))
+        if config.model.weights is not None:
+            load_weights(model, config.model.weights)
+        else:
+            initialise(model, plan, seed=config.train.seed, std=getattr(model_config, "initializer_range", 0.02))
 
     model.to(master_dtype(precision))
     split_over_tp(model, mesh, **over_tp, waiting=waiting)
@@ -70,6 +77,16 @@ def build_model(config: "Config", mesh: Mesh, device: torch.device, waiting: Wai
     if mesh.size("dp_shard") > 1:  # FSDP splits a model that has no memory yet
         give_values()
     return model
+
+
+def check_start(config: "Config") -> None:
+    """Whether the weights that a run is to start from are those of its model; reads headers only.
+
+    Raises:
+        InputError: they are not.
+    """
+    if config.model.weights is not None:
+        check_weights(plain_model(config), config.model.weights, config.model.keys)
 
 
 def parameter_count(model: nn.Module) -> int:

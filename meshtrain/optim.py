@@ -137,7 +137,7 @@ def _squared_norm(parameters: list[_Held]) -> Tensor:
             by_copies.setdefault(held.copies, []).append(grad)
     total = torch.zeros((), dtype=torch.float64, device=parameters[0].local.device)
     for copies, grads in by_copies.items():
-        total = total + torch.stack(torch._foreach_norm(grads)).double().square().sum() / copies
+        total = total + torch.stack(torch._foreach_norm(grads, 2, torch.float64)).square().sum() / copies
     return total
 
 

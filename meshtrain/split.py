@@ -1,4 +1,4 @@
-"""What each layer of a model becomes under tensor parallelism: a model's `tp_plan` against its sizes, before it is done.
+"""What each layer of a model becomes under tensor parallelism: its `tp_plan` against its sizes, before it is done.
 
 Pure: it looks at the names and sizes of a model's modules and says what follows, or why it cannot be and what could.
 """

@@ -6,8 +6,8 @@ from collections import Counter
 class Traffic:
     """Bytes that this rank sent, counted where they are sent.
 
-    An all-gather or a reduce-scatter of n bytes over t ranks sends n (t - 1) / t from each, an all-reduce twice that: as
-    much as any way to do it must (Chan et al., https://doi.org/10.1002/cpe.1206).
+    An all-gather or a reduce-scatter of n bytes over t ranks sends n (t - 1) / t from each, an all-reduce twice that:
+    as much as any way to do it must (Chan et al., https://doi.org/10.1002/cpe.1206).
     """
 
     def __init__(self) -> None:

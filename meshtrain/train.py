@@ -21,18 +21,20 @@ from typing import Any, NoReturn
 from torch import nn
 
 from meshtrain.batch import describe_batch
-from meshtrain.build import build_model, outputs, parameter_count
+from meshtrain.build import build_model, check_start, outputs, parameter_count
 from meshtrain.config import Config
 from meshtrain.data import OpenData, Samples, eval_batches, open_data, train_batches
 from meshtrain.ending import Ending
 from meshtrain.environment import read_environment
 from meshtrain.errors import InputError
 from meshtrain.evaluate import evaluate
+from meshtrain.export import export
 from meshtrain.generate import generate
 from meshtrain.layout import DATA_AXES, Layout
+from meshtrain.locate import model_file
 from meshtrain.mesh import build_mesh
 from meshtrain.metrics import require_tensorboard
-from meshtrain.numerics import set_numerics
+from meshtrain.numerics import compute_dtype, set_numerics
 from meshtrain.optim import Optimizer
 from meshtrain.plan import describe_hosts, layout_text
 from meshtrain.plot import plot_loss
@@ -79,6 +81,8 @@ def run(config: Config, job: Job) -> None:
     with folder.held(job):
         with job.together("opening the data"):
             data = open_data(config.data, n_outputs=outputs(config), seed=config.train.seed, say=job.say)
+        with job.together("comparing the weights with the model"):
+            check_start(config)
         job.same(
             "the data",
             f"{data.fingerprint} {len(data.train)} {len(data.validation or ())}",
@@ -133,6 +137,20 @@ def train(config: Config, job: Job, data: OpenData, ending: Ending, steps: int) 
         job.say(sample_text(config, job, data, model))
     if job.rank == 0:
         print(plot_loss(folder, config.name), flush=True)
+    if config.train.export is not None:
+        mesh.set_timeout(config.train.start_timeout_s)  # the ranks wait for disks
+        write_export(config, job, model, config.train.export)
+
+
+def write_export(config: Config, job: Job, model: nn.Module, folder: str) -> None:
+    """The weights for others to use, in the numbers in which blocks compute."""
+    module = model_file(config.model.name)
+    described = None
+    if hasattr(module, "to_hugging_face"):
+        described = module.to_hugging_face(module.Config(**config.model.keys))
+    tokenizer = None if config.data.tokenizer == "bytes" else config.data.tokenizer
+    export(model, folder, job, dtype=compute_dtype(config.train.precision), config=described, tokenizer=tokenizer)
+    job.say(f"weights in {folder}")
 
 
 def read_config(arguments: Sequence[str] | None, world_size: int) -> Config:

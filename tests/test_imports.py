@@ -32,7 +32,7 @@ PURE = {
     "batch.py": {"data"},
     "data/order.py": set(),
 }
-MODELS_MAY_USE = {"meshtrain.attention"}
+MODELS_MAY_USE = {"meshtrain.attention", "meshtrain.dropout"}
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -21,6 +21,7 @@ from meshtrain.config.errors import ConfigError, ConfigErrors, nearest, written
 from meshtrain.config.model import read_model
 from meshtrain.config.nodes import Node, apply_overrides, read_file, write
 from meshtrain.config.rules import SOURCES, Draft, check_files, check_layout, check_rules, read_layout
+from meshtrain.config.tensor import check_split
 from meshtrain.config.values import key, keys_of, read_section
 from meshtrain.errors import InputError
 from meshtrain.layout import AXES
@@ -312,9 +313,13 @@ class Config:
             raise ConfigErrors(shown, errors)
         applied = apply_overrides(root, overrides, errors)
         draft = _read(root, errors)
+        own = keys_of(ModelSection)
+        model_keys = [path[6:] for path in draft.values if path.startswith("model.") and path[6:] not in own]
         layout = read_layout(draft)
         if layout is not None:
             check_layout(draft, layout, world_size, for_training)
+            if for_training:
+                check_split(draft, layout, world_size, model_keys)
         check_rules(draft)
         if for_training:
             check_files(draft)

@@ -28,7 +28,7 @@ SOURCES: dict[str, str | None] = {
     "images": "a folder with one folder of images per class",
 }
 _OF_TEXT = ("python-stdlib", "text", "jsonl")  # a tokenizer reads them
-_OF_TOKENS = (*_OF_TEXT, "tokens", "megatron")
+OF_TOKENS = (*_OF_TEXT, "tokens", "megatron")
 
 
 @dataclass
@@ -145,7 +145,7 @@ def images_have_a_size(image_size: int | None, source: str) -> str | None:
 
 
 def sequence_fits_model(seq_len: int, most: int, source: str) -> str | None:
-    if source not in _OF_TOKENS or seq_len <= most:
+    if source not in OF_TOKENS or seq_len <= most:
         return None
     return (
         f"data.seq_len {seq_len} is more than model.max_position_embeddings {most}: "
@@ -187,7 +187,7 @@ def check_files(draft: Draft) -> None:
         _report_missing(draft, "data.path", path, _endings(source))
     if isinstance(validation, str) and isinstance(source, str) and source in SOURCES:
         _report_missing(draft, "data.validation", validation, _endings(source))
-    if isinstance(tokenizer, str) and tokenizer != "bytes" and source in _OF_TOKENS:
+    if isinstance(tokenizer, str) and tokenizer != "bytes" and source in OF_TOKENS:
         _report_missing(draft, "data.tokenizer", tokenizer, ("",))
 
     start = draft.values.get("model.weights", INVALID)

@@ -21,7 +21,6 @@ from meshtrain.parallel.swap import sum_partial_gradients, swap_layers
 from meshtrain.parallel.waiting import Waiting
 from meshtrain.split import SplitError, split_layers
 
-
 BUILT = (*DATA_AXES, "tp")  # axes that a model can be spread over
 
 
@@ -138,7 +137,7 @@ def spread_over_data(
     reshard_after_forward: bool = True,
     waiting: Waiting = nullcontext,
 ) -> nn.Module:
-    """The other half of `parallelize`: precision, recomputation and compilation of each block, then DDP, FSDP or HSDP."""
+    """The other half of `parallelize`: precision, recomputation and compilation of blocks, then DDP, FSDP or HSDP."""
     blocks = blocks_of(model)
     _wrap_blocks(model, blocks, mesh, precision, recompute, compile)
     if mesh.size("dp_shard") > 1:

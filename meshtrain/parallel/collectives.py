@@ -68,7 +68,7 @@ class Channel:
         """
         if self.on_cpu:
             raise InputError("parallel.symmetric_memory needs GPUs: leave it false on CPUs")
-        enable_symm_mem_for_group(self.name)
+        enable_symm_mem_for_group(self.group.group_name)
         self.fused = True
 
     def start_all_gather(self, part: Tensor) -> Pending:
@@ -188,7 +188,7 @@ class ReduceScatter(torch.autograd.Function):
         return ops.reduce_scatter(x, channel)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
         return ops.all_gather(grad, ctx.channel), None  # type: ignore[attr-defined]
 
 
@@ -200,5 +200,5 @@ class AllReduce(torch.autograd.Function):
         return ops.all_reduce(x, channel)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None

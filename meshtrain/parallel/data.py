@@ -97,7 +97,7 @@ class Replicas:
 
 
 class _Bucket:
-    """Some parameters, and one flat tensor that holds the gradients of this rank's parts of them, one after the other."""
+    """Some parameters, and one flat tensor that holds the gradients of this rank's parts, one after the other."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -235,7 +235,7 @@ class _ReduceScatter(DefaultReduceScatter):
     def __init__(self, mesh: Mesh, waiting: Waiting) -> None:
         self._mesh, self._waiting = mesh, waiting
 
-    def __call__(
+    def __call__(  # type: ignore[override]  # FSDP asks for no work where there is nothing to wait for
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         _count(self._mesh, "reduce_scatter", input_tensor)

@@ -76,7 +76,7 @@ def _columns_backward_shapes(
 
 
 def _row(x: Tensor, weight: Tensor, channel: str, sequence: bool) -> Tensor:
-    """This rank's addend of the product, summed over the ranks: the whole (n, d), or with `sequence` a part (n/t, d)."""
+    """The product of all ranks' parts, summed: the whole (n, d), or with `sequence` this rank's part (n/t, d)."""
     over = named(channel)
     if sequence and over.fused:
         return torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), weight.t(), "sum", 0, channel)
@@ -149,7 +149,7 @@ class Row(torch.autograd.Function):
         return ops.row(x, weight, over.name, sequence)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
         dx, product = ops.row_backward(grad, x, weight, *ctx.how)  # type: ignore[attr-defined]
         return dx, product, None, None

@@ -61,7 +61,7 @@ def _parallel(split: Split, plain: Any, mesh: Mesh, sequence_parallel: bool, reg
 
 
 def sum_partial_gradients(model: nn.Module, mesh: Mesh) -> None:
-    """From now on a model's last backward ends with whole gradients of what all tensor ranks hold and each used in part.
+    """From now on a step's last backward ends with whole gradients of what tensor ranks all hold and each used in part.
 
     With sequence sharding that is every parameter that is not split; without it, each rank computes their whole
     gradients itself.

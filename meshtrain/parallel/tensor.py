@@ -65,7 +65,7 @@ class ColumnParallelLinear(nn.Module):
         """(b, s, d), or its part (b, s/t, d) -> (b, s, f/t)."""
         return self.family.output(self, x)
 
-    def local(self, parameter: nn.Parameter) -> Tensor:
+    def local(self, parameter: Tensor) -> Tensor:
         """The rows of the weight or bias that this rank computes with."""
         rows = local(parameter)
         return rows if self.heads is None else rows[self.heads.rows]
@@ -204,7 +204,7 @@ class VocabParallelEmbedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.channel.size}"
 
 
-def hold(parameter: nn.Parameter, mesh: Mesh, placement: Placement) -> nn.Parameter:
+def hold(parameter: Tensor, mesh: Mesh, placement: Placement) -> nn.Parameter:
     """A parameter of which this rank holds its part, as a DTensor; the values of a plain one are taken over."""
     tp = mesh.submesh(AXIS)
     assert tp is not None  # the axis is larger than 1

@@ -1,7 +1,7 @@
-"""Cross entropy, argmax and single rows of logits that are split over the vocabulary. The logits are never gathered.
+"""Cross entropy and argmax of logits that are split over the vocabulary: the logits are never gathered.
 
-Per token each rank contributes its largest logit, the sum of exponentials relative to that, and the target's logit if it
-holds it: three numbers, which one all-gather brings to all (after Megatron-LM, https://arxiv.org/abs/1909.08053).
+Per token each rank contributes its largest logit, the sum of exponentials relative to that, and the target's logit if
+it holds it: three numbers, which one all-gather brings to all (after Megatron-LM, https://arxiv.org/abs/1909.08053).
 """
 
 import torch
@@ -41,7 +41,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return torch.where(valid, total.log() + of_all - of_ranks[:, 2].sum(0), 0.0)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         p, local, mine, valid = ctx.saved_tensors  # type: ignore[attr-defined]
         grad = torch.where(valid, grad, 0.0)
         dlogits = p * grad[:, None]

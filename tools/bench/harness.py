@@ -281,20 +281,22 @@ def summary(
 
 def table(result: dict[str, Any]) -> str:
     """The summary for people."""
+    labels = [f"{ratio['side']} / {ratio['to']}" for ratio in result["ratios"]]
+    width = max(50, *map(len, labels))
     lines = [
         f"{result['machine']}; load {result['load_before']:.1f} before, {result['load_after']:.1f} after; "
         f"{result['pairs']} pairs of {result['steps']} steps"
         + "".join(f", {override}" for override in result["overrides"]),
         "",
-        f"{'CPU seconds per step, all ranks':<50} {'median':>7}",
-        *(f"{name:<50} {seconds:7.3f}" for name, seconds in result["cpu_s_per_step"].items()),
+        f"{'CPU seconds per step, all ranks':<{width}} {'median':>7}",
+        *(f"{name:<{width}} {seconds:7.3f}" for name, seconds in result["cpu_s_per_step"].items()),
         "",
-        f"{'ratio':<50} {'median':>7}  {'interval':<15} {'goal':>6}",
+        f"{'ratio':<{width}} {'median':>7}  {'interval':<15} {'goal':>6}",
     ]
-    for ratio in result["ratios"]:
+    for label, ratio in zip(labels, result["ratios"], strict=True):
         goal = f"{ratio['at_most']:.2f}" if ratio["at_most"] else "-"
         interval = f"{ratio['low']:.3f} - {ratio['high']:.3f}"
-        lines.append(f"{ratio['side'] + ' / ' + ratio['to']:<50} {ratio['median']:7.3f}  {interval:<15} {goal:>6}")
+        lines.append(f"{label:<{width}} {ratio['median']:7.3f}  {interval:<15} {goal:>6}")
     coverage = 100 * result["ratios"][0]["coverage"]
     lines += [
         "",

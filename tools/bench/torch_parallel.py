@@ -124,7 +124,7 @@ def last_microbatch(model: nn.Module, last: bool) -> None:
 
 
 def clip(model: nn.Module, largest: float, mesh: DeviceMesh) -> Tensor:
-    """Scales gradients so that their norm is at most `largest`; returns what it was. One all-reduce serves all ranks."""
+    """Scales gradients so that their norm is at most `largest`; returns what it was, by one all-reduce."""
     squares = torch.zeros(())
     parts: list[Tensor] = []
     for parameter in model.parameters():
@@ -147,5 +147,6 @@ def copies(parameter: Tensor, mesh: DeviceMesh) -> int:
     """How many ranks of the mesh hold the same part of a parameter."""
     if not isinstance(parameter, DTensor):
         return mesh.size()
-    parts = [parameter.device_mesh.size(i) for i, place in enumerate(parameter.placements) if place.is_shard()]
+    # Where FSDP splits what tp has split, a placement is no plain Shard.
+    parts = [parameter.device_mesh.size(i) for i, place in enumerate(parameter.placements) if not place.is_replicate()]
     return mesh.size() // math.prod(parts)

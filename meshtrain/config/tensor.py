@@ -1,0 +1,55 @@
+"""Whether the model of a config can be split over the layout's `tp`: asked of the model itself, without its memory."""
+
+from meshtrain import locate
+from meshtrain.config.rules import OF_TOKENS, Draft
+from meshtrain.config.values import INVALID
+from meshtrain.layout import Layout, LayoutError
+from meshtrain.split import SplitError, split_layers
+
+
+def check_split(draft: Draft, sizes: dict[str, int], world_size: int | None, keys: list[str]) -> None:
+    """Reports what cannot be split over `tp`. It is not judged while its size, or the model, is not known.
+
+    Args:
+        sizes: the layout as written. keys: the names of the model's own keys.
+    """
+    try:
+        sizes = sizes if world_size is None else Layout.resolve(sizes, world_size).sizes
+    except LayoutError:  # reported already
+        return
+    tp = sizes.get("tp", 1)
+    name = draft.values.get("model.name", INVALID)
+    values = {key: draft.values.get(f"model.{key}", INVALID) for key in keys}
+    if tp <= 1 or name is INVALID or any(value is INVALID for value in values.values()):
+        return
+    _check_sequence(draft, tp)
+    where = draft.place("layout.tp")
+    module = locate.model_file(name)
+    plan = getattr(module, "tp_plan", None)
+    if not plan:
+        draft.report(
+            where, f"layout.tp is {tp}, and the model {name} has no tp_plan, which says how it splits: use tp: 1"
+        )
+        return
+    import torch  # a model's file has brought it; a config without a model to split does without
+
+    with torch.device("meta"):
+        model = module.Model(module.Config(**values))
+    try:
+        split_layers(model, plan, tp)
+    except SplitError as error:
+        for problem in error.problems:
+            draft.report(where, f"layout.tp: {problem}")
+
+
+def _check_sequence(draft: Draft, tp: int) -> None:
+    length, source = draft.values["data.seq_len"], draft.values["data.source"]
+    if INVALID in (length, source) or source not in OF_TOKENS or not draft.values["parallel.sequence_parallel"]:
+        return
+    if length % tp:
+        near = " or ".join(str(n) for n in (length // tp * tp, -(-length // tp) * tp) if n)
+        draft.report(
+            draft.place("data.seq_len"),
+            f"data.seq_len {length} does not divide over layout.tp {tp}, which shares the sequence: use {near}, or "
+            "parallel.sequence_parallel: false",
+        )
