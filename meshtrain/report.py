@@ -123,6 +123,7 @@ class Report:
             "mfu": mfu(None if self._flops is None else self._flops * size, seconds, self._peak, self.job.world_size),
             "memory_gib": memory_gib(self.job.device),
             **times,
+            **{f"sent_bytes_{axis}": sent for axis, sent in result.sent.items()},
         }
 
     def _not_finite(self, result: StepResult) -> None:

@@ -39,6 +39,7 @@ class StepResult:
         finite: whether loss and norm were numbers; if not, there was no update.
         overflow: in float16, whether a too large loss scale was the reason.
         bad_samples: those of this rank's samples, numbered within its share, whose loss was not finite.
+        sent: axis -> bytes that this rank sent over it for the step.
     """
 
     step: int
@@ -50,6 +51,7 @@ class StepResult:
     finite: bool
     overflow: bool
     bad_samples: list[int]
+    sent: dict[str, int]
 
 
 class Trainer:
@@ -94,6 +96,7 @@ class Trainer:
             microbatches: of equal size; those of `train_batches`.
         """
         self.optimizer.zero_grad()
+        self.mesh.traffic.restart()  # what an evaluation sent is no step's
         self._losses, self._correct = [], []
         self._count = GlobalCount(sum(valid_targets(batch.targets) for batch in microbatches), self.mesh, self.device)
         for i, batch in enumerate(microbatches):
@@ -146,16 +149,17 @@ class Trainer:
                 self.scale.update(bad)
             numbers = _Later(torch.stack([loss, norm, seen[2], self._count.total(), scale]))
         self.clock.end_step()
-        return lambda: self._result(step, numbers.read(), losses, lr)
+        sent = self.mesh.traffic.by_axis()
+        return lambda: self._result(step, numbers.read(), losses, lr, sent)
 
-    def _result(self, step: int, numbers: list[float], losses: Tensor, lr: float) -> StepResult:
+    def _result(self, step: int, numbers: list[float], losses: Tensor, lr: float, sent: dict[str, int]) -> StepResult:
         loss, norm, correct, targets, scale = numbers
         finite = torch.tensor([loss, norm]).isfinite().tolist()
         bad = [] if all(finite) else (~losses.isfinite()).nonzero().flatten().tolist()
         # Where the scale is down to 1 it is not the scale that is too large.
         overflow = scale > 1 and finite == [True, False]
         hits = int(correct) if self.counts_correct else None
-        return StepResult(step, loss, norm, int(targets), hits, lr, all(finite), overflow, bad)
+        return StepResult(step, loss, norm, int(targets), hits, lr, all(finite), overflow, bad, sent)
 
 
 class _Later:

@@ -17,6 +17,10 @@ class Traffic:
         """`kind`: "all_gather", "reduce_scatter" or "all_reduce"."""
         self._sent[axis, kind] += round(sent)
 
+    def restart(self) -> None:
+        """Counts from 0 again."""
+        self._sent.clear()
+
     def by_axis(self) -> dict[str, int]:
         """axis -> bytes sent over it so far, of every kind."""
         total: Counter[str] = Counter()

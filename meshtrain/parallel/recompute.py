@@ -33,8 +33,8 @@ def recomputed(forward: Callable, recompute: str) -> Callable:
     Args:
         forward: the forward of one block.
         recompute: "none" keeps everything; "full" keeps the block's inputs only and runs it again in backward
-            (Chen et al., https://arxiv.org/abs/1604.06174); "selective" keeps the results of `KEPT` besides and
-            computes the rest again.
+            (Chen et al., https://arxiv.org/abs/1604.06174), what it sends included; "selective" keeps the results of
+            `KEPT` and of all communication besides and computes the rest again.
     """
     if recompute == "none":
         return forward
@@ -46,4 +46,6 @@ def recomputed(forward: Callable, recompute: str) -> Callable:
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    # Operators of our own communicate, and most of them multiply matrices too.
+    kept = operator in KEPT or getattr(operator, "namespace", None) == "meshtrain"
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,124 @@
+"""What a model's layers become under tensor parallelism, and what is refused."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshtrain.parts import cut, part
+from meshtrain.split import Split, SplitError, split_layers
+
+PLAN = {
+    "attention.[qkv]": "colwise",
+    "attention.o": "rowwise",
+    "head": "colwise_gather_output",
+    "words": "embedding_rowwise",
+}
+
+
+class Model:
+    """Names and sizes, which is all that is looked at."""
+
+    def __init__(self, h: int = 8, k: int = 8, tied: bool = False) -> None:
+        def linear(f: int, d: int) -> SimpleNamespace:
+            return SimpleNamespace(in_features=d, out_features=f, weight=object())
+
+        self.modules: dict[str, Any] = {
+            "": self,
+            "words": SimpleNamespace(num_embeddings=10, weight=object()),
+            "attention": SimpleNamespace(head_dim=4),
+            "attention.q": linear(4 * h, 32),
+            "attention.k": linear(4 * k, 32),
+            "attention.v": linear(4 * k, 32),
+            "attention.o": linear(32, 4 * h),
+            "norm": SimpleNamespace(weight=object()),
+            "head": linear(10, 32),
+        }
+        if tied:
+            self.modules["head"].weight = self.modules["words"].weight
+
+    def named_modules(self) -> Mapping[str, Any]:
+        return self.modules.items()  # type: ignore[return-value]
+
+
+def styles(model: Model, tp: int) -> dict[str, Split]:
+    return {split.layer: split for split in split_layers(model, PLAN, tp)}
+
+
+def test_every_layer_of_the_plan_is_split() -> None:
+    found = styles(Model(), 4)
+    assert {name: split.style for name, split in found.items()} == {
+        "words": "embedding_rowwise",
+        "attention.q": "colwise",
+        "attention.k": "colwise",
+        "attention.v": "colwise",
+        "attention.o": "rowwise",
+        "head": "colwise_gather_output",
+    }
+    assert not any(split.everywhere for split in found.values())
+
+
+def test_few_key_value_heads_are_held_by_every_rank() -> None:
+    found = styles(Model(h=8, k=2), 4)
+    assert [found[f"attention.{name}"].everywhere for name in "qkv"] == [False, True, True]
+    heads = [found["attention.k"].heads_of(4, index) for index in range(4)]
+    assert [(one.rows.start // 4, one.rows.stop // 4) for one in heads if one] == [(0, 1), (0, 1), (1, 2), (1, 2)]
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6))
+def test_each_query_looks_at_its_head(k: int, group: int, tp: int) -> None:
+    h = k * group
+    if h % tp:
+        h, group = h * tp, group * tp
+    split = Split("k", "colwise", queries=h, heads=k, width=3, everywhere=True)
+    seen = []
+    for index in range(tp):
+        heads = split.heads_of(tp, index)
+        assert heads is not None
+        mine = list(range(heads.rows.start // 3, heads.rows.stop // 3))
+        each = h // tp // len(mine)
+        seen += [mine[i] for i in heads.repeated] if heads.repeated else [head for head in mine for _ in range(each)]
+    assert seen == [query // group for query in range(h)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "tp", "said"),
+    [
+        (PLAN, 3, "8 query heads do not divide over tp 3: use a tp of 1, 2, 4, 8"),
+        (PLAN | {"mlp.*": "rowwise"}, 2, "'mlp.*' matches no layer"),
+        (PLAN | {"norm": "colwise"}, 2, "wants norm colwise, which is for a linear layer"),
+        (PLAN | {"head": "columns"}, 2, "'columns': use one of colwise"),
+    ],
+)
+def test_what_cannot_be_split(plan: dict[str, str], tp: int, said: str) -> None:
+    with pytest.raises(SplitError) as error:
+        split_layers(Model(), plan, tp)
+    assert any(said in problem for problem in error.value.problems), error.value.problems
+
+
+def test_a_shared_weight_is_split_in_one_way() -> None:
+    assert split_layers(Model(tied=True), PLAN, 2)
+    with pytest.raises(SplitError, match="words and head share one weight"):
+        split_layers(Model(tied=True), {name: style for name, style in PLAN.items() if name != "head"}, 2)
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_cuts_are_the_whole(size: int, parts: int) -> None:
+    pieces = [cut(size, parts, index) for index in range(parts)]
+    assert [i for piece in pieces for i in range(piece.start, piece.stop)] == list(range(size))
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 5))
+def test_a_cut_of_a_cut(size: int, outer: int, inner: int) -> None:
+    """FSDP cuts the rows that tp has left: together the parts are the whole, each row once."""
+    rows = [
+        row
+        for i in range(outer)
+        for j in range(inner)
+        for where in [part((size, 3), [(0, outer, i), (0, inner, j)])[0]]
+        for row in range(where.start, where.stop)
+    ]
+    assert rows == list(range(size))
