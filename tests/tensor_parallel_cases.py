@@ -136,6 +136,37 @@ class Cases:
         # A tensor that does not divide is sent in parts that differ by an element: the counter takes their mean.
         self.equal(abs(sent.bytes - total) <= 64, True, f"{options}: bytes by torch {sent.bytes}, counted {total}")
 
+    def saved_tensors(self, regather: bool) -> None:
+        """What the forward of a block of a small Llama keeps for its backward, in elements."""
+        config = llama.Config(
+            hidden_size=24,
+            intermediate_size=40,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            vocab_size=V,
+        )
+        model = meshtrain.parallelize(llama.Model(config), self.mesh, precision="float64", regather=regather)
+        weights = {local_part(p)[0].untyped_storage().data_ptr() for p in model.parameters()}
+        kept: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, DTensor) and tensor.untyped_storage().data_ptr() not in weights:
+                kept[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no other takes its place in memory
+            return tensor
+
+        t, n, d, f, h, e = self.mesh.size("tp"), B * S, 24, 40, 4, 6
+        x = torch.randn(B, S // t, d, requires_grad=True).transpose(0, 1).contiguous().transpose(0, 1)
+        angles = torch.rand(1, S, 1, e // 2)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.model.layers[0](x, angles.cos(), angles.sin(), None)
+        found = sum(tensor.untyped_storage().nbytes() // tensor.itemsize for tensor in kept.values())
+        norms = 2 * (2 * n * d + n) // t  # of each: its input, the same normalised, and a number per token
+        gathered = 2 * n * d // (t if regather else 1)
+        heads = n * (4 * h * e + h) // t  # q, k, v, the output, and a number per query
+        expected = norms + gathered + heads + 4 * n * f // t + 2 * S * e // 2
+        self.equal(found, expected, f"saved tensors with regather={regather}")
+
 
 class Sent(TorchDispatchMode):
     """Bytes that this rank really sends to others; any other communication is stray."""
@@ -180,6 +211,8 @@ def main() -> None:
             {"recompute": "selective", "regather": True},
         ):
             cases.bytes_of_a_step(**options)
+        for regather in (False, True):
+            cases.saved_tensors(regather)
         print(json.dumps({"checked": cases.checked, "failures": cases.failures}), flush=True)
 
 

@@ -30,6 +30,19 @@ def weight_product(grad: Tensor, x: Tensor) -> Tensor:
     return grad.t() @ x
 
 
+def to_rows(x: Tensor, sequence_first: bool) -> Tensor:
+    """(..., s, d) -> (n, d), a row per token; the sequence varies slowest where it is what is gathered."""
+    return (x.movedim(-2, 0) if sequence_first else x).reshape(-1, x.shape[-1])
+
+
+def from_rows(rows: Tensor, shape: Sequence[int], sequence_first: bool) -> Tensor:
+    """The way back: (n, f) -> (..., s, f), where `shape` is (..., s, any)."""
+    *batch, s, _ = shape
+    if not sequence_first:
+        return rows.view(*batch, s, rows.shape[-1])
+    return rows.view(s, *batch, rows.shape[-1]).movedim(0, -2)
+
+
 def _columns(x: Tensor, weights: Sequence[Tensor], channel: str, sequence: bool, keep: bool) -> list[Tensor]:
     """Products of one input with several weights. With `sequence` the input is gathered first, and given back if
     it is to be kept for the backward: [gathered,] y1, y2, ..."""
@@ -138,7 +151,11 @@ class Columns(torch.autograd.Function):
 
 
 class Row(torch.autograd.Function):
-    """x (n, f/t) times a weight (d, f/t), summed over the ranks -> (n, d), or (n/t, d) with `sequence`."""
+    """x (..., s, f/t) times a weight (d, f/t), summed over the ranks -> (n, d), or (n/t, d) with `sequence`.
+
+    It keeps x as it came: where its rows have to be copied into the order of the sequence (attention's output), the
+    copy is made again in backward, which is cheaper than to hold both.
+    """
 
     @staticmethod
     def forward(
@@ -146,10 +163,11 @@ class Row(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.how = over.name, sequence  # type: ignore[attr-defined]
-        return ops.row(x, weight, over.name, sequence)
+        return ops.row(to_rows(x, sequence), weight, over.name, sequence)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        dx, product = ops.row_backward(grad, x, weight, *ctx.how)  # type: ignore[attr-defined]
-        return dx, product, None, None
+        name, sequence = ctx.how  # type: ignore[attr-defined]
+        dx, product = ops.row_backward(grad, to_rows(x, sequence), weight, name, sequence)
+        return from_rows(dx, x.shape, sequence), product, None, None

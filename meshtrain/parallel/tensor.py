@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import AllReduce, ReduceScatter, channel
-from meshtrain.parallel.products import Columns, Row
+from meshtrain.parallel.products import Columns, Row, from_rows, to_rows
 from meshtrain.parts import cut
 from meshtrain.split import Heads
 
@@ -145,8 +145,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, s, f/t) -> (b, s, d), or its part (b, s/t, d)."""
-        rows = to_rows(x, self.sequence_parallel)
-        y = Row.apply(rows, local(self.weight), self.channel, self.sequence_parallel)
+        y = Row.apply(x, local(self.weight), self.channel, self.sequence_parallel)
         shape = list(x.shape)
         if self.sequence_parallel:
             shape[-2] //= self.channel.size
@@ -220,19 +219,6 @@ def hold(parameter: Tensor, mesh: Mesh, placement: Placement) -> nn.Parameter:
 def local(parameter: Tensor) -> Tensor:
     """The tensor that a parameter's part lies in, with a way for gradients."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def to_rows(x: Tensor, sequence_first: bool) -> Tensor:
-    """(..., s, d) -> (n, d), a row per token; the sequence varies slowest where it is what is gathered."""
-    return (x.movedim(-2, 0) if sequence_first else x).reshape(-1, x.shape[-1])
-
-
-def from_rows(rows: Tensor, shape: Sequence[int], sequence_first: bool) -> Tensor:
-    """The way back: (n, f) -> (..., s, f), where `shape` is (..., s, any)."""
-    *batch, s, _ = shape
-    if not sequence_first:
-        return rows.view(*batch, s, rows.shape[-1])
-    return rows.view(s, *batch, rows.shape[-1]).movedim(0, -2)
 
 
 def _shape(layer: ColumnParallelLinear | RowParallelLinear) -> str:

@@ -60,7 +60,7 @@ def token_losses(logits: DTensor, targets: Tensor) -> Tensor:
 
 def argmax(logits: DTensor) -> Tensor:
     """The token of the largest logit: (..., v) split over v -> (...), the same on each rank."""
-    over, part = channel_of(logits), logits.detach().to_local()
+    over, part = channel_of(logits), logits.to_local().detach()
     first = cut(logits.shape[-1], over.size, over.index).start
     if part.shape[-1] > 0:
         largest, where = part.max(-1)
@@ -77,7 +77,7 @@ def whole(logits: DTensor) -> Tensor:
     """All of some logits (..., v) on each rank, without a gradient."""
     over = channel_of(logits)
     each = cut(logits.shape[-1], over.size, 0).stop  # the largest part; others are padded to it
-    part = logits.detach().to_local()
+    part = logits.to_local().detach()
     padded = part.new_zeros(*part.shape[:-1], each)
     padded[..., : part.shape[-1]] = part
     of_ranks = ops.all_gather(padded[None], over.name)
