@@ -10,7 +10,11 @@ from torch import Tensor, nn
 
 from meshtrain.data.order import mix
 from meshtrain.dropout import Dropout, kept, place_dropouts, set_dropout
+from meshtrain.errors import InputError
+from meshtrain.layout import Layout
 from meshtrain.locate import model_file
+from meshtrain.mesh import build_mesh
+from meshtrain.parallel.apply import parallelize
 from meshtrain.parallel.recompute import recomputed
 
 llama = model_file("llama")
@@ -235,3 +239,12 @@ def test_a_compiled_block_drops_the_same_and_is_compiled_once() -> None:
     torch._dynamo.reset()
     outputs(lambda f: torch.compile(f, fullgraph=True, backend=count))
     assert len(graphs) == 1  # one for all steps, samples and layers
+
+
+def test_torchs_own_dropout_is_refused_where_a_block_runs_again() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    mesh = build_mesh(Layout({}))
+    assert parallelize(model, mesh) is model
+    with pytest.raises(InputError, match="1 is a Dropout"):
+        parallelize(model, mesh, recompute="full")
+    assert parallelize(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), mesh, recompute="full")

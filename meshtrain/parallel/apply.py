@@ -139,6 +139,8 @@ def spread_over_data(
 ) -> nn.Module:
     """The other half of `parallelize`: precision, recomputation and compilation of blocks, then DDP, FSDP or HSDP."""
     blocks = blocks_of(model)
+    if recompute != "none":
+        _refuse_plain_dropout(model)
     _wrap_blocks(model, blocks, mesh, precision, recompute, compile)
     if mesh.size("dp_shard") > 1:
         shard(model, blocks, mesh, precision=precision, reshard_after_forward=reshard_after_forward, waiting=waiting)
@@ -147,6 +149,16 @@ def spread_over_data(
     if mesh.size("tp") > 1:
         sum_partial_gradients(model, mesh)
     return model
+
+
+def _refuse_plain_dropout(model: nn.Module) -> None:
+    """A block that runs again would draw another mask, and its gradients would be those of neither."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise InputError(
+                f"{name} is a {type(module).__name__}, whose mask cannot be drawn again when a block is recomputed: "
+                "use meshtrain.dropout.Dropout, or recompute none"
+            )
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
