@@ -162,12 +162,14 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
 
 def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
     """More overrides under which a cell is trained again, because they lead through code of their own."""
-    found: list[tuple[str, ...]] = [()]
+    # Larger microbatches than one process has: fewer, so faster, and still several of them in a step.
+    own = ("batch.micro_size=4",) if "tp" in layout and world <= 4 else ()
+    found: list[tuple[str, ...]] = [own]
     if "shard" in layout and name == "float64" and world in (2, 4):
         # FSDP that keeps its parameters sends gradients at another time.
-        found.append(("parallel.reshard_after_forward=false",))
+        found.append((*own, "parallel.reshard_after_forward=false"))
     if "tp" in layout and name in ("float32", "float64", "uneven", "few heads"):
-        found.append(("parallel.sequence_parallel=false",))
+        found.append((*own, "parallel.sequence_parallel=false"))
     if "tp" in layout and name == "float64":
-        found.append(("parallel.regather=true",))
+        found.append((*own, "parallel.regather=true"))
     return found
