@@ -213,7 +213,7 @@ def main() -> None:
             cases.bytes_of_a_step(**options)
         for regather in (False, True):
             cases.saved_tensors(regather)
-        print(json.dumps({"checked": cases.checked, "failures": cases.failures}), flush=True)
+        print(json.dumps({"checked": cases.checked, "failures": cases.failures}) + "\n", end="", flush=True)
 
 
 if __name__ == "__main__":
