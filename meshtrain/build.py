@@ -1,7 +1,7 @@
 """From the YAML's model section to a model that is spread over the mesh and has its first values."""
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from meshtrain.init import initialise, materialise
 from meshtrain.locate import model_file
 from meshtrain.mesh import Mesh
 from meshtrain.numerics import master_dtype
-from meshtrain.parallel.apply import parallelize, split_over_tp, spread_over_data
+from meshtrain.parallel.apply import Options, parallelize, split_over_tp, spread_over_data
 from meshtrain.parallel.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -41,23 +41,12 @@ def build_model(config: "Config", mesh: Mesh, device: torch.device, waiting: Wai
     model_config = module.Config(**config.model.keys)
     plan = getattr(module, "init_plan", None)
     model = plain_model(config)
-    parallel, precision = config.parallel, config.train.precision
-    over_tp: dict[str, Any] = {
-        "sequence_parallel": parallel.sequence_parallel,
-        "regather": parallel.regather,
-        "symmetric_memory": parallel.symmetric_memory,
-    }
-    over_data: dict[str, Any] = {
-        "precision": precision,
-        "recompute": parallel.recompute,
-        "compile": parallel.compile,
-        "reshard_after_forward": parallel.reshard_after_forward,
-    }
+    how = Options(precision=config.train.precision, waiting=waiting, **vars(config.parallel))
     if plan is None or any(True for _ in model.buffers()):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.train.seed)
             model = module.Model(model_config).to(device)
-        parallelize(model, mesh, **over_tp, **over_data, waiting=waiting)
+        parallelize(model, mesh, **vars(how))
         if config.model.weights is not None:
             load_weights(model, config.model.weights)
         return model
@@ -69,11 +58,11 @@ def build_model(config: "Config", mesh: Mesh, device: torch.device, waiting: Wai
         else:
             initialise(model, plan, seed=config.train.seed, std=getattr(model_config, "initializer_range", 0.02))
 
-    model.to(master_dtype(precision))
-    split_over_tp(model, mesh, **over_tp, waiting=waiting)
+    model.to(master_dtype(how.precision))
+    split_over_tp(model, mesh, how)
     if mesh.size("dp_shard") == 1:
         give_values()
-    spread_over_data(model, mesh, **over_data, waiting=waiting)
+    spread_over_data(model, mesh, how)
     if mesh.size("dp_shard") > 1:  # FSDP splits a model that has no memory yet
         give_values()
     return model

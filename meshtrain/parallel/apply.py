@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,20 +26,34 @@ from meshtrain.split import SplitError, split_layers
 BUILT = (*DATA_AXES, "tp")  # axes that a model can be spread over
 
 
-def parallelize(
-    model: nn.Module,
-    mesh: Mesh,
-    *,
-    tp_plan: Mapping[str, str] | None = None,
-    sequence_parallel: bool = True,
-    regather: bool = False,
-    symmetric_memory: bool = False,
-    precision: str = "float32",
-    recompute: str = "none",
-    compile: bool = False,
-    reshard_after_forward: bool = True,
-    waiting: Waiting = nullcontext,
-) -> nn.Module:
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a model is spread over a mesh; only `precision` touches what is computed.
+
+    Attributes:
+        precision: what blocks compute in: "float32", "float64", "bfloat16" or "float16".
+        tp_plan: how layers split over `tp`; None: by the `tp_plan` in the file of the model's class.
+        sequence_parallel: between the tensor-parallel layers each rank has a part of the sequence.
+        regather: tensor-parallel layers keep their part of an input and gather it again in backward.
+        symmetric_memory: products and their gather or scatter in one kernel, on GPUs that reach each other's memory.
+        recompute: what blocks compute again in backward; see `recompute.py`.
+        compile: each block by torch.compile.
+        reshard_after_forward: see `data.shard`.
+        waiting: a context manager entered wherever this rank waits for others, to measure it.
+    """
+
+    precision: str = "float32"
+    tp_plan: Mapping[str, str] | None = None
+    sequence_parallel: bool = True
+    regather: bool = False
+    symmetric_memory: bool = False
+    recompute: str = "none"
+    compile: bool = False
+    reshard_after_forward: bool = True
+    waiting: Waiting = nullcontext
+
+
+def parallelize(model: nn.Module, mesh: Mesh, **options: Any) -> nn.Module:
     """Makes a plain model train under any layout of data and tensor parallelism; in a world of one it stays plain.
 
     The model stays the object that it was, with the same names of parameters. A backward of it ends with gradients
@@ -49,58 +65,24 @@ def parallelize(
         model: on the mesh's device, with the values of rank 0 taken for all ranks; or, if `dp_shard` is larger than
             1, on the meta device.
         mesh: of the running job.
-        tp_plan: how layers split over `tp`; by default the `tp_plan` in the file of the model's class.
-        sequence_parallel, regather, symmetric_memory: see `split_over_tp`.
-        precision: what blocks compute in: "float32", "float64", "bfloat16" or "float16".
-        recompute: what blocks compute again in backward; see `recompute.py`.
-        compile: each block by torch.compile.
-        reshard_after_forward: see `data.shard`.
-        waiting: a context manager entered wherever this rank waits for others, to measure it.
+        options: any of `Options`, by name.
 
     Returns:
         The same model.
 
     Raises:
         InputError: the layout splits an axis that models cannot be spread over, or the model cannot be split.
+        TypeError: there is no such option.
     """
-    model.to(master_dtype(precision))
+    how = Options(**options)
+    model.to(master_dtype(how.precision))
     _start_equal(model, mesh)
-    split_over_tp(
-        model,
-        mesh,
-        tp_plan,
-        sequence_parallel=sequence_parallel,
-        regather=regather,
-        symmetric_memory=symmetric_memory,
-        waiting=waiting,
-    )
-    return spread_over_data(
-        model,
-        mesh,
-        precision=precision,
-        recompute=recompute,
-        compile=compile,
-        reshard_after_forward=reshard_after_forward,
-        waiting=waiting,
-    )
+    split_over_tp(model, mesh, how)
+    return spread_over_data(model, mesh, how)
 
 
-def split_over_tp(
-    model: nn.Module,
-    mesh: Mesh,
-    tp_plan: Mapping[str, str] | None = None,
-    *,
-    sequence_parallel: bool = True,
-    regather: bool = False,
-    symmetric_memory: bool = False,
-    waiting: Waiting = nullcontext,
-) -> None:
+def split_over_tp(model: nn.Module, mesh: Mesh, how: Options) -> None:
     """The first half of `parallelize`: a model's layers, whole or on the meta device, become their parts over `tp`.
-
-    Args:
-        sequence_parallel: between the parallel layers each rank has a part of the sequence.
-        regather: parallel layers keep their part of an input and gather it again in backward.
-        symmetric_memory: products and their gather or scatter in one kernel, on GPUs that reach each other's memory.
 
     Raises:
         InputError: the layout splits an axis that models cannot be spread over, or the model cannot be split.
@@ -108,10 +90,10 @@ def split_over_tp(
     for axis in mesh.layout.axes:
         if axis not in BUILT and mesh.size(axis) > 1:
             raise InputError(f"a model cannot be spread over {axis} yet: use {', '.join(BUILT)}, with {axis}: 1")
-    place_dropouts(model, mesh.index("tp") if sequence_parallel else 0)
+    place_dropouts(model, mesh.index("tp") if how.sequence_parallel else 0)
     if mesh.size("tp") == 1:
         return
-    plan = getattr(sys.modules[type(model).__module__], "tp_plan", None) if tp_plan is None else tp_plan
+    plan = getattr(sys.modules[type(model).__module__], "tp_plan", None) if how.tp_plan is None else how.tp_plan
     if plan is None:
         raise InputError(
             f"{type(model).__name__} has no tp_plan, which says how its layers split: use tp: 1, or give one"
@@ -121,31 +103,29 @@ def split_over_tp(
     except SplitError as error:
         raise InputError(str(error)) from error
     over = channel(mesh, "tp")
-    over.waiting = waiting
-    if symmetric_memory:
+    over.waiting = how.waiting
+    if how.symmetric_memory:
         over.fuse()
-    swap_layers(model, splits, mesh, sequence_parallel=sequence_parallel, regather=regather)
+    swap_layers(model, splits, mesh, sequence_parallel=how.sequence_parallel, regather=how.regather)
 
 
-def spread_over_data(
-    model: nn.Module,
-    mesh: Mesh,
-    *,
-    precision: str = "float32",
-    recompute: str = "none",
-    compile: bool = False,
-    reshard_after_forward: bool = True,
-    waiting: Waiting = nullcontext,
-) -> nn.Module:
+def spread_over_data(model: nn.Module, mesh: Mesh, how: Options) -> nn.Module:
     """The other half of `parallelize`: precision, recomputation and compilation of blocks, then DDP, FSDP or HSDP."""
     blocks = blocks_of(model)
-    if recompute != "none":
+    if how.recompute != "none":
         _refuse_plain_dropout(model)
-    _wrap_blocks(model, blocks, mesh, precision, recompute, compile)
+    _wrap_blocks(model, blocks, mesh, how)
     if mesh.size("dp_shard") > 1:
-        shard(model, blocks, mesh, precision=precision, reshard_after_forward=reshard_after_forward, waiting=waiting)
+        shard(
+            model,
+            blocks,
+            mesh,
+            precision=how.precision,
+            reshard_after_forward=how.reshard_after_forward,
+            waiting=how.waiting,
+        )
     elif mesh.size("dp_replicate") > 1:
-        replicate(model, mesh, waiting)
+        replicate(model, mesh, how.waiting)
     if mesh.size("tp") > 1:
         sum_partial_gradients(model, mesh)
     return model
@@ -167,26 +147,24 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [model] if blocks is None else blocks()
 
 
-def _wrap_blocks(
-    model: nn.Module, blocks: list[nn.Module], mesh: Mesh, precision: str, recompute: str, compile: bool
-) -> None:
+def _wrap_blocks(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, how: Options) -> None:
     """Recomputation, compilation and 16-bit computing of each block, by replacing its forward.
 
     Names of parameters stay as they are, because no module is put around another.
     """
-    dtype = compute_dtype(precision)
-    casts = dtype != master_dtype(precision) and mesh.size("dp_shard") == 1  # FSDP casts what it gathers
+    dtype = compute_dtype(how.precision)
+    casts = dtype != master_dtype(how.precision) and mesh.size("dp_shard") == 1  # FSDP casts what it gathers
     for block in blocks:
         run = block.forward
         worthwhile = any(True for _ in block.children())  # a single layer has nothing to fuse or to compute again
-        if compile and worthwhile:
+        if how.compile and worthwhile:
             # The compiler sees the recomputation and plans the backward with it.
-            run = torch.compile(recomputed(run, recompute))
+            run = torch.compile(recomputed(run, how.recompute))
             run = casting(block, run, dtype) if casts else run
         else:
             # Parameters must be cast anew when the block runs again: the cast is inside.
             run = casting(block, run, dtype) if casts else run
-            run = recomputed(run, recompute) if worthwhile else run
+            run = recomputed(run, how.recompute) if worthwhile else run
         block.forward = run
     if casts and model not in blocks:
         model.forward = casting(model, model.forward, dtype, without=blocks)
