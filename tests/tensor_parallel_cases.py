@@ -1,6 +1,9 @@
 """Run under torchrun: tensor-parallel layers against plain ones, and what a step sends; prints what failed."""
 
+import gc
+import itertools
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -8,7 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import meshtrain
 from meshtrain.layout import Layout
@@ -136,36 +141,67 @@ class Cases:
         # A tensor that does not divide is sent in parts that differ by an element: the counter takes their mean.
         self.equal(abs(sent.bytes - total) <= 64, True, f"{options}: bytes by torch {sent.bytes}, counted {total}")
 
-    def saved_tensors(self, regather: bool) -> None:
-        """What the forward of a block of a small Llama keeps for its backward, in elements."""
+    def saved_tensors(self, recompute: str, regather: bool, k: int) -> None:
+        """What the forward of a block of a small Llama keeps for its backward, in float32, in elements."""
         config = llama.Config(
             hidden_size=24,
             intermediate_size=40,
             num_hidden_layers=1,
             num_attention_heads=4,
-            num_key_value_heads=4,
+            num_key_value_heads=k,
             vocab_size=V,
         )
-        model = meshtrain.parallelize(llama.Model(config), self.mesh, precision="float64", regather=regather)
-        weights = {local_part(p)[0].untyped_storage().data_ptr() for p in model.parameters()}
-        kept: dict[int, Tensor] = {}
-
-        def keep(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor, DTensor) and tensor.untyped_storage().data_ptr() not in weights:
-                kept[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no other takes its place in memory
-            return tensor
-
+        plain = llama.Model(config).float()
+        model = meshtrain.parallelize(plain, self.mesh, recompute=recompute, regather=regather)
         t, n, d, f, h, e = self.mesh.size("tp"), B * S, 24, 40, 4, 6
-        x = torch.randn(B, S // t, d, requires_grad=True).transpose(0, 1).contiguous().transpose(0, 1)
-        angles = torch.rand(1, S, 1, e // 2)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            model.model.layers[0](x, angles.cos(), angles.sin(), None)
-        found = sum(tensor.untyped_storage().nbytes() // tensor.itemsize for tensor in kept.values())
+        x = torch.randn(S // t, B, d, dtype=torch.float32).transpose(0, 1).requires_grad_()
+        angles = torch.rand(1, S, 1, e // 2, dtype=torch.float32)
+        with Created(besides=model.parameters()) as created:
+            inputs = [x * 1, angles.cos(), angles.sin()]
+            y = model.model.layers[0](*inputs, None)
+            del inputs
+        of_next = y.untyped_storage().nbytes()  # the output is what the next block keeps as its input
+        found = (created.held() - of_next) / 4
+
+        block_input = n * d // t
         norms = 2 * (2 * n * d + n) // t  # of each: its input, the same normalised, and a number per token
-        gathered = 2 * n * d // (t if regather else 1)
-        heads = n * (4 * h * e + h) // t  # q, k, v, the output, and a number per query
-        expected = norms + gathered + heads + 4 * n * f // t + 2 * S * e // 2
-        self.equal(found, expected, f"saved tensors with regather={regather}")
+        products = n * ((h + 2 * max(k, t)) * e + 2 * f) // t  # q, k, v, gate and up; a head for each rank at least
+        attended = n * (h * e + h) // t  # the output, and a number per query
+        gathered = 2 * n * d if t > 1 and not regather else 0  # what the ranks' parts of two inputs make together
+        scaled = 2 * n * d // t  # the norms' outputs
+        expected = (
+            2 * S * e // 2
+            + {
+                "none": norms + products + attended + 2 * n * f // t + (gathered or scaled),
+                "selective": block_input + products + attended + gathered + 2 * n * d // t,
+                "full": block_input,
+            }[recompute]
+        )
+        self.equal(found, expected, f"saved tensors with recompute={recompute}, regather={regather}")
+
+
+class Created(TorchDispatchMode):
+    """Watches the memory of all tensors that are made meanwhile, whoever holds it in the end."""
+
+    def __init__(self, besides: Iterable[Tensor]) -> None:
+        """`besides`: tensors whose memory does not count, of which views may be made."""
+        super().__init__()
+        self._known = {local_part(tensor)[0].untyped_storage()._cdata for tensor in besides}
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        return made
+
+    def held(self) -> int:
+        """The bytes of it that are still held."""
+        gc.collect()
+        return sum(size for storage, size in self._made.values() if not storage.expired())
 
 
 class Sent(TorchDispatchMode):
@@ -199,21 +235,27 @@ def main() -> None:
     with meshtrain.start() as job:
         mesh = meshtrain.build_mesh(Layout({"tp": job.world_size}))
         cases = Cases(mesh)
-        for sequence in (True, False):
-            cases.layers(sequence, regather=False)
-        cases.layers(True, regather=True)
-        for options in (
-            {},
-            {"sequence_parallel": False},
-            {"regather": True},
-            {"recompute": "full"},
-            {"recompute": "selective"},
-            {"recompute": "selective", "regather": True},
-        ):
-            cases.bytes_of_a_step(**options)
-        for regather in (False, True):
-            cases.saved_tensors(regather)
+        if job.world_size > 1:
+            layers_and_bytes(cases)
+        for recompute, regather in itertools.product(("none", "selective", "full"), (False, True)):
+            for kv in (4, 2):
+                cases.saved_tensors(recompute, regather, kv)
         print(json.dumps({"checked": cases.checked, "failures": cases.failures}) + "\n", end="", flush=True)
+
+
+def layers_and_bytes(cases: Cases) -> None:
+    for sequence in (True, False):
+        cases.layers(sequence, regather=False)
+    cases.layers(True, regather=True)
+    for options in (
+        {},
+        {"sequence_parallel": False},
+        {"regather": True},
+        {"recompute": "full"},
+        {"recompute": "selective"},
+        {"recompute": "selective", "regather": True},
+    ):
+        cases.bytes_of_a_step(**options)
 
 
 if __name__ == "__main__":
