@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
 
+from meshtrain.cuts import cut
 from meshtrain.parallel.collectives import Channel, named, ops
-from meshtrain.parts import cut
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):

@@ -5,6 +5,8 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 QUICKSTART = "configs/quickstart.yaml"
 
 # The quickstart in the small, with a batch that 3, 4 and 6 ranks do not divide, and a share that micro_size does not.
@@ -162,14 +164,22 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
 
 def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
     """More overrides under which a cell is trained again, because they lead through code of their own."""
-    # Larger microbatches than one process has: fewer, so faster, and still several of them in a step.
-    own = ("batch.micro_size=4",) if "tp" in layout and world <= 4 else ()
-    found: list[tuple[str, ...]] = [own]
-    if "shard" in layout and name == "float64" and world in (2, 4):
+    sizes = yaml.safe_load(layout)
+    if "tp" not in sizes:
         # FSDP that keeps its parameters sends gradients at another time.
-        found.append((*own, "parallel.reshard_after_forward=false"))
-    if "tp" in layout and name in ("float32", "float64", "uneven", "few heads"):
-        found.append((*own, "parallel.sequence_parallel=false"))
-    if "tp" in layout and name == "float64":
-        found.append((*own, "parallel.regather=true"))
+        kept = "dp_shard" in sizes and name == "float64" and world in (2, 4)
+        return [(), ("parallel.reshard_after_forward=false",)] if kept else [()]
+    # Two microbatches in every step: one process has more of them, and each costs many exchanges here.
+    samples = 7 if name in ("ragged", "tied, masked, recomputed") else 14
+    share = -(-samples * sizes["tp"] // world)
+    own = f"batch.micro_size={-(-share // 2)}"
+    if layout.startswith("{tp: 2, "):  # the other order of the axes
+        return [(own,)]
+    found: list[tuple[str, ...]] = [(own,)]
+    if name in ("float32", "float64") or (name in ("uneven", "few heads") and len(sizes) == 1):
+        found.append((own, "parallel.sequence_parallel=false"))
+    if name == "float64" and world <= 4:
+        found.append((own, "parallel.regather=true"))
+        if "dp_shard" in sizes:
+            found.append((own, "parallel.reshard_after_forward=false"))
     return found
