@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshtrain import weights
+from meshtrain.cuts import Part
 from meshtrain.errors import InputError
 from meshtrain.huggingface import KINDS, named_tensors
-from meshtrain.parts import Part, holders, local_part, part_of
+from meshtrain.parts import holders, local_part, part_of
 from meshtrain.runtime import Job
 
 Turn = tuple[int, str, weights.Entry]  # the rank that writes, its file, and the tensor

@@ -1,31 +1,13 @@
 """Which part of a parameter a rank holds.
 
 `tp` splits a parameter first; FSDP then splits the rows of what is left. So the part is found by cutting along the
-mesh's axes from the innermost outwards. Each cut is torch's own (`torch.chunk`): all parts are of one size but the last
-ones, which may be smaller or empty.
+mesh's axes from the innermost outwards (`cuts.py`).
 """
-
-from collections.abc import Sequence
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-Part = tuple[slice, ...]  # of each dim of the whole
-
-
-def cut(size: int, parts: int, index: int) -> slice:
-    """The `index`-th of `parts` parts of a dim."""
-    each = -(-size // parts)
-    return slice(min(index * each, size), min((index + 1) * each, size))
-
-
-def part(shape: Sequence[int], cuts: Sequence[tuple[int, int, int]]) -> Part:
-    """What is left of a whole of this shape after cuts made one after the other: (dim, parts, index) each."""
-    left = [slice(0, size) for size in shape]
-    for dim, parts, index in cuts:
-        inner = cut(left[dim].stop - left[dim].start, parts, index)
-        left[dim] = slice(left[dim].start + inner.start, left[dim].start + inner.stop)
-    return tuple(left)
+from meshtrain.cuts import Part, part
 
 
 def part_of(parameter: Tensor, rank: int) -> Part:

@@ -7,36 +7,19 @@ The rank table also becomes `layout.txt` of a run's folder.
 
 import argparse
 import json
-import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshtrain.batch import BatchShape, describe_batch
 from meshtrain.config import Config
 from meshtrain.errors import InputError
-from meshtrain.layout import DATA_AXES, Layout, short, written
-from meshtrain.locate import model_file
+from meshtrain.layout import DATA_AXES, Layout, short
+from meshtrain.parameters import Held, Parameter, held_by_ranks, parameter_json, parameters_of, table
 
 MOST_LINES = 16  # of the table in a terminal, and half of it per axis; `--json` and layout.txt hold everything
-
-
-@dataclass(frozen=True)
-class Held:
-    """What the ranks hold of the model: numbers of parameters, and bytes on the rank with the most.
-
-    `exact` is False where the model is also split over axes whose split is only estimated, as even.
-    """
-
-    total: int
-    fewest: int
-    most: int
-    exact: bool
-    weight_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int  # AdamW: two averages per parameter
 
 
 @dataclass(frozen=True)
@@ -47,6 +30,7 @@ class Plan:
     layout: Layout
     batch: BatchShape
     precision: str
+    parameters: tuple[Parameter, ...]
     held: Held
     notes: tuple[str, ...] = ()
 
@@ -68,53 +52,9 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
         notes.append(f"no --hosts given: {smallest}, {describe_hosts(fixed.on_hosts(hosts))}")
     layout = Layout.resolve(config.layout, sum(hosts)).on_hosts(hosts)
     batch = BatchShape(config.batch.global_size, config.batch.micro_size, layout.size(*DATA_AXES))
-    shapes = parameter_shapes(config.model.name, config.model.keys)
-    held = held_by_ranks(shapes, layout, config.train.precision)
-    return Plan(name, layout, batch, config.train.precision, held, tuple(notes))
-
-
-# Parameters ---------------------------------------------------------------------------------------------------------
-
-
-def parameter_shapes(name: str, keys: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """The shape of every parameter of a model, built on the meta device: no memory, whatever its size.
-
-    A parameter that is used twice (tied embeddings) counts once.
-    """
-    import torch  # here, so that the command line starts without it
-
-    module = model_file(name)
-    with torch.device("meta"):
-        model = module.Model(module.Config(**keys))
-    return [tuple(parameter.shape) for parameter in model.parameters()]
-
-
-def held_by_ranks(shapes: Iterable[Sequence[int]], layout: Layout, precision: str) -> Held:
-    """How many parameters the ranks of a layout hold, and their bytes.
-
-    FSDP cuts dimension 0 of each parameter into `dp_shard` chunks of ceil(rows / dp_shard) rows, so the last ranks
-    may hold less, or nothing. Weights, gradients and optimizer state are kept in float32 whatever the precision of
-    the computation, or in float64.
-    """
-    kinds = Counter(tuple(shape) for shape in shapes)  # a model has few distinct shapes, and many layers
-    shards = layout.size("dp_shard")
-    total, per_shard = 0, [0] * shards
-    for (rows, *rest), n in ((shape or (1,), n) for shape, n in kinds.items()):
-        width = math.prod(rest) * n
-        total += rows * width
-        for shard in range(shards):
-            per_shard[shard] += width * _chunk(rows, shards, shard)
-    others = layout.size("pp", "tp")  # their split of the model is not known here: taken as even
-    fewest, most = (-(-count // others) for count in (min(per_shard), max(per_shard)))
-    size = 8 if precision == "float64" else 4
-    exact = layout.size("pp", "cp", "tp") == 1
-    return Held(total, fewest, most, exact, most * size, most * size, 2 * most * size)
-
-
-def _chunk(rows: int, parts: int, part: int) -> int:
-    """The rows in chunk `part` as torch.chunk makes them: ceil(rows / parts) until nothing is left."""
-    chunk = -(-rows // parts)
-    return min(max(rows - part * chunk, 0), chunk)
+    parameters = tuple(parameters_of(config.model.name, config.model.keys, layout.size("tp")))
+    held = held_by_ranks(parameters, layout, config.train.precision)
+    return Plan(name, layout, batch, config.train.precision, parameters, held, tuple(notes))
 
 
 # Text ---------------------------------------------------------------------------------------------------------------
@@ -148,15 +88,20 @@ def layout_text(layout: Layout, most_lines: int | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plan_text(plan: Plan) -> str:
-    """The plan for a person: short, whatever the number of ranks."""
-    shape, held = plan.batch, plan.held
+def plan_text(plan: Plan, each_parameter: bool = False) -> str:
+    """The plan for a person: short, whatever the number of ranks; with parameters instead of ranks if asked."""
+    shape, layout = plan.batch, plan.layout
+    if each_parameter:
+        below = [f"layout {layout} on {describe_hosts(layout)}", "", *_columns(table(plan.parameters, layout)), ""]
+        below += ["note: over pp a rank holds those of its stage only"] * (layout.size("pp") > 1)
+    else:
+        below = [layout_text(layout, MOST_LINES)]
     lines = [
         f"plan of {plan.config}",
         describe_batch(shape.global_size, shape.micro_size, shape.data_ranks),
-        *_held_lines(held, plan.layout, plan.precision),
+        *_held_lines(plan.held, layout, plan.precision),
         "",
-        layout_text(plan.layout, MOST_LINES),
+        *below,
         *(f"note: {note}" for note in plan.notes),
         *(f"warning: {warning}" for warning in plan.layout.warnings()),
     ]
@@ -197,7 +142,10 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "line": describe_batch(batch.global_size, batch.micro_size, batch.data_ranks),
         },
         "precision": plan.precision,
-        "parameters": asdict(plan.held),
+        "parameters": {
+            **asdict(plan.held),
+            "each": [parameter_json(parameter, layout) for parameter in plan.parameters],
+        },
         "warnings": layout.warnings(),
         "notes": list(plan.notes),
     }
@@ -236,7 +184,7 @@ def _hosts_of(layout: Layout, ranks: Sequence[int]) -> str:
 def _held_lines(held: Held, layout: Layout, precision: str) -> list[str]:
     each = f"{held.most:,}" if held.fewest == held.most else f"{held.fewest:,} to {held.most:,}"
     exact = "" if held.exact else "about "
-    even = "" if held.exact else f", if {written(layout.sizes)} splits the model evenly"
+    even = "" if held.exact else f", if pp: {layout.size('pp')} splits the model evenly"
     bytes_ = held.weight_bytes, held.gradient_bytes, held.optimizer_bytes
     weights, gradients, optimizer, together = map(_size, (*bytes_, sum(bytes_)))
     kept = "float64" if precision == "float64" else "float32"
@@ -282,13 +230,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="COUNTS",
         help="processes on each host: 4,2 (two hosts), 4x8 (four hosts of 8), 4x8,2",
     )
+    parser.add_argument("--parameters", action="store_true", help="tell what each parameter becomes")
     parser.add_argument("--json", action="store_true", help="print all of it as one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> None:
     hosts = None if arguments.hosts is None else read_hosts(arguments.hosts)
     plan = make_plan(arguments.config, arguments.overrides, hosts)
-    print(json.dumps(plan_json(plan)) if arguments.json else plan_text(plan), end="\n" * arguments.json)
+    text = json.dumps(plan_json(plan)) + "\n" if arguments.json else plan_text(plan, arguments.parameters)
+    print(text, end="")
 
 
 def read_hosts(text: str) -> tuple[int, ...]:

@@ -6,14 +6,22 @@ Pure: it looks at the names and sizes of a model's modules and says what follows
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
-# Hugging Face's words -> what has to be there, and which dim of the weight is cut.
-STYLES = {
-    "colwise": ("linear", 0),
-    "rowwise": ("linear", 1),
-    "colwise_gather_output": ("linear", 0),
-    "embedding_rowwise": ("embedding", 0),
+
+class Style(NamedTuple):
+    """A way to split a layer: the kind that it is for, the kind that it becomes, and which dim of its weight is cut."""
+
+    of: str
+    becomes: str
+    dim: int
+
+
+STYLES = {  # by Hugging Face's words
+    "colwise": Style("linear", "ColumnParallelLinear", 0),
+    "rowwise": Style("linear", "RowParallelLinear", 1),
+    "colwise_gather_output": Style("linear", "ColumnParallelLinear", 0),
+    "embedding_rowwise": Style("embedding", "VocabParallelEmbedding", 0),
 }
 
 
@@ -60,6 +68,14 @@ class Split:
     width: int = 0
     everywhere: bool = False
 
+    def dim_of(self, parameter: str) -> int | None:
+        """Which dim of the layer's "weight" or "bias" is cut over `tp`; None: every rank holds all of it.
+
+        The bias of a row-wise layer is added to the sum, so it is not cut.
+        """
+        dim = STYLES[self.style].dim
+        return None if self.everywhere or (parameter == "bias" and dim == 1) else dim
+
     def heads_of(self, tp: int, index: int) -> Heads | None:
         """What rank `index` of `tp` computes of a layer that every rank holds; None of any other."""
         if not self.everywhere:
@@ -100,7 +116,7 @@ def split_layers(model: Any, plan: Mapping[str, str], tp: int) -> list[Split]:
         style = next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), None)
         if style not in STYLES:
             continue
-        wanted = STYLES[style][0]
+        wanted = STYLES[style].of
         if _kind(module) != wanted:
             problems.append(
                 f"the tp_plan wants {name} {style}, which is for a {wanted} layer, and it is a {_kind(module)}"
@@ -149,7 +165,7 @@ def _by_heads(
 
 def _torn(found: list[Split], modules: Mapping[str, Any]) -> list[str]:
     """Layers that share a weight which only one of them splits, or which they split in two ways."""
-    cut_by = {split.layer: (STYLES[split.style][1], split.everywhere) for split in found}
+    cut_by = {split.layer: (STYLES[split.style].dim, split.everywhere) for split in found}
     sharing: dict[int, list[str]] = {}
     for name, module in modules.items():
         weight = getattr(module, "weight", None)

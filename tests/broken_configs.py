@@ -44,6 +44,17 @@ def check(config):
     return []
 """
 
+# Behind the model file: a model with one layer, and tp_plans for it.
+ONE_LAYER = """
+class Layer:
+    in_features = out_features = 8
+
+class Model(Model):
+    def named_modules(self):
+        return [("", self), ("first", Layer())]
+"""
+PLANS = {"plan": {"first": "columns"}, "stale_plan": {"first": "colwise", "second": "rowwise"}}
+
 
 class Error(NamedTuple):
     line: int
@@ -58,6 +69,7 @@ class Broken(NamedTuple):
     overrides: tuple[str, ...] = ()
     world_size: int | None = None
     for_training: bool = False
+    device: str | None = None
 
 
 def plus(
@@ -69,7 +81,7 @@ def plus(
     return f"model: {model}\nbatch: {batch}\ntrain: {train}\n{extra}"
 
 
-def one(name: str, text: str, line: int, what: str, out: str, *overrides: str, **given: int | bool) -> Broken:
+def one(name: str, text: str, line: int, what: str, out: str, *overrides: str, **given: int | bool | str) -> Broken:
     return Broken(name, text, [Error(line, what, out)], overrides, **given)  # type: ignore[arg-type]
 
 
@@ -285,7 +297,52 @@ LAYOUTS = [
         4,
         "has no tp_plan",
         "use tp: 1",
-        for_training=True,
+    ),
+    one(
+        "tp against the query heads",
+        plus("layout:\n  tp: 3\nparallel: {sequence_parallel: false}\n", model="{name: llama}"),
+        5,
+        "8 query heads do not divide over tp 3",
+        "use a tp of 1, 2, 4, 8",
+        world_size=3,
+    ),
+    one(
+        "tp against the sequence",
+        plus("data:\n  seq_len: 33\nlayout: {tp: -1}\n", model="{name: llama}"),
+        5,
+        "does not divide over layout.tp 2",
+        "use 32 or 34",
+        world_size=2,
+    ),
+    one(
+        "a tp_plan with an unknown word",
+        plus("layout: {tp: 2}\n", model="{name: MODEL.plan.py, width: 8}"),
+        4,
+        "the tp_plan's 'first' is 'columns'",
+        "use one of colwise, rowwise",
+    ),
+    one(
+        "a tp_plan of another model",
+        plus("layout:\n  tp: 2\n", model="{name: MODEL.stale_plan.py, width: 8}"),
+        5,
+        "the tp_plan's 'second' matches no layer",
+        "mend the pattern",
+    ),
+    one(
+        "symmetric memory on CPUs",
+        plus("parallel:\n  symmetric_memory: true\nlayout: {tp: -1}\n", model="{name: llama}"),
+        5,
+        "symmetric_memory needs GPUs",
+        "use symmetric_memory: false",
+        world_size=2,
+        device="cpu",
+    ),
+    one(
+        "tp of sizes that make no model",
+        plus("layout: {tp: 2}\n", model="{name: llama, num_attention_heads: 0}"),
+        1,
+        "num_attention_heads is 0",
+        "use at least 1",
     ),
     one(
         "pp is not trained",

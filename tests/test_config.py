@@ -19,7 +19,7 @@ from meshtrain.config.errors import Place
 from meshtrain.config.nodes import Node, read_scalar, read_text, write
 from meshtrain.config.rules import trainable_layout_problems
 from meshtrain.errors import InputError
-from tests.broken_configs import BROKEN, MODEL_FILE, Broken, plus
+from tests.broken_configs import BROKEN, MODEL_FILE, ONE_LAYER, PLANS, Broken, plus
 
 FOLDER = Path(__file__).resolve().parent.parent
 
@@ -31,6 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     path.write_text(MODEL_FILE)
     typed = "from dataclasses import dataclass\nfrom pathlib import Path\n@dataclass\nclass Config:\n    place: Path\n"
     others = {"wrong": "\nclass (:\n", "empty": "x = 1\n", "imports": "import no_such_package\n", "type": typed}
+    others |= {name: f"{MODEL_FILE}{ONE_LAYER}tp_plan = {plan}\n" for name, plan in PLANS.items()}
     for name, text in others.items():
         Path(f"{path}.{name}.py").write_text(text)
     return str(path)
@@ -61,7 +62,9 @@ def test_the_table_is_large() -> None:
 
 @pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.name)
 def test_broken(load: Any, case: Broken) -> None:
-    errors = refused(load, case.text, *case.overrides, world_size=case.world_size, for_training=case.for_training)
+    errors = refused(
+        load, case.text, *case.overrides, world_size=case.world_size, for_training=case.for_training, device=case.device
+    )
     assert [error.where.line for error in errors] == [one.line for one in case.errors], "\n".join(map(str, errors))
     unmatched = list(errors)
     for one in case.errors:
@@ -194,11 +197,19 @@ def test_missing_files_are_found_before_training_and_not_for_a_plan(load: Any, t
 
 
 def test_training_refuses_axes_that_are_not_built_and_a_plan_shows_them(load: Any) -> None:
-    text = plus("layout: {pp: 2, dp_shard: -1, tp: 2}\n")
+    text = plus("layout: {pp: 2, dp_shard: -1, tp: 2}\n", model="{name: llama}")
     assert load(text, world_size=8).layout == {"pp": 2, "dp_shard": -1, "tp": 2}
     assert [axis for axis, _ in trainable_layout_problems({"pp": 1, "dp_shard": 4, "cp": 2, "tp": 2})] == ["cp"]
-    assert len(refused(load, text, world_size=8, for_training=True)) == 2
+    (error,) = refused(load, text, world_size=8, for_training=True)
+    assert "layout.pp is 2" in error.message
     assert load(plus("layout: {tp: 1, dp_shard: 4, dp_replicate: 2}\n"), world_size=8, for_training=True)
+
+
+def test_symmetric_memory_is_refused_only_where_it_would_be_used(load: Any) -> None:
+    text = plus("parallel: {symmetric_memory: true}\nlayout: {dp_shard: 2, tp: -1}\n", model="{name: llama}")
+    for world_size, device in ((2, "cpu"), (4, "cuda"), (4, None)):  # tp 1, 2 and 2
+        assert load(text, world_size=world_size, device=device).parallel.symmetric_memory
+    assert len(refused(load, text, world_size=4, device="cpu")) == 1
 
 
 # Overrides ----------------------------------------------------------------------------------------------------------
@@ -228,7 +239,7 @@ def test_overrides_say_what_they_replace(load: Any, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_overrides_of_the_layout(load: Any, layout: str, overrides: list[str], expected: list[tuple[str, int]]) -> None:
-    assert list(load(plus(layout), *overrides).layout.items()) == expected
+    assert list(load(plus(layout, model="{name: llama}"), *overrides).layout.items()) == expected
 
 
 def test_overrides_make_sections_and_take_values_away(load: Any) -> None:
@@ -323,7 +334,7 @@ def overridden(draw: st.DrawFn) -> list[str]:
         "model.shares": st.dictionaries(TEXTS, FLOATS),
         "model.scaling": st.none() | st.dictionaries(TEXTS, SCALARS, max_size=3),
         "model.head_dim": st.none() | st.integers(),
-        "layout": st.permutations(["pp", "dp_shard", "tp"]).map(lambda axes: dict(zip(axes, (2, -1, 3), strict=True))),
+        "layout": st.permutations(["pp", "dp_shard", "cp"]).map(lambda axes: dict(zip(axes, (2, -1, 3), strict=True))),
     }
     named = draw(st.lists(st.sampled_from(sorted(choices)), unique=True))
     return [f"train.steps={steps}"] + [f"{name}={write(draw(choices[name]))}" for name in named]

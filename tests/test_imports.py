@@ -19,6 +19,7 @@ WITHOUT_TORCH = [
     "meshtrain.errors",
     "meshtrain.environment",
     "meshtrain.batch",
+    "meshtrain.cuts",
     "meshtrain.data.order",
     "meshtrain.config",
     "meshtrain.cli",
@@ -30,6 +31,7 @@ PURE = {
     "errors.py": set(),
     "environment.py": {"errors"},
     "batch.py": {"data"},
+    "cuts.py": set(),
     "data/order.py": set(),
 }
 MODELS_MAY_USE = {"meshtrain.attention", "meshtrain.dropout"}

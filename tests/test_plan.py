@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +16,7 @@ from meshtrain.batch import BatchShape, describe_batch
 from meshtrain.data.order import share
 from meshtrain.errors import InputError
 from meshtrain.layout import Layout
-from meshtrain.plan import describe_hosts, held_by_ranks, layout_text, make_plan, parameter_shapes, read_hosts
+from meshtrain.plan import describe_hosts, layout_text, make_plan, read_hosts
 
 MODEL = """
 from dataclasses import dataclass
@@ -35,6 +34,8 @@ class Model(nn.Module):
         self.last = nn.Linear(config.width, config.width)
         if config.tied:
             self.last.weight = self.first.weight
+
+tp_plan = {"first": "colwise", "last": "rowwise"}
 """
 
 CONFIG = """
@@ -152,42 +153,6 @@ def test_a_long_table_loses_its_middle_and_the_file_does_not() -> None:
     assert "crosses 512 hosts" in next(line for line in full if line.startswith(f"  {list(range(0, 4096, 8))} "))
 
 
-# Parameters ---------------------------------------------------------------------------------------------------------
-
-
-def test_parameters_of_a_model_without_its_memory(config: Path) -> None:
-    model = str(config.parent / "model.py")
-    assert sorted(parameter_shapes(model, {"width": 6})) == [(6,), (6,), (6, 6), (6, 6)]
-    assert sorted(parameter_shapes(model, {"width": 6, "tied": True})) == [(6,), (6,), (6, 6)]
-    assert (10**6, 10**6) in parameter_shapes(model, {"width": 10**6})  # 8 TB if it were real
-
-
-@given(st.lists(st.lists(st.integers(1, 9), max_size=3), max_size=6), st.integers(1, 12))
-def test_shards_are_those_of_torch(shapes: list[list[int]], shards: int) -> None:
-    held = held_by_ranks(shapes, Layout({"dp_replicate": 2, "dp_shard": shards}), "float32")
-    counts = [0] * shards
-    for shape in shapes:
-        for shard, chunk in enumerate(torch.empty(shape or [1], device="meta").chunk(shards)):
-            counts[shard] += chunk.numel()
-    assert (held.fewest, held.most) == (min(counts), max(counts))
-    assert held.total == sum(counts)
-    assert held.exact
-
-
-def test_bytes_of_a_rank() -> None:
-    layout = Layout({"dp_shard": 4})
-    held = held_by_ranks([(6, 10)], layout, "bfloat16")  # rows 2, 2, 2, 0
-    assert (held.fewest, held.most) == (0, 20)
-    assert (held.weight_bytes, held.gradient_bytes, held.optimizer_bytes) == (80, 80, 160)
-    assert held_by_ranks([(6, 10)], layout, "float64").optimizer_bytes == 320
-    assert held_by_ranks([(6, 10)], Layout({"dp_replicate": 4}), "float32").fewest == 60
-
-
-def test_a_split_that_is_not_known_is_called_an_estimate() -> None:
-    held = held_by_ranks([(64, 64)], Layout({"pp": 2, "dp_shard": 4, "tp": 2}), "float32")
-    assert (held.total, held.most, held.exact) == (4096, 256, False)
-
-
 # The command --------------------------------------------------------------------------------------------------------
 
 
@@ -234,8 +199,17 @@ def test_the_plan_as_json(config: Path, capsys: pytest.CaptureFixture[str]) -> N
     ]
     assert plan["batch"]["line"] == "global batch 64 = 4 per rank x 2 data ranks x 8 accumulation"
     assert plan["batch"]["idle"] == 0
-    assert plan["parameters"]["total"] == 84
-    assert not plan["parameters"]["exact"]
+    held = plan["parameters"]
+    assert (held["total"], held["fewest"], held["most"], held["exact"]) == (84, 19, 26, True)
+    assert held["each"][2] == {
+        "name": "last.weight",
+        "tied": [],
+        "shape": [6, 6],
+        "layer": "RowParallelLinear",
+        "over_tp": "columns",
+        "after_tp": {"largest": [6, 3], "smallest": [6, 3]},
+        "on_a_rank": {"largest": [3, 3], "smallest": [3, 3]},
+    }
     assert plan["warnings"] == []
 
 
@@ -244,7 +218,34 @@ def test_a_plan_warns_of_tp_across_hosts(tmp_path: Path, capsys: pytest.CaptureF
     assert cli.main(["plan", str(config), "--hosts", "3,1"]) == 0
     output = capsys.readouterr().out
     assert "warning: tp crosses hosts in 1 of 2 groups" in output
-    assert "about 21 per rank, if {dp_shard: 2, tp: 2} splits the model evenly" in output
+    assert "84 parameters, 19 to 26 per rank" in output
+
+
+def test_a_plan_of_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path, "{pp: 2, dp_shard: 2, tp: 2}")
+    assert cli.main(["plan", str(config), "--parameters", "--hosts", "8"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "global batch 64 = 4 per rank x 2 data ranks x 8 accumulation",
+        "84 parameters, about 10 to 13 per rank, if pp: 2 splits the model evenly",
+        "a rank keeps about 208 B in float32: weights 52 B, gradients 52 B, AdamW 104 B; activations come on top",
+        "",
+        "layout {pp: 2, dp_shard: 2, tp: 2} on 8 processes = 1 host x 8",
+        "",
+        "parameter       whole  layer                 over tp       after tp  after dp_shard",
+        "first.weight    6 x 6  ColumnParallelLinear  rows / tp     3 x 6     2 to 1 x 6",
+        "first.bias      6      ColumnParallelLinear  rows / tp     3         2 to 1",
+        "last.weight     6 x 6  RowParallelLinear     columns / tp  6 x 3     3 x 3",
+        "last.bias       6      RowParallelLinear     held by all   6         3",
+        "",
+        "note: over pp a rank holds those of its stage only",
+    ]
+
+
+def test_a_model_that_cannot_be_split_has_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "quickstart", "layout={dp_shard: 2, tp: 4}"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "6 query heads do not divide over tp 4: use a tp of 1, 2, 3, 6" in captured.err
 
 
 def test_without_hosts_a_plan_says_what_it_assumes(tmp_path: Path) -> None:

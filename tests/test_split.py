@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshtrain.parts import cut, part
+from meshtrain.cuts import cut, part
 from meshtrain.split import Split, SplitError, split_layers
 
 PLAN = {

@@ -20,7 +20,7 @@ from meshtrain import locate
 from meshtrain.config.errors import ConfigError, ConfigErrors, nearest, written
 from meshtrain.config.model import read_model
 from meshtrain.config.nodes import Node, apply_overrides, read_file, write
-from meshtrain.config.rules import SOURCES, Draft, check_files, check_layout, check_rules, read_layout
+from meshtrain.config.rules import SOURCES, Draft, check_device, check_files, check_layout, check_rules, read_layout
 from meshtrain.config.tensor import check_split
 from meshtrain.config.values import key, keys_of, read_section
 from meshtrain.errors import InputError
@@ -288,7 +288,13 @@ class Config:
 
     @classmethod
     def load(
-        cls, name: str, overrides: Sequence[str] = (), *, world_size: int | None = None, for_training: bool = False
+        cls,
+        name: str,
+        overrides: Sequence[str] = (),
+        *,
+        world_size: int | None = None,
+        for_training: bool = False,
+        device: str | None = None,
     ) -> "Config":
         """Reads a config file and lays overrides over it.
 
@@ -297,6 +303,7 @@ class Config:
             overrides: `section.key=value`, each value YAML; the last one for a key wins.
             world_size: the number of processes, which the layout has to make; None where that is not known yet.
             for_training: also refuses what cannot be trained now: files that are missing, axes that are not built.
+            device: what the processes compute on, "cpu" or "cuda"; None where that is not known yet.
 
         Raises:
             InputError: there is no such file.
@@ -318,8 +325,8 @@ class Config:
         layout = read_layout(draft)
         if layout is not None:
             check_layout(draft, layout, world_size, for_training)
-            if for_training:
-                check_split(draft, layout, world_size, model_keys)
+            check_split(draft, layout, world_size, model_keys)
+            check_device(draft, layout, world_size, device)
         check_rules(draft)
         if for_training:
             check_files(draft)

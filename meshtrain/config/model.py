@@ -192,7 +192,8 @@ def _made(draft: Draft, node: Node, module: ModuleType, values: dict[str, Any]) 
         origin = next((of for of in ("preset", "weights") if draft.values[f"model.{of}"]), key)
         where = draft.place(f"model.{key if node.get(key) is not None else origin}")
         draft.report(where, f"model.{key}: {problem}")
-    return {name: getattr(config, name) for name in values}
+    wrong = {key for key, _ in problems}  # reported already: no rule, and no model, is to be made of them
+    return {name: INVALID if name in wrong else getattr(config, name) for name in values}
 
 
 def _same(found: Any, built: Any) -> bool:

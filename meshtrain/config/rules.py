@@ -275,6 +275,19 @@ def check_layout(draft: Draft, sizes: dict[str, int], world_size: int | None, fo
         draft.report(draft.place(f"layout.{axis}"), problem)
 
 
+def check_device(draft: Draft, sizes: dict[str, int], world_size: int | None, device: str | None) -> None:
+    """Reports what only GPUs can do and this job, if its device is known, is to do without."""
+    try:
+        sizes = sizes if world_size is None else Layout.resolve(sizes, world_size).sizes
+    except LayoutError:  # reported already
+        return
+    if sizes.get("tp", 1) > 1 and draft.values["parallel.symmetric_memory"] is True and device == "cpu":
+        draft.report(
+            draft.place("parallel.symmetric_memory"),
+            "parallel.symmetric_memory needs GPUs, and these processes compute on CPUs: use symmetric_memory: false",
+        )
+
+
 def trainable_layout_problems(sizes: dict[str, int]) -> list[tuple[str, str]]:
     """The axes of a layout that training does not build yet: (axis, sentence). A size of -1 is not judged."""
     names = {"pp": "pipeline", "cp": "context"}
