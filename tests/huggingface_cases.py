@@ -24,7 +24,7 @@ from meshtrain.init import materialise
 from meshtrain.layout import Layout
 from meshtrain.locate import model_file
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.apply import split_over_tp, spread_over_data
+from meshtrain.parallel.apply import Options, split_over_tp, spread_over_data
 from meshtrain.parts import local_part
 from meshtrain.runtime import Job
 
@@ -61,8 +61,8 @@ def built(name: str, mesh: Mesh, job: Job) -> nn.Module:
     config = Config.load(str(folder / f"{name}.{job.rank}.yaml"))
     with torch.device("meta"):
         model = llama.Model(llama.Config(**config.model.keys))
-    split_over_tp(model, mesh)
-    spread_over_data(model, mesh)
+    split_over_tp(model, mesh, Options())
+    spread_over_data(model, mesh, Options())
     materialise(model, job.device)
     huggingface.load_weights(model, start)
     return model

@@ -45,6 +45,10 @@ class Cases:
         if found != expected:
             self.failures.append(f"rank {self.mesh.rank}: {what}: {found} and not {expected}")
 
+    def tell(self) -> None:
+        """One line for the test that started this job."""
+        print(json.dumps({"checked": self.checked, "failures": self.failures}) + "\n", end="", flush=True)
+
     def part(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of a tensor, uneven where it does not divide."""
         each = -(-x.shape[dim] // self.mesh.size("tp"))
@@ -102,18 +106,18 @@ class Cases:
             dist.all_reduce(d.bias.grad.to_local(), group=self.mesh.group("tp"))  # type: ignore[union-attr]
         self.gradient(d.bias, down.bias, how + "bias of a row")
 
+    def losses_of_large_logits(self) -> None:
+        """Logits whose exponentials no floating-point number holds."""
+        torch.manual_seed(0)
+        head, x, targets = nn.Linear(D, V, bias=False), torch.randn(B, S, D), torch.randint(V, (B, S))
+        head.weight.data *= 10_000
+        expected = F.cross_entropy(head(x).flatten(0, 1), targets.flatten(), reduction="none").view(B, S).sum(1)
+        logits = ColumnParallelLinear(head, self.mesh, sequence_parallel=False, whole=True)(x)
+        self.same(sample_losses(logits, targets), expected, "losses of large logits")
+
     def bytes_of_a_step(self, **options: Any) -> None:
         """What two microbatches of a small Llama send, by the counter, by torch, and by the formulas of the docs."""
-        config = llama.Config(
-            hidden_size=24,
-            intermediate_size=40,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=V,
-        )
-        torch.manual_seed(0)
-        model = meshtrain.parallelize(llama.Model(config).double(), self.mesh, precision="float64", **options)
+        model = meshtrain.parallelize(small_llama(num_hidden_layers=3), self.mesh, precision="float64", **options)
         self.mesh.traffic.restart()
         tokens = torch.randint(V, (B, S))
         with Sent() as sent:
@@ -143,15 +147,7 @@ class Cases:
 
     def saved_tensors(self, recompute: str, regather: bool, k: int) -> None:
         """What the forward of a block of a small Llama keeps for its backward, in float32, in elements."""
-        config = llama.Config(
-            hidden_size=24,
-            intermediate_size=40,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=k,
-            vocab_size=V,
-        )
-        plain = llama.Model(config).float()
+        plain = small_llama(num_hidden_layers=1, num_key_value_heads=k)
         model = meshtrain.parallelize(plain, self.mesh, recompute=recompute, regather=regather)
         t, n, d, f, h, e = self.mesh.size("tp"), B * S, 24, 40, 4, 6
         x = torch.randn(S // t, B, d, dtype=torch.float32).transpose(0, 1).requires_grad_()
@@ -178,6 +174,20 @@ class Cases:
             }[recompute]
         )
         self.equal(found, expected, f"saved tensors with recompute={recompute}, regather={regather}")
+
+
+def small_llama(**keys: Any) -> nn.Module:
+    """A plain Llama with nothing large in it; the same weights at each call."""
+    sizes = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": V,
+    }
+    torch.manual_seed(0)
+    return llama.Model(llama.Config(**(sizes | keys)))
 
 
 class Created(TorchDispatchMode):
@@ -240,13 +250,14 @@ def main() -> None:
         for recompute, regather in itertools.product(("none", "selective", "full"), (False, True)):
             for kv in (4, 2):
                 cases.saved_tensors(recompute, regather, kv)
-        print(json.dumps({"checked": cases.checked, "failures": cases.failures}) + "\n", end="", flush=True)
+        cases.tell()
 
 
 def layers_and_bytes(cases: Cases) -> None:
     for sequence in (True, False):
         cases.layers(sequence, regather=False)
     cases.layers(True, regather=True)
+    cases.losses_of_large_logits()
     for options in (
         {},
         {"sequence_parallel": False},

@@ -336,7 +336,8 @@ def test_own_loop_is_the_same_under_every_layout() -> None:
     script = str(ROOT / "tools/examples/own_loop.py")
     alone = run([sys.executable, script]).check().out
     loss = alone.split(": ", 2)[2]
-    for processes, layout in [(2, "dp_replicate=2"), (3, "dp_shard=3"), (4, "dp_replicate=2,dp_shard=2")]:
+    layouts = [(2, "dp_replicate=2"), (3, "dp_shard=3"), (4, "dp_replicate=2,dp_shard=2"), (4, "dp_shard=2,tp=2")]
+    for processes, layout in layouts:
         printed = torchrun(processes, script, layout).check().out
         assert printed.split(": ", layout.count("=") + 1)[-1] == loss, printed
 

@@ -16,14 +16,16 @@ from meshtrain.layout import DATA_AXES
 from meshtrain.mesh import Mesh
 from meshtrain.numerics import compute_dtype, master_dtype
 from meshtrain.parallel.collectives import channel
+from meshtrain.parallel.compiled import compiled
 from meshtrain.parallel.data import replicate, shard
 from meshtrain.parallel.precision import casting
 from meshtrain.parallel.recompute import recomputed
+from meshtrain.parallel.stages import Absent, blocks_of
 from meshtrain.parallel.swap import sum_partial_gradients, swap_layers
 from meshtrain.parallel.waiting import Waiting
 from meshtrain.split import SplitError, split_layers
 
-BUILT = (*DATA_AXES, "tp")  # axes that a model can be spread over
+BUILT = (*DATA_AXES, "tp", "pp")  # axes that a model can be spread over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +76,11 @@ def parallelize(model: nn.Module, mesh: Mesh, **options: Any) -> nn.Module:
         InputError: the layout splits an axis that models cannot be spread over, or the model cannot be split.
         TypeError: there is no such option.
     """
+    if mesh.size("pp") > 1:
+        raise InputError("parallelize spreads a model over all axes but pp: use pp: 1")
     how = Options(**options)
     model.to(master_dtype(how.precision))
-    _start_equal(model, mesh)
+    start_equal(model, mesh)
     split_over_tp(model, mesh, how)
     return spread_over_data(model, mesh, how)
 
@@ -141,12 +145,6 @@ def _refuse_plain_dropout(model: nn.Module) -> None:
             )
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """A model's blocks in the order in which they run; the model itself if it does not name any."""
-    blocks = getattr(model, "blocks", None)
-    return [model] if blocks is None else blocks()
-
-
 def _wrap_blocks(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, how: Options) -> None:
     """Recomputation, compilation and 16-bit computing of each block, by replacing its forward.
 
@@ -155,11 +153,13 @@ def _wrap_blocks(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, how: Opt
     dtype = compute_dtype(how.precision)
     casts = dtype != master_dtype(how.precision) and mesh.size("dp_shard") == 1  # FSDP casts what it gathers
     for block in blocks:
+        if isinstance(block, Absent):
+            continue
         run = block.forward
         worthwhile = any(True for _ in block.children())  # a single layer has nothing to fuse or to compute again
         if how.compile and worthwhile:
             # The compiler sees the recomputation and plans the backward with it.
-            run = torch.compile(recomputed(run, how.recompute))
+            run = compiled(block, recomputed(run, how.recompute))
             run = casting(block, run, dtype) if casts else run
         else:
             # Parameters must be cast anew when the block runs again: the cast is inside.
@@ -170,7 +170,7 @@ def _wrap_blocks(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, how: Opt
         model.forward = casting(model, model.forward, dtype, without=blocks)
 
 
-def _start_equal(model: nn.Module, mesh: Mesh) -> None:
+def start_equal(model: nn.Module, mesh: Mesh) -> None:
     """Ranks whose models were drawn from different seeds would train different models and never notice."""
     group = mesh.world
     if group is None:

@@ -60,6 +60,10 @@ class Replicas:
         """Whether the next backward is the last of its step, and so the one that sums."""
         self._last = last
 
+    def reduce(self) -> None:
+        """Sums now, after backwards none of which was the last."""
+        self._finish()
+
     def _ready(self, bucket: "_Bucket") -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
             if not self._last:
@@ -276,11 +280,19 @@ class Shards:
         else:
             self._model.set_requires_all_reduce(last)
 
+    def reduce(self) -> None:
+        """Sends now, after backwards none of which was the last: what FSDP itself does at the end of the last one."""
+        assert self._keeps  # otherwise every backward has sent its own
+        self.set_last(True)
+        self._model._get_fsdp_state()._root_post_backward_final_callback()
+
 
 class GradientSync(Protocol):
-    """Something that sums gradients when the last backward of a step ends."""
+    """Something that sums gradients when the last backward of a step ends, or when it is told to."""
 
     def set_last(self, last: bool) -> None: ...
+
+    def reduce(self) -> None: ...
 
 
 def sync_when_last(model: nn.Module, sync: GradientSync) -> None:
@@ -297,3 +309,9 @@ def last_microbatch(model: nn.Module, last: bool) -> None:
     """
     for sync in getattr(model, "gradient_syncs", ()):  # a model in a world of one has none
         sync.set_last(last)
+
+
+def reduce_gradients(model: nn.Module) -> None:
+    """Sums the gradients of all backwards of a step, which were told that none of them is the last."""
+    for sync in getattr(model, "gradient_syncs", ()):
+        sync.reduce()

@@ -35,6 +35,10 @@ class PartialSums:
         """Whether the next backward is the last of its step, and so the one that sums."""
         self._last = last
 
+    def reduce(self) -> None:
+        """Sums now, after backwards none of which was the last."""
+        self._finish()
+
     def _watch(self, model: nn.Module, inputs: Any, output: Any) -> None:
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:

@@ -8,11 +8,16 @@ other numbers changes these.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from meshtrain.parallel.collectives import Channel, named, operator
+
+if TYPE_CHECKING:
+    from meshtrain.parallel.later import Later
 
 
 def forward_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -72,9 +77,7 @@ def _columns_backward(
     computed. Without `kept` x is this rank's part of the input, which is gathered again meanwhile."""
     over = named(channel)
     again = over.start_all_gather(x.contiguous()) if sequence and not kept else None
-    dx = input_product(grads[0], weights[0])
-    for grad, weight in zip(grads[1:], weights[1:], strict=True):
-        dx.addmm_(grad, weight) if dx.dtype == grad.dtype else dx.add_(input_product(grad, weight))
+    dx = _sum_of_products(grads, weights)
     summed = over.start_reduce_scatter(dx) if sequence else over.start_all_reduce(dx)
     whole = x if again is None else again.wait()
     products = [weight_product(grad, whole) for grad in grads]
@@ -86,6 +89,32 @@ def _columns_backward_shapes(
 ) -> list[Tensor]:
     n = grads[0].shape[0] // (named(channel).size if sequence else 1)
     return [x.new_empty(n, x.shape[1]), *(torch.empty_like(weight) for weight in weights)]
+
+
+def _columns_input(
+    grads: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], channel: str, sequence: bool, kept: bool
+) -> list[Tensor]:
+    """The gradient of the input alone; and the whole input, if that had to be gathered again for the weights' ones."""
+    over = named(channel)
+    again = over.start_all_gather(x.contiguous()) if sequence and not kept else None
+    dx = _sum_of_products(grads, weights)
+    summed = over.start_reduce_scatter(dx) if sequence else over.start_all_reduce(dx)
+    return [summed.wait()] if again is None else [summed.wait(), again.wait()]
+
+
+def _columns_input_shapes(
+    grads: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], channel: str, sequence: bool, kept: bool
+) -> list[Tensor]:
+    n = grads[0].shape[0]
+    dx = x.new_empty(n // (named(channel).size if sequence else 1), x.shape[1])
+    return [dx, x.new_empty(n, x.shape[1])] if sequence and not kept else [dx]
+
+
+def _sum_of_products(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    dx = input_product(grads[0], weights[0])
+    for grad, weight in zip(grads[1:], weights[1:], strict=True):
+        dx.addmm_(grad, weight) if dx.dtype == grad.dtype else dx.add_(input_product(grad, weight))
+    return dx
 
 
 def _row(x: Tensor, weight: Tensor, channel: str, sequence: bool) -> Tensor:
@@ -107,6 +136,20 @@ def _row_backward(grad: Tensor, x: Tensor, weight: Tensor, channel: str, sequenc
     return [input_product(whole, weight), weight_product(whole, x)]
 
 
+def _row_input(grad: Tensor, weight: Tensor, channel: str, sequence: bool) -> list[Tensor]:
+    """The gradient of the input alone; and the whole of `grad`, if it had to be gathered."""
+    if not sequence:
+        return [input_product(grad, weight)]
+    whole = named(channel).start_all_gather(grad.contiguous()).wait()
+    return [input_product(whole, weight), whole]
+
+
+def _row_input_shapes(grad: Tensor, weight: Tensor, channel: str, sequence: bool) -> list[Tensor]:
+    n = grad.shape[0] * (named(channel).size if sequence else 1)
+    dx = grad.new_empty(n, weight.shape[1])
+    return [dx, grad.new_empty(n, grad.shape[1])] if sequence else [dx]
+
+
 def _row_backward_shapes(grad: Tensor, x: Tensor, weight: Tensor, channel: str, sequence: bool) -> list[Tensor]:
     return [x.new_empty(x.shape), torch.empty_like(weight)]
 
@@ -119,12 +162,18 @@ operator(
     _columns_backward,
     _columns_backward_shapes,
 )
+operator(
+    "columns_input(Tensor[] grads, Tensor x, Tensor[] weights, str channel, bool sequence, bool kept) -> Tensor[]",
+    _columns_input,
+    _columns_input_shapes,
+)
 operator("row(Tensor x, Tensor weight, str channel, bool sequence) -> Tensor", _row, _row_shapes)
 operator(
     "row_backward(Tensor grad, Tensor x, Tensor weight, str channel, bool sequence) -> Tensor[]",
     _row_backward,
     _row_backward_shapes,
 )
+operator("row_input(Tensor grad, Tensor weight, str channel, bool sequence) -> Tensor[]", _row_input, _row_input_shapes)
 ops = torch.ops.meshtrain
 
 
@@ -133,7 +182,13 @@ class Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, x: Tensor, over: Channel, sequence: bool, keep: bool, *weights: Tensor
+        ctx: FunctionCtx,
+        x: Tensor,
+        over: Channel,
+        sequence: bool,
+        keep: bool,
+        later: "Later | None",
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         ys = ops.columns(x, weights, over.name, sequence, keep)
         saved = x
@@ -141,13 +196,21 @@ class Columns(torch.autograd.Function):
             saved, *ys = ys
         ctx.save_for_backward(saved, *weights)
         ctx.how = over.name, sequence, keep  # type: ignore[attr-defined]
+        # A recomputation saves copies of the weights that have lost their way to the parameters.
+        ctx.later, ctx.weights = later, weights if later is not None else ()  # type: ignore[attr-defined]
         return tuple(ys)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors  # type: ignore[attr-defined]
-        dx, *products = ops.columns_backward(grads, x, weights, *ctx.how)  # type: ignore[attr-defined]
-        return dx, None, None, None, *products
+        later, how = ctx.later, ctx.how  # type: ignore[attr-defined]
+        if later is None or not later.wanted:
+            dx, *products = ops.columns_backward(grads, x, weights, *how)
+            return dx, None, None, None, None, *products
+        dx, *again = ops.columns_input(grads, x, weights, *how)
+        whole = again[0] if again else x
+        later.add(ctx.weights, lambda: [weight_product(grad, whole) for grad in grads])  # type: ignore[attr-defined]
+        return dx, None, None, None, None, *(None for _ in weights)
 
 
 class Row(torch.autograd.Function):
@@ -159,15 +222,21 @@ class Row(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor, over: Channel, sequence: bool
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, over: Channel, sequence: bool, later: "Later | None"
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.how = over.name, sequence  # type: ignore[attr-defined]
+        ctx.later, ctx.weight = later, weight if later is not None else None  # type: ignore[attr-defined]
         return ops.row(to_rows(x, sequence), weight, over.name, sequence)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        name, sequence = ctx.how  # type: ignore[attr-defined]
-        dx, product = ops.row_backward(grad, to_rows(x, sequence), weight, name, sequence)
-        return from_rows(dx, x.shape, sequence), product, None, None
+        later, (name, sequence) = ctx.later, ctx.how  # type: ignore[attr-defined]
+        if later is None or not later.wanted:
+            dx, product = ops.row_backward(grad, to_rows(x, sequence), weight, name, sequence)
+            return from_rows(dx, x.shape, sequence), product, None, None, None
+        dx, *again = ops.row_input(grad, weight, name, sequence)
+        whole = again[0] if again else grad
+        later.add([ctx.weight], lambda: [weight_product(whole, to_rows(x, sequence))])  # type: ignore[attr-defined]
+        return from_rows(dx, x.shape, sequence), None, None, None, None

@@ -68,12 +68,13 @@ def sum_partial_gradients(model: nn.Module, mesh: Mesh) -> None:
     """
     layers = [module for module in model.modules() if isinstance(module, PARALLEL)]
     shared = any(layer.sequence_parallel for layer in layers)
+    split = {parameter for layer in layers for parameter in layer.parameters(recurse=False)}
     found: dict[Tensor, tuple[nn.Module, str]] = {}
     for module in model.modules():
         if isinstance(module, PARALLEL):
             names = module.partial_parameters()
         else:
-            names = [name for name, _ in module.named_parameters(recurse=False)] if shared else []
+            names = [name for name, p in module.named_parameters(recurse=False) if shared and p not in split]
         for name in names:
             parameter = module._parameters[name]
             assert parameter is not None  # it has just been named

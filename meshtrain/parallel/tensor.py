@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from meshtrain.cuts import cut
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import AllReduce, ReduceScatter, channel
+from meshtrain.parallel.later import Later
 from meshtrain.parallel.products import Columns, Row, from_rows, to_rows
 from meshtrain.split import Heads
 
@@ -55,6 +56,7 @@ class ColumnParallelLinear(nn.Module):
         self.channel = channel(mesh, AXIS)
         self.sequence_parallel, self.regather, self.whole = sequence_parallel, regather, whole
         self.mesh = mesh
+        self.later: Later | None = None  # where weight gradients are left that are not wanted yet
         self.in_features, self.out_features = plain.in_features, plain.out_features
         self.heads = heads
         placement = Shard(0) if heads is None else Replicate()
@@ -112,7 +114,7 @@ class Family:
         first = self._layers[0]
         weights = [layer.local(layer.weight) for layer in self._layers]
         rows = to_rows(x, first.sequence_parallel)
-        ys = Columns.apply(rows, first.channel, first.sequence_parallel, not first.regather, *weights)
+        ys = Columns.apply(rows, first.channel, first.sequence_parallel, not first.regather, first.later, *weights)
         shape = list(x.shape)
         if first.sequence_parallel:
             shape[-2] *= first.channel.size
@@ -140,13 +142,14 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.channel = channel(mesh, AXIS)
         self.sequence_parallel = sequence_parallel
+        self.later: Later | None = None  # as a column-parallel layer's
         self.in_features, self.out_features = plain.in_features, plain.out_features
         self.weight = hold(plain.weight, mesh, Shard(1))
         self.bias = None if plain.bias is None else hold(plain.bias, mesh, Replicate())
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, s, f/t) -> (b, s, d), or its part (b, s/t, d)."""
-        y = Row.apply(x, local(self.weight), self.channel, self.sequence_parallel)
+        y = Row.apply(x, local(self.weight), self.channel, self.sequence_parallel, self.later)
         shape = list(x.shape)
         if self.sequence_parallel:
             shape[-2] //= self.channel.size
@@ -231,12 +234,14 @@ class Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, parameter: DTensor) -> Tensor:
         ctx.spec = parameter._spec  # type: ignore[attr-defined]
+        ctx.set_materialize_grads(False)
         part = parameter._local_tensor
         return part.view_as(part)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> DTensor:
-        return DTensor(grad, ctx.spec, requires_grad=False)  # type: ignore[attr-defined]
+    def backward(ctx: FunctionCtx, grad: Tensor | None) -> DTensor | None:
+        # None from a layer that hands its weight gradient over to be computed later.
+        return None if grad is None else DTensor(grad, ctx.spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
 def _shape(layer: ColumnParallelLinear | RowParallelLinear) -> str:

@@ -20,11 +20,19 @@ ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 NAMES = ("float32", "float64", "ragged", "tied, masked, recomputed", "selective", "digits")
+SPLIT = tuple(name for name in NAMES if name != "digits")  # whose model has a tp_plan
 LAYOUTS = {
-    2: ("{dp_replicate: 2}", "{dp_shard: 2}"),
-    4: ("{dp_replicate: 4}", "{dp_shard: 4}", "{dp_replicate: 2, dp_shard: 2}"),
+    2: {"{dp_replicate: 2}": NAMES, "{dp_shard: 2}": NAMES, "{tp: 2}": SPLIT},
+    4: {
+        "{dp_replicate: 4}": NAMES,
+        "{dp_shard: 4}": NAMES,
+        "{dp_replicate: 2, dp_shard: 2}": NAMES,
+        "{dp_shard: 2, tp: 2}": SPLIT,
+    },
 }
-CELLS = [(world, layout, name) for world, layouts in LAYOUTS.items() for layout in layouts for name in NAMES]
+CELLS = [
+    (world, layout, name) for world, layouts in LAYOUTS.items() for layout, names in layouts.items() for name in names
+]
 # Computing in 16 bits rounds each product: layouts then differ by the order of sums in 16 bits, not only in float32.
 SIXTEEN_BITS = 2e-2
 

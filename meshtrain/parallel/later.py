@@ -1,0 +1,99 @@
+"""Weight gradients that are computed later than input gradients, as zero-bubble schedules ask for.
+
+The backward of a linear layer computes two products, and only one of them is waited for by the stage before. A layer
+with a `Later` hands the other one over, to be done when there is nothing better to do (Qi et al.,
+https://arxiv.org/abs/2401.10241). What costs little (norms, biases, embeddings) is computed at once.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from meshtrain.parallel.products import input_product, weight_product
+
+
+@dataclass(frozen=True)
+class Due:
+    """Gradients that have not been computed: of the weights as their layer saw them."""
+
+    weights: Sequence[Tensor]
+    compute: Callable[[], Sequence[Tensor]]
+
+
+class Later:
+    """Where the layers of a stage leave what is due."""
+
+    def __init__(self) -> None:
+        self._open: list[Due] | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the backward that runs now computes input gradients only."""
+        return self._open is not None
+
+    def add(self, weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> None:
+        assert self._open is not None  # the layer has asked
+        self._open.append(Due(weights, compute))
+
+    @contextmanager
+    def collected(self) -> Iterator[list[Due]]:
+        """A backward inside leaves its weight gradients in the list."""
+        due: list[Due] = []
+        self._open = due
+        try:
+            yield due
+        finally:
+            self._open = None
+
+
+def compute(due: Sequence[Due]) -> None:
+    """Computes what is due; autograd leads it from the weight as the layer saw it (a cast, a part) to the parameter."""
+    weights: list[Tensor] = []
+    gradients: list[Tensor] = []
+    for one in due:
+        weights += one.weights
+        gradients += one.compute()
+    if weights:
+        torch.autograd.backward(weights, gradients)
+
+
+def defer(model: nn.Module, later: Later) -> None:
+    """The linear layers of a model, plain or tensor-parallel, leave their weight gradients to `later` when asked to."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.forward = partial(_linear, module, later)  # type: ignore[method-assign]
+        elif hasattr(module, "later"):
+            module.later = later  # type: ignore[assignment]
+
+
+def _linear(layer: nn.Linear, later: Later, x: Tensor) -> Tensor:
+    y = Linear.apply(x, layer.weight, later)
+    return y if layer.bias is None else y + layer.bias
+
+
+class Linear(torch.autograd.Function):
+    """x (..., d) times a weight (f, d) -> (..., f)."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, later: Later) -> Tensor:
+        ctx.save_for_backward(x)
+        # Not saved with x: a recomputation would give back a copy of it that has lost its way to the parameter.
+        ctx.weight, ctx.later = weight, later  # type: ignore[attr-defined]
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        weight, later = ctx.weight, ctx.later  # type: ignore[attr-defined]
+        dx = input_product(grad, weight) if ctx.needs_input_grad[0] else None  # type: ignore[attr-defined]
+        rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
+        if later.wanted:
+            later.add([weight], lambda: [weight_product(rows, inputs)])
+            return dx, None, None
+        return dx, weight_product(rows, inputs), None

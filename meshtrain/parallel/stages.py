@@ -1,0 +1,110 @@
+"""From a whole model to one of its stages: the same model, in which the blocks of other stages hand on what they get.
+
+So a stage runs the model's own `forward`, its parameters keep the names that they have in the whole model, and
+everything that takes a model (splitting, sharding, first values, weights from a file) takes a stage.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from meshtrain.errors import InputError
+
+
+class Absent(nn.Module):
+    """Stands where another stage has a block, and returns its first input.
+
+    A weight that the block shares with one of this stage's (tied embeddings) stays here too, so that the weight keeps
+    all of its names.
+    """
+
+    def forward(self, x: Any, *others: Any, **named: Any) -> Any:
+        return x
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """A model's blocks in the order in which they run; the model itself if it does not name any."""
+    blocks = getattr(model, "blocks", None)
+    return [model] if blocks is None else blocks()
+
+
+def keep_blocks(model: nn.Module, first: int, end: int) -> None:
+    """Takes out of a model, on any device, all blocks but those from `first` up to `end`.
+
+    A module that is in no block (the dropout behind an embedding) belongs to the block before it, in the order in
+    which the model defines its modules, or to the first.
+
+    Raises:
+        InputError: the model has a parameter that is in no block.
+    """
+    blocks = blocks_of(model)
+    kept = {parameter for block in blocks[first:end] for parameter in block.parameters()}
+    for name, owner in list(_owners(model, {block: i for i, block in enumerate(blocks)})):
+        if first <= owner < end:
+            continue
+        absent = Absent()
+        for path, parameter in model.get_submodule(name).named_parameters(remove_duplicate=False):
+            if parameter in kept:
+                _hold(absent, path, parameter)
+        above, _, own = name.rpartition(".")
+        setattr(model.get_submodule(above), own, absent)
+
+
+def _owners(model: nn.Module, blocks: Mapping[nn.Module, int]) -> Iterator[tuple[str, int]]:
+    """(name, block) of every block, and of every largest module that is in no block and around none."""
+    last = 0
+
+    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, int]]:
+        nonlocal last
+        around = any(inner in blocks for inner in module.modules())
+        last = blocks.get(module, last)
+        if module not in blocks:
+            _refuse_parameters(name, module, inner=not around)
+        if module in blocks or not around:
+            yield name, last
+            return
+        for own, child in module.named_children():
+            yield from visit(f"{name}.{own}" if name else own, child)
+
+    yield from visit("", model)
+
+
+def _refuse_parameters(name: str, module: nn.Module, inner: bool) -> None:
+    for parameter, _ in module.named_parameters(name, recurse=inner):
+        raise InputError(
+            f"the parameter {parameter} is in none of the model's blocks(), and pp gives every stage its blocks: name "
+            "the module that holds it among them, or use pp: 1"
+        )
+
+
+def _hold(absent: Absent, path: str, parameter: nn.Parameter) -> None:
+    """Registers a parameter under its old path."""
+    holder: nn.Module = absent
+    *above, name = path.split(".")
+    for part in above:
+        if part not in holder._modules:
+            holder.add_module(part, Absent())
+        holder = holder.get_submodule(part)
+    holder.register_parameter(name, parameter)
+
+
+def stages_holding(model: nn.Module, bounds: Sequence[tuple[int, int]]) -> dict[str, tuple[int, ...]]:
+    """The stages that hold each parameter of a whole model, by the first of its names: one, or several if it is tied.
+
+    Args:
+        bounds: of each stage, its first block and the one after its last.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    blocks = blocks_of(model)
+    holding: dict[str, list[int]] = {}
+    for stage, (first, end) in enumerate(bounds):
+        held = dict.fromkeys(parameter for block in blocks[first:end] for parameter in block.parameters())
+        for parameter in held:
+            holding.setdefault(names[parameter], []).append(stage)
+    return {name: tuple(stages) for name, stages in holding.items()}
+
+
+def tied(holding: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Those of `stages_holding` that several stages hold."""
+    return {name: stages for name, stages in holding.items() if len(stages) > 1}

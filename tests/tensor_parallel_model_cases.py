@@ -1,0 +1,209 @@
+"""Run under torchrun: whole models that are split over `tp` against plain ones; prints what failed.
+
+tensor_parallel_model_cases.py FOLDER: trains a small run in each precision into FOLDER/PRECISION besides
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import meshtrain
+from meshtrain.config import Config
+from meshtrain.environment import read_environment
+from meshtrain.errors import InputError
+from meshtrain.generate import generate
+from meshtrain.layout import DATA_AXES, Layout
+from meshtrain.loss import sample_losses
+from meshtrain.mesh import Mesh
+from meshtrain.parallel import tensor
+from meshtrain.parallel.data import last_microbatch
+from meshtrain.runtime import Job, join, leaving
+from meshtrain.train import run
+from tests.parity.experiments import QUICKSTART, SMALL
+from tests.tensor_parallel_cases import Cases, D, S, V, small_llama
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "tensor-parallel.md"
+COMPILED: tuple[dict[str, Any], ...] = (
+    {},
+    {"recompute": "full"},
+    {"recompute": "selective"},
+    {"recompute": "full", "regather": True},
+)
+
+
+class Biased(nn.Module):
+    """A user's own model, with a bias in every layer that can have one."""
+
+    plan: ClassVar = {
+        "words": "embedding_rowwise",
+        "up": "colwise",
+        "down": "rowwise",
+        "head": "colwise_gather_output",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(V, D)
+        self.up, self.down, self.head = nn.Linear(D, 7), nn.Linear(7, D), nn.Linear(D, V)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        return self.head(x + self.down(F.silu(self.up(x))))
+
+
+class Models(Cases):
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        super().__init__(mesh)
+        self.device = device
+
+    def tokens(self, vocabulary: int = V) -> Tensor:
+        return torch.randint(vocabulary, (2, S), generator=torch.Generator().manual_seed(1))
+
+    def split(self, plain: nn.Module, **options: Any) -> nn.Module:
+        return meshtrain.parallelize(plain, self.mesh, precision="float64", **options)
+
+    def gradients(self, model: nn.Module, plain: nn.Module, what: str) -> None:
+        for (name, parameter), known in zip(model.named_parameters(), plain.parameters(), strict=True):
+            self.gradient(parameter, known, f"{what}: {name}")
+
+    def losses(self, model: nn.Module, plain: nn.Module, what: str) -> None:
+        """Losses of the same tokens, compared, and their backward."""
+        tokens = self.tokens()
+        found, expected = (sample_losses(one(tokens), tokens) for one in (model, plain))
+        found.sum().backward()
+        expected.sum().backward()
+        self.same(found, expected, f"{what}: losses")
+
+    def steps(self, make: Callable[..., nn.Module], keys: dict[str, Any], **options: Any) -> None:
+        """Two steps of two microbatches: what one leaves behind must not matter to the next. All data ranks have the
+        same samples, so gradients are as many times those of one."""
+        model, plain = self.split(make(**keys), **options), make(**keys).double()
+        what = f"{self.mesh.layout}, {type(plain).__name__}, {keys}, {options}"
+        for step in (1, 2):
+            model.zero_grad()
+            plain.zero_grad()
+            for last in (False, True):
+                last_microbatch(model, last)
+                self.losses(model, plain, f"{what}, step {step}")
+            for parameter in plain.parameters():
+                assert parameter.grad is not None  # both models use all of theirs
+                parameter.grad *= self.mesh.size(*DATA_AXES)
+            self.gradients(model, plain, f"{what}, step {step}")
+
+    def compiled(self) -> None:
+        """A compiled block computes and sends what it does without, and is compiled: one graph for all layers."""
+        for options in COMPILED:
+            sent = []
+            for compiled in (False, True):
+                torch._dynamo.reset()
+                counters.clear()
+                model = self.split(small_llama(), compile=compiled, **options)
+                plain, what = small_llama().double(), f"compile={compiled}, {options}"
+                self.mesh.traffic.restart()
+                self.losses(model, plain, what)
+                sent.append(self.mesh.traffic.by_axis()["tp"])
+                self.gradients(model, plain, what)
+                self.equal(counters["stats"]["unique_graphs"], int(compiled), f"{what}: graphs")
+            # The compiler sees that nobody needs the last sum of a block that runs again.
+            spared = 2 * 8 * 2 * S * 24 // 2 if options.get("recompute") == "full" else 0
+            self.equal(sent[1], sent[0] - spared, f"{options}: bytes that a compiled model sends")
+
+    def logits(self, vocabulary: int) -> None:
+        """What `full_tensor` gives, and the gradients that go through it."""
+        model, plain = self.split(small_llama(vocab_size=vocabulary)), small_llama(vocab_size=vocabulary).double()
+        tokens = self.tokens(vocabulary)
+        logits, expected = model(tokens), plain(tokens)
+        full = logits.full_tensor()
+        what = f"logits over {vocabulary} tokens"
+        self.same(full, expected, what)
+        full.square().sum().backward()
+        expected.square().sum().backward()
+        self.gradients(model, plain, what)
+
+    def cross_entropy_of_torch(self) -> None:
+        """Nothing takes logits in parts for all logits."""
+        model, tokens = self.split(small_llama()), self.tokens()
+        for how, loss in {
+            "flat": lambda: F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()),
+            "turned": lambda: F.cross_entropy(model(tokens).transpose(1, 2), tokens),
+        }.items():
+            self.equal(raises(RuntimeError, loss), True, f"cross entropy of split logits, {how}, raises")
+
+    def text(self, temperature: float, sequence: bool) -> None:
+        """Every rank writes what one process does, longer than the window that the model sees."""
+        prompt, found = [1, 2, 3], []
+        for model in (self.split(small_llama(), sequence_parallel=sequence), small_llama().double()):
+            settings: dict[str, Any] = {"seq_len": S, "device": self.device, "seed": 5, "temperature": temperature}
+            found.append(generate(model, prompt, 20, **settings))
+        self.equal(found[0], found[1], f"text at {temperature}, sequence_parallel={sequence}")
+        self.equal(len(set(found[1])) > 3, True, "the text is worth comparing")
+
+    def snippet(self) -> None:
+        """The layers of the docs, with the shapes that stand beside them."""
+        (text,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE)
+        names = {"nn": nn, "mesh": self.mesh, **vars(tensor)}
+        exec(text, names)
+        t = self.mesh.size("tp")
+        inside = names["up"](torch.randn(2, S // t, 256))
+        self.equal(tuple(inside.shape), (2, S, 1024 // t), "shape behind the docs' column")
+        self.equal(tuple(names["down"](inside).shape), (2, S // t, 256), "shape behind the docs' row")
+
+    def symmetric_memory(self) -> None:
+        refused = raises(InputError, lambda: self.split(small_llama(), symmetric_memory=True))
+        self.equal(refused, True, "symmetric memory is refused on CPUs")
+
+
+def raises(kind: type[Exception], action: Callable[[], Any]) -> bool:
+    try:
+        action()
+    except kind:
+        return True
+    return False
+
+
+def train(job: Job, folder: str, layout: str) -> None:
+    """A few steps in each precision, as the command trains."""
+    for precision in ("float32", "bfloat16", "float16"):
+        keys = (f"train.precision={precision}", f"train.output={folder}/{precision}", f"data.cache={folder}/cache")
+        overrides = [*SMALL, *keys, f"layout={layout}", "train.steps=6"]
+        run(Config.load(QUICKSTART, overrides, world_size=job.world_size, for_training=True), job)
+
+
+def main() -> None:
+    job = join(read_environment(os.environ))
+    with leaving(job):
+        job.connect(300)
+        cases = Models(meshtrain.build_mesh(Layout({"tp": job.world_size})), job.device)
+        for vocabulary in (V, 5):  # of 5 tokens the last of 4 ranks has none
+            cases.logits(vocabulary)
+        cases.cross_entropy_of_torch()
+        for sequence in (True, False):
+            cases.steps(small_llama, {"tie_word_embeddings": True}, sequence_parallel=sequence)
+            few = {"num_attention_heads": 12, "num_key_value_heads": 3}  # no multiple of 2 or 4 ranks
+            cases.steps(small_llama, few, sequence_parallel=sequence)
+            cases.steps(Biased, {}, tp_plan=Biased.plan, sequence_parallel=sequence)
+            for temperature in (0.8, 0.0):
+                cases.text(temperature, sequence)
+        cases.snippet()
+        cases.symmetric_memory()
+        if job.world_size == 2:
+            cases.compiled()
+        else:  # what tensor ranks sum comes after what data ranks sum
+            for axis in DATA_AXES:
+                cases.mesh = meshtrain.build_mesh(Layout({axis: 2, "tp": 2}))
+                cases.steps(small_llama, {})
+        cases.tell()
+        train(job, sys.argv[1], "{tp: 2}" if job.world_size == 2 else "{dp_shard: 2, tp: 2}")
+
+
+if __name__ == "__main__":
+    main()
