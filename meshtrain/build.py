@@ -1,18 +1,28 @@
 """From the YAML's model section to a model that is spread over the mesh and has its first values."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from meshtrain.data.order import microbatches
+from meshtrain.flops import block_flops
 from meshtrain.huggingface import check_weights, load_weights
 from meshtrain.init import initialise, materialise
+from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.locate import model_file
 from meshtrain.mesh import Mesh
 from meshtrain.numerics import master_dtype
-from meshtrain.parallel.apply import Options, parallelize, split_over_tp, spread_over_data
+from meshtrain.parallel.apply import Options, split_over_tp, spread_over_data, start_equal
+from meshtrain.parallel.later import Later, defer
+from meshtrain.parallel.stages import blocks_of, keep_blocks, stages_holding
 from meshtrain.parallel.waiting import Waiting
+from meshtrain.pipeline.actions import Kind, Schedule
+from meshtrain.pipeline.engine import Pipeline
+from meshtrain.pipeline.schedule import load
+from meshtrain.pipeline.split import StageSplit, split_blocks
 
 if TYPE_CHECKING:
     from meshtrain.config import Config
@@ -34,32 +44,81 @@ def outputs(config: "Config") -> int | None:
 def build_model(config: "Config", mesh: Mesh, device: torch.device, waiting: Waiting = nullcontext) -> nn.Module:
     """The model of a config, parallelized, on `device`, with the first values that its seed gives on every layout.
 
+    With `pp` it is this rank's stages, as a `Pipeline`.
+    """
+    how = Options(precision=config.train.precision, waiting=waiting, **vars(config.parallel))
+    if mesh.size("pp") == 1:
+        return _part(config, mesh, device, how)
+    schedule, split = stages_of(config, mesh.layout)
+    splits_backward = any(action.kind is Kind.WEIGHT_GRAD for action in schedule.flat(mesh.index("pp")))
+    later = Later() if splits_backward else None
+    # Many microbatches are under way at once: parameters that were freed between them would be gathered for each.
+    how = replace(how, reshard_after_forward=False)
+    stages = {
+        stage: _part(config, mesh, device, how, split.bounds[stage], later)
+        for stage in schedule.stages_of(mesh.index("pp"))
+    }
+    holding = stages_holding(plain_model(config), split.bounds)
+    about = f"pipeline {schedule.name}, {schedule.microbatches} microbatches; {split.describe()}"
+    return Pipeline(stages, schedule, mesh, device, holding=holding, later=later, waiting=waiting, about=about)
+
+
+def stages_of(config: "Config", layout: Layout) -> tuple[Schedule, StageSplit]:
+    """The schedule of a config, and which of the model's blocks are which stage."""
+    size, section = config.batch, config.pipeline
+    count = microbatches(size.global_size, size.micro_size, layout.size(*DATA_AXES))
+    schedule = load(
+        section.schedule, ranks=layout.size("pp"), microbatches=count, stages_per_rank=section.stages_per_rank
+    )
+    model = plain_model(config)
+    tokens = torch.zeros(1, config.data.seq_len, dtype=torch.int64)
+    costs, _ = block_flops(model, blocks_of(model), (tokens, torch.zeros_like(tokens), None))
+    return schedule, split_blocks(costs, schedule.ranks, schedule.stages_per_rank, section.split)
+
+
+def _part(
+    config: "Config",
+    mesh: Mesh,
+    device: torch.device,
+    how: Options,
+    blocks: tuple[int, int] | None = None,
+    later: Later | None = None,
+) -> nn.Module:
+    """The whole model or a stage of it, parallelized, with its first values.
+
     A model file with an `init_plan` is built on the meta device: no rank ever holds more than its part. Any other
     model, and one with buffers (whose values only its constructor knows), is built whole on every rank from the seed.
+
+    Args:
+        blocks: the first block of the stage and the one after its last; None: all.
+        later: where the stage's layers leave weight gradients; None: they compute them at once.
     """
     module = model_file(config.model.name)
     model_config = module.Config(**config.model.keys)
     plan = getattr(module, "init_plan", None)
     model = plain_model(config)
-    how = Options(precision=config.train.precision, waiting=waiting, **vars(config.parallel))
-    if plan is None or any(True for _ in model.buffers()):
+    whole = plan is None or any(True for _ in model.buffers())
+
+    def give_values() -> None:
+        if not whole:
+            materialise(model, device)
+        if config.model.weights is not None:
+            load_weights(model, config.model.weights, plain_model(config))
+        elif not whole:
+            assert plan is not None
+            initialise(model, plan, seed=config.train.seed, std=getattr(model_config, "initializer_range", 0.02))
+
+    if whole:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.train.seed)
             model = module.Model(model_config).to(device)
-        parallelize(model, mesh, **vars(how))
-        if config.model.weights is not None:
-            load_weights(model, config.model.weights)
-        return model
-
-    def give_values() -> None:
-        materialise(model, device)
-        if config.model.weights is not None:
-            load_weights(model, config.model.weights)
-        else:
-            initialise(model, plan, seed=config.train.seed, std=getattr(model_config, "initializer_range", 0.02))
-
+        start_equal(model, mesh)
     model.to(master_dtype(how.precision))
     split_over_tp(model, mesh, how)
+    if blocks is not None:
+        keep_blocks(model, *blocks)
+    if later is not None:
+        defer(model, later)
     if mesh.size("dp_shard") == 1:
         give_values()
     spread_over_data(model, mesh, how)

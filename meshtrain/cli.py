@@ -18,6 +18,7 @@ from meshtrain.layout import LayoutError
 # name -> (module, what it does)
 COMMANDS = {
     "plan": ("meshtrain.plan", "what a config would do on given hosts, computed without starting anything"),
+    "pipeline": ("meshtrain.pipeline.command", "a pipeline schedule as a timeline: who computes what when, who idles"),
 }
 
 

@@ -7,12 +7,15 @@ lower it; attention counts in full, also where a causal mask lets kernels skip h
 
 import re
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshtrain.numerics import compute_dtype
@@ -48,6 +51,7 @@ _TABLE: tuple[tuple[str, float, float | None, float | None], ...] = (
 )
 _BEFORE_BFLOAT16 = re.compile(r"\b(V100|T4)\b")  # no tensor cores for it: torch emulates bfloat16 there
 _MEASURE_S = 0.15
+_LOSS = 5  # operations of the loss per logit: maximum, difference, exponential, sum, and the difference of its gradient
 
 
 def sample_flops(model: nn.Module, inputs: tuple[Tensor | None, ...]) -> tuple[int | None, str]:
@@ -64,17 +68,9 @@ def sample_flops(model: nn.Module, inputs: tuple[Tensor | None, ...]) -> tuple[i
     Returns:
         None and the reason if the model cannot run without values (its forward asks for one).
     """
-    state = {
-        name: tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
-        for name, tensor in chain(model.named_parameters(), model.named_buffers())
-    }
+    state, on_meta = _on_meta(model, inputs)
     trained = [tensor for tensor in state.values() if tensor.requires_grad]
     batch = next(len(value) for value in inputs if value is not None)
-    floats = next((tensor.dtype for tensor in trained), torch.float32)
-    on_meta = tuple(
-        None if value is None else value.to("meta", floats if value.is_floating_point() else value.dtype)
-        for value in inputs
-    )
     # The math backend, because the fused backward kernels compute the scores twice and would count it.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
         try:
@@ -85,6 +81,77 @@ def sample_flops(model: nn.Module, inputs: tuple[Tensor | None, ...]) -> tuple[i
             return None, f"model FLOPs not known, so no MFU: the model does not run on the meta device ({reason})"
     flops = counter.get_total_flops() // batch
     return flops, f"model {readable(flops)}FLOP per sample, forward and backward, counted on the meta device"
+
+
+def block_flops(
+    model: nn.Module, blocks: Sequence[nn.Module], inputs: tuple[Tensor | None, ...]
+) -> tuple[list[float], str]:
+    """Floating-point operations of the forward of each block for one sample, and a sentence about them.
+
+    Counted as `sample_flops` does, and one for each element that a block returns, so that an embedding is nearly free
+    and not quite. The last block has the loss on top. What runs outside of the blocks is not counted.
+
+    Args:
+        model: as `sample_flops` takes it.
+        blocks: modules of it, in the order in which they run.
+        inputs: what `model(*inputs)` takes; the first dim of each is the batch.
+
+    Returns:
+        If the model cannot run without values, two operations per weight of each block, and the sentence says so. That
+        leaves attention's products out, and the places at which a convolution is used.
+    """
+    state, on_meta = _on_meta(model, inputs)
+    batch = next(len(value) for value in inputs if value is not None)
+    costs = dict.fromkeys(blocks, 0.0)
+    returned = 0
+
+    def enter(block: nn.Module, _: object) -> None:
+        costs[block] -= counter.get_total_flops()
+
+    def leave(block: nn.Module, _: object, output: object) -> None:
+        nonlocal returned
+        returned = sum(tensor.numel() for tensor in tree_leaves(output) if isinstance(tensor, Tensor))
+        costs[block] += counter.get_total_flops() + returned
+
+    with ExitStack() as stack:
+        for block in costs:
+            stack.callback(block.register_forward_pre_hook(enter).remove)
+            stack.callback(block.register_forward_hook(leave).remove)
+        counter = stack.enter_context(FlopCounterMode(display=False))
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(torch.no_grad())
+        try:
+            functional_call(model, state, on_meta)
+        except (RuntimeError, TypeError) as error:
+            reason = str(error).strip().split("\n")[0]
+            return [_of_weights(block) for block in blocks], (
+                f"costs of blocks by their weights: the model does not run on the meta device ({reason})"
+            )
+    costs[blocks[-1]] += _LOSS * returned
+    return [costs[block] / batch for block in blocks], "costs of blocks: FLOPs counted on the meta device"
+
+
+def _of_weights(block: nn.Module) -> float:
+    """Two operations per element of each matrix that is multiplied with, and one per element of a row looked up."""
+    looked_up = {module.weight: module.embedding_dim for module in block.modules() if isinstance(module, nn.Embedding)}
+    matrices = {weight for weight in block.parameters() if weight.dim() > 1} - looked_up.keys()
+    return float(sum(looked_up.values()) + sum(2 * weight.numel() for weight in matrices) + 1)
+
+
+def _on_meta(
+    model: nn.Module, inputs: tuple[Tensor | None, ...]
+) -> tuple[dict[str, Tensor], tuple[Tensor | None, ...]]:
+    """The model's parameters and buffers, and its inputs, as tensors without values."""
+    state = {
+        name: tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+        for name, tensor in chain(model.named_parameters(), model.named_buffers())
+    }
+    floats = next((tensor.dtype for tensor in state.values() if tensor.requires_grad), torch.float32)
+    on_meta = tuple(
+        None if value is None else value.to("meta", floats if value.is_floating_point() else value.dtype)
+        for value in inputs
+    )
+    return state, on_meta
 
 
 def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:

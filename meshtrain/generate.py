@@ -6,6 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from meshtrain.init import generator
 from meshtrain.parallel.vocabulary import whole
+from meshtrain.pipeline.engine import Pipeline
 
 
 @torch.no_grad()
@@ -44,9 +45,13 @@ def generate(
     for _ in range(length):
         seen = ids[-seq_len:]
         window[0, : len(seen)] = torch.tensor(seen)
-        logits = model(window.to(device), positions, None)[0, len(seen) - 1]
-        logits = whole(logits) if isinstance(logits, DTensor) else logits
-        ids.append(_draw(logits.double().cpu(), temperature, draws))
+        logits = model(window.to(device), positions, None)
+        token = 0
+        if logits is not None:  # another stage of a pipeline has them
+            place = 0, len(seen) - 1
+            following = whole(logits, *place) if isinstance(logits, DTensor) else logits[place]
+            token = _draw(following.double().cpu(), temperature, draws)
+        ids.append(model.from_last(token) if isinstance(model, Pipeline) else token)
     model.train(was_training)
     return ids
 

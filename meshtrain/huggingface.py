@@ -99,16 +99,19 @@ def _differing(folder: Path, keys: Mapping[str, Any]) -> str:
     )
 
 
-def load_weights(model: nn.Module, folder: str | Path) -> None:
+def load_weights(model: nn.Module, folder: str | Path, whole: nn.Module | None = None) -> None:
     """Fills a model, parallelized or not, from a Hugging Face directory; each rank reads the parts that it holds.
 
     Values are cast from the file's floating type to the parameter's. Of tied parameters one name is enough.
+
+    Args:
+        whole: the model, on any device, of which `model` may be a stage; by default `model` itself.
 
     Raises:
         InputError: the files are broken or do not fit the model; tensors that the model ties differ in the files.
     """
     folder = Path(folder).expanduser()
-    check_weights(model, folder)
+    check_weights(model if whole is None else whole, folder)
     tensors = named_tensors(model)
     by_name = {name: (names, tensor) for names, tensor in tensors.items() for name in names}
     filled: set[tuple[str, ...]] = set()
@@ -117,7 +120,7 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
             with safe_open(path, framework="pt") as file:
                 for name in entries:
                     if name not in by_name:
-                        continue  # a harmless one
+                        continue  # a harmless one, or one of another stage's
                     names, tensor = by_name[name]
                     _fill(file, name, tensor, again=names in filled)
                     filled.add(names)

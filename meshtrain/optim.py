@@ -46,7 +46,7 @@ class Optimizer:
     def __init__(self, model: nn.Module, config: "OptimizerConfig", mesh: Mesh, total_steps: int) -> None:
         self.config = config
         self.total_steps = total_steps
-        self._held = [_Held(p, mesh) for p in model.parameters() if p.requires_grad]
+        self._held = _held_by(model, mesh)
         kept = [held for held in self._held if held.local.numel() > 0]  # a shard of a small parameter may be empty
         groups = [
             {"params": [h.local for h in kept if h.parameter.dim() > 1], "weight_decay": config.weight_decay},
@@ -95,12 +95,13 @@ class Optimizer:
 class _Held:
     """A parameter, and the part of it that this rank holds, as a plain tensor on the same memory."""
 
-    def __init__(self, parameter: nn.Parameter, mesh: Mesh) -> None:
+    def __init__(self, parameter: nn.Parameter, mesh: Mesh, stages: int) -> None:
+        """`stages`: of a pipeline, how many hold the parameter."""
         self.parameter = parameter
         local = parameter.detach()
         self.local = local.to_local() if isinstance(local, DTensor) else local
         self.local.requires_grad_()
-        self.copies = mesh.layout.world_size // _shards(parameter)
+        self.copies = stages * mesh.layout.world_size // mesh.size("pp") // _shards(parameter)
 
     def take_grad(self) -> Tensor:
         """This rank's part of the gradient; also what the next update uses.
@@ -115,6 +116,12 @@ class _Held:
             self.local.grad = grad.to_local() if isinstance(grad, DTensor) else grad
         assert self.local.grad is not None
         return self.local.grad
+
+
+def _held_by(model: nn.Module, mesh: Mesh) -> list[_Held]:
+    """What is trained of a model, or of the stages that this rank has of it."""
+    stages = getattr(model, "copies", lambda name: 1)
+    return [_Held(p, mesh, stages(name)) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def _shards(parameter: nn.Parameter) -> int:
@@ -154,7 +161,7 @@ def clip_gradients(model: nn.Module, mesh: Mesh, max_norm: float) -> Tensor:
     Returns:
         The norm before clipping, a scalar in float64, the same on every rank.
     """
-    held = [_Held(p, mesh) for p in model.parameters() if p.requires_grad]
+    held = _held_by(model, mesh)
     norm = mesh.sum(_squared_norm(held)).sqrt()
     factor = clip_factor(norm, max_norm)
     grads = [one.local.grad for one in held if one.local.grad is not None]

@@ -4,7 +4,8 @@ Nothing in a step waits for the device. Whether a step was finite is decided the
 reads the outcome while the next step is being computed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ from meshtrain.mesh import Mesh
 from meshtrain.numerics import compute_dtype
 from meshtrain.optim import Optimizer, clip_factor
 from meshtrain.parallel.data import last_microbatch
+from meshtrain.pipeline.actions import Action, Kind
+from meshtrain.pipeline.engine import Pipeline
 from meshtrain.timing import StepClock
 
 if TYPE_CHECKING:
@@ -84,8 +87,8 @@ class Trainer:
         self.counts_correct = task == "classification"
         self.clock = clock
         self.scale = LossScale(device) if config.train.precision == "float16" else None
-        self._count: GlobalCount | None = None
-        self._losses: list[Tensor] = []  # per sample, of this rank's microbatches
+        self.count: GlobalCount | None = None
+        self._losses: dict[int, Tensor] = {}  # microbatch -> of each of its samples
         self._correct: list[Tensor] = []
 
     def accumulate(self, step: int, microbatches: list[Batch]) -> None:
@@ -97,28 +100,25 @@ class Trainer:
         """
         self.optimizer.zero_grad()
         self.mesh.traffic.restart()  # what an evaluation sent is no step's
-        self._losses, self._correct = [], []
-        self._count = GlobalCount(sum(valid_targets(batch.targets) for batch in microbatches), self.mesh, self.device)
-        for i, batch in enumerate(microbatches):
+        self._losses, self._correct = {}, []
+        self.count = GlobalCount(sum(valid_targets(batch.targets) for batch in microbatches), self.mesh, self.device)
+        work = _Microbatches(self, step, microbatches)
+        if isinstance(self.model, Pipeline):
+            self.model.run(work)
+            return
+        for i in range(len(microbatches)):
             last_microbatch(self.model, i == len(microbatches) - 1)
-            first, size = self.share.start + i * len(batch.targets), len(batch.targets)
-            set_dropout(self.model, seed=self.seed, step=step, samples=range(first, first + size))
+            work.enter(self.model, i)
             with self.clock.phase("forward"):
-                losses = self._forward(batch)
-            with self.clock.phase("communication"):
-                count = self._count.value()
+                loss = work.loss(i, self.model(*work.inputs(i)))
             with self.clock.phase("backward"):
-                loss = losses.sum() / count.to(losses.dtype)
-                (loss if self.scale is None else loss * self.scale.value).backward()
+                loss.backward()
 
-    def _forward(self, batch: Batch) -> Tensor:
-        inputs, targets = batch.to(self.device, self.dtype)
-        logits = self.model(*inputs)
-        losses = sample_losses(logits, targets)
-        self._losses.append(losses.detach())
+    def seen(self, microbatch: int, losses: Tensor, logits: Tensor, targets: Tensor) -> None:
+        """Remembers what a microbatch came to: the loss of each sample, and of a classifier the correct predictions."""
+        self._losses[microbatch] = losses
         if self.counts_correct:
-            self._correct.append(correct_predictions(logits.detach(), targets))
-        return losses
+            self._correct.append(correct_predictions(logits, targets))
 
     def update(self, step: int) -> Callable[[], StepResult]:
         """The update of step `step` with the accumulated gradients, unless something was not finite.
@@ -126,9 +126,12 @@ class Trainer:
         Returns:
             A function that gives the step's result; it waits until the device has got there.
         """
-        assert self._count is not None  # accumulate() came before
+        assert self.count is not None  # accumulate() came before
         with self.clock.phase("optimizer"):
-            losses = torch.cat(self._losses).double()
+            in_order = [self._losses[i] for i in sorted(self._losses)]  # none on a rank without the last stage
+            losses = (
+                torch.cat(in_order).double() if in_order else torch.zeros(0, dtype=torch.float64, device=self.device)
+            )
             correct = torch.stack(self._correct).sum() if self._correct else losses.new_zeros(())
             counted = losses.sum(), correct.double()
             if not self.mesh.speaks_for_samples:
@@ -136,7 +139,7 @@ class Trainer:
             seen = torch.stack([counted[0], self.optimizer.squared_norm(), counted[1]])
             with self.clock.phase("communication"):
                 self.mesh.sum(seen)
-            loss, norm = seen[0] / self._count.value(), seen[1].sqrt()
+            loss, norm = seen[0] / self.count.value(), seen[1].sqrt()
             scale = torch.ones_like(norm) if self.scale is None else self.scale.value.double()
             unscale = None if self.scale is None else 1 / scale
             norm = norm if unscale is None else norm * unscale
@@ -147,7 +150,7 @@ class Trainer:
             lr = self.optimizer.update(step, factor, bad)
             if self.scale is not None:
                 self.scale.update(bad)
-            numbers = _Later(torch.stack([loss, norm, seen[2], self._count.total(), scale]))
+            numbers = _Later(torch.stack([loss, norm, seen[2], self.count.total(), scale]))
         self.clock.end_step()
         sent = self.mesh.traffic.by_axis()
         return lambda: self._result(step, numbers.read(), losses, lr, sent)
@@ -160,6 +163,48 @@ class Trainer:
         overflow = scale > 1 and finite == [True, False]
         hits = int(correct) if self.counts_correct else None
         return StepResult(step, loss, norm, int(targets), hits, lr, all(finite), overflow, bad, sent)
+
+
+class _Microbatches:
+    """The microbatches of a step, on their way from batches to losses."""
+
+    def __init__(self, trainer: Trainer, step: int, batches: list[Batch]) -> None:
+        self._trainer, self._step, self._batches = trainer, step, batches
+        self._latest: tuple[int, Batch] | None = None
+
+    def inputs(self, microbatch: int) -> tuple[Tensor | None, ...]:
+        """What the model takes."""
+        return self._batch(microbatch).inputs
+
+    def _batch(self, microbatch: int) -> Batch:
+        if self._latest is None or self._latest[0] != microbatch:
+            self._latest = microbatch, self._batches[microbatch].to(self._trainer.device, self._trainer.dtype)
+        return self._latest[1]
+
+    def enter(self, model: nn.Module, microbatch: int) -> None:
+        """Says what the next forward, or a backward that computes it again, is of."""
+        trainer, size = self._trainer, len(self._batches[microbatch].targets)
+        first = trainer.share.start + microbatch * size
+        set_dropout(model, seed=trainer.seed, step=self._step, samples=range(first, first + size))
+
+    @contextmanager
+    def around(self, stage: nn.Module, action: Action) -> Iterator[None]:
+        """Of an action of a pipeline."""
+        self.enter(stage, action.microbatch)
+        with self._trainer.clock.phase("forward" if action.kind is Kind.FORWARD else "backward"):
+            yield
+
+    def loss(self, microbatch: int, logits: Tensor) -> Tensor:
+        """A microbatch's share of the loss of the step, scaled for float16; remembers the loss of each sample."""
+        trainer = self._trainer
+        assert trainer.count is not None
+        targets = self._batch(microbatch).targets
+        losses = sample_losses(logits, targets)
+        trainer.seen(microbatch, losses.detach(), logits.detach(), targets)
+        with trainer.clock.phase("communication"):
+            count = trainer.count.value()
+        loss = losses.sum() / count.to(losses.dtype)
+        return loss if trainer.scale is None else loss * trainer.scale.value
 
 
 class _Later:

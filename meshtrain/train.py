@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from meshtrain.batch import describe_batch
-from meshtrain.build import build_model, check_start, outputs, parameter_count
+from meshtrain.build import build_model, check_start, outputs, parameter_count, plain_model
 from meshtrain.config import Config
 from meshtrain.data import OpenData, Samples, eval_batches, open_data, train_batches
 from meshtrain.ending import Ending
@@ -36,6 +36,7 @@ from meshtrain.mesh import build_mesh
 from meshtrain.metrics import require_tensorboard
 from meshtrain.numerics import compute_dtype, set_numerics
 from meshtrain.optim import Optimizer
+from meshtrain.pipeline.engine import Pipeline
 from meshtrain.plan import describe_hosts, layout_text
 from meshtrain.plot import plot_loss
 from meshtrain.profile import Profiler
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.simplefilter("ignore")  # libraries warn every rank of the same, and rank 0 says it
     with leaving(job):
         with job.together("reading the config"):
-            config = read_config(arguments, job.world_size)
+            config = read_config(arguments, job.world_size, job.device.type)
         job.same("the config", config.to_yaml(), "start every process with the same file and the same overrides")
         run(config, job)
     return 0
@@ -153,7 +154,7 @@ def write_export(config: Config, job: Job, model: nn.Module, folder: str) -> Non
     job.say(f"weights in {folder}")
 
 
-def read_config(arguments: Sequence[str] | None, world_size: int) -> Config:
+def read_config(arguments: Sequence[str] | None, world_size: int, device: str) -> Config:
     """The config that the command line names, with its overrides.
 
     Raises:
@@ -165,7 +166,7 @@ def read_config(arguments: Sequence[str] | None, world_size: int) -> Config:
     parser.add_argument("config", help="a YAML file, for instance configs/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for instance train.steps=50")
     options = parser.parse_args(arguments)
-    config = Config.load(options.config, options.overrides, world_size=world_size, for_training=True)
+    config = Config.load(options.config, options.overrides, world_size=world_size, for_training=True, device=device)
     if config.metrics.tensorboard:
         require_tensorboard()
     return config
@@ -198,7 +199,9 @@ def introduction(config: Config, job: Job, data: OpenData, model: nn.Module) -> 
     yield f"{config.name}: {describe_hosts(layout)}, on {job.device_name()}, {job.meeting_point()}"
     yield f"layout {layout}, {config.train.precision}"
     yield describe_batch(size.global_size, size.micro_size, layout.size(*DATA_AXES))
-    yield f"model {config.model.name}: {parameter_count(model):,} parameters"
+    yield f"model {config.model.name}: {parameter_count(plain_model(config)):,} parameters"
+    if isinstance(model, Pipeline):
+        yield model.about
     yield from data.about
     yield from (f"override {override}" for override in config.overrides)
     yield from (f"warning: {warning}" for warning in layout.warnings())

@@ -21,10 +21,12 @@ from meshtrain.config.errors import ConfigError, ConfigErrors, nearest, written
 from meshtrain.config.model import read_model
 from meshtrain.config.nodes import Node, apply_overrides, read_file, write
 from meshtrain.config.rules import SOURCES, Draft, check_device, check_files, check_layout, check_rules, read_layout
+from meshtrain.config.stages import check_stages
 from meshtrain.config.tensor import check_split
 from meshtrain.config.values import key, keys_of, read_section
 from meshtrain.errors import InputError
 from meshtrain.layout import AXES
+from meshtrain.pipeline.schedule import NAMES as NAMES_OF_SCHEDULES
 
 __all__ = [
     "Batch",
@@ -36,6 +38,7 @@ __all__ = [
     "ModelSection",
     "Optimizer",
     "Parallel",
+    "Pipeline",
     "Train",
 ]
 
@@ -152,6 +155,28 @@ class Parallel:
 
 
 @dataclass(frozen=True)
+class Pipeline:
+    """With `pp`: how the blocks of the model form stages, and in which order a rank works on its stages."""
+
+    schedule: str = key(
+        "1f1b",
+        "The schedule by name, or the path of a `.csv` file.",
+        also=("pipeline_schedule", "pp_schedule", "pipeline_parallel_schedule"),
+        names=NAMES_OF_SCHEDULES,
+        suffix=".csv",
+    )
+    stages_per_rank: int | None = key(
+        None,
+        "Stages that a rank holds. null: what the schedule needs, 2 for those that interleave.",
+        minimum=1,
+        also=("virtual_stages", "num_virtual_stages", "virtual_pipeline_size"),
+    )
+    split: tuple[int, ...] | None = key(
+        None, "Blocks of each stage, first to last. null: balanced by what the blocks cost.", minimum=1
+    )
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """The optimizer, and the learning rate over the run."""
 
@@ -254,6 +279,7 @@ SECTIONS: dict[str, Any] = {
     "data": Data,
     "batch": Batch,
     "parallel": Parallel,
+    "pipeline": Pipeline,
     "optimizer": Optimizer,
     "train": Train,
     "metrics": Metrics,
@@ -264,6 +290,7 @@ NAMES = (
     "layout",
     "batch",
     "parallel",
+    "pipeline",
     "optimizer",
     "train",
     "metrics",
@@ -279,6 +306,7 @@ class Config:
     layout: dict[str, int]  # axis -> size, outermost first, as written: one may be -1
     batch: Batch
     parallel: Parallel
+    pipeline: Pipeline
     optimizer: Optimizer
     train: Train
     metrics: Metrics
@@ -326,6 +354,7 @@ class Config:
         if layout is not None:
             check_layout(draft, layout, world_size, for_training)
             check_split(draft, layout, world_size, model_keys)
+            check_stages(draft, layout, world_size, model_keys)
             check_device(draft, layout, world_size, device)
         check_rules(draft)
         if for_training:
@@ -391,6 +420,7 @@ def _made(draft: Draft, layout: dict[str, int], name: str, file: str, overrides:
         layout=layout,
         batch=Batch(**values("batch")),
         parallel=Parallel(**values("parallel")),
+        pipeline=Pipeline(**values("pipeline")),
         optimizer=Optimizer(**values("optimizer")),
         train=Train(**train),
         metrics=Metrics(**values("metrics")),

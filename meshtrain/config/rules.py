@@ -290,7 +290,7 @@ def check_device(draft: Draft, sizes: dict[str, int], world_size: int | None, de
 
 def trainable_layout_problems(sizes: dict[str, int]) -> list[tuple[str, str]]:
     """The axes of a layout that training does not build yet: (axis, sentence). A size of -1 is not judged."""
-    names = {"pp": "pipeline", "cp": "context"}
+    names = {"cp": "context"}
     return [
         (
             axis,

@@ -73,11 +73,16 @@ def argmax(logits: DTensor) -> Tensor:
     return of_ranks[:, 1].gather(0, best)[0].long()
 
 
-def whole(logits: DTensor) -> Tensor:
-    """All of some logits (..., v) on each rank, without a gradient."""
+def whole(logits: DTensor, *place: int) -> Tensor:
+    """All of some logits (..., v) on each rank, without a gradient.
+
+    Args:
+        place: indices into the first dims. (An index into the DTensor itself would remember the mesh of an earlier run
+            in this process, if that had the same ranks.)
+    """
     over = channel_of(logits)
     each = cut(logits.shape[-1], over.size, 0).stop  # the largest part; others are padded to it
-    part = logits.to_local().detach()
+    part = logits.to_local().detach()[place]
     padded = part.new_zeros(*part.shape[:-1], each)
     padded[..., : part.shape[-1]] = part
     of_ranks = ops.all_gather(padded[None], over.name)

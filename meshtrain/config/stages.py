@@ -1,0 +1,69 @@
+"""Whether the pipeline of a config can run: the schedule with its counts, and the model's blocks as stages."""
+
+from typing import Any
+
+from meshtrain import locate
+from meshtrain.config.rules import Draft
+from meshtrain.config.values import INVALID
+from meshtrain.data.order import microbatches
+from meshtrain.layout import DATA_AXES, Layout, LayoutError
+from meshtrain.pipeline.actions import Kind, Schedule, ScheduleError
+from meshtrain.pipeline.schedule import load
+from meshtrain.pipeline.split import StageSplitError, split_blocks
+
+NEEDED = ("pipeline.schedule", "pipeline.stages_per_rank", "batch.global_size", "batch.micro_size")
+
+
+def check_stages(draft: Draft, sizes: dict[str, int], world_size: int | None, keys: list[str]) -> None:
+    """Reports what cannot run over `pp`. It is not judged while the layout, the batch or the model is not known.
+
+    Args:
+        sizes: the layout as written. keys: the names of the model's own keys.
+    """
+    try:
+        layout = Layout.resolve(sizes, world_size) if world_size is not None else Layout(sizes)
+    except LayoutError:  # reported already, or a size of -1
+        return
+    name, per_rank, size, micro = (draft.values.get(key, INVALID) for key in NEEDED)
+    if layout.size("pp") == 1 or any(value is INVALID for value in (name, per_rank, size, micro)):
+        return
+    count = microbatches(size, micro, layout.size(*DATA_AXES))
+    try:
+        schedule = load(name, ranks=layout.size("pp"), microbatches=count, stages_per_rank=per_rank)
+    except ScheduleError as error:
+        draft.report(draft.place("pipeline.schedule"), f"pipeline.schedule: {error} (layout.pp is the number of ranks)")
+        return
+    _check_blocks(draft, schedule, keys)
+    splits = any(action.kind is Kind.WEIGHT_GRAD for rank in range(schedule.ranks) for action in schedule.flat(rank))
+    if splits and draft.values.get("parallel.compile") is True:
+        draft.report(
+            draft.place("parallel.compile"),
+            f"parallel.compile: a compiled block computes its gradients at once, and the schedule {schedule.name} "
+            "computes those of weights later: use compile: false, or a schedule such as 1f1b",
+        )
+
+
+def _check_blocks(draft: Draft, schedule: Schedule, keys: list[str]) -> None:
+    blocks = _blocks(draft, keys)
+    split: Any = draft.values.get("pipeline.split", INVALID)
+    if blocks is None or split is INVALID:
+        return
+    per_rank = schedule.stages_per_rank
+    try:
+        split_blocks([1.0] * blocks, schedule.ranks, per_rank, split)
+    except StageSplitError as error:
+        draft.report(draft.place("pipeline.split" if split else "layout.pp"), f"layout.pp: {error}")
+
+
+def _blocks(draft: Draft, keys: list[str]) -> int | None:
+    """How many blocks the model has; None if there is no such model."""
+    name = draft.values.get("model.name", INVALID)
+    values = {key: draft.values.get(f"model.{key}", INVALID) for key in keys}
+    if name is INVALID or any(value is INVALID for value in values.values()):
+        return None
+    module = locate.model_file(name)
+    import torch  # a model's file has brought it
+
+    with torch.device("meta"):
+        model = module.Model(module.Config(**values))
+    return len(model.blocks()) if hasattr(model, "blocks") else 1

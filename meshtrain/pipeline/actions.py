@@ -1,0 +1,175 @@
+"""What a pipeline schedule is made of: for every rank, the actions that it runs, in order.
+
+A *stage* is a piece of the model, and a rank holds one or more of them. A *microbatch* passes every stage forwards, and
+then every stage backwards. The backward of a stage is two computations that may be done at different times: the
+gradient of its input, for which the stage before it waits, and the gradients of its weights, for which nobody waits
+before the end of the step.
+
+A `Schedule` is a plain value. The engine runs it, `simulate` puts it on a clock, and pictures draw it: what they all
+ask (what an action waits for, what is sent to whom) is answered here, once. (Schedules as data: DeepSpeed's
+`runtime/pipe/schedule.py`.)
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be made, read or run. The message says what would work."""
+
+
+class Kind(StrEnum):
+    """What is computed. The letters are those of torch.distributed.pipelining's CSV form."""
+
+    FORWARD = "F"
+    INPUT_GRAD = "I"
+    WEIGHT_GRAD = "W"
+    BACKWARD = "B"  # I and W at once
+
+    @property
+    def gives_input_grad(self) -> bool:
+        return self in (Kind.INPUT_GRAD, Kind.BACKWARD)
+
+    @property
+    def gives_weight_grad(self) -> bool:
+        """After such an action nothing of the stage's forward is kept any longer."""
+        return self in (Kind.WEIGHT_GRAD, Kind.BACKWARD)
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Action:
+    """One computation of one stage for one microbatch. `str` gives `2F7`: stage 2, forward, microbatch 7."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    @property
+    def parts(self) -> "tuple[Action, ...]":
+        return (self,)
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A forward and a backward of the same rank that may run at the same time, where the engine can do that.
+
+    They are of different microbatches, and neither waits for the other; one after the other is right as well.
+    """
+
+    forward: Action
+    backward: Action
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        return (self.forward, self.backward)
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward})OVERLAP_F_B"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Transfer:
+    """A tensor that goes from one rank to another, between two neighbouring stages."""
+
+    kind: str  # "activation": the input of a stage's forward; "gradient": that of its output, for its backward
+    stage: int  # the stage that receives it
+    microbatch: int
+    source: int  # rank
+    target: int  # rank
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who holds which stage, and what every rank does in which order. Microbatches, stages and ranks count from 0."""
+
+    name: str
+    microbatches: int
+    placement: tuple[int, ...]  # stage -> rank
+    actions: tuple[tuple[Action | Pair, ...], ...] = field(repr=False)  # per rank, in the order in which it runs them
+
+    @property
+    def ranks(self) -> int:
+        return len(self.actions)
+
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    @cached_property
+    def stages_per_rank(self) -> int:
+        """The most stages that a rank holds; the named schedules give each rank as many."""
+        return max(len(self.stages_of(rank)) for rank in range(self.ranks))
+
+    def rank_of(self, stage: int) -> int:
+        return self.placement[stage]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, in the order of the model."""
+        return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
+
+    def flat(self, rank: int) -> tuple[Action, ...]:
+        """The actions of a rank with every pair as its two parts, one after the other."""
+        return tuple(part for action in self.actions[rank] for part in action.parts)
+
+    @cached_property
+    def _input_grads(self) -> dict[tuple[int, int], Action]:
+        """(stage, microbatch) -> the action that gives the gradient of that stage's input."""
+        every = (action for rank in range(self.ranks) for action in self.flat(rank))
+        return {(action.stage, action.microbatch): action for action in every if action.kind.gives_input_grad}
+
+    def needs(self, action: Action) -> tuple[Action, ...]:
+        """The actions that have to be done before this one can start, on whatever rank they are.
+
+        Where the gradient of the next stage is not scheduled at all, it stands there with this action's own kind.
+        """
+        stage, microbatch = action.stage, action.microbatch
+        if action.kind is Kind.FORWARD:
+            return (Action(Kind.FORWARD, stage - 1, microbatch),) if stage > 0 else ()
+        if action.kind is Kind.WEIGHT_GRAD:
+            return (self._input_grads.get((stage, microbatch), Action(Kind.INPUT_GRAD, stage, microbatch)),)
+        forward = Action(Kind.FORWARD, stage, microbatch)
+        if stage == self.stages - 1:
+            return (forward,)
+        following = self._input_grads.get((stage + 1, microbatch), Action(action.kind, stage + 1, microbatch))
+        return (forward, following)
+
+    def sends(self, action: Action | Pair) -> tuple[Transfer, ...]:
+        """What leaves this action's rank when it is done. Stages of one rank hand over without a transfer."""
+        return self._between_ranks(_handed_on(part) for part in action.parts)
+
+    def receives(self, action: Action | Pair) -> tuple[Transfer, ...]:
+        """What has to have come from other ranks before this action can start."""
+        return self._between_ranks(_handed_over(part) for part in action.parts)
+
+    def _between_ranks(self, edges: Iterable[tuple[str, int, int, int]]) -> tuple[Transfer, ...]:
+        transfers = []
+        for kind, source, target, microbatch in edges:
+            if 0 <= source < self.stages and 0 <= target < self.stages:
+                ranks = self.rank_of(source), self.rank_of(target)
+                if ranks[0] != ranks[1]:
+                    transfers.append(Transfer(kind, target, microbatch, *ranks))
+        return tuple(transfers)
+
+
+def _handed_on(action: Action) -> tuple[str, int, int, int]:
+    """(kind of tensor, stage that makes it, stage that takes it, microbatch): what an action makes for a neighbour.
+
+    The stage that takes it may be outside of the model: nobody does. A weight gradient stays where it is.
+    """
+    if action.kind is Kind.FORWARD:
+        return "activation", action.stage, action.stage + 1, action.microbatch
+    taker = action.stage - 1 if action.kind.gives_input_grad else -1
+    return "gradient", action.stage, taker, action.microbatch
+
+
+def _handed_over(action: Action) -> tuple[str, int, int, int]:
+    """The same for what an action takes: (kind of tensor, stage that makes it, this stage, microbatch)."""
+    if action.kind is Kind.FORWARD:
+        return "activation", action.stage - 1, action.stage, action.microbatch
+    maker = action.stage + 1 if action.kind.gives_input_grad else -1
+    return "gradient", maker, action.stage, action.microbatch

@@ -1,0 +1,241 @@
+"""Runs a schedule on a clock: when every action starts and ends, who idles, how much is held, or why it cannot finish.
+
+The rule is the one that the engine keeps to. A rank runs its list in order, one action at a time, and an action starts
+as soon as what it needs is there: the work of its neighbours, and the time that a tensor takes to come from another
+rank. Sends wait for nobody.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from meshtrain.pipeline.actions import Action, Kind, Schedule, ScheduleError
+
+Cost = float | Sequence[float]  # of one action of any stage, or one for each stage
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An action that ran: on which rank, from when to when. The unit of time is that of the costs."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What every rank did when, of a simulation or measured in a real run. Numbers per rank are in rank order."""
+
+    events: tuple[tuple[Event, ...], ...] = field(repr=False)  # per rank, in the order in which they started
+
+    @classmethod
+    def measured(cls, events: Iterable[Event], ranks: int) -> "Timeline":
+        """A timeline of events in any order, as a real run of that many ranks records them, on one clock."""
+        rows: list[list[Event]] = [[] for _ in range(ranks)]
+        for event in events:
+            rows[event.rank].append(event)
+        return cls(tuple(tuple(sorted(row, key=lambda event: (event.start, event.end))) for row in rows))
+
+    @property
+    def ranks(self) -> int:
+        return len(self.events)
+
+    @cached_property
+    def start(self) -> float:
+        """The first start on any rank."""
+        return min((row[0].start for row in self.events if row), default=0)
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the first start to the last end."""
+        return max((event.end for row in self.events for event in row), default=0) - self.start
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Time in which a rank runs anything; where two measured actions overlap it counts once."""
+        return tuple(_covered(row) for row in self.events)
+
+    @cached_property
+    def idle(self) -> tuple[float, ...]:
+        """Makespan less the busy time."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @cached_property
+    def idle_in_span(self) -> tuple[float, ...]:
+        """Idle time between a rank's own first start and last end."""
+        spans = (max(event.end for event in row) - row[0].start if row else 0 for row in self.events)
+        return tuple(span - busy for span, busy in zip(spans, self.busy, strict=True))
+
+    @property
+    def idle_share(self) -> float:
+        """Idle time of all ranks as a fraction of their time: the bubble, 0 to 1."""
+        return sum(self.idle) / (self.ranks * self.makespan) if self.makespan else 0.0
+
+    @cached_property
+    def peak_activations(self) -> tuple[int, ...]:
+        """The most stage forwards held at once, each from its forward until its weight gradient is done."""
+        return tuple(_peak(row) for row in self.events)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Why a rank cannot go on: its next action needs one that is not done."""
+
+    rank: int
+    action: Action  # the next one of this rank
+    position: int  # of it in the rank's list, from 0
+    missing: Action
+    holder: int | None  # the rank in whose list the missing action still stands; None: in nobody's
+    missing_position: int | None  # of it in that list
+
+
+class Stuck(ScheduleError):  # noqa: N818  a state, as StopIteration is
+    """A schedule that cannot finish. `waits`: one for every action that a blocked rank waits for.
+
+    `cycle`: ranks each of which waits for the next, and the last for the first; empty where what is missing is in
+    nobody's list.
+    """
+
+    def __init__(self, schedule: Schedule, waits: tuple[Wait, ...], cycle: tuple[int, ...]) -> None:
+        self.waits = waits
+        self.cycle = cycle
+        super().__init__(_told(schedule, waits, cycle))
+
+
+def simulate(
+    schedule: Schedule, forward: Cost = 1, input_grad: Cost = 1, weight_grad: Cost = 1, transfer: float = 0
+) -> Timeline:
+    """The schedule with every action as early as it can be, in time proportional to the number of actions.
+
+    Costs are per action, so of one stage: a number, or one per stage. A whole backward costs `input_grad` and
+    `weight_grad`; a pair runs one part after the other. `transfer` is the time from the end of an action until another
+    rank has what it made.
+
+    Raises:
+        Stuck: the schedule cannot finish; says which ranks wait for what.
+        ScheduleError: costs that are negative, or are not one for each stage.
+    """
+    costs = {
+        Kind.FORWARD: _per_stage("forward", forward, schedule.stages),
+        Kind.INPUT_GRAD: _per_stage("input_grad", input_grad, schedule.stages),
+        Kind.WEIGHT_GRAD: _per_stage("weight_grad", weight_grad, schedule.stages),
+    }
+    costs[Kind.BACKWARD] = tuple(map(sum, zip(costs[Kind.INPUT_GRAD], costs[Kind.WEIGHT_GRAD], strict=True)))
+    if transfer < 0:
+        raise ScheduleError(f"a transfer takes a time of at least 0; found {transfer}")
+    lists = [schedule.flat(rank) for rank in range(schedule.ranks)]
+    rows: list[list[Event]] = [[] for _ in lists]
+    done: dict[Action, Event] = {}
+    waiting: dict[Action, list[int]] = defaultdict(list)  # action that is not done -> blocked ranks
+    able = list(range(schedule.ranks))  # ranks that may be able to go on
+    while able:
+        rank = able.pop()
+        while len(rows[rank]) < len(lists[rank]):
+            action = lists[rank][len(rows[rank])]
+            needed = schedule.needs(action)
+            missing = next((need for need in needed if need not in done), None)
+            if missing is not None:
+                waiting[missing].append(rank)
+                break
+            arrivals = (done[need].end + (transfer if done[need].rank != rank else 0) for need in needed)
+            start = max(rows[rank][-1].end if rows[rank] else 0, *arrivals, 0)
+            done[action] = Event(rank, action, start, start + costs[action.kind][action.stage])
+            rows[rank].append(done[action])
+            able += waiting.pop(action, ())
+    if any(len(row) < len(actions) for row, actions in zip(rows, lists, strict=True)):
+        raise _stuck(schedule, lists, [len(row) for row in rows], done.keys())
+    return Timeline(tuple(map(tuple, rows)))
+
+
+def _per_stage(name: str, cost: Cost, stages: int) -> tuple[float, ...]:
+    costs = (cost,) * stages if isinstance(cost, int | float) else tuple(cost)
+    if len(costs) != stages:
+        raise ScheduleError(f"{name}: a number, or one for each of the {stages} stages; found {len(costs)} numbers")
+    if min(costs) < 0:
+        raise ScheduleError(f"{name}: an action takes a time of at least 0; found {min(costs)}")
+    return costs
+
+
+def _covered(row: Sequence[Event]) -> float:
+    """How much time the events cover; they are in order of their starts."""
+    total: float = 0
+    reach = row[0].start if row else 0
+    for event in row:
+        total += max(0, event.end - max(event.start, reach))
+        reach = max(reach, event.end)
+    return total
+
+
+def _peak(row: Sequence[Event]) -> int:
+    held = peak = 0
+    for event in row:
+        held += event.action.kind is Kind.FORWARD
+        peak = max(peak, held)
+        held -= event.action.kind.gives_weight_grad
+    return peak
+
+
+def _stuck(schedule: Schedule, lists: Sequence[Sequence[Action]], reached: Sequence[int], done: Set[Action]) -> Stuck:
+    """What every blocked rank waits for. `reached`: per rank, the position in its list at which it stands."""
+    ahead = {
+        actions[position]: (rank, position)
+        for rank, actions in enumerate(lists)
+        for position in range(reached[rank], len(actions))
+    }
+    waits = []
+    for rank, actions in enumerate(lists):
+        if reached[rank] < len(actions):
+            action = actions[reached[rank]]
+            for missing in schedule.needs(action):
+                if missing not in done:
+                    holder, position = ahead.get(missing, (None, None))
+                    waits.append(Wait(rank, action, reached[rank], missing, holder, position))
+    return Stuck(schedule, tuple(waits), _cycle(waits))
+
+
+def _cycle(waits: Sequence[Wait]) -> tuple[int, ...]:
+    """Ranks that wait for each other in a circle, from its lowest on; empty where there is none.
+
+    Every blocked rank waits for a blocked rank, or for an action that is in no list. So a walk from rank to rank ends
+    in a circle, unless it comes to one that waits for nothing else, which is then the reason.
+    """
+    next_rank: dict[int, int | None] = {}
+    for wait in waits:
+        if next_rank.get(wait.rank) is None:
+            next_rank[wait.rank] = wait.holder
+    for rank in sorted(next_rank):
+        walked: list[int] = []
+        at: int | None = rank
+        while at is not None and at not in walked:
+            walked.append(at)
+            at = next_rank[at]
+        if at is not None:
+            circle = walked[walked.index(at) :]
+            lowest = circle.index(min(circle))
+            return tuple(circle[lowest:] + circle[:lowest])
+    return ()
+
+
+def _told(schedule: Schedule, waits: Sequence[Wait], cycle: Sequence[int]) -> str:
+    lines = [f"schedule {schedule.name} cannot finish:"]
+    for wait in waits:
+        if wait.missing_position is None:
+            why = "which is in no rank's list"
+        elif wait.holder == wait.rank:
+            why = f"which comes later in its own list, as number {wait.missing_position + 1}"
+        else:
+            why = f"number {wait.missing_position + 1} of rank {wait.holder}, which has not come to it"
+        lines.append(
+            f"  rank {wait.rank} stands before {wait.action}, number {wait.position + 1} of its actions, "
+            f"and waits for {wait.missing}, {why}"
+        )
+    if len(cycle) > 1:
+        lines.append("  they wait in a circle: rank " + " -> ".join(map(str, (*cycle, cycle[0]))))
+    return "\n".join(lines)

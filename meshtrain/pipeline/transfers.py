@@ -1,0 +1,171 @@
+"""Moves activations and gradients between neighbouring stages on different ranks.
+
+Nothing here waits but a receive whose tensor is needed. Sends do not block, and receives are posted ahead. What makes
+that safe is one order for all: the transfers of a step sorted by when the simulator has them made. A rank posts its own
+in that order, so both ends of every connection agree, also where a backend (NCCL) runs them strictly one after another.
+"""
+
+from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshtrain.mesh import Mesh
+from meshtrain.parallel.waiting import Waiting
+from meshtrain.pipeline.actions import Schedule, Transfer
+from meshtrain.pipeline.simulate import simulate
+
+AXIS = "pp"
+AHEAD = 4  # receives that are posted before their tensors are needed
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+MOST_DIMS = 8
+
+
+def in_order(schedule: Schedule) -> tuple[Transfer, ...]:
+    """All transfers of a schedule, in an order in which they can be made one after the other."""
+    timeline = simulate(schedule)
+    made = [
+        (event.end, event.rank, transfer)
+        for events in timeline.events
+        for event in events
+        for transfer in schedule.sends(event.action)
+    ]
+    return tuple(transfer for _, _, transfer in sorted(made))
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a receiver has to know of a tensor. `order`: its dims from the one with the largest stride."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Form":
+        strides = tensor.stride()
+        order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+        return cls(tuple(tensor.shape), tuple(order), tensor.dtype)
+
+    def packed(self) -> Tensor:
+        """As numbers of a fixed count."""
+        padding = [0] * (MOST_DIMS - len(self.shape))
+        return torch.tensor([DTYPES.index(self.dtype), len(self.shape), *self.shape, *padding, *self.order, *padding])
+
+    @classmethod
+    def unpacked(cls, packed: Tensor) -> "Form":
+        kind, dims, *rest = packed.tolist()
+        return cls(tuple(rest[:dims]), tuple(rest[MOST_DIMS : MOST_DIMS + dims]), DTYPES[kind])
+
+    def lay_out(self, tensor: Tensor) -> Tensor:
+        """The tensor as contiguous memory, dims in `order`."""
+        return tensor.permute(self.order).contiguous()
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Memory to receive in; `view` shows it as the tensor was."""
+        return torch.empty([self.shape[dim] for dim in self.order], dtype=self.dtype, device=device)
+
+    def view(self, memory: Tensor) -> Tensor:
+        return memory.permute([self.order.index(dim) for dim in range(len(self.order))])
+
+
+class Transfers:
+    """This rank's part of the transfers of a step."""
+
+    def __init__(self, mesh: Mesh, device: torch.device, waiting: Waiting = nullcontext) -> None:
+        self._mesh, self._device, self._waiting = mesh, device, waiting
+        self._group, self._rank = mesh.group(AXIS), mesh.index(AXIS)
+        self._known: dict[Hashable, dict[int, Form]] = {}
+        self._sending: list[tuple[dist.Work, Tensor]] = []
+
+    def begin(self, order: Sequence[Transfer], key: Hashable) -> None:
+        """A new series of transfers.
+
+        Args:
+            order: all of them, the same on every rank.
+            key: what the forms of the tensors depend on, the same on every rank: of the first tensor between two stages
+                under a new key the form is sent before it.
+        """
+        self._order = [transfer for transfer in order if self._rank in (transfer.source, transfer.target)]
+        self._next = 0
+        self._forms = self._known.setdefault(key, {})
+        self._ready: dict[Transfer, Tensor] = {}
+        self._posted: dict[Transfer, tuple[dist.Work, Tensor]] = {}
+        self._post()
+
+    def send(self, transfer: Transfer, tensor: Tensor) -> None:
+        """Sends a tensor, when its turn has come; it may be let go of at once."""
+        self._ready[transfer] = tensor.detach()
+        self._post()
+
+    def receive(self, transfer: Transfer) -> Tensor:
+        """The tensor of a transfer, once it is there."""
+        if transfer not in self._posted:
+            self._post(transfer)
+        work, memory = self._posted.pop(transfer)
+        with self._waiting():
+            work.wait()
+        self._post()
+        return self._forms[_boundary(transfer)].view(memory)
+
+    def end(self) -> None:
+        """Waits until everything that was sent has left."""
+        assert self._next == len(self._order)  # the schedule was run to its end
+        with self._waiting():
+            for work, _ in self._sending:
+                work.wait()
+        self._sending.clear()
+
+    def _post(self, needed: Transfer | None = None) -> None:
+        """Posts what is next, as far as possible; up to `needed` whatever it takes."""
+        while self._next < len(self._order):
+            transfer = self._order[self._next]
+            if transfer.source == self._rank:
+                if transfer not in self._ready:
+                    assert needed is None  # what was made before is sent before
+                    return
+                self._post_send(transfer, self._ready.pop(transfer))
+            else:
+                if needed is None and (_boundary(transfer) not in self._forms or len(self._posted) >= AHEAD):
+                    return
+                self._post_receive(transfer)
+            self._next += 1
+            needed = None if transfer == needed else needed
+
+    def _post_send(self, transfer: Transfer, tensor: Tensor) -> None:
+        boundary = _boundary(transfer)
+        if boundary not in self._forms:
+            self._forms[boundary] = Form.of(tensor)
+            self._start_send(self._forms[boundary].packed().to(self._device), transfer.target)
+        laid_out = self._forms[boundary].lay_out(tensor)
+        self._mesh.traffic.add(AXIS, "send", laid_out.nbytes)
+        self._start_send(laid_out, transfer.target)
+
+    def _start_send(self, tensor: Tensor, target: int) -> None:
+        self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
+        work = dist.isend(tensor, group=self._group, group_dst=target)
+        assert work is not None  # this rank is in the group
+        self._sending.append((work, tensor))
+
+    def _post_receive(self, transfer: Transfer) -> None:
+        boundary = _boundary(transfer)
+        if boundary not in self._forms:
+            packed = torch.empty(2 + 2 * MOST_DIMS, dtype=torch.int64, device=self._device)
+            with self._waiting():
+                self._start_receive(packed, transfer.source).wait()
+            self._forms[boundary] = Form.unpacked(packed)
+        memory = self._forms[boundary].empty(self._device)
+        self._posted[transfer] = self._start_receive(memory, transfer.source), memory
+
+    def _start_receive(self, tensor: Tensor, source: int) -> dist.Work:
+        work = dist.irecv(tensor, group=self._group, group_src=source)
+        assert work is not None  # this rank is in the group
+        return work
+
+
+def _boundary(transfer: Transfer) -> int:
+    """The later of the two stages between which a tensor travels: gradients have the form of the activations there."""
+    return transfer.stage if transfer.kind == "activation" else transfer.stage + 1

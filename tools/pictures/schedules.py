@@ -1,0 +1,36 @@
+"""Draws docs/images/schedules.png: every pipeline schedule on 4 ranks with 8 microbatches, on one scale of time.
+
+    python tools/pictures/schedules.py docs/images/schedules.png
+
+The forward of a stage, its input's gradient and its weights' gradients take one unit of time each. So that the scale
+is one, stages of schedules with one stage per rank take two: they are twice as large.
+"""
+
+import io
+import sys
+
+from PIL import Image
+
+from meshtrain.pipeline.picture import picture
+from meshtrain.pipeline.record import Record
+from meshtrain.pipeline.schedule import NAMES, build
+from meshtrain.pipeline.simulate import simulate
+
+RANKS, MICROBATCHES = 4, 8
+
+
+def record(name: str) -> Record:
+    """A schedule on the clock."""
+    schedule = build(name, ranks=RANKS, microbatches=MICROBATCHES)
+    each = schedule.stages_per_rank
+    return Record(f"{name}: {each} stage{'s' * (each > 1)} per rank", simulate(schedule, *[2 / each] * 3))
+
+
+def draw(output: str) -> None:
+    with io.BytesIO() as pixels:
+        picture([record(name) for name in NAMES]).savefig(pixels)
+        Image.open(pixels).convert("RGB").quantize(128).save(output, optimize=True)  # less than half the bytes
+
+
+if __name__ == "__main__":
+    draw(sys.argv[1])
