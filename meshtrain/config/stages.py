@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from meshtrain import locate
+from meshtrain.config.plain import plain_model
 from meshtrain.config.rules import Draft
 from meshtrain.config.values import INVALID
 from meshtrain.data.order import microbatches
@@ -44,26 +44,14 @@ def check_stages(draft: Draft, sizes: dict[str, int], world_size: int | None, ke
 
 
 def _check_blocks(draft: Draft, schedule: Schedule, keys: list[str]) -> None:
-    blocks = _blocks(draft, keys)
+    found = plain_model(draft, keys)
     split: Any = draft.values.get("pipeline.split", INVALID)
-    if blocks is None or split is INVALID:
+    if found is None or split is INVALID:
         return
-    per_rank = schedule.stages_per_rank
+    _, model = found
+    blocks = len(model.blocks()) if hasattr(model, "blocks") else 1
     try:
-        split_blocks([1.0] * blocks, schedule.ranks, per_rank, split)
+        split_blocks([1.0] * blocks, schedule.ranks, schedule.stages_per_rank, split)
     except StageSplitError as error:
-        draft.report(draft.place("pipeline.split" if split else "layout.pp"), f"layout.pp: {error}")
-
-
-def _blocks(draft: Draft, keys: list[str]) -> int | None:
-    """How many blocks the model has; None if there is no such model."""
-    name = draft.values.get("model.name", INVALID)
-    values = {key: draft.values.get(f"model.{key}", INVALID) for key in keys}
-    if name is INVALID or any(value is INVALID for value in values.values()):
-        return None
-    module = locate.model_file(name)
-    import torch  # a model's file has brought it
-
-    with torch.device("meta"):
-        model = module.Model(module.Config(**values))
-    return len(model.blocks()) if hasattr(model, "blocks") else 1
+        key = "pipeline.split" if split else "layout.pp"
+        draft.report(draft.place(key), f"{key}: {error}")

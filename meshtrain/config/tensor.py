@@ -1,6 +1,6 @@
 """Whether the model of a config can be split over the layout's `tp`: asked of the model itself, without its memory."""
 
-from meshtrain import locate
+from meshtrain.config.plain import plain_model
 from meshtrain.config.rules import OF_TOKENS, Draft
 from meshtrain.config.values import INVALID
 from meshtrain.layout import Layout, LayoutError
@@ -18,23 +18,19 @@ def check_split(draft: Draft, sizes: dict[str, int], world_size: int | None, key
     except LayoutError:  # reported already
         return
     tp = sizes.get("tp", 1)
-    name = draft.values.get("model.name", INVALID)
-    values = {key: draft.values.get(f"model.{key}", INVALID) for key in keys}
-    if tp <= 1 or name is INVALID or any(value is INVALID for value in values.values()):
+    found = plain_model(draft, keys) if tp > 1 else None
+    if found is None:
         return
     _check_sequence(draft, tp)
+    module, model = found
     where = draft.place("layout.tp")
-    module = locate.model_file(name)
     plan = getattr(module, "tp_plan", None)
     if not plan:
+        name = draft.values["model.name"]
         draft.report(
             where, f"layout.tp is {tp}, and the model {name} has no tp_plan, which says how it splits: use tp: 1"
         )
         return
-    import torch  # a model's file has brought it; a config without a model to split does without
-
-    with torch.device("meta"):
-        model = module.Model(module.Config(**values))
     try:
         split_layers(model, plan, tp)
     except SplitError as error:
