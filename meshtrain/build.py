@@ -59,7 +59,7 @@ def build_model(config: "Config", mesh: Mesh, device: torch.device, waiting: Wai
         for stage in schedule.stages_of(mesh.index("pp"))
     }
     holding = stages_holding(plain_model(config), split.bounds)
-    about = f"pipeline {schedule.name}, {schedule.microbatches} microbatches; {split.describe()}"
+    about = describe_pipeline(schedule, split)
     return Pipeline(stages, schedule, mesh, device, holding=holding, later=later, waiting=waiting, about=about)
 
 
@@ -74,6 +74,12 @@ def stages_of(config: "Config", layout: Layout) -> tuple[Schedule, StageSplit]:
     tokens = torch.zeros(1, config.data.seq_len, dtype=torch.int64)
     costs, _ = block_flops(model, blocks_of(model), (tokens, torch.zeros_like(tokens), None))
     return schedule, split_blocks(costs, schedule.ranks, schedule.stages_per_rank, section.split)
+
+
+def describe_pipeline(schedule: Schedule, split: StageSplit) -> str:
+    """`pipeline 1f1b, 8 microbatches; 9 blocks in 4 stages: 3 + 2 + 2 + 2, the largest stage 8 % above the mean`."""
+    many = f"{schedule.microbatches} microbatch{'es' * (schedule.microbatches != 1)}"
+    return f"pipeline {schedule.name}, {many}; {split.describe()}"
 
 
 def _part(

@@ -1,9 +1,10 @@
 """Writes a model as a Hugging Face directory, tensor by tensor, whatever the mesh that it is spread over.
 
-All shapes are known, so a file's header is written first and its tensors follow. The files are shared out among the
-ranks that see the folder. In each turn every one of these writers receives the parts of one tensor from the ranks that
-hold them and writes it: no rank ever holds more than one whole tensor. Everything goes into a folder beside the right
-one, which takes its place when it is complete and on disk.
+Of each stage of a pipeline one rank tells all others which tensors the stage has and which axes cut them; from that and
+the layout every rank knows who holds which part of what. All shapes are known, so a file's header is written first and
+its tensors follow. The files are shared out among the ranks that see the folder. In each turn every one of these
+writers receives the parts of one tensor from the ranks that hold them and writes it: no rank ever holds more than one
+whole tensor. Everything goes into a folder beside the right one, which takes its place when it is complete and on disk.
 """
 
 import json
@@ -13,22 +14,24 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshtrain import weights
-from meshtrain.cuts import Part
+from meshtrain.cuts import Part, part
 from meshtrain.errors import InputError
 from meshtrain.huggingface import KINDS, named_tensors
-from meshtrain.parts import holders, local_part, part_of
+from meshtrain.layout import Layout
+from meshtrain.mesh import Mesh
+from meshtrain.parts import cut_axes, local_part
 from meshtrain.runtime import Job
 
+DTYPES = {word: dtype for dtype, word in KINDS.items()}
 Turn = tuple[int, str, weights.Entry]  # the rank that writes, its file, and the tensor
 
 
@@ -36,6 +39,7 @@ def export(
     model: nn.Module,
     folder: str | Path,
     job: Job,
+    mesh: Mesh,
     *,
     dtype: torch.dtype,
     config: Mapping[str, Any] | None = None,
@@ -47,7 +51,8 @@ def export(
     Args:
         model: parallelized, or plain in a world of one.
         folder: is made, or takes the place of an earlier export.
-        job: the running job, whose ranks hold the model.
+        job: the running job.
+        mesh: over its ranks, by which the model is spread.
         dtype: of the floating tensors in the files.
         config: what config.json holds, but for the type; None writes none.
         tokenizer: a tokenizer.json to be copied beside the weights.
@@ -59,14 +64,13 @@ def export(
     target = Path(folder).expanduser().absolute()
     making = target.with_name(f".{target.name}.tmp")
     tensors = {names[0]: tensor for names, tensor in named_tensors(model).items()}
-    kinds = {name: dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in tensors.items()}
-    entries = [weights.Entry(name, KINDS[kinds[name]], tuple(tensors[name].shape)) for name in tensors]
-    files = weights.planned_files(entries, file_bytes)
+    spread = _spread(tensors, dtype, job, mesh.layout)
+    files = weights.planned_files([one.entry for one in spread.values()], file_bytes)
     writers = _begin(target, making, job)
     try:
         with _Files(making, files) as out, torch.no_grad():
             for turn in turns(files, writers):
-                for file, entry, whole in _exchange(turn, tensors, kinds, job):
+                for file, entry, whole in _exchange(turn, tensors, spread, job, mesh.layout):
                     out.write(file, entry, whole)
         with job.together("writing the export"), told(making):
             out.raise_problem()
@@ -119,44 +123,90 @@ def _refuse(target: Path) -> None:
         raise InputError(f"the export cannot be written: {problem}")
 
 
+@dataclass(frozen=True)
+class _Spread:
+    """A tensor of the whole model, and where it is.
+
+    Attributes:
+        stages: the indices on `pp` of the ranks that have it: one, or several if it is tied.
+        cuts: which axes cut it, in the order of their cuts, each with the dim that it cuts.
+    """
+
+    entry: weights.Entry
+    stages: tuple[int, ...]
+    cuts: tuple[tuple[str, int], ...]
+
+    def holders(self, writer: int, layout: Layout) -> list[tuple[int, Part]]:
+        """Which rank sends which part to a writer, itself included if it has one. Together the parts are the whole.
+
+        Where several groups have the tensor, it is the writer's own, or the one that differs from it in `pp` only.
+        """
+        near = layout.coordinate(writer)
+        if "pp" in near and near["pp"] not in self.stages:
+            near["pp"] = self.stages[0]
+        sizes = [layout.size(axis) for axis, _ in self.cuts]
+        found = []
+        for indices in product(*map(range, sizes)):
+            cuts = [(dim, size, i) for (_, dim), size, i in zip(self.cuts, sizes, indices, strict=True)]
+            piece = part(self.entry.shape or (1,), cuts)
+            if all(each.stop > each.start for each in piece):
+                place = near | {axis: i for (axis, _), i in zip(self.cuts, indices, strict=True)}
+                found.append((layout.rank(**place), piece))
+        return found
+
+
+def _spread(tensors: Mapping[str, Tensor], dtype: torch.dtype, job: Job, layout: Layout) -> dict[str, _Spread]:
+    """All tensors of the model in the order of their names, also those that only other ranks hold; the same on all.
+
+    Of the ranks with one index on `pp`, whose tensors are the same, the first tells.
+    """
+    coordinate = layout.coordinate(job.rank)
+    told = None
+    if not any(i for axis, i in coordinate.items() if axis != "pp"):
+        kinds = {name: dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in tensors.items()}
+        told = [[name, KINDS[kinds[name]], list(one.shape), cut_axes(one)] for name, one in tensors.items()]
+    found: dict[str, _Spread] = {}
+    for rank, there in enumerate(job.gather("listing the tensors to export", told)):
+        index = layout.coordinate(rank).get("pp", 0)
+        for name, kind, shape, cuts in there or ():
+            before = found[name].stages if name in found else ()
+            entry = weights.Entry(name, kind, tuple(shape))
+            found[name] = _Spread(entry, (*before, index), tuple((axis, dim) for axis, dim in cuts))
+    return {name: found[name] for name in sorted(found, key=_by_numbers)}
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    """Layer 2 comes before layer 10."""
+    return [(int(word), "") if word.isdecimal() else (-1, word) for word in name.split(".")]
+
+
 def _exchange(
-    turn: Sequence[Turn], tensors: Mapping[str, Tensor], kinds: Mapping[str, torch.dtype], job: Job
+    turn: Sequence[Turn], tensors: Mapping[str, Tensor], spread: Mapping[str, _Spread], job: Job, layout: Layout
 ) -> Iterator[tuple[str, weights.Entry, Tensor]]:
     """Sends this rank's parts of the turn's tensors to their writers; yields the whole tensor that is its to write."""
     operations, kept = [], []
     for writer, file, entry in turn:
-        tensor, kind = tensors[entry.name], kinds[entry.name]
-        local, own = local_part(tensor.detach())
-        sends, receives = _moves(tensor, writer, job.rank)
-        if sends:
-            wire = local.to(kind).contiguous().view(-1).view(torch.uint8)
-            operations.append(dist.P2POp(dist.isend, wire, writer))
+        kind, holders = DTYPES[entry.dtype], spread[entry.name].holders(writer, layout)
         if writer == job.rank:
-            parts = [(own, local)]
-            for rank, part in receives:
-                buffer = torch.empty([each.stop - each.start for each in part], dtype=kind, device=local.device)
+            parts = []
+            for rank, piece in holders:
+                if rank == writer:
+                    parts.append((piece, local_part(tensors[entry.name])[0]))
+                    continue
+                buffer = torch.empty([each.stop - each.start for each in piece], dtype=kind, device=job.device)
                 operations.append(dist.P2POp(dist.irecv, buffer.view(-1).view(torch.uint8), rank))
-                parts.append((part, buffer))
+                parts.append((piece, buffer))
             kept.append((file, entry, kind, parts))
+        elif job.rank in [rank for rank, _ in holders]:
+            wire = local_part(tensors[entry.name])[0].to(kind).contiguous().view(-1).view(torch.uint8)
+            operations.append(dist.P2POp(dist.isend, wire, writer))
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
     for file, entry, kind, parts in kept:
         whole = torch.empty(entry.shape or (1,), dtype=kind)
-        for part, values in parts:
-            whole[part] = values.to("cpu", kind)
+        for piece, values in parts:
+            whole[piece] = values.to("cpu", kind)
         yield file, entry, whole
-
-
-def _moves(tensor: Tensor, writer: int, rank: int) -> tuple[bool, list[tuple[int, Part]]]:
-    """Whether this rank sends its part to the writer, and, if it is the writer, from whom which parts come.
-
-    Where groups hold copies of a tensor, each group's mesh names its own ranks: only the writer's group sends.
-    """
-    if not isinstance(tensor, DTensor) or writer not in tensor.device_mesh.mesh:
-        return False, []
-    has = part_of(tensor, writer)
-    others = [(holder, part) for holder, part in holders(tensor) if holder != writer and part != has]
-    return rank in [holder for holder, _ in others], others if rank == writer else []
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """What becomes of each parameter of a model under a layout: which part of it a rank holds, computed without a job.
 
-`tp` cuts a parameter first, as the model's tp_plan says; FSDP then cuts the rows of what is left. The cuts are those of
-training (`cuts.py`), so every number here is the one that a rank will have.
+A parameter belongs to one or several stages, which `pp` deals out to ranks. `tp` cuts it first, as the model's tp_plan
+says; FSDP then cuts the rows of what is left. The cuts are those of training (`cuts.py`), so every number here is the
+one that a rank will have.
 """
 
 import math
@@ -29,6 +30,7 @@ class Parameter:
         layer: the kind of layer that it belongs to, once `tp` has put its own in the place of plain ones.
         dim: which `tp` cuts; None: every rank holds all of it.
         tied: its other names, where several layers use it.
+        stages: of a pipeline, those that hold it: one, or several if layers of several use it.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Parameter:
     layer: str
     dim: int | None = None
     tied: tuple[str, ...] = ()
+    stages: tuple[int, ...] = (0,)
 
     def after_tp(self, tp: int) -> list[Shape]:
         """What each rank of `tp` holds before FSDP."""
@@ -51,13 +54,13 @@ class Parameter:
 class Held:
     """What the ranks hold of the model: numbers of parameters, and bytes on the rank with the most.
 
-    `exact` is False where the model is also split over `pp`, which is taken as even.
+    `by_pp`: the fewest and the most on ranks with one index on `pp`, for each of these.
     """
 
     total: int
     fewest: int
     most: int
-    exact: bool
+    by_pp: tuple[tuple[int, int], ...]
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int  # AdamW: two averages per parameter
@@ -91,15 +94,32 @@ def parameters_of(name: str, keys: Mapping[str, Any], tp: int = 1) -> list[Param
     return found
 
 
-def held_by_ranks(parameters: Iterable[Parameter], layout: Layout, precision: str) -> Held:
+def held_by_ranks(
+    parameters: Iterable[Parameter], layout: Layout, precision: str, placement: Sequence[int] = (0,)
+) -> Held:
     """How many parameters the ranks of a layout hold, and their bytes.
 
     Weights, gradients and optimizer state are kept in float32 whatever the precision of the computation, or in
     float64.
+
+    Args:
+        placement: stage -> its index on `pp`. A parameter of two stages with one index is there twice.
     """
-    kinds = Counter((parameter.shape, parameter.dim) for parameter in parameters)  # few, whatever the number of layers
-    total = sum(math.prod(shape) * n for (shape, _), n in kinds.items())
-    tp, shards, stages = layout.size("tp"), layout.size("dp_shard"), layout.size("pp")
+    # Few different ones, whatever the number of layers.
+    kinds = Counter((one.shape, one.dim, tuple(placement[stage] for stage in one.stages)) for one in parameters)
+    total = sum(math.prod(shape) * n for (shape, _, _), n in kinds.items())
+    here: list[Counter[tuple[Shape, int | None]]] = [Counter() for _ in range(layout.size("pp"))]
+    for (shape, dim, indices), n in kinds.items():
+        for index in indices:
+            here[index][shape, dim] += n
+    by_pp = tuple(_fewest_and_most(held, layout.size("tp"), layout.size("dp_shard")) for held in here)
+    fewest, most = min(fewest for fewest, _ in by_pp), max(most for _, most in by_pp)
+    size = 8 if precision == "float64" else 4
+    return Held(total, fewest, most, by_pp, most * size, most * size, 2 * most * size)
+
+
+def _fewest_and_most(kinds: Mapping[tuple[Shape, int | None], int], tp: int, shards: int) -> tuple[int, int]:
+    """Numbers of parameters on the ranks of `tp` and `dp_shard`; `kinds`: how many there are of each (shape, dim)."""
     after_tp: list[Counter[Shape]] = [Counter() for _ in range(tp)]
     for (shape, dim), n in kinds.items():
         for i, left in enumerate(Parameter("", shape, "", dim).after_tp(tp)):
@@ -110,9 +130,7 @@ def held_by_ranks(parameters: Iterable[Parameter], layout: Layout, precision: st
         for shapes in different
         for i in range(shards)
     ]
-    fewest, most = (-(-count // stages) for count in (min(counts), max(counts)))
-    size = 8 if precision == "float64" else 4
-    return Held(total, fewest, most, stages == 1, most * size, most * size, 2 * most * size)
+    return min(counts), max(counts)
 
 
 def _left(shape: Sequence[int], cuts: Sequence[tuple[int, int, int]]) -> Shape:
@@ -131,6 +149,7 @@ def parameter_json(parameter: Parameter, layout: Layout) -> dict[str, Any]:
         "tied": list(parameter.tied),
         "shape": list(parameter.shape),
         "layer": parameter.layer,
+        "stages": list(parameter.stages),
         "over_tp": CUT[parameter.dim],
         "after_tp": _largest_and_smallest(parameter.after_tp(tp)),
         "on_a_rank": _largest_and_smallest(parameter.on_ranks(tp, shards)),
@@ -139,10 +158,11 @@ def parameter_json(parameter: Parameter, layout: Layout) -> dict[str, Any]:
 
 def table(parameters: Iterable[Parameter], layout: Layout) -> list[list[str]]:
     """The rows of a table for people, the titles first. Repeated layers that are the same make one row."""
-    tp, shards = layout.size("tp"), layout.size("dp_shard")
+    pp, tp, shards = layout.size("pp"), layout.size("tp"), layout.size("dp_shard")
     titles = [
         "parameter",
         "",
+        *["stage"] * (pp > 1),
         "whole",
         "layer",
         *["over tp", "after tp"] * (tp > 1),
@@ -150,7 +170,10 @@ def table(parameters: Iterable[Parameter], layout: Layout) -> list[list[str]]:
     ]
     rows = [titles]
     for name, n, one in _folded(parameters):
-        row = [name, f"x{n}" if n > 1 else "", _shape([one.shape]), one.layer]
+        row = [name, f"x{n}" if n > 1 else ""]
+        if pp > 1:
+            row.append(" and ".join(map(str, one.stages)))
+        row += [_shape([one.shape]), one.layer]
         if tp > 1:
             row += [CUT[one.dim] + " / tp" * (one.dim is not None), _shape(one.after_tp(tp))]
         if shards > 1:
@@ -184,7 +207,8 @@ def _folded(parameters: Iterable[Parameter]) -> list[tuple[str, int, Parameter]]
         for parts, n, one in lines:
             numbered = at < len(parts) and parts[at].isdigit()
             same = (*parts[:at], "", *parts[at + 1 :]) if numbered else parts
-            groups.setdefault((same, n, one.shape, one.layer, one.dim, one.tied), []).append((parts, n, one))
+            alike = same, n, one.shape, one.layer, one.dim, one.tied, one.stages
+            groups.setdefault(alike, []).append((parts, n, one))
         lines = []
         for group in groups.values():
             parts, n, one = group[0]

@@ -10,7 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshtrain.batch import BatchShape, describe_batch
@@ -18,13 +18,27 @@ from meshtrain.config import Config
 from meshtrain.errors import InputError
 from meshtrain.layout import DATA_AXES, Layout, short
 from meshtrain.parameters import Held, Parameter, held_by_ranks, parameter_json, parameters_of, table
+from meshtrain.pipeline.actions import Schedule
+from meshtrain.pipeline.simulate import Timeline, simulate
+from meshtrain.pipeline.split import StageSplit
 
 MOST_LINES = 16  # of the table in a terminal, and half of it per axis; `--json` and layout.txt hold everything
 
 
 @dataclass(frozen=True)
+class PipelinePlan:
+    """What runs over `pp`. `timeline` is simulated; `about` is a line for people."""
+
+    about: str
+    schedule: Schedule
+    split: StageSplit
+    holding: dict[str, tuple[int, ...]]  # parameter -> the stages that hold it
+    timeline: Timeline
+
+
+@dataclass(frozen=True)
 class Plan:
-    """A config on hosts. `layout` is placed; `notes` say what was assumed."""
+    """A config on hosts. `layout` is placed; `pipeline` is None without one; `notes` say what was assumed."""
 
     config: str
     layout: Layout
@@ -32,6 +46,7 @@ class Plan:
     precision: str
     parameters: tuple[Parameter, ...]
     held: Held
+    pipeline: PipelinePlan | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -50,11 +65,29 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
         hosts = (fixed.world_size,)
         smallest = "the smallest world that this layout fits" if -1 in config.layout.values() else "all on one host"
         notes.append(f"no --hosts given: {smallest}, {describe_hosts(fixed.on_hosts(hosts))}")
+        config = Config.load(name, list(overrides), world_size=fixed.world_size)  # what was left open is checked now
     layout = Layout.resolve(config.layout, sum(hosts)).on_hosts(hosts)
     batch = BatchShape(config.batch.global_size, config.batch.micro_size, layout.size(*DATA_AXES))
     parameters = tuple(parameters_of(config.model.name, config.model.keys, layout.size("tp")))
-    held = held_by_ranks(parameters, layout, config.train.precision)
-    return Plan(name, layout, batch, config.train.precision, parameters, held, tuple(notes))
+    pipeline: PipelinePlan | None = None
+    placement: tuple[int, ...] = (0,)
+    if layout.size("pp") > 1:
+        pipeline = _pipeline(config, layout)
+        parameters = tuple(replace(one, stages=pipeline.holding[one.name]) for one in parameters)
+        placement = pipeline.schedule.placement
+    held = held_by_ranks(parameters, layout, config.train.precision, placement)
+    return Plan(name, layout, batch, config.train.precision, parameters, held, pipeline, tuple(notes))
+
+
+def _pipeline(config: Config, layout: Layout) -> PipelinePlan:
+    from meshtrain.build import describe_pipeline, plain_model, stages_of  # here, because they bring torch
+    from meshtrain.parallel.stages import stages_holding
+
+    schedule, split = stages_of(config, layout)
+    costs = split.costs  # of a forward: the gradients of inputs and those of weights are as many products each
+    timeline = simulate(schedule, forward=costs, input_grad=costs, weight_grad=costs)
+    holding = stages_holding(plain_model(config), split.bounds)
+    return PipelinePlan(describe_pipeline(schedule, split), schedule, split, holding, timeline)
 
 
 # Text ---------------------------------------------------------------------------------------------------------------
@@ -93,13 +126,13 @@ def plan_text(plan: Plan, each_parameter: bool = False) -> str:
     shape, layout = plan.batch, plan.layout
     if each_parameter:
         below = [f"layout {layout} on {describe_hosts(layout)}", "", *_columns(table(plan.parameters, layout)), ""]
-        below += ["note: over pp a rank holds those of its stage only"] * (layout.size("pp") > 1)
     else:
         below = [layout_text(layout, MOST_LINES)]
     lines = [
         f"plan of {plan.config}",
         describe_batch(shape.global_size, shape.micro_size, shape.data_ranks),
-        *_held_lines(plan.held, layout, plan.precision),
+        *_held_lines(plan.held, plan.precision),
+        *(() if plan.pipeline is None else _pipeline_lines(plan.pipeline, plan.held)),
         "",
         *below,
         *(f"note: {note}" for note in plan.notes),
@@ -146,8 +179,34 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             **asdict(plan.held),
             "each": [parameter_json(parameter, layout) for parameter in plan.parameters],
         },
+        "pipeline": None if plan.pipeline is None else _pipeline_json(plan.pipeline, plan.held),
         "warnings": layout.warnings(),
         "notes": list(plan.notes),
+    }
+
+
+def _pipeline_json(pipeline: PipelinePlan, held: Held) -> dict[str, Any]:
+    schedule, timeline = pipeline.schedule, pipeline.timeline
+    return {
+        "schedule": schedule.name,
+        "microbatches": schedule.microbatches,
+        "line": pipeline.about,
+        "stages": [
+            {"pp": schedule.rank_of(stage), "blocks": list(bounds), "cost": cost}
+            for stage, (bounds, cost) in enumerate(zip(pipeline.split.bounds, pipeline.split.costs, strict=True))
+        ],
+        "idle_share": timeline.idle_share,
+        "ranks": [
+            {
+                "pp": rank,
+                "stages": list(schedule.stages_of(rank)),
+                "fewest_parameters": held.by_pp[rank][0],
+                "most_parameters": held.by_pp[rank][1],
+                "idle_share": timeline.idle[rank] / timeline.makespan,
+                "peak_activations": timeline.peak_activations[rank],
+            }
+            for rank in range(schedule.ranks)
+        ],
     }
 
 
@@ -181,18 +240,48 @@ def _hosts_of(layout: Layout, ranks: Sequence[int]) -> str:
     return f"crosses hosts: {', '.join(hosts)}" if len(hosts) <= 3 else f"crosses {len(hosts)} hosts"
 
 
-def _held_lines(held: Held, layout: Layout, precision: str) -> list[str]:
-    each = f"{held.most:,}" if held.fewest == held.most else f"{held.fewest:,} to {held.most:,}"
-    exact = "" if held.exact else "about "
-    even = "" if held.exact else f", if pp: {layout.size('pp')} splits the model evenly"
+def _held_lines(held: Held, precision: str) -> list[str]:
     bytes_ = held.weight_bytes, held.gradient_bytes, held.optimizer_bytes
     weights, gradients, optimizer, together = map(_size, (*bytes_, sum(bytes_)))
     kept = "float64" if precision == "float64" else "float32"
     return [
-        f"{held.total:,} parameters, {exact}{each} per rank{even}",
-        f"a rank keeps {exact}{together} in {kept}: weights {weights}, gradients {gradients}, AdamW {optimizer}; "
+        f"{held.total:,} parameters, {_from_to(held.fewest, held.most)} per rank",
+        f"a rank keeps {together} in {kept}: weights {weights}, gradients {gradients}, AdamW {optimizer}; "
         "activations come on top",
     ]
+
+
+def _pipeline_lines(pipeline: PipelinePlan, held: Held) -> list[str]:
+    """The schedule, and what it means for the ranks of each index on `pp`."""
+    schedule, timeline = pipeline.schedule, pipeline.timeline
+    rows: list[list[str]] = [["pp", "stages", "blocks", "parameters of a rank", "idle", "stage forwards held"]]
+    for found in _without_middle(range(schedule.ranks), MOST_LINES):
+        if isinstance(found, range):
+            rows.append([f"... {len(found)} more ..."])
+            continue
+        stages = schedule.stages_of(found)
+        blocks = [pipeline.split.bounds[stage] for stage in stages]
+        rows.append(
+            [
+                str(found),
+                ", ".join(map(str, stages)),
+                ", ".join(str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in blocks),
+                _from_to(*held.by_pp[found]),
+                f"{100 * timeline.idle[found] / timeline.makespan:.1f} %",
+                str(timeline.peak_activations[found]),
+            ]
+        )
+    return [
+        "",
+        f"{pipeline.about}; {100 * timeline.idle_share:.1f} % idle",
+        *_columns(rows),
+        "(simulated: a stage's input gradients and its weight gradients take as long as its forward each, transfers "
+        "nothing)",
+    ]
+
+
+def _from_to(fewest: int, most: int) -> str:
+    return f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
 
 
 def _size(count: int) -> str:

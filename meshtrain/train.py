@@ -32,7 +32,7 @@ from meshtrain.export import export
 from meshtrain.generate import generate
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.locate import model_file
-from meshtrain.mesh import build_mesh
+from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.metrics import require_tensorboard
 from meshtrain.numerics import compute_dtype, set_numerics
 from meshtrain.optim import Optimizer
@@ -40,6 +40,7 @@ from meshtrain.pipeline.engine import Pipeline
 from meshtrain.plan import describe_hosts, layout_text
 from meshtrain.plot import plot_loss
 from meshtrain.profile import Profiler
+from meshtrain.recording import recording
 from meshtrain.report import Report
 from meshtrain.run_folder import RunFolder
 from meshtrain.runtime import Job, join, leaving
@@ -125,7 +126,8 @@ def train(config: Config, job: Job, data: OpenData, ending: Ending, steps: int) 
             at_step(step)
             with clock.phase("data"):
                 microbatches = next(batches)
-            trainer.accumulate(step, microbatches)
+            with recording(config, model, step, job=job, layout=mesh.layout, folder=folder, say=report.say):
+                trainer.accumulate(step, microbatches)
             report.take()  # the step before: if it was not finite the run may end here, before this update
             report.later(trainer.update(step))
             if held_out is not None and report.evaluates_after(step):
@@ -140,17 +142,18 @@ def train(config: Config, job: Job, data: OpenData, ending: Ending, steps: int) 
         print(plot_loss(folder, config.name), flush=True)
     if config.train.export is not None:
         mesh.set_timeout(config.train.start_timeout_s)  # the ranks wait for disks
-        write_export(config, job, model, config.train.export)
+        write_export(config, job, mesh, model, config.train.export)
 
 
-def write_export(config: Config, job: Job, model: nn.Module, folder: str) -> None:
+def write_export(config: Config, job: Job, mesh: Mesh, model: nn.Module, folder: str) -> None:
     """The weights for others to use, in the numbers in which blocks compute."""
     module = model_file(config.model.name)
     described = None
     if hasattr(module, "to_hugging_face"):
         described = module.to_hugging_face(module.Config(**config.model.keys))
     tokenizer = None if config.data.tokenizer == "bytes" else config.data.tokenizer
-    export(model, folder, job, dtype=compute_dtype(config.train.precision), config=described, tokenizer=tokenizer)
+    dtype = compute_dtype(config.train.precision)
+    export(model, folder, job, mesh, dtype=dtype, config=described, tokenizer=tokenizer)
     job.say(f"weights in {folder}")
 
 
@@ -202,6 +205,8 @@ def introduction(config: Config, job: Job, data: OpenData, model: nn.Module) -> 
     yield f"model {config.model.name}: {parameter_count(plain_model(config)):,} parameters"
     if isinstance(model, Pipeline):
         yield model.about
+    elif config.metrics.timeline is not None:
+        yield "metrics.timeline is for a pipeline, and this layout has none (pp: 1): no timeline is written"
     yield from data.about
     yield from (f"override {override}" for override in config.overrides)
     yield from (f"warning: {warning}" for warning in layout.warnings())

@@ -119,9 +119,7 @@ KEYS = [
     one("unknown section", plus("optimiser: {lr: 1}\n"), 4, "no section optimiser", "did you mean optimizer?"),
     one("section far from all", plus("zzz: {}\n"), 4, "no section zzz", "the sections are model, data, layout"),
     one("key without its section", plus("lr: 3e-4\n"), 4, "no section lr", "did you mean optimizer.lr?"),
-    one(
-        "section that is not built", plus("pipeline: {schedule: 1f1b}\n"), 4, "no section pipeline", "the sections are"
-    ),
+    one("section that is not built", plus("experts: {count: 8}\n"), 4, "no section experts", "the sections are"),
     one(
         "misspelt key", plus("optimizer:\n  warmup_step: 1\n"), 5, "optimizer.warmup_step", "did you mean warmup_steps?"
     ),
@@ -345,13 +343,97 @@ LAYOUTS = [
         "use at least 1",
     ),
     one(
-        "pp is not trained",
-        plus("layout:\n  pp: -1\n"),
+        "cp is not trained",
+        plus("layout:\n  cp: -1\n"),
         5,
-        "pipeline-parallel",
-        "use pp: 1",
+        "context-parallel",
+        "use cp: 1",
         world_size=2,
         for_training=True,
+    ),
+]
+
+SIX_BLOCKS = "{name: llama, num_hidden_layers: 3}"
+STAGES = [
+    one(
+        "unknown schedule",
+        plus("layout: {pp: 2}\npipeline:\n  schedule: 1f1bb\n", model=SIX_BLOCKS),
+        6,
+        "found the text '1f1bb'",
+        "did you mean 1f1b?",
+    ),
+    one(
+        "a schedule's file that is not there",
+        plus("layout: {pp: 2}\npipeline:\n  schedule: gone.csv\n", model=SIX_BLOCKS),
+        6,
+        "cannot read the schedule gone.csv",
+        "No such file",
+    ),
+    one(
+        "stages of a V",
+        plus("layout: {pp: 2}\npipeline:\n  schedule: zbv\n  stages_per_rank: 3\n", model=SIX_BLOCKS),
+        6,
+        "found 3",
+        "zbv has 2 stages per rank",
+    ),
+    one(
+        "one stage of a schedule that interleaves",
+        plus("layout: {pp: 2}\n", model=SIX_BLOCKS),
+        0,
+        "2 stages per rank or more; found 1",
+        "one is 1f1b",
+        "pipeline.schedule=interleaved-1f1b",
+        "pipeline.stages_per_rank=1",
+    ),
+    one(
+        "more stages than blocks",
+        plus("layout:\n  pp: 4\npipeline: {schedule: zbv}\n", model=SIX_BLOCKS),
+        5,
+        "6 blocks cannot form 8 stages",
+        "at most 3 ranks with 2 stages each",
+    ),
+    one(
+        "more stages than blocks on a world of some size",
+        plus("layout:\n  dp_shard: 2\n  pp: -1\n", model=SIX_BLOCKS),
+        6,
+        "6 blocks cannot form 7 stages",
+        "at most 6 ranks with 1 stage each",
+        world_size=14,
+    ),
+    one(
+        "a split for other stages",
+        plus("layout: {pp: 2}\npipeline:\n  split: [2, 2, 2]\n", model=SIX_BLOCKS),
+        6,
+        "has 3 numbers, and there are 2 stages",
+        "give the number of blocks of each stage",
+    ),
+    one(
+        "a split of other blocks",
+        plus("layout: {pp: 2}\npipeline:\n  split: [3, 1]\n", model=SIX_BLOCKS),
+        6,
+        "is for 4 blocks, and the model has 6",
+        "make the numbers add up to 6",
+    ),
+    one(
+        "a split with an empty stage",
+        plus("layout: {pp: 2}\npipeline:\n  split: [6, 0]\n", model=SIX_BLOCKS),
+        6,
+        "found the integer 0",
+        "at least 1",
+    ),
+    one(
+        "compile where backwards are split",
+        plus("layout: {pp: 2}\npipeline: {schedule: zb-h1}\nparallel:\n  compile: true\n", model=SIX_BLOCKS),
+        7,
+        "a compiled block computes its gradients at once",
+        "use compile: false, or a schedule such as 1f1b",
+    ),
+    one(
+        "misspelt key of the pipeline",
+        plus("layout: {pp: 2}\npipeline:\n  pp_schedule: gpipe\n", model=SIX_BLOCKS),
+        6,
+        "no key pipeline.pp_schedule",
+        "did you mean schedule?",
     ),
 ]
 
@@ -459,4 +541,4 @@ MANY = Broken(
     ("optimizer.lr=-1",),
 )
 
-BROKEN = [*YAML, *KEYS, *TYPES, *MODELS, *LAYOUTS, *TOGETHER, *OVERRIDES, MANY]
+BROKEN = [*YAML, *KEYS, *TYPES, *MODELS, *LAYOUTS, *STAGES, *TOGETHER, *OVERRIDES, MANY]

@@ -18,20 +18,29 @@ from torch.distributed.tensor import DTensor
 
 import meshtrain
 from meshtrain import export, huggingface
+from meshtrain.build import build_model, plain_model
 from meshtrain.config import Config
 from meshtrain.errors import AgreedError
-from meshtrain.init import materialise
 from meshtrain.layout import Layout
 from meshtrain.locate import model_file
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.apply import Options, split_over_tp, spread_over_data
 from meshtrain.parts import local_part
+from meshtrain.pipeline.engine import Pipeline
 from meshtrain.runtime import Job
 
-LAYOUTS: dict[int, list[dict[str, int]]] = {
-    2: [{"dp_shard": 2}, {"dp_replicate": 2}, {"tp": 2}],
-    3: [{"dp_shard": 3}, {"tp": 3}],
-    4: [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "tp": 2}, {"tp": 4}],
+LAYOUTS: dict[int, list[tuple[dict[str, int], str]]] = {  # with the schedule of a pipeline
+    2: [({"dp_shard": 2}, ""), ({"dp_replicate": 2}, ""), ({"tp": 2}, ""), ({"pp": 2}, "1f1b"), ({"pp": 2}, "zbv")],
+    3: [({"dp_shard": 3}, ""), ({"tp": 3}, "")],
+    4: [
+        ({"dp_shard": 2, "tp": 2}, ""),
+        ({"dp_replicate": 2, "dp_shard": 2}, ""),
+        ({"dp_replicate": 2, "tp": 2}, ""),
+        ({"tp": 4}, ""),
+        ({"pp": 4}, "1f1b"),
+        ({"pp": 2, "tp": 2}, "zbv"),
+        ({"pp": 2, "dp_shard": 2}, "1f1b"),
+        ({"dp_replicate": 2, "pp": 2}, "1f1b"),
+    ],
 }
 folder = Path(sys.argv[1])
 llama = model_file("llama")
@@ -53,22 +62,22 @@ class Counted:
         return self.file[part]
 
 
-def built(name: str, mesh: Mesh, job: Job) -> nn.Module:
-    """A model in its layout with the weights of a folder, as a run has it."""
-    start = folder / name / "weights"
-    text = f"model: {{weights: {start}}}\nbatch: {{global_size: 1, micro_size: 1}}\ntrain: {{steps: 1}}\n"
+def read(name: str, schedule: str, job: Job) -> Config:
+    """A run that starts from the weights of a folder."""
+    text = f"model: {{weights: {folder / name / 'weights'}}}\nbatch: {{global_size: 8, micro_size: 1}}\n"
+    text += f"train: {{steps: 1}}\npipeline: {{schedule: {schedule or '1f1b'}}}\n"
     (folder / f"{name}.{job.rank}.yaml").write_text(text)
-    config = Config.load(str(folder / f"{name}.{job.rank}.yaml"))
-    with torch.device("meta"):
-        model = llama.Model(llama.Config(**config.model.keys))
-    split_over_tp(model, mesh, Options())
-    spread_over_data(model, mesh, Options())
-    materialise(model, job.device)
-    huggingface.load_weights(model, start)
-    return model
+    return Config.load(str(folder / f"{name}.{job.rank}.yaml"))
 
 
-def reads_its_parts_only(model: nn.Module, name: str) -> bool:
+def parts(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
+    """The stages of this rank; without a pipeline the model itself."""
+    if not isinstance(model, Pipeline):
+        return [model]
+    return [model.stage(number) for number in model.schedule.stages_of(mesh.index("pp"))]
+
+
+def read_their_parts_only(models: list[nn.Module], whole: nn.Module, name: str) -> bool:
     """Loads once more, with every file counted."""
     files: list[Counted] = []
     really = huggingface._fill
@@ -79,34 +88,40 @@ def reads_its_parts_only(model: nn.Module, name: str) -> bool:
 
     huggingface._fill = fill
     try:
-        huggingface.load_weights(model, folder / name / "weights")
+        for model in models:
+            huggingface.load_weights(model, folder / name / "weights", whole)
     finally:
         huggingface._fill = really
-    held = sum(local_part(tensor)[0].numel() for tensor in huggingface.named_tensors(model).values())
+    tensors = [tensor for model in models for tensor in huggingface.named_tensors(model).values()]
+    held = sum(local_part(tensor)[0].numel() for tensor in tensors)
     return sum(file.read for file in files) == held
 
 
 def logits_agree(model: nn.Module, name: str) -> bool:
+    tokens = torch.load(folder / "tokens.pt")
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)  # a later stage cannot tell them from its input
     with torch.no_grad():
-        logits = model(torch.load(folder / "tokens.pt"))
+        logits = model(tokens, positions)
+    if logits is None:  # another rank has the last stage
+        return True
     logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
     return torch.allclose(logits, torch.load(folder / name / "logits.pt"), rtol=0, atol=1e-5)
 
 
-def exports(model: nn.Module, name: str, layout: str, job: Job) -> bool:
+def exports(model: nn.Module, config: Config, name: str, mesh: Mesh, job: Job) -> bool:
     """Writes in several files, over an export of another layout, and compares all with what was loaded."""
     out = folder / name / "export"
-    config = llama.to_hugging_face(model.config)
-    export.export(model, out, job, dtype=torch.float32, config=config, file_bytes=20_000)
+    described = llama.to_hugging_face(llama.Config(**config.model.keys))
+    export.export(model, out, job, mesh, dtype=torch.float32, config=described, file_bytes=20_000)
     found = {key: value for path in out.glob("*.safetensors") for key, value in load_file(path).items()}
     wanted = {k: v for path in (folder / name / "weights").glob("*.safetensors") for k, v in load_file(path).items()}
     several = len(list(out.glob("*.safetensors"))) > 1
     same = found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
-    job.gather("comparing", layout)  # nobody writes the next one before all have looked
+    job.gather("comparing", str(mesh.layout))  # nobody writes the next one before all have looked
     return several and same
 
 
-def fails_on_all(model: nn.Module, job: Job) -> bool:
+def fails_on_all(model: nn.Module, mesh: Mesh, job: Job) -> bool:
     """One writer's disk is full."""
     really = export._write_all
 
@@ -117,7 +132,7 @@ def fails_on_all(model: nn.Module, job: Job) -> bool:
 
     export._write_all = full
     try:
-        export.export(model, folder / "full", job, dtype=torch.float32, file_bytes=20_000)
+        export.export(model, folder / "full", job, mesh, dtype=torch.float32, file_bytes=20_000)
     except AgreedError as error:
         said = str(error)
     finally:
@@ -130,15 +145,17 @@ def fails_on_all(model: nn.Module, job: Job) -> bool:
 with meshtrain.start(60) as job:
     failures: list[str] = []
     checked = 0
-    for sizes in LAYOUTS[job.world_size]:
+    for sizes, schedule in LAYOUTS[job.world_size]:
         mesh = meshtrain.build_mesh(Layout(sizes))
         for name in sorted(path.parent.name for path in folder.glob("*/weights")):
-            model = built(name, mesh, job)
-            cell = f"{Layout(sizes)} {name} rank {job.rank}"
+            config = read(name, schedule, job)
+            model = build_model(config, mesh, job.device)
+            cell = f"{Layout(sizes)} {schedule} {name} rank {job.rank}"
             failures += [] if logits_agree(model, name) else [f"{cell}: logits"]
-            failures += [] if reads_its_parts_only(model, name) else [f"{cell}: reads"]
-            failures += [] if exports(model, name, str(Layout(sizes)), job) else [f"{cell}: export"]
+            once_more = read_their_parts_only(parts(model, mesh), plain_model(config), name)
+            failures += [] if once_more else [f"{cell}: reads"]
+            failures += [] if exports(model, config, name, mesh, job) else [f"{cell}: export"]
             failures += [] if logits_agree(model, name) else [f"{cell}: logits after the export"]
             checked += 1
-        failures += [] if fails_on_all(model, job) else [f"{Layout(sizes)} rank {job.rank}: failing"]
+        failures += [] if fails_on_all(model, mesh, job) else [f"{Layout(sizes)} rank {job.rank}: failing"]
     print(json.dumps({"failures": failures, "checked": checked}) + "\n", end="", flush=True)

@@ -1,15 +1,26 @@
-"""Run under torchrun with configs and one layout for each: prints what every rank holds of each parameter."""
+"""Run under torchrun with configs and one layout for each: prints what every rank holds of each parameter.
+
+Of each parameter a list: two stages of a rank may both hold a tied one.
+"""
 
 import json
 import sys
 
-import torch
+from torch import nn
 
 import meshtrain
+from meshtrain.build import build_model
 from meshtrain.config import Config
 from meshtrain.layout import Layout
-from meshtrain.locate import model_file
+from meshtrain.mesh import Mesh
 from meshtrain.parts import local_part
+from meshtrain.pipeline.engine import Pipeline
+
+
+def stages(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
+    if not isinstance(model, Pipeline):
+        return [model]
+    return [model.stage(number) for number in model.schedule.stages_of(mesh.index("pp"))]
 
 
 def main() -> None:
@@ -17,15 +28,13 @@ def main() -> None:
         for name, layout in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
             config = Config.load(name, [f"layout={layout}"], world_size=job.world_size, for_training=True)
             mesh = meshtrain.build_mesh(Layout.resolve(config.layout, job.world_size))
-            module = model_file(config.model.name)
-            with torch.device("meta"):
-                model = module.Model(module.Config(**config.model.keys))
-            meshtrain.parallelize(model, mesh)
+            model = build_model(config, mesh, job.device)
             row: dict[str, list] = {}
-            for each, parameter in model.named_parameters():
-                local, part = local_part(parameter)
-                layer = type(model.get_submodule(each.rpartition(".")[0])).__name__.removeprefix("FSDP")
-                row[each] = [layer, list(local.shape), [one.stop - one.start for one in part]]
+            for part in stages(model, mesh):
+                for each, parameter in part.named_parameters():
+                    local, found = local_part(parameter)
+                    layer = type(part.get_submodule(each.rpartition(".")[0])).__name__.removeprefix("FSDP")
+                    row.setdefault(each, []).append([layer, list(local.shape), [one.stop - one.start for one in found]])
             print(json.dumps({"case": f"{name} {layout}", "held": row}) + "\n", end="", flush=True)
 
 

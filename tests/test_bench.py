@@ -1,5 +1,6 @@
-"""The benchmarks run as their README says, and their statistics are right. Nothing here judges a time."""
+"""The benchmarks run as their README says, and their statistics are right. Nothing here judges CPU time."""
 
+import json
 import random
 import sys
 from types import ModuleType
@@ -7,13 +8,14 @@ from types import ModuleType
 import pytest
 
 import data_parallel
+import pipeline
 import tensor_parallel
 from harness import median_interval
 from side import overridden
 from tests.launching import ROOT, run
 
 FOLDER = ROOT / "tools" / "bench"
-BENCHMARKS = [data_parallel, tensor_parallel]
+BENCHMARKS = [data_parallel, tensor_parallel, pipeline]
 each = pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda module: module.__name__)
 
 
@@ -38,6 +40,28 @@ def test_every_goal_names_sides_that_run(benchmark: ModuleType) -> None:
     names = [side.name for side in benchmark.SIDES]
     assert len(set(names)) == len(names)
     assert all(goal.side in names and goal.to in names for goal in benchmark.GOALS)
+
+
+@pytest.mark.timeout(300)
+def test_ranks_of_a_pipeline_idle_as_much_as_the_simulator_says() -> None:
+    schedules = ["1f1b", "zb-h1", "zbv"]
+    small = ["--ranks", "2", "--microbatches", "4", "--unit", "0.05", "--json", *schedules]
+    done = run([sys.executable, str(FOLDER / "pipeline_idle.py"), *small], timeout=280).check()
+    found = json.loads(done.out)
+    assert [one["schedule"] for one in found] == schedules
+    for one in found:
+        assert one["simulated"] > 0.03
+        assert one["measured"] == pytest.approx(one["simulated"], abs=0.05), done.out
+        assert 1 <= one["time"] < 1.15, done.out
+        assert 0 < one["computation"] < 1 / 20, "what an action computes does not matter beside its sleep"
+
+
+@pytest.mark.timeout(300)
+def test_the_overhead_of_an_action_is_told_for_both_engines() -> None:
+    done = run([sys.executable, str(FOLDER / "pipeline_overhead.py"), "--pairs", "1", "--json"], timeout=280).check()
+    found = json.loads(done.out)
+    assert [one["schedule"] for one in found] == list(pipeline.BOTH)
+    assert all(one["meshtrain"] > 0 and one["torch"] > 0 and one["ratio"] > 0 for one in found)
 
 
 def test_a_script_gets_the_values_with_their_overrides() -> None:

@@ -90,6 +90,29 @@ def test_the_block_is_sorted_and_each_line_has_its_place(tmp_path: Path, monkeyp
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+def test_a_schedule_in_a_file_is_for_its_counts(load: Any, tmp_path: Path) -> None:
+    """8 samples of 2 are four microbatches, and each data rank has its share of them."""
+    (tmp_path / "mine.csv").write_text("0F0,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1B1\n")
+    text = plus(f"layout: {{pp: 2}}\npipeline:\n  schedule: {tmp_path}/mine.csv\n", model="{name: llama}")
+    assert load(text, "layout.dp_shard=2").pipeline.schedule.endswith("mine.csv")
+    for overrides, problem in (
+        ([], "is for 2 microbatches; this is for 4"),
+        (["layout.pp=3", "batch.micro_size=4"], "is for 2 ranks; this is for 3"),
+        (["batch.micro_size=4", "pipeline.stages_per_rank=2"], "has 1 stage per rank; found 2"),
+    ):
+        (error,) = refused(load, text, *overrides)
+        assert error.where.line == 6
+        assert problem in error.message
+
+
+def test_what_is_not_known_yet_is_no_error(load: Any) -> None:
+    """A layout with a -1 is judged where the world is known."""
+    text = plus("layout: {pp: -1}\npipeline: {schedule: zbv}\n", model="{name: llama, num_hidden_layers: 3}")
+    assert load(text).layout == {"pp": -1}
+    assert load(text, world_size=2).layout == {"pp": -1}
+    assert "8 stages" in refused(load, text, world_size=4)[0].message
+
+
 def test_a_file_that_is_no_text(load: Any) -> None:
     (error,) = refused(load, b"model: {}\ntrain: {}\n# caf\xe9\n")
     assert error.where.line == 3
@@ -197,11 +220,11 @@ def test_missing_files_are_found_before_training_and_not_for_a_plan(load: Any, t
 
 
 def test_training_refuses_axes_that_are_not_built_and_a_plan_shows_them(load: Any) -> None:
-    text = plus("layout: {pp: 2, dp_shard: -1, tp: 2}\n", model="{name: llama}")
-    assert load(text, world_size=8).layout == {"pp": 2, "dp_shard": -1, "tp": 2}
+    text = plus("layout: {cp: 2, dp_shard: -1, tp: 2}\n", model="{name: llama}")
+    assert load(text, world_size=8).layout == {"cp": 2, "dp_shard": -1, "tp": 2}
     assert [axis for axis, _ in trainable_layout_problems({"pp": 1, "dp_shard": 4, "cp": 2, "tp": 2})] == ["cp"]
     (error,) = refused(load, text, world_size=8, for_training=True)
-    assert "layout.pp is 2" in error.message
+    assert "layout.cp is 2" in error.message
     assert load(plus("layout: {tp: 1, dp_shard: 4, dp_replicate: 2}\n"), world_size=8, for_training=True)
 
 

@@ -40,7 +40,10 @@ NOT_RUN = {
     "tensorboard --logdir runs": "a server that runs until somebody stops it",
 }
 # Commands that are shown with their output, after a `$`.
-WITH_OUTPUT = {"meshtrain plan small.yaml --hosts 4,2": "compared with what it prints in test_plan.py"}
+WITH_OUTPUT = {
+    "meshtrain plan small.yaml --hosts 4,2": "compared with what it prints in test_plan.py",
+    "meshtrain plan small.yaml --hosts 8 'layout={pp: 4, dp_shard: 2}' batch.micro_size=32": "there too",
+}
 
 PROGRAMS = ("make", "python", "python3", "pip", "torchrun", "srun", "sbatch", "meshtrain", "tensorboard", "pytest")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

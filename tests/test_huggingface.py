@@ -20,7 +20,9 @@ from meshtrain.environment import read_environment
 from meshtrain.errors import InputError
 from meshtrain.export import export, turns
 from meshtrain.huggingface import check_weights, load_weights
+from meshtrain.layout import Layout
 from meshtrain.locate import model_file
+from meshtrain.mesh import build_mesh
 from meshtrain.runtime import Job
 from tests.launching import ROOT, torchrun
 
@@ -54,6 +56,7 @@ REST = "\nbatch: {global_size: 4, micro_size: 4}\ntrain: {steps: 2}\ndata: {seq_
 TOKENS = torch.randint(256, (2, 60), generator=torch.Generator().manual_seed(0))
 TINY = [f"model.{key}={SIZES[key]}" for key in list(SIZES)[:4]]
 llama = model_file("llama")
+MESH = build_mesh(Layout({}), "cpu")  # of a world of one
 
 
 def made(**keys: Any) -> LlamaForCausalLM:
@@ -269,7 +272,7 @@ def test_what_is_exported_transformers_loads(dtype: torch.dtype, tmp_path: Path)
         theirs.save_pretrained(tmp_path / name)
         model = ours(read(tmp_path / name))
         out = tmp_path / "new" / name
-        export(model, out, alone(), dtype=dtype, config=llama.to_hugging_face(model.config), file_bytes=most)
+        export(model, out, alone(), MESH, dtype=dtype, config=llama.to_hugging_face(model.config), file_bytes=most)
         files = sorted(path.name for path in out.glob("*.safetensors"))
         assert len(files) > 1 if most == 20_000 else files == [weights.SINGLE]
         again, info = LlamaForCausalLM.from_pretrained(out, output_loading_info=True)
@@ -287,7 +290,8 @@ def test_an_export_takes_the_place_of_an_earlier_one_and_of_nothing_else(plain: 
     model, out = ours(read(plain)), tmp_path / "out"
 
     def write(most: int = 2**30) -> None:
-        export(model, out, alone(), dtype=torch.float32, config=llama.to_hugging_face(model.config), file_bytes=most)
+        described = llama.to_hugging_face(model.config)
+        export(model, out, alone(), MESH, dtype=torch.float32, config=described, file_bytes=most)
 
     out.mkdir()
     write(20_000)
@@ -327,7 +331,7 @@ def test_files_go_round_among_the_writers() -> None:
 # Whole runs ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("processes", [2, 3, 4])
 def test_ranks_read_and_write_their_parts(processes: int, tmp_path: Path) -> None:
     torch.save(TOKENS, tmp_path / "tokens.pt")
@@ -335,22 +339,28 @@ def test_ranks_read_and_write_their_parts(processes: int, tmp_path: Path) -> Non
         theirs = made(**MODELS[name])
         theirs.save_pretrained(tmp_path / name / "weights", max_shard_size="50KB")
         torch.save(logits(theirs), tmp_path / name / "logits.pt")
-    done = torchrun(processes, str(ROOT / "tests" / "huggingface_cases.py"), str(tmp_path), timeout=100).check()
+    done = torchrun(processes, str(ROOT / "tests" / "huggingface_cases.py"), str(tmp_path), timeout=220).check()
     rows = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
     assert len(rows) == processes
     for row in rows:
         assert row["failures"] == []
-        assert row["checked"] == {2: 9, 3: 2, 4: 12}[processes]
+        assert row["checked"] == {2: 15, 3: 2, 4: 24}[processes]
     for written in tmp_path.glob("*/export"):
         LlamaForCausalLM.from_pretrained(written)
 
 
 @pytest.mark.timeout(120)
 def test_train_export_and_start_from_it(tmp_path: Path) -> None:
-    """On two processes: trains and exports, then goes on from the export and evaluates it without a step's change."""
+    """On two processes: trains two stages and exports, then goes on from the export with another layout."""
     (tmp_path / "mine.yaml").write_text("model: {name: llama}" + REST)
     common = ["train.sample_tokens=8", "optimizer.warmup_steps=0"]
-    first = [*TINY, f"train.export={tmp_path / 'out'}", f"train.output={tmp_path / 'first'}", "optimizer.lr=0.01"]
+    first = [
+        *TINY,
+        "layout={pp: 2}",
+        f"train.export={tmp_path / 'out'}",
+        f"train.output={tmp_path / 'first'}",
+        "optimizer.lr=0.01",
+    ]
     torchrun(2, "-m", "meshtrain.train", str(tmp_path / "mine.yaml"), *common, *first).check()
     theirs = LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
     config = read(tmp_path / "out")

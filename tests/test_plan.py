@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,9 @@ class Model(nn.Module):
         self.last = nn.Linear(config.width, config.width)
         if config.tied:
             self.last.weight = self.first.weight
+
+    def blocks(self):
+        return [self.first, self.last]
 
 tp_plan = {"first": "colwise", "last": "rowwise"}
 """
@@ -184,6 +188,12 @@ def test_the_plan_in_the_docs(
     Path("small.yaml").write_text(small[1])
     assert cli.main(shown[1].split()) == 0
     assert capsys.readouterr().out == shown[2]
+    pipeline = re.search(
+        r"```\n\$ meshtrain (plan small.yaml [^\n]*pp: [^\n]*)\n\.\.\.\n(.*?)\.\.\.\n```", text, re.DOTALL
+    )
+    assert pipeline is not None
+    assert cli.main(shlex.split(pipeline[1])) == 0
+    assert pipeline[2] in capsys.readouterr().out
 
 
 def test_the_plan_as_json(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,16 +210,18 @@ def test_the_plan_as_json(config: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert plan["batch"]["line"] == "global batch 64 = 4 per rank x 2 data ranks x 8 accumulation"
     assert plan["batch"]["idle"] == 0
     held = plan["parameters"]
-    assert (held["total"], held["fewest"], held["most"], held["exact"]) == (84, 19, 26, True)
+    assert (held["total"], held["fewest"], held["most"]) == (84, 19, 26)
     assert held["each"][2] == {
         "name": "last.weight",
         "tied": [],
         "shape": [6, 6],
         "layer": "RowParallelLinear",
+        "stages": [0],
         "over_tp": "columns",
         "after_tp": {"largest": [6, 3], "smallest": [6, 3]},
         "on_a_rank": {"largest": [3, 3], "smallest": [3, 3]},
     }
+    assert plan["pipeline"] is None
     assert plan["warnings"] == []
 
 
@@ -226,19 +238,63 @@ def test_a_plan_of_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert cli.main(["plan", str(config), "--parameters", "--hosts", "8"]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         "global batch 64 = 4 per rank x 2 data ranks x 8 accumulation",
-        "84 parameters, about 10 to 13 per rank, if pp: 2 splits the model evenly",
-        "a rank keeps about 208 B in float32: weights 52 B, gradients 52 B, AdamW 104 B; activations come on top",
+        "84 parameters, 7 to 14 per rank",
+        "a rank keeps 224 B in float32: weights 56 B, gradients 56 B, AdamW 112 B; activations come on top",
+        "",
+        "pipeline 1f1b, 8 microbatches; 2 blocks in 2 stages: 1 + 1, the largest stage less than 1 % above the mean; "
+        "11.1 % idle",
+        "pp  stages  blocks  parameters of a rank  idle    stage forwards held",
+        "0   0       0       7 to 14               11.1 %  2",
+        "1   1       1       12                    11.1 %  1",
+        "(simulated: a stage's input gradients and its weight gradients take as long as its forward each, transfers "
+        "nothing)",
         "",
         "layout {pp: 2, dp_shard: 2, tp: 2} on 8 processes = 1 host x 8",
         "",
-        "parameter       whole  layer                 over tp       after tp  after dp_shard",
-        "first.weight    6 x 6  ColumnParallelLinear  rows / tp     3 x 6     2 to 1 x 6",
-        "first.bias      6      ColumnParallelLinear  rows / tp     3         2 to 1",
-        "last.weight     6 x 6  RowParallelLinear     columns / tp  6 x 3     3 x 3",
-        "last.bias       6      RowParallelLinear     held by all   6         3",
-        "",
-        "note: over pp a rank holds those of its stage only",
+        "parameter       stage  whole  layer                 over tp       after tp  after dp_shard",
+        "first.weight    0      6 x 6  ColumnParallelLinear  rows / tp     3 x 6     2 to 1 x 6",
+        "first.bias      0      6      ColumnParallelLinear  rows / tp     3         2 to 1",
+        "last.weight     1      6 x 6  RowParallelLinear     columns / tp  6 x 3     3 x 3",
+        "last.bias       1      6      RowParallelLinear     held by all   6         3",
     ]
+
+
+def test_a_pipeline_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path, "{pp: 2, dp_replicate: -1}")
+    assert cli.main(["plan", str(config), "--hosts", "4", "--json", "model.tied=true"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    pipeline = plan["pipeline"]
+    assert (pipeline["schedule"], pipeline["microbatches"]) == ("1f1b", 8)
+    assert [(stage["pp"], stage["blocks"]) for stage in pipeline["stages"]] == [(0, [0, 1]), (1, [1, 2])]
+    numbers = {"fewest_parameters": 42, "most_parameters": 42, "idle_share": pytest.approx(1 / 9)}
+    assert pipeline["ranks"] == [
+        {"pp": 0, "stages": [0], **numbers, "peak_activations": 2},
+        {"pp": 1, "stages": [1], **numbers, "peak_activations": 1},
+    ]
+    assert plan["parameters"]["total"] == 36 + 6 + 6  # both ranks have the weight that their stages share
+    assert [one["stages"] for one in plan["parameters"]["each"]] == [[0, 1], [0], [1]]
+
+
+def test_costs_of_stages_and_the_schedule_make_the_idle_time(capsys: pytest.CaptureFixture[str]) -> None:
+    even = ["plan", "quickstart", "layout={pp: 2}", "--json"]
+    idle = []
+    for more in ([], ["pipeline.split=[6, 1]"], ["pipeline.schedule=zbv"]):
+        assert cli.main([*even, *more]) == 0
+        idle.append(json.loads(capsys.readouterr().out)["pipeline"]["idle_share"])
+    assert idle[2] < idle[0] < idle[1]
+
+
+def test_a_pipeline_that_cannot_run_has_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for layout in ("{pp: 3}", "{pp: 3, dp_shard: -1}"):
+        assert cli.main(["plan", str(write_config(tmp_path, layout))]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert "layout.pp: " in captured.err
+        assert "2 blocks" in captured.err
+    outside = tmp_path / "outside.py"
+    outside.write_text(MODEL.replace("[self.first, self.last]", "[self.first, nn.Identity()]"))
+    assert cli.main(["plan", str(write_config(tmp_path, "{pp: 2}")), f"model.name={outside}"]) == 2
+    assert "the parameter last.weight is in none of the model's blocks()" in capsys.readouterr().err
 
 
 def test_a_model_that_cannot_be_split_has_no_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -271,6 +271,9 @@ class Metrics:
     profile: tuple[int, int] | None = key(
         None, "The first and the last step, counted from 1, that `torch.profiler` records.", minimum=1
     )
+    timeline: int | None = key(
+        None, "With `pp`: the step, counted from 1, whose measured timeline is written to `timeline.json`.", minimum=1
+    )
     memory_snapshot: bool = key(False, "Whether a snapshot of the GPU's memory is written at the end.")
 
 

@@ -120,6 +120,12 @@ def profile_in_run(profile: tuple[int, int] | None, steps: int | None) -> str | 
     return None
 
 
+def timeline_in_run(timeline: int | None, steps: int | None) -> str | None:
+    if timeline is None or steps is None or timeline <= steps:
+        return None
+    return f"metrics.timeline is step {timeline} and the run ends at step {steps}: name one of its steps"
+
+
 def path_for_source(path: str | None, source: str) -> str | None:
     if source not in SOURCES:  # a user's own file: its business
         return None
@@ -165,6 +171,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[..., str | None]], ...] = (
     (("optimizer.min_lr", "optimizer.lr"), lr_falls),
     (("optimizer.decay_steps", "optimizer.schedule", "optimizer.warmup_steps", "train.steps"), decay_fits),
     (("metrics.profile", "train.steps"), profile_in_run),
+    (("metrics.timeline", "train.steps"), timeline_in_run),
     (("data.path", "data.source"), path_for_source),
     (("data.validation", "data.source"), validation_of_source),
     (("data.image_size", "data.source"), images_have_a_size),

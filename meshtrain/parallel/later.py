@@ -56,9 +56,10 @@ def compute(due: Sequence[Due]) -> None:
     """Computes what is due; autograd leads it from the weight as the layer saw it (a cast, a part) to the parameter."""
     weights: list[Tensor] = []
     gradients: list[Tensor] = []
-    for one in due:
-        weights += one.weights
-        gradients += one.compute()
+    with torch.no_grad():
+        for one in due:
+            weights += one.weights
+            gradients += one.compute()
     if weights:
         torch.autograd.backward(weights, gradients)
 

@@ -208,7 +208,7 @@ class Columns(torch.autograd.Function):
             dx, *products = ops.columns_backward(grads, x, weights, *how)
             return dx, None, None, None, None, *products
         dx, *again = ops.columns_input(grads, x, weights, *how)
-        whole = again[0] if again else x
+        whole = (again[0] if again else x).detach()  # not what made x: that is over
         later.add(ctx.weights, lambda: [weight_product(grad, whole) for grad in grads])  # type: ignore[attr-defined]
         return dx, None, None, None, None, *(None for _ in weights)
 
@@ -237,6 +237,6 @@ class Row(torch.autograd.Function):
             dx, product = ops.row_backward(grad, to_rows(x, sequence), weight, name, sequence)
             return from_rows(dx, x.shape, sequence), product, None, None, None
         dx, *again = ops.row_input(grad, weight, name, sequence)
-        whole = again[0] if again else grad
-        later.add([ctx.weight], lambda: [weight_product(whole, to_rows(x, sequence))])  # type: ignore[attr-defined]
+        whole, kept = again[0] if again else grad, x.detach()
+        later.add([ctx.weight], lambda: [weight_product(whole, to_rows(kept, sequence))])  # type: ignore[attr-defined]
         return from_rows(dx, x.shape, sequence), None, None, None, None

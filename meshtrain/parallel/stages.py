@@ -94,9 +94,13 @@ def stages_holding(model: nn.Module, bounds: Sequence[tuple[int, int]]) -> dict[
 
     Args:
         bounds: of each stage, its first block and the one after its last.
+
+    Raises:
+        InputError: the model has a parameter that is in no block.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     blocks = blocks_of(model)
+    dict(_owners(model, {block: i for i, block in enumerate(blocks)}))  # refuses what is in none
     holding: dict[str, list[int]] = {}
     for stage, (first, end) in enumerate(bounds):
         held = dict.fromkeys(parameter for block in blocks[first:end] for parameter in block.parameters())

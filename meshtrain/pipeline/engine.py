@@ -23,7 +23,7 @@ from meshtrain.parallel.later import Due, Later, compute
 from meshtrain.parallel.waiting import Waiting
 from meshtrain.pipeline.actions import Action, Kind, Schedule, Transfer
 from meshtrain.pipeline.simulate import Event
-from meshtrain.pipeline.transfers import AXIS, Transfers, in_order
+from meshtrain.pipeline.transfers import AXIS, Transfers, acknowledged, in_order
 
 
 class Work(Protocol):
@@ -75,13 +75,15 @@ class Pipeline(nn.Module):
         self._mesh, self._device, self._later = mesh, device, later
         self._rank = mesh.index(AXIS)
         self._transfers = Transfers(mesh, device, waiting)
-        self._order = in_order(schedule)
+        self._order, self._learnt = in_order(schedule), acknowledged(schedule, self._rank)
         self._forwards = tuple(
             Transfer("activation", stage, 0, schedule.rank_of(stage - 1), schedule.rank_of(stage))
             for stage in range(1, schedule.stages)
             if schedule.rank_of(stage - 1) != schedule.rank_of(stage)
         )
         self._actions = schedule.flat(self._rank)
+        self._received = {action: transfer for action in self._actions for transfer in schedule.receives(action)}
+        self._sent = {action: transfer for action in self._actions for transfer in schedule.sends(action)}
         self._last = {action.stage: i for i, action in enumerate(self._actions)}
         self._here: dict[tuple[str, int, int], Tensor] = {}  # handed on between stages of this rank
         self._held: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge | None]] = {}
@@ -108,24 +110,27 @@ class Pipeline(nn.Module):
         """Forwards and backwards of all microbatches of a step; the gradients are then whole."""
         for stage in self._stages.values():
             last_microbatch(stage, False)  # sums are made where the schedule ends with a stage
-        self._transfers.begin(self._order, _key(work.inputs(0)))
+        self._transfers.begin(self._order, _key(work.inputs(0)), self._learnt)
         for i, action in enumerate(self._actions):
-            stage = self.stage(action.stage)
-            with work.around(stage, action), self._recording(action):
-                if action.kind is Kind.FORWARD:
-                    self._forward(action, stage, work)
-                elif action.kind is Kind.WEIGHT_GRAD:
-                    compute(self._due.pop((action.stage, action.microbatch)))
-                else:
-                    self._backward(action)
+            self._act(action, work)
             if self._last[action.stage] == i:
-                reduce_gradients(stage)
+                reduce_gradients(self.stage(action.stage))
         self._transfers.end()
         self._sum_tied()
 
-    def _forward(self, action: Action, stage: nn.Module, work: Work) -> None:
+    def _act(self, action: Action, work: Work) -> None:
+        stage = self.stage(action.stage)
+        taken = self._take(action)  # to wait for it is no part of the action
+        with self._recording(action), work.around(stage, action):
+            if action.kind is Kind.FORWARD:
+                self._forward(action, stage, work, taken)
+            elif action.kind is Kind.WEIGHT_GRAD:
+                compute(self._due.pop((action.stage, action.microbatch)))
+            else:
+                self._backward(action, taken)
+
+    def _forward(self, action: Action, stage: nn.Module, work: Work, received: Tensor | None) -> None:
         inputs = work.inputs(action.microbatch)
-        received = self._take(action)
         if received is not None:
             inputs = (received.requires_grad_(), *inputs[1:])
         output = stage(*inputs)
@@ -138,9 +143,8 @@ class Pipeline(nn.Module):
         self._held[action.stage, action.microbatch] = received, edge
         self._give(action, output.detach())
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action, grad: Tensor | None) -> None:
         received, output = self._held.pop((action.stage, action.microbatch))
-        grad = self._take(action)
         if action.kind is Kind.INPUT_GRAD:
             assert self._later is not None  # the schedule splits backwards
             with self._later.collected() as due:
@@ -153,13 +157,18 @@ class Pipeline(nn.Module):
             self._give(action, received.grad)
 
     def _take(self, action: Action) -> Tensor | None:
-        """What the neighbouring stage has made for this action; None at the two ends of the model."""
-        for transfer in self.schedule.receives(action):
+        """What the neighbouring stage has made for this action, once it is there.
+
+        None at the two ends of the model, and for weight gradients: what these need was left by their input gradient.
+        """
+        transfer = self._received.get(action)
+        if transfer is not None:
             return self._transfers.receive(transfer)
         return self._here.pop(("activation" if action.kind is Kind.FORWARD else "gradient", *_place(action)), None)
 
     def _give(self, action: Action, tensor: Tensor) -> None:
-        for transfer in self.schedule.sends(action):
+        transfer = self._sent.get(action)
+        if transfer is not None:
             self._transfers.send(transfer, tensor)
             return
         forward = action.kind is Kind.FORWARD

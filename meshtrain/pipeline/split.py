@@ -103,7 +103,7 @@ def _check_counts(counts: Sequence[int], blocks: int, stages: int) -> None:
     if len(counts) != stages:
         raise StageSplitError(
             f"{given} has {_count(len(counts), 'number')}, and there are {_count(stages, 'stage')}: give the number "
-            "of blocks of each stage, or `balanced`"
+            "of blocks of each stage, or none to have them balanced"
         )
     if min(counts) < 1:
         raise StageSplitError(f"{given} has a stage without blocks: give each at least 1")

@@ -5,9 +5,10 @@ that safe is one order for all: the transfers of a step sorted by when the simul
 in that order, so both ends of every connection agree, also where a backend (NCCL) runs them strictly one after another.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,22 @@ def in_order(schedule: Schedule) -> tuple[Transfer, ...]:
     return tuple(transfer for _, _, transfer in sorted(made))
 
 
+def acknowledged(schedule: Schedule, rank: int) -> dict[Transfer, tuple[Transfer, ...]]:
+    """What a rank learns from each transfer that it receives: which of its own the sender had used before.
+
+    So it knows without asking when a tensor has left for good. A backend need not tell (gloo's sends do not).
+    """
+    learnt = {}
+    for other in range(schedule.ranks):
+        used: list[Transfer] = []
+        for action in schedule.flat(other):
+            used += [transfer for transfer in schedule.receives(action) if transfer.source == rank]
+            for transfer in schedule.sends(action):
+                if transfer.target == rank:
+                    learnt[transfer], used = tuple(used), []
+    return learnt
+
+
 @dataclass(frozen=True)
 class Form:
     """What a receiver has to know of a tensor. `order`: its dims from the one with the largest stride."""
@@ -60,6 +77,10 @@ class Form:
         kind, dims, *rest = packed.tolist()
         return cls(tuple(rest[:dims]), tuple(rest[MOST_DIMS : MOST_DIMS + dims]), DTYPES[kind])
 
+    @cached_property
+    def _inverse(self) -> tuple[int, ...]:
+        return tuple(self.order.index(dim) for dim in range(len(self.order)))
+
     def lay_out(self, tensor: Tensor) -> Tensor:
         """The tensor as contiguous memory, dims in `order`."""
         return tensor.permute(self.order).contiguous()
@@ -69,7 +90,7 @@ class Form:
         return torch.empty([self.shape[dim] for dim in self.order], dtype=self.dtype, device=device)
 
     def view(self, memory: Tensor) -> Tensor:
-        return memory.permute([self.order.index(dim) for dim in range(len(self.order))])
+        return memory.permute(self._inverse)
 
 
 class Transfers:
@@ -79,18 +100,21 @@ class Transfers:
         self._mesh, self._device, self._waiting = mesh, device, waiting
         self._group, self._rank = mesh.group(AXIS), mesh.index(AXIS)
         self._known: dict[Hashable, dict[int, Form]] = {}
-        self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._sending: dict[Transfer, list[tuple[dist.Work, Tensor]]] = {}
 
-    def begin(self, order: Sequence[Transfer], key: Hashable) -> None:
+    def begin(
+        self, order: Sequence[Transfer], key: Hashable, learnt: Mapping[Transfer, Sequence[Transfer]] | None = None
+    ) -> None:
         """A new series of transfers.
 
         Args:
             order: all of them, the same on every rank.
             key: what the forms of the tensors depend on, the same on every rank: of the first tensor between two stages
                 under a new key the form is sent before it.
+            learnt: see `acknowledged`; what nothing is learnt of is held until the end.
         """
         self._order = [transfer for transfer in order if self._rank in (transfer.source, transfer.target)]
-        self._next = 0
+        self._next, self._learnt = 0, learnt or {}
         self._forms = self._known.setdefault(key, {})
         self._ready: dict[Transfer, Tensor] = {}
         self._posted: dict[Transfer, tuple[dist.Work, Tensor]] = {}
@@ -108,6 +132,8 @@ class Transfers:
         work, memory = self._posted.pop(transfer)
         with self._waiting():
             work.wait()
+        for sent in self._learnt.get(transfer, ()):
+            self._let_go(sent)
         self._post()
         return self._forms[_boundary(transfer)].view(memory)
 
@@ -115,9 +141,12 @@ class Transfers:
         """Waits until everything that was sent has left."""
         assert self._next == len(self._order)  # the schedule was run to its end
         with self._waiting():
-            for work, _ in self._sending:
-                work.wait()
-        self._sending.clear()
+            for transfer in list(self._sending):
+                self._let_go(transfer)
+
+    def _let_go(self, transfer: Transfer) -> None:
+        for work, _ in self._sending.pop(transfer):
+            work.wait()
 
     def _post(self, needed: Transfer | None = None) -> None:
         """Posts what is next, as far as possible; up to `needed` whatever it takes."""
@@ -139,16 +168,15 @@ class Transfers:
         boundary = _boundary(transfer)
         if boundary not in self._forms:
             self._forms[boundary] = Form.of(tensor)
-            self._start_send(self._forms[boundary].packed().to(self._device), transfer.target)
+            self._start_send(transfer, self._forms[boundary].packed().to(self._device))
         laid_out = self._forms[boundary].lay_out(tensor)
         self._mesh.traffic.add(AXIS, "send", laid_out.nbytes)
-        self._start_send(laid_out, transfer.target)
+        self._start_send(transfer, laid_out)
 
-    def _start_send(self, tensor: Tensor, target: int) -> None:
-        self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
-        work = dist.isend(tensor, group=self._group, group_dst=target)
+    def _start_send(self, transfer: Transfer, tensor: Tensor) -> None:
+        work = dist.isend(tensor, group=self._group, group_dst=transfer.target)
         assert work is not None  # this rank is in the group
-        self._sending.append((work, tensor))
+        self._sending.setdefault(transfer, []).append((work, tensor))
 
     def _post_receive(self, transfer: Transfer) -> None:
         boundary = _boundary(transfer)

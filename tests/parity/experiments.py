@@ -7,6 +7,8 @@ from pathlib import Path
 
 import yaml
 
+from meshtrain.pipeline.schedule import NAMES
+
 QUICKSTART = "configs/quickstart.yaml"
 
 # The quickstart in the small, with a batch that 3, 4 and 6 ranks do not divide, and a share that micro_size does not.
@@ -24,6 +26,15 @@ SMALL = (
     "optimizer.warmup_steps=5",
     "train.eval_every=0",
     "train.sample_tokens=0",
+)
+
+# Blocks for 8 stages that are not of one size, and microbatches that cost next to nothing: there are many of them.
+STAGED = (
+    "model.hidden_size=32",
+    "model.intermediate_size=48",
+    "model.num_hidden_layers=6",
+    "data.seq_len=32",
+    "batch.global_size=15",
 )
 
 
@@ -94,6 +105,23 @@ def experiments(folder: Path) -> dict[str, Experiment]:
             (*SMALL, cache, f64, "model.num_attention_heads=12", "model.num_key_value_heads=3"),
             1e-9,
         ),
+        Experiment("staged", QUICKSTART, (*SMALL, *STAGED, cache, f64), 1e-9),
+        Experiment(
+            "staged, tied",
+            QUICKSTART,
+            (
+                *SMALL,
+                *STAGED,
+                cache,
+                f64,
+                *ragged_keys,
+                "model.tie_word_embeddings=true",
+                "model.hidden_dropout=0.1",
+                "data.mask_documents=true",
+                "parallel.recompute=full",
+            ),
+            1e-9,
+        ),
         Experiment("selective", QUICKSTART, (*SMALL, cache, f64, "parallel.recompute=selective"), 1e-9),
         Experiment(
             "digits",
@@ -132,6 +160,7 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
         ("{dp_replicate: 2}", ("float32", "float64", "ragged")),
         ("{dp_shard: 2}", ("float32", "float64", "selective")),
         ("{tp: 2}", ("float32", "float64", "ragged", "tied, masked, recomputed", "selective", "uneven", "dropout")),
+        ("{pp: 2}", ("float32", "staged", "staged, tied", "digits")),
     ],
     3: [
         ("{dp_replicate: 3}", ("float32", "float64", "dropout")),
@@ -147,17 +176,27 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
         ("{dp_replicate: 2, tp: 2}", ("float32", "float64", "ragged", "tied, masked, recomputed", "uneven")),
         ("{dp_shard: 2, tp: 2}", ("float32", "float64", "ragged", "tied, masked, recomputed", "uneven", "dropout")),
         ("{tp: 2, dp_shard: 2}", ("float64",)),
+        ("{pp: 4}", ("float32", "staged", "staged, tied")),
+        ("{pp: 2, dp_replicate: 2}", ("float32", "staged", "staged, tied")),
+        ("{pp: 2, dp_shard: 2}", ("float32", "staged", "staged, tied")),
+        ("{dp_shard: 2, pp: 2}", ("staged",)),
+        ("{pp: 2, tp: 2}", ("float32", "staged", "staged, tied")),
     ],
     6: [
         ("{dp_replicate: 2, dp_shard: 3}", ("float32", "float64", "ragged")),
         ("{dp_replicate: 6}", ("float64",)),
         ("{dp_shard: -1}", ("float32", "float64")),
         ("{dp_shard: 2, tp: 3}", ("uneven",)),
+        ("{pp: 3, dp_shard: 2}", ("staged",)),
     ],
     8: [
         ("{dp_replicate: 2, dp_shard: 2, tp: 2}", ("float32", "float64", "ragged", "uneven")),
         ("{dp_replicate: 2, tp: 4}", ("float32", "float64", "few heads")),
         ("{dp_shard: 2, tp: 4}", ("float32", "float64", "few heads")),
+        ("{pp: 2, dp_replicate: 2, dp_shard: 2}", ("staged", "staged, tied")),
+        ("{pp: 2, dp_replicate: 2, tp: 2}", ("staged", "staged, tied")),
+        ("{pp: 2, dp_shard: 2, tp: 2}", ("staged", "staged, tied")),
+        ("{pp: 4, tp: 2}", ("staged",)),
     ],
 }
 
@@ -165,6 +204,8 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
 def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
     """More overrides under which a cell is trained again, because they lead through code of their own."""
     sizes = yaml.safe_load(layout)
+    if "pp" in sizes:
+        return [(f"pipeline.schedule={schedule}", *more) for schedule, *more in pipelines(sizes, name)]
     if "tp" not in sizes:
         # FSDP that keeps its parameters sends gradients at another time.
         kept = "dp_shard" in sizes and name == "float64" and world in (2, 4)
@@ -183,3 +224,41 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
         if "dp_shard" in sizes:
             found.append((own, "parallel.reshard_after_forward=false"))
     return found
+
+
+def pipelines(sizes: dict[str, int], name: str) -> list[tuple[str, ...]]:
+    """What a layout with `pp` is trained with: (schedule, more overrides ...)."""
+    p, data = sizes["pp"], sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
+    samples = {"float32": 14, "staged": 15, "staged, tied": 7, "digits": 21}[name]
+
+    def cut(microbatches: int) -> str:
+        """A `micro_size` that gives so many, or fewer where there are not that many samples."""
+        return f"batch.micro_size={-(-samples // (data * microbatches))}"
+
+    if name == "digits":  # three blocks
+        return [("1f1b", cut(3)), ("zb-h2", cut(4))]
+    if "dp_replicate" in sizes or "dp_shard" in sizes or "tp" in sizes:
+        return crossed(sizes, name, cut(2 * p), cut(2 * p - 1))
+    if name != "staged":
+        # The five blocks of float32 are stages of four ranks, and not of a V over them.
+        return [("1f1b", cut(2 * p)), ("zb-h2" if name == "float32" and p > 2 else "zbv", cut(2 * p - 1))]
+    found = [(schedule, cut(microbatches)) for schedule in NAMES for microbatches in (p, 2 * p, p + 1)]
+    if p == 2:  # more stages a rank, stages of one's own choice, and a recomputation where gradients are split
+        four = "pipeline.stages_per_rank=4"
+        found += [("interleaved-1f1b", cut(3), four), ("interleaved-zb", cut(3), four)]
+        found += [("1f1b", cut(3), "pipeline.split=[2, 7]"), ("zbv", cut(3), "parallel.recompute=selective")]
+    return found
+
+
+def crossed(sizes: dict[str, int], name: str, even: str, odd: str) -> list[tuple[str, ...]]:
+    """The same for a layout with other axes, by what is new in it. Many processes on few cores are dear: few cells."""
+    if len(sizes) > 2 or sizes["pp"] > 2:
+        return [("1f1b", odd)] if name == "staged, tied" else [("zbv", even)]
+    if name != "staged":
+        return [("zbv", odd)] if name == "staged, tied" else [("1f1b", even)]
+    found: list[tuple[str, ...]] = [("1f1b", even), ("zbv", odd)]
+    if "tp" in sizes:
+        found += [("1f1b", odd, "parallel.sequence_parallel=false"), ("zb-h1", odd, "parallel.regather=true")]
+    if "dp_shard" in sizes:
+        found.append(("looped-bfs", odd))
+    return found[:1] if next(iter(sizes)) != "pp" else found

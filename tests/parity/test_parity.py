@@ -7,11 +7,12 @@ import pytest
 
 from meshtrain.config import Config
 from meshtrain.data import IGNORE, open_data
-from meshtrain.data.order import batch_samples, share
+from meshtrain.data.order import batch_samples, microbatches, share
 from meshtrain.metrics import read
+from meshtrain.pipeline.schedule import NAMES
 from tests.launching import run, torchrun
 from tests.parity.cells import assert_same, train
-from tests.parity.experiments import LAYOUTS, Experiment, experiments, variants
+from tests.parity.experiments import LAYOUTS, QUICKSTART, Experiment, experiments, variants
 
 CELLS = [
     (world, layout, name, more)
@@ -64,6 +65,18 @@ def test_the_loss_falls(references: dict[str, list[dict]]) -> None:
     """Parity of runs that learn nothing would prove little."""
     for rows in references.values():
         assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_schedule_has_its_microbatches(ranks: int, schedule: str, known: dict[str, Experiment]) -> None:
+    """As many as ranks, twice as many, and a number that does not divide."""
+    counts = set()
+    for world, layout, name, more in CELLS:
+        if (world, layout, name) == (ranks, f"{{pp: {ranks}}}", "staged") and f"pipeline.schedule={schedule}" in more:
+            size = Config.load(QUICKSTART, [*known[name].overrides, *more, f"layout={layout}"]).batch
+            counts.add(microbatches(size.global_size, size.micro_size, 1))
+    assert counts >= {ranks, 2 * ranks, ranks + 1}
 
 
 def test_ragged_labels_would_tell_an_average_of_averages(references: dict[str, list[dict]], folder: Path) -> None:

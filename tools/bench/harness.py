@@ -42,9 +42,10 @@ SAMPLES = 2000  # of the token file
 @dataclass(frozen=True)
 class Side:
     name: str
-    kind: str  # "meshtrain", or the file beside this one that trains: "plain_ddp" or "torch_parallel"
+    kind: str  # "meshtrain", or the file beside this one that trains: "plain_ddp" or another with a `train`
     layout: Mapping[str, int] = field(default_factory=dict)  # empty: one process
     overrides: tuple[str, ...] = ()  # of workload.yaml, key.path=value
+    actions: int = 0  # of a pipeline, in a step on all ranks: what the side takes beyond the first one is told for each
 
     @property
     def ranks(self) -> int:
@@ -72,6 +73,7 @@ def command(sides: Sequence[Side], goals: Sequence[Goal], description: str) -> i
         losses = read_losses(sides, folder)
     times = {side.name: [turn / options.steps for turn in made] for side, made in zip(sides, turns, strict=True)}
     result = summary(times, losses, goals, options, (before, os.getloadavg()[0]))
+    result["overhead_ms_per_action"] = overheads(sides, times)
     print(json.dumps(result, indent=1) if options.json else table(result))
     return 0
 
@@ -279,8 +281,19 @@ def summary(
     }
 
 
+def overheads(sides: Sequence[Side], times: dict[str, list[float]]) -> dict[str, float]:
+    """Of the sides with actions: CPU time beyond that of the first side, in milliseconds for each action."""
+    base = times[sides[0].name]
+    return {
+        side.name: 1000 * _median([x - y for x, y in zip(times[side.name], base, strict=True)]) / side.actions
+        for side in sides
+        if side.actions
+    }
+
+
 def table(result: dict[str, Any]) -> str:
     """The summary for people."""
+    overhead = result["overhead_ms_per_action"]
     labels = [f"{ratio['side']} / {ratio['to']}" for ratio in result["ratios"]]
     width = max(50, *map(len, labels))
     lines = [
@@ -288,8 +301,12 @@ def table(result: dict[str, Any]) -> str:
         f"{result['pairs']} pairs of {result['steps']} steps"
         + "".join(f", {override}" for override in result["overrides"]),
         "",
-        f"{'CPU seconds per step, all ranks':<{width}} {'median':>7}",
-        *(f"{name:<{width}} {seconds:7.3f}" for name, seconds in result["cpu_s_per_step"].items()),
+        f"{'CPU seconds per step, all ranks':<{width}} {'median':>7}"
+        + ", ms per action beyond the first" * bool(overhead),
+        *(
+            f"{name:<{width}} {seconds:7.3f}" + (f"  {overhead[name]:.2f}" if name in overhead else "")
+            for name, seconds in result["cpu_s_per_step"].items()
+        ),
         "",
         f"{'ratio':<{width}} {'median':>7}  {'interval':<15} {'goal':>6}",
     ]

@@ -1,0 +1,395 @@
+"""Run under torchrun: the engine against one process, what it sends, keeps and frees; prints what failed.
+
+engine_cases.py FOLDER        2 or 4 processes; a schedule of one's own is written into FOLDER
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from meshtrain.build import build_model, plain_model
+from meshtrain.config import Config
+from meshtrain.data.batch import Batch
+from meshtrain.environment import read_environment
+from meshtrain.generate import generate
+from meshtrain.init import initialise, materialise
+from meshtrain.layout import Layout
+from meshtrain.locate import model_file
+from meshtrain.loss import sample_losses
+from meshtrain.mesh import Mesh, build_mesh
+from meshtrain.numerics import master_dtype
+from meshtrain.optim import Optimizer
+from meshtrain.parallel import data
+from meshtrain.parallel.apply import Options, split_over_tp, spread_over_data
+from meshtrain.parallel.data import last_microbatch, reduce_gradients
+from meshtrain.parallel.later import Later, compute, defer
+from meshtrain.parts import local_part
+from meshtrain.pipeline.actions import Action, Kind, Schedule
+from meshtrain.pipeline.engine import Pipeline
+from meshtrain.pipeline.schedule import NAMES, build, to_csv
+from meshtrain.pipeline.simulate import simulate
+from meshtrain.runtime import join, leaving
+from meshtrain.step import Trainer
+from meshtrain.timing import StepClock
+from tests.parity.experiments import QUICKSTART
+from tests.tensor_parallel_cases import Cases, Created
+
+V, D = 24, 16  # vocabulary and width
+MODEL = (
+    f"model={{name: llama, hidden_size: {D}, intermediate_size: 24, num_hidden_layers: 6, num_attention_heads: 4, "
+    f"num_key_value_heads: 2, vocab_size: {V}}}",
+    "data.source=tokens",
+    "data.path=tests",
+    "train.precision=float64",
+)
+CPU = torch.device("cpu")
+ALONE = Mesh(Layout({}), 0, "cpu", None, {})
+
+
+def config(layout: dict[str, int], schedule: str, microbatches: int, *more: str) -> Config:
+    """`microbatches` of two samples on each data rank."""
+    samples = 2 * microbatches * layout.get("dp_replicate", 1) * layout.get("dp_shard", 1)
+    batch = (f"batch.global_size={samples}", "batch.micro_size=2", f"pipeline.schedule={schedule}")
+    return Config.load(QUICKSTART, [*MODEL, f"layout={layout}", *batch, *more])
+
+
+class Step:
+    """A step's microbatches of (b, s) tokens; keeps the losses that it has seen."""
+
+    def __init__(self, microbatches: int, b: int = 2, s: int = 12, seed: int = 0) -> None:
+        draws = torch.Generator().manual_seed(seed)
+        self.tokens = [torch.randint(V, (b, s), generator=draws) for _ in range(microbatches)]
+        self.losses: dict[int, Tensor] = {}
+
+    def inputs(self, microbatch: int) -> tuple[Tensor | None, ...]:
+        tokens = self.tokens[microbatch]
+        return tokens, torch.arange(tokens.shape[1])[None], None  # of which a later stage may have a part of the first
+
+    def loss(self, microbatch: int, output: Tensor) -> Tensor:
+        self.losses[microbatch] = sample_losses(output, self.tokens[microbatch]).sum()
+        return self.losses[microbatch]
+
+    @contextmanager
+    def around(self, stage: nn.Module, action: Action) -> Iterator[None]:
+        yield
+
+
+class Watched(Step):
+    """Says besides how many graphs of stage forwards, and how many outputs that were sent, live after each action."""
+
+    def __init__(self, microbatches: int, schedule: Schedule) -> None:
+        super().__init__(microbatches)
+        self.schedule = schedule
+        self.graphs: list[StorageWeakRef] = []
+        self.outputs: list[StorageWeakRef] = []
+        self.seen: list[tuple[Action, int, int]] = []
+
+    @contextmanager
+    def around(self, stage: nn.Module, action: Action) -> Iterator[None]:
+        hook = stage.register_forward_hook(self._watch)
+        yield
+        hook.remove()
+        if action.kind is Kind.FORWARD and not self.schedule.sends(action):
+            self.outputs.pop()
+        graphs, outputs = (sum(not ref.expired() for ref in refs) for refs in (self.graphs, self.outputs))
+        self.seen.append((action, graphs, outputs))
+
+    def _watch(self, stage: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        """An operation that keeps a tensor of its own for as long as its graph lives."""
+        mark = torch.ones(output.shape[0], *[1] * (output.dim() - 1), dtype=output.dtype)
+        self.graphs.append(StorageWeakRef(mark.untyped_storage()))
+        marked = output * mark
+        self.outputs.append(StorageWeakRef(marked.untyped_storage()))
+        return marked
+
+
+class Sent:
+    """Counts the bytes of tensors that are sent to single ranks."""
+
+    def __enter__(self) -> "Sent":
+        self.bytes, self._send = 0, dist.isend
+        dist.isend = self._count
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        dist.isend = self._send
+
+    def _count(self, tensor: Tensor, **to: Any) -> Any:
+        self.bytes += tensor.nbytes
+        return self._send(tensor, **to)
+
+
+class Engine(Cases):
+    def pipeline(self, layout: dict[str, int], schedule: str, microbatches: int, *more: str) -> Pipeline:
+        self.mesh = build_mesh(Layout(layout))
+        model = build_model(config(layout, schedule, microbatches, *more), self.mesh, CPU)
+        assert isinstance(model, Pipeline)
+        return model
+
+    def plain(self, *more: str) -> nn.Module:
+        return build_model(config({}, "1f1b", 1, *more), ALONE, CPU)
+
+    def expected(self, work: Step, *more: str) -> dict[str, Tensor]:
+        """The gradients of a step in one process."""
+        model = self.plain(*more)
+        for i in range(len(work.tokens)):
+            sample_losses(model(*work.inputs(i)), work.tokens[i]).sum().backward()
+        return {name: p.grad for name, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
+
+    def gradients(self, model: nn.Module, expected: dict[str, Tensor], what: str) -> None:
+        seen = 0
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            self.same(grad, expected[name][local_part(parameter)[1]], f"{what}: {name}")
+            seen += 1
+        self.equal(seen > 0, True, f"{what}: there are gradients")
+
+    def steps(self, schedule: str, *more: str, shapes: Sequence[tuple[int, int]] = ((2, 12), (3, 7), (2, 12))) -> None:
+        """Steps one after another: in the second other shapes, in the third the first ones again; then a forward."""
+        p = dist.get_world_size()
+        m = p + 1
+        model = self.pipeline({"pp": p}, schedule, m, *more)
+        for shape in shapes:
+            model.zero_grad()
+            work = Step(m, *shape, seed=sum(shape))
+            model.run(work)
+            self.gradients(model, self.expected(work, *more), f"{schedule} {more}, {shape}")
+            self.equal(len(work.losses), m if model.has_last else 0, f"{schedule}: losses")
+        for shape in shapes[:2]:
+            inputs = Step(1, *shape).inputs(0)
+            with torch.no_grad():
+                found = model(*inputs)
+            self.equal(found is not None, model.has_last, f"{schedule}: who has the logits")
+            if found is not None:
+                self.same(found, self.plain(*more)(*inputs).detach(), f"{schedule}: forward of {shape}")
+
+    def memory(self, schedule: str) -> None:
+        """Graphs live from a forward to its input gradient, outputs until they are sent, and nothing is left over."""
+        p = dist.get_world_size()
+        m = 3 * p
+        model = self.pipeline({"pp": p}, schedule, m)
+        model.run(Step(m))  # gradients have their memory
+        work = Watched(m, model.schedule)
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        with Created(besides=(*model.parameters(), *grads, *work.tokens)) as created:
+            model.run(work)
+        plan = simulate(model.schedule)
+        held, peak, rank = 0, 0, self.mesh.index("pp")
+        for action, graphs, outputs in work.seen:
+            held += action.kind is Kind.FORWARD
+            held -= action.kind.gives_input_grad
+            self.equal(graphs, held, f"{schedule}: graphs alive after {action}")
+            self.equal(outputs <= held, True, f"{schedule}: {outputs} outputs alive after {action}, with {held} graphs")
+            peak = max(peak, graphs)
+        self.equal(peak <= plan.peak_activations[rank], True, f"{schedule}: {peak} graphs, {plan.peak_activations}")
+        if all(action.kind is not Kind.WEIGHT_GRAD for action in model.schedule.flat(rank)):
+            self.equal(peak, plan.peak_activations[rank], f"{schedule}: the most graphs at once")
+        work.losses.clear()
+        self.equal(created.held(), 0, f"{schedule}: bytes that outlive the step")
+
+    def bytes_sent(self, layout: dict[str, int], schedule: str, *more: str) -> None:
+        """Over pp: for each microbatch an activation and a gradient at every boundary between ranks."""
+        m = 4
+        model = self.pipeline(layout, schedule, m, *more)
+        work = Step(m)
+        model.run(work)  # finds the shapes
+        self.mesh.traffic.restart()
+        with Sent() as sent:
+            model.run(work)
+        own = self.mesh.traffic.by_kind("pp").get("send", 0)
+        total = torch.tensor(own)
+        dist.all_reduce(total, group=self.mesh.group("pp"))
+        ranks = [model.schedule.rank_of(stage) for stage in range(model.schedule.stages)]
+        boundaries = sum(a != b for a, b in pairwise(ranks))
+        expected = 2 * m * boundaries * (2 * 12 * D) * 8 // layout.get("tp", 1)
+        self.equal(int(total), expected, f"{layout} {schedule}: bytes over pp")
+        if layout.keys() == {"pp"}:
+            self.equal(sent.bytes, own, f"{schedule}: bytes by torch")
+
+    def data_ranks(self, axis: str, schedule: str) -> None:
+        """DDP sums once per step, FSDP gathers and reduces each stage once per step, whatever the microbatches."""
+        model = self.pipeline({"pp": 2, axis: 2}, schedule, 6)
+        work = Step(6)
+        for _ in range(2):
+            model.zero_grad()
+            self.mesh.traffic.restart()
+            model.run(work)
+            size = sum(p.numel() for p in model.parameters()) * 8
+            kinds = {"all_reduce": size} if axis == "dp_replicate" else {"all_gather": size // 2}
+            if axis == "dp_shard":
+                kinds["reduce_scatter"] = size // 2
+            self.equal(self.mesh.traffic.by_kind(axis), kinds, f"{axis} {schedule}: bytes by kind")
+        twice = {name: 2 * grad for name, grad in self.expected(work).items()}  # both data ranks have the same samples
+        self.gradients(model, twice, f"{axis} {schedule}")
+
+    def tied(self, layout: dict[str, int], schedule: str) -> None:
+        """Steps of the optimizer: copies of the weight stay the same bits, and it counts once in the norm."""
+        more = ("model.tie_word_embeddings=true", "optimizer.warmup_steps=0", "optimizer.lr=0.01")
+        work = Step(3)
+        model = self.pipeline(layout, schedule, 3, *more)
+        cfg = config(layout, schedule, 3, *more)
+        optimizer = Optimizer(model, cfg.optimizer, self.mesh, 10)
+        trainer = Trainer(model, optimizer, cfg, self.mesh, CPU, task="language", clock=StepClock(CPU))
+        alone = self.plain(*more)
+        known = Trainer(
+            alone, Optimizer(alone, cfg.optimizer, ALONE, 10), cfg, ALONE, CPU, task="language", clock=StepClock(CPU)
+        )
+        batches = [Batch(work.inputs(i), tokens) for i, tokens in enumerate(work.tokens)]
+        for step in range(1, 5):
+            results = []
+            for one in (trainer, known):
+                one.accumulate(step, batches)
+                results.append(one.update(step)())
+            for what in ("loss", "grad_norm"):
+                found, expected = (torch.tensor(getattr(result, what)) for result in results)
+                self.same(found, expected, f"tied {layout} {schedule}: {what} of step {step}")
+        name = "model.embed_tokens.weight"
+        copies = [p for n, p in model.named_parameters() if n == name]
+        first, last = model.schedule.rank_of(0), model.schedule.rank_of(model.schedule.stages - 1)
+        self.equal(len(copies), [first, last].count(self.mesh.index("pp")), f"tied {schedule}: copies here")
+        for copy in copies:
+            part, where = local_part(copy)
+            weight = dict(alone.named_parameters())[name]
+            self.same(part, weight[where].detach(), f"tied {layout} {schedule}: against one process")
+        if copies:
+            mine = local_part(copies[0])[0].detach()
+            self.equal(all(torch.equal(mine, local_part(c)[0]) for c in copies), True, f"tied {schedule}: here")
+        if first != last:  # of the last stage's rank, on all
+            other = torch.zeros(local_shape(self.mesh, model, name), dtype=torch.float64)
+            if self.mesh.index("pp") == last:
+                other.copy_(mine)
+            dist.broadcast(other, group_src=last, group=self.mesh.group("pp"))
+            if copies:
+                self.equal(torch.equal(mine, other), True, f"tied {layout} {schedule}: the same bits on both ranks")
+
+    def text(self, schedule: str) -> None:
+        p = dist.get_world_size()
+        models = (self.pipeline({"pp": p}, schedule, p), self.plain())
+        found = [generate(model, [1, 2, 3], 20, seq_len=12, device=CPU, seed=5) for model in models]
+        self.equal(found[0], found[1], f"{schedule}: text")
+        self.equal(len(set(found[1])) > 3, True, "the text is worth comparing")
+
+    def own_schedule(self, folder: Path) -> None:
+        """A CSV file: an interleaved zero-bubble schedule by another name."""
+        p = dist.get_world_size()
+        path = folder / "mine.csv"
+        if dist.get_rank() == 0:
+            path.write_text(to_csv(build("zbv", ranks=p, microbatches=p + 1)))
+        dist.barrier()
+        self.steps(str(path))
+        model = self.pipeline({"pp": p}, str(path), p + 1)
+        self.equal((model.schedule.name, model.schedule.stages_per_rank), ("mine", 2), "the schedule of the file")
+
+    def later(self, kv: int, precision: str, **how: Any) -> None:
+        """The layers of tensor parallelism leave the same bits for later."""
+        self.mesh = build_mesh(Layout({"tp": 2}))
+        what, found = f"later, {kv} key/value heads, {precision}, {how}", []
+        for split in (False, True):
+            later = Later()
+            heads = (f"model.num_key_value_heads={kv}", "model.num_attention_heads=4", "model.hidden_size=16")
+            model = split_and_deferred(self.mesh, heads, Options(precision=precision, **how), later if split else None)
+            last_microbatch(model, False)
+            losses = [sample_losses(model(tokens), tokens).sum() for tokens in Step(2).tokens]
+            dues = []
+            for loss in losses:
+                if split:
+                    with later.collected() as due:
+                        loss.backward()
+                    dues.append(due)
+                else:
+                    loss.backward()
+            early = {name for name, p in model.named_parameters() if p.grad is not None}
+            for due in dues:
+                leads = [grad for one in due for grad in one.compute() if grad.requires_grad]
+                self.equal(len(leads), 0, f"{what}: what is left leads back into the forward")
+                compute(due)
+            reduce_gradients(model)
+            if split:
+                bad = sorted(name for name in early if "proj" in name or "lm_head" in name)
+                self.equal(bad, [], f"{what}: gradients before their time")
+            found.append({name: local_part(p.grad)[0] for name, p in model.named_parameters() if p.grad is not None})
+        self.equal(found[0].keys(), found[1].keys(), f"{what}: which have gradients")
+        for name, grad in found[0].items():
+            self.equal(torch.equal(found[1][name], grad), True, f"{what}: bits of {name}")
+
+
+def split_and_deferred(mesh: Mesh, keys: Sequence[str], how: Options, later: Later | None) -> nn.Module:
+    """A model over tp as `build_model` makes a stage of it."""
+    cfg = config({}, "1f1b", 1, *keys)
+    model = plain_model(cfg)
+    model.to(master_dtype(how.precision))
+    split_over_tp(model, mesh, how)
+    if later is not None:
+        defer(model, later)
+    materialise(model, CPU)
+    initialise(model, model_file("llama").init_plan, seed=0, std=0.2)
+    return spread_over_data(model, mesh, how)
+
+
+def local_shape(mesh: Mesh, model: Pipeline, name: str) -> tuple[int, ...]:
+    """Of this rank's part of a parameter, also where the rank's stages do not have it."""
+    return V // mesh.size("tp") // mesh.size("dp_shard"), D
+
+
+def two(cases: Engine, folder: Path) -> None:
+    for kv in (2, 1):
+        cases.later(kv, "float64")
+        cases.later(kv, "float64", sequence_parallel=False)
+        cases.later(kv, "float32", recompute="full", regather=True)
+    cases.later(2, "bfloat16", recompute="selective")
+    cases.later(2, "bfloat16", recompute="full")
+    for schedule in NAMES:
+        cases.steps(schedule)
+        cases.memory(schedule)
+        cases.bytes_sent({"pp": 2}, schedule)
+    cases.steps("zbv", "parallel.recompute=full")
+    cases.steps("zb-h2", "parallel.recompute=selective", "pipeline.split=[1, 8]")
+    cases.steps("interleaved-zb", "pipeline.stages_per_rank=4")
+    for schedule in ("1f1b", "zbv"):
+        cases.text(schedule)
+        cases.tied({"pp": 2}, schedule)
+    cases.own_schedule(folder)
+    cases.steps("1f1b", "parallel.compile=true", "model.num_hidden_layers=2", shapes=[(2, 12)])
+
+
+def four(cases: Engine, folder: Path) -> None:
+    for schedule in NAMES:
+        cases.steps(schedule)
+        cases.memory(schedule)
+        cases.bytes_sent({"pp": 4}, schedule)
+    for schedule in ("1f1b", "looped-bfs", "zbv"):
+        for axis in ("dp_replicate", "dp_shard"):
+            cases.data_ranks(axis, schedule)
+    for axis in ("dp_replicate", "dp_shard", "tp"):
+        for schedule in ("1f1b", "zbv"):
+            cases.tied({"pp": 2, axis: 2}, schedule)
+    for schedule in ("zb-h1", "zbv"):
+        cases.bytes_sent({"pp": 2, "tp": 2}, schedule)
+    cases.bytes_sent({"pp": 2, "dp_shard": 2}, "v-half")
+    cases.text("v-min")
+
+
+def main() -> None:
+    job = join(read_environment(os.environ))
+    with leaving(job):
+        job.connect(300)
+        data.SMALL = 0  # every block is gathered by itself
+        torch.set_num_threads(1)
+        cases = Engine(build_mesh(Layout({"pp": job.world_size})))
+        (two if job.world_size == 2 else four)(cases, Path(sys.argv[1]))
+        cases.tell()
+
+
+if __name__ == "__main__":
+    main()

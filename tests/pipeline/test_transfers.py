@@ -1,0 +1,91 @@
+"""What the engine decides before it sends anything: one order for all, what is learnt from it, the form of a tensor."""
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshtrain.pipeline.actions import Schedule, Transfer
+from meshtrain.pipeline.schedule import NAMES, build
+from meshtrain.pipeline.transfers import DTYPES, Form, acknowledged, in_order
+
+SCHEDULES = [(name, ranks, microbatches) for name in NAMES for ranks, microbatches in product((2, 3, 4), (1, 3, 4, 9))]
+
+
+def all_transfers(schedule: Schedule) -> set[Transfer]:
+    return {
+        transfer
+        for rank in range(schedule.ranks)
+        for action in schedule.flat(rank)
+        for transfer in schedule.sends(action)
+    }
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), SCHEDULES)
+def test_messages_could_be_sent_strictly_one_after_the_other(name: str, ranks: int, microbatches: int) -> None:
+    """Every rank posts its own in the order of all; a rank that comes to one waits until the other end has, too."""
+    schedule = build(name, ranks=ranks, microbatches=microbatches)
+    order = in_order(schedule)
+    assert len(order) == len(set(order))
+    assert set(order) == all_transfers(schedule)
+    place = {transfer: i for i, transfer in enumerate(order)}
+    done: set[object] = set()
+    at = [0] * ranks
+    left = [schedule.flat(rank) for rank in range(ranks)]
+    for transfer in order:  # each in turn: its sender can come to the action that makes it without any later one
+        source = transfer.source
+        while transfer not in done:
+            action = left[source][at[source]]
+            assert all(need in done for need in schedule.receives(action))
+            assert all(place[need] < place[transfer] for need in schedule.receives(action))
+            done.update(schedule.sends(action))
+            at[source] += 1
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), SCHEDULES)
+def test_what_has_come_back_had_been_used(name: str, ranks: int, microbatches: int) -> None:
+    schedule = build(name, ranks=ranks, microbatches=microbatches)
+    for rank in range(ranks):
+        learnt = acknowledged(schedule, rank)
+        told = [sent for many in learnt.values() for sent in many]
+        assert len(told) == len(set(told)), "each is let go once"
+        for got, many in learnt.items():
+            assert got.target == rank
+            row = schedule.flat(got.source)
+            makes = next(i for i, action in enumerate(row) if got in schedule.sends(action))
+            for sent in many:
+                assert (sent.source, sent.target) == (rank, got.source)
+                uses = next(i for i, action in enumerate(row) if sent in schedule.receives(action))
+                assert uses <= makes
+        activations = {t for t in all_transfers(schedule) if t.source == rank and t.kind == "activation"}
+        assert activations <= set(told), "the gradient of an activation is the latest that tells of it"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 4), max_size=5),
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_a_tensor_arrives_with_its_numbers_and_its_strides(shape: list[int], seed: int, dtype: torch.dtype) -> None:
+    turned = torch.randperm(len(shape), generator=torch.Generator().manual_seed(seed)).tolist()
+    tensor = torch.arange(torch.Size(shape).numel()).to(dtype).view(shape).permute(turned)
+    form = Form.unpacked(Form.of(tensor).packed())
+    assert form == Form.of(tensor)
+    memory = form.empty(torch.device("cpu"))
+    sent = form.lay_out(tensor)
+    assert sent.is_contiguous()
+    assert (memory.shape, memory.dtype) == (sent.shape, sent.dtype)
+    memory.copy_(sent)
+    arrived = form.view(memory)
+    assert torch.equal(arrived, tensor)
+    if tensor.numel() > 1 and 1 not in tensor.shape:
+        assert arrived.stride() == tensor.stride()
+
+
+def test_what_is_contiguous_is_not_copied() -> None:
+    """The order of the sequence first, as tensor-parallel layers give it."""
+    tensor = torch.zeros(6, 2, 4).transpose(0, 1)
+    assert Form.of(tensor).lay_out(tensor).data_ptr() == tensor.data_ptr()

@@ -1,0 +1,189 @@
+"""Whether ranks of a pipeline idle as much as the simulator says, for every schedule.
+
+    python tools/bench/pipeline_idle.py [--ranks 4] [--microbatches 8] [--unit 0.08] [--runs 3] [--json] [SCHEDULE ...]
+
+The engine runs each schedule on processes that talk over gloo, and before each action's computation, of next to
+nothing, it sleeps: one unit for a forward, an input gradient and a weight gradient, two for a whole backward. So ranks
+need no core of their own, and the time that a rank does not spend in its actions is what it has waited for others.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshtrain.layout import Layout
+from meshtrain.mesh import Mesh, build_mesh
+from meshtrain.parallel.later import Later, defer
+from meshtrain.pipeline.actions import Action, Kind, Schedule
+from meshtrain.pipeline.engine import Pipeline
+from meshtrain.pipeline.schedule import NAMES, build
+from meshtrain.pipeline.simulate import Event, Timeline, simulate
+
+WIDTH = 16  # of the model: a linear layer for each stage
+POINTS = 5.0  # that the measured idle share may differ by
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came of one schedule; shares of the ranks' time, 0 to 1.
+
+    Attributes:
+        measured: the median over the runs.
+        time: that of a step by the simulator's, the median over the runs.
+        computation: the most CPU time that an action took beside its sleep, as a share of the sleep.
+    """
+
+    schedule: str
+    simulated: float
+    measured: float
+    time: float
+    computation: float
+
+    @property
+    def points(self) -> float:
+        return 100 * (self.measured - self.simulated)
+
+
+class Sleeping:
+    """The microbatches of a step: a few numbers each, and an action takes its time by sleeping."""
+
+    def __init__(self, microbatches: int, unit: float) -> None:
+        self._inputs = torch.ones(microbatches, 2, WIDTH)
+        self._unit = unit
+        self.computed_s = 0.0  # the most CPU time of an action, for each unit that it slept
+
+    def inputs(self, microbatch: int) -> tuple[Tensor | None, ...]:
+        return (self._inputs[microbatch],)
+
+    def loss(self, microbatch: int, output: Tensor) -> Tensor:
+        return output.square().mean()
+
+    @contextmanager
+    def around(self, stage: nn.Module, action: Action) -> Iterator[None]:
+        time.sleep(units(action) * self._unit)
+        start = time.thread_time()
+        yield
+        self.computed_s = max(self.computed_s, (time.thread_time() - start) / units(action))
+
+
+def units(action: Action) -> int:
+    """How long an action sleeps; what `simulate` takes it to cost by itself."""
+    return 2 if action.kind is Kind.BACKWARD else 1
+
+
+def measure(name: str, mesh: Mesh, options: argparse.Namespace) -> Found:
+    """Runs one schedule; every rank gets the same answer."""
+    schedule = build(name, ranks=options.ranks, microbatches=options.microbatches)
+    pipeline = stages_of_linears(schedule, mesh)
+    pipeline.run(Sleeping(options.microbatches, 0))  # forms of tensors are told, connections made
+    simulated = simulate(schedule)
+    idle, times, computed = [], [], torch.zeros(())
+    for _ in range(options.runs):
+        pipeline.recorded = []
+        dist.barrier()
+        work = Sleeping(options.microbatches, options.unit)
+        pipeline.run(work)
+        timeline = gathered(schedule, pipeline.recorded)
+        idle.append(timeline.idle_share)
+        times.append(timeline.makespan / simulated.makespan / options.unit)
+        computed = computed.clamp(min=work.computed_s)
+    dist.all_reduce(computed, dist.ReduceOp.MAX)
+    return Found(name, simulated.idle_share, median(idle), median(times), computed.item() / options.unit)
+
+
+def stages_of_linears(schedule: Schedule, mesh: Mesh) -> Pipeline:
+    """The smallest stages there are."""
+    stages: dict[int, nn.Module] = {
+        stage: nn.Linear(WIDTH, WIDTH, bias=False) for stage in schedule.stages_of(mesh.index("pp"))
+    }
+    splits_backward = any(action.kind is Kind.WEIGHT_GRAD for action in schedule.flat(mesh.index("pp")))
+    later = Later() if splits_backward else None
+    if later is not None:
+        for stage in stages.values():
+            defer(stage, later)
+    return Pipeline(stages, schedule, mesh, torch.device("cpu"), holding={}, later=later)
+
+
+def gathered(schedule: Schedule, events: Sequence[Event]) -> Timeline:
+    """The events of all ranks. Ranks know each other's actions, so only times are sent."""
+    actions = [schedule.flat(rank) for rank in range(schedule.ranks)]
+    times = torch.zeros(max(map(len, actions)), 2, dtype=torch.float64)
+    times[: len(events)] = torch.tensor([[event.start, event.end] for event in events], dtype=torch.float64)
+    every = [torch.empty_like(times) for _ in actions]
+    dist.all_gather(every, times)
+    found = (
+        Event(rank, action, start, end)
+        for rank, row in enumerate(actions)
+        for action, (start, end) in zip(row, every[rank].tolist(), strict=False)
+    )
+    return Timeline.measured(found, schedule.ranks)
+
+
+def table(found: Sequence[Found], options: argparse.Namespace, load: float) -> str:
+    """The answers for people."""
+    within = sum(abs(one.points) <= POINTS for one in found)
+    least = 1 / max(one.computation for one in found)
+    lines = [
+        f"{os.cpu_count()} cores, torch {torch.__version__}; load {load:.1f} before; {options.ranks} processes x "
+        f"{options.microbatches} microbatches, a unit of {1000 * options.unit:.0f} ms, the median of {options.runs}",
+        "",
+        f"{'idle share':<20} {'simulated':>9} {'measured':>9} {'points':>7} {'time':>7}",
+        *(
+            f"{one.schedule:<20} {100 * one.simulated:7.1f} % {100 * one.measured:7.1f} % "
+            f"{one.points:+7.1f} {one.time:7.3f}"
+            for one in found
+        ),
+        "",
+        f"{within} of {len(found)} are within {POINTS:g} points of the simulator",
+        f"an action sleeps at least {least:.0f} times as long as it computes",
+    ]
+    return "\n".join(lines)
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Whether ranks of a pipeline idle as much as the simulator says.")
+    parser.add_argument("--ranks", type=int, default=4, help="processes (%(default)s)")
+    parser.add_argument("--microbatches", type=int, default=8, help="of a step (%(default)s)")
+    parser.add_argument("--unit", type=float, default=0.08, help="seconds of a forward (%(default)s)")
+    parser.add_argument("--runs", type=int, default=3, help="steps of each schedule; the median counts (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("schedules", nargs="*", metavar="SCHEDULE", help=f"default: {', '.join(NAMES)}")
+    return parser.parse_args()
+
+
+def start(ranks: int) -> int:
+    """This file again, once for each rank."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run([*launcher, *sys.argv], env=environment, check=False).returncode
+
+
+def main() -> int:
+    options = read_arguments()
+    if "RANK" not in os.environ:
+        return start(options.ranks)
+    load = os.getloadavg()[0]
+    dist.init_process_group("gloo")
+    mesh = build_mesh(Layout({"pp": options.ranks}))
+    found = [measure(name, mesh, options) for name in options.schedules or NAMES]
+    if dist.get_rank() == 0:
+        said = json.dumps([asdict(one) for one in found], indent=1) if options.json else table(found, options, load)
+        print(said, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
