@@ -26,7 +26,7 @@ def train(
     ]
     file = folder / f"cells_{world}_{len(cells)}.json"
     file.write_text(json.dumps(cells))
-    torchrun(world, str(Path(__file__).parent / "train_cells.py"), str(file), timeout=900, env=env).check()
+    torchrun(world, str(Path(__file__).parent / "train_cells.py"), str(file), timeout=1500, env=env).check()
 
 
 def small(experiment: Experiment) -> int:

@@ -52,7 +52,7 @@ def trained(folder: Path, known: dict[str, Experiment]) -> dict[tuple, list[dict
     return found
 
 
-@pytest.mark.timeout(2400)  # the first cell waits for all the jobs
+@pytest.mark.timeout(4000)  # the first cell waits for all the jobs
 @pytest.mark.parametrize("cell", CELLS, ids=lambda c: f"{c[0]} {c[1]} {c[2]} {' '.join(c[3])}".strip())
 def test_same_curve_as_one_process(
     cell: tuple, trained: dict[tuple, list[dict]], references: dict[str, list[dict]], known: dict[str, Experiment]

@@ -67,7 +67,7 @@ def trained(folder: Path, known: dict[str, Experiment]) -> dict[tuple, list[dict
     return found
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("cell", CELLS, ids=lambda c: f"{c[0]} {c[1]} {c[2]}")
 def test_same_curve_as_one_gpu(
     cell: tuple, trained: dict[tuple, list[dict]], references: dict[str, list[dict]], known: dict[str, Experiment]
@@ -77,14 +77,14 @@ def test_same_curve_as_one_gpu(
     assert_same(trained[cell], references[cell[2]], known[cell[2]].tolerance)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_gpu_follows_the_cpu(folder: Path, known: dict[str, Experiment], references: dict[str, list[dict]]) -> None:
     """The first weights do not depend on the kind of device, and float64 does not hide behind rounding."""
     train(folder, 1, [(known["float64"], "cpu", "{dp_shard: -1}", ())], {"CUDA_VISIBLE_DEVICES": ""})
     assert_same(references["float64"], read(folder / "cpu/metrics.jsonl"), 1e-9)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "keys",
     [
@@ -104,7 +104,7 @@ def test_sixteen_bits_stay_near(
         assert row["loss"] == pytest.approx(expected["loss"], rel=SIXTEEN_BITS)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_deterministic_runs_have_the_same_bits(folder: Path, known: dict[str, Experiment]) -> None:
     keys = ("train.deterministic=true", "train.precision=bfloat16")
     runs = [(known["float32"], f"bits/{i}", "{dp_shard: -1}", keys) for i in range(2)]
