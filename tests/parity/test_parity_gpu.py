@@ -22,12 +22,14 @@ ENVIRONMENT = {
 NAMES = ("float32", "float64", "ragged", "tied, masked, recomputed", "selective", "digits")
 SPLIT = tuple(name for name in NAMES if name != "digits")  # whose model has a tp_plan
 LAYOUTS = {
-    2: {"{dp_replicate: 2}": NAMES, "{dp_shard: 2}": NAMES, "{tp: 2}": SPLIT},
+    2: {"{dp_replicate: 2}": NAMES, "{dp_shard: 2}": NAMES, "{tp: 2}": SPLIT, "{pp: 2}": NAMES},
     4: {
         "{dp_replicate: 4}": NAMES,
         "{dp_shard: 4}": NAMES,
         "{dp_replicate: 2, dp_shard: 2}": NAMES,
         "{dp_shard: 2, tp: 2}": SPLIT,
+        "{pp: 2, dp_shard: 2}": SPLIT,
+        "{pp: 2, tp: 2}": SPLIT,
     },
 }
 CELLS = [
