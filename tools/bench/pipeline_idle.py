@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -169,20 +169,25 @@ def start(ranks: int) -> int:
     return subprocess.run([*launcher, *sys.argv], env=environment, check=False).returncode
 
 
-def main() -> int:
-    options = read_arguments()
+def on_ranks(options: argparse.Namespace, schedules: Sequence[str], measure: Callable, table: Callable) -> int:
+    """Measures every schedule on `options.ranks` processes, and prints what came of it; the exit status."""
     if "RANK" not in os.environ:
         return start(options.ranks)
     load = os.getloadavg()[0]
     dist.init_process_group("gloo")
     mesh = build_mesh(Layout({"pp": options.ranks}))
-    found = [measure(name, mesh, options) for name in options.schedules or NAMES]
+    found = [measure(name, mesh, options) for name in schedules]
     if dist.get_rank() == 0:
         said = json.dumps([asdict(one) for one in found], indent=1) if options.json else table(found, options, load)
         print(said, flush=True)
     dist.barrier()
     dist.destroy_process_group()
     return 0
+
+
+def main() -> int:
+    options = read_arguments()
+    return on_ranks(options, options.schedules or NAMES, measure, table)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,12 @@ the engine, of its messages over gloo, and of autograd.
 """
 
 import argparse
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -24,11 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from harness import median_interval
-from meshtrain.layout import Layout
-from meshtrain.mesh import Mesh, build_mesh
+from meshtrain.mesh import Mesh
 from meshtrain.pipeline.actions import Action
 from meshtrain.pipeline.schedule import build
-from pipeline_idle import WIDTH, stages_of_linears, start
+from pipeline_idle import WIDTH, on_ranks, stages_of_linears
 from torch_pipeline import DOUBLE, SINGLE, own_numbers, scheduled
 
 WARM_UP = 3  # steps
@@ -137,19 +135,7 @@ def read_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    options = read_arguments()
-    if "RANK" not in os.environ:
-        return start(options.ranks)
-    load = os.getloadavg()[0]
-    dist.init_process_group("gloo")
-    mesh = build_mesh(Layout({"pp": options.ranks}))
-    found = [measure(name, mesh, options) for name in (*SINGLE, *DOUBLE)]
-    if dist.get_rank() == 0:
-        said = json.dumps([asdict(one) for one in found], indent=1) if options.json else table(found, options, load)
-        print(said, flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
+    return on_ranks(read_arguments(), (*SINGLE, *DOUBLE), measure, table)
 
 
 if __name__ == "__main__":
