@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import meshtrain
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.parallel.later import Later, defer
@@ -174,14 +175,11 @@ def on_ranks(options: argparse.Namespace, schedules: Sequence[str], measure: Cal
     if "RANK" not in os.environ:
         return start(options.ranks)
     load = os.getloadavg()[0]
-    dist.init_process_group("gloo")
-    mesh = build_mesh(Layout({"pp": options.ranks}))
-    found = [measure(name, mesh, options) for name in schedules]
-    if dist.get_rank() == 0:
+    with meshtrain.start() as job:  # as training does: among other things, ranks give way to each other on few cores
+        mesh = build_mesh(Layout({"pp": options.ranks}))
+        found = [measure(name, mesh, options) for name in schedules]
         said = json.dumps([asdict(one) for one in found], indent=1) if options.json else table(found, options, load)
-        print(said, flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+        job.say(said)
     return 0
 
 
