@@ -52,6 +52,16 @@ class Later:
             self._open = None
 
 
+class Deferrable:
+    """What a layer is that can hand its weight gradients over.
+
+    Attributes:
+        later: where it leaves those that are not wanted yet; None: it computes them at once.
+    """
+
+    later: Later | None = None
+
+
 def compute(due: Sequence[Due]) -> None:
     """Computes what is due; autograd leads it from the weight as the layer saw it (a cast, a part) to the parameter."""
     weights: list[Tensor] = []
@@ -69,8 +79,8 @@ def defer(model: nn.Module, later: Later) -> None:
     for module in model.modules():
         if type(module) is nn.Linear:
             module.forward = partial(_linear, module, later)  # type: ignore[method-assign]
-        elif hasattr(module, "later"):
-            module.later = later  # type: ignore[assignment]
+        elif isinstance(module, Deferrable):
+            module.later = later
 
 
 def _linear(layer: nn.Linear, later: Later, x: Tensor) -> Tensor:

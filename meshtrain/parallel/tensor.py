@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from meshtrain.cuts import cut
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import AllReduce, ReduceScatter, channel
-from meshtrain.parallel.later import Later
+from meshtrain.parallel.later import Deferrable
 from meshtrain.parallel.products import Columns, Row, from_rows, to_rows
 from meshtrain.split import Heads
 
 AXIS = "tp"
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(Deferrable, nn.Module):
     """A linear layer whose outputs are split over `tp`: (b, s, d) -> (b, s, f/t) of all f.
 
     With sequence sharding the input is (b, s/t, d) and is gathered. Layers that read the same input (q, k and v) share
@@ -56,7 +56,6 @@ class ColumnParallelLinear(nn.Module):
         self.channel = channel(mesh, AXIS)
         self.sequence_parallel, self.regather, self.whole = sequence_parallel, regather, whole
         self.mesh = mesh
-        self.later: Later | None = None  # where weight gradients are left that are not wanted yet
         self.in_features, self.out_features = plain.in_features, plain.out_features
         self.heads = heads
         placement = Shard(0) if heads is None else Replicate()
@@ -131,7 +130,7 @@ def siblings(layers: Iterable[ColumnParallelLinear]) -> None:
         layer.family = family
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Deferrable, nn.Module):
     """A linear layer whose inputs are split over `tp`: (b, s, f/t) of all f -> (b, s, d), summed over the ranks.
 
     With sequence sharding each rank gets its part of the sum, (b, s/t, d).
@@ -142,7 +141,6 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.channel = channel(mesh, AXIS)
         self.sequence_parallel = sequence_parallel
-        self.later: Later | None = None  # as a column-parallel layer's
         self.in_features, self.out_features = plain.in_features, plain.out_features
         self.weight = hold(plain.weight, mesh, Shard(1))
         self.bias = None if plain.bias is None else hold(plain.bias, mesh, Replicate())
