@@ -204,7 +204,8 @@ def rows(folder: Path) -> list[tuple]:
 def compare(run: Run, whole: Run, steps: int) -> None:
     """The run that was killed and the one that was not."""
     assert [row[0] for row in rows(whole.folder)] == list(range(1, steps + 1))
-    assert rows(run.folder) == rows(whole.folder)
+    for row, expected in zip(rows(run.folder), rows(whole.folder), strict=True):
+        assert row == expected, f"{row} where the run that was not killed has {expected}"
     assert run.unfinished() == []
     last = [str(each.checkpoints / name_of(steps)) for each in (run, whole)]
     diff = [sys.executable, "-m", "meshtrain.cli", "checkpoint", "diff", *last]

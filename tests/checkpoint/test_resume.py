@@ -328,27 +328,34 @@ def test_rank_0_says_who_asked_and_how_to_go_on(layouts: Path) -> None:
 
 
 def test_other_worlds_use_every_sample_of_the_epoch_once(small: str, tmp_path: Path) -> None:
-    """3, 2, then 4 ranks: what the steps see is what one process sees, and the losses agree."""
-    options = ("batch.global_size=14", "train.steps=null", "train.epochs=1", f"train.output={tmp_path}/run")
+    """4, 2, then 6 ranks: what the steps see is what one process sees, and the losses agree."""
+    options = (
+        "model.noise=0",
+        "batch.global_size=14",
+        "train.steps=null",
+        "train.epochs=1",
+        f"train.output={tmp_path}/run",
+    )
     whole = (*options, f"train.output={tmp_path}/whole")
     assert alone(Case(small, whole, record=f"{tmp_path}/seen-whole")) == {"status": 0}
     seen = f"{tmp_path}/seen"
     last = rows(tmp_path / "whole")[-1]["step"]
     third = last // 3
     for processes, layout, at in (
-        (3, "{dp_shard: 3}", third),
+        (4, "{dp_shard: 4}", third),
         (2, "{dp_replicate: 2}", 2 * third),
-        (4, "{dp_replicate: 2, dp_shard: 2}", 0),
+        (6, "{dp_replicate: 3, dp_shard: 2}", 0),
     ):
         case = Case(small, (*options, f"layout={layout}"), "STOP" if at else None, at, record=f"{seen}-{processes}")
         (found,) = job(processes, [case], tmp_path / f"job-{processes}")
         assert found["status"] == (75 if at else 0), found
     assert not (tmp_path / "run/STOP").exists()
-    there = sorted(line for n in (3, 2, 4) for line in written_down(Path(f"{seen}-{n}")))
+    there = sorted(line for n in (4, 2, 6) for line in written_down(Path(f"{seen}-{n}")))
     assert there == written_down(Path(f"{seen}-whole"))
     assert len(there) == last * 14
     for row, expected in zip(rows(tmp_path / "run"), rows(tmp_path / "whole"), strict=True):
         assert row["samples_digest"] == expected["samples_digest"]
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     printed = (tmp_path / "job-2/printed").read_text()
-    assert "layout: {dp_shard: 3} -> {dp_replicate: 2}" in printed
-    assert "global batch 14 = 7 per rank x 2" in printed or "global batch 14" in printed
+    assert "layout: {dp_shard: 4} -> {dp_replicate: 2}" in printed
+    assert "global batch 14 over 2 data ranks" in printed
