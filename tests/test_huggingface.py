@@ -25,7 +25,7 @@ from meshtrain.locate import model_file
 from meshtrain.mesh import build_mesh
 from meshtrain.runtime import Job
 from tests.checkpoint.by_hand import write_checkpoint
-from tests.launching import ROOT, forked, torchrun
+from tests.launching import ROOT, forked
 
 SIZES: dict[str, Any] = {
     "hidden_size": 48,
@@ -373,7 +373,7 @@ def test_train_export_and_start_from_it(tmp_path: Path) -> None:
         f"train.output={tmp_path / 'first'}",
         "optimizer.lr=0.01",
     ]
-    torchrun(2, "-m", "meshtrain.train", str(tmp_path / "mine.yaml"), *common, *first).check()
+    forked(2, "-m", "meshtrain.train", str(tmp_path / "mine.yaml"), *common, *first).check()
     assert cli.main(["export", str(tmp_path / "first"), str(tmp_path / "again")]) == 0
     written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()} == written
@@ -382,10 +382,10 @@ def test_train_export_and_start_from_it(tmp_path: Path) -> None:
     assert (logits(ours(config)) - logits(theirs)).abs().max() <= 1e-5
     rows = [json.loads(line) for line in (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()]
     second = [f"train.output={tmp_path / 'second'}"]
-    torchrun(2, "-m", "meshtrain.train", str(tmp_path / "mine.yaml"), *common, *second).check()
+    forked(2, "-m", "meshtrain.train", str(tmp_path / "mine.yaml"), *common, *second).check()
     after = [json.loads(line) for line in (tmp_path / "second" / "metrics.jsonl").read_text().splitlines()]
     assert after[0]["loss"] < rows[0]["loss"] - 0.1, "the second run starts where the first ended"
     wrong = [*common, f"train.output={tmp_path / 'third'}", "model.vocab_size=300"]
-    refused = torchrun(2, "-m", "meshtrain.train", str(tmp_path / "mine.yaml"), *wrong)
+    refused = forked(2, "-m", "meshtrain.train", str(tmp_path / "mine.yaml"), *wrong)
     assert "vocab_size (there 256, here 300)" in refused.err
     assert not (tmp_path / "third" / "exit.json").exists()

@@ -15,6 +15,7 @@ from tests.launching import (
     ROOT,
     TORCHRUN,
     environment,
+    forked,
     free_port,
     run,
     run_together,
@@ -90,7 +91,7 @@ def test_ranks_with_different_configs_are_named(small: tuple[str, ...], tmp_path
         "import os, sys\nfrom meshtrain.train import main\n"
         "sys.exit(main([*sys.argv[1:], f'train.seed={os.environ[\"RANK\"]}']))\n"
     )
-    done = torchrun(2, str(script), *small, f"train.output={tmp_path / 'run'}")
+    done = forked(2, script, *small, f"train.output={tmp_path / 'run'}")
     assert done.err.count("the config of rank 1 on host") == 1
 
 
@@ -231,7 +232,7 @@ def own(tmp_path: Path) -> tuple[str, ...]:
 
 def test_a_model_of_ones_own(own: tuple[str, ...], tmp_path: Path) -> None:
     """A plain model without tables and with a buffer, the same under HSDP as in one process."""
-    torchrun(4, *MAIN, *own, "layout={dp_replicate: 2, dp_shard: 2}").check()
+    forked(4, *MAIN, *own, "layout={dp_replicate: 2, dp_shard: 2}").check()
     run([sys.executable, *MAIN, *own, f"train.output={tmp_path}/one"]).check()
     many, one = read(tmp_path / "run/metrics.jsonl"), read(tmp_path / "one/metrics.jsonl")
     assert [row["loss"] for row in many] == pytest.approx([row["loss"] for row in one], rel=1e-5)
@@ -292,7 +293,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(
     own: tuple[str, ...], tmp_path: Path, layout: str
 ) -> None:
     """The one sample with a Z in it gives NaN. All ranks stop, and the rank and the sample are named."""
-    done = torchrun(3, *MAIN, *own, f"model.nan_on_token={ord('Z')}", f"layout={layout}")
+    done = forked(3, *MAIN, *own, f"model.nan_on_token={ord('Z')}", f"layout={layout}")
     assert done.status == 1
     rows = read(tmp_path / "run/metrics.jsonl")
     from meshtrain.data.order import batch_samples, share
@@ -310,7 +311,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(
 
 
 def test_a_step_that_is_not_finite_can_be_skipped(own: tuple[str, ...], tmp_path: Path) -> None:
-    done = torchrun(2, *MAIN, *own, f"model.nan_on_token={ord('Z')}", "train.on_nonfinite=skip").check()
+    done = forked(2, *MAIN, *own, f"model.nan_on_token={ord('Z')}", "train.on_nonfinite=skip").check()
     assert "its update is left out" in done.out
     rows = read(tmp_path / "run/metrics.jsonl")
     assert len(rows) == 25
@@ -341,7 +342,7 @@ def test_own_loop_is_the_same_under_every_layout() -> None:
     loss = alone.split(": ", 2)[2]
     layouts = [(2, "dp_replicate=2"), (3, "dp_shard=3"), (4, "dp_replicate=2,dp_shard=2"), (4, "dp_shard=2,tp=2")]
     for processes, layout in layouts:
-        printed = torchrun(processes, script, layout).check().out
+        printed = forked(processes, script, layout).check().out
         assert printed.split(": ", layout.count("=") + 1)[-1] == loss, printed
 
 

@@ -13,8 +13,8 @@ from meshtrain.environment import Environment
 from meshtrain.metrics import read
 from meshtrain.runtime import join, leaving
 from meshtrain.train import run
+from tests.launching import forked
 from tests.launching import run as run_command
-from tests.launching import torchrun
 from tests.parity.experiments import SMALL, write_ragged
 
 
@@ -113,7 +113,7 @@ def test_digits_are_learned_and_four_processes_agree(tmp_path: Path) -> None:
     """The acceptance of the image path: above 95 % on held-out digits, and within a point of it on 4 processes."""
     command = ("-m", "meshtrain.train", "configs/digits.yaml")
     alone = run_command([sys.executable, *command, f"train.output={tmp_path}/one"]).check()
-    torchrun(4, *command, f"train.output={tmp_path}/four", "data.workers=0").check()
+    forked(4, *command, f"train.output={tmp_path}/four", "data.workers=0").check()
     one, four = (read(tmp_path / name / "metrics.jsonl")[-1]["accuracy"] for name in ("one", "four"))
     assert one > 0.95
     assert abs(one - four) <= 0.01
