@@ -214,7 +214,8 @@ def lost(bench: Bench) -> Lost:
     bench.steps(2)
     step_s = bench.timed(lambda: bench.steps(3))[0] / 3
     save_s = bench.timed(bench.save)[0]
-    count = math.ceil(3 * save_s / step_s) + 1  # so that the save has ended when they have
+    # So that the save has ended when they have; as many on every rank, whose clocks differ.
+    count = bench.job.gather("counting steps", math.ceil(3 * save_s / step_s) + 1)[0]
 
     def beside() -> None:
         bench.save(wait=False)
