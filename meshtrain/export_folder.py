@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from meshtrain import weights
+from meshtrain.disk import fsync_folder
 from meshtrain.errors import InputError
 
 
@@ -57,7 +58,7 @@ class ExportFolder:
                     file.write(text)
                     file.flush()
                     os.fsync(file.fileno())
-        _sync(self.making)
+        fsync_folder(self.making)
         self._refuse()  # whoever has put something there meanwhile keeps it
         before = self.target.with_name(f".{self.target.name}.old")
         if before.exists():
@@ -65,7 +66,7 @@ class ExportFolder:
         if self.target.exists():
             self.target.rename(before)
         self.making.rename(self.target)
-        _sync(self.target.parent)
+        fsync_folder(self.target.parent)
         if before.exists():
             shutil.rmtree(before)
 
@@ -127,11 +128,3 @@ def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

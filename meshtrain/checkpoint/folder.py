@@ -18,6 +18,7 @@ from pathlib import Path
 from meshtrain.checkpoint import strict
 from meshtrain.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest
 from meshtrain.checkpoint.shards import open_plain
+from meshtrain.disk import fsync_folder
 from meshtrain.errors import DamagedError, InputError
 
 COMPLETE = "COMPLETE"
@@ -182,15 +183,6 @@ def set_aside(path: Path) -> Path:
     path.rename(aside)
     fsync_folder(path.parent)
     return aside
-
-
-def fsync_folder(folder: Path) -> None:
-    """Waits until the names in a folder are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

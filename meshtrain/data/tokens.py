@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from meshtrain.disk import fsync_folder
 from meshtrain.errors import InputError
 
 FORMAT = 1
@@ -110,12 +111,12 @@ def write(folder: Path, documents: Iterable[Document], *, vocab_size: int, token
     temporary.mkdir()
     try:
         header = _write_files(temporary, documents, vocab_size, tokenizer, source)
-        _sync(temporary)
+        fsync_folder(temporary)
         temporary.rename(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _sync(folder.parent)
+    fsync_folder(folder.parent)
     return header
 
 
@@ -189,15 +190,6 @@ def _save(path: Path, values: list[int]) -> memoryview:
 def _flush(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Brings the names in a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def open_tokens(folder: Path) -> TokenFolder:
