@@ -1,6 +1,7 @@
 """The console script `meshtrain`: commands that look at a job from outside. Training is `python -m meshtrain.train`.
 
-A command is a module with `add_arguments(parser)` and `run(arguments)`, and one line in the table below. Only the
+A command is a module with `add_arguments(parser)` and `run(arguments)`, which may return an exit status, and one line
+in the table below. Only the
 module of the command that was asked for is imported, so that `meshtrain --help` answers at once.
 """
 
@@ -18,15 +19,17 @@ from meshtrain.layout import LayoutError
 # name -> (module, what it does)
 COMMANDS = {
     "plan": ("meshtrain.plan", "what a config would do on given hosts, computed without starting anything"),
+    "doctor": ("meshtrain.operate.doctor.command", "what is wrong with these nodes, run on each in torchrun's place"),
     "pipeline": ("meshtrain.pipeline.command", "a pipeline schedule as a timeline: who computes what when, who idles"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status: 0 done, 2 the user's input is wrong."""
+    """Runs one command and returns the exit status: 0 done, 2 the user's input is wrong, or the command's own."""
     argv = sys.argv[1:] if argv is None else argv
+    status = 0
     try:
-        _run(argv)
+        status = _run(argv)
         sys.stdout.flush()
     except (InputError, LayoutError) as error:
         print(error, file=sys.stderr)
@@ -34,16 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader has seen enough (`meshtrain plan ... | head`). Python flushes stdout once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return status
 
 
-def _run(argv: Sequence[str]) -> None:
+def _run(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())
-        return
+        return 0
     if argv[0] == "--version":
         print(f"meshtrain {importlib.metadata.version('meshtrain')}")
-        return
+        return 0
     name, rest = argv[0], argv[1:]
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
@@ -54,7 +57,7 @@ def _run(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog=f"meshtrain {name}", description=about, allow_abbrev=False)
     module.add_arguments(parser)
     # Options may stand between the overrides, as people write them.
-    module.run(parser.parse_intermixed_args(rest))
+    return module.run(parser.parse_intermixed_args(rest)) or 0
 
 
 def _overview() -> str:
