@@ -151,6 +151,12 @@ class Network:
         """Nothing comes through to the host but connections to this port, and answers from it."""
         self._rules(host, f"dport {port} lookup local", f"sport {port} lookup local", "blackhole")
 
+    def open_again(self, host: int) -> None:
+        """Nothing is dropped any more: the kernel's own routing rules, and no others."""
+        self.do(host, "ip", "rule", "flush")
+        for pref, table in (("0", "local"), ("32766", "main"), ("32767", "default")):
+            self.do(host, "ip", "rule", "add", "pref", pref, "lookup", table)
+
     def _rules(self, host: int, *rules: str) -> None:
         """Routing rules that come before the kernel's own, which finds the host's own addresses."""
         self.do(host, "ip", "rule", "add", "pref", "100", "lookup", "local")

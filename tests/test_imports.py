@@ -24,6 +24,7 @@ WITHOUT_TORCH = [
     "meshtrain.config",
     "meshtrain.cli",
     "meshtrain.plan",
+    "meshtrain.operate.doctor.command",
 ]
 # These import nothing but Python's standard library, and each of the project's that is named with them.
 PURE = {

@@ -129,7 +129,7 @@ def test_siblings_wait_for_what_there_is_to_time_and_leave_when_there_is_nothing
     second = node(port, **values, node_rank=0, rank=1)
     second = replace(second, variables={"SLURM_LOCALID": "1"})
     config = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
-    first = replace(first, config=str(config), overrides=("layout.tp=3",))  # does not fit two processes
+    first = replace(first, config=str(config), overrides=("layout={dp_shard: 3}",))  # does not fit two processes
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(assist, second)
         (lead,) = meet(first)

@@ -54,7 +54,7 @@ from meshtrain.operate.doctor.report import print_report, print_summary
 from meshtrain.operate.doctor.wire import listen
 
 WAIT_S = 30.0
-FACTS_S = 20.0  # for a host to collect what it can say of itself: torch is imported, disks are read
+FACTS_S = 15.0  # for a host to say what it has collected: torch is imported, disks are read
 VISITS_S = 20.0  # to try ports, look up names and look for files
 WORKERS_S = 25.0
 SLACK_S = 5.0  # more than the limits above, for the node that leads to tell what came of it
@@ -113,8 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
     verdict = examine(one)
     if verdict.seen is not None:
         print_report(verdict.seen, verdict.findings, arguments.json)
-    else:
-        print_summary(verdict.findings, socket.gethostname(), verdict.leader, arguments.json)
+    elif not arguments.json:
+        print_summary(verdict.findings, socket.gethostname(), verdict.leader, quiet=place.rank is not None)
     return status(verdict.findings)
 
 
@@ -173,9 +173,11 @@ def _meet(one: Examination, host: Host, beacon: Beacon) -> Verdict:
 def _alone(host: Host) -> Verdict:
     host = replace(host, ranks=tuple(range(host.processes)), route=next(iter(addresses_of(host.interfaces)), ""))
     seen = Seen((host,), visits=(Visit(),), clocks=((0.0, 0.0),))
-    spec = _spec(seen)
-    timings = Timings(skipped=_why_not(seen))
-    if spec is not None and not timings.skipped:
+    why = _why_not(seen)
+    if why:
+        timings = Timings(skipped=why)
+    else:
+        spec = _spec(seen)
         timings = merge(spec.layout, run_workers(spec, _places(host), "127.0.0.1", True))
     seen = replace(seen, timings=timings)
     return Verdict(judge(seen), seen)
@@ -272,7 +274,7 @@ def _timed(leader: Leader, seen: Seen) -> Timings:
     for tell in (leader.tell, leader.tell_siblings):
         tell(None if spec is None else to_json(spec))
     if spec is None:
-        return Timings(skipped=why or "the job has one process")
+        return Timings(skipped=why)
     host = seen.hosts[0]
     own = run_workers(spec, _places(host), "127.0.0.1", True)
     found: dict[int, Any] = dict(own)
@@ -286,13 +288,15 @@ def _why_not(seen: Seen) -> str:
     first = blocking(judge(seen))
     if first:
         return f"first mend {', '.join(dict.fromkeys(one.id for one in first))}"
-    return "the job has one process" if sum(host.processes for host in seen.hosts) < 2 else ""
+    ranks = sorted(rank for host in seen.hosts for rank in host.ranks)
+    if len(ranks) < 2:
+        return "the job has one process"
+    # Under srun a task that did not come leaves a gap.
+    return "" if ranks == list(range(len(ranks))) else "not every process of the job has come"
 
 
-def _spec(seen: Seen) -> Spec | None:
+def _spec(seen: Seen) -> Spec:
     by_rank = {rank: i for i, host in enumerate(seen.hosts) for rank in host.ranks}
-    if len(by_rank) < 2:
-        return None
     sizes = next((host.layout for host in seen.hosts if host.layout is not None), {"dp_shard": -1})
     with listen(0) as probe:
         port = probe.getsockname()[1]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -74,13 +75,15 @@ def collect(place: Place, config: str | None, overrides: Sequence[str], variable
 
 def look_up(names: set[str]) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
     """Name -> addresses, as this host resolves them, and the names for which that took long."""
-    found, slow = {}, []
-    for name in sorted(names):
+
+    def one(name: str) -> tuple[str, tuple[str, ...], float]:
         start = time.monotonic()
-        found[name] = resolve(name)
-        if time.monotonic() - start > SLOW_S:
-            slow.append(name)
-    return found, tuple(slow)
+        return name, resolve(name), time.monotonic() - start
+
+    with ThreadPoolExecutor(max(len(names), 1)) as pool:
+        found = list(pool.map(one, sorted(names)))
+    slow = tuple(name for name, _, seconds in found if seconds > SLOW_S)
+    return {name: addresses for name, addresses, _ in found}, slow
 
 
 def processes_of(asked: str, gpus: int, cores: int) -> int:

@@ -156,7 +156,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Entry:
-    """What the others need to know of a host: its open port and what that tells, addresses to try, files to look for."""
+    """What the others need to know of a host: its open port, what that tells, addresses to try, files to look for."""
 
     host: str
     door: str

@@ -31,12 +31,13 @@ def print_report(seen: Seen, found: Sequence[Finding], as_json: bool) -> None:
     print(findings_text(found), flush=True)
 
 
-def print_summary(found: Sequence[Finding], host: str, leader: str, as_json: bool) -> None:
-    """What concerns this host, where another one tells everything."""
-    if as_json:
-        return
+def print_summary(found: Sequence[Finding], host: str, leader: str, quiet: bool) -> None:
+    """What concerns this host, where another one tells everything; nothing at all if `quiet` and all is well here."""
     mine = [one for one in found if host in one.where]
-    if not any(one.severity == "error" for one in mine):
+    wrong = any(one.severity == "error" for one in mine)
+    if quiet and not wrong:
+        return
+    if not wrong:
         print(f"{host}: nothing is wrong with this host{', but the job has errors' if status(list(found)) else ''}")
     print("\n".join([*map(block, mine), f"(the whole report is on {leader})"]), flush=True)
 
