@@ -58,3 +58,9 @@ def test_a_worker_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = Spec({"dp_shard": 2}, ("0 a", "1 b"), free_port(), 8.0)
     found = run_workers(spec, [(0, 0), (1, 1)], "127.0.0.1", serves=True)
     assert {one["stuck"] for one in found.values()} == {"failed at starting: it printed nothing"}
+
+
+def test_a_worker_that_fails_says_how() -> None:
+    spec = Spec({"dp_shard": 3}, ("0 a", "1 b"), free_port(), 20.0)  # three ranks, and two are there
+    found = run_workers(spec, [(0, 0), (1, 1)], "127.0.0.1", serves=True)
+    assert all("layout {dp_shard: 3} needs 3" in one["stuck"] for one in found.values()), found

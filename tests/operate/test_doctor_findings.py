@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -190,7 +191,7 @@ CASES: list[tuple[str, Change, tuple[str, ...]]] = [
     ("endpoint-loopback", failed("refused", addresses=("127.0.1.1",)), ("resolves to a loopback address on node2",)),
     ("nodes-missing", alone(), ("1 of 2 nodes", "node1 (id job, 2 nodes, node1:29500)")),
     ("nodes-missing", after(STATIC, alone()), ("node ranks that did not come: 1",)),
-    ("nodes-missing", alone(launcher="srun", expected=("node1", "node2"), node_rank=0, rank=0), ("missing: node2",)),
+    ("nodes-missing", alone(launcher="srun", expected=("n1", "n2"), node_rank=0, rank=0), ("missing: n2",)),
     ("nodes-missing", both_places(most=3), ("2 of 2:3 nodes",)),
     ("id-differs", place(1, id="other"), ("job on node1; other on node2", "--rdzv-id")),
     ("nodes-differ", place(1, fewest=3, most=3), ("2 on node1; 3 on node2", "--nnodes")),
@@ -269,21 +270,40 @@ def test_what_is_wrong_is_found_and_nothing_else(id_: str, wrong: Change, words:
     assert status(found) == int(found[0].severity == "error")
 
 
-def test_every_finding_has_a_case() -> None:
+def ids_in_the_rules() -> set[str]:
     """The ids are the literals that the rules hand to error, warning and note."""
-    ids = set()
+    found = set()
     for room in Path(findings.__file__).parent.glob("rules_*.py"):
         for node in ast.walk(ast.parse(room.read_text())):
             if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
                 name = node.func.id if isinstance(node.func, ast.Name) else ""
-                chosen = isinstance(node.func, ast.IfExp)
-                if chosen or name in ("error", "warning", "note", "kind"):
-                    ids.add(node.args[0].value)
+                if isinstance(node.func, ast.IfExp) or name in ("error", "warning", "note", "kind"):
+                    found.add(node.args[0].value)
+    return found
+
+
+def test_every_finding_has_a_case() -> None:
     cases = {id_ for id_, _, _ in CASES}
-    tested_elsewhere = {"transport", "same-host", "node-elsewhere", "node-cannot-come", "another-job"}
-    assert len(ids) > 40
-    assert ids - cases == tested_elsewhere
+    tested_elsewhere = {"transport", "same-host", "node-elsewhere", "node-cannot-come", "another-job", "served-twice"}
+    assert len(ids_in_the_rules()) > 40
+    assert ids_in_the_rules() - cases == tested_elsewhere
     assert set(findings.BLOCKING) <= cases | {"torch-differs"}
+
+
+def test_every_finding_is_in_the_table_of_the_docs() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "multi-node.md").read_text()
+    table = set(re.findall(r"`([a-z]+(?:-[a-z]+)+|transport|unsteady)`", document))
+    explained_by_themselves = {
+        "config-wrong",
+        "not-timed",
+        "same-host",
+        "another-job",
+        "leader-left",
+        "node-fell-silent",
+    }
+    every = ids_in_the_rules() | {id_ for id_, _, _ in CASES if not id_.endswith(("numpy-differs", "kernel-differs"))}
+    assert every - table == explained_by_themselves
+    assert table - every == {"nvidia-smi"}, "the docs name what no rule says"
 
 
 def test_agents_of_one_host_are_no_two_hosts() -> None:
@@ -299,6 +319,7 @@ def test_agents_of_one_host_are_no_two_hosts() -> None:
     [
         (PLACE_2, "node-elsewhere", "goes to the endpoint node2:29500; node1 was given node1:29500"),
         (PLACE, "node-cannot-come", "was given the same endpoint, and did not get through"),
+        (replace(PLACE, serves=True), "served-twice", "serves the same endpoint node1:29500 itself, as node1 does"),
         (replace(PLACE_2, id="theirs"), "another-job", "goes to node2:29500 with the id theirs"),
     ],
 )
@@ -309,7 +330,7 @@ def test_where_a_node_is_missing_it_is_told_who_else_is_nearby(theirs: Place, id
     assert words in next(one.what for one in found if one.id == id_)
     assert [one.id for one in judge(replace(HEALTHY, heard=heard))] == ["transport"], "nobody is missing"
     turned = replace(failed("refused")(HEALTHY), heard=(Heard("node1", "10.0.0.1", theirs),))
-    met_there = id_ == "node-cannot-come"  # it waits where this node failed to go, as it should
+    met_there = id_ in ("node-cannot-come", "served-twice")  # it waits where this node failed to go, as it should
     assert {one.id for one in judge(turned)} - {"transport"} == {"endpoint-refused"} | (set() if met_there else {id_})
 
 

@@ -5,6 +5,7 @@ come to; the rest starts the workers (worker.py) of this node and takes what the
 """
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -24,6 +25,7 @@ SMALL = 2**18  # bytes; from the time that it takes the larger size is chosen
 LARGER = {"gloo": (2**20, 2**22, 2**24), "nccl": (2**22, 2**24, 2**26, 2**28)}
 REPETITIONS = 6
 BUDGET_S = 0.3  # of one collective on the groups of one axis
+START_S = 60.0  # for a worker to say its first word: importing torch takes seconds, on a busy host many
 PATIENCE_S = 3.0  # after a worker of this node has failed, for the others to notice it themselves
 MOST_ROUNDS = 7  # of pairs of hosts: all pairs of up to eight hosts
 
@@ -128,6 +130,8 @@ class _Worker:
         self.at = "starting"
         self.result: dict[str, Any] | None = None
         self._errors: list[str] = []
+        self._started = time.monotonic()
+        self._began: float | None = None
         task = {"spec": asdict(spec), "rank": rank, "local_rank": local_rank, "address": address, "serves": serves}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "meshtrain.operate.doctor.worker", json.dumps(task)],
@@ -146,6 +150,7 @@ class _Worker:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             message = json.loads(line) if line.startswith('{"') else {}
+            self._began = self._began or time.monotonic()
             self.at = message.get("at", self.at)
             self.result = message.get("result", self.result)
 
@@ -154,7 +159,12 @@ class _Worker:
         for line in self.process.stderr:
             self._errors = [*self._errors, line.rstrip()][-20:]
 
-    def end(self, seconds: float) -> dict[str, Any]:
+    def running(self, seconds: float) -> bool:
+        """Whether it has not ended and its time is not up: that of starting, or `seconds` from its first word on."""
+        limit = START_S if self._began is None else self._began + seconds - self._started
+        return self.process.poll() is None and time.monotonic() - self._started < limit
+
+    def end(self) -> dict[str, Any]:
         """What came of it; whatever is left of the process is killed."""
         over = self.process.poll() is None and self.result is None
         if self.result is None:
@@ -168,9 +178,10 @@ class _Worker:
         if self.result is not None:
             return self.result
         if over:
-            return {"stuck": f"not done with {self.at} after {seconds:.0f} s"}
+            return {"stuck": f"not done with {self.at} after {time.monotonic() - self._started:.0f} s"}
         said = [line for line in self._errors if line and not line.startswith(" ")] or ["it printed nothing"]
-        return {"stuck": f"failed at {self.at}: {said[-1][:300]}"}
+        errors = [line for line in said if "Error" in line]  # notes may follow it
+        return {"stuck": f"failed at {self.at}: {(errors or said)[-1][:300]}"}
 
 
 def run_workers(spec: Spec, places: Sequence[tuple[int, int]], address: str, serves: bool) -> dict[int, Any]:
@@ -184,12 +195,10 @@ def run_workers(spec: Spec, places: Sequence[tuple[int, int]], address: str, ser
     Returns:
         rank -> what it measured, or {"stuck": how far it came}.
     """
-    start = time.monotonic()
     workers = [_Worker(spec, rank, local, address, serves and i == 0) for i, (rank, local) in enumerate(places)]
-    deadline = start + spec.seconds
-    failed = False
-    while any(one.process.poll() is None for one in workers) and time.monotonic() < deadline:
-        if not failed and any(one.process.poll() not in (None, 0) for one in workers):
-            failed, deadline = True, min(deadline, time.monotonic() + PATIENCE_S)
+    deadline = never = math.inf
+    while any(one.running(spec.seconds) for one in workers) and time.monotonic() < deadline:
+        if deadline == never and any(one.process.poll() not in (None, 0) for one in workers):
+            deadline = time.monotonic() + PATIENCE_S
         time.sleep(0.05)
-    return {one.rank: one.end(time.monotonic() - start) for one in workers}
+    return {one.rank: one.end() for one in workers}

@@ -8,7 +8,9 @@ meshtrain doctor --local CONFIG
 
 import argparse
 import os
+import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +20,7 @@ from typing import Any
 from meshtrain.errors import InputError
 from meshtrain.layout import Layout
 from meshtrain.operate.doctor.beacon import Beacon
-from meshtrain.operate.doctor.collectives import Spec, merge, run_workers
+from meshtrain.operate.doctor.collectives import START_S, Spec, merge, run_workers
 from meshtrain.operate.doctor.facts import collect, look_up
 from meshtrain.operate.doctor.files import tidy, visible
 from meshtrain.operate.doctor.finding import Finding
@@ -56,7 +58,7 @@ from meshtrain.operate.doctor.wire import listen
 WAIT_S = 30.0
 FACTS_S = 15.0  # for a host to say what it has collected: torch is imported, disks are read
 VISITS_S = 20.0  # to try ports, look up names and look for files
-WORKERS_S = 25.0
+WORKERS_S = 20.0
 SLACK_S = 5.0  # more than the limits above, for the node that leads to tell what came of it
 
 
@@ -99,6 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """The command. Returns 0 where all is well, 1 where something is wrong."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and clean up on the way
     words = [word for word in (arguments.config, *arguments.overrides) if word is not None]
     words = words[1:] if arguments.module else words  # torchrun's `-m meshtrain.train` in front of the config
     config, overrides = (None, words) if words and "=" in words[0] else (words[0] if words else None, words[1:])
@@ -278,7 +281,7 @@ def _timed(leader: Leader, seen: Seen) -> Timings:
     host = seen.hosts[0]
     own = run_workers(spec, _places(host), "127.0.0.1", True)
     found: dict[int, Any] = dict(own)
-    for results in [*leader.gather(None, spec.seconds + SLACK_S), *leader.gather_siblings(SLACK_S)]:
+    for results in [*leader.gather(None, START_S + spec.seconds + SLACK_S), *leader.gather_siblings(SLACK_S)]:
         if isinstance(results, dict):
             found |= {int(rank): result for rank, result in results.items() if isinstance(result, dict)}
     return merge(spec.layout, found)
@@ -325,7 +328,7 @@ def _follow(member: Member, one: Examination, host: Host) -> Verdict:
         if spec is not None:
             results = run_workers(from_json(Spec, spec), _places(with_door), member.leader_address, False)
             member.give({str(rank): result for rank, result in results.items()})
-        told = from_json(Told, member.hear(WORKERS_S + 2 * SLACK_S))
+        told = from_json(Told, member.hear(START_S + WORKERS_S + 2 * SLACK_S))
         return Verdict(list(told.findings), None, roster.nodes[0].host)
     finally:
         member.close()

@@ -5,6 +5,7 @@ import os
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,4 +143,5 @@ def tidy(own: Sequence[PathFacts]) -> None:
     """Removes this host's small files."""
     for one in own:
         if one.token:
-            within(PROBE_S, Path(one.seen, one.token).unlink, True)
+            with suppress(OSError):  # its server has gone meanwhile: the file cannot be helped
+                within(PROBE_S, Path(one.seen, one.token).unlink, True)

@@ -132,7 +132,7 @@ def _loopback(place: Place, host: str) -> str:
 
 def _missing(seen: Seen) -> Iterator[Finding]:
     leader = seen.hosts[0]
-    place, names = leader.place, labels(seen)
+    place = leader.place
     came = len(seen.hosts)
     if came >= place.most:
         return
@@ -141,7 +141,8 @@ def _missing(seen: Seen) -> Iterator[Finding]:
         ranks = {host.place.node_rank for host in seen.hosts}
         absent = "; node ranks that did not come: " + some([str(i) for i in range(place.most) if i not in ranks])
     if place.expected:
-        absent = "; missing: " + some([name for name in place.expected if name not in names])
+        came_ranks = {host.place.node_rank for host in seen.hosts}
+        absent = "; missing: " + some([name for i, name in enumerate(place.expected) if i not in came_ranks])
     told_ = (
         f"{came} of {place.nodes} nodes came to {place.endpoint} within {seen.waited:.0f} s: "
         f"{some([_as_whom(seen, i) for i in range(came)])}{absent}"
@@ -154,7 +155,7 @@ def _missing(seen: Seen) -> Iterator[Finding]:
     if came < place.fewest and place.most > 1 and resolved and all(map(is_loopback, resolved)):
         own_name = place.address == leader.host  # then it is the others' resolution that counts
         if not own_name:
-            yield error("endpoint-loopback", _loopback(place, leader.host), (names[0],), _LOOPBACK_FIX)
+            yield error("endpoint-loopback", _loopback(place, leader.host), (leader.host,), _LOOPBACK_FIX)
     yield (error if came < place.fewest else warning)("nodes-missing", told_, (), fix)
 
 
@@ -167,10 +168,18 @@ def _elsewhere(seen: Seen) -> Iterator[Finding]:
         if one.host in came:
             continue
         same_end = (theirs.address, theirs.port) == (mine.address, mine.port)
-        if same_end and seen.attempt is not None:
-            continue  # it waits for this node, as it should
+        if same_end and (seen.attempt is not None or mine.address == "localhost" or is_loopback(mine.address)):
+            continue  # it waits for this node, as it should; or what is wrong is told already
         who = f"{one.host} ({one.address}) runs the doctor too, and "
-        if same_end:
+        if same_end and theirs.serves:
+            yield error(
+                "served-twice",
+                f"{who}serves the same endpoint {mine.endpoint} itself, as {seen.hosts[0].host} does",
+                (one.host,),
+                "give --node-rank=0, or --rdzv-conf is_host=1, to the one host that the endpoint names, and not to "
+                f"{one.host}",
+            )
+        elif same_end:
             yield warning(
                 "node-cannot-come",
                 f"{who}was given the same endpoint, and did not get through to it",
