@@ -1,6 +1,7 @@
 """Doctors one after the other on one host of the tests, without importing torch for each: a JSON line in, one out."""
 
 import argparse
+import importlib
 import json
 import os
 import socket
@@ -15,6 +16,8 @@ from meshtrain.operate.doctor.options import read_place
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_arguments(parser)
+    importlib.import_module("torch")  # so that both hosts are as quick from now on
+    print("ready", flush=True)
     for line in sys.stdin:
         task = json.loads(line)
         given = parser.parse_intermixed_args(task["arguments"])

@@ -15,7 +15,7 @@ LAYOUT = Layout({"dp_shard": 2, "tp": 2}).on_hosts([2, 2])
 
 def result(seconds: float, *links: dict[str, Any]) -> dict[str, Any]:
     row = {"axes": "tp", "what": "all-gather", "latency": seconds / 10, "size": 8, "seconds": seconds, "spread": 2.0}
-    return {"backend": "gloo", "compute": seconds, "links": list(links), "timings": [row]}
+    return {"backend": "gloo", "compute": seconds, "links": list(links), "timings": [row], "left_out": []}
 
 
 def test_of_each_collective_the_slowest_rank_counts() -> None:
@@ -47,7 +47,8 @@ def test_ranks_that_did_not_arrive_are_named(nonsense: dict[str, Any]) -> None:
     assert found.stuck["3"] == "nothing came of it"
 
 
-def test_a_worker_whose_partner_does_not_come_says_where_it_waits() -> None:
+def test_a_worker_whose_partner_does_not_come_says_where_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshtrain.operate.doctor.collectives.START_S", 8.0)
     spec = Spec({"dp_shard": 2}, ("0 a", "1 b"), free_port(), 8.0)
     found = run_workers(spec, [(0, 0)], "127.0.0.1", serves=True)
     assert "meeting" in found[0]["stuck"] or "starting" in found[0]["stuck"]

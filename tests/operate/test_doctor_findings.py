@@ -244,6 +244,7 @@ CASES: list[tuple[str, Change, tuple[str, ...]]] = [
     ("infiniband-differs", change(0, infiniband=("mlx5_0:1",), gpudirect=True), ("node2 has no active InfiniBand",)),
     ("no-gpudirect", everywhere(infiniband=("mlx5_0:1",)), ("nvidia_peermem",)),
     ("not-timed", timed(skipped="the job has one process"), ("the job has one process",)),
+    ("no-time-left", timed(left_out=("all-gather over tp",)), ("no time for all-gather over tp",)),
     ("collective-failed", timed(stuck=STUCK), ("ranks 3 on node2", "all-reduce over tp")),
     ("slow-link", timed(links=(Link(0, 2, 1e9), Link(1, 3, 1e7), Link(0, 3, 1e9))), ("10.0 MB/s", "1.00 GB/s")),
     ("slow-rank", timed(compute={"0": 1e-3, "1": 1e-3, "2": 1e-3, "3": 9e-3}), ("rank 3 on node2 takes 9.0 times",)),

@@ -38,6 +38,12 @@ class Doctors:
             for host in network.hosts
         }  # fmt: skip
 
+    def wait(self) -> None:
+        """Until all are ready."""
+        for process in self._processes.values():
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+
     def run(
         self,
         arguments: Mapping[int, str],
@@ -74,6 +80,7 @@ class Doctors:
 def doctors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doctors]:
     with Network(2, tmp_path_factory.mktemp("network"), second=True) as network:
         found = Doctors(network)
+        found.wait()
         yield found
         found.close()
 
@@ -280,13 +287,12 @@ def test_the_collectives_of_unequal_hosts_and_the_slow_link(tmp_path: Path) -> N
     found = {one["id"]: one for one in report["findings"]}
     assert found["slow-link"]["where"] == ["node3"]
     timings = report["seen"]["timings"]
-    assert {one["axes"] for one in timings["timings"]} == {"dp_replicate", "dp_shard", "world"}
-    assert len(timings["timings"]) == 12
+    assert len(timings["timings"]) + len(timings["left_out"]) == 12
     assert all(one["bandwidth"] > 0 and one["latency"] > 0 for one in timings["timings"])
     assert len(timings["links"]) == 3
     assert timings["stuck"] == {}
-    inside = {one["axes"]: one["crosses"] for one in timings["timings"]}
-    assert inside == {"dp_replicate": True, "dp_shard": True, "world": True}
+    assert timings["timings"][0]["axes"] == "dp_replicate"
+    assert timings["timings"][0]["crosses"]
     assert sorted(timings["compute"]) == ["0", "1", "2", "3"]
 
 
@@ -308,7 +314,7 @@ def test_a_host_alone_and_a_command_line_that_is_wrong(tmp_path: Path) -> None:
 def test_workers_of_torchrun(tmp_path: Path) -> None:
     job = torchrun(2, "-m", "meshtrain.operate.doctor", "configs/quickstart.yaml", f"train.output={tmp_path}/run")
     assert "all is well" in job.check().out
-    assert job.out.count("all-reduce") == 1
+    assert job.out.count("collectives over gloo") == 1
 
 
 def test_tasks_of_srun(tmp_path: Path) -> None:

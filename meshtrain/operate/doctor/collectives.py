@@ -25,7 +25,9 @@ SMALL = 2**18  # bytes; from the time that it takes the larger size is chosen
 LARGER = {"gloo": (2**20, 2**22, 2**24), "nccl": (2**22, 2**24, 2**26, 2**28)}
 REPETITIONS = 6
 BUDGET_S = 0.3  # of one collective on the groups of one axis
-START_S = 60.0  # for a worker to say its first word: importing torch takes seconds, on a busy host many
+START_S = 40.0  # for the workers to meet: importing torch takes seconds, on a busy host many
+MET = "connecting"  # what a worker says that it does once all have met
+SHARE = 0.6  # of the time after that in which parts are begun; what is not begun then is left out
 PATIENCE_S = 3.0  # after a worker of this node has failed, for the others to notice it themselves
 MOST_ROUNDS = 7  # of pairs of hosts: all pairs of up to eight hosts
 
@@ -37,7 +39,7 @@ class Spec:
     Attributes:
         sizes: of the layout's axes; hosts: the host of each rank.
         port: of the store, on the node that leads; its first worker serves it.
-        seconds: until a worker is given up.
+        seconds: from the workers' meeting until one is given up.
     """
 
     sizes: dict[str, int]
@@ -84,6 +86,7 @@ def merge(layout: Layout, results: Mapping[int, Mapping[str, Any]]) -> Timings:
     by_name: dict[tuple[str, str], list[dict[str, Any]]] = {}
     links: list[Link] = []
     compute: dict[str, float] = {}
+    left_out: tuple[str, ...] = ()
     backends = set()
     for rank, result in sorted(results.items()):
         if "stuck" in result:
@@ -93,13 +96,14 @@ def merge(layout: Layout, results: Mapping[int, Mapping[str, Any]]) -> Timings:
             links += [from_json(Link, link) for link in result["links"]]
             compute[str(rank)] = float(result["compute"])
             backends.add(str(result["backend"]))
+            left_out = tuple(map(str, result["left_out"]))  # the same on all ranks
             for one in result["timings"]:
                 row = {name: float(one[name]) for name in ("latency", "size", "seconds", "spread")}
                 by_name.setdefault((str(one["axes"]), str(one["what"])), []).append(row)
         except (KeyError, TypeError, ValueError, RecordError) as error:
             stuck[str(rank)] = f"its numbers make no sense ({error!r})"
     rows = [_slowest(layout, axes, what, found) for (axes, what), found in by_name.items()]
-    return Timings(" ".join(sorted(backends)), tuple(rows), tuple(links), compute, stuck)
+    return Timings(" ".join(sorted(backends)), tuple(rows), tuple(links), compute, stuck, "", left_out)
 
 
 def _slowest(layout: Layout, axes: str, what: str, found: Sequence[Mapping[str, float]]) -> Timing:
@@ -150,7 +154,8 @@ class _Worker:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             message = json.loads(line) if line.startswith('{"') else {}
-            self._began = self._began or time.monotonic()
+            if self.at == MET:
+                self._began = time.monotonic()
             self.at = message.get("at", self.at)
             self.result = message.get("result", self.result)
 
@@ -160,7 +165,7 @@ class _Worker:
             self._errors = [*self._errors, line.rstrip()][-20:]
 
     def running(self, seconds: float) -> bool:
-        """Whether it has not ended and its time is not up: that of starting, or `seconds` from its first word on."""
+        """Whether it has not ended and its time is not up: that of the meeting, or `seconds` from then on."""
         limit = START_S if self._began is None else self._began + seconds - self._started
         return self.process.poll() is None and time.monotonic() - self._started < limit
 

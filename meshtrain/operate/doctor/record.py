@@ -267,6 +267,7 @@ class Timings:
         compute: rank -> seconds of the same small computation on each.
         stuck: rank -> what it was doing when the time was up, or how it failed.
         skipped: why nothing was measured; empty where something was.
+        left_out: collectives for which there was no time.
     """
 
     backend: str = ""
@@ -275,6 +276,7 @@ class Timings:
     compute: dict[str, float] | None = None
     stuck: dict[str, str] | None = None
     skipped: str = ""
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

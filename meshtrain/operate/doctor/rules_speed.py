@@ -19,6 +19,13 @@ def speed(seen: Seen) -> Iterator[Finding]:
     if timings.skipped:
         yield note("not-timed", f"the collectives were not timed: {timings.skipped}")
         return
+    if timings.left_out:
+        yield warning(
+            "no-time-left",
+            f"the hosts or the network are so slow that there was no time for {some(timings.left_out)}",
+            (),
+            "see what else is told here, and run the doctor again",
+        )
     yield from _stuck(seen, timings)
     yield from _links(seen, timings)
     yield from _ranks(seen, timings)

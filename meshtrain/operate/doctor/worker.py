@@ -21,8 +21,11 @@ from meshtrain.environment import Environment
 from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.operate.doctor.collectives import (
     LARGER,
+    MET,
     REPETITIONS,
+    SHARE,
     SMALL,
+    START_S,
     WHAT,
     WORLD,
     Spec,
@@ -50,12 +53,13 @@ def main(task: dict[str, Any]) -> None:
         (task["address"], spec.port),
         task["serves"],
     )
-    job = join(environment, spec.seconds)
+    job = join(environment, START_S)
     with leaving(job):
-        at("connecting")
+        at(MET)
+        until = time.monotonic() + SHARE * spec.seconds
         job.connect(spec.seconds)
         mesh = build_mesh(spec.layout, job.device.type)
-        result = measure(job, mesh)
+        result = measure(job, mesh, until)
         print(json.dumps({"result": result}), flush=True)
 
 
@@ -69,14 +73,22 @@ def at(what: str) -> None:
     print(json.dumps({"at": what}), flush=True)
 
 
-def measure(job: Job, mesh: Mesh) -> dict[str, Any]:
-    """Everything that this rank can time. Each rank does the same things in the same order."""
+def measure(job: Job, mesh: Mesh, until: float) -> dict[str, Any]:
+    """Everything that this rank can time. Each rank does the same things in the same order, and begins none after
+    `until`, a time of `time.monotonic`."""
     at("a computation of its own")
     compute = _compute(job)
     backend = "nccl" if job.device.type == "cuda" else "gloo"
     links = _links(job, mesh, backend)
-    timings = [_time(job, mesh, axis, what, LARGER[backend]) for axis in axes_to_time(mesh.layout) for what in WHAT]
-    return {"backend": backend, "compute": compute, "links": links, "timings": timings}
+    timings, left_out = [], []
+    for axis in axes_to_time(mesh.layout):
+        for what in WHAT:
+            late = torch.tensor([float(time.monotonic() > until)], device=job.device)
+            if mesh.sum(late).item():  # for one of the ranks, so for all
+                left_out.append(f"{what} over {axis}")
+            else:
+                timings.append(_time(job, mesh, axis, what, LARGER[backend]))
+    return {"backend": backend, "compute": compute, "links": links, "timings": timings, "left_out": left_out}
 
 
 def _clocked(job: Job, do: Callable[[], object]) -> float:
