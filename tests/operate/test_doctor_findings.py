@@ -349,6 +349,20 @@ def test_a_node_too_few_of_an_elastic_job_is_a_warning() -> None:
     assert [one.severity for one in judge(alone()(HEALTHY)) if one.id == "nodes-missing"] == ["error"]
 
 
+def test_a_loopback_name_is_an_error_only_where_gloo_goes_by_it() -> None:
+    loopback = change(1, resolves={"node2": ("127.0.1.1",)})
+    chosen = everywhere(variables={"GLOO_SOCKET_IFNAME": "eth0"})
+    for more, severity in ((whole(), "error"), (chosen, "warning"), (GPUS, "warning")):
+        found = judge(after(loopback, more)(HEALTHY))
+        assert [one.severity for one in found if one.id == "name-is-loopback"] == [severity]
+
+
+def test_of_three_hosts_the_one_with_a_disk_of_its_own_is_named() -> None:
+    third = replace(host(3), ranks=(4, 5))
+    seen = replace(HEALTHY, hosts=(*HEALTHY.hosts, third), visits=(visit(0), visit(1), Visit()))
+    assert [one.where for one in judge(seen) if one.id == "folder-not-shared"] == [("node3",)]
+
+
 def test_only_what_hinders_the_ranks_hinders_timing_them() -> None:
     assert blocking(judge(HEALTHY)) == []
     assert blocking(judge(path(1, "data.path", problem="is not there")(HEALTHY))) == []

@@ -323,6 +323,9 @@ def test_files_left_by_others_are_seen_in_a_shared_folder_only(tmp_path: Path) -
     tokens = [one.token, two.token, far.token]
     assert one.seen == str(tmp_path / "shared"), "the run's folder is not made for this"
     assert visible([one], tokens) == (tuple(sorted([one.token, two.token])), ())
+    (tmp_path / "shared" / "secret").touch()
+    asked = ["secret", f"{one.token}/../secret", f"../shared/{one.token}"]
+    assert visible([one], asked) == ((), ()), "what others ask for is no way to look around"
     tidy([one, two, far])
     assert list(tmp_path.rglob(".meshtrain*")) == []
 

@@ -20,7 +20,7 @@ from typing import Any
 from meshtrain.errors import InputError
 from meshtrain.layout import Layout
 from meshtrain.operate.doctor.beacon import Beacon
-from meshtrain.operate.doctor.collectives import START_S, Spec, merge, run_workers
+from meshtrain.operate.doctor.collectives import Spec, merge, run_workers
 from meshtrain.operate.doctor.facts import collect, look_up
 from meshtrain.operate.doctor.files import tidy, visible
 from meshtrain.operate.doctor.finding import Finding
@@ -206,7 +206,7 @@ def _lead(leader: Leader, one: Examination, host: Host, beacon: Beacon) -> Verdi
         finally:
             door.close()
         seen = replace(seen, heard=tuple(beacon.heard))
-        seen = replace(seen, timings=_timed(leader, seen))
+        seen = _timed(leader, seen)
         found = judge(seen)
         leader.tell(to_json(Told(tuple(found))))
         return Verdict(found, seen, host.host)
@@ -270,21 +270,24 @@ def _visit(node: int, directory: Directory, paths: Sequence[PathFacts]) -> Visit
     return Visit(try_ports(node, targets), names, seen, blind)
 
 
-def _timed(leader: Leader, seen: Seen) -> Timings:
+def _timed(leader: Leader, seen: Seen) -> Seen:
     """Has the workers of all nodes time the collectives of the layout, unless that is bound to fail."""
     why = _why_not(seen)
     spec = None if why else _spec(seen)
     for tell in (leader.tell, leader.tell_siblings):
         tell(None if spec is None else to_json(spec))
     if spec is None:
-        return Timings(skipped=why)
+        return replace(seen, timings=Timings(skipped=why))
     host = seen.hosts[0]
+    # All nodes' workers end together, or are given up at about the same time: then there is little to wait for.
     own = run_workers(spec, _places(host), "127.0.0.1", True)
     found: dict[int, Any] = dict(own)
-    for results in [*leader.gather(None, START_S + spec.seconds + SLACK_S), *leader.gather_siblings(SLACK_S)]:
+    of_nodes = leader.gather({}, 2 * SLACK_S)
+    for results in [*of_nodes, *leader.gather_siblings(SLACK_S)]:
         if isinstance(results, dict):
             found |= {int(rank): result for rank, result in results.items() if isinstance(result, dict)}
-    return merge(spec.layout, found)
+    silent = [host.host for host, results in zip(seen.hosts, of_nodes, strict=True) if results is None]
+    return replace(seen, timings=merge(spec.layout, found), silent=(*seen.silent, *silent))
 
 
 def _why_not(seen: Seen) -> str:
@@ -328,7 +331,7 @@ def _follow(member: Member, one: Examination, host: Host) -> Verdict:
         if spec is not None:
             results = run_workers(from_json(Spec, spec), _places(with_door), member.leader_address, False)
             member.give({str(rank): result for rank, result in results.items()})
-        told = from_json(Told, member.hear(START_S + WORKERS_S + 2 * SLACK_S))
+        told = from_json(Told, member.hear(4 * SLACK_S if spec is not None else SLACK_S))
         return Verdict(list(told.findings), None, roster.nodes[0].host)
     finally:
         member.close()
