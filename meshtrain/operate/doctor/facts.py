@@ -20,8 +20,8 @@ from meshtrain import locate
 from meshtrain.config import Config
 from meshtrain.errors import InputError
 from meshtrain.operate.doctor import machine
+from meshtrain.operate.doctor.dial import resolve
 from meshtrain.operate.doctor.files import named_paths, probe
-from meshtrain.operate.doctor.meeting import resolve
 from meshtrain.operate.doctor.record import Gpu, Host, Place
 
 SMI_S = 10.0  # a driver in trouble lets nvidia-smi hang

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from meshtrain.operate.doctor.meeting import connect, how_it_failed
+from meshtrain.operate.doctor.dial import connect, how_it_failed
 from meshtrain.operate.doctor.record import Reach
 from meshtrain.operate.doctor.wire import GoneError, Line, StrangerError, listen
 
