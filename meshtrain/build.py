@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from meshtrain.checkpoint import weights as checkpoints
+from meshtrain.checkpoint.named import named
 from meshtrain.data.order import microbatches
 from meshtrain.flops import block_flops
 from meshtrain.huggingface import check_weights, load_weights
@@ -109,7 +111,10 @@ def _part(
         if not whole:
             materialise(model, device)
         if config.model.weights is not None:
-            load_weights(model, config.model.weights, plain_model(config))
+            if named(config.model.weights) is None:
+                load_weights(model, config.model.weights, plain_model(config))
+            else:
+                checkpoints.load_weights(config.model.weights, model, plain_model(config))
         elif not whole:
             assert plan is not None
             initialise(model, plan, seed=config.train.seed, std=getattr(model_config, "initializer_range", 0.02))
@@ -134,13 +139,15 @@ def _part(
 
 
 def check_start(config: "Config") -> None:
-    """Whether the weights that a run is to start from are those of its model; reads headers only.
+    """Whether the weights that a run is to start from are those of its model; reads headers or a manifest only.
 
     Raises:
         InputError: they are not.
     """
-    if config.model.weights is not None:
-        check_weights(plain_model(config), config.model.weights, config.model.keys)
+    start = config.model.weights
+    if start is not None:
+        check = check_weights if named(start) is None else checkpoints.check_weights
+        check(plain_model(config), start, config.model.keys)
 
 
 def parameter_count(model: nn.Module) -> int:

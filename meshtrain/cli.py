@@ -1,8 +1,8 @@
 """The console script `meshtrain`: commands that look at a job from outside. Training is `python -m meshtrain.train`.
 
 A command is a module with `add_arguments(parser)` and `run(arguments)`, which may return an exit status, and one line
-in the table below. Only the
-module of the command that was asked for is imported, so that `meshtrain --help` answers at once.
+in the table below. Only the module of the command that was asked for is imported, so that `meshtrain --help` answers
+at once.
 """
 
 import argparse
@@ -21,11 +21,14 @@ COMMANDS = {
     "plan": ("meshtrain.plan", "what a config would do on given hosts, computed without starting anything"),
     "doctor": ("meshtrain.operate.doctor.command", "what is wrong with these nodes, run on each in torchrun's place"),
     "pipeline": ("meshtrain.pipeline.command", "a pipeline schedule as a timeline: who computes what when, who idles"),
+    "checkpoint": ("meshtrain.checkpoint.command", "lists, shows, verifies, compares and prunes checkpoints"),
+    "explain": ("meshtrain.operate.explain_command", "why a job has failed, by its logs, and what to do"),
+    "export": ("meshtrain.checkpoint.export", "the weights of a checkpoint as a Hugging Face directory"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status: 0 done, 2 the user's input is wrong, or the command's own."""
+    """Runs one command and returns the exit status: the command's own, as a rule 0; 2 the user's input is wrong."""
     argv = sys.argv[1:] if argv is None else argv
     status = 0
     try:
@@ -56,6 +59,8 @@ def _run(argv: Sequence[str]) -> int:
     module = importlib.import_module(module_name)
     parser = argparse.ArgumentParser(prog=f"meshtrain {name}", description=about, allow_abbrev=False)
     module.add_arguments(parser)
+    if getattr(module, "HAS_ACTIONS", False):  # parsers of their own, which take their arguments in order
+        return module.run(parser.parse_args(rest))
     # Options may stand between the overrides, as people write them.
     return module.run(parser.parse_intermixed_args(rest)) or 0
 

@@ -1,12 +1,17 @@
 """How a run ends, written into its folder: `exit.json` is there for scripts, and for the next start of the same run."""
 
 import signal
+from pathlib import Path
 from types import TracebackType
 
+from meshtrain.checkpoint.resume import Resume, Wanted
 from meshtrain.config import Config
 from meshtrain.errors import InputError
+from meshtrain.layout import LayoutError
 from meshtrain.run_folder import RunFolder
 from meshtrain.runtime import Job
+
+STOPPED = 75  # the exit status of a run that was asked to stop and can be gone on with: EX_TEMPFAIL of sysexits.h
 
 
 class Ending:
@@ -19,40 +24,66 @@ class Ending:
         self.folder = folder
         self.job = job
         self.step = 0  # updates done so far
+        self.stopped: str | None = None  # on whose request, with everything saved
         self._begun = False
 
     def __enter__(self) -> "Ending":
         return self
 
-    def done_before(self, steps: int) -> bool:
+    def done_before(self, steps: int, resume: Resume) -> bool:
         """Whether an earlier job has finished this run; rank 0 then says what the user may do.
 
         Args:
             steps: how many this run is to have.
+            resume: what it would go on from.
 
         Raises:
-            InputError: a finished run with another number of steps is in the folder.
+            InputError: a finished run with another number of steps is in the folder, and no checkpoint to go on from.
         """
         last = None
         with self.job.together("looking at the run's folder"):
-            last = self.folder.last_exit() if self.job.rank == 0 else None
-            if last is not None and last.get("status") == "done" and last["step"] != steps:
+            last = self.folder.last_exit() if self.job.rank == 0 and not resume.back else None
+            last = last if last is not None and last.get("status") == "done" else None
+            if last is not None and last["step"] != steps and resume.checkpoint is None:
                 raise InputError(
-                    f"{self.folder.path} holds a finished run of {last['step']} steps, and this one has {steps}: "
-                    f"name another folder, for instance train.output={self.folder.path}-{steps}"
+                    f"{self.folder.path} holds a finished run of {last['step']} steps and no checkpoint of it, and "
+                    f"this one has {steps}: name another folder, for instance train.output={self.folder.path}-{steps}"
                 )
-        done = self.job.gather("looking at the run's folder", last is not None and last.get("status") == "done")[0]
+        done = self.job.gather("looking at the run's folder", last is not None and last["step"] == steps)[0]
         if done:
             self.job.say(
                 f"{self.folder.path} is done: {steps} steps. Its loss is in metrics.jsonl and loss.png there.\n"
                 f"To start anew, remove the folder or name another:  train.output={self.folder.path}-2\n"
-                f"To go further, train longer in another folder:     "
-                f"train.steps={2 * steps} train.output={self.folder.path}-{2 * steps}"
+                f"To go further, train longer from its last step:    train.steps={2 * steps}"
             )
         return done
 
-    def begin(self, config: Config, layout_table: str) -> None:
-        """The run is about to start: from now on its folder says so."""
+    def stop(self, mine: str | None, checkpoint: Path, wanted: Wanted) -> None:
+        """The run was asked to stop, and has: rank 0 says why, where its state is, and how to go on.
+
+        Args:
+            mine: what has asked this rank, if something did.
+        """
+        asked: dict[str, list[str]] = {}
+        for rank, what in enumerate(self.job.gather("stopping", mine)):
+            if what is not None:
+                asked.setdefault(what, []).append(str(rank))
+        self.stopped = "asked to stop by " + ", and by ".join(
+            what if ranks[0] == "0" else f"{what} on rank {', '.join(ranks)}" for what, ranks in asked.items()
+        )
+        again = "" if wanted.config.checkpoint.resume == "latest" else " with checkpoint.resume=latest"
+        self.job.say(
+            f"\nstopped after step {self.step} of {wanted.steps}: {self.stopped}\n"
+            f"the state is in {checkpoint}\n"
+            f"to go on, start the same command again{again}"
+        )
+
+    def begin(self, config: Config, layout_table: str, step: int) -> None:
+        """The run is about to start, after `step` updates: from now on its folder says so.
+
+        Its weights or its checkpoint have been read by then: what is wrong with them refuses it.
+        """
+        self.step = step
         if self.job.rank == 0:
             self.folder.forget_exit()
             self.folder.write("config.yaml", config.to_yaml())
@@ -62,9 +93,12 @@ class Ending:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.job.rank != 0 or not self._begun:
+        refused = isinstance(error, InputError | LayoutError)
+        if self.job.rank != 0 or (not self._begun and (error is None or refused)):
             return
-        if error is None:
+        if error is None and self.stopped is not None:
+            self.folder.write_exit("stopped", STOPPED, self.stopped, self.step)
+        elif error is None:
             self.folder.write_exit("done", 0, "all steps are done", self.step)
         else:
             culprit = self.job.failed_before(error) if isinstance(error, Exception) else None

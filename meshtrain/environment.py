@@ -22,6 +22,7 @@ class Environment:
         master: host and port at which the job's store listens; None where there is no store.
         hosts_store: whether this process is the one to serve the store there.
         restarts: how often torchrun has started this worker anew.
+        requeues: how often SLURM has started this job anew.
     """
 
     launcher: str
@@ -32,6 +33,12 @@ class Environment:
     master: tuple[str, int] | None
     hosts_store: bool = False
     restarts: int = 0
+    requeues: int = 0
+
+    @property
+    def again(self) -> bool:
+        """Whether this is not the first start of a job that the launcher starts anew when it was lost."""
+        return self.restarts > 0 or self.requeues > 0
 
 
 def read_environment(variables: Mapping[str, str]) -> Environment:
@@ -41,6 +48,7 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
         InputError: a variable is missing or no number; the message names it.
     """
     host = socket.gethostname()
+    requeues = int(variables.get("SLURM_RESTART_COUNT", "0"))
     if any(name in variables for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")):
         _need(variables, TORCHRUN, "torchrun sets them all; to run a single process, unset them all")
         rank = _number(variables, "RANK")
@@ -53,6 +61,7 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
             (variables["MASTER_ADDR"], _number(variables, "MASTER_PORT")),
             rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
             int(variables.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            requeues,
         )
     # The shell of an sbatch script carries SLURM_PROCID=0 as well, but it is no task of a step: python there is alone.
     batch_shell = variables.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in variables
@@ -69,8 +78,9 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
             variables.get("SLURMD_NODENAME", host),
             _slurm_master(variables) if variables["SLURM_NTASKS"] != "1" else None,
             rank == 0 if chosen else (local_rank == 0 and _number(variables, "SLURM_NODEID") == 0),
+            requeues=requeues,
         )
-    return Environment("none", 0, 1, 0, host, None)
+    return Environment("none", 0, 1, 0, host, None, requeues=requeues)
 
 
 def _need(variables: Mapping[str, str], names: tuple[str, ...], why: str) -> None:

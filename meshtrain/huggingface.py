@@ -5,7 +5,7 @@ in the whole that part lies, and a safetensors file can be read from there.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from meshtrain.errors import InputError
 from meshtrain.parts import local_part
 
 HARMLESS = ("*rotary_emb.inv_freq",)  # older files have them, though they follow from the config
+NAMED = 40  # tensors that a message names of each problem
 KINDS = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -31,6 +32,7 @@ KINDS = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {word: dtype for dtype, word in KINDS.items()}
 
 
 def named_tensors(model: nn.Module) -> dict[tuple[str, ...], Tensor]:
@@ -55,12 +57,36 @@ def check_weights(model: nn.Module, folder: str | Path, keys: Mapping[str, Any] 
     """
     folder = Path(folder).expanduser()
     entries = {name: entry for file in weights.stored(folder).values() for name, entry in file.items()}
-    problems = _problems(named_tensors(model), entries)
+
+    def config_json() -> Mapping[str, Any]:
+        return json.loads(weights.read_config(folder)) if (folder / weights.CONFIG).is_file() else {}
+
+    must_fit(named_tensors(model), entries, folder, keys or {}, config_json)
+
+
+def must_fit(
+    tensors: Mapping[tuple[str, ...], Tensor],
+    entries: Mapping[str, weights.Entry],
+    where: Path,
+    keys: Mapping[str, Any],
+    keys_there: Callable[[], Mapping[str, Any]],
+) -> None:
+    """Refuses stored tensors that are not those of a model.
+
+    Args:
+        tensors: of the model, as `named_tensors` gives them.
+        keys, keys_there: of the model's Config, and those that stand beside the weights: the message names the sizes
+            in which they differ.
+
+    Raises:
+        InputError: names what is missing, too much, of another shape or of a type that cannot be read.
+    """
+    problems = _problems(tensors, entries)
     if not problems:
         return
-    differ = _differing(folder, keys or {})
-    hint = f"; its config.json and the run's keys differ: {differ}: take those keys away" if differ else ""
-    raise InputError(f"the weights in {folder} do not fit the model: {'; '.join(problems)}{hint}")
+    differ = _differing(keys, keys_there()) if keys else ""
+    hint = f"; its config and the run's keys differ: {differ}: take those keys away" if differ else ""
+    raise InputError(f"the weights in {where} do not fit the model: {'; '.join(problems)}{hint}")
 
 
 def _problems(tensors: Mapping[tuple[str, ...], Tensor], entries: Mapping[str, weights.Entry]) -> list[str]:
@@ -78,21 +104,20 @@ def _problems(tensors: Mapping[tuple[str, ...], Tensor], entries: Mapping[str, w
     problems = []
     if missing:
         tied = " (do they tie it? then give model.tie_word_embeddings: true)" * (missing == ["lm_head.weight"])
-        problems.append(f"missing {weights.some(missing)}{tied}")
+        problems.append(f"missing {weights.some(missing, NAMED)}{tied}")
     if strange:
-        problems.append(f"the model has no {weights.some(strange)}")
+        problems.append(f"the model has no {weights.some(strange, NAMED)}")
     if shapes:
-        problems.append(f"other shapes: {weights.some(shapes)}")
+        problems.append(f"other shapes: {weights.some(shapes, NAMED)}")
     if kinds:
-        problems.append(f"types that cannot be read: {weights.some(kinds)}: expected {', '.join(weights.FLOATS)}")
+        problems.append(
+            f"types that cannot be read: {weights.some(kinds, NAMED)}: expected {', '.join(weights.FLOATS)}"
+        )
     return problems
 
 
-def _differing(folder: Path, keys: Mapping[str, Any]) -> str:
-    """The sizes that the folder's config.json has otherwise: `vocab_size (there 256, here 300)`."""
-    if not keys or not (folder / weights.CONFIG).is_file():
-        return ""
-    there = json.loads(weights.read_config(folder))
+def _differing(keys: Mapping[str, Any], there: Mapping[str, Any]) -> str:
+    """The sizes that stand otherwise beside the weights: `vocab_size (there 256, here 300)`."""
     sizes = {name: value for name, value in keys.items() if isinstance(value, int)}
     return weights.some(
         [f"{name} (there {there[name]}, here {n})" for name, n in sizes.items() if there.get(name, n) not in (n, None)]
@@ -127,11 +152,17 @@ def load_weights(model: nn.Module, folder: str | Path, whole: nn.Module | None =
 
 
 def _fill(file: Any, name: str, tensor: Tensor, *, again: bool) -> None:
-    """Copies this rank's part of a tensor; compares it if another name of the same tensor has filled it."""
     local, part = local_part(tensor)
-    if local.numel() == 0:
-        return
-    found = file.get_slice(name)[part] if tensor.shape else file.get_tensor(name)
+    if local.numel() > 0:
+        fill(local, file.get_slice(name)[part] if tensor.shape else file.get_tensor(name), name, again=again)
+
+
+def fill(local: Tensor, found: Tensor, name: str, *, again: bool) -> None:
+    """Copies values into what a rank holds of a tensor; compares if another name of the same tensor has filled it.
+
+    Raises:
+        InputError: they differ.
+    """
     if not again:
         local.copy_(found)
     elif not torch.equal(local, found.to(local)):

@@ -1,7 +1,10 @@
 """How exactly a run computes: what the YAML's `precision` and `deterministic` mean to torch."""
 
+import hashlib
 import os
+import random
 
+import numpy as np
 import torch
 
 PRECISIONS = {
@@ -36,3 +39,19 @@ def set_numerics(precision: str, deterministic: bool) -> None:
         # cuBLAS reads this when its first handle is made: two buffers of fixed size and no others.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
+
+
+def reseed(seed: int, step: int, index: int) -> None:
+    """Seeds the random numbers of torch, numpy and Python for a step: a function of these three and of no history.
+
+    So what a model or a data set draws is the same after a resume, and no generator's state has to be kept.
+
+    Args:
+        seed: of the run.
+        step: counted from 1.
+        index: of the rank among those that have different samples; ranks that share samples draw the same numbers.
+    """
+    drawn = int.from_bytes(hashlib.blake2b(f"{seed} {step} {index}".encode(), digest_size=8).digest())
+    torch.manual_seed(drawn)
+    np.random.seed(drawn % 2**32)
+    random.seed(drawn)

@@ -12,6 +12,8 @@ from meshtrain.mesh import Mesh
 if TYPE_CHECKING:
     from meshtrain.config import Optimizer as OptimizerConfig
 
+AVERAGES = ("exp_avg", "exp_avg_sq")  # of AdamW for each parameter, in torch's words
+
 
 def learning_rate(config: "OptimizerConfig", step: int, total_steps: int) -> float:
     """The learning rate of update `step` (from 1) of `total_steps`.
@@ -59,6 +61,27 @@ class Optimizer:
             eps=config.eps,
             fused=True,
         )
+        # The state is there before the first update, so that a checkpoint can be loaded into it.
+        self.updates = torch.zeros((), dtype=torch.float32, device=self._held[0].local.device)  # done, none skipped
+        self._trained = {held.parameter for held in self._held}
+        self._states: dict[Tensor, dict[str, Tensor]] = {}
+        for held in kept:
+            averages = {name: torch.zeros_like(held.local, requires_grad=False) for name in AVERAGES}
+            self._states[held.parameter] = {"step": self.updates.clone(), **averages}
+            self._adamw.state[held.local] = self._states[held.parameter]
+
+    def trains(self, parameter: Tensor) -> bool:
+        """Whether a parameter of the model is one that updates change."""
+        return parameter in self._trained
+
+    def average(self, parameter: Tensor, name: str) -> Tensor:
+        """One of the `AVERAGES` for this rank's part of a parameter, which is not empty, on the optimizer's memory."""
+        return self._states[parameter][name]
+
+    def take_updates(self) -> None:
+        """`updates` was set from outside: AdamW counts on from there."""
+        for state in self._states.values():
+            state["step"].copy_(self.updates)
 
     def squared_norm(self) -> Tensor:
         """This rank's contribution to the squared global norm of the gradients: a scalar in float64."""
@@ -81,8 +104,10 @@ class Optimizer:
         lr = learning_rate(self.config, step, self.total_steps)
         for group in self._adamw.param_groups:
             group["lr"] = lr
-        self._adamw.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]  # as torch's GradScaler does
+        skipped = skip.to(torch.float32)
+        self._adamw.found_inf = skipped  # type: ignore[attr-defined]  # as torch's GradScaler does
         self._adamw.step()
+        self.updates += 1 - skipped
         return lr
 
     def zero_grad(self) -> None:

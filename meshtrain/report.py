@@ -1,8 +1,8 @@
 """The books of a run: what each step's result means for the totals, the rows that people watch, and going on or not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshtrain.build import plain_model
 from meshtrain.data import OpenData
@@ -26,20 +26,42 @@ class Report:
     """Takes the results of the steps in their order. All ranks keep one, because all of them stop together."""
 
     def __init__(
-        self, config: "Config", job: Job, mesh: Mesh, data: OpenData, clock: StepClock, ending: Ending, steps: int
+        self,
+        config: "Config",
+        job: Job,
+        mesh: Mesh,
+        data: OpenData,
+        clock: StepClock,
+        ending: Ending,
+        steps: int,
+        *,
+        first: int = 1,
+        books: Mapping[str, Any] | None = None,
     ) -> None:
-        """`ending` learns how far the run is; `steps` is the run's last step."""
+        """
+        Args:
+            ending: learns how far the run is.
+            steps: the run's last step.
+            first: the first step of this job; rows of it and of later ones are dropped.
+            books: those of the checkpoint that the run goes on from, as `books()` gave them.
+        """
         self.config, self.job, self.mesh, self.data, self.clock = config, job, mesh, data, clock
-        self.ending, self.steps = ending, steps
+        self.ending, self.steps, self.first = ending, steps, first
         self.slowest_s = 0.0  # of the steps taken so far, the first left out
+        self.stop_asked = False  # by some rank, before one of the steps taken so far
+        self.evaluations: dict[int, dict[str, float]] = {}  # of the last step that had one
         self._n_samples = len(data.train)
-        self._tokens = 0
-        self._epoch = _Sums()
+        self.tokens = 0 if books is None else books["tokens"]
+        self._epoch = _Sums() if books is None else _Sums(**books["epoch"])
         self._pending: Callable[[], StepResult] | None = None
         self._metrics = NoMetrics()
         if job.rank == 0:
             self._metrics = Metrics(
-                ending.folder.path, task=data.task, steps=steps, tensorboard=config.metrics.tensorboard
+                ending.folder.path,
+                task=data.task,
+                steps=steps,
+                step=first - 1,
+                tensorboard=config.metrics.tensorboard,
             )
             self._count_flops()
 
@@ -57,6 +79,11 @@ class Report:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._metrics.close()
+
+    @property
+    def step(self) -> int:
+        """The last step whose result was taken."""
+        return self.ending.step
 
     def say(self, text: str) -> None:
         """Rank 0 prints, above its progress line."""
@@ -77,17 +104,18 @@ class Report:
         result, self._pending = self._pending(), None
         times = self.clock.pop()
         assert times is not None  # every update ends a step of the clock
-        if result.step > 1:  # the first one starts the readers, and compiles
+        self.stop_asked |= result.stop_asked
+        if result.step > self.first:  # the first one starts the readers, and compiles
             self.slowest_s = max(self.slowest_s, times["step_time_s"])
         if not result.finite and not result.overflow:
             self._not_finite(result)
         self.ending.step = result.step
-        self._tokens += result.targets
+        self.tokens += result.targets
         if result.finite:
             self._epoch.add(result)
         if self.job.rank == 0:
             self._metrics.row(self._row(result, times))
-        if self._ends_epoch(result.step):
+        if self.ends_epoch(result.step):
             self._metrics.epoch(result.step * self.config.batch.global_size // self._n_samples, self._epoch.means())
             self._epoch = _Sums()
 
@@ -95,15 +123,22 @@ class Report:
         """Whether the YAML asks for an evaluation after this step. The last step has one unless there are none."""
         every = self.config.train.eval_every
         if every == "epoch":
-            return step == self.steps or self._ends_epoch(step)
+            return step == self.steps or self.ends_epoch(step)
         return bool(every) and (step == self.steps or step % int(every) == 0)
 
     def evaluation(self, step: int, found: Evaluation) -> None:
         """Books an evaluation after `step`, whose result has been taken."""
-        self._metrics.evaluation(step, found.numbers(self.data.task, self.data.bytes_per_target))
+        numbers = found.numbers(self.data.task, self.data.bytes_per_target)
+        self.evaluations = {step: numbers}
+        self._metrics.evaluation(step, numbers)
         self.clock.restart()  # its time is no step's
 
-    def _ends_epoch(self, step: int) -> bool:
+    def books(self) -> dict[str, Any]:
+        """What is counted over the steps taken so far, for a checkpoint: anything that JSON can carry."""
+        return {"tokens": self.tokens, "epoch": vars(self._epoch), "steps": self.steps}
+
+    def ends_epoch(self, step: int) -> bool:
+        """Whether an epoch is over after this step."""
         size = self.config.batch.global_size
         return step * size // self._n_samples > (step - 1) * size // self._n_samples
 
@@ -116,7 +151,7 @@ class Report:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": result.lr,
-            "tokens": self._tokens,
+            "tokens": self.tokens,
             "samples": result.step * size,
             "samples_digest": samples_digest(indices),
             "tokens_per_s": result.targets / seconds,
@@ -150,10 +185,10 @@ class Report:
 class _Sums:
     """Sums over the steps of an epoch."""
 
-    def __init__(self) -> None:
-        self.loss = 0.0
-        self.targets = 0
-        self.correct: int | None = None
+    def __init__(self, loss: float = 0.0, targets: int = 0, correct: int | None = None) -> None:
+        self.loss = loss
+        self.targets = targets
+        self.correct = correct
 
     def add(self, result: StepResult) -> None:
         self.loss += result.loss * result.targets

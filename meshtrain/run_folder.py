@@ -1,87 +1,34 @@
 """A run's folder, as rank 0 sees it: taken by one job at a time, and what it says about how the last job ended."""
 
-import fcntl
 import json
-import os
-import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from meshtrain.errors import InputError
+from meshtrain.checkpoint.folder import clear_unfinished, locked
+from meshtrain.checkpoint.shared import prove_shared
+from meshtrain.errors import AgreedError, InputError
 from meshtrain.runtime import Job
 
 EXIT = "exit.json"
 
 
 class RunFolder:
-    """The folder `train.output`. Whoever takes it holds a lock on it until it leaves."""
+    """The folder `train.output`."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._lock: int | None = None
-
-    def take(self) -> None:
-        """Makes the folder if there is none, and locks it.
-
-        Raises:
-            InputError: the folder cannot be written to, or another job holds it.
-        """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise InputError(
-                f"the run's folder {self.path.absolute()} cannot be used ({error.strerror}): "
-                "name another one with train.output=FOLDER"
-            ) from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
-            os.close(lock)
-            raise InputError(
-                f"the run's folder {self.path} is in use by {holder or 'another job'}: "
-                "wait for it to end, or name another folder with train.output=FOLDER"
-            ) from error
-        except OSError as error:
-            os.close(lock)
-            raise InputError(
-                f"the run's folder {self.path.absolute()} cannot be locked ({error.strerror}), and without a lock two "
-                "jobs could write to it: name one on another file system with train.output=FOLDER"
-            ) from error
-        os.truncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on host {socket.gethostname()}\n".encode(), 0)
-        self._lock = lock
-        # A reader process that outlives this one for a moment must not keep the folder locked.
-        os.register_at_fork(after_in_child=self._close)
-
-    def leave(self) -> None:
-        """Gives the folder back; may be called twice."""
-        if self._lock is not None:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
-        self._close()
-
-    def _close(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
     @contextmanager
     def held(self, job: Job) -> Iterator[None]:
         """Rank 0 has taken the folder while the body runs; if it cannot, no rank goes on.
 
         Raises:
-            InputError: as `take`, on every rank.
+            InputError: on every rank: the folder cannot be written to, or another job holds it.
         """
-        with job.together("opening the run's folder"):
-            if job.rank == 0:
-                self.take()
-        try:
+        with held(self.path, job, "the run's folder", "train.output=FOLDER"):
             yield
-        finally:
-            self.leave()
 
     def last_exit(self) -> dict[str, Any] | None:
         """How the last job ended, as it wrote down itself; None if none did.
@@ -113,3 +60,47 @@ class RunFolder:
         temporary = self.path / f".{name}.tmp"
         temporary.write_text(text)
         temporary.replace(self.path / name)
+
+
+@contextmanager
+def held(folder: Path, job: Job, what: str, other: str) -> Iterator[None]:
+    """Rank 0 has a lock on a folder, which it makes if there is none, while the body runs.
+
+    Args:
+        what: the folder is, for people.
+        other: how another one is named.
+
+    Raises:
+        InputError: on every rank: rank 0 cannot have it.
+    """
+    with ExitStack() as stack:
+        with job.together(f"opening {what}"):
+            if job.rank == 0:
+                try:
+                    stack.enter_context(locked(folder))
+                except InputError as error:
+                    raise InputError(f"{what}: {error}; or name another one with {other}") from error
+        yield
+
+
+@contextmanager
+def checkpoints_held(path: str | None, folder: RunFolder, job: Job) -> Iterator[Path]:
+    """The folder of a run's checkpoints, which all hosts see, and to which nobody else writes while the body runs.
+
+    Args:
+        path: as the config names it; None: `checkpoints` in the run's folder, which is held.
+
+    Raises:
+        InputError: on every rank: it cannot be had, or it is not shared.
+    """
+    checkpoints = folder.path / "checkpoints" if path is None else Path(path).expanduser()
+    if checkpoints.resolve() == folder.path.resolve():
+        raise AgreedError(
+            f"checkpoint.path is the run's folder itself, {folder.path}: name one inside of it, or another"
+        )
+    with held(checkpoints, job, "the folder of the checkpoints", "checkpoint.path=FOLDER"):
+        with job.together("clearing the folder of the checkpoints"):
+            for unfinished in clear_unfinished(checkpoints) if job.rank == 0 else ():
+                job.say(f"removed {unfinished}, which an earlier job did not finish")
+        prove_shared(job, checkpoints)
+        yield checkpoints

@@ -43,6 +43,7 @@ class StepResult:
         overflow: in float16, whether a too large loss scale was the reason.
         bad_samples: those of this rank's samples, numbered within its share, whose loss was not finite.
         sent: axis -> bytes that this rank sent over it for the step.
+        stop_asked: whether some rank was asked to stop when it took this step.
     """
 
     step: int
@@ -55,6 +56,7 @@ class StepResult:
     overflow: bool
     bad_samples: list[int]
     sent: dict[str, int]
+    stop_asked: bool = False
 
 
 class Trainer:
@@ -120,8 +122,11 @@ class Trainer:
         if self.counts_correct:
             self._correct.append(correct_predictions(logits, targets))
 
-    def update(self, step: int) -> Callable[[], StepResult]:
+    def update(self, step: int, stop_asked: bool = False) -> Callable[[], StepResult]:
         """The update of step `step` with the accumulated gradients, unless something was not finite.
+
+        Args:
+            stop_asked: whether this rank was asked to stop; the result tells it to all of them.
 
         Returns:
             A function that gives the step's result; it waits until the device has got there.
@@ -136,7 +141,8 @@ class Trainer:
             counted = losses.sum(), correct.double()
             if not self.mesh.speaks_for_samples:
                 counted = losses.new_zeros(()), losses.new_zeros(())
-            seen = torch.stack([counted[0], self.optimizer.squared_norm(), counted[1]])
+            asked = losses.new_full((), float(stop_asked))
+            seen = torch.stack([counted[0], self.optimizer.squared_norm(), counted[1], asked])
             with self.clock.phase("communication"):
                 self.mesh.sum(seen)
             loss, norm = seen[0] / self.count.value(), seen[1].sqrt()
@@ -150,19 +156,19 @@ class Trainer:
             lr = self.optimizer.update(step, factor, bad)
             if self.scale is not None:
                 self.scale.update(bad)
-            numbers = _Later(torch.stack([loss, norm, seen[2], self.count.total(), scale]))
+            numbers = _Later(torch.stack([loss, norm, seen[2], self.count.total(), scale, seen[3]]))
         self.clock.end_step()
         sent = self.mesh.traffic.by_axis()
         return lambda: self._result(step, numbers.read(), losses, lr, sent)
 
     def _result(self, step: int, numbers: list[float], losses: Tensor, lr: float, sent: dict[str, int]) -> StepResult:
-        loss, norm, correct, targets, scale = numbers
+        loss, norm, correct, targets, scale, asked = numbers
         finite = torch.tensor([loss, norm]).isfinite().tolist()
         bad = [] if all(finite) else (~losses.isfinite()).nonzero().flatten().tolist()
         # Where the scale is down to 1 it is not the scale that is too large.
         overflow = scale > 1 and finite == [True, False]
         hits = int(correct) if self.counts_correct else None
-        return StepResult(step, loss, norm, int(targets), hits, lr, all(finite), overflow, bad, sent)
+        return StepResult(step, loss, norm, int(targets), hits, lr, all(finite), overflow, bad, sent, asked > 0)
 
 
 class _Microbatches:
@@ -239,11 +245,11 @@ class LossScale:
 
     def __init__(self, device: torch.device) -> None:
         self.value = torch.tensor(self.FIRST, device=device)
-        self._good = torch.tensor(0, device=device)
+        self.good = torch.tensor(0, device=device)  # steps in a row
 
     def update(self, overflow: Tensor) -> None:
-        """Takes the outcome of a step: a boolean scalar on the device."""
-        self._good = torch.where(overflow, 0, self._good + 1)
-        grows = self._good == self.GROWTH
-        self.value = torch.where(overflow, self.value / 2, torch.where(grows, self.value * 2, self.value))
-        self._good = torch.where(grows, 0, self._good)
+        """Takes the outcome of a step: a boolean scalar on the device. `value` and `good` stay on their memory."""
+        good = torch.where(overflow, 0, self.good + 1)
+        grows = good == self.GROWTH
+        self.value.copy_(torch.where(overflow, self.value / 2, torch.where(grows, self.value * 2, self.value)))
+        self.good.copy_(torch.where(grows, 0, good))

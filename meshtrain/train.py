@@ -10,21 +10,28 @@ import argparse
 import gc
 import math
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from dataclasses import replace
 from typing import Any, NoReturn
+
+from meshtrain.stopping import Requests, Signals
+
+if __name__ == "__main__":
+    heard = Signals.heard()  # now: torch takes seconds to import, and a signal that nobody hears ends the process
 
 from torch import nn
 
 from meshtrain.batch import describe_batch
 from meshtrain.build import build_model, check_start, outputs, parameter_count, plain_model
+from meshtrain.checkpoint.resume import Resume, Wanted
+from meshtrain.checkpoint.state import State
+from meshtrain.checkpoint.versions import versions
 from meshtrain.config import Config
 from meshtrain.data import OpenData, Samples, eval_batches, open_data, train_batches
-from meshtrain.ending import Ending
+from meshtrain.ending import STOPPED, Ending
 from meshtrain.environment import read_environment
 from meshtrain.errors import InputError
 from meshtrain.evaluate import evaluate
@@ -34,7 +41,7 @@ from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.locate import model_file
 from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.metrics import require_tensorboard
-from meshtrain.numerics import compute_dtype, set_numerics
+from meshtrain.numerics import compute_dtype, reseed, set_numerics
 from meshtrain.optim import Optimizer
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.plan import describe_hosts, layout_text
@@ -42,8 +49,9 @@ from meshtrain.plot import plot_loss
 from meshtrain.profile import Profiler
 from meshtrain.recording import recording
 from meshtrain.report import Report
-from meshtrain.run_folder import RunFolder
+from meshtrain.run_folder import RunFolder, checkpoints_held
 from meshtrain.runtime import Job, join, leaving
+from meshtrain.saving import Saving, describe_saving
 from meshtrain.step import Trainer
 from meshtrain.timing import StepClock
 
@@ -51,10 +59,9 @@ COLLECT_EVERY = 50  # steps between two runs of Python's garbage collector
 PROMPT_TOKENS = 16  # of held-out text, which the generated sample goes on from
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, signals: Signals | None = None) -> int:
     """Trains what the command line names; returns the exit status, or raises SystemExit with it."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _asked_to_end)
+    signals = signals or Signals.heard()
     try:
         job = join(read_environment(os.environ))
     except InputError as error:
@@ -66,12 +73,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with job.together("reading the config"):
             config = read_config(arguments, job.world_size, job.device.type)
         job.same("the config", config.to_yaml(), "start every process with the same file and the same overrides")
-        run(config, job)
-    return 0
+        status = run(config, job, signals)
+    # torchrun takes every other status for a fault, ends the ranks that are still there, and may start them again.
+    return 0 if job.environment.launcher == "torchrun" else status
 
 
-def run(config: Config, job: Job) -> None:
+def run(config: Config, job: Job, signals: Signals | None = None) -> int:
     """One run of one config in a job that has joined; several may follow one another in one job.
+
+    Args:
+        signals: of this process; None: it hears none.
+
+    Returns:
+        0: the run is done; 75: it was asked to stop, and can be gone on with.
 
     Raises:
         InputError: something that the user gave is wrong. TrainingError: the run could not go on.
@@ -80,62 +94,85 @@ def run(config: Config, job: Job) -> None:
     job.layout = Layout.resolve(config.layout, job.world_size).on_hosts(counts, names)
     set_numerics(config.train.precision, config.train.deterministic)
     folder = RunFolder(config.train.output)
-    with folder.held(job):
+    with folder.held(job), checkpoints_held(config.checkpoint.path, folder, job) as checkpoints:
         with job.together("opening the data"):
             data = open_data(config.data, n_outputs=outputs(config), seed=config.train.seed, say=job.say)
         with job.together("comparing the weights with the model"):
             check_start(config)
         job.same(
-            "the data",
-            f"{data.fingerprint} {len(data.train)} {len(data.validation or ())}",
-            "every host must have the same files, and the same Python for python-stdlib",
+            "the data", str(data.identity), "every host must have the same files, and the same Python for python-stdlib"
         )
-        steps = total_steps(config, data.train)
+        code = versions(model_file(config.model.name))
+        wanted = Wanted(config, folder.path, checkpoints, data.identity, code, total_steps(config, data.train))
+        resume = Resume(job, wanted)
+        requests = Requests(signals or Signals())
+        if job.rank == 0:
+            requests.watch(folder.path, config.train.time_limit_s, os.environ)
         with Ending(folder, job) as ending:
-            if not ending.done_before(steps):
+            if not ending.done_before(wanted.steps, resume):
                 job.connect(config.train.start_timeout_s)
-                ending.begin(config, layout_text(job.layout))
-                train(config, job, data, ending, steps)
+                train(wanted, job, data, ending, resume, requests)
+        return STOPPED if ending.stopped is not None else 0
 
 
-def train(config: Config, job: Job, data: OpenData, ending: Ending, steps: int) -> None:
+def train(wanted: Wanted, job: Job, data: OpenData, ending: Ending, resume: Resume, requests: Requests) -> None:
     """The run on one page."""
     assert job.layout is not None  # run() placed this process
+    config, steps = wanted.config, wanted.steps
     mesh = build_mesh(job.layout, job.device.type)
     clock = StepClock(job.device)
-    model = build_model(config, mesh, job.device, waiting=lambda: clock.phase("communication"))
+    # What a checkpoint will fill needs no weights to start from: they are not read once more.
+    start = config if resume.checkpoint is None else replace(config, model=replace(config.model, weights=None))
+    model = build_model(start, mesh, job.device, waiting=lambda: clock.phase("communication"))
     optimizer = Optimizer(model, config.optimizer, mesh, steps)
     trainer = Trainer(model, optimizer, config, mesh, job.device, task=data.task, clock=clock)
     folder = ending.folder.path
     profiler = Profiler(config.metrics, folder, job.rank, job.device)
-    for line in [*introduction(config, job, data, model), *profiler.about]:
+    state = State(model, optimizer, mesh, job, trainer.scale)
+    for line in [*introduction(wanted, job, data, model), *profiler.about, *resume.loading(state)]:
         job.say(line)
+    ending.begin(config, layout_text(job.layout), resume.step)
 
     size, index, ranks = config.batch, mesh.index(*DATA_AXES), mesh.size(*DATA_AXES)
     shared: dict[str, Any] = {"micro_size": size.micro_size, "rank": index, "ranks": ranks, **reading(config)}
     batches = train_batches(
-        data.train, seed=config.train.seed, first_step=0, steps=steps, global_size=size.global_size, **shared
+        data.train, seed=config.train.seed, first_step=resume.step, steps=steps, global_size=size.global_size, **shared
     )
     held_out = None if data.validation is None else eval_batches(data.validation, **shared)
 
     with job.together("opening metrics.jsonl"):
-        report = Report(config, job, mesh, data, clock, ending, steps)
+        report = Report(config, job, mesh, data, clock, ending, steps, first=resume.step + 1, books=resume.books)
+    saving = Saving(wanted, resume, state, report, job)
     clock.restart()
-    with report, between_steps(profiler) as at_step:
-        for step in range(1, steps + 1):
+    with report, saving, requests.heeded(), between_steps(profiler) as at_step:
+        for step in range(resume.step + 1, steps + 1):
             at_step(step)
+            reseed(config.train.seed, step, index)
             with clock.phase("data"):
                 microbatches = next(batches)
             with recording(config, model, step, job=job, layout=mesh.layout, folder=folder, say=report.say):
                 trainer.accumulate(step, microbatches)
             report.take()  # the step before: if it was not finite the run may end here, before this update
-            report.later(trainer.update(step))
+            if report.stop_asked:
+                break  # on all ranks; what was accumulated is let go
+            asked = saving.gives_up() or requests.reason(report.slowest_s, saving.seconds)
+            report.later(trainer.update(step, stop_asked=bool(asked)))
             if held_out is not None and report.evaluates_after(step):
                 report.take()
                 report.evaluation(step, evaluate(model, held_out, mesh, job.device, trainer.dtype))
-            if step == 3:
+            if saving.due(step):
+                report.take()
+                saving.save()
+                clock.restart()  # what the step waits for it is said by the log, and is no step's
+            if step == resume.step + 3:
                 mesh.set_timeout(step_timeout(config, report.slowest_s))
         report.take()
+        saving.finish()
+    if ending.step < steps:
+        saving.check()
+        ending.stop(requests.said, saving.checkpoint, wanted)
+        requests.obeyed()
+        return
     if data.tokenizer is not None and config.train.sample_tokens > 0:
         job.say(sample_text(config, job, data, model))
     if job.rank == 0:
@@ -143,6 +180,7 @@ def train(config: Config, job: Job, data: OpenData, ending: Ending, steps: int) 
     if config.train.export is not None:
         mesh.set_timeout(config.train.start_timeout_s)  # the ranks wait for disks
         write_export(config, job, mesh, model, config.train.export)
+    saving.check()
 
 
 def write_export(config: Config, job: Job, mesh: Mesh, model: nn.Module, folder: str) -> None:
@@ -195,9 +233,9 @@ def step_timeout(config: Config, slowest_s: float) -> float:
     return config.train.step_timeout_s or max(120.0, 20 * slowest_s)
 
 
-def introduction(config: Config, job: Job, data: OpenData, model: nn.Module) -> Iterator[str]:
+def introduction(wanted: Wanted, job: Job, data: OpenData, model: nn.Module) -> Iterator[str]:
     """What rank 0 says before the first step."""
-    layout, size = job.layout, config.batch
+    config, layout, size = wanted.config, job.layout, wanted.config.batch
     assert layout is not None
     yield f"{config.name}: {describe_hosts(layout)}, on {job.device_name()}, {job.meeting_point()}"
     yield f"layout {layout}, {config.train.precision}"
@@ -208,6 +246,7 @@ def introduction(config: Config, job: Job, data: OpenData, model: nn.Module) -> 
     elif config.metrics.timeline is not None:
         yield "metrics.timeline is for a pipeline, and this layout has none (pp: 1): no timeline is written"
     yield from data.about
+    yield describe_saving(wanted)
     yield from (f"override {override}" for override in config.overrides)
     yield from (f"warning: {warning}" for warning in layout.warnings())
 
@@ -259,12 +298,5 @@ def sample_text(config: Config, job: Job, data: OpenData, model: nn.Module) -> s
     return f"\na sample, going on from {first!r}:\n{first}{rest}\n"
 
 
-def _asked_to_end(number: int, frame: FrameType | None) -> NoReturn:
-    """A signal unwinds the stack, so that the run's folder learns of it. A second one does not disturb that."""
-    for other in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(other, signal.SIG_IGN)
-    raise SystemExit(128 + number)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(signals=heard))

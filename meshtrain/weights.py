@@ -89,7 +89,8 @@ def stored(folder: Path) -> dict[Path, dict[str, Entry]]:
 
 
 def _needed(folder: Path) -> str:
-    what = f"a Hugging Face directory has {CONFIG} and {SINGLE}, or {INDEX} and the files that it names"
+    what = f"a Hugging Face directory has {CONFIG} and {SINGLE}, or {INDEX} and the files that it names (and a run's "
+    what += "folder has checkpoints)"
     return what if folder.is_dir() else f"{folder} is no folder; {what} (`hf download NAME --local-dir DIR` makes one)"
 
 
@@ -163,6 +164,11 @@ def some(names: Sequence[str], most: int = 4) -> str:
 
 
 # Writing ------------------------------------------------------------------------------------------------------------
+
+
+def by_numbers(name: str) -> list[tuple[int, str]]:
+    """The key by which names are sorted into the order of a file: layer 2 comes before layer 10."""
+    return [(int(word), "") if word.isdecimal() else (-1, word) for word in name.split(".")]
 
 
 def planned_files(entries: Sequence[Entry], most: int = FILE_BYTES) -> dict[str, list[Entry]]:

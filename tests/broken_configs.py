@@ -494,6 +494,73 @@ TOGETHER = [
     ),
 ]
 
+CHECKPOINTS = [
+    one("checkpoints of a word", plus("checkpoint: {every: epcoh}\n"), 4, "'epcoh'", "did you mean epoch?"),
+    one("keep none", plus("checkpoint: {keep_last: 0}\n"), 4, "checkpoint.keep_last", "at least 1"),
+    one("checkpoints by another name", plus("checkpoint: {save_steps: 5}\n"), 4, "save_steps", "did you mean every?"),
+    one(
+        "resume by another name", plus(train="{steps: 9, resume_from_checkpoint: x}"), 3, "no key", "checkpoint.resume"
+    ),
+    one(
+        "kept and not saved",
+        plus("checkpoint:\n  every: 100\n  keep_every: 250\n"),
+        6,
+        "keep_every 250 is no multiple",
+        "use 200",
+    ),
+    one("kept of epochs", plus("checkpoint: {every: epoch, keep_every: 5}\n"), 4, "the ends of epochs", "a number of"),
+    one("kept of none", plus("checkpoint: {every: 0, keep_every: 5}\n"), 4, "only at the end", "take keep_every away"),
+    one(
+        "best without evaluations",
+        plus("checkpoint: {keep_best: true}\n", train="{steps: 100, eval_every: 0}"),
+        4,
+        "train.eval_every is 0",
+        "take keep_best away",
+    ),
+    one(
+        "best without held-out data",
+        plus("checkpoint: {keep_best: true}\ndata: {validation: 0}\n"),
+        4,
+        "data.validation is 0",
+        "set it",
+    ),
+    one("best of one", plus("checkpoint: {keep_best: true, every: 0}\n"), 4, "several checkpoints", "such as to 100"),
+    one(
+        "best between evaluations",
+        plus("checkpoint: {keep_best: true, every: 120}\n"),
+        4,
+        "train.eval_every 50 does not evaluate",
+        "checkpoint.every=50 or 100",
+    ),
+    one(
+        "best of epochs",
+        plus("checkpoint: {keep_best: true}\n", train="{steps: 100, eval_every: epoch}"),
+        4,
+        "train.eval_every epoch",
+        "checkpoint.every=epoch",
+    ),
+    one("resume from nothing", plus("checkpoint:\n  resume:\n"), 5, "found nothing (null)", "the default is latest"),
+    one(
+        "resume from a folder that is not there",
+        plus("checkpoint:\n  resume: /gone/run\n"),
+        5,
+        "there is no /gone/run",
+        "mend the path",
+        for_training=True,
+    ),
+    one(
+        "misspelt latest",
+        plus("checkpoint: {resume: lastest}\n"),
+        4,
+        "there is no",
+        "did you mean latest?",
+        for_training=True,
+    ),
+    one("a limit without a unit", plus(train="{steps: 9, time_limit: 3h50}"), 3, "'3h50' is no length", "3h50m, 90s"),
+    one("a limit of nothing", plus(train="{steps: 9, time_limit: 0s}"), 3, "no time at all", "3h50m, 90s"),
+    one("a limit of less", plus(train="{steps: 9, time_limit: -5}"), 3, "train.time_limit", "a number above 0"),
+]
+
 OVERRIDES = [
     one(
         "override with a text", plus(), 0, "train.steps=abc: train.steps: expected", "an integer of", "train.steps=abc"
@@ -541,4 +608,4 @@ MANY = Broken(
     ("optimizer.lr=-1",),
 )
 
-BROKEN = [*YAML, *KEYS, *TYPES, *MODELS, *LAYOUTS, *STAGES, *TOGETHER, *OVERRIDES, MANY]
+BROKEN = [*YAML, *KEYS, *TYPES, *MODELS, *LAYOUTS, *STAGES, *TOGETHER, *CHECKPOINTS, *OVERRIDES, MANY]

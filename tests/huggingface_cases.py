@@ -1,8 +1,10 @@
 """Run under torchrun: weights read and written by several ranks, layout after layout; prints what failed.
 
-    huggingface_cases.py FOLDER: FOLDER/NAME/weights are models, whose logits for FOLDER/tokens.pt are in NAME/logits.pt
+    huggingface_cases.py FOLDER: NAME/weights there are models, whose logits for tokens.pt are in NAME/logits.pt,
+    and NAME/checkpoints checkpoints of the same weights
 
-Each cell loads a model, compares its logits, writes it in several files and compares tensor by tensor.
+Each cell loads a model, compares its logits, writes it in several files and compares tensor by tensor; then it loads
+the checkpoint and compares again.
 """
 
 import json
@@ -17,8 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import meshtrain
-from meshtrain import export, huggingface
+from meshtrain import export, export_folder, huggingface
 from meshtrain.build import build_model, plain_model
+from meshtrain.checkpoint import weights as checkpoint_weights
 from meshtrain.config import Config
 from meshtrain.errors import AgreedError
 from meshtrain.layout import Layout
@@ -62,9 +65,9 @@ class Counted:
         return self.file[part]
 
 
-def read(name: str, schedule: str, job: Job) -> Config:
+def read(name: str, schedule: str, job: Job, origin: str = "weights") -> Config:
     """A run that starts from the weights of a folder."""
-    text = f"model: {{weights: {folder / name / 'weights'}}}\nbatch: {{global_size: 8, micro_size: 1}}\n"
+    text = f"model: {{weights: {folder / name / origin}}}\nbatch: {{global_size: 8, micro_size: 1}}\n"
     text += f"train: {{steps: 1}}\npipeline: {{schedule: {schedule or '1f1b'}}}\n"
     (folder / f"{name}.{job.rank}.yaml").write_text(text)
     return Config.load(str(folder / f"{name}.{job.rank}.yaml"))
@@ -97,6 +100,26 @@ def read_their_parts_only(models: list[nn.Module], whole: nn.Module, name: str) 
     return sum(file.read for file in files) == held
 
 
+def checkpoint_read(config: Config, mesh: Mesh, job: Job) -> tuple[nn.Module, bool]:
+    """The model of a checkpoint's weights, and whether each rank reads the parts that it holds and no more."""
+    values = 0
+    really = checkpoint_weights.read_part
+
+    def counted(*arguments: Any) -> Tensor:
+        nonlocal values
+        found = really(*arguments)
+        values += found.numel()
+        return found
+
+    checkpoint_weights.read_part = counted
+    try:
+        model = build_model(config, mesh, job.device)
+    finally:
+        checkpoint_weights.read_part = really
+    tensors = [tensor for part in parts(model, mesh) for tensor in huggingface.named_tensors(part).values()]
+    return model, values == sum(local_part(tensor)[0].numel() for tensor in tensors)
+
+
 def logits_agree(model: nn.Module, name: str) -> bool:
     tokens = torch.load(folder / "tokens.pt")
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)  # a later stage cannot tell them from its input
@@ -123,20 +146,20 @@ def exports(model: nn.Module, config: Config, name: str, mesh: Mesh, job: Job) -
 
 def fails_on_all(model: nn.Module, mesh: Mesh, job: Job) -> bool:
     """One writer's disk is full."""
-    really = export._write_all
+    really = export_folder.write_all
 
     def full(file: Any, data: Any) -> None:
         if job.rank == job.world_size - 1:
             raise OSError(28, "No space left on device")
         really(file, data)
 
-    export._write_all = full
+    export_folder.write_all = full
     try:
         export.export(model, folder / "full", job, mesh, dtype=torch.float32, file_bytes=20_000)
     except AgreedError as error:
         said = str(error)
     finally:
-        export._write_all = really
+        export_folder.write_all = really
     job.gather("comparing", None)  # rank 0 has cleared up
     left = [path.name for path in folder.glob(".full*")] + [path.name for path in folder.glob("full")]
     return f"rank {job.world_size - 1}: " in said and "No space left" in said and str(folder) in said and not left
@@ -156,6 +179,9 @@ with meshtrain.start(60) as job:
             failures += [] if once_more else [f"{cell}: reads"]
             failures += [] if exports(model, config, name, mesh, job) else [f"{cell}: export"]
             failures += [] if logits_agree(model, name) else [f"{cell}: logits after the export"]
+            model, once = checkpoint_read(read(name, schedule, job, "checkpoints"), mesh, job)
+            failures += [] if once else [f"{cell}: reads of the checkpoint"]
+            failures += [] if logits_agree(model, name) else [f"{cell}: logits from the checkpoint"]
             checked += 1
         failures += [] if fails_on_all(model, mesh, job) else [f"{Layout(sizes)} rank {job.rank}: failing"]
     print(json.dumps({"failures": failures, "checked": checked}) + "\n", end="", flush=True)

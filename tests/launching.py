@@ -94,6 +94,12 @@ def torchrun(processes: int, *arguments: str, timeout: float = 240, env: Mapping
     return run([*TORCHRUN, "--standalone", f"--nproc-per-node={processes}", *arguments], timeout=timeout, env=env)
 
 
+def forked(processes: int, *arguments: str | Path, timeout: float = 240) -> Finished:
+    """A job on this host that starts faster than torchrun does (forked.py), for what is no test of starting."""
+    command = [sys.executable, ROOT / "tests" / "forked.py", processes, *arguments]
+    return run([str(part) for part in command], timeout=timeout)
+
+
 def two_hosts(counts: tuple[int, int], *arguments: str, timeout: float = 240) -> list[Finished]:
     """A job under two agents with these numbers of processes, as on two hosts."""
     port = free_port()

@@ -3,14 +3,16 @@
 import json
 import random
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
 import data_parallel
 import pipeline
 import tensor_parallel
-from harness import median_interval
+from harness import chosen, median_interval, read_arguments
 from meshtrain.pipeline.schedule import build
 from meshtrain.pipeline.simulate import simulate
 from side import overridden
@@ -25,14 +27,36 @@ def command(benchmark: ModuleType, *arguments: str) -> list[str]:
     return [sys.executable, str(FOLDER / f"{benchmark.__name__}.py"), *arguments]
 
 
-@each
+@pytest.fixture(scope="module")
+def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What takes long to train is no better test of a benchmark."""
+    values = yaml.safe_load((FOLDER / "workload.yaml").read_text())
+    values["model"] |= {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 300}
+    values["data"]["seq_len"] = 32
+    path = tmp_path_factory.mktemp("bench") / "workload.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
 @pytest.mark.timeout(900)
-def test_the_command_prints_its_table(benchmark: ModuleType) -> None:
-    done = run(command(benchmark, "--pairs", "1", "--steps", "1"), timeout=800).check()
+@pytest.mark.parametrize(
+    ("benchmark", "only"),
+    [
+        (data_parallel, ["plain DDP, 2 processes", "meshtrain dp_shard=2"]),
+        (tensor_parallel, ["meshtrain tp=2", "torch tp=2, sequence sharded", "torch dp_shard=2 x tp=2"]),
+        (pipeline, ["meshtrain pp=2 zbv", "torch pp=2 zbv"]),
+    ],
+    ids=["data_parallel", "tensor_parallel", "pipeline"],
+)
+def test_the_command_prints_its_table(benchmark: ModuleType, only: list[str], workload: Path) -> None:
+    """A side that does not run here differs from one that does by values that have other tests."""
+    named = [argument for name in only for argument in ("--only", name)]
+    done = run(command(benchmark, "--pairs=1", "--steps=1", f"--workload={workload}", *named), timeout=800).check()
+    sides = [benchmark.SIDES[0].name, *only]
     for side in benchmark.SIDES:
-        assert any(line.startswith(side.name + " ") for line in done.out.splitlines()), done.out
+        assert any(line.startswith(side.name + " ") for line in done.out.splitlines()) == (side.name in sides), done.out
     for goal in benchmark.GOALS:
-        assert f"{goal.side} / {goal.to} " in done.out
+        assert (f"{goal.side} / {goal.to} " in done.out) == (goal.side in sides and goal.to in sides)
     apart = float(done.out.split("differ by at most ")[1])
     assert 0 < apart < 1e-5, "all sides trained the same model on the same samples"
 
@@ -66,6 +90,20 @@ def test_the_overhead_of_an_action_is_told_for_both_engines() -> None:
     assert all(one["meshtrain"] > 0 and one["torch"] > 0 and one["ratio"] > 0 for one in found)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_checkpoints_are_compared_with_plain_files(ranks: int, tmp_path: Path) -> None:
+    small = ["--size", "24", "--ranks", str(ranks), "--pairs", "1", "--folder", str(tmp_path), "--json"]
+    done = run([sys.executable, str(FOLDER / "checkpoint.py"), *small], timeout=280).check()
+    found = json.loads(done.out)
+    assert 24 * 2**20 < found["bytes"] < 25 * 2**20
+    assert [one["side"] for one in found["ratios"]] == ["save", "load from disk", *2 * ["load from memory"]]
+    for one in found["ratios"]:
+        assert one["ratio"] == pytest.approx(one["plain_seconds"] / one["seconds"])
+    assert 0 < found["lost"]["waited_s"] < found["lost"]["save_s"]
+    assert list(tmp_path.iterdir()) == [], "nothing is left"
+
+
 def test_a_script_gets_the_values_with_their_overrides() -> None:
     values = {"layout": {"dp_replicate": -1}, "train": {"steps": 10, "seed": 0}}
     changed = overridden(values, ["train.steps=3", 'layout={"tp": 2}'])
@@ -89,5 +127,21 @@ def test_the_interval_holds_the_median_as_often_as_it_says(n: int) -> None:
 
 
 @pytest.mark.parametrize("wrong", [["--pairs", "0"], ["--steps", "x"]])
-def test_a_wrong_number_is_refused(wrong: list[str]) -> None:
-    assert run(command(data_parallel, *wrong), timeout=60).status == 2
+def test_a_wrong_number_is_refused(
+    wrong: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["data_parallel.py", *wrong])
+    with pytest.raises(SystemExit) as ended:
+        read_arguments("a benchmark")
+    assert ended.value.code == 2
+    assert f"argument {wrong[0]}: expected a whole number from 1 on, found '{wrong[1]}'" in capsys.readouterr().err
+
+
+@each
+def test_all_sides_run_unless_some_are_named(benchmark: ModuleType) -> None:
+    assert chosen(benchmark.SIDES, benchmark.GOALS, []) == (list(benchmark.SIDES), list(benchmark.GOALS))
+
+
+def test_a_side_that_is_not_there_is_refused() -> None:
+    with pytest.raises(SystemExit, match="no side is called 'torch tp=3'; there are: meshtrain, 1 process; mesh"):
+        chosen(tensor_parallel.SIDES, tensor_parallel.GOALS, ["torch tp=3"])

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshtrain import locate
-from meshtrain.config import Config, ConfigErrors
+from meshtrain.config import NAMES, Config, ConfigErrors
 from meshtrain.config import docs as config_docs
+from meshtrain.config.durations import seconds
 from meshtrain.config.errors import Place
 from meshtrain.config.nodes import Node, read_scalar, read_text, write
 from meshtrain.config.rules import trainable_layout_problems
@@ -235,6 +236,46 @@ def test_symmetric_memory_is_refused_only_where_it_would_be_used(load: Any) -> N
     assert len(refused(load, text, world_size=4, device="cpu")) == 1
 
 
+@pytest.mark.parametrize(
+    ("written", "length"),
+    [("3h50m", 13800), ("90s", 90), ("2d", 172800), ("1d 2h", 93600), ("1h1s", 3601), ("600", 600), ("0.5", 0.5)],
+)
+def test_a_time_limit_is_a_length_of_time(load: Any, written: str, length: float) -> None:
+    assert load(plus(), f"train.time_limit={written}").train.time_limit_s == length
+    assert load(plus()).train.time_limit_s is None
+
+
+@pytest.mark.parametrize("text", ["", "h", "5", "1.5h", "5m3h", "3 hours", "-5s", "٣s", "1h\n2"])
+def test_what_is_no_length_of_time(text: str) -> None:
+    with pytest.raises(ValueError, match="is no length of time"):
+        seconds(text)
+
+
+@pytest.mark.parametrize(
+    ("section", "train"),
+    [
+        ("every: 100, keep_every: 300, keep_best: true", "eval_every: 50"),
+        ("every: epoch, keep_best: true", "eval_every: epoch"),
+        ("every: 0, keep_last: 1, resume: none", "eval_every: 0"),
+        ("every: 30", "eval_every: 7"),
+    ],
+)
+def test_checkpoints_that_go_together(load: Any, section: str, train: str) -> None:
+    config = load(plus(f"checkpoint: {{{section}}}\n", train=f"{{steps: 100, {train}}}"))
+    assert config.checkpoint.on_failure == "continue"
+    assert valid(config.to_yaml())
+
+
+def test_the_plain_values_are_those_that_are_written(load: Any) -> None:
+    config = load(plus("layout: {tp: 1, dp_shard: -1}\n"))
+    plain = config.plain()
+    assert list(plain) == list(NAMES)
+    assert plain["layout"] == {"tp": 1, "dp_shard": -1}
+    assert plain["model"]["width"] == 8
+    assert plain["checkpoint"]["resume"] == "latest"
+    assert json.loads(json.dumps(plain))["optimizer"]["betas"] == [0.9, 0.95]
+
+
 # Overrides ----------------------------------------------------------------------------------------------------------
 
 
@@ -341,6 +382,9 @@ def overridden(draw: st.DrawFn) -> list[str]:
         "train.output": TEXTS,
         "train.seed": st.integers(0, 2**63 - 1),
         "train.step_timeout_s": st.none() | FLOATS,
+        "train.time_limit": st.none() | FLOATS | st.just("3h50m"),
+        "checkpoint.path": st.none() | TEXTS,
+        "checkpoint.every": st.just("epoch") | st.integers(0),
         "train.eval_every": st.just("epoch") | st.integers(0),
         "train.precision": st.sampled_from(["float64", "float16"]),
         "optimizer.lr": st.floats(1, 1e6),

@@ -8,14 +8,14 @@ from torch import nn
 
 from meshtrain.parallel import data
 from meshtrain.parallel.data import _split, _units
-from tests.launching import torchrun
+from tests.launching import forked
 
 SCRIPT = Path(__file__).parent / "data_parallel_cases.py"
 
 
 def test_gradients_are_summed_whatever_the_loop_does() -> None:
     """On three ranks: accumulation, a parameter that only one rank uses, zero_grad to None or to zero, other dtypes."""
-    done = torchrun(3, str(SCRIPT)).check()
+    done = forked(3, SCRIPT).check()
     found = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
     assert len(found) == 3
     for row in found:

@@ -32,6 +32,16 @@ def test_torchrun() -> None:
     assert read_environment(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}).restarts == 2
 
 
+@pytest.mark.parametrize(
+    ("launcher", "again"), [(TORCHRUN, "TORCHELASTIC_RESTART_COUNT"), (SRUN, "SLURM_RESTART_COUNT")]
+)
+def test_a_job_that_was_started_again_knows_it(launcher: dict[str, str], again: str) -> None:
+    assert not read_environment(launcher).again
+    assert not read_environment(launcher | {again: "0"}).again
+    assert read_environment(launcher | {again: "1"}).again
+    assert read_environment({"SLURM_RESTART_COUNT": "1"}).again, "also a world of one in a batch script"
+
+
 def test_without_the_agents_store_rank_0_serves_it() -> None:
     without = TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
     assert not read_environment(without).hosts_store

@@ -13,18 +13,19 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshtrain import weights
+from meshtrain import cli, weights
 from meshtrain.build import plain_model
 from meshtrain.config import Config, ConfigErrors
 from meshtrain.environment import read_environment
 from meshtrain.errors import InputError
 from meshtrain.export import export, turns
-from meshtrain.huggingface import check_weights, load_weights
+from meshtrain.huggingface import check_weights, load_weights, named_tensors
 from meshtrain.layout import Layout
 from meshtrain.locate import model_file
 from meshtrain.mesh import build_mesh
 from meshtrain.runtime import Job
-from tests.launching import ROOT, torchrun
+from tests.checkpoint.by_hand import write_checkpoint
+from tests.launching import ROOT, forked, torchrun
 
 SIZES: dict[str, Any] = {
     "hidden_size": 48,
@@ -339,7 +340,15 @@ def test_ranks_read_and_write_their_parts(processes: int, tmp_path: Path) -> Non
         theirs = made(**MODELS[name])
         theirs.save_pretrained(tmp_path / name / "weights", max_shard_size="50KB")
         torch.save(logits(theirs), tmp_path / name / "logits.pt")
-    done = torchrun(processes, str(ROOT / "tests" / "huggingface_cases.py"), str(tmp_path), timeout=220).check()
+        config = read(tmp_path / name / "weights")
+        write_checkpoint(
+            tmp_path / name / "checkpoints",
+            {f"model.{names[0]}": tensor for names, tensor in named_tensors(theirs).items()},
+            sizes={"dp_shard": 2, "tp": 5},
+            cuts=lambda name, tensor: (("tp", tensor.dim() - 1), ("dp_shard", 0)),
+            config={"model": {"name": "llama", **config.model.keys}},
+        )
+    done = forked(processes, ROOT / "tests" / "huggingface_cases.py", str(tmp_path), timeout=220).check()
     rows = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
     assert len(rows) == processes
     for row in rows:
@@ -349,9 +358,12 @@ def test_ranks_read_and_write_their_parts(processes: int, tmp_path: Path) -> Non
         LlamaForCausalLM.from_pretrained(written)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_train_export_and_start_from_it(tmp_path: Path) -> None:
-    """On two processes: trains two stages and exports, then goes on from the export with another layout."""
+    """On two processes: trains two stages and exports, then goes on from the export with another layout.
+
+    `meshtrain export` makes the same bytes of the run's last checkpoint.
+    """
     (tmp_path / "mine.yaml").write_text("model: {name: llama}" + REST)
     common = ["train.sample_tokens=8", "optimizer.warmup_steps=0"]
     first = [
@@ -362,6 +374,9 @@ def test_train_export_and_start_from_it(tmp_path: Path) -> None:
         "optimizer.lr=0.01",
     ]
     torchrun(2, "-m", "meshtrain.train", str(tmp_path / "mine.yaml"), *common, *first).check()
+    assert cli.main(["export", str(tmp_path / "first"), str(tmp_path / "again")]) == 0
+    written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()} == written
     theirs = LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
     config = read(tmp_path / "out")
     assert (logits(ours(config)) - logits(theirs)).abs().max() <= 1e-5

@@ -24,6 +24,8 @@ WITHOUT_TORCH = [
     "meshtrain.config",
     "meshtrain.cli",
     "meshtrain.plan",
+    "meshtrain.checkpoint",
+    "meshtrain.checkpoint.command",
     "meshtrain.operate.doctor.command",
 ]
 # These import nothing but Python's standard library, and each of the project's that is named with them.
@@ -34,6 +36,9 @@ PURE = {
     "batch.py": {"data"},
     "cuts.py": set(),
     "data/order.py": set(),
+    "checkpoint/placement.py": {"cuts", "layout"},
+    "checkpoint/retention.py": set(),
+    "checkpoint/crc.py": set(),
 }
 MODELS_MAY_USE = {"meshtrain.attention", "meshtrain.dropout"}
 

@@ -9,9 +9,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshtrain.layout import Layout, LayoutError
 from meshtrain.mesh import COMBINED, build_mesh
-from tests.launching import torchrun, two_hosts
+from tests.launching import forked, two_hosts
 
-SCRIPT = str(Path(__file__).parent / "gather_groups.py")
+SCRIPT = Path(__file__).parent / "gather_groups.py"
 EIGHT = [
     {"pp": 2, "dp_shard": 2, "tp": 2},
     {"tp": 2, "dp_replicate": 2, "dp_shard": 2},
@@ -40,12 +40,12 @@ def check_gathered(printed: str, layouts: list[dict[str, int]]) -> None:
 
 
 def test_eight_processes_gather_what_the_layout_says() -> None:
-    done = torchrun(8, SCRIPT, json.dumps(EIGHT)).check()
+    done = forked(8, SCRIPT, json.dumps(EIGHT)).check()
     check_gathered(done.out, EIGHT)
 
 
 def test_four_and_two_processes_under_two_agents() -> None:
-    first, second = two_hosts((4, 2), SCRIPT, json.dumps(SIX))
+    first, second = two_hosts((4, 2), str(SCRIPT), json.dumps(SIX))
     check_gathered(first.check().out + second.check().out, SIX)
 
 

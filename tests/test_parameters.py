@@ -15,7 +15,7 @@ from meshtrain import cli
 from meshtrain.layout import Layout
 from meshtrain.locate import model_file
 from meshtrain.parameters import Parameter, held_by_ranks, parameters_of, table
-from tests.launching import torchrun
+from tests.launching import forked
 
 SCRIPT = Path(__file__).parent / "parameters_cases.py"
 
@@ -232,7 +232,7 @@ def test_the_plan_is_what_the_ranks_of_a_job_hold(
         text += "pipeline: {schedule: zbv}\n" * ("pp: 2, tp" in layout)  # whose first rank has both ends of the model
         path.write_text(text)
         arguments += [str(path), layout]
-    done = torchrun(4, str(SCRIPT), *arguments).check()
+    done = forked(4, SCRIPT, *arguments).check()
     rows = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
     for name, layout in zip(arguments[::2], arguments[1::2], strict=True):
         ranks = [row["held"] for row in rows if row["case"] == f"{name} {layout}"]

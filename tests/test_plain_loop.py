@@ -14,7 +14,7 @@ from meshtrain.data.order import batch_samples
 from meshtrain.init import initialise
 from meshtrain.locate import model_file
 from meshtrain.metrics import read
-from tests.launching import run, torchrun
+from tests.launching import forked, run
 
 SEQ, BATCH, STEPS, SEED = 32, 10, 10, 3
 LR, WARMUP, CLIP = 2e-3, 4, 0.5
@@ -81,7 +81,7 @@ def test_ten_steps_agree_with_a_plain_loop(processes: int, tmp_path: Path) -> No
     if processes == 1:
         run([sys.executable, "-m", "meshtrain.train", str(config)]).check()
     else:
-        torchrun(processes, "-m", "meshtrain.train", str(config)).check()
+        forked(processes, "-m", "meshtrain.train", str(config)).check()
     rows = read(tmp_path / "run/metrics.jsonl")
     assert len(rows) == STEPS
     for row, (loss, norm) in zip(rows, expected, strict=True):

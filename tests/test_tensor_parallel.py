@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshtrain.metrics import read
-from tests.launching import Finished, torchrun
+from tests.launching import Finished, forked, torchrun
 from tests.parity.experiments import QUICKSTART
 
 HERE = Path(__file__).parent
@@ -26,7 +26,7 @@ def assert_none_failed(done: Finished, world: int, least: int) -> None:
 
 @pytest.mark.parametrize(("world", "least"), [(1, 12), (2, 60), (4, 60)])
 def test_layers_bytes_and_saved_tensors(world: int, least: int) -> None:
-    assert_none_failed(torchrun(world, str(HERE / "tensor_parallel_cases.py"), timeout=200), world, least)
+    assert_none_failed(forked(world, HERE / "tensor_parallel_cases.py", timeout=200), world, least)
 
 
 @pytest.mark.timeout(600)
@@ -34,7 +34,7 @@ def test_layers_bytes_and_saved_tensors(world: int, least: int) -> None:
 def test_whole_models_and_their_training(world: int, least: int, tmp_path: Path) -> None:
     """Compiled blocks, whole logits, text; and runs in 16 bits, on 4 processes with FSDP over tp."""
     script = HERE / "tensor_parallel_model_cases.py"
-    assert_none_failed(torchrun(world, str(script), str(tmp_path), timeout=500), world, least)
+    assert_none_failed(forked(world, script, str(tmp_path), timeout=500), world, least)
     rows = {name: read(tmp_path / name / "metrics.jsonl") for name in ("float32", "bfloat16", "float16")}
     # One rounding of a type of 8 or 11 bits is the most by which the mean of many rounded losses may be off.
     for name, rounding in (("bfloat16", 2**-8), ("float16", 2**-11)):

@@ -3,15 +3,20 @@
 The keys are Hugging Face's, so a config.json can be pasted whole. A model file may say which of its keys change nothing
 here (`passed_over`), which have one value that is built (`only`), and which combinations make no model (`check`).
 
-With `model.weights` the config.json beside the weights gives the keys that the config does not.
+With `model.weights` the config.json beside the weights, or a checkpoint's manifest, gives the keys that the config does
+not.
 """
 
 import dataclasses
+import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from meshtrain import locate, weights
+from meshtrain.checkpoint.folder import open_manifest
+from meshtrain.checkpoint.manifest import MANIFEST
+from meshtrain.checkpoint.named import named
 from meshtrain.config.errors import Place, nearest, written
 from meshtrain.config.nodes import Node, described, read_text
 from meshtrain.config.rules import Draft
@@ -141,7 +146,10 @@ def _preset(draft: Draft, module: ModuleType, keys: dict[str, Key]) -> dict[str,
 
 
 def _beside_weights(draft: Draft, module: ModuleType, keys: dict[str, Key]) -> dict[str, Any]:
-    """The values that the config.json beside the weights gives; none without weights, or where it cannot be used."""
+    """The values that stand beside the weights; none without weights, or where they cannot be used.
+
+    A run's folder becomes its newest complete checkpoint here, once: the resolved config names it.
+    """
     name = draft.values["model.weights"]
     if name is None or name is INVALID:
         return {}
@@ -150,15 +158,37 @@ def _beside_weights(draft: Draft, module: ModuleType, keys: dict[str, Key]) -> d
     values: dict[str, Any] = {}
     if draft.values["model.preset"] is not None:
         draft.report(where, "model.preset and model.weights both give the sizes: take one of them away")
-    if hasattr(module, "from_hugging_face"):
-        try:
+    try:
+        checkpoint = named(folder)
+        if checkpoint is not None:
+            values = _of_checkpoint(draft, where, checkpoint, module, keys)
+            draft.values["model.weights"] = str(checkpoint)
+        elif hasattr(module, "from_hugging_face"):
             values = _of_config_json(draft, where, folder, module, keys)
-        except InputError as error:
-            draft.report(where, f"model.weights: {error}")
+    except InputError as error:
+        draft.report(where, f"model.weights: {error}")
     if len(draft.errors) > found:
         draft.values["model.weights"] = INVALID
         return {}
     return values
+
+
+def _of_checkpoint(
+    draft: Draft, where: Place, checkpoint: Path, module: ModuleType, keys: dict[str, Key]
+) -> dict[str, Any]:
+    """The keys of the run that wrote a checkpoint, by the rules of those that are given."""
+    found = open_manifest(checkpoint)[0].config.get("model")
+    section = found if isinstance(found, dict) else {}
+    name, mine = section.get("name"), draft.values["model.name"]
+    if name != mine and {name, mine} & set(locate.names("models", ".py")):  # a file of a user's own may have moved
+        draft.report(where, f"model.weights: {checkpoint} holds the model {written(name)}, and model.name is {mine}")
+        return {}
+    given = {key: value for key, value in section.items() if key not in ("name", "preset", "weights")}
+    place = Place(0, 0, 0, f"{checkpoint / MANIFEST}: config")
+    node = read_text(json.dumps(given, ensure_ascii=False), lambda line, column: place, draft.errors)
+    before = len(draft.errors)
+    values = {} if node is None or node.broken else _given(draft, node, module, keys, {})
+    return {} if len(draft.errors) > before else values
 
 
 def _of_config_json(

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain import weights
-from meshtrain.config.errors import ConfigError, Place, any_of
+from meshtrain.checkpoint.named import named
+from meshtrain.config import durations
+from meshtrain.config.errors import ConfigError, Place, any_of, nearest
 from meshtrain.config.nodes import Node, described
 from meshtrain.config.values import INVALID, convert
 from meshtrain.errors import InputError
@@ -29,6 +31,7 @@ SOURCES: dict[str, str | None] = {
 }
 _OF_TEXT = ("python-stdlib", "text", "jsonl")  # a tokenizer reads them
 OF_TOKENS = (*_OF_TEXT, "tokens", "megatron")
+RESUME = ("latest", "none")  # what checkpoint.resume may be besides a folder
 
 
 @dataclass
@@ -165,6 +168,51 @@ def bytes_fit_model(vocab_size: int, tokenizer: str, source: str) -> str | None:
     return f"model.vocab_size {vocab_size} is less than the 256 tokens of data.tokenizer bytes: use at least 256"
 
 
+def time_limit_reads(time_limit: str | float | None) -> str | None:
+    try:
+        enough = time_limit is None or durations.seconds(time_limit) > 0
+    except ValueError as error:
+        return f"train.time_limit: {error}"
+    return None if enough else f"train.time_limit {time_limit!r} leaves no time at all: write it as 3h50m, 90s or 2d"
+
+
+def kept_are_saved(keep_every: int | None, every: int | str) -> str | None:
+    if keep_every is None or (isinstance(every, int) and every and keep_every % every == 0):
+        return None
+    if not isinstance(every, int) or not every:
+        when = "only at the end" if every == 0 else "at the ends of epochs"
+        return (
+            f"checkpoint.keep_every counts steps, and checkpoint.every {every} saves {when}: take keep_every away, or "
+            "give every a number of steps"
+        )
+    return (
+        f"checkpoint.keep_every {keep_every} is no multiple of checkpoint.every {every}, so few of these steps are "
+        f"saved: use {max(1, round(keep_every / every)) * every}"
+    )
+
+
+def best_is_known(keep_best: bool, every: int | str, eval_every: int | str, validation: float | str) -> str | None:
+    """Each checkpoint needs an evaluation of just its step; else the best one would often be none of them."""
+    if not keep_best:
+        return None
+    if eval_every == 0 or validation == 0:
+        key = "train.eval_every" if eval_every == 0 else "data.validation"
+        return f"checkpoint.keep_best needs evaluations, and {key} is 0: set it, or take keep_best away"
+    if every == 0:
+        return "checkpoint.keep_best needs several checkpoints, and checkpoint.every is 0: set it, such as to 100"
+    if every == "epoch" and eval_every == "epoch":
+        return None
+    if isinstance(every, int) and isinstance(eval_every, int) and every % eval_every == 0:
+        return None
+    way = f"checkpoint.every={eval_every}"
+    if isinstance(every, int) and isinstance(eval_every, int):
+        way += f" or {max(1, round(every / eval_every)) * eval_every}"
+    return (
+        f"checkpoint.keep_best needs an evaluation with each checkpoint, and checkpoint.every {every} saves where "
+        f"train.eval_every {eval_every} does not evaluate: for instance {way}"
+    )
+
+
 RULES: tuple[tuple[tuple[str, ...], Callable[..., str | None]], ...] = (
     (("train.steps", "train.epochs"), one_length),
     (("batch.micro_size", "batch.global_size"), micro_batch_fits),
@@ -177,6 +225,9 @@ RULES: tuple[tuple[tuple[str, ...], Callable[..., str | None]], ...] = (
     (("data.image_size", "data.source"), images_have_a_size),
     (("data.seq_len", "model.max_position_embeddings", "data.source"), sequence_fits_model),
     (("model.vocab_size", "data.tokenizer", "data.source"), bytes_fit_model),
+    (("train.time_limit",), time_limit_reads),
+    (("checkpoint.keep_every", "checkpoint.every"), kept_are_saved),
+    (("checkpoint.keep_best", "checkpoint.every", "train.eval_every", "data.validation"), best_is_known),
 )
 
 
@@ -200,10 +251,14 @@ def check_files(draft: Draft) -> None:
     start = draft.values.get("model.weights", INVALID)
     if isinstance(start, str):
         try:
-            weights.stored(Path(start).expanduser())
+            if named(start) is None:  # of a checkpoint the manifest is read where the keys are
+                weights.stored(Path(start).expanduser())
         except InputError as error:
             draft.report(draft.place("model.weights"), f"model.weights: {error}")
     _check_export(draft, draft.values.get("train.export"), start)
+    resume = draft.values.get("checkpoint.resume")
+    if isinstance(resume, str) and resume not in RESUME:
+        _report_missing(draft, "checkpoint.resume", resume, ("",), nearest(resume, RESUME))
 
 
 def _check_export(draft: Draft, export: Any, start: Any) -> None:
@@ -222,7 +277,7 @@ def _endings(source: str) -> tuple[str, ...]:
     return (".bin", ".idx") if source == "megatron" else ("",)
 
 
-def _report_missing(draft: Draft, key: str, name: str, endings: tuple[str, ...]) -> None:
+def _report_missing(draft: Draft, key: str, name: str, endings: tuple[str, ...], meant: str | None = None) -> None:
     if endings != ("",) and name.endswith(endings):
         name = name[:-4]  # one file of the pair stands for both
     for ending in endings:
@@ -230,7 +285,8 @@ def _report_missing(draft: Draft, key: str, name: str, endings: tuple[str, ...])
         if not path.exists():
             above = next((parent for parent in path.parents if parent.is_dir()), path.parent)
             hint = "" if above == path.parent else f"; the folder {above} is there, what follows is not"
-            draft.report(draft.place(key), f"{key}: there is no {path}{hint}: mend the path or create the file")
+            way = f"did you mean {meant}?" if meant else "mend the path or create the file"
+            draft.report(draft.place(key), f"{key}: there is no {path}{hint}: {way}")
             return
 
 

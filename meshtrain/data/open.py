@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -38,6 +38,12 @@ class OpenData:
     about: list[str]  # lines for people
     fingerprint: str  # of all the data, the same on every host that has the same
     image_shape: tuple[int, int, int] | None = None  # (c, height, width)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """By which it is known again: on another host, or when a run goes on later."""
+        held_out = None if self.validation is None else len(self.validation)
+        return {"fingerprint": self.fingerprint, "train": len(self.train), "validation": held_out}
 
 
 def open_data(config: "Data", *, n_outputs: int | None, seed: int, say: Say) -> OpenData:

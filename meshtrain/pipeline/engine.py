@@ -92,6 +92,10 @@ class Pipeline(nn.Module):
     def stage(self, number: int) -> nn.Module:
         return self._stages[str(number)]
 
+    def stages(self) -> list[nn.Module]:
+        """Those of this rank."""
+        return list(self._stages.values())
+
     @property
     def has_last(self) -> bool:
         """Whether this rank has the last stage, and so the loss."""

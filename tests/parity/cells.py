@@ -1,13 +1,14 @@
 """Trains cells of the parity table and compares them."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from meshtrain.parallel.data import SMALL
-from tests.launching import torchrun
+from tests.launching import forked, torchrun
 from tests.parity.experiments import Experiment
 
 COMPARED = ("loss", "grad_norm", "eval_loss")
@@ -18,15 +19,25 @@ def train(
     world: int,
     runs: list[tuple[Experiment, str, str, tuple[str, ...]]],
     env: Mapping[str, str] | None = None,
-) -> None:
-    """Trains (experiment, folder, layout, more overrides) one after another in one job of `world` processes."""
+) -> list[str]:
+    """Trains (experiment, folder, layout, more overrides) one after another in one job of `world` processes.
+
+    Returns what each run has printed about its parameters.
+    """
     cells = [
         [e.config, [*e.overrides, *more, f"layout={layout}", f"train.output={folder / where}"], small(e)]
         for e, where, layout, more in runs
     ]
     file = folder / f"cells_{world}_{len(cells)}.json"
     file.write_text(json.dumps(cells))
-    torchrun(world, str(Path(__file__).parent / "train_cells.py"), str(file), timeout=1500, env=env).check()
+    script = Path(__file__).parent / "train_cells.py"
+    if env is None:
+        done = forked(world, script, str(file), timeout=1500).check()
+    else:  # GPUs, of which a process that is forked must not know anything
+        done = torchrun(world, str(script), str(file), timeout=1500, env=env).check()
+    printed = [line for line in done.out.splitlines() if re.fullmatch(r"model \S+: [\d,]+ parameters", line)]
+    assert len(printed) == len(runs)
+    return printed
 
 
 def small(experiment: Experiment) -> int:

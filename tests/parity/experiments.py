@@ -94,6 +94,7 @@ def experiments(folder: Path) -> dict[str, Experiment]:
                 "model.vocab_size=259",
                 "model.intermediate_size=109",
                 "model.num_attention_heads=6",
+                "data.validation=0.001",  # a file or two: an evaluation of some hundred samples, at the end
                 "train.eval_every=20",
             ),
             1e-9,

@@ -1,6 +1,8 @@
 """The promise: the same loss curve on every layout. Each cell trains 20 steps and is compared with one process."""
 
+import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,15 @@ from meshtrain.pipeline.schedule import NAMES
 from tests.launching import run, torchrun
 from tests.parity.cells import assert_same, train
 from tests.parity.experiments import LAYOUTS, QUICKSTART, Experiment, experiments, variants
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run: its metrics, and the line about its model's parameters."""
+
+    rows: list[dict]
+    parameters: str
+
 
 CELLS = [
     (world, layout, name, more)
@@ -34,31 +45,51 @@ def known(folder: Path) -> dict[str, Experiment]:
 
 
 @pytest.fixture(scope="module")
-def references(folder: Path, known: dict[str, Experiment]) -> dict[str, list[dict]]:
+def alone(folder: Path, known: dict[str, Experiment]) -> dict[str, Trained]:
     """Each experiment in one process."""
-    train(folder, 1, [(e, f"one/{i}", "{dp_shard: -1}", ()) for i, e in enumerate(known.values())])
-    return {e.name: read(folder / f"one/{i}/metrics.jsonl") for i, e in enumerate(known.values())}
+    printed = train(folder, 1, [(e, f"one/{i}", "{dp_shard: -1}", ()) for i, e in enumerate(known.values())])
+    return {
+        e.name: Trained(read(folder / f"one/{i}/metrics.jsonl"), line)
+        for i, (e, line) in enumerate(zip(known.values(), printed, strict=True))
+    }
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path, known: dict[str, Experiment]) -> dict[tuple, list[dict]]:
+def references(alone: dict[str, Trained]) -> dict[str, list[dict]]:
+    return {name: one.rows for name, one in alone.items()}
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, known: dict[str, Experiment]) -> dict[tuple, Trained]:
     """Every cell of the table, one job per world size."""
     found = {}
     for world in LAYOUTS:
         cells = [cell for cell in CELLS if cell[0] == world]
         runs = [(known[name], f"{world}/{i}", layout, more) for i, (_, layout, name, more) in enumerate(cells)]
-        train(folder, world, runs)
-        found |= {cell: read(folder / f"{world}/{i}/metrics.jsonl") for i, cell in enumerate(cells)}
+        for i, (cell, line) in enumerate(zip(cells, train(folder, world, runs), strict=True)):
+            found[cell] = Trained(read(folder / f"{world}/{i}/metrics.jsonl"), line)
     return found
 
 
 @pytest.mark.timeout(4000)  # the first cell waits for all the jobs
 @pytest.mark.parametrize("cell", CELLS, ids=lambda c: f"{c[0]} {c[1]} {c[2]} {' '.join(c[3])}".strip())
 def test_same_curve_as_one_process(
-    cell: tuple, trained: dict[tuple, list[dict]], references: dict[str, list[dict]], known: dict[str, Experiment]
+    cell: tuple, trained: dict[tuple, Trained], references: dict[str, list[dict]], known: dict[str, Experiment]
 ) -> None:
     name = cell[2]
-    assert_same(trained[cell], references[name], known[name].tolerance)
+    assert_same(trained[cell].rows, references[name], known[name].tolerance)
+
+
+@pytest.mark.timeout(4000)
+def test_every_layout_prints_the_same_number_of_parameters(
+    trained: dict[tuple, Trained], alone: dict[str, Trained]
+) -> None:
+    """Weights that stages share, too, are counted once."""
+    for cell, one in trained.items():
+        assert one.parameters == alone[cell[2]].parameters, cell
+    assert any("pp" in layout and "tied" in name for _, layout, name, _ in trained)
+    tied, untied = (int(re.sub(r"\D", "", alone[name].parameters)) for name in ("staged, tied", "staged"))
+    assert untied - tied == 256 * 32, "one of two tables of 256 tokens and 32 features"
 
 
 def test_the_loss_falls(references: dict[str, list[dict]]) -> None:

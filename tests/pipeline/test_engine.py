@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import torchrun
+from tests.launching import forked
 from tests.test_tensor_parallel import assert_none_failed
 
 HERE = Path(__file__).parent
@@ -14,4 +14,4 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize(("world", "least"), [(2, 900), (4, 900)])
 def test_the_engine_does_what_one_process_does(world: int, least: int, tmp_path: Path) -> None:
     """Gradients, forwards, text, memory, and bytes sent, of every schedule."""
-    assert_none_failed(torchrun(world, str(HERE / "engine_cases.py"), str(tmp_path), timeout=500), world, least)
+    assert_none_failed(forked(world, HERE / "engine_cases.py", str(tmp_path), timeout=500), world, least)

@@ -13,7 +13,7 @@ from meshtrain.pipeline.actions import Kind
 from meshtrain.pipeline.record import read_timeline
 from meshtrain.pipeline.schedule import build
 from meshtrain.recording import measured
-from tests.launching import run, torchrun
+from tests.launching import forked, run
 
 SLEEP_S = 0.1
 
@@ -58,7 +58,7 @@ def config(tmp_path: Path) -> Path:
 def test_the_timeline_of_a_run(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     layout = "layout={pp: 2, dp_replicate: 2}"
-    done = torchrun(4, "-m", "meshtrain.train", str(config), layout, f"train.output={folder}", timeout=100).check()
+    done = forked(4, "-m", "meshtrain.train", str(config), layout, f"train.output={folder}", timeout=100).check()
     path = folder / "timeline.json"
     command = f"meshtrain pipeline 1f1b --beside {path}"
     assert f"timeline of step 2 in {path}; this draws it below the plan: {command}\n" in done.out

@@ -64,10 +64,11 @@ class Goal:
 def command(sides: Sequence[Side], goals: Sequence[Goal], description: str) -> int:
     """The whole of a benchmark's command line; the exit status does not depend on the goals."""
     options = read_arguments(description)
+    sides, goals = chosen(sides, goals, options.only)
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="meshtrain-bench-") as name:
         folder = Path(name)
-        prepare(folder)
+        prepare(folder, options.workload)
         with running(sides, folder, options) as started:
             turns = measure(started, options.pairs)
         losses = read_losses(sides, folder)
@@ -82,6 +83,8 @@ def read_arguments(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--pairs", type=_positive, default=20, help="turns of each side that count (%(default)s)")
     parser.add_argument("--steps", type=_positive, default=2, help="steps of a turn (%(default)s)")
+    parser.add_argument("--only", action="append", default=[], metavar="SIDE", help="run this side and the first one")
+    parser.add_argument("--workload", type=Path, default=WORKLOAD, metavar="YAML", help="what they train (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON, with the time of every turn")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for meshtrain's sides")
     return parser.parse_args()
@@ -93,9 +96,22 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def prepare(folder: Path) -> None:
+def chosen(sides: Sequence[Side], goals: Sequence[Goal], only: Sequence[str]) -> tuple[Sequence[Side], Sequence[Goal]]:
+    """The sides of these names and the first one, with the goals between them; all of them if no name is given."""
+    names = {side.name for side in sides}
+    if unknown := [name for name in only if name not in names]:
+        raise SystemExit(f"no side is called {unknown[0]!r}; there are: " + "; ".join(side.name for side in sides))
+    if only:
+        names = {sides[0].name, *only}
+    return (
+        [side for side in sides if side.name in names],
+        [goal for goal in goals if goal.side in names and goal.to in names],
+    )
+
+
+def prepare(folder: Path, workload: Path) -> None:
     """What both sides begin with: tokens (their values do not matter for the time) and the first weights."""
-    values = yaml.safe_load(WORKLOAD.read_text())
+    values = yaml.safe_load(workload.read_text())
     vocabulary, length = values["model"]["vocab_size"], SAMPLES * values["data"]["seq_len"] + 1
     ids = np.random.default_rng(0).zipf(1.5, length) % vocabulary
     write(folder / "tokens", [Document(ids)], vocab_size=vocabulary, tokenizer="none", source="random numbers")
@@ -177,10 +193,10 @@ def start(number: int, side: Side, folder: Path, steps: int, options: argparse.N
         overrides.append(f"layout={json.dumps(side.layout)}")
     if side.kind == "meshtrain":
         ours = [f"data.path={folder / 'tokens'}", f"train.output={folder / str(number)}"]
-        arguments = [WORKLOAD, *options.overrides, *overrides, *ours]
+        arguments = [options.workload, *options.overrides, *overrides, *ours]
     else:
         paths = [folder / "tokens" / "tokens.bin", folder / "weights.safetensors", folder / f"{number}.jsonl"]
-        arguments = [WORKLOAD, *paths, *overrides]
+        arguments = [options.workload, *paths, *overrides]
     launcher = [sys.executable]
     if side.ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={side.ranks}"]
@@ -314,10 +330,9 @@ def table(result: dict[str, Any]) -> str:
         goal = f"{ratio['at_most']:.2f}" if ratio["at_most"] else "-"
         interval = f"{ratio['low']:.3f} - {ratio['high']:.3f}"
         lines.append(f"{label:<{width}} {ratio['median']:7.3f}  {interval:<15} {goal:>6}")
-    coverage = 100 * result["ratios"][0]["coverage"]
+    if result["ratios"]:
+        lines += ["", f"the interval holds the median with {100 * result['ratios'][0]['coverage']:.1f} %"]
     lines += [
-        "",
-        f"the interval holds the median with {coverage:.1f} %",
         f"losses of the sides differ by at most {result['largest_difference_of_losses']:.1e}",
     ]
     return "\n".join(lines)

@@ -1,0 +1,198 @@
+"""One try to write a checkpoint, as the thread of a rank makes it while training goes on.
+
+The ranks talk through the job's store, in rounds: no collective is in the way of those of the training, and a rank
+that computes need not be waited for. First all compare what should be equal and rank 0 makes the folder; then each
+writes its file; then all know whether each could, and only then the checkpoint gets its name.
+"""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from shutil import disk_usage
+from typing import Any
+
+from meshtrain.checkpoint import folder
+from meshtrain.checkpoint.manifest import File, Manifest, file_of
+from meshtrain.checkpoint.placement import Placement
+from meshtrain.checkpoint.replicas import Sums, suspicions, verdict
+from meshtrain.checkpoint.shards import BLOCK, write_shard
+from meshtrain.checkpoint.snapshot import Snapshot
+from meshtrain.checkpoint.state import State
+from meshtrain.errors import DamagedError
+from meshtrain.runtime import Job, Round
+from meshtrain.weights import Entry, some
+
+PER_ENTRY, PER_BLOCK, PER_FILE = 120, 11, 4096  # bytes: of a header besides names; what file systems round up to
+
+
+@dataclass
+class Attempt:
+    """What a save needs to know, and what came of it.
+
+    Attributes:
+        about: the manifest's fields that only the run knows.
+        problem: why there is no checkpoint, in the same words on every rank.
+        diverged: whether ranks that must hold the same do not: the run has gone wrong before.
+        error: what a thread died of; the job cannot go on.
+        written_s: seconds from the snapshot until all was on disk.
+        waited_s: seconds for which training waited for the snapshot.
+        notes: lines for rank 0 to say.
+    """
+
+    state: State
+    folder: Path
+    job: Job
+    step: int
+    about: Mapping[str, Any]
+    snapshot: Snapshot
+    sums: Sums
+    done: threading.Event = field(default_factory=threading.Event)
+    problem: str | None = None
+    diverged: bool = False
+    error: BaseException | None = None
+    written_s: float = 0.0
+    waited_s: float = 0.0
+    nbytes: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._opening, self._telling, self._closing = (self.job.round() for _ in range(3))
+        self._begun = time.perf_counter()
+
+    @property
+    def _rounds(self) -> list[Round]:
+        return [self._opening, self._telling, self._closing]
+
+    def cancel(self) -> None:
+        """The thread stops waiting for others."""
+        for meeting in self._rounds:
+            meeting.cancel()
+
+    def forget(self) -> None:
+        """Rank 0 clears the store of what all ranks have read: they have begun another attempt since."""
+        for meeting in self._rounds:
+            meeting.forget()
+
+    def run(self, before: "Attempt | None") -> None:
+        """The whole of it, in a thread; `done` is set at its end, whatever happens."""
+        try:
+            self.waited_s += self.snapshot.wait()
+            self.problem = self._open(before) or self._write()
+            self.written_s = time.perf_counter() - self._begun
+        except BaseException as error:  # the main thread raises it
+            self.error = error
+        finally:
+            self.done.set()
+
+    def _open(self, before: "Attempt | None") -> str | None:
+        """All hear whether they hold the same and whether there is a folder to write into."""
+        self._opening.give([self.sums.digests(), self.sums.apart()])
+        if self.job.rank == 0:
+            told = self._opening.collect()
+            if before is not None:
+                before.forget()
+            suspects = suspicions(self.state.placements, self.state.layout, [digests for digests, _ in told])
+            asked = [[one.kind, one.asked] for one in suspects]
+            apart = [[rank, names] for rank, (_, names) in enumerate(told) if names]
+            problem = None if asked or apart else self._make_folder()
+            self._opening.answer({"asked": asked, "apart": apart, "problem": problem})
+        answer = self._opening.answered()
+        if not answer["asked"] and not answer["apart"]:
+            return answer["problem"]
+        self.diverged = True
+        self._telling.give(
+            [self._who(), {kind: self.sums.of(kind) for kind, ranks in answer["asked"] if self.job.rank in ranks}]
+        )
+        if self.job.rank == 0:
+            who, sums = zip(*self._telling.collect(), strict=True)
+            lines = [f"{who[rank]} holds two different copies of {some(names)}" for rank, names in apart]
+            lines += [
+                verdict(one, {rank: sums[rank].get(str(one.kind), {}) for rank in one.asked}, who) for one in suspects
+            ]
+            self._telling.answer("what must be equal on several ranks is not: " + "; ".join(lines))
+        return self._telling.answered()
+
+    def _make_folder(self) -> str | None:
+        """Rank 0 makes the folder to write into, if there is room for what will be in it."""
+        try:
+            path = folder.begin(self.folder, self.step)
+            needed, free = self.needed, disk_usage(path).free
+            if needed > free:
+                folder.abandon(self.folder, self.step)
+                return (
+                    f"it needs {size(needed)}, and the file system of {self.folder.absolute()} has {size(free)} free: "
+                    "make room there, or name another folder with checkpoint.path"
+                )
+        except OSError as error:
+            return self._told(error, self.folder)
+        return None
+
+    @property
+    def needed(self) -> int:
+        """Bytes of a checkpoint, headers included."""
+        return needed(self.state.placements, self.state.layout.world_size)
+
+    def _write(self) -> str | None:
+        """Each rank writes its file; when all have, rank 0 makes a checkpoint of them."""
+        path = self.folder / f".{folder.name_of(self.step)}.tmp" / file_of(self.job.rank)
+        try:
+            file = write_shard(path, self.snapshot.tensors())
+            self._closing.give({"size": file.size, "crc32": file.crc32})
+        except OSError as error:
+            self._closing.give({"problem": self._told(error, path)})
+        if self.job.rank == 0:
+            self._closing.answer(self._finish(self._closing.collect()))
+        return self._closing.answered()
+
+    def _finish(self, told: Sequence[Mapping[str, Any]]) -> str | None:
+        """Rank 0: the manifest and the name, or the end of what could not be written."""
+        problems = [each["problem"] for each in told if "problem" in each]
+        try:
+            if not problems:
+                files = {file_of(rank): File(**each) for rank, each in enumerate(told)}
+                self.nbytes = sum(file.size for file in files.values())
+                text = self._manifest(files).to_json()
+                folder.finish(self.folder, self.step, text, self.notes.append)
+                return None
+            folder.abandon(self.folder, self.step)
+        except (OSError, DamagedError) as error:
+            problems.append(self._told(error, self.folder))
+        return some(problems)
+
+    def _manifest(self, files: Mapping[str, File]) -> Manifest:
+        written = datetime.now(UTC).isoformat(timespec="seconds")
+        return Manifest(
+            step=self.step,
+            layout=self.state.layout,
+            tensors=self.state.placements,
+            files=files,
+            written=written,
+            **self.about,
+        )
+
+    def _told(self, error: OSError | DamagedError, path: Path) -> str:
+        if isinstance(error, DamagedError):
+            return f"{self._who()}: {error}"
+        return f"{self._who()}: {error.filename or path.absolute()}: {error.strerror or error}"
+
+    def _who(self) -> str:
+        return str(replace(self.job, layout=self.state.layout))
+
+
+def needed(placements: Mapping[str, Placement], ranks: int) -> int:
+    """How many bytes a checkpoint of these tensors takes, headers included, and a little more rather than less."""
+    tensors = sum(Entry(name, one.dtype, one.shape).nbytes for name, one in placements.items())
+    header = PER_FILE + sum(2 * len(name) + PER_ENTRY for name in placements)
+    return tensors + tensors // BLOCK * PER_BLOCK + ranks * header
+
+
+def size(nbytes: float) -> str:
+    """`1.2 GiB`, for people."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "bytes" or nbytes >= 100 else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"

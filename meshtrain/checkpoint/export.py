@@ -1,0 +1,169 @@
+"""`meshtrain export CHECKPOINT DIR`: the weights of a checkpoint for others to use, without a job.
+
+What comes out has the same bytes as what `train.export` writes for these weights. One tensor after the other goes from
+the checkpoint's files into the new ones, a block of rows at a time, so the memory that it takes does not grow with the
+model, and every byte that is read is proved by its checksum.
+
+A checkpoint may come from a stranger, so nothing that it names is run: its config.json is written by one of meshtrain's
+own models, or by the file that `--model` names.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshtrain import locate, weights
+from meshtrain.checkpoint.folder import open_manifest
+from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.checkpoint.named import needed
+from meshtrain.checkpoint.opened import Opened
+from meshtrain.checkpoint.reader import read_part
+from meshtrain.checkpoint.weights import PREFIX, stored
+from meshtrain.errors import InputError
+from meshtrain.export_folder import ExportFolder, WeightFiles, described, told
+from meshtrain.huggingface import DTYPES, KINDS
+from meshtrain.numerics import PRECISIONS, compute_dtype
+
+BLOCK = 64 * 2**20  # bytes that are read at a time, unless a row has more
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="a checkpoint, or a run's folder: its newest complete one is taken")
+    parser.add_argument("folder", metavar="DIR", help="a new folder, or that of an earlier export")
+    parser.add_argument("--dtype", choices=list(PRECISIONS), help="of the weights; left out: the run's precision")
+    parser.add_argument(
+        "--model",
+        metavar="FILE.py",
+        help="the run's own model file, which is run to write config.json (one that a checkpoint names never is)",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    export(options.checkpoint, options.folder, dtype=options.dtype, model=options.model, say=print)
+
+
+def export(
+    checkpoint: str | Path,
+    folder: str | Path,
+    *,
+    dtype: str | None = None,
+    model: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    file_bytes: int = weights.FILE_BYTES,
+) -> None:
+    """Writes the weights of a checkpoint as `train.export` does.
+
+    Args:
+        checkpoint: one, or a run's folder with some.
+        folder: is made, or takes the place of an earlier export.
+        dtype: of the floating tensors, in torch's words; None: that in which the run computes.
+        model: the path of a model file to be run for config.json; None: one of meshtrain's own, if the run used one.
+        say: is given lines for a person: what could not be written, and what was.
+        file_bytes: of one file at most, unless a tensor is larger.
+
+    Raises:
+        DamagedError: the checkpoint is not what was written; names file and tensor. InputError: something else is
+            wrong with it or with the folder. Nothing is left behind then.
+    """
+    path = needed(checkpoint)
+    manifest, _ = open_manifest(path)
+    kind = compute_dtype(dtype or _precision(manifest))
+    config, tokenizer = _config(manifest, model, say), _tokenizer(manifest, say)
+    files = weights.planned_files(_entries(manifest, kind), file_bytes)
+    place = ExportFolder(folder)
+    if place.target.resolve().is_relative_to(path.resolve()):
+        raise InputError(f"{folder} is inside of the checkpoint {path}: name a folder somewhere else")
+    with told(place.target):
+        place.make()
+        try:
+            with WeightFiles(place.making, files) as out, Opened(path, manifest) as source:
+                for file, entries in files.items():
+                    for entry in entries:
+                        out.write(file, entry, _blocks(source, entry))
+            place.finish(files, described(config, str(kind).removeprefix("torch.")), tokenizer)
+        finally:
+            place.drop()
+    entries = [entry for each in files.values() for entry in each]
+    total = sum(entry.nbytes for entry in entries)
+    say(f"weights of step {manifest.step} in {folder}: {len(entries)} tensors, {total / 2**20:,.1f} MiB")
+
+
+def _entries(manifest: Manifest, kind: torch.dtype) -> list[weights.Entry]:
+    """What the tensors become, in the order of the files."""
+    found = stored(manifest)
+    if not found:
+        raise InputError(f"the checkpoint of step {manifest.step} holds no weights: its tensors are none of a model")
+    order = sorted(found, key=weights.by_numbers)
+    return [replace(found[n], dtype=KINDS[kind]) if found[n].dtype in weights.FLOATS else found[n] for n in order]
+
+
+def _blocks(files: Opened, entry: weights.Entry) -> Iterator[memoryview]:
+    """A tensor's bytes, a block of rows after the other."""
+    dims, kind = entry.shape or (1,), DTYPES[entry.dtype]
+    rest = tuple(slice(0, size) for size in dims[1:])
+    rows = max(1, BLOCK // max(1, math.prod(dims[1:]) * 8))
+    for first in range(0, dims[0], rows):
+        found = read_part(files, PREFIX + entry.name, (slice(first, min(first + rows, dims[0])), *rest))
+        yield found.to(kind).contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+# What stands beside the weights -------------------------------------------------------------------------------------
+
+
+def _precision(manifest: Manifest) -> str:
+    found = _section(manifest, "train").get("precision")
+    if found not in PRECISIONS:
+        raise InputError(f"the checkpoint's config has no train.precision that is known ({found!r}): give --dtype")
+    return found
+
+
+def _section(manifest: Manifest, name: str) -> Mapping[str, Any]:
+    found = manifest.config.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _config(manifest: Manifest, model: str | None, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """What config.json holds; None where it cannot be known, which is said."""
+    section = _section(manifest, "model")
+    name = section.get("name") if model is None else model
+    if model is None and name not in locate.names("models", ".py"):
+        say(
+            f"config.json is not written: the run's model is the file {name!r}, and a file that a checkpoint names is "
+            "not run. --model FILE.py says which file may be."
+        )
+        return None
+    try:
+        module = locate.model_file(str(name))
+    except FileNotFoundError as error:
+        raise InputError(f"--model: {error}") from error
+    if not hasattr(module, "to_hugging_face"):
+        say(f"config.json is not written: the model {name} has no Hugging Face form")
+        return None
+    keys = {key: value for key, value in section.items() if key not in ("name", "preset", "weights")}
+    try:
+        return module.to_hugging_face(module.Config(**keys))
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise InputError(f"the model {name} refuses the keys in the checkpoint's config: {error}") from error
+
+
+def _tokenizer(manifest: Manifest, say: Callable[[str], None]) -> Path | None:
+    """The run's tokenizer.json, if it is there and is one: a checkpoint must not have any other file handed on."""
+    name = _section(manifest, "data").get("tokenizer", "bytes")
+    if name == "bytes":
+        return None
+    path = Path(str(name)).expanduser()
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if path.suffix == ".json" and isinstance(found, dict) and isinstance(found.get("model"), dict):
+            return path
+        problem = "it is none"
+    except (OSError, ValueError, RecursionError) as error:
+        problem = str(error)
+    say(f"tokenizer.json is not written: the run's tokenizer is {path}, and {problem}")
+    return None

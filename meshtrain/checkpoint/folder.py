@@ -1,0 +1,257 @@
+"""A folder of checkpoints: which are there, and how one appears in it whole or not at all.
+
+A checkpoint is written into `.step_0000100.tmp`, by all ranks. When all files are on disk, so is the manifest, and then
+COMPLETE with the manifest's checksum; only then does the folder get its name. A process that is killed anywhere on this
+way leaves a folder that no reader takes for a checkpoint.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from meshtrain.checkpoint import strict
+from meshtrain.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest
+from meshtrain.checkpoint.shards import open_plain
+from meshtrain.errors import DamagedError, InputError
+
+COMPLETE = "COMPLETE"
+LOCK = ".lock"
+_STEP = re.compile(r"step_(\d{7,18})", re.ASCII)
+_UNFINISHED = re.compile(r"\.step_\d{7,18}\.(tmp|removed)", re.ASCII)
+
+
+def name_of(step: int) -> str:
+    """`step_0000100`."""
+    return f"step_{step:07d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint's folder; None if this is no name of one."""
+    found = _STEP.fullmatch(name)
+    step = None if found is None else int(found[1])
+    return step if step is not None and name == name_of(step) else None
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps that have a folder, complete or not, ascending; links count for nothing."""
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as found:
+        named = [step_of(entry.name) for entry in found if entry.is_dir(follow_symlinks=False)]
+    return sorted(step for step in named if step is not None)
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints that were written to their end, ascending; their bytes are not looked at."""
+    return [step for step in steps(folder) if os.path.lexists(folder / name_of(step) / COMPLETE)]
+
+
+# Reading ------------------------------------------------------------------------------------------------------------
+
+
+def open_manifest(checkpoint: Path) -> tuple[Manifest, str]:
+    """The manifest of a checkpoint and its sha256. All files that it names are there and have their sizes.
+
+    Raises:
+        DamagedError: something is missing or is not what was written.
+        InputError: there is no such folder, or a newer meshtrain has written it.
+    """
+    manifest, digest = read_manifest(checkpoint)
+    check_files(checkpoint, manifest)
+    return manifest, digest
+
+
+def read_manifest(checkpoint: Path) -> tuple[Manifest, str]:
+    """As `open_manifest`, but nothing is asked of the other files."""
+    if not checkpoint.is_dir():
+        raise InputError(f"there is no checkpoint {checkpoint}: expected a folder, such as {name_of(100)}")
+    if not os.path.lexists(checkpoint / COMPLETE):
+        raise DamagedError(checkpoint / COMPLETE, "is missing, so this checkpoint was never written to its end")
+    told = _read(checkpoint / COMPLETE, 1000)
+    text = _read(checkpoint / MANIFEST, MAX_BYTES)
+    digest = hashlib.sha256(text).hexdigest()
+    if told != _complete(digest):
+        if not text:
+            raise DamagedError(checkpoint / MANIFEST, "is empty")
+        raise DamagedError(checkpoint / MANIFEST, f"and {COMPLETE} do not fit together: one of them is damaged")
+    manifest = Manifest.parse(text, checkpoint / MANIFEST)
+    if step_of(checkpoint.name) not in (None, manifest.step):
+        raise DamagedError(checkpoint / MANIFEST, f"is that of step {manifest.step}: the folder has another's name")
+    return manifest, digest
+
+
+def check_files(checkpoint: Path, manifest: Manifest) -> None:
+    """Whether all files are there and have their sizes.
+
+    Raises:
+        DamagedError: names the first for which that is not so.
+    """
+    for name, expected in manifest.files.items():
+        descriptor, size = open_plain(checkpoint / name)
+        os.close(descriptor)
+        if size != expected.size:
+            raise DamagedError(checkpoint / name, f"has {size:,} bytes; {expected.size:,} were written")
+
+
+def _read(path: Path, most: int) -> bytes:
+    descriptor, size = open_plain(path)
+    with open(descriptor, "rb") as file:
+        if size > most:
+            raise DamagedError(path, f"has {size:,} bytes; at most {most:,} are expected")
+        try:
+            return file.read(most)
+        except OSError as error:
+            raise DamagedError(path, f"cannot be read ({error.strerror})") from error
+
+
+def _complete(digest: str) -> bytes:
+    return strict.dumps({"manifest_sha256": digest}).encode() + b"\n"
+
+
+# Writing ------------------------------------------------------------------------------------------------------------
+
+
+def begin(folder: Path, step: int) -> Path:
+    """An empty folder for a checkpoint that is to be written; what an earlier try has left is removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    abandon(folder, step)
+    unfinished = _unfinished(folder, step)
+    unfinished.mkdir()
+    return unfinished
+
+
+def finish(folder: Path, step: int, manifest_text: str, say: Callable[[str], None] | None = None) -> Path:
+    """Makes what is in the folder that `begin` made the checkpoint of its step: all files are on disk already.
+
+    Args:
+        say: is told of a folder that was in the way and has another name now.
+
+    Raises:
+        DamagedError: a file of the manifest is not there.
+        OSError: the disk does not do what it should; there is no checkpoint then.
+    """
+    unfinished, checkpoint = _unfinished(folder, step), folder / name_of(step)
+    check_files(unfinished, Manifest.parse(manifest_text, unfinished / MANIFEST))
+    manifest = manifest_text.encode()
+    _write(unfinished / MANIFEST, manifest)
+    fsync_folder(unfinished)
+    _write(unfinished / COMPLETE, _complete(hashlib.sha256(manifest).hexdigest()))
+    fsync_folder(unfinished)
+    if os.path.lexists(checkpoint):
+        aside = set_aside(checkpoint)
+        if say is not None:
+            say(f"{checkpoint} was in the way of a new checkpoint and is {aside.name} now")
+    unfinished.rename(checkpoint)
+    fsync_folder(folder)
+    return checkpoint
+
+
+def abandon(folder: Path, step: int) -> None:
+    """Removes what there is of a checkpoint that will not be finished."""
+    _remove_tree(_unfinished(folder, step))
+
+
+def clear_unfinished(folder: Path) -> list[Path]:
+    """Removes what killed jobs have left, and tells what that was. Only for whoever holds the lock of the folder."""
+    found = [path for path in folder.iterdir() if _UNFINISHED.fullmatch(path.name)] if folder.is_dir() else []
+    for path in found:
+        _remove_tree(path)
+    return found
+
+
+def remove(checkpoint: Path) -> None:
+    """Deletes a checkpoint; it is none from the first moment on."""
+    gone = checkpoint.with_name(f".{checkpoint.name}.removed")
+    _remove_tree(gone)
+    checkpoint.rename(gone)
+    fsync_folder(checkpoint.parent)
+    _remove_tree(gone)
+
+
+def set_aside(path: Path) -> Path:
+    """Renames what is in the way to `NAME.aside-1`, or to the next number that is free, and returns the new path."""
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.name}.aside-{number}")):
+        number += 1
+    path.rename(aside)
+    fsync_folder(path.parent)
+    return aside
+
+
+def fsync_folder(folder: Path) -> None:
+    """Waits until the names in a folder are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Nobody else has the lock of this folder while the body runs. The folder is made if there is none.
+
+    Raises:
+        InputError: another process holds the folder (the message says which), or it cannot be locked.
+    """
+    held = [_lock(folder)]
+
+    def let_go() -> None:
+        while held:
+            os.close(held.pop())
+
+    # A process that is forked meanwhile and outlives this one for a moment must not keep the folder locked.
+    os.register_at_fork(after_in_child=let_go)
+    try:
+        os.truncate(held[0], 0)
+        os.pwrite(held[0], f"process {os.getpid()} on host {socket.gethostname()}\n".encode(), 0)
+        yield
+    finally:
+        fcntl.flock(held[0], fcntl.LOCK_UN)
+        let_go()
+
+
+def _lock(folder: Path) -> int:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise InputError(f"the folder {folder.absolute()} cannot be used ({error.strerror})") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
+        os.close(lock)
+        raise InputError(f"the folder {folder} is in use by {holder or 'another job'}: wait for it to end") from error
+    except OSError as error:
+        os.close(lock)
+        raise InputError(
+            f"the folder {folder.absolute()} cannot be locked ({error.strerror}), and without a lock two jobs could "
+            "write to it: use one on another file system"
+        ) from error
+    return lock
+
+
+def _unfinished(folder: Path, step: int) -> Path:
+    return folder / f".{name_of(step)}.tmp"
+
+
+def _remove_tree(path: Path) -> None:
+    """Removes a folder, or what else has its name; what a link leads to stays."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
+
+
+def _write(path: Path, text: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

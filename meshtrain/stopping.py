@@ -1,0 +1,139 @@
+"""What asks a run to stop before its last step: signals, a file in its folder, and the time that it has.
+
+A rank only says that it was asked. The answer comes through a sum over all ranks that every step takes anyway, so that
+all of them stop after the same step; a run then saves its state and can be gone on with. This room imports nothing that
+takes long: it is there before torch is, because a signal that meets nobody ends a process.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+FILE = "STOP"
+LOOK_EVERY_S = 1.0  # at the STOP file; a look is cheap, but not on every file system
+ONE_REQUEST_S = 2.0  # signals within so long are one request: torchrun passes Ctrl-C on as SIGINT and SIGTERM
+STEPS_TO_STOP = 3  # the one that is under way, the one that carries the request, the one in which it is read
+SPARE_S = 5.0  # that are left over when everything goes as planned
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Signals:
+    """This process's signals.
+
+    Before training and after it a signal ends the process at once, by unwinding the stack, so that the run's folder
+    learns of it. In training the first one is a request to stop, and a later one ends the process all the same.
+    SIGUSR1 says that the end is near (SLURM's `--signal`); it is a request whenever it comes first.
+
+    Attributes:
+        since: when this process began, on the monotonic clock.
+        request: the name of the signal that asked for a stop, if one did.
+        training: whether there is somebody who obeys a request.
+    """
+
+    def __init__(self) -> None:
+        self.since = time.monotonic()
+        self.request: str | None = None
+        self.training = False
+        self._asked_at = 0.0
+
+    @classmethod
+    def heard(cls) -> "Signals":
+        """From now on this process hears its signals."""
+        signals = cls()
+        for number in SIGNALS:
+            signal.signal(number, signals._heard)
+        return signals
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.training or number == signal.SIGUSR1:
+            if self.request is None:
+                self.request, self._asked_at = signal.Signals(number).name, now
+                return
+            if now - self._asked_at < ONE_REQUEST_S:
+                return
+        for other in SIGNALS:  # what happens on the way out is not disturbed
+            signal.signal(other, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A time by which a job has to be over.
+
+    Attributes:
+        name: who says so, for people.
+        left: how many seconds there are until then.
+    """
+
+    name: str
+    left: Callable[[], float]
+
+
+def limits(time_limit_s: float | None, since: float, variables: Mapping[str, str]) -> list[Limit]:
+    """The limits of a job: the YAML's, counted from `since` on the monotonic clock, and the end of a SLURM job."""
+    found = []
+    if time_limit_s is not None:
+        end = since + time_limit_s
+        found.append(Limit("train.time_limit", lambda: end - time.monotonic()))
+    at = variables.get("SLURM_JOB_END_TIME", "")
+    if at.isdecimal() and int(at) > time.time():  # a time that is over is an old one that was exported
+        found.append(Limit(f"the end of SLURM job {variables.get('SLURM_JOB_ID', '')}", lambda: int(at) - time.time()))
+    return found
+
+
+class Requests:
+    """Whether this rank was asked to stop: by a signal, and on rank 0 also by the file or because time runs out."""
+
+    def __init__(self, signals: Signals) -> None:
+        self.signals = signals
+        self.said: str | None = None  # what has asked for a stop, in words
+        self._file: Path | None = None
+        self._limits: list[Limit] = []
+        self._looked_at = 0.0
+
+    def watch(self, folder: Path, time_limit_s: float | None, variables: Mapping[str, str]) -> None:
+        """From now on a file STOP in the run's folder counts, and the time that is left. For one rank of a job."""
+        self._file = folder / FILE
+        self._limits = limits(time_limit_s, self.signals.since, variables)
+
+    @contextmanager
+    def heeded(self) -> Iterator[None]:
+        """While the body runs the first signal is a request and no end."""
+        self.signals.training = True
+        try:
+            yield
+        finally:
+            self.signals.training = False
+
+    def reason(self, step_s: float, save_s: float) -> str | None:
+        """What asks for a stop, in words; None if nothing does. Once it did, it stays.
+
+        Args:
+            step_s: how long a step takes at most.
+            save_s: how long a save takes.
+        """
+        if self.said is None:
+            self.said = self.signals.request or self._by_file() or self._by_time(step_s, save_s)
+        return self.said
+
+    def _by_file(self) -> str | None:
+        now = time.monotonic()
+        if self._file is None or now - self._looked_at < LOOK_EVERY_S:
+            return None
+        self._looked_at = now
+        return f"the file {self._file}" if self._file.is_file() else None
+
+    def _by_time(self, step_s: float, save_s: float) -> str | None:
+        need = STEPS_TO_STOP * step_s + 1.2 * save_s + SPARE_S
+        return next((limit.name for limit in self._limits if limit.left() < need), None)
+
+    def obeyed(self) -> None:
+        """The run has stopped, with everything saved: the file has done its work."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)

@@ -1,0 +1,66 @@
+"""Checkpoints as the ranks of any layout write them, made by one process without any of these ranks."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshtrain.checkpoint import folder
+from meshtrain.checkpoint.manifest import Manifest, file_of
+from meshtrain.checkpoint.placement import Placement, written_part
+from meshtrain.checkpoint.shards import write_shard
+from meshtrain.huggingface import KINDS
+from meshtrain.layout import Layout
+from meshtrain.weights import Entry
+
+Cuts = tuple[tuple[str, int], ...]
+
+
+def write_checkpoint(
+    where: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    step: int = 100,
+    sizes: Mapping[str, int] | None = None,
+    cuts: Callable[[str, Tensor], Cuts] = lambda name, tensor: (),
+    stages: Callable[[str], tuple[int, ...]] = lambda name: (0,),
+    config: Mapping[str, Any] | None = None,
+    **about: Any,
+) -> Path:
+    """A checkpoint in the folder `where`, of these tensors by name; `about`: other fields of the manifest."""
+    layout = Layout(sizes or {"dp_shard": 1})
+    placements = {
+        name: Placement(tuple(one.shape), KINDS[one.dtype], cuts(name, one), stages(name))
+        for name, one in tensors.items()
+    }
+    unfinished = folder.begin(where, step)
+    files = {}
+    for rank in range(layout.world_size):
+        parts = {name: written_part(placement, layout, rank) for name, placement in placements.items()}
+        rows = []
+        for name, part in parts.items():
+            if part is not None:
+                whole = tensors[name].detach().reshape(placements[name].dims)
+                piece = whole[part].contiguous()
+                data = memoryview(piece.view(-1).view(torch.uint8).numpy())
+                rows.append((Entry(name, placements[name].dtype, tuple(piece.shape)), data))
+        files[file_of(rank)] = write_shard(unfinished / file_of(rank), rows)
+    manifest = Manifest(
+        step=step,
+        samples=8 * step,
+        tokens=8 * 32 * step,
+        layout=layout,
+        tensors=placements,
+        files=files,
+        config=config or {},
+        data={},
+        versions={"meshtrain": "0.1.0"},
+        rng={"seed": 0},
+        books={},
+        evaluation=None,
+        written="2026-01-01T00:00:00Z",
+    )
+    return folder.finish(where, step, dataclasses.replace(manifest, **about).to_json())

@@ -1,0 +1,202 @@
+"""Runs that are interrupted and gone on with: in the tests' own process, or one after another in a job:
+
+    python tests/forked.py PROCESSES tests/checkpoint/going_on.py CASES.json RESULTS.json
+
+with a list of `Case`.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import meshtrain.report
+import meshtrain.train
+from meshtrain import stopping
+from meshtrain.config import Config
+from meshtrain.data.batch import IGNORE, Batch
+from meshtrain.environment import Environment, read_environment
+from meshtrain.errors import InputError, TrainingError
+from meshtrain.runtime import Job, join, leaving
+from meshtrain.stopping import Signals
+
+# A model and its data so small that a step takes milliseconds. It draws random numbers of all three kinds.
+MODEL = """
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Config:
+    vocab_size: int = 256
+    width: int = 8
+    noise: float = 0.1
+
+
+class Model(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.noise = config.noise
+        self.embed = nn.Embedding(config.vocab_size, config.width)
+        self.mix = nn.Linear(config.width, config.width)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+
+    def forward(self, tokens, positions, documents):
+        x = self.embed(tokens)
+        if self.training:
+            x = x + self.noise * (torch.rand_like(x) + np.random.rand() + random.random())
+        return self.head(torch.tanh(self.mix(x)))
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job of a run.
+
+    Attributes:
+        interrupt: what happens in the update of step `at` on rank `rank`: a signal by its name, `STOP` for the file,
+            or a failure: `crash`, or `end`, which all ranks find.
+        record: a folder into which each rank writes what it has seen: a line of the step and the tokens per sample.
+        again: whether the launcher has started the job anew.
+    """
+
+    config: str
+    overrides: Sequence[str] = ()
+    interrupt: str | None = None
+    at: int = 0
+    rank: int = 0
+    record: str | None = None
+    again: bool = False
+
+
+def small_run(folder: Path) -> Path:
+    """A config in a folder, with a model and a text of its own."""
+    (folder / "model.py").write_text(MODEL)
+    words = (f"{i * i} and {i**3 % 1009} make {i * 7919 % 10007}.\n" for i in range(400))
+    (folder / "text.txt").write_text("".join(words))
+    config = folder / "small.yaml"
+    config.write_text(
+        f"model: {{name: {folder}/model.py}}\n"
+        f"data: {{source: text, path: {folder}/text.txt, cache: {folder}/cache, validation: 0, seq_len: 32}}\n"
+        "batch: {global_size: 12, micro_size: 2}\n"
+        "optimizer: {lr: 1e-2, warmup_steps: 2}\n"
+        f"train: {{steps: 8, eval_every: 0, sample_tokens: 0, output: {folder}/run}}\n"
+        "checkpoint: {every: 4}\n"
+    )
+    return config
+
+
+def run_case(case: Case, job: Job, signals: Signals | None = None) -> dict[str, Any]:
+    """Its exit status, or what was said when it was refused or failed."""
+    try:
+        config = Config.load(case.config, case.overrides, world_size=job.world_size, for_training=True)
+        with interrupted(case, job.rank, Path(config.train.output)):
+            return {"status": meshtrain.train.run(config, job, signals)}
+    except (InputError, TrainingError, Crash) as error:
+        return {"status": 2 if isinstance(error, InputError) else 1, "error": str(error)}
+
+
+def alone(case: Case) -> dict[str, Any]:
+    """In this process, a world of one on its CPU."""
+    job = join(Environment("none", 0, 1, 0, "here", None, restarts=int(case.again)))
+    job.device = torch.device("cpu")
+    before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
+    try:
+        return run_case(case, job, Signals.heard())
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Crash(Exception):  # noqa: N818  it stands for any
+    """What nobody has foreseen."""
+
+
+@contextmanager
+def interrupted(case: Case, rank: int, output: Path) -> Iterator[None]:
+    """Around a run: its trainer does what the case says."""
+    plain = meshtrain.train.Trainer
+
+    class Interrupted(plain):
+        def accumulate(self, step: int, microbatches: list[Batch]) -> None:
+            self.latest = microbatches
+            super().accumulate(step, microbatches)
+
+        def update(self, step: int, stop_asked: bool = False) -> Callable:
+            if case.record is not None:
+                write_down(Path(case.record) / f"rank_{rank}", step, self.latest)
+            if case.interrupt is not None and step == case.at and rank == case.rank:
+                interrupt(case.interrupt, output)
+            return super().update(step, stop_asked)
+
+    meshtrain.train.Trainer = Interrupted  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        meshtrain.train.Trainer = plain  # type: ignore[misc]
+
+
+def interrupt(how: str, output: Path) -> None:
+    if how == "crash":
+        raise Crash("nobody has foreseen this")
+    if how == "end":
+        raise TrainingError("all ranks have found that the run cannot go on")
+    if how == "STOP":
+        (output / stopping.FILE).touch()
+    else:
+        os.kill(os.getpid(), signal.Signals[how])
+
+
+def write_down(file: Path, step: int, batches: Sequence[Batch]) -> None:
+    """The samples of a step that are no copies to fill up a batch."""
+    file.parent.mkdir(exist_ok=True)
+    with file.open("a") as lines:
+        for batch in batches:
+            for tokens, targets in zip(batch.inputs[0], batch.targets, strict=True):
+                if bool((targets != IGNORE).any()):
+                    lines.write(f"{step} {bytes(tokens.tolist()).hex()}\n")
+
+
+def written_down(folder: Path) -> list[str]:
+    """What all ranks have seen, sorted: `step tokens`."""
+    return sorted(line for file in folder.iterdir() for line in file.read_text().splitlines())
+
+
+def faster() -> None:
+    """What a run does once, because it is long, is left out; and a file STOP is looked for in each step."""
+    meshtrain.report.sample_flops = lambda *_: (None, "FLOPs are not counted")  # type: ignore[assignment]
+    meshtrain.report.peak_flops = lambda *_: (1.0, "a peak of 1 FLOP/s")  # type: ignore[assignment]
+    meshtrain.train.plot_loss = lambda *_: "no picture is drawn"  # type: ignore[assignment]
+    stopping.LOOK_EVERY_S = 0.0
+
+
+def main() -> None:
+    faster()
+    job = join(read_environment(os.environ))
+    signals = Signals.heard()
+    results = []
+    with leaving(job):
+        for case in json.loads(Path(sys.argv[1]).read_text()):
+            signals.request = None
+            results.append(run_case(Case(**case), job, signals))
+        if job.rank == 0:
+            Path(sys.argv[2]).write_text(json.dumps(results))
+
+
+def as_json(cases: Sequence[Case]) -> str:
+    return json.dumps([asdict(case) for case in cases])
+
+
+if __name__ == "__main__":
+    main()

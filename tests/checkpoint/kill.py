@@ -1,0 +1,260 @@
+"""Kills a run again and again, at any moment, and sees that it ends as if nothing had happened.
+
+    python tests/checkpoint/kill.py [--kills 50] [--seed 0] [--ranks 3] [--forked]
+
+A job of a small model saves its state in the background after every few steps. It is ended with SIGKILL, one rank of it
+or all processes, launcher included, and started again: while it starts or loads, in the middle of training, when a
+snapshot is taken, while files are written, and when the folder gets its name. Looked at are:
+
+- after each kill: no process is left, and the newest complete checkpoint is at most two intervals old (one may be under
+  way); the next start goes on from just that one
+- at the end: losses and norms of all steps, and the last checkpoint, have the bits of a run that nobody has killed
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from meshtrain import metrics  # noqa: E402
+from meshtrain.checkpoint.folder import complete_steps, name_of  # noqa: E402
+from tests.checkpoint.going_on import small_run  # noqa: E402
+from tests.launching import MARK, TORCHRUN, environment, kill_marked, wait_until_gone  # noqa: E402
+
+EVERY = 4  # steps between checkpoints
+AHEAD = 16  # the most steps that a job makes beyond those of the job before it until it is aimed at
+STEPS = 30  # of the run, for each kill: what is left behind the last of them is not killed
+LIMIT_S = 400.0  # for anything that is waited for, on a machine that does much else
+SHORT_S = 0.0003  # between two looks for files that exist for a moment
+MOMENTS = ("starting", "training", "snapshot", "writing", "rename")
+
+
+@dataclass(frozen=True)
+class Killed:
+    """What a kill met.
+
+    Attributes:
+        moment: at which it was aimed.
+        whom: "all", or the rank.
+        step: of the last row of metrics.jsonl; 0: there is none.
+        newest: the step of the newest complete checkpoint afterwards; 0: there is none.
+        left: what is there of an unfinished checkpoint.
+    """
+
+    moment: str
+    whom: str
+    step: int
+    newest: int
+    left: tuple[str, ...]
+
+
+class Job:
+    """A job under way."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self.mark, self.log = uuid.uuid4().hex, log
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment() | {MARK: self.mark},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def until(self, there: Callable[[], bool], every_s: float) -> None:
+        """Looks again and again."""
+        deadline = time.monotonic() + LIMIT_S
+        while not there():
+            assert self.process.poll() is None, f"the job ended before it was killed:\n{self.log.read_text()}"
+            assert time.monotonic() < deadline, f"nothing to aim at in {LIMIT_S:.0f} s:\n{self.log.read_text()}"
+            time.sleep(every_s)
+
+    def workers(self) -> list[int]:
+        """The processes of the ranks that have started, in their order: the launcher starts one after the other."""
+        lists = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return sorted(int(pid) for children in lists for pid in children.read_text().split())
+
+    def kill(self, rank: int | None) -> str:
+        """Kills a rank, or everything; says what it was."""
+        workers = self.workers()
+        if rank is not None and rank < len(workers):
+            os.kill(workers[rank], signal.SIGKILL)
+            return f"rank {rank}"
+        os.killpg(self.process.pid, signal.SIGKILL)
+        kill_marked(self.mark)
+        return "all"
+
+    def ended(self) -> int:
+        """The exit status, and no process of the job is there any more."""
+        try:
+            status = self.process.wait(LIMIT_S)
+            left = wait_until_gone(self.mark)
+            assert not left, f"processes left behind: {left}\n{self.log.read_text()}"
+        finally:
+            kill_marked(self.mark)
+        return status
+
+
+class Run:
+    """A run of a model in a folder, job after job."""
+
+    def __init__(self, folder: Path, config: Path, ranks: int, steps: int, forked: bool) -> None:
+        self.folder, self.checkpoints = folder, folder / "checkpoints"
+        self._ranks, self._jobs, self._forked = ranks, 0, forked
+        launcher = [*TORCHRUN, "--standalone", f"--nproc-per-node={ranks}"]
+        if forked:
+            launcher = [sys.executable, str(ROOT / "tests" / "forked.py"), str(ranks)]
+        options = (f"train.steps={steps}", f"checkpoint.every={EVERY}", "data.workers=0", f"train.output={folder}")
+        self._command = [*launcher, "-m", "meshtrain.train", str(config), *options, f"layout={{dp_shard: {ranks}}}"]
+
+    def start(self) -> Job:
+        self._jobs += 1
+        return Job(self._command, self.folder.with_name(f"{self.folder.name}_{self._jobs}.log"))
+
+    def step(self) -> int:
+        """Of the last row that is written to its end."""
+        try:
+            with (self.folder / metrics.FILE).open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 4000))
+                lines = file.read().split(b"\n")[:-1]
+        except FileNotFoundError:
+            return 0
+        return json.loads(lines[-1])["step"] if lines else 0
+
+    def newest(self) -> int:
+        """The step of the newest complete checkpoint; 0: there is none."""
+        return max(complete_steps(self.checkpoints), default=0) if self.checkpoints.is_dir() else 0
+
+    def unfinished(self) -> list[Path]:
+        return sorted(self.checkpoints.glob(".step_*.tmp"))
+
+    def killed(self, moment: str, rng: random.Random) -> Killed:
+        """Starts a job, kills it, and looks at what is there then."""
+        before, newest = self.step(), self.newest()
+        job = self.start()
+        try:
+            self._aim(job, moment, before + rng.randint(1, AHEAD), rng)
+            whom = job.kill(rng.choice([None, *range(self._ranks)]))
+        finally:
+            if sys.exc_info()[0] is not None:
+                kill_marked(job.mark)
+        assert job.ended() != 0, job.log.read_text()
+        left = tuple(f"{path.name}: {len(list(path.iterdir()))} files" for path in self.unfinished())
+        found = Killed(moment, whom, self.step(), self.newest(), left)
+        self._check(job, newest, found)
+        return found
+
+    def _aim(self, job: Job, moment: str, target: int, rng: random.Random) -> None:
+        """Returns at the moment."""
+        if moment == "starting":
+            job.until(lambda: len(job.workers()) == self._ranks, 0.02)
+            time.sleep(rng.uniform(0.0, 0.5 if self._forked else 3.0))
+            return
+        if moment == "snapshot":  # it follows on the row of its step
+            target += -target % EVERY
+        job.until(lambda: self.step() >= target, 0.005)
+        if moment == "writing":
+            job.until(lambda: bool(self.unfinished()), SHORT_S)
+        if moment == "rename":  # the two last files are written, and then the folder is renamed
+            newest = self.newest()
+            last = rng.choice(("manifest.json", "COMPLETE", "none: when it has its name"))
+
+            def there() -> bool:
+                return self.newest() > newest or any((path / last).exists() for path in self.unfinished())
+
+            job.until(there, SHORT_S)
+        else:
+            time.sleep(rng.uniform(0.0, 0.01))
+
+    def _check(self, job: Job, newest: int, found: Killed) -> None:
+        """What the job began with, and what it has lost."""
+        self.began_with(job, newest)
+        assert found.newest >= newest, "a complete checkpoint is lost"
+        assert found.step - found.newest <= 2 * EVERY, f"too many steps are lost: {found}"
+
+    def began_with(self, job: Job, newest: int) -> None:
+        """As far as the job has come to say so, it went on from this step."""
+        said = re.findall(r"goes on from \S+/step_(\d+): step (\d+)", job.log.read_text())
+        assert all(int(step) == newest for pair in said for step in pair), f"{said}, not {newest}"
+
+
+def rows(folder: Path) -> list[tuple]:
+    """Of each step what must have the same bits."""
+    found = metrics.read(folder / metrics.FILE)
+    return [(row["step"], row["loss"], row["grad_norm"], row["samples_digest"], row["tokens"]) for row in found]
+
+
+def compare(run: Run, whole: Run, steps: int) -> None:
+    """The run that was killed and the one that was not."""
+    assert [row[0] for row in rows(whole.folder)] == list(range(1, steps + 1))
+    for row, expected in zip(rows(run.folder), rows(whole.folder), strict=True):
+        assert row == expected, f"{row} where the run that was not killed has {expected}"
+    assert run.unfinished() == []
+    last = [str(each.checkpoints / name_of(steps)) for each in (run, whole)]
+    diff = [sys.executable, "-m", "meshtrain.cli", "checkpoint", "diff", *last]
+    done = subprocess.run(diff, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tensors are equal to the bit" in done.stdout, done.stdout
+
+
+def go(folder: Path, *, kills: int, seed: int, ranks: int = 3, forked: bool = False) -> list[Killed]:
+    """Kills a run so often, in `folder`; returns what each kill met. Raises AssertionError when something is wrong."""
+    rng, steps, config = random.Random(seed), STEPS * kills, small_run(folder)
+    whole = Run(folder / "whole", config, ranks, steps, forked)
+    job = whole.start()
+    assert job.ended() == 0, job.log.read_text()
+    run = Run(folder / "run", config, ranks, steps, forked)
+    moments = [MOMENTS[i % len(MOMENTS)] for i in range(kills)]
+    rng.shuffle(moments)
+    found = []
+    for moment in moments:
+        found.append(run.killed(moment, rng))
+        print(found[-1], flush=True)
+    newest = run.newest()
+    job = run.start()
+    assert job.ended() == 0, job.log.read_text()
+    run.began_with(job, newest)
+    compare(run, whole, steps)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Kills a run again and again, and compares it with one never killed.")
+    parser.add_argument("--kills", type=int, default=50, help="how often (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and the ranks (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=3, help="processes (%(default)s)")
+    parser.add_argument("--forked", action="store_true", help="start jobs without torchrun, which is faster")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="meshtrain-kill-") as folder:
+        begun = time.monotonic()
+        found = go(Path(folder), kills=options.kills, seed=options.seed, ranks=options.ranks, forked=options.forked)
+    whom = Counter("all" if one.whom == "all" else "one rank" for one in found)
+    lost = sum(one.step - one.newest for one in found)
+    print(
+        f"{len(found)} kills in {time.monotonic() - begun:.0f} s ("
+        + ", ".join(f"{n} of {who}" for who, n in whom.items())
+        + f"; {sum(bool(one.left) for one in found)} left an unfinished checkpoint): {lost} steps were made again, "
+        "none lost, and the end is bit-equal to that of a run never killed"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

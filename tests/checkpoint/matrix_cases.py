@@ -1,0 +1,42 @@
+"""Trains one run after another in one job; a run that goes on from a checkpoint first saves what it has loaded.
+
+python tests/forked.py PROCESSES tests/checkpoint/matrix_cases.py CELLS.json        [[config, [override, ...]], ...]
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import meshtrain.train
+from meshtrain.config import Config
+from meshtrain.environment import read_environment
+from meshtrain.parallel import data
+from meshtrain.runtime import join, leaving
+from meshtrain.saving import Saving
+from tests.checkpoint.going_on import faster
+
+
+class SavingAtOnce(Saving):
+    """Writes the state with which a run goes on, as this layout holds it, before the first step."""
+
+    def __enter__(self) -> Saving:
+        if self.report.step > 0:
+            self.finish()
+            self.check()
+        return super().__enter__()
+
+
+def main() -> None:
+    faster()
+    meshtrain.train.Saving = SavingAtOnce  # type: ignore[misc]
+    data.SMALL = 0  # FSDP gathers each block by itself, as it does with larger ones
+    job = join(read_environment(os.environ))
+    with leaving(job):
+        for name, overrides in json.loads(Path(sys.argv[1]).read_text()):
+            config = Config.load(name, overrides, world_size=job.world_size, for_training=True)
+            assert meshtrain.train.run(config, job) == 0
+
+
+if __name__ == "__main__":
+    main()

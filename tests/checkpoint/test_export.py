@@ -1,0 +1,284 @@
+"""`meshtrain export`: from checkpoints of any layout the same bytes as a run's own export; failures leave nothing."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from meshtrain import cli, weights
+from meshtrain.checkpoint import export as checkpoint_export
+from meshtrain.checkpoint import load_weights
+from meshtrain.environment import read_environment
+from meshtrain.errors import DamagedError, InputError
+from meshtrain.export import export as export_of_run
+from meshtrain.huggingface import named_tensors
+from meshtrain.layout import Layout
+from meshtrain.locate import bundled, model_file
+from meshtrain.mesh import build_mesh
+from meshtrain.runtime import Job
+from tests.checkpoint.by_hand import Cuts, write_checkpoint
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 24,
+    "intermediate_size": 35,
+    "num_hidden_layers": 11,  # 10 sorts behind 2
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 53,
+}
+llama = model_file("llama")
+
+
+def made(**keys: Any) -> nn.Module:
+    torch.manual_seed(7)
+    return llama.Model(llama.Config(**SIZES | keys))
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """As a checkpoint names them, with something of the optimizer's among them."""
+    found = {f"model.{names[0]}": tensor for names, tensor in named_tensors(model).items()}
+    return found | {"optimizer.lm_head.weight.exp_avg": torch.randn(9, 9), "optimizer.step": torch.tensor(3.0)}
+
+
+def config_of(model: nn.Module, precision: str = "float32", tokenizer: str = "bytes") -> dict[str, Any]:
+    keys = {"name": "llama", **asdict(model.config)}
+    return {"model": keys, "train": {"precision": precision}, "data": {"tokenizer": tokenizer}}
+
+
+def over_tp_and_dp_shard(name: str, tensor: Tensor) -> Cuts:
+    if tensor.dim() == 2 and name.endswith(("down_proj.weight", "o_proj.weight")):
+        return (("tp", 1), ("dp_shard", 0))
+    return (("tp", 0), ("dp_shard", 0)) if tensor.dim() == 2 else (("dp_shard", 0),) * bool(tensor.dim())
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "DDP": {"sizes": {"dp_replicate": 3}},
+    "FSDP": {"sizes": {"dp_shard": 3}, "cuts": lambda name, tensor: (("dp_shard", 0),) * bool(tensor.dim())},
+    "all": {
+        "sizes": {"pp": 2, "dp_shard": 2, "tp": 3},
+        "cuts": over_tp_and_dp_shard,
+        "stages": lambda name: (0, 1) if "embed" in name else (int("norm" in name),),
+    },
+}
+
+
+def export_as_a_run_does(model: nn.Module, out: Path, dtype: torch.dtype, **how: Any) -> None:
+    job = Job(read_environment({}), torch.device("cpu"), None)
+    config = llama.to_hugging_face(model.config)
+    export_of_run(model, out, job, build_mesh(Layout({}), "cpu"), dtype=dtype, config=config, **how)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the tensors of a test are read in several blocks too."""
+    monkeypatch.setattr(checkpoint_export, "BLOCK", 4000)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_bytes_as_a_run_writes(
+    layout: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = made(tie_word_embeddings=tied)
+    monkeypatch.setattr("meshtrain.checkpoint.opened.MOST_OPEN", 2 if layout == "FSDP" else 64)
+    checkpoint = write_checkpoint(tmp_path, tensors_of(model), config=config_of(model, "bfloat16"), **LAYOUTS[layout])
+    for most in (2**30, 20_000):
+        checkpoint_export.export(checkpoint, tmp_path / "ours", file_bytes=most)
+        export_as_a_run_does(model, tmp_path / "run", torch.bfloat16, file_bytes=most)
+        found = files_in(tmp_path / "ours")
+        assert found == files_in(tmp_path / "run")
+        assert (len(found) > 3) == (most == 20_000)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From a run's folder the newest complete checkpoint; --dtype; a tokenizer; once more into the same folder."""
+    (tmp_path / "mine.json").write_text('{"model": {"type": "BPE"}, "ä": 1}', encoding="utf-8")
+    model = made()
+    config = config_of(model, tokenizer=str(tmp_path / "mine.json"))
+    run = tmp_path / "run"
+    write_checkpoint(run / "checkpoints", {"model.w": torch.ones(3)}, step=99)
+    write_checkpoint(run / "checkpoints", tensors_of(model), step=100, config=config)
+    newer = write_checkpoint(run / "checkpoints", {"model.w": torch.ones(3)}, step=101)
+    (newer / "COMPLETE").unlink()
+    for dtype in (torch.float32, torch.float16, torch.float64):
+        word = str(dtype).removeprefix("torch.")
+        assert (
+            cli.main(["export", str(run), str(tmp_path / "out"), *([] if word == "float32" else ["--dtype", word])])
+            == 0
+        )
+        export_as_a_run_does(model, tmp_path / "wanted", dtype, tokenizer=tmp_path / "mine.json")
+        assert files_in(tmp_path / "out") == files_in(tmp_path / "wanted")
+        assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "mine.json").read_bytes()
+    assert "weights of step 100 in" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.json", "out", "run", "wanted"]
+
+
+USERS_OWN = """
+import pathlib
+pathlib.Path({marker!r}).touch()
+from meshtrain.locate import model_file
+from dataclasses import dataclass
+Model = model_file("llama").Model
+@dataclass(frozen=True)
+class Config:
+    width: int
+def to_hugging_face(config):
+    return {{"model_type": "mine", "width": config.width}}
+"""
+
+
+def test_a_file_that_a_checkpoint_names_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    marker, own = tmp_path / "was_run", tmp_path / "own.py"
+    own.write_text(USERS_OWN.format(marker=str(marker)))
+    for name in (str(own), f"../../../../../../../../..{str(own)[:-3]}", os.path.relpath(own, bundled("models"))[:-3]):
+        config = {"model": {"name": name, "width": 3}, "train": {"precision": "float32"}, "data": {}}
+        checkpoint = write_checkpoint(tmp_path / "from", {"model.w": torch.arange(3.0)}, config=config)
+        out = tmp_path / "out"
+        assert cli.main(["export", str(checkpoint), str(out)]) == 0
+        assert "config.json is not written" in capsys.readouterr().out
+        assert [path.name for path in out.iterdir()] == [weights.SINGLE]
+        assert not marker.exists()
+    assert cli.main(["export", str(checkpoint), str(out), "--model", str(own)]) == 0
+    assert json.loads((out / weights.CONFIG).read_text())["width"] == 3
+    assert marker.exists()
+    assert cli.main(["export", str(checkpoint), str(out), "--model", str(tmp_path / "gone.py")]) == 2
+    assert "there is no file" in capsys.readouterr().err
+
+
+def test_a_model_without_a_hugging_face_form(tmp_path: Path) -> None:
+    """One file with plain names; what is no floating number keeps its type; a scalar and an empty tensor."""
+    tensors = {
+        "model.conv.weight": torch.randn(4, 3, 2, 2),
+        "model.norm.running_mean": torch.randn(5).double(),
+        "model.norm.num_batches_tracked": torch.tensor(12),
+        "model.scale": torch.tensor(0.5),
+        "model.nothing": torch.zeros(0, 3),
+    }
+    config = {"model": {"name": "convnet"}, "train": {"precision": "bfloat16"}, "data": {}}
+    said: list[str] = []
+    checkpoint = write_checkpoint(tmp_path, tensors, sizes={"dp_shard": 3}, config=config)
+    checkpoint_export.export(checkpoint, tmp_path / "out", say=said.append)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [weights.SINGLE]
+    found = load_file(tmp_path / "out" / weights.SINGLE)
+    assert found.keys() == {name.removeprefix("model.") for name in tensors}
+    for name, tensor in tensors.items():
+        wanted = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+        assert found[name.removeprefix("model.")].dtype == wanted.dtype
+        assert torch.equal(found[name.removeprefix("model.")], wanted)
+    assert "has no Hugging Face form" in said[0]
+
+
+def test_a_file_that_is_no_tokenizer_is_not_handed_on(tmp_path: Path) -> None:
+    (tmp_path / "secrets.json").write_text('{"password": "x"}')
+    (tmp_path / "secrets").write_text('{"model": {}}')
+    for name in ("secrets.json", "secrets", "gone.json", "."):
+        config = {"model": {}, "train": {"precision": "float32"}, "data": {"tokenizer": str(tmp_path / name)}}
+        said: list[str] = []
+        checkpoint = write_checkpoint(tmp_path / "from", {"model.w": torch.ones(3)}, config=config)
+        checkpoint_export.export(checkpoint, tmp_path / "out", say=said.append)
+        assert not (tmp_path / "out" / weights.TOKENIZER).exists()
+        assert any(f"tokenizer is {tmp_path / name}" in line for line in said)
+
+
+def flipped(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda path: flipped(path / "rank_00001.safetensors", -1),
+        lambda path: (path / "rank_00001.safetensors").unlink(),
+        lambda path: os.truncate(path / "rank_00001.safetensors", 100),
+    ],
+)
+def test_damage_is_named_and_leaves_nothing(harm: Callable[[Path], None], earlier: bool, tmp_path: Path) -> None:
+    model = made()
+    tensors = {name: one for name, one in tensors_of(model).items() if name.startswith("model.")}
+    checkpoint = write_checkpoint(tmp_path / "from", tensors, config=config_of(model), **LAYOUTS["FSDP"])
+    if earlier:
+        export_as_a_run_does(model, tmp_path / "out", torch.float32)
+        before = files_in(tmp_path / "out")
+    harm(checkpoint)
+    with pytest.raises(DamagedError) as caught:
+        checkpoint_export.export(checkpoint, tmp_path / "out")
+    assert caught.value.file == checkpoint / "rank_00001.safetensors"
+    if "bytes" in caught.value.what and "are not those" in caught.value.what:
+        assert caught.value.tensor is not None
+        assert f"{caught.value.tensor}" in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["from", "out"] if earlier else ["from"]
+    if earlier:
+        assert files_in(tmp_path / "out") == before
+
+
+def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = write_checkpoint(tmp_path / "from", {"model.w": torch.ones(3)}, config={"model": {"name": "llama"}})
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    (tmp_path / "run" / "checkpoints" / ".step_0000001.tmp").mkdir(parents=True)
+    for arguments, says in (
+        ([checkpoint, "out"], "no train.precision that is known"),
+        ([checkpoint, checkpoint / "out", "--dtype", "float32"], "is inside of the checkpoint"),
+        ([checkpoint, tmp_path / "mine", "--dtype", "float32"], "holds notes.txt"),
+        ([checkpoint, tmp_path / "mine" / "notes.txt", "--dtype", "float32"], "is a file"),
+        ([tmp_path / "mine", "out"], "mine holds no checkpoint: name a checkpoint"),
+        ([tmp_path / "gone", "out"], "gone is no folder"),
+        ([tmp_path / "run", "out"], "run is complete"),
+    ):
+        assert cli.main(["export", *map(str, arguments)]) == 2, says
+        assert says in capsys.readouterr().err
+    config = {"model": {"name": "llama", "hidden_sise": 3}, "train": {"precision": "float32"}}
+    checkpoint = write_checkpoint(tmp_path / "from", {"model.w": torch.ones(3)}, config=config)
+    with pytest.raises(InputError, match="the model llama refuses the keys in the checkpoint's config"):
+        checkpoint_export.export(checkpoint, tmp_path / "out")
+    checkpoint = write_checkpoint(tmp_path / "from", {"optimizer.step": torch.ones(3)}, config={})
+    with pytest.raises(InputError, match="holds no weights"):
+        checkpoint_export.export(checkpoint, tmp_path / "out", dtype="float32")
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_one_row_block_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing larger than a block is asked of the reader."""
+    monkeypatch.setattr(checkpoint_export, "BLOCK", 2000)
+    asked: list[int] = []
+    really = checkpoint_export.read_part
+
+    def read(*arguments: Any) -> Tensor:
+        found = really(*arguments)
+        asked.append(found.nbytes)
+        return found
+
+    monkeypatch.setattr(checkpoint_export, "read_part", read)
+    config = {"model": {"name": "x.py"}, "train": {"precision": "float32"}}
+    checkpoint = write_checkpoint(
+        tmp_path, {"model.w": torch.randn(1000, 3), "model.b": torch.randn(5000)}, config=config
+    )
+    checkpoint_export.export(checkpoint, tmp_path / "out")
+    assert sum(asked) == 32_000
+    assert max(asked) <= 2000
+
+
+def test_back_into_a_model(tmp_path: Path) -> None:
+    model = made()
+    checkpoint = write_checkpoint(tmp_path, tensors_of(model), config=config_of(model), **LAYOUTS["all"])
+    other = llama.Model(model.config)
+    load_weights(checkpoint, other)
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name

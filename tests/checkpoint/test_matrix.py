@@ -1,0 +1,98 @@
+"""What one layout has saved, every other one loads: the same bits, and the same losses from there on."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshtrain.checkpoint.diff import diff
+from meshtrain.checkpoint.folder import name_of, open_manifest
+from meshtrain.metrics import read
+from tests.checkpoint import matrix_cases
+from tests.launching import forked
+from tests.parity.experiments import QUICKSTART, SMALL
+
+SAVED, STEPS = 3, 8  # the step that is loaded, and that of the end
+LAYOUTS = {
+    "one process": "{dp_shard: 1}",
+    "DDP": "{dp_replicate: 4}",
+    "FSDP": "{dp_shard: 4}",
+    "HSDP": "{dp_replicate: 2, dp_shard: 2}",
+    "tp": "{tp: 4}",
+    "pp": "{pp: 4}",
+    "dp_shard x tp": "{dp_shard: 2, tp: 2}",
+    "pp x tp x dp_shard": "{pp: 2, tp: 2, dp_shard: 2}",
+}
+WORLDS = {1: ["one process"], 8: ["pp x tp x dp_shard"]}
+WORLDS[4] = [name for name in LAYOUTS if name not in (*WORLDS[1], *WORLDS[8])]
+CELLS = [(saved, loaded) for saved in LAYOUTS for loaded in LAYOUTS if saved != loaded]
+MICRO = {"tp": 8, "dp_shard x tp": 4}  # one microbatch where each costs many exchanges
+# Nothing divides, the learning rate does not depend on how long the run is, and AdamW's moments are large.
+MODEL = (
+    *SMALL,
+    "model.vocab_size=259",
+    "model.intermediate_size=109",
+    "data.seq_len=16",
+    "data.validation=0",
+    "batch.global_size=8",
+    "optimizer.schedule=constant",
+    "optimizer.warmup_steps=2",
+    f"train.steps={STEPS}",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs on every layout, each with a checkpoint in the middle, and then from each of these on every other layout."""
+    folder = tmp_path_factory.mktemp("matrix")
+    first = {world: [run(folder, name, name, "checkpoint.every=3") for name in WORLDS[world]] for world in WORLDS}
+    then = {
+        world: [
+            run(folder, loaded, f"{saved} to {loaded}", "checkpoint.every=0", f"checkpoint.resume={at(folder, saved)}")
+            for saved, loaded in CELLS
+            if loaded in WORLDS[world]
+        ]
+        for world in WORLDS
+    }
+    for name, runs in (("first", first), ("then", then)):
+        for world, cells in runs.items():
+            file = folder / f"{name}_{world}.json"
+            file.write_text(json.dumps(cells))
+            forked(world, Path(matrix_cases.__file__), str(file), timeout=900).check()
+    return folder
+
+
+def run(folder: Path, layout: str, where: str, *more: str) -> tuple[str, list[str]]:
+    own = [f"layout={LAYOUTS[layout]}", f"batch.micro_size={MICRO.get(layout, 2)}", f"train.output={folder / where}"]
+    return QUICKSTART, [*MODEL, f"data.cache={folder / 'cache'}", *own, *more]
+
+
+def at(folder: Path, where: str) -> Path:
+    return folder / where / "checkpoints" / name_of(SAVED)
+
+
+@pytest.mark.timeout(2000)  # the first waits for all jobs
+@pytest.mark.parametrize(("saved", "loaded"), CELLS, ids=lambda name: name)
+def test_another_layout_goes_on(saved: str, loaded: str, folder: Path) -> None:
+    there, here = at(folder, saved), at(folder, f"{saved} to {loaded}")
+    manifest, _ = open_manifest(here)
+    assert str(manifest.layout) == LAYOUTS[loaded]
+    assert any(name.startswith("optimizer.") and name.endswith(".exp_avg_sq") for name in manifest.tensors)
+    found = diff(there, here)
+    assert found.same, found
+    assert found.compared == len(manifest.tensors)
+    expected, rows = (read(folder / name / "metrics.jsonl") for name in (saved, f"{saved} to {loaded}"))
+    assert [row["step"] for row in rows] == list(range(SAVED + 1, STEPS + 1))
+    for row, one in zip(rows, expected[SAVED:], strict=True):
+        assert row["samples_digest"] == one["samples_digest"]
+        for name in ("loss", "grad_norm"):
+            assert row[name] == pytest.approx(one[name], rel=1e-5, abs=0), f"step {row['step']}: {name}"
+
+
+def test_the_steps_move_the_model(folder: Path) -> None:
+    """States that hardly change would be the same wherever they come from."""
+    for layout in LAYOUTS:
+        first, last = (folder / layout / "checkpoints" / name_of(step) for step in (SAVED, STEPS))
+        assert len(diff(first, last).tensors) == len(open_manifest(first)[0].tensors)
+    rows = read(folder / "one process" / "metrics.jsonl")
+    assert rows[-1]["loss"] < 0.95 * rows[SAVED - 1]["loss"]

@@ -1,0 +1,69 @@
+"""Which checkpoints stay: by cases, and for any steps and rules."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshtrain.checkpoint.retention import judged_by, which
+
+STEPS = [100, 200, 300, 400, 500]
+LOSSES = {100: 3.0, 200: 1.0, 300: math.nan, 400: 1.0, 500: 2.0}
+
+
+@pytest.mark.parametrize(
+    ("last", "every", "best", "lower", "kept"),
+    [
+        (None, None, False, True, {100, 200, 300, 400, 500}),
+        (2, None, False, True, {400, 500}),
+        (1, 200, False, True, {200, 400, 500}),
+        (1, None, True, True, {400, 500}),  # of equal ones the newest
+        (1, None, True, False, {100, 500}),
+        (9, 7, True, True, {100, 200, 300, 400, 500}),
+    ],
+)
+def test_rules(last: int | None, every: int | None, best: bool, lower: bool, kept: set[int]) -> None:
+    assert which(STEPS, LOSSES, keep_last=last, keep_every=every, keep_best=best, lower_is_better=lower) == kept
+
+
+def test_accuracy_is_judged_by_where_there_is_one() -> None:
+    assert judged_by([{}, {"eval_loss": 1.0, "perplexity": 2.7}]) == ("eval_loss", True)
+    assert judged_by([{"eval_loss": 1.0}, {"eval_loss": 1.0, "accuracy": 0.5}]) == ("accuracy", False)
+    assert judged_by([]) == ("eval_loss", True)
+
+
+def test_a_value_that_is_no_number_is_not_the_best() -> None:
+    rules = {"keep_last": 1, "keep_every": None, "keep_best": True}
+    assert which([1, 2, 3, 4], {1: math.nan, 2: -math.inf, 3: 1.0, 4: 2.0}, **rules) == {3, 4}
+    assert which([1, 2], {1: math.nan, 2: math.nan}, **rules) == {2}
+
+
+def test_the_newest_stays_whatever_the_rules_say() -> None:
+    assert which([1, 2, 3], {}, keep_last=0, keep_every=None, keep_best=False) == {3}
+    assert which([], {}, keep_last=0, keep_every=2, keep_best=True) == set()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sets(st.integers(0, 60)),
+    st.dictionaries(st.integers(0, 60), st.floats()),
+    st.integers(1, 70),
+    st.none() | st.integers(1, 20),
+    st.booleans(),
+)
+def test_what_is_true_of_any_rules(
+    steps: set[int], values: dict[int, float], last: int, every: int | None, best: bool
+) -> None:
+    kept = which(steps, values, keep_last=last, keep_every=every, keep_best=best)
+    newest = sorted(steps)[-last:]
+    assert kept <= steps
+    assert set(newest) <= kept
+    assert all(step in kept for step in steps if every and step % every == 0)
+    known = {step: values[step] for step in steps if step in values and math.isfinite(values[step])}
+    others = {step for step in kept if step not in newest and not (every and step % every == 0)}
+    assert len(others) <= (1 if best and known else 0)
+    if best and known:
+        assert min(known[step] for step in kept if step in known) == min(known.values())
+    again = which(kept, values, keep_last=last, keep_every=every, keep_best=best)
+    assert again == kept, "what stays once stays when nothing was added"

@@ -1,0 +1,117 @@
+"""`verify` finds every flipped bit and says where; it does not need torch."""
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshtrain.checkpoint.folder import COMPLETE, begin, finish
+from meshtrain.checkpoint.manifest import MANIFEST, File, Manifest, file_of
+from meshtrain.checkpoint.shards import write_shard
+from meshtrain.checkpoint.verify import Problem, verify
+from meshtrain.weights import Entry
+from tests.checkpoint.by_hand import write_checkpoint
+
+FLIPS = 1000
+SIZES = {"pp": 2, "dp_shard": 2}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four shards of two and three tensors, with more data than header."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {f"model.{i}": torch.randn(64, 50 + i, generator=generator) for i in range(5)}
+    return write_checkpoint(
+        tmp_path_factory.mktemp("verify"),
+        tensors | {"model.5": torch.tensor(3.0)},
+        sizes=SIZES,
+        cuts=lambda name, tensor: (("dp_shard", 0),) if tensor.dim() else (),
+        stages=lambda name: (int(name[-1]) % 2,),
+    )
+
+
+def test_an_intact_checkpoint_has_no_problems(checkpoint: Path) -> None:
+    assert verify(checkpoint) == []
+
+
+def test_all_of_1000_random_flipped_bits_are_found_and_the_file_named(checkpoint: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(checkpoint, tmp_path / checkpoint.name))
+    files = sorted(copy.iterdir())
+    assert len(files) == 6
+    sizes = [path.stat().st_size for path in files]
+    rng = random.Random(0)
+    hit = set()
+    for path in rng.choices(files, weights=sizes, k=FLIPS):
+        bit = rng.randrange(8 * path.stat().st_size)
+        flip(path, bit)
+        problems = verify(copy)
+        flip(path, bit)
+        # The manifest's checksum is in COMPLETE: where they do not fit together, either may be the damaged one.
+        expected = MANIFEST if path.name == COMPLETE else path.name
+        assert [problem.file for problem in problems] == [expected], f"bit {bit} of {path.name}"
+        hit.add(path.name)
+    assert verify(copy) == []
+    assert hit >= {path.name for path in files if path.name != COMPLETE}
+
+
+def flip(path: Path, bit: int) -> None:
+    with path.open("r+b") as file:
+        byte = os.pread(file.fileno(), 1, bit // 8)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ 1 << bit % 8]), bit // 8)
+
+
+def test_every_bit_of_complete_is_proved(checkpoint: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(checkpoint, tmp_path / checkpoint.name))
+    for bit in range(8 * (copy / COMPLETE).stat().st_size):
+        flip(copy / COMPLETE, bit)
+        assert verify(copy)
+        flip(copy / COMPLETE, bit)
+
+
+def test_each_damaged_tensor_of_each_file_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(checkpoint, tmp_path / checkpoint.name))
+    first, second = copy / file_of(0), copy / file_of(3)
+    flip(first, 8 * first.stat().st_size - 1)
+    flip(first, 8 * (first.stat().st_size - 32 * 54 * 4 - 1))  # in the tensor before the last
+    second.unlink()
+    found = verify(copy)
+    assert [(problem.file, problem.tensor) for problem in found] == [
+        (first.name, "model.2"),
+        (first.name, "model.4"),
+        (second.name, None),
+    ]
+    assert str(found[0]) == "rank_00000.safetensors: model.2: its bytes 0 to 6,656 are not those that were written"
+    assert str(found[2]) == "rank_00003.safetensors: is missing"
+
+
+def test_a_shard_that_is_whole_and_not_what_the_manifest_says(tmp_path: Path) -> None:
+    """Whoever wrote it was wrong: the checksums fit, and a tensor is missing, another unknown, one of another shape."""
+    whole = write_checkpoint(tmp_path, {"model.a": torch.zeros(4), "model.b": torch.zeros(4)})
+    manifest = Manifest.parse((whole / MANIFEST).read_text(), whole / MANIFEST)
+    unfinished = begin(tmp_path, 200)
+    tensors = [(Entry("model.b", "F32", (2, 2)), memoryview(bytes(16))), (Entry("x", "U8", (1,)), memoryview(b"1"))]
+    file = write_shard(unfinished / file_of(0), tensors)
+    about = {name: value for name, value in vars(manifest).items() if name not in ("files", "step")}
+    other = finish(tmp_path, 200, Manifest(files={file_of(0): file}, step=200, **about).to_json())
+    assert verify(other) == [
+        Problem(file_of(0), "model.a", "is not in the file, and by the manifest it should be"),
+        Problem(file_of(0), "model.b", "is F32 [2, 2], and by the manifest F32 [4]"),
+        Problem(file_of(0), "x", "is in the file, and by the manifest it should not be"),
+    ]
+    assert isinstance(file, File)
+
+
+def test_it_does_not_import_torch(checkpoint: Path) -> None:
+    """Nor numpy: in a process of its own, through the command."""
+    code = (
+        "import sys\nfrom meshtrain.cli import main\n"
+        f"status = main(['checkpoint', 'verify', {str(checkpoint)!r}])\n"
+        "print(status, sorted({'torch', 'numpy'} & set(sys.modules)))\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.splitlines() == [f"{checkpoint}: intact", "0 []"]

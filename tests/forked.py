@@ -1,0 +1,56 @@
+"""Runs a script in a job of several processes of this machine, forked from one that has imported torch: importing it
+takes each process longer than most of what tests do.
+
+    python tests/forked.py PROCESSES SCRIPT [ARGUMENT ...]       or -m MODULE for the script, as python has it
+
+The environment is torchrun's, and so is what happens when a process fails: the others are ended. What a user starts is
+tested under torchrun itself.
+"""
+
+import gc
+import os
+import runpy
+import signal
+import sys
+
+import meshtrain.train  # noqa: F401  (and with it torch)
+from tests.launching import free_port
+
+
+def main(processes: int, script: str, *arguments: str) -> int:
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
+    gc.freeze()  # no collection in a process looks through all of torch, which takes long and copies its memory,
+    gc.unfreeze = lambda: None  # not even when a training is done with its own freezing
+    running = set()
+    for rank in range(processes):
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(job, RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(processes))
+            run(script, *arguments)
+            return 0
+        running.add(pid)
+    worst = 0
+    while running:
+        pid, status = os.wait()
+        running.remove(pid)
+        if status != 0 and worst == 0:
+            worst = os.waitstatus_to_exitcode(status)
+            for other in running:
+                os.kill(other, signal.SIGTERM)
+    return worst if worst >= 0 else 128 - worst
+
+
+def run(script: str, *arguments: str) -> None:
+    """What `python SCRIPT ARGUMENTS` runs."""
+    if script == "-m":
+        sys.argv = list(arguments)
+        sys.modules.pop(arguments[0], None)  # it is run, as `__main__`, and not imported
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [script, *arguments]
+        sys.path[0] = os.path.dirname(script)
+        runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), *sys.argv[2:]))

@@ -1,0 +1,363 @@
+"""Stopping a run: what asks for it, how all ranks agree, what is left, and how the process ends."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshtrain.train
+from meshtrain import stopping
+from meshtrain.checkpoint import folder
+from meshtrain.checkpoint.folder import complete_steps
+from meshtrain.metrics import read
+from meshtrain.stopping import Requests, Signals, limits
+from tests.checkpoint.going_on import Case, alone, small_run
+from tests.launching import MARK, ROOT, TORCHRUN, environment, wait_until_gone
+
+
+@pytest.fixture
+def signals() -> Iterator[Signals]:
+    before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
+    yield Signals.heard()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_before_training_a_signal_ends_the_process(signals: Signals, number: int) -> None:
+    with pytest.raises(SystemExit) as ended:
+        send(number)
+    assert ended.value.code == 128 + number
+    send(number)  # nothing disturbs the way out
+
+
+def test_a_warning_before_training_is_kept_and_nothing_ends(signals: Signals) -> None:
+    send(signal.SIGUSR1)
+    assert Requests(signals).reason(0, 0) == "SIGUSR1"
+    with pytest.raises(SystemExit):
+        send(signal.SIGTERM)  # there is no training yet that would obey
+
+
+def test_in_training_the_first_signal_is_a_request(signals: Signals) -> None:
+    requests = Requests(signals)
+    with requests.heeded():
+        assert requests.reason(0, 0) is None
+        send(signal.SIGINT)
+        send(signal.SIGTERM)  # torchrun passes both on for one Ctrl-C
+        assert requests.reason(0, 0) == "SIGINT"
+        assert requests.reason(0, 0) == "SIGINT"
+    with pytest.raises(SystemExit):
+        send(signal.SIGTERM)
+
+
+def test_a_later_signal_ends_the_process(signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "ONE_REQUEST_S", 0.05)
+    with Requests(signals).heeded():
+        send(signal.SIGUSR1)
+        time.sleep(0.1)
+        with pytest.raises(SystemExit) as ended:
+            send(signal.SIGTERM)
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_without_signals_of_its_own_a_run_hears_none() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    Requests(Signals())
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_file_asks_until_it_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = Requests(Signals())
+    requests.watch(tmp_path, None, {})
+    assert requests.reason(0, 0) is None
+    (tmp_path / "STOP").touch()
+    assert requests.reason(0, 0) is None, "it has just looked"
+    monkeypatch.setattr(stopping, "LOOK_EVERY_S", 0.0)
+    assert requests.reason(0, 0) == f"the file {tmp_path}/STOP"
+    requests.obeyed()
+    assert not (tmp_path / "STOP").exists()
+    requests.obeyed()
+
+
+def test_a_rank_that_does_not_watch_sees_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "STOP").touch()
+    requests = Requests(Signals())
+    assert requests.reason(0, 0) is None
+    requests.obeyed()
+    assert (tmp_path / "STOP").exists()
+
+
+def test_time_runs_out_early_enough_for_what_is_left_to_do(tmp_path: Path) -> None:
+    signals = Signals()
+    signals.since = time.monotonic() - 100
+    for limit, step_s, save_s, asked in (
+        (1000, 1, 10, False),
+        (130, 1, 10, False),  # 30 s left, 3 + 12 + 5 needed
+        (130, 5, 10, True),
+        (130, 1, 20, True),
+        (104, 0, 0, True),
+        (50, 0, 0, True),
+    ):
+        requests = Requests(signals)
+        requests.watch(tmp_path, limit, {})
+        assert (requests.reason(step_s, save_s) == "train.time_limit") == asked
+
+
+def test_the_end_of_a_slurm_job_is_a_limit(tmp_path: Path) -> None:
+    soon = str(int(time.time()) + 3)
+    requests = Requests(Signals())
+    requests.watch(tmp_path, None, {"SLURM_JOB_END_TIME": soon, "SLURM_JOB_ID": "77"})
+    assert requests.reason(0, 0) == "the end of SLURM job 77"
+    for other in ({}, {"SLURM_JOB_END_TIME": "Unknown"}, {"SLURM_JOB_END_TIME": "1000000000"}):
+        assert limits(None, 0.0, other) == []
+    late = {"SLURM_JOB_END_TIME": str(int(time.time()) + 3600), "SLURM_JOB_ID": "7"}
+    assert [limit.name for limit in limits(60.0, 0.0, late)] == ["train.time_limit", "the end of SLURM job 7"]
+
+
+# Runs ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(small_run(tmp_path_factory.mktemp("small")))
+
+
+@pytest.fixture
+def go(small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Trains in this process."""
+    monkeypatch.setattr(meshtrain.train, "plot_loss", lambda *_: "no picture is drawn")
+    monkeypatch.setattr(stopping, "LOOK_EVERY_S", 0.0)
+
+    def go(*overrides: str, **case: Any) -> dict[str, Any]:
+        return alone(Case(small, (f"train.output={tmp_path}/run", "data.workers=0", *overrides), **case))
+
+    return go
+
+
+def exit_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "exit.json").read_text())
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "SIGUSR1", "STOP"])
+def test_a_run_saves_and_stops(
+    go: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    """Asked in the update of step 2; the sum of step 3 tells it to all, and step 4 is not taken any more."""
+    assert go(interrupt=how, at=2) == {"status": 75}
+    reason = f"the file {tmp_path}/run/STOP" if how == "STOP" else how
+    expected = {"status": "stopped", "code": 75, "reason": f"asked to stop by {reason}", "step": 3}
+    assert exit_of(tmp_path / "run") == expected
+    assert complete_steps(tmp_path / "run/checkpoints") == [3]
+    assert [row["step"] for row in read(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
+    assert not (tmp_path / "run/STOP").exists()
+    assert capsys.readouterr().out.endswith(
+        f"\nstopped after step 3 of 8: asked to stop by {reason}\n"
+        f"the state is in {tmp_path}/run/checkpoints/step_0000003\nto go on, start the same command again\n"
+    )
+
+
+def test_a_run_that_was_asked_in_its_last_step_is_done(go: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    assert go(interrupt="SIGUSR1", at=8) == {"status": 0}
+    assert exit_of(tmp_path / "run")["status"] == "done"
+
+
+def test_a_run_that_was_warned_before_training_stops_as_soon_as_it_can(
+    go: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = meshtrain.train.build_mesh
+    monkeypatch.setattr(meshtrain.train, "build_mesh", lambda *each: send(signal.SIGUSR1) or plain(*each))
+    assert go() == {"status": 75}
+    assert exit_of(tmp_path / "run")["step"] == 1
+
+
+def test_a_signal_before_training_ends_the_run(
+    go: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meshtrain.train, "build_mesh", lambda *_: send(signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        go()
+    assert exit_of(tmp_path / "run") == {"status": "failed", "code": 1, "reason": "ended by SIGTERM", "step": 0}
+
+
+def test_a_time_limit_stops_a_run(go: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    begun = time.monotonic()
+    assert go("train.steps=1000000", "train.time_limit=9s", "checkpoint.every=0") == {"status": 75}
+    assert time.monotonic() - begun < 9
+    ended = exit_of(tmp_path / "run")
+    assert ended["reason"] == "asked to stop by train.time_limit"
+    assert complete_steps(tmp_path / "run/checkpoints") == [ended["step"]]
+
+
+# Saves that fail ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A disk that is full when the checkpoints of these steps are begun."""
+    steps: list[int] = []
+    plain = folder.begin
+
+    def begin(where: Path, step: int) -> Path:
+        if step in steps:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(where))
+        return plain(where, step)
+
+    monkeypatch.setattr(folder, "begin", begin)
+    return steps
+
+
+def test_a_stop_that_cannot_save_is_a_failure(
+    go: Callable[..., dict[str, Any]], tmp_path: Path, full: list[int]
+) -> None:
+    full.append(3)
+    failed = go("checkpoint.every=2", interrupt="STOP", at=2)
+    assert failed["status"] == 1
+    assert "3 steps of 8 are done and not saved: " in failed["error"]
+    assert "No space left on device" in failed["error"]
+    assert exit_of(tmp_path / "run")["status"] == "failed"
+    assert complete_steps(tmp_path / "run/checkpoints") == [2]
+    assert (tmp_path / "run/STOP").exists(), "it has not been obeyed"
+
+
+def test_a_run_goes_on_without_a_checkpoint_or_stops(
+    go: Callable[..., dict[str, Any]], tmp_path: Path, full: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    full.append(4)
+    assert go() == {"status": 0}
+    assert "there is no checkpoint of step 4: " in capsys.readouterr().out
+    assert complete_steps(tmp_path / "run/checkpoints") == [8]
+    stopped = go(f"train.output={tmp_path}/other", "checkpoint.on_failure=stop")
+    assert stopped["status"] == 1
+    assert "there is no checkpoint of step 4: " in stopped["error"]
+    assert exit_of(tmp_path / "other")["step"] < 8
+
+
+def test_what_is_being_written_when_training_fails_is_written_to_its_end(
+    go: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = folder.begin
+    monkeypatch.setattr(folder, "begin", lambda *each: time.sleep(1) or plain(*each))
+    assert go(interrupt="end", at=5)["status"] == 1
+    assert complete_steps(tmp_path / "run/checkpoints") == [4]
+
+
+def test_a_run_whose_last_state_is_not_saved_says_so_when_all_else_is_done(
+    go: Callable[..., dict[str, Any]], tmp_path: Path, full: list[int]
+) -> None:
+    full.append(8)
+    failed = go(f"train.export={tmp_path}/weights")
+    assert "8 steps of 8 are done and not saved" in failed["error"]
+    assert (tmp_path / "weights").exists()
+    full.clear()
+    assert go() == {"status": 0}
+    assert complete_steps(tmp_path / "run/checkpoints") == [4, 8]
+
+
+# Processes ----------------------------------------------------------------------------------------------------------
+
+LONG = ("train.steps=1000000", "optimizer.warmup_steps=0", "data.workers=1")
+
+
+def start(command: list[str], mark: str) -> subprocess.Popen:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=environment(**{MARK: mark}), **pipes)
+
+
+def wait_for(there: Callable[[], bool], job: subprocess.Popen, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not there():
+        assert job.poll() is None, job.communicate()
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.02)
+
+
+def hears(process: int, number: int) -> bool:
+    """Whether a process has a handler of this signal."""
+    status = Path(f"/proc/{process}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+def test_a_warning_while_torch_is_imported_ends_with_75(small: str, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    job = start([sys.executable, "-m", "meshtrain.train", small, *LONG, f"train.output={output}"], "warned")
+    try:
+        wait_for(lambda: hears(job.pid, signal.SIGUSR1), job)
+        assert "libtorch" not in Path(f"/proc/{job.pid}/maps").read_text(), "torch is still to come"
+        job.send_signal(signal.SIGUSR1)
+        out, err = job.communicate(timeout=90)
+        assert job.returncode == 75, out + err
+        assert exit_of(output)["reason"] == "asked to stop by SIGUSR1"
+        assert not wait_until_gone("warned")
+    finally:
+        job.kill()
+
+
+def test_a_second_signal_stops_at_once(small: str, tmp_path: Path) -> None:
+    """The update of step 3 takes long. The first signal asks; the second, later, does not wait for it."""
+    script = tmp_path / "slow.py"
+    script.write_text(
+        "import sys, time\nfrom meshtrain import step\nfrom meshtrain.train import main\n"
+        "update = step.Trainer.update\n"
+        "def slow(self, number, stop_asked=False):\n"
+        "    if number == 3:\n"
+        "        time.sleep(60)\n"
+        "    return update(self, number, stop_asked)\n"
+        "step.Trainer.update = slow\n"
+        "sys.exit(main())\n"
+    )
+    output = tmp_path / "run"
+    job = start([sys.executable, str(script), small, *LONG, f"train.output={output}"], "slow")
+    try:
+        metrics = output / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and len(metrics.read_bytes().splitlines()) == 2, job)
+        job.send_signal(signal.SIGTERM)
+        time.sleep(stopping.ONE_REQUEST_S + 0.5)
+        assert job.poll() is None
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(timeout=20) == 128 + signal.SIGTERM
+        assert (exit_of(output)["status"], exit_of(output)["reason"]) == ("failed", "ended by SIGTERM")
+        assert not wait_until_gone("slow")
+    finally:
+        job.kill()
+        job.communicate()
+
+
+def test_under_torchrun_a_stop_ends_with_0(small: str, tmp_path: Path) -> None:
+    """By the file; then torchrun itself is signalled, as SLURM or a person does, and passes it on."""
+    output = tmp_path / "run"
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "-m", "meshtrain.train", small, *LONG]
+    steps = [0]
+    metrics = output / "metrics.jsonl"
+    for how in ("STOP", "SIGTERM"):
+        job = start([*command, f"train.output={output}"], how)
+        try:
+            wait_for(lambda: metrics.exists() and len(metrics.read_bytes().splitlines()) > steps[-1], job)
+            if how == "STOP":
+                (output / "STOP").touch()
+            else:
+                job.terminate()
+            out, err = job.communicate(timeout=60)
+        finally:
+            job.kill()
+        ended = exit_of(output)
+        assert (ended["status"], ended["code"]) == ("stopped", 75), out + err
+        assert "to go on, start the same command again" in out
+        assert (job.returncode == 0) == (how == "STOP"), "torchrun says that it was signalled"
+        assert not wait_until_gone(how)
+        steps.append(ended["step"])
+    assert steps[1] < steps[2], "the second job went on from where the first one stopped"
+    assert [row["step"] for row in read(metrics)] == list(range(1, steps[2] + 1))

@@ -1,0 +1,292 @@
+"""What checkpoints cost: saving beside plain writes of the same bytes, loading beside plain reads, and the time that
+training loses to a save in the background.
+
+    python tools/bench/checkpoint.py [--size 768] [--ranks 1] [--pairs 10] [--folder FOLDER] [--json]
+
+The plain sides are the shortest way to move the bytes: each rank writes one file from memory and waits until it is on
+disk (fsync), or reads one file block by block and sums it up (crc32). All sides take turns on the same disk.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import meshtrain
+from harness import median_interval
+from meshtrain.checkpoint import folder as folders
+from meshtrain.checkpoint.load import THREADS, restore
+from meshtrain.checkpoint.manifest import Manifest, file_of
+from meshtrain.checkpoint.save import Retention, Saver
+from meshtrain.checkpoint.shards import BLOCK
+from meshtrain.checkpoint.state import State
+from meshtrain.config.sections import Optimizer as Keys
+from meshtrain.layout import Layout
+from meshtrain.optim import Optimizer
+from meshtrain.runtime import Job
+from pipeline_idle import start
+
+WIDTH = 1024  # of the model: layers of 4 MiB, and as much for each of AdamW's averages
+SAMPLES = 64  # of a step
+AT_LEAST = 0.8  # of the plain throughput
+ABOUT: dict[str, Any] = {
+    **{"samples": 0, "tokens": 0, "evaluation": None},
+    **{name: {} for name in ("config", "data", "versions", "rng", "books")},
+}
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Two sides that moved the same bytes: seconds of each, and the throughput of the first by that of the second."""
+
+    side: str
+    to: str
+    seconds: float
+    plain_seconds: float
+    ratio: float
+    low: float
+    high: float
+    at_least: float | None = None
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What one save in the background takes from training: seconds for all steps that ran beside it."""
+
+    step_s: float
+    save_s: float
+    waited_s: float
+    wall_s: float
+    wall_low: float
+    wall_high: float
+    cpu_s: float
+
+
+class Bench:
+    """A stack of linear layers on all ranks, and the folder that its checkpoints go to."""
+
+    def __init__(self, job: Job, options: argparse.Namespace, place: Path) -> None:
+        self.job, self.options, self.place = job, options, place
+        mesh = meshtrain.build_mesh(Layout({"dp_shard": job.world_size}))
+        layers = max(1, options.size * 2**20 // (3 * 4 * WIDTH**2))
+        torch.manual_seed(0)
+        self.model = meshtrain.parallelize(
+            nn.Sequential(*(nn.Linear(WIDTH, WIDTH, False) for _ in range(layers))), mesh
+        )
+        self.optimizer = Optimizer(self.model, Keys(), mesh, 1)
+        self.state = State(self.model, self.optimizer, mesh, job)
+        self.saver = Saver(self.state, place, job, keep=Retention(keep_last=None), say=lambda line: None)
+        self.inputs = torch.randn(SAMPLES, WIDTH)
+        self.saves = 0
+        self.save()  # memory is touched, and there is something to load
+        self.checkpoint = place / folders.name_of(1)
+        self.manifest: Manifest = folders.open_manifest(self.checkpoint)[0]
+        self.own = self.checkpoint / file_of(job.rank)
+        self.memory = np.ones(self.own.stat().st_size, dtype=np.uint8)
+
+    # What is measured
+
+    def save(self, *, wait: bool = True) -> None:
+        self.saves += 1
+        self.saver.save(self.saves, ABOUT, wait=wait)
+        assert self.saver.problem is None, self.saver.problem
+
+    def write(self) -> None:
+        with (self.place / f"plain_{self.job.rank}").open("xb", buffering=0) as file:
+            view = self.memory.data
+            while view:
+                view = view[file.write(view) :]
+            os.fsync(file.fileno())
+
+    def load(self) -> None:
+        restore(self.checkpoint, self.manifest, self.state)
+
+    def read(self) -> None:
+        self._sum(0, self.own.stat().st_size)
+
+    def read_by_threads(self) -> None:
+        """As many as loading has."""
+        size = self.own.stat().st_size
+        each = math.ceil(size / BLOCK / THREADS) * BLOCK
+        with ThreadPoolExecutor(THREADS) as threads:
+            list(threads.map(lambda at: self._sum(at, min(at + each, size)), range(0, size, each)))
+
+    def _sum(self, begin: int, end: int) -> int:
+        """The checksum of some of the file, read into the memory where its bytes are wanted."""
+        view, crc = self.memory.data, 0
+        with self.own.open("rb", buffering=0) as file:
+            file.seek(begin)
+            for at in range(begin, end, BLOCK):
+                block = view[at : min(at + BLOCK, end)]
+                file.readinto(block)
+                crc = zlib.crc32(block, crc)
+        return crc
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            self.model(self.inputs).square().mean().backward()
+            self.optimizer.squared_norm()
+            self.optimizer.update(1, None, torch.tensor(0.0))
+
+    # How
+
+    def tidy(self) -> None:
+        """Removes what a turn has written."""
+        self._meet()
+        (self.place / f"plain_{self.job.rank}").unlink(missing_ok=True)
+        if self.job.rank == 0:
+            for step in folders.complete_steps(self.place):
+                if step > 1:
+                    folders.remove(self.place / folders.name_of(step))
+        self._meet()
+
+    def forget(self) -> None:
+        """The next read comes from the disk."""
+        with self.own.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def timed(self, act: Callable[[], object]) -> tuple[float, float]:
+        """Seconds until the last rank is done, and CPU seconds of all of them."""
+        self._meet()
+        begun, cpu = time.perf_counter(), time.process_time()
+        act()
+        self._meet()
+        taken = torch.tensor(time.process_time() - cpu, dtype=torch.float64)
+        if self.job.world_size > 1:
+            dist.all_reduce(taken)
+        return time.perf_counter() - begun, taken.item()
+
+    def _meet(self) -> None:
+        if self.job.world_size > 1:
+            dist.barrier()
+
+
+def compare(bench: Bench) -> Iterator[Ratio]:
+    """All sides in turns, in an order that is turned round each time."""
+    files: tuple[tuple[str, Callable[[], None], Callable[[], None]], ...] = (
+        ("save", bench.save, bench.tidy),
+        ("plain write", bench.write, bench.tidy),
+        ("load from disk", bench.load, bench.forget),
+        ("plain read from disk", bench.read, bench.forget),
+        ("load from memory", bench.load, bench.read),
+        ("plain read from memory", bench.read, bench.read),
+        ("the same by threads", bench.read_by_threads, bench.read),
+    )
+    times: dict[str, list[float]] = {name: [] for name, _, _ in files}
+    for pair in range(bench.options.pairs):
+        for name, act, before in files if pair % 2 else files[::-1]:
+            before()
+            times[name].append(bench.timed(act)[0])
+        bench.tidy()
+        told = ", ".join(f"{name} {taken[-1]:.2f}" for name, taken in times.items())
+        print(f"pair {pair + 1}/{bench.options.pairs}: {told} s", file=sys.stderr, flush=True)
+    for side, to, at_least in (
+        ("save", "plain write", AT_LEAST),
+        ("load from disk", "plain read from disk", AT_LEAST),
+        ("load from memory", "plain read from memory", AT_LEAST),
+        ("load from memory", "the same by threads", None),
+    ):
+        ratios = [plain / ours for ours, plain in zip(times[side], times[to], strict=True)]
+        low, high, _ = median_interval(ratios)
+        yield Ratio(side, to, median(times[side]), median(times[to]), median(ratios), low, high, at_least)
+
+
+def lost(bench: Bench) -> Lost:
+    """Steps beside a save and as many without one, in turns."""
+    bench.steps(2)
+    step_s = bench.timed(lambda: bench.steps(3))[0] / 3
+    save_s = bench.timed(bench.save)[0]
+    count = math.ceil(3 * save_s / step_s) + 1  # so that the save has ended when they have
+
+    def beside() -> None:
+        bench.save(wait=False)
+        bench.steps(count)
+        bench.saver.wait()
+
+    wall, cpu, waited, saving = [], [], [], []
+    for pair in range(bench.options.pairs):
+        bench.tidy()
+        turns = {act: bench.timed(act) for act in ((beside, lambda: bench.steps(count))[:: 1 if pair % 2 else -1])}
+        with_save, without = turns.pop(beside), turns.popitem()[1]
+        wall.append(with_save[0] - without[0])
+        cpu.append(with_save[1] - without[1])
+        waited.append(bench.saver.last_wait_s)
+        saving.append(bench.saver.last_save_s)
+    low, high, _ = median_interval(wall)
+    return Lost(step_s, median(saving), median(waited), median(wall), low, high, median(cpu))
+
+
+def table(ratios: Sequence[Ratio], taken: Lost, nbytes: int, options: argparse.Namespace, load: float) -> str:
+    """The answers for people."""
+    lines = [
+        f"{os.cpu_count()} cores, torch {torch.__version__}; load {load:.1f} before, {os.getloadavg()[0]:.1f} after; "
+        f"{nbytes / 2**20:.0f} MiB of {options.ranks} rank{'s' * (options.ranks > 1)}, {options.pairs} pairs",
+        "",
+        f"{'throughput':<42} {'MB/s':>7} {'plain':>7} {'ratio':>7}  {'interval':<15} {'goal':>6}",
+        *(
+            f"{f'{one.side} / {one.to}':<42} {nbytes / one.seconds / 1e6:7.0f} {nbytes / one.plain_seconds / 1e6:7.0f} "
+            f"{one.ratio:7.3f}  {f'{one.low:.3f} - {one.high:.3f}':<15} "
+            f"{f'{one.at_least:.2f}' if one.at_least else '-':>6}"
+            for one in ratios
+        ),
+        "",
+        f"a save in the background beside steps of {taken.step_s:.2f} s: it took {taken.save_s:.2f} s, of which "
+        f"training waited {1000 * taken.waited_s:.0f} ms for the snapshot;",
+        f"training lost {taken.wall_s:.2f} s ({taken.wall_low:.2f} - {taken.wall_high:.2f}) to it, and it cost "
+        f"{taken.cpu_s:.2f} CPU s",
+    ]
+    return "\n".join(lines)
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="What checkpoints cost, beside plain writes and reads.")
+    parser.add_argument("--size", type=int, default=768, help="MiB of model and optimizer, of all ranks (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=1, help="processes (%(default)s)")
+    parser.add_argument("--pairs", type=int, default=10, help="turns of each side (%(default)s)")
+    parser.add_argument("--folder", type=Path, help="on the disk that is measured (default: a temporary one)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = read_arguments()
+    if "RANK" not in os.environ:
+        return start(options.ranks)
+    load = os.getloadavg()[0]
+    with meshtrain.start() as job:
+        made = tempfile.mkdtemp(prefix="meshtrain-bench-", dir=options.folder) if job.rank == 0 else None
+        place = Path(job.gather("making a folder", made)[0])
+        try:
+            torch.set_num_threads(1)
+            bench = Bench(job, options, place)
+            ratios, taken = list(compare(bench)), lost(bench)
+            bench.saver.close()
+        finally:
+            if job.rank == 0:
+                shutil.rmtree(place)
+        nbytes = bench.manifest.total_bytes
+        found = {"bytes": nbytes, "ratios": [asdict(one) for one in ratios], "lost": asdict(taken)}
+        job.say(json.dumps(found, indent=1) if options.json else table(ratios, taken, nbytes, options, load))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
