@@ -19,8 +19,10 @@ from meshtrain.layout import LayoutError
 # name -> (module, what it does)
 COMMANDS = {
     "plan": ("meshtrain.plan", "what a config would do on given hosts, computed without starting anything"),
+    "doctor": ("meshtrain.operate.doctor.command", "what is wrong with these nodes, run on each in torchrun's place"),
     "pipeline": ("meshtrain.pipeline.command", "a pipeline schedule as a timeline: who computes what when, who idles"),
     "checkpoint": ("meshtrain.checkpoint.command", "lists, shows, verifies, compares and prunes checkpoints"),
+    "explain": ("meshtrain.operate.explain_command", "why a job has failed, by its logs, and what to do"),
     "export": ("meshtrain.checkpoint.export", "the weights of a checkpoint as a Hugging Face directory"),
 }
 

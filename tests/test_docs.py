@@ -37,6 +37,9 @@ NOT_RUN = {
     "srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m meshtrain.train my_run.yaml": (
         "needs SLURM with two nodes of 8 GPUs; the environment that srun gives is tested in test_launch.py"
     ),
+    "srun meshtrain doctor configs/quickstart.yaml": (
+        "needs SLURM; the environment that srun gives is tested in operate/test_doctor_hosts.py"
+    ),
     "tensorboard --logdir runs": "a server that runs until somebody stops it",
 }
 # Commands that are shown with their output, after a `$`.

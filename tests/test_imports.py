@@ -26,6 +26,7 @@ WITHOUT_TORCH = [
     "meshtrain.plan",
     "meshtrain.checkpoint",
     "meshtrain.checkpoint.command",
+    "meshtrain.operate.doctor.command",
 ]
 # These import nothing but Python's standard library, and each of the project's that is named with them.
 PURE = {

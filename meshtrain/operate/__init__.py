@@ -1,0 +1,1 @@
+"""What keeps a long job on many hosts alive."""

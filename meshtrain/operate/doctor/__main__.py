@@ -1,0 +1,21 @@
+"""`torchrun ... -m meshtrain.operate.doctor CONFIG`: where all nodes have met."""
+
+import argparse
+import sys
+
+from meshtrain.errors import InputError
+from meshtrain.operate.doctor.command import add_arguments, run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="meshtrain.operate.doctor", description=__doc__, allow_abbrev=False)
+    add_arguments(parser)
+    try:
+        return run(parser.parse_intermixed_args())
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""Everything that a host can say of itself before it has met anybody. Thin: it asks and writes down."""
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import meshtrain
+from meshtrain import locate
+from meshtrain.config import Config
+from meshtrain.errors import InputError
+from meshtrain.operate.doctor import machine
+from meshtrain.operate.doctor.dial import resolve
+from meshtrain.operate.doctor.files import named_paths, probe
+from meshtrain.operate.doctor.record import Gpu, Host, Place
+
+SMI_S = 10.0  # a driver in trouble lets nvidia-smi hang
+SLOW_S = 2.0  # a look-up of a name that takes longer slows every start
+PACKAGES = ("meshtrain", "torch", "numpy", "einops", "safetensors", "pyyaml", "triton", "tokenizers", "transformers")
+VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "UCX_", "FI_", "PYTORCH_", "CUDA_", "CUBLAS_", "OMP_", "MKL_", "UCC_")
+VARIABLE_NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHASHSEED", "MASTER_ADDR")
+QUERY = "index,name,uuid,memory.total,memory.used,driver_version,clocks_throttle_reasons.active"
+THROTTLES = {  # nvml.h, nvmlClocksThrottleReason*
+    0x4: "the power limit",
+    0x8: "a hardware slow-down",
+    0x20: "heat (software)",
+    0x40: "heat (hardware)",
+    0x80: "the power brake",
+}
+
+
+def collect(place: Place, config: str | None, overrides: Sequence[str], variables: Mapping[str, str]) -> Host:
+    """This host, alone: what only shows together with the others (route, port, ranks) is not in it yet."""
+    name = socket.gethostname()
+    resolves, slow = look_up({name, place.address})
+    gpus = _gpus()
+    memory, free = machine.memory_gib()
+    seen = _gpus_seen()
+    return Host(
+        host=name,
+        place=place,
+        processes=processes_of(place.processes, seen, len(os.sched_getaffinity(0))),
+        resolves=resolves,
+        slow_names=slow,
+        interfaces=machine.interfaces(),
+        variables=_variables(variables),
+        versions=_versions(gpus),
+        code=_code(),
+        folder=str(Path.cwd()),
+        gpus=gpus,
+        gpus_seen=seen,
+        links=_nvlinks() if gpus else (),
+        infiniband=machine.infiniband(),
+        gpudirect=machine.gpudirect(),
+        cores=len(os.sched_getaffinity(0)),
+        load=os.getloadavg()[0],
+        memory_gib=memory,
+        memory_free_gib=free,
+        shared_memory_gib=machine.shared_memory_gib(),
+        locked_memory_kib=machine.locked_memory_kib(),
+        machine=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        **_of_config(config, overrides),
+    )
+
+
+def look_up(names: set[str]) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
+    """Name -> addresses, as this host resolves them, and the names for which that took long."""
+
+    def one(name: str) -> tuple[str, tuple[str, ...], float]:
+        start = time.monotonic()
+        return name, resolve(name), time.monotonic() - start
+
+    with ThreadPoolExecutor(max(len(names), 1)) as pool:
+        found = list(pool.map(one, sorted(names)))
+    slow = tuple(name for name, _, seconds in found if seconds > SLOW_S)
+    return {name: addresses for name, addresses, _ in found}, slow
+
+
+def processes_of(asked: str, gpus: int, cores: int) -> int:
+    """torchrun's --nproc-per-node: a number, `gpu`, `cpu`, or `auto` (GPUs where there are any)."""
+    if asked == "gpu" or (asked == "auto" and gpus):
+        return gpus
+    return cores if asked in ("cpu", "auto") else int(asked)
+
+
+def _of_config(name: str | None, overrides: Sequence[str]) -> dict[str, Any]:
+    if name is None:
+        return {}
+    try:
+        config = Config.load(name, overrides)
+    except InputError as error:
+        return {"config_error": str(error)}
+    lines = tuple(line for line in config.to_yaml().splitlines() if not line.startswith("#"))
+    return {"config": lines, "layout": config.layout, "paths": tuple(map(probe, named_paths(config)))}
+
+
+def _variables(variables: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value for name, value in sorted(variables.items()) if name.startswith(VARIABLES) or name in VARIABLE_NAMES
+    }
+
+
+def _versions(gpus: Sequence[Gpu]) -> dict[str, str]:
+    import torch  # here, because it takes two seconds
+
+    found = {"python": platform.python_version(), "kernel": platform.release(), "executable": sys.executable}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found | ({"driver": gpus[0].driver} if gpus else {})
+
+
+def _code() -> dict[str, str]:
+    """meshtrain's and its models' files -> digest."""
+    package = Path(meshtrain.__file__).parent
+    folders = {"meshtrain": package, "models": locate.bundled("models")}
+    return {
+        f"{name}/{path.relative_to(folder)}": hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        for name, folder in folders.items()
+        for path in sorted(folder.rglob("*.py"))
+    }
+
+
+def _gpus_seen() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    """As nvidia-smi tells; none where it is missing or does not answer, which shows as a number that does not fit."""
+    found = []
+    for line in _smi("--format=csv,noheader,nounits", f"--query-gpu={QUERY}").splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) == 7:
+            index, name, uuid, total, used, driver, reasons = cells
+            found.append(Gpu(int(index), name, uuid, _gib(total), _gib(used), driver, throttle_reasons(reasons)))
+    return tuple(found)
+
+
+def throttle_reasons(bits: str) -> str:
+    """nvidia-smi's `0x0000000000000040` in words; empty where nothing holds the clocks down."""
+    if not re.fullmatch(r"0x[\da-fA-F]+", bits):
+        return ""
+    return ", ".join(word for bit, word in THROTTLES.items() if int(bits, 16) & bit)
+
+
+def _gib(mib: str) -> float:
+    return float(mib) / 1024 if re.fullmatch(r"[\d.]+", mib) else 0.0
+
+
+def _nvlinks() -> tuple[str, ...]:
+    return nvlinks(_smi("topo", "-m"))
+
+
+def nvlinks(table: str) -> tuple[str, ...]:
+    """The pairs of GPUs that NVLink joins, from the matrix that `nvidia-smi topo -m` prints: `NV12 0-1`."""
+    found = []
+    for line in re.sub(r"\x1b\[[\d;]*m", "", table).splitlines():
+        cells = line.split()
+        if cells and (row := re.fullmatch(r"GPU(\d+)", cells[0])) and len(cells) > 1 and "GPU" not in cells[1]:
+            pairs = ((i, cell) for i, cell in enumerate(cells[1:]) if re.fullmatch(r"NV\d+", cell))
+            found += [f"{cell} {row[1]}-{i}" for i, cell in pairs if i > int(row[1])]
+    return tuple(found)
+
+
+def _smi(*arguments: str) -> str:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    try:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=SMI_S, check=False)
+    except subprocess.TimeoutExpired:
+        return ""
+    return done.stdout if done.returncode == 0 else ""

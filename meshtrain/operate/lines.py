@@ -1,0 +1,185 @@
+"""Reads logs as they are: of any size, with progress bars, colours, garbage, packed, and many ranks in one file.
+
+A log comes as blocks of whole lines, cleaned of colours, so that a whole block can be passed over at once when it holds
+nothing of interest. Memory is bounded by the size of a block, whatever is in the file.
+"""
+
+import gzip
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from meshtrain.errors import InputError
+
+BLOCK = 1 << 20  # bytes read at once
+KEPT = 1 << 16  # bytes kept of a line that does not end within a block
+LONGEST = 4000  # characters that are searched at once: a longer line is searched in pieces
+OVERLAP = 500  # characters that two pieces share
+GZIP = b"\x1f\x8b"
+ENDINGS = (".log", ".out", ".err", ".txt", ".gz")  # of the files of a folder that are logs
+NAMES = re.compile(r"(?:stdout|stderr|slurm-\d+|log)(?:\W|$)", re.IGNORECASE)
+
+# Colours, cursor movements, window titles; and characters that no text has.
+CONTROL = re.compile(
+    rb"\x1b(?:\[[0-?]{0,40}[ -/]{0,4}[@-~]|\][^\x07\x1b\n]{0,200}(?:\x07|\x1b\\)|[@-Z\\-_])|[\x00-\x08\x0e-\x1f\x7f]"
+)
+
+# What launchers and collectors put before a line: torchrun's and torch's rank, srun -l, kubectl, containerd.
+PREFIX = re.compile(
+    r"\s*(?:\[(?P<role>[A-Za-z_]{0,20}?)(?P<number>\d{1,7})(?:\|\d{1,7})?\]:|(?P<task>\d{1,7}): "
+    r"|\[pod/[^\]\s]{1,200}\]|\d{4}-\d\d-\d\dT\S{1,40} (?:stdout|stderr) [FP]) ?"
+)
+INSIDE = re.compile(r"(?:\[|\d\) )Rank (\d{1,7})\]|^rank (\d{1,7}) on host |\bThis was rank (\d{1,7}) on host ")
+IN_NAME = re.compile(
+    r"(?:rank|task|worker)[_.-]?(\d{1,7})|/attempt_\d+/(\d{1,7})/std(?:out|err)\.log$"
+    r"|(?:^|/)(\d{1,7})\.(?:out|err|log)$|\d(?<!-\d\d)[_.-](\d{1,7})\.(?:out|err|log)$"
+)
+ATTEMPT = re.compile(r"/attempt_(\d{1,6})/")
+
+TIMES = (
+    re.compile(r"\d{4}-(?P<month>\d\d)-(?P<day>\d\d)[T _](?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d(?:[.,]\d{1,9})?)"),
+    re.compile(r"\[?[IWEF](?P<month>\d{1,2})(?P<day>\d\d) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d(?:\.\d{1,9})?)"),
+    re.compile(r"\b(?P<name>[A-Z][a-z]{2}) {1,2}(?P<day>\d{1,2}) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d(?:\.\d{1,9})?)"),
+)
+MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+
+
+class _Readable(Protocol):
+    def read1(self, size: int, /) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Log:
+    """A file to read. `rank` and `attempt` are those that its path tells, if it does."""
+
+    path: str
+    rank: int | None = None
+    attempt: int = 0
+
+    def blocks(self) -> Iterator[tuple[int, bytes]]:
+        """Blocks of whole lines, each with the number of its first line. Packed files that are cut off end early.
+
+        Raises:
+            InputError: the file cannot be read.
+        """
+        if self.path == "-":
+            with open(0, "rb", closefd=False) as stream:
+                yield from _blocks(stream)
+            return
+        try:
+            with open(self.path, "rb") as start:
+                packed = start.read(2) == GZIP if os.path.isfile(self.path) else False
+            with gzip.open(self.path) if packed else open(self.path, "rb") as stream:
+                yield from _blocks(stream)
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be read: {error.strerror or error}") from error
+
+
+def _blocks(stream: _Readable) -> Iterator[tuple[int, bytes]]:
+    number, rest = 1, b""
+    while data := _read(stream):
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if end == 0:
+            rest = (rest + data)[:KEPT]
+            continue
+        yield number, _clean(rest + data[:end])
+        number += data.count(b"\n")
+        rest = data[end:]
+    if rest:
+        yield number, _clean(rest)
+
+
+def _read(stream: _Readable) -> bytes:
+    try:
+        return stream.read1(BLOCK)  # what is there: of a packed file that is cut off, all up to the cut
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        return b""
+
+
+def _clean(block: bytes) -> bytes:
+    return CONTROL.sub(b"", block)
+
+
+def pieces(line: bytes) -> Iterator[str]:
+    """What of a line is searched at once: each state of a progress bar, and of a long line piece after piece."""
+    for part in line.split(b"\r"):
+        if not part:
+            continue
+        text = part.decode("utf-8", errors="replace")
+        for start in range(0, max(len(text) - OVERLAP, 1), LONGEST - OVERLAP):
+            yield text[start : start + LONGEST]
+
+
+def without_prefix(text: str) -> tuple[str, str | None]:
+    """A line without what launchers put before it, and who wrote it: `rank 3`, `local rank 3`, or None."""
+    who = None
+    for _ in range(4):
+        found = PREFIX.match(text)
+        if found is None:
+            break
+        if found["task"] is not None or found["role"] == "rank":
+            who = f"rank {int(found['task'] or found['number'])}"
+        elif found["number"] is not None:
+            who = f"local rank {int(found['number'])}"
+        text = text[found.end() :]
+    inside = INSIDE.search(text[:300])
+    if who is None and inside is not None:
+        who = f"rank {int(next(filter(None, inside.groups())))}"
+    return text, who
+
+
+def time_of(text: str) -> float | None:
+    """When a line was written, in seconds that order the lines of a year, if it says so near its beginning."""
+    for form in TIMES:
+        found = form.search(text[:120])
+        if found is not None:
+            name = found.groupdict().get("name")
+            if name is not None and name not in MONTHS:
+                continue
+            month = MONTHS.index(name) if name else int(found["month"]) - 1
+            days = month * 31 + int(found["day"])  # a month of 31 days keeps the order
+            return ((days * 24 + int(found["h"])) * 60 + int(found["m"])) * 60 + float(found["s"].replace(",", "."))
+    return None
+
+
+def logs_of(paths: list[str]) -> list[Log]:
+    """The logs that are meant by files and folders: of a folder all that lie below it.
+
+    Raises:
+        InputError: there is no such file, or a folder has no log.
+    """
+    files: dict[str, None] = {}
+    for path in paths:
+        if os.path.isdir(path):
+            files |= dict.fromkeys(_in_folder(path))
+        elif path == "-" or os.path.exists(path):
+            files[path] = None
+        else:
+            raise InputError(f"there is no log {path}: give files, the folder of a run, or - for standard input")
+    return [_log(path) for path in files]
+
+
+def _in_folder(folder: str) -> list[str]:
+    found = []
+    for where, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name != "checkpoints" and not name.startswith("."))
+        found += [str(Path(where, name)) for name in sorted(names) if _is_log(name) and Path(where, name).is_file()]
+    return found
+
+
+def _is_log(name: str) -> bool:
+    return (name.endswith(ENDINGS) or NAMES.match(name) is not None) and name != "layout.txt"
+
+
+def _log(path: str) -> Log:
+    rank = IN_NAME.search(path)
+    attempt = ATTEMPT.search(path)
+    return Log(
+        path,
+        None if rank is None else int(next(filter(None, rank.groups()))),
+        0 if attempt is None else int(attempt[1]),
+    )

@@ -1,0 +1,391 @@
+"""The doctor's judgement: from a healthy job, one thing is made wrong at a time, and just that is found."""
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshtrain.operate.doctor import findings
+from meshtrain.operate.doctor.findings import blocking, judge, status
+from meshtrain.operate.doctor.record import (
+    Attempt,
+    Gpu,
+    Heard,
+    Host,
+    Interface,
+    Link,
+    PathFacts,
+    Place,
+    Reach,
+    RecordError,
+    Seen,
+    Stranger,
+    Timing,
+    Timings,
+    Visit,
+    from_json,
+    to_json,
+)
+from meshtrain.operate.doctor.report import block, findings_text, report_json
+
+PLACE = Place("torchrun's options", "c10d", "node1", 29500, "job", 2, 2, processes="2")
+PLACE_2 = replace(PLACE, address="node2")
+GPU = Gpu(0, "H100", "GPU-1", 80.0, 0.0, "550.1")
+READ = PathFacts("data.path", "/data/corpus", False, "/data/corpus", "", 1000, "abc", 500.0, "", "nfs4")
+
+
+def host(i: int) -> Host:
+    address = f"10.0.0.{i}"
+    return Host(
+        host=f"node{i}",
+        place=PLACE,
+        processes=2,
+        ranks=(2 * i - 2, 2 * i - 1),
+        resolves={"node1": ("10.0.0.1",), f"node{i}": (address,)},
+        interfaces=(
+            Interface("lo", ("127.0.0.1/8",)),
+            Interface("eth0", (f"{address}/24",)),
+            Interface("eth1", (f"10.1.0.{i}/24",)),
+        ),
+        route=address,
+        variables={"OMP_NUM_THREADS": "1"},
+        versions={"torch": "2.13", "numpy": "2.1", "kernel": "6.1"},
+        code={"meshtrain/train.py": "a1", "meshtrain/step.py": "b2"},
+        config=("train:", "  steps: 3"),
+        layout={"dp_shard": 2, "tp": 2},
+        folder="/home/me",
+        paths=(READ, PathFacts("train.output", "/out", True, "/out", "", None, "", None, f"t{i}", "nfs4", 500.0)),
+        cores=8,
+        memory_gib=64.0,
+        memory_free_gib=60.0,
+        shared_memory_gib=32.0,
+        machine=f"boot{i}",
+        port=40000 + i,
+    )
+
+
+def visit(i: int) -> Visit:
+    """What node i (from 0) finds when it looks at the others."""
+    other = 1 - i
+    address = f"10.0.0.{other + 1}"
+    return Visit(
+        (Reach(i, other, address, 40001 + other, "open"),), {f"node{other + 1}": (address,)}, (f"t{other + 1}",)
+    )
+
+
+ROW = Timing("tp", "all-reduce", 2, False, 1e-4, 2**20, 1e-2, 1.1, 1e8)
+TIMINGS = Timings("gloo", (ROW,), (Link(0, 2, 1e9),), {str(rank): 1e-3 for rank in range(4)}, {})
+HEALTHY = Seen((host(1), host(2)), None, (), 1.0, ((0.0, 0.0), (0.001, 0.001)), (visit(0), visit(1)), timings=TIMINGS)
+
+Change = Callable[[Seen], Seen]
+
+
+def change(node: int, **values: Any) -> Change:
+    """One host is different."""
+
+    def changed(seen: Seen) -> Seen:
+        hosts = list(seen.hosts)
+        hosts[node] = replace(hosts[node], **values)
+        return replace(seen, hosts=tuple(hosts))
+
+    return changed
+
+
+def everywhere(**values: Any) -> Change:
+    return lambda seen: change(1, **values)(change(0, **values)(seen))
+
+
+def place(node: int, **values: Any) -> Change:
+    return lambda seen: change(node, place=replace(seen.hosts[node].place, **values))(seen)
+
+
+def both_places(**values: Any) -> Change:
+    return lambda seen: place(1, **values)(place(0, **values)(seen))
+
+
+def after(*changes: Change) -> Change:
+    def changed(seen: Seen) -> Seen:
+        for one in changes:
+            seen = one(seen)
+        return seen
+
+    return changed
+
+
+def found_by(node: int, **values: Any) -> Change:
+    """One host found something else when it looked at the other."""
+
+    def changed(seen: Seen) -> Seen:
+        visits = list(seen.visits)
+        old = visits[node]
+        assert old is not None
+        visits[node] = replace(old, **values)
+        return replace(seen, visits=tuple(visits))
+
+    return changed
+
+
+def whole(**values: Any) -> Change:
+    return lambda seen: replace(seen, **values)
+
+
+def failed(how: str, **values: Any) -> Change:
+    """Node 2 did not get to node 1."""
+    attempt = replace(Attempt(how, addresses=("10.0.0.1",), seconds=30.0), **values)
+    return lambda seen: Seen((replace(seen.hosts[1], ranks=(), route="", port=0),), attempt)
+
+
+def alone(**values: Any) -> Change:
+    """Node 1 serves the endpoint and nobody came."""
+    return lambda seen: after(place(0, **values))(
+        Seen(seen.hosts[:1], waited=30.0, clocks=((0.0, 0.0),), visits=(Visit(),))
+    )
+
+
+def path(node: int, key: str, **values: Any) -> Change:
+    def changed(seen: Seen) -> Seen:
+        paths = tuple(replace(one, **values) if one.key == key else one for one in seen.hosts[node].paths)
+        return change(node, paths=paths)(seen)
+
+    return changed
+
+
+def timed(**values: Any) -> Change:
+    return lambda seen: replace(seen, timings=replace(TIMINGS, **values))
+
+
+def reach(node: int, how: str, *more: Reach) -> Change:
+    other = 1 - node
+    return found_by(node, reach=(Reach(node, other, f"10.0.0.{other + 1}", 40001 + other, how), *more))
+
+
+GPUS = everywhere(gpus=(GPU, replace(GPU, index=1)), gpus_seen=2)
+STATIC = after(both_places(backend="static"), place(0, node_rank=0), place(1, node_rank=1))
+NAMES = {"10.1.0.1": ("10.1.0.1",), "node1": ("10.0.0.1",)}
+SECONDARY = after(both_places(address="10.1.0.1"), change(0, resolves=NAMES))
+ETH1 = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth1"}
+NCCL_ETH1 = everywhere(variables={"NCCL_SOCKET_IFNAME": "eth1"})
+STUCK = {"3": "not done with all-reduce over tp after 25 s"}
+NO_GPUS = after(both_places(processes="gpu"), change(1, processes=0, ranks=()), everywhere(layout=None))
+THREE = (Link(0, 2, 1e9), Link(0, 4, 1e7), Link(2, 4, 1.1e7))
+SHUT = Reach(0, 1, "10.1.0.2", 40002, "silent")
+
+# id, what is wrong, and words that have to be in what is said (who, what, and the fix).
+CASES: list[tuple[str, Change, tuple[str, ...]]] = [
+    ("endpoint-unresolved", failed("unresolved", addresses=()), ("node1 does not resolve on node2",)),
+    ("endpoint-refused", failed("refused"), ("nothing listens on its port 29500", "is_host=1")),
+    ("endpoint-refused", after(STATIC, failed("refused")), ("--node-rank=0",)),
+    ("serving-elsewhere", after(STATIC, place(1, node_rank=0), failed("refused")), ("node1:29500", "--node-rank=0")),
+    ("endpoint-port-dropped", failed("silent", alive=True), ("a firewall drops it", "port 29500 of node1")),
+    ("endpoint-unreachable", failed("silent", alive=False), ("on any port", "ip route get 10.0.0.1")),
+    ("endpoint-unreachable", failed("unreachable", detail="No route to host"), ("No route to host",)),
+    ("endpoint-stranger", failed("stranger", detail="a web server"), ("no doctor but a web server",)),
+    ("endpoint-stranger", failed("mute"), ("says nothing",)),
+    ("endpoint-taken", failed("taken", detail="process 7 (sshd)"), ("process 7 (sshd)", "another port on all nodes")),
+    ("leader-left", failed("left", detail="it hung up"), ("then was gone: it hung up",)),
+    ("endpoint-loopback", failed("refused", addresses=("127.0.1.1",)), ("resolves to a loopback address on node2",)),
+    ("nodes-missing", alone(), ("1 of 2 nodes", "node1 (id job, 2 nodes, node1:29500)")),
+    ("nodes-missing", after(STATIC, alone()), ("node ranks that did not come: 1",)),
+    ("nodes-missing", alone(launcher="srun", expected=("n1", "n2"), node_rank=0, rank=0), ("missing: n2",)),
+    ("nodes-missing", both_places(most=3), ("2 of 2:3 nodes",)),
+    ("id-differs", place(1, id="other"), ("job on node1; other on node2", "--rdzv-id")),
+    ("nodes-differ", place(1, fewest=3, most=3), ("2 on node1; 3 on node2", "--nnodes")),
+    ("backend-differs", place(1, backend="static", node_rank=1), ("static on node2",)),
+    ("endpoint-differs", place(1, address="10.0.0.1"), ("10.0.0.1:29500 on node2",)),
+    ("node-rank-twice", after(STATIC, place(1, node_rank=0)), ("was given to node1, node2", "1 is not taken")),
+    ("stranger-at-endpoint", whole(strangers=(Stranger("10.0.0.9", "a web client"),)), ("10.0.0.9 came a web client",)),
+    ("serving-unrecognised", SECONDARY, ("is_host=1", "10.1.0.1 is an address of node1")),
+    ("node-fell-silent", whole(silent=("node2",)), ("node2 came to the endpoint and then",)),
+    ("too-few-gpus", after(GPUS, change(1, gpus_seen=1)), ("2 processes and finds 1 GPUs", "--nproc-per-node=1")),
+    ("no-processes", NO_GPUS, ("0 processes on node2",)),
+    ("gpus-not-used", everywhere(gpus=(GPU,)), ("has 1 GPUs and torch 2.13 finds none",)),
+    ("gpus-missing", after(GPUS, change(1, gpus=(), gpus_seen=0)), ("node2 has none",)),
+    ("gpu-in-use", after(GPUS, change(1, gpus=(replace(GPU, used_gib=20.0),))), ("20.0 GiB",)),
+    ("gpu-throttled", after(GPUS, change(0, gpus=(replace(GPU, throttled="heat (hardware)"),))), ("GPU 0 of node1",)),
+    ("layout-does-not-fit", everywhere(layout={"dp_shard": 3}), ("needs 3 processes and there are 4",)),
+    ("layout-crosses-hosts", everywhere(layout={"tp": 4}), ("tp crosses hosts",)),
+    ("config-wrong", change(1, config_error="my.yaml:3: no such key", config=(), layout=None), ("my.yaml:3", "node2")),
+    ("config-differs", change(1, config=("train:", "  steps: 4")), ("- steps: 3; + steps: 4", "node2")),
+    ("code-differs", change(1, code={"meshtrain/train.py": "a2"}), ("meshtrain/step.py, meshtrain/train.py",)),
+    ("torch-differs", change(1, versions={"torch": "2.11", "numpy": "2.1", "kernel": "6.1"}), ("2.11 on",)),
+    ("numpy-differs", change(1, versions={"torch": "2.13", "kernel": "6.1"}), ("(none) on node2",)),
+    ("kernel-differs", change(1, versions={"torch": "2.13", "numpy": "2.1", "kernel": "5.4"}), ("5.4 on node2",)),
+    ("environment-differs", change(1, variables={"OMP_NUM_THREADS": "4"}), ("OMP_NUM_THREADS", "4 on node2")),
+    ("slow-switch", everywhere(variables={"NCCL_P2P_DISABLE": "1"}), ("unset NCCL_P2P_DISABLE",)),
+    ("clock-differs", whole(clocks=((0.0, 0.0), (-120.0, 0.1))), ("node2 is 120.0 s behind that of node1",)),
+    ("little-memory", change(1, memory_free_gib=2.0), ("node2 has 2.0 of 64 GiB",)),
+    ("little-shared-memory", after(GPUS, everywhere(shared_memory_gib=0.0625)), ("64 MiB", "--shm-size")),
+    ("locked-memory-limited", everywhere(infiniband=("mlx5_0:1",), gpudirect=True, locked_memory_kib=64), ("64 KiB",)),
+    ("host-busy", change(1, load=40.0), ("node2", "a load of 40.0 on 8 cores")),
+    ("little-disk", path(1, "train.output", free_gib=5.0), ("train.output on node2 has 5.0 GiB",)),
+    ("path-missing", path(1, "data.path", problem="is not there", seen="/"), ("is not there", "all right on node1")),
+    ("path-not-writable", path(1, "train.output", problem="read-only file system", token=""), ("read-only", "node2")),
+    ("data-differs", path(1, "data.path", digest="xyz"), ("digest abc on node1", "digest xyz on node2")),
+    ("folder-not-shared", after(found_by(0, tokens=()), found_by(1, tokens=())), ("train.output (/out)", "nfs4")),
+    ("slow-read", path(1, "data.path", mib_per_s=10.0), ("10 MiB/s on node2",)),
+    ("name-is-loopback", change(1, resolves={"node2": ("127.0.1.1",)}), ("127.0.1.1", "GLOO_SOCKET_IFNAME=eth0")),
+    ("name-unresolved", change(1, resolves={"node2": ()}), ("`10.0.0.2 node2`",)),
+    ("name-of-other-wrong", found_by(1, names={"node1": ()}), ("node2 cannot resolve the name node1",)),
+    ("name-of-other-wrong", found_by(1, names={"node1": ("127.0.1.1",)}), ("which is node2 itself",)),
+    ("name-of-other-wrong", found_by(1, names={"node1": ("10.9.9.9",)}), ("which is no address of node1",)),
+    ("same-name", change(1, host="node1", resolves={"node1": ("10.0.0.2",)}), ("all call themselves node1",)),
+    ("slow-look-up", change(1, slow_names=("node1",)), ("node2 takes seconds to resolve node1",)),
+    ("interface-missing", everywhere(variables={"GLOO_SOCKET_IFNAME": "ib0"}), ("ib0 fits no interface",)),
+    ("interface-wrong", change(1, variables=ETH1), ("eth1 (10.1.0.2)", "=eth0 on node2")),
+    ("interface-wrong", after(GPUS, NCCL_ETH1, reach(0, "open", SHUT)), ("10.1.0.2 gets no answer",)),
+    ("ports-closed", after(reach(0, "silent"), reach(1, "silent")), ("node1 to node2, node2 to node1",)),
+    ("ports-closed", reach(0, "refused"), ("is refused: node1 to node2",)),
+    ("address-of-another", reach(0, "another: \"x\""), ("reaches another host at 10.0.0.2",)),
+    ("infiniband-differs", change(0, infiniband=("mlx5_0:1",), gpudirect=True), ("node2 has no active InfiniBand",)),
+    ("no-gpudirect", everywhere(infiniband=("mlx5_0:1",)), ("nvidia_peermem",)),
+    ("not-timed", timed(skipped="the job has one process"), ("the job has one process",)),
+    ("no-time-left", timed(left_out=("all-gather over tp",)), ("no time for all-gather over tp",)),
+    ("collective-failed", timed(stuck=STUCK), ("ranks 3 on node2", "all-reduce over tp")),
+    ("slow-link", timed(links=(Link(0, 2, 1e9), Link(1, 3, 1e7), Link(0, 3, 1e9))), ("10.0 MB/s", "1.00 GB/s")),
+    ("slow-rank", timed(compute={"0": 1e-3, "1": 1e-3, "2": 1e-3, "3": 9e-3}), ("rank 3 on node2 takes 9.0 times",)),
+    ("unsteady", timed(timings=(replace(ROW, spread=9.0),)), ("9.0 times as long",)),
+]  # fmt: skip
+
+
+def test_nothing_is_found_in_a_healthy_job() -> None:
+    found = judge(HEALTHY)
+    assert [one.id for one in found] == ["transport"], findings_text(found)
+    assert found[0].what == "gloo over TCP on eth0"
+    assert status(found) == 0
+    assert findings_text(found).endswith("all is well")
+
+
+@pytest.mark.parametrize(("id_", "wrong", "words"), CASES, ids=[f"{i}-{case[0]}" for i, case in enumerate(CASES)])
+def test_what_is_wrong_is_found_and_nothing_else(id_: str, wrong: Change, words: tuple[str, ...]) -> None:
+    found = [one for one in judge(wrong(HEALTHY)) if one.id != "transport"]
+    assert {one.id for one in found} == {id_}, findings_text(found)
+    said = "\n".join(map(block, found))
+    for word in words:
+        assert word in said, said
+    assert all(one.fix for one in found if one.severity != "note")
+    assert status(found) == int(found[0].severity == "error")
+
+
+def ids_in_the_rules() -> set[str]:
+    """The ids are the literals that the rules hand to error, warning and note."""
+    found = set()
+    for room in Path(findings.__file__).parent.glob("rules_*.py"):
+        for node in ast.walk(ast.parse(room.read_text())):
+            if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+                name = node.func.id if isinstance(node.func, ast.Name) else ""
+                if isinstance(node.func, ast.IfExp) or name in ("error", "warning", "note", "kind"):
+                    found.add(node.args[0].value)
+    return found
+
+
+def test_every_finding_has_a_case() -> None:
+    cases = {id_ for id_, _, _ in CASES}
+    tested_elsewhere = {"transport", "same-host", "node-elsewhere", "node-cannot-come", "another-job", "served-twice"}
+    assert len(ids_in_the_rules()) > 40
+    assert ids_in_the_rules() - cases == tested_elsewhere
+    assert set(findings.BLOCKING) <= cases | {"torch-differs"}
+
+
+def test_every_finding_is_in_the_table_of_the_docs() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "multi-node.md").read_text()
+    table = set(re.findall(r"`([a-z]+(?:-[a-z]+)+|transport|unsteady)`", document))
+    explained_by_themselves = {
+        "config-wrong",
+        "not-timed",
+        "same-host",
+        "another-job",
+        "leader-left",
+        "node-fell-silent",
+    }
+    every = ids_in_the_rules() | {id_ for id_, _, _ in CASES if not id_.endswith(("numpy-differs", "kernel-differs"))}
+    assert every - table == explained_by_themselves
+    assert table - every == {"nvidia-smi"}, "the docs name what no rule says"
+
+
+def test_agents_of_one_host_are_no_two_hosts() -> None:
+    twin = replace(host(1), ranks=(2, 3))
+    seen = replace(HEALTHY, hosts=(host(1), twin), visits=(Visit(), Visit()), timings=None)
+    found = {one.id: one for one in judge(seen)}
+    assert set(found) == {"same-host", "transport"}
+    assert found["same-host"].where == ("node1 (node 0)", "node1 (node 1)")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "id_", "words"),
+    [
+        (PLACE_2, "node-elsewhere", "goes to the endpoint node2:29500; node1 was given node1:29500"),
+        (PLACE, "node-cannot-come", "was given the same endpoint, and did not get through"),
+        (replace(PLACE, serves=True), "served-twice", "serves the same endpoint node1:29500 itself, as node1 does"),
+        (replace(PLACE_2, id="theirs"), "another-job", "goes to node2:29500 with the id theirs"),
+    ],
+)
+def test_where_a_node_is_missing_it_is_told_who_else_is_nearby(theirs: Place, id_: str, words: str) -> None:
+    heard = (Heard("node2", "10.0.0.2", theirs),)
+    found = judge(replace(alone()(HEALTHY), heard=heard))
+    assert {one.id for one in found} - {"transport"} == {"nodes-missing", id_}
+    assert words in next(one.what for one in found if one.id == id_)
+    assert [one.id for one in judge(replace(HEALTHY, heard=heard))] == ["transport"], "nobody is missing"
+    turned = replace(failed("refused")(HEALTHY), heard=(Heard("node1", "10.0.0.1", theirs),))
+    met_there = id_ in ("node-cannot-come", "served-twice")  # it waits where this node failed to go, as it should
+    assert {one.id for one in judge(turned)} - {"transport"} == {"endpoint-refused"} | (set() if met_there else {id_})
+
+
+def test_the_slow_host_is_named_where_all_its_links_are_slow() -> None:
+    third = replace(host(3), ranks=(4, 5))
+    seen = replace(HEALTHY, hosts=(*HEALTHY.hosts, third), timings=replace(TIMINGS, links=THREE))
+    (slow,) = [one for one in judge(seen) if one.id == "slow-link"]
+    assert slow.where == ("node3",)
+    assert "every slow link is one of node3's" in slow.what
+
+
+def test_a_node_too_few_of_an_elastic_job_is_a_warning() -> None:
+    elastic = both_places(most=3)(HEALTHY)
+    assert [one.severity for one in judge(elastic) if one.id == "nodes-missing"] == ["warning"]
+    assert [one.severity for one in judge(alone()(HEALTHY)) if one.id == "nodes-missing"] == ["error"]
+
+
+def test_a_loopback_name_is_an_error_only_where_gloo_goes_by_it() -> None:
+    loopback = change(1, resolves={"node2": ("127.0.1.1",)})
+    chosen = everywhere(variables={"GLOO_SOCKET_IFNAME": "eth0"})
+    for more, severity in ((whole(), "error"), (chosen, "warning"), (GPUS, "warning")):
+        found = judge(after(loopback, more)(HEALTHY))
+        assert [one.severity for one in found if one.id == "name-is-loopback"] == [severity]
+
+
+def test_of_three_hosts_the_one_with_a_disk_of_its_own_is_named() -> None:
+    third = replace(host(3), ranks=(4, 5))
+    seen = replace(HEALTHY, hosts=(*HEALTHY.hosts, third), visits=(visit(0), visit(1), Visit()))
+    assert [one.where for one in judge(seen) if one.id == "folder-not-shared"] == [("node3",)]
+
+
+def test_only_what_hinders_the_ranks_hinders_timing_them() -> None:
+    assert blocking(judge(HEALTHY)) == []
+    assert blocking(judge(path(1, "data.path", problem="is not there")(HEALTHY))) == []
+    assert [one.id for one in blocking(judge(reach(0, "silent")(HEALTHY)))] == ["ports-closed"]
+
+
+def test_a_record_survives_the_journey_and_a_forged_one_does_not() -> None:
+    assert from_json(Seen, json.loads(json.dumps(to_json(HEALTHY)))) == HEALTHY
+    for name, value in (("processes", "2"), ("processes", True), ("ranks", [None]), ("variables", []), ("place", 1)):
+        with pytest.raises(RecordError, match=f"Host.{name}"):
+            from_json(Host, to_json(host(1)) | {name: value})
+    with pytest.raises(RecordError, match="extra"):
+        from_json(Host, to_json(host(1)) | {"extra": 1})
+
+
+def test_a_text_from_elsewhere_cannot_steer_the_terminal() -> None:
+    odd = change(1, versions={"torch": "\x1b[2J", "numpy": "2.1", "kernel": "6.1"})(HEALTHY)
+    (found,) = [one for one in judge(odd) if one.id == "torch-differs"]
+    assert "\x1b" not in block(found)
+
+
+def test_json_holds_what_was_found_and_from_what() -> None:
+    report = json.loads(json.dumps(report_json(HEALTHY, judge(HEALTHY))))
+    assert report["status"] == 0
+    assert report["findings"][0]["id"] == "transport"
+    assert report["seen"]["hosts"][1]["host"] == "node2"
