@@ -22,7 +22,8 @@ from meshtrain.checkpoint.shards import BLOCK, write_shard
 from meshtrain.checkpoint.snapshot import Snapshot
 from meshtrain.checkpoint.state import State
 from meshtrain.errors import DamagedError
-from meshtrain.runtime import Job, Round
+from meshtrain.rounds import Round
+from meshtrain.runtime import Job
 from meshtrain.weights import Entry, some
 
 PER_ENTRY, PER_BLOCK, PER_FILE = 120, 11, 4096  # bytes: of a header besides names; what file systems round up to

@@ -78,7 +78,7 @@ class Ranks(Cases):
         stages = (0, layout["pp"] - 1) if "pp" in layout and kind != "V" else (0,)
         self.equal(state.placements["model.model.embed_tokens.weight"].stages, stages, f"{kind}: stages")
 
-    # runtime.Round
+    # rounds.Round
 
     def rounds(self) -> None:
         """Whoever has given a value may go on; a thread may wait for the answer, or give up."""
