@@ -1,7 +1,8 @@
 # Each target does all of its own set-up; started again, it sets up nothing twice.
 #
 #   make train    a first training run on real text (configs/quickstart.yaml)
-#   make test     the whole test suite
+#   make test     the test suite
+#   make test-cluster  the tests that make several hosts or a SLURM cluster out of this machine: as root, ~15 minutes
 #   make check    style, types and import contracts
 #
 # PYTHON=python3.12 picks another interpreter, VENV=folder another place for the environment, and
@@ -14,7 +15,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: help train test check interpreter
+.PHONY: help train test test-cluster check interpreter
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -27,6 +28,10 @@ train: $(VENV)/train.stamp
 
 test: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest
+
+# A -m of the command line takes the place of the one in pyproject.toml, which leaves these tests out.
+test-cluster: $(VENV)/dev.stamp
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -m cluster
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

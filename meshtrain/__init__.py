@@ -11,12 +11,16 @@ from meshtrain.layout import Layout
 
 if TYPE_CHECKING:
     from meshtrain.mesh import build_mesh
+    from meshtrain.operate.watchdog import start
     from meshtrain.parallel.apply import parallelize
-    from meshtrain.runtime import start
 
 __all__ = ["Layout", "build_mesh", "parallelize", "start"]
 
-_ROOMS = {"build_mesh": "meshtrain.mesh", "parallelize": "meshtrain.parallel.apply", "start": "meshtrain.runtime"}
+_ROOMS = {
+    "build_mesh": "meshtrain.mesh",
+    "parallelize": "meshtrain.parallel.apply",
+    "start": "meshtrain.operate.watchdog",
+}
 
 
 def __getattr__(name: str) -> Any:

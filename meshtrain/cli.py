@@ -20,6 +20,7 @@ from meshtrain.layout import LayoutError
 COMMANDS = {
     "plan": ("meshtrain.plan", "what a config would do on given hosts, computed without starting anything"),
     "doctor": ("meshtrain.operate.doctor.command", "what is wrong with these nodes, run on each in torchrun's place"),
+    "launch": ("meshtrain.operate.launch.command", "a job for SLURM: checks its config, writes its script, submits it"),
     "pipeline": ("meshtrain.pipeline.command", "a pipeline schedule as a timeline: who computes what when, who idles"),
     "checkpoint": ("meshtrain.checkpoint.command", "lists, shows, verifies, compares and prunes checkpoints"),
     "explain": ("meshtrain.operate.explain_command", "why a job has failed, by its logs, and what to do"),

@@ -3,14 +3,20 @@
 import signal
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from meshtrain.checkpoint.resume import Resume, Wanted
 from meshtrain.config import Config
-from meshtrain.errors import InputError
+from meshtrain.errors import AgreedError, InputError, TrainingError
 from meshtrain.layout import LayoutError
+from meshtrain.leaving import by_signal
 from meshtrain.run_folder import RunFolder
 from meshtrain.runtime import Job
 
+if TYPE_CHECKING:
+    from meshtrain.operate.goodput import Ledger
+
+GOES_ON = 1  # the exit status of a process that stops for another node's sake, and is to be started again
 STOPPED = 75  # the exit status of a run that was asked to stop and can be gone on with: EX_TEMPFAIL of sysexits.h
 
 
@@ -25,6 +31,8 @@ class Ending:
         self.job = job
         self.step = 0  # updates done so far
         self.stopped: str | None = None  # on whose request, with everything saved
+        self.status = 0  # with which this process ends, if all goes well
+        self.ledger: Ledger | None = None
         self._begun = False
 
     def __enter__(self) -> "Ending":
@@ -68,6 +76,7 @@ class Ending:
         for rank, what in enumerate(self.job.gather("stopping", mine)):
             if what is not None:
                 asked.setdefault(what, []).append(str(rank))
+        self.status = STOPPED
         self.stopped = "asked to stop by " + ", and by ".join(
             what if ranks[0] == "0" else f"{what} on rank {', '.join(ranks)}" for what, ranks in asked.items()
         )
@@ -78,12 +87,15 @@ class Ending:
             f"to go on, start the same command again{again}"
         )
 
-    def begin(self, config: Config, layout_table: str, step: int) -> None:
+    def begin(self, config: Config, layout_table: str, step: int, ledger: "Ledger") -> None:
         """The run is about to start, after `step` updates: from now on its folder says so.
 
         Its weights or its checkpoint have been read by then: what is wrong with them refuses it.
+
+        Args:
+            ledger: that says in the end how the wall time was spent.
         """
-        self.step = step
+        self.step, self.ledger = step, ledger
         if self.job.rank == 0:
             self.folder.forget_exit()
             self.folder.write("config.yaml", config.to_yaml())
@@ -97,12 +109,34 @@ class Ending:
         if self.job.rank != 0 or (not self._begun and (error is None or refused)):
             return
         if error is None and self.stopped is not None:
-            self.folder.write_exit("stopped", STOPPED, self.stopped, self.step)
+            self._write("stopped", STOPPED, self.stopped)
         elif error is None:
-            self.folder.write_exit("done", 0, "all steps are done", self.step)
+            self._write("done", 0, "all steps are done")
         else:
-            culprit = self.job.failed_before(error) if isinstance(error, Exception) else None
-            self.folder.write_exit("failed", 1, culprit or _reason(error), self.step)
+            shared = isinstance(error, AgreedError | TrainingError)  # all ranks have it
+            asks = by_signal(error) or (isinstance(error, Exception) and not shared)
+            lost = self.job.failures.failed(str(self.job), error) if asks else None
+            self._write("failed", 1, _reason(error) if lost is None else lost.reason)
+
+    def lose(self, reason: str) -> None:
+        """The job is lost while this rank is stuck, or rank 0 is gone: its folder says so at once.
+
+        For a thread that ends this process next; on any rank, the lowest that is left.
+        """
+        if self._begun and self.job.rank == 0:
+            self._write("failed", 1, reason)
+        elif self._begun:
+            self.folder.write_exit("failed", 1, reason, self.step)
+
+    def _write(self, status: str, code: int, reason: str) -> None:
+        """On rank 0: into the folder, and how the wall time was spent for people too."""
+        if self.ledger is None:
+            self.folder.write_exit(status, code, reason, self.step)
+            return
+        spent = self.ledger.account()
+        self.folder.write_exit(status, code, reason, self.step, spent.plain())
+        self.ledger.end(status)
+        self.job.say(str(spent))
 
 
 def _reason(error: BaseException) -> str:

@@ -22,7 +22,9 @@ class Environment:
         master: host and port at which the job's store listens; None where there is no store.
         hosts_store: whether this process is the one to serve the store there.
         restarts: how often torchrun has started this worker anew.
+        restarts_left: how often it would do that again.
         requeues: how often SLURM has started this job anew.
+        started_before: whether its agent has started this worker before, also for another reason than a failure.
     """
 
     launcher: str
@@ -34,11 +36,13 @@ class Environment:
     hosts_store: bool = False
     restarts: int = 0
     requeues: int = 0
+    restarts_left: int = 0
+    started_before: bool = False
 
     @property
     def again(self) -> bool:
         """Whether this is not the first start of a job that the launcher starts anew when it was lost."""
-        return self.restarts > 0 or self.requeues > 0
+        return self.restarts > 0 or self.requeues > 0 or self.started_before
 
 
 def read_environment(variables: Mapping[str, str]) -> Environment:
@@ -51,7 +55,7 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
     requeues = int(variables.get("SLURM_RESTART_COUNT", "0"))
     if any(name in variables for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")):
         _need(variables, TORCHRUN, "torchrun sets them all; to run a single process, unset them all")
-        rank = _number(variables, "RANK")
+        rank, restarts = _number(variables, "RANK"), int(variables.get("TORCHELASTIC_RESTART_COUNT", "0"))
         return Environment(
             "torchrun",
             rank,
@@ -60,8 +64,9 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
             host,
             (variables["MASTER_ADDR"], _number(variables, "MASTER_PORT")),
             rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-            int(variables.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            restarts,
             requeues,
+            int(variables.get("TORCHELASTIC_MAX_RESTARTS", "0")) - restarts,
         )
     # The shell of an sbatch script carries SLURM_PROCID=0 as well, but it is no task of a step: python there is alone.
     batch_shell = variables.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in variables
@@ -100,7 +105,7 @@ def _slurm_master(variables: Mapping[str, str]) -> tuple[str, int]:
     """Where the ranks of a job step meet: exported MASTER_ADDR and MASTER_PORT win.
 
     By default it is the first node of the step and a port that the ids of job and step give, so that neighbouring jobs
-    on one node do not meet each other.
+    on one node do not meet each other. It is below those that Linux gives to outgoing connections, from 32768 on.
     """
     address = variables.get("MASTER_ADDR")
     if address is None:
@@ -116,7 +121,7 @@ def _slurm_master(variables: Mapping[str, str]) -> tuple[str, int]:
     if "SLURM_JOB_ID" not in variables:
         raise InputError("the environment has neither MASTER_PORT nor SLURM_JOB_ID: export MASTER_PORT, a free port")
     job, step = _number(variables, "SLURM_JOB_ID"), int(variables.get("SLURM_STEP_ID", "0"))
-    return address, 20000 + (job * 16 + step) % 20000
+    return address, 10000 + (job * 16 + step) % 20000
 
 
 def first_host(nodes: str) -> str:

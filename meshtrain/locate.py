@@ -14,7 +14,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def bundled(kind: str) -> Path:
-    """The folder of the project's own `models` or `configs`."""
+    """The folder of the project's own `models`, `configs` or `tools/slurm`."""
     inside = _PACKAGE / "bundled" / kind
     return inside if inside.is_dir() else _PACKAGE.parent / kind
 
@@ -43,6 +43,21 @@ def config_path(name: str) -> Path:
         f"there is no config {name} (looked at {path.absolute()}); meshtrain's own are: "
         + ", ".join(f"configs/{stem}.yaml" for stem in names("configs", ".yaml"))
     )
+
+
+def code() -> dict[str, str]:
+    """The Python files of meshtrain and of its models -> a digest of each."""
+    folders = {"meshtrain": _PACKAGE, "models": bundled("models")}
+    return {
+        f"{name}/{path.relative_to(folder).as_posix()}": digest(path)
+        for name, folder in folders.items()
+        for path in sorted(folder.rglob("*.py"))
+    }
+
+
+def digest(path: Path) -> str:
+    """By which the contents of a file are known again."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
 def model_file(name: str) -> ModuleType:

@@ -221,4 +221,4 @@ def _open_writer(folder: Path, step: int) -> "SummaryWriter":
 
 
 def _tag(name: str) -> str:
-    return f"time/{name.removeprefix('time_')}" if name.startswith(("time_", "step_time")) else f"train/{name}"
+    return f"time/{name.removeprefix('time_')}" if name.startswith(("time_", "step_time", "wall_")) else f"train/{name}"

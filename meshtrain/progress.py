@@ -155,7 +155,7 @@ class Pace:
 def step_line(row: Values, steps: int, unit: str, left: float | None = None) -> str:
     """One step in words; what the row does not have is left out.
 
-    `step  40/200  loss 2.3412  grad_norm 0.81  lr 3.0e-04  12,340 tokens/s  mfu 31.2 %  data 1 %  left 2m10s`
+    `step  40/200  loss 2.3412  grad_norm 0.81  lr 3.0e-04  12,340 tokens/s  mfu 31.2 %  goodput 97.1 %  left 2m10s`
     """
     parts = [
         f"step {row['step']:>{len(str(steps))}}/{steps}",
@@ -164,6 +164,7 @@ def step_line(row: Values, steps: int, unit: str, left: float | None = None) -> 
         "" if "lr" not in row else f"lr {row['lr']:.1e}",
         _rate(row, unit),
         _percent("mfu", row.get("mfu")),
+        _percent("goodput", row.get("goodput")),
         _share("data", row),
         _share("communication", row),
         _left(left),

@@ -20,6 +20,7 @@ from meshtrain.timing import StepClock, memory_gib
 
 if TYPE_CHECKING:
     from meshtrain.config import Config
+    from meshtrain.operate.goodput import Ledger
 
 
 class Report:
@@ -33,6 +34,7 @@ class Report:
         data: OpenData,
         clock: StepClock,
         ending: Ending,
+        ledger: "Ledger",
         steps: int,
         *,
         first: int = 1,
@@ -41,12 +43,15 @@ class Report:
         """
         Args:
             ending: learns how far the run is.
+            ledger: keeps account of the wall time.
             steps: the run's last step.
             first: the first step of this job; rows of it and of later ones are dropped.
             books: those of the checkpoint that the run goes on from, as `books()` gave them.
         """
         self.config, self.job, self.mesh, self.data, self.clock = config, job, mesh, data, clock
-        self.ending, self.steps, self.first = ending, steps, first
+        self.ending, self.ledger, self.steps, self.first = ending, ledger, steps, first
+        self.times: dict[str, float] | None = None  # of the last step taken, as StepClock has them
+        self.beside: dict[str, float] = {}  # numbers that the next row gets besides its own
         self.slowest_s = 0.0  # of the steps taken so far, the first left out
         self.stop_asked = False  # by some rank, before one of the steps taken so far
         self.evaluations: dict[int, dict[str, float]] = {}  # of the last step that had one
@@ -102,7 +107,7 @@ class Report:
         if self._pending is None:
             return
         result, self._pending = self._pending(), None
-        times = self.clock.pop()
+        self.times = times = self.clock.pop()
         assert times is not None  # every update ends a step of the clock
         self.stop_asked |= result.stop_asked
         if result.step > self.first:  # the first one starts the readers, and compiles
@@ -113,8 +118,10 @@ class Report:
         self.tokens += result.targets
         if result.finite:
             self._epoch.add(result)
+        self.ledger.step(result.step, times["time_data_s"])
         if self.job.rank == 0:
-            self._metrics.row(self._row(result, times))
+            self._metrics.row(self._row(result, times) | self.beside)
+            self.beside = {}
         if self.ends_epoch(result.step):
             self._metrics.epoch(result.step * self.config.batch.global_size // self._n_samples, self._epoch.means())
             self._epoch = _Sums()
@@ -158,6 +165,7 @@ class Report:
             "mfu": mfu(None if self._flops is None else self._flops * size, seconds, self._peak, self.job.world_size),
             "memory_gib": memory_gib(self.job.device),
             **times,
+            **self.ledger.account().row(),
             **{f"sent_bytes_{axis}": sent for axis, sent in result.sent.items()},
         }
 

@@ -1,17 +1,19 @@
 """A run's folder, as rank 0 sees it: taken by one job at a time, and what it says about how the last job ended."""
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from meshtrain.checkpoint.folder import clear_unfinished, locked
+from meshtrain.checkpoint.folder import InUseError, clear_unfinished, locked
 from meshtrain.checkpoint.shared import prove_shared
 from meshtrain.errors import AgreedError, InputError
 from meshtrain.runtime import Job
 
 EXIT = "exit.json"
+LOST_S = 120.0  # within which file servers give up the locks of a host that was lost, or it has seen that itself
 
 
 class RunFolder:
@@ -51,9 +53,18 @@ class RunFolder:
         """A job starts: what the last one said of its end does not count any more."""
         (self.path / EXIT).unlink(missing_ok=True)
 
-    def write_exit(self, status: str, code: int, reason: str, step: int) -> None:
-        """How this job ends: status "done", "stopped" or "failed", after `step` updates."""
-        self.write(EXIT, json.dumps({"status": status, "code": code, "reason": reason, "step": step}) + "\n")
+    def write_exit(
+        self, status: str, code: int, reason: str, step: int, goodput: Mapping[str, float] | None = None
+    ) -> None:
+        """How this job ends: status "done", "stopped" or "failed", after `step` updates.
+
+        Args:
+            goodput: how the wall time of the run was spent, where that is known.
+        """
+        end: dict[str, Any] = {"status": status, "code": code, "reason": reason, "step": step}
+        if goodput is not None:
+            end["goodput"] = dict(goodput)
+        self.write(EXIT, json.dumps(end) + "\n")
 
     def write(self, name: str, text: str) -> None:
         """Writes a file of the folder whole or not at all."""
@@ -66,6 +77,8 @@ class RunFolder:
 def held(folder: Path, job: Job, what: str, other: str) -> Iterator[None]:
     """Rank 0 has a lock on a folder, which it makes if there is none, while the body runs.
 
+    A job that was started again waits for the one before: that had it on a host to which a link was cut, for instance.
+
     Args:
         what: the folder is, for people.
         other: how another one is named.
@@ -77,10 +90,25 @@ def held(folder: Path, job: Job, what: str, other: str) -> Iterator[None]:
         with job.together(f"opening {what}"):
             if job.rank == 0:
                 try:
-                    stack.enter_context(locked(folder))
+                    _take(folder, stack, time.monotonic() + (LOST_S if job.again else 0.0))
                 except InputError as error:
                     raise InputError(f"{what}: {error}; or name another one with {other}") from error
         yield
+
+
+def _take(folder: Path, stack: ExitStack, deadline: float) -> None:
+    said = False
+    while True:
+        try:
+            stack.enter_context(locked(folder))
+            return
+        except InUseError as error:
+            if time.monotonic() >= deadline:
+                raise
+            if not said:
+                print(f"starting: {error}", flush=True)
+                said = True
+            time.sleep(0.5)
 
 
 @contextmanager

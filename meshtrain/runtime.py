@@ -1,33 +1,32 @@
-"""How a process joins its job and leaves it: the device, the store, the process groups, and the way out.
+"""How a process joins its job: the device, the store, the process groups, and how it talks to the other ranks.
 
 Before any process group exists the ranks talk through the launcher's key-value store: that is how they compare hosts,
 agree that the input is good, and wait for one another without a collective that could time out. Nothing here depends
 on which host rank 0 sits on.
 """
 
-import hashlib
+import ipaddress
 import os
+import socket
 import sys
 import time
-import traceback
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import groupby
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from meshtrain.environment import Environment, read_environment
-from meshtrain.errors import AgreedError, InputError, TrainingError
+from meshtrain.elastic import stale_store, started_before
+from meshtrain.environment import Environment
+from meshtrain.errors import AgreedError, InputError
 from meshtrain.layout import Layout, LayoutError
-from meshtrain.rounds import SAY_EVERY_S, Round
+from meshtrain.rounds import SAY_EVERY_S, Failures, FirstFailure, Round
 
 POLL_S = 0.02  # between two looks at the store while the ranks meet
-GRACE_S = 10.0  # how long the process that serves the store stays for the others to read their last word
 
 
 @dataclass
@@ -38,14 +37,21 @@ class Job:
         environment: rank, world size and so on, as the launcher gave them.
         device: where this process computes: a CUDA device picked by the local rank, or the CPU.
         store: the job's key-value store; None in a world of one.
+        again: whether this is not the job's first start, by any rank's launcher; the same on all ranks.
         layout: where this process sits, once that is known; it makes errors name the coordinate.
+        failures: what it learns of other ranks' failures; a watched job has better ones.
     """
 
     environment: Environment
     device: torch.device
     store: dist.Store | None
+    again: bool = False
     layout: Layout | None = None
+    failures: Failures = field(init=False)
     _rounds: int = 0  # of `gather`: each has names of its own in the store
+
+    def __post_init__(self) -> None:
+        self.failures = FirstFailure(self.store)
 
     @property
     def rank(self) -> int:
@@ -61,10 +67,14 @@ class Job:
 
     def __str__(self) -> str:
         """Who this is, for a line in a log: `rank 5 on host b (dp_shard 2, tp 1)`."""
+        return self.name_of(self.rank, self.host)
+
+    def name_of(self, rank: int, host: str) -> str:
+        """Any rank's name for a line in a log."""
         place = ""
         if self.layout is not None and self.layout.axes:
-            place = " (" + ", ".join(f"{axis} {i}" for axis, i in self.layout.coordinate(self.rank).items()) + ")"
-        return f"rank {self.rank} on host {self.host}{place}"
+            place = " (" + ", ".join(f"{axis} {i}" for axis, i in self.layout.coordinate(rank).items()) + ")"
+        return f"rank {rank} on host {host}{place}"
 
     def device_name(self) -> str:
         """What this process computes on, for people: `cpu over gloo`, or the GPU's name."""
@@ -100,7 +110,7 @@ class Job:
     def round(self) -> Round:
         """A gather in steps of its own. All ranks make their rounds in the same order, on the main thread."""
         self._rounds += 1
-        return Round(self.store, self.rank, self.world_size, f"round {self._rounds}")
+        return Round(self.store, self.rank, self.world_size, f"round {self._rounds}", self.failures.over)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -127,41 +137,11 @@ class Job:
         if by_text:
             raise AgreedError("\n".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in by_text.items()))
 
-    def same(self, what: str, text: str, remedy: str) -> None:
-        """Goes on only if every rank has the same text as rank 0; `remedy` says what to do if not.
-
-        Raises:
-            AgreedError: on every rank; names those that differ and their hosts.
-        """
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        seen = self.gather(f"comparing {what}", [digest, self.host])
-        other = [f"rank {rank} on host {host}" for rank, (found, host) in enumerate(seen) if found != seen[0][0]]
-        if other:
-            more = f" and {len(other) - 4} more" if len(other) > 4 else ""
-            raise AgreedError(
-                f"{what} of {', '.join(other[:4])}{more} is not that of rank 0 on host {seen[0][1]}: {remedy}"
-            )
-
     def hosts(self) -> tuple[list[str], list[int]]:
         """The hosts in rank order and how many neighbouring ranks each has; a host may come back later."""
         names = self.gather("comparing hosts", self.host)
         runs = [(name, len(list(ranks))) for name, ranks in groupby(names)]
         return [name for name, _ in runs], [count for _, count in runs]
-
-    def failed_before(self, error: BaseException) -> str | None:
-        """Which rank failed before this one did with `error`, and how; None if this rank is the first.
-
-        A rank that fails takes its connections with it, and every other rank then fails for that reason. Theirs is not
-        the story that anybody needs to read.
-        """
-        if self.store is None:
-            return None
-        mine = f"{self} failed: {''.join(traceback.format_exception_only(error)).strip()}"
-        try:
-            first = self.store.compare_set("failure", "", mine).decode()
-        except RuntimeError:  # the store went with the process that served it: the story ends here
-            return None
-        return first if first != mine else None
 
     def connect(self, timeout_s: float) -> None:
         """Makes the job's first process group, unless there is one: NCCL on GPUs, gloo on CPUs.
@@ -173,6 +153,8 @@ class Job:
             return
         with self.together("connecting"):
             self._check_gpus()
+        with self.together("connecting"):
+            self._check_own_name()
         cuda = self.device.type == "cuda"
         if not cuda:
             _give_way()  # before gloo starts its thread, which takes it over
@@ -196,6 +178,32 @@ class Job:
                 f"start as many processes as GPUs, here {torch.cuda.device_count()}, or use the CPU with "
                 "CUDA_VISIBLE_DEVICES="
             )
+
+    def _check_own_name(self) -> None:
+        """gloo listens where the host's own name leads, unless it is given an interface."""
+        name = socket.gethostname()
+        alone = len(set(self.gather("comparing names", name))) == 1  # SLURM's names may be several of one host
+        if alone or self.device.type == "cuda" or os.environ.get("GLOO_SOCKET_IFNAME"):
+            return
+        own = _own_address(name)
+        if own is None or ipaddress.ip_address(own).is_loopback:
+            there = [found for _, found in socket.if_nameindex() if found != "lo"]
+            leads = "leads to no address of it" if own is None else f"is {own}"
+            raise InputError(
+                f"on host {name} its own name {leads}: gloo would listen where no other host gets to. Give it its "
+                "address in /etc/hosts, or export GLOO_SOCKET_IFNAME with the interface that leads to the others "
+                f"(there is {', '.join(there)})"
+            )
+
+
+def _own_address(name: str) -> str | None:
+    """The first address that a name resolves to and at which this host can listen."""
+    with suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family) as probe:
+                probe.bind((address[0], 0))
+                return str(address[0])
+    return None
 
 
 def _give_way() -> None:
@@ -221,7 +229,10 @@ def join(environment: Environment, timeout_s: float = 600) -> Job:
     device = pick_device(environment.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return Job(environment, device, _store(environment, timeout_s))
+    environment = replace(environment, started_before=started_before(os.environ))
+    job = Job(environment, device, _store(environment, timeout_s))
+    job.again = any(job.gather("meeting", environment.again))  # a node that joins later knows of no earlier start
+    return job
 
 
 def pick_device(local_rank: int) -> torch.device:
@@ -258,6 +269,7 @@ def _store(environment: Environment, timeout_s: float) -> dist.Store | None:
         raise TimeoutError(
             f"rank {environment.rank} on host {environment.host} could not reach the job's store at {address}:{port} "
             f"({error}): is that host's process running, and does the network let this host through to that port?"
+            + stale_store(os.environ)
         ) from error
     return dist.PrefixStore(_meet(environment, store), store)
 
@@ -288,80 +300,6 @@ def _meet(environment: Environment, store: dist.Store) -> str:
         time.sleep(POLL_S)
         if time.monotonic() - said > SAY_EVERY_S:
             said = time.monotonic()
-            print(f"starting: waiting for {len(missing)} ranks, {said - start:.0f} s now", flush=True)
+            hint = stale_store(os.environ)
+            print(f"starting: waiting for {len(missing)} ranks, {said - start:.0f} s now{hint}", flush=True)
     return token
-
-
-@contextmanager
-def start(timeout_s: float = 600) -> Iterator[Job]:
-    """Joins the job that the environment describes (torchrun, srun, or a world of one) and leaves it cleanly.
-
-    Args:
-        timeout_s: the time limit in seconds for joining and for collectives.
-
-    Raises:
-        SystemExit: with status 2 if the body raises InputError. Whatever else the body raises passes through,
-            with a note that names rank, host and coordinate.
-    """
-    try:
-        job = join(read_environment(os.environ), timeout_s)
-    except InputError as error:
-        print(error, file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
-    with leaving(job):
-        job.connect(timeout_s)
-        yield job
-
-
-@contextmanager
-def leaving(job: Job) -> Iterator[None]:
-    """The one way out of a job, whatever happens in the body.
-
-    When all is well every rank waits for the others before it leaves. Wrong input ends the ranks with status 2, told
-    once; a run that cannot go on ends them with status 1. Any other exception is told with the rank's name, and
-    recorded where torchrun's summary finds it.
-    """
-    try:
-        yield
-        _part(job)
-    except TrainingError as error:
-        if job.rank == 0:
-            print(error, file=sys.stderr, flush=True)
-            get_error_handler().record_exception(error)
-        _part(job)
-        raise SystemExit(1) from None
-    except AgreedError as error:
-        # torchrun ends the other ranks as soon as one exits: nobody may before rank 0 has spoken. A worker that
-        # torchrun starts again would only say the same once more.
-        if job.rank == 0 and job.environment.restarts == 0:
-            print(error, file=sys.stderr, flush=True)
-        _part(job)
-        raise SystemExit(2) from None
-    except Exception as error:
-        culprit = job.failed_before(error)
-        if culprit is not None:
-            print(f"{job} stops, because {culprit}", file=sys.stderr, flush=True)
-            raise SystemExit(1) from None
-        if isinstance(error, InputError | LayoutError):  # on this rank alone: the others learn of it by the store
-            print(error if job.world_size == 1 else f"{job}: {error}", file=sys.stderr, flush=True)
-            raise SystemExit(2) from None
-        error.add_note(f"This was {job}.")
-        get_error_handler().record_exception(error)
-        raise
-
-
-def _part(job: Job) -> None:
-    """Waits for all ranks and closes the process groups.
-
-    Without the barrier gloo's threads of a slower rank may still hold tensors, and its process aborts at the end.
-    """
-    if job.store is None:
-        return
-    job.gather("leaving", None)
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
-    job.store.add("left", 1)
-    deadline = time.monotonic() + GRACE_S
-    while job.environment.hosts_store and job.store.add("left", 0) < job.world_size and time.monotonic() < deadline:
-        time.sleep(0.01)

@@ -1,6 +1,7 @@
 """When a run saves its state, and what a checkpoint says of the run besides its tensors."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,7 +22,16 @@ GUESSED_SPEED = 200e6  # bytes that a host writes in a second, before it is know
 class Saving:
     """Saves what the section `checkpoint` of the YAML asks for. All ranks do the same after the same steps."""
 
-    def __init__(self, wanted: Wanted, resume: Resume, state: State, report: Report, job: Job) -> None:
+    def __init__(
+        self,
+        wanted: Wanted,
+        resume: Resume,
+        state: State,
+        report: Report,
+        job: Job,
+        writing: Callable[[int, Path], None] | None = None,
+    ) -> None:
+        """`writing`: as Saver has it."""
         section = wanted.config.checkpoint
         self.wanted, self.report = wanted, report
         self._resumed = resume.step if resume.own else None  # the step of a checkpoint that is there already
@@ -33,6 +43,7 @@ class Saving:
             keep=Retention(section.keep_last, section.keep_every, section.keep_best),
             on_failure=section.on_failure,
             say=report.say,
+            writing=writing,
         )
         assert job.layout is not None
         self._guess_s = needed(state.placements, job.world_size) / GUESSED_SPEED / len(job.layout.hosts)
@@ -52,6 +63,11 @@ class Saving:
     def seconds(self) -> float:
         """How long a save takes: as the last one, or about."""
         return self._saver.last_save_s or self._guess_s
+
+    @property
+    def measured_s(self) -> float | None:
+        """How long the last save took; None: there was none."""
+        return self._saver.last_save_s or None
 
     @property
     def checkpoint(self) -> Path:

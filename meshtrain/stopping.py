@@ -27,7 +27,8 @@ class Signals:
 
     Before training and after it a signal ends the process at once, by unwinding the stack, so that the run's folder
     learns of it. In training the first one is a request to stop, and a later one ends the process all the same.
-    SIGUSR1 says that the end is near (SLURM's `--signal`); it is a request whenever it comes first.
+    SIGUSR1 says that the end is near (SLURM's `--signal`); it is a request whenever it comes first. While modules are
+    imported a signal is only remembered: an exception in the middle of that may be swallowed, or break a library.
 
     Attributes:
         since: when this process began, on the monotonic clock.
@@ -40,17 +41,36 @@ class Signals:
         self.request: str | None = None
         self.training = False
         self._asked_at = 0.0
+        self._importing = False
+        self._remembered: tuple[int, float] | None = None  # a signal of that time, and when it came
 
     @classmethod
-    def heard(cls) -> "Signals":
-        """From now on this process hears its signals."""
+    def heard(cls, *, importing: bool = False) -> "Signals":
+        """From now on this process hears its signals.
+
+        Args:
+            importing: modules are still being imported, until `imported`.
+        """
         signals = cls()
+        signals._importing = importing
         for number in SIGNALS:
             signal.signal(number, signals._heard)
         return signals
 
+    def imported(self) -> None:
+        """All modules are there: a signal that came meanwhile counts from now on."""
+        self._importing = False
+        if self._remembered is not None:
+            self._heard(self._remembered[0], None)
+
     def _heard(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
+        if self._importing:
+            if self._remembered is None:
+                self._remembered = number, now
+                return
+            if number == signal.SIGUSR1 or now - self._remembered[1] < ONE_REQUEST_S:
+                return
         if self.training or number == signal.SIGUSR1:
             if self.request is None:
                 self.request, self._asked_at = signal.Signals(number).name, now
@@ -93,6 +113,7 @@ class Requests:
     def __init__(self, signals: Signals) -> None:
         self.signals = signals
         self.said: str | None = None  # what has asked for a stop, in words
+        self._stops = False  # all ranks have agreed to
         self._file: Path | None = None
         self._limits: list[Limit] = []
         self._looked_at = 0.0
@@ -104,12 +125,28 @@ class Requests:
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
-        """While the body runs the first signal is a request and no end."""
+        """While the body runs the first signal is a request and no end; after it too where the run stops or has failed.
+
+        A launcher signals those that are left when a rank was lost: they are on their way out, and say why.
+        """
         self.signals.training = True
-        try:
-            yield
-        finally:
-            self.signals.training = False
+        yield
+        self.signals.training = self._stops
+
+    def agreed(self) -> None:
+        """All ranks stop now. Launchers do not tell them all at once: a signal that is late asks for what is done."""
+        self._stops = True
+
+    def wait_for_signal(self, seconds: float) -> bool:
+        """Until this process has had a signal too, as others have; whether it has.
+
+        torchrun's agents end their workers one after the other when a node joins, to start them again with it. An
+        agent whose workers were done before it got there would take the job for done, and leave.
+        """
+        deadline = time.monotonic() + seconds
+        while self.signals.request is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.signals.request is not None
 
     def reason(self, step_s: float, save_s: float) -> str | None:
         """What asks for a stop, in words; None if nothing does. Once it did, it stays.

@@ -5,13 +5,17 @@ the current stream and goes on, and the events are read a step later, when they 
 reads a counter. Both cost a few microseconds per phase.
 """
 
+import os
 import resource
 import sys
 import time
+import weakref
 from collections import deque
+from collections.abc import Collection
+from contextlib import suppress
 from itertools import pairwise
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -32,9 +36,22 @@ class Marks(Protocol):
     def give_back(self, marks: list[Any]) -> None:
         """These marks are not needed any more."""
 
+    def queued(self) -> float:
+        """Seconds so far in which the time ran on and no core was free for this thread."""
+
 
 class HostMarks:
-    """Marks that are readings of the host's own counter."""
+    """Marks that are readings of the host's own counter. They belong to the thread that makes them."""
+
+    def __init__(self) -> None:
+        # Linux counts the nanoseconds in which a thread could have run (Documentation/scheduler/sched-stats.rst).
+        self._schedstat: int | None = None
+        with suppress(OSError):
+            self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._schedstat)
+
+    def queued(self) -> float:
+        return 0.0 if self._schedstat is None else int(os.pread(self._schedstat, 80, 0).split()[1]) / 1e9
 
     def now(self) -> float:
         return time.perf_counter()
@@ -69,6 +86,9 @@ class CudaMarks:
     def give_back(self, marks: list[torch.cuda.Event]) -> None:
         self._free.extend(marks)
 
+    def queued(self) -> float:
+        return 0.0  # a GPU that has work in its queue does not care; one that has none shows it in its own time
+
 
 class Phase:
     """What `StepClock.phase` returns: `with` it, the time belongs to this phase."""
@@ -88,6 +108,14 @@ class Phase:
         self._clock._close()
 
 
+class _Step(NamedTuple):
+    """A step that has ended: its wall time, the marks in it, and the seconds of its own in which no core was free."""
+
+    seconds: float
+    log: list[tuple[Any, str | None]]
+    queued: float
+
+
 class StepClock:
     """Measures how many seconds of each step went into which of `PHASES`.
 
@@ -103,31 +131,54 @@ class StepClock:
             times = clock.pop()
 
     On CUDA every phase is measured on the current stream, `data` too: data that is late while the GPU still has work to
-    do costs nothing and is not counted. What a step spends outside of every phase is in `step_time_s` only.
+    do costs nothing and is not counted. What a step spends outside of every phase is in `step_time_s` only, and in
+    `time_own_s`: what this rank took for itself, waiting for nobody. Ranks differ in that one, while the step takes all
+    of them as long as the slowest.
     """
 
-    def __init__(self, device: torch.device, marks: Marks | None = None) -> None:
-        """`marks` replaces the device's own way to tell the time (in tests)."""
+    def __init__(self, device: torch.device, marks: Marks | None = None, *, hiding: Collection[str] = ()) -> None:
+        """
+        Args:
+            marks: replaces the device's own way to tell the time (in tests).
+            hiding: phases in which waits for other ranks hide, so that they do not count as the rank's own.
+        """
         own: Marks = CudaMarks() if device.type == "cuda" else HostMarks()
         self._marks = own if marks is None else marks
+        self._not_own = {"communication", *hiding}
         self._phases = {name: Phase(self, name) for name in PHASES}
         self._running: list[str] = []
         self._log: list[tuple[Any, str | None]] = []  # from this mark on, time belongs to this phase
-        self._ended = time.perf_counter()
         # Ranks that never ask for their measurements must not collect them either.
-        self._finished: deque[tuple[float, list[tuple[Any, str | None]]]] = deque(maxlen=4)
+        self._finished: deque[_Step] = deque(maxlen=4)
+        self._begin()
 
     def phase(self, name: str) -> Phase:
         """A context manager whose time belongs to phase `name`. Raises KeyError for a name not in `PHASES`."""
         return self._phases[name]
 
+    def _begin(self) -> None:
+        self._ended = time.perf_counter()
+        self._log = [(self._marks.now(), None)]
+        self._own, self._queued, self._queued_before = True, 0.0, self._marks.queued()
+
     def _open(self, name: str) -> None:
         self._running.append(name)
-        self._log.append((self._marks.now(), name))
+        self._enter(name)
 
     def _close(self) -> None:
         self._running.pop()
-        self._log.append((self._marks.now(), self._running[-1] if self._running else None))
+        self._enter(self._running[-1] if self._running else None)
+
+    def _enter(self, name: str | None) -> None:
+        self._log.append((self._marks.now(), name))
+        own = name not in self._not_own
+        if own == self._own:
+            return  # what a core was waited for is looked up only where the rank's own time begins or ends
+        if own:
+            self._queued_before = self._marks.queued()
+        else:
+            self._queued += self._marks.queued() - self._queued_before
+        self._own = own
 
     def end_step(self) -> None:
         """Closes the step and queues its measurement for `pop`; does not wait for the device.
@@ -136,11 +187,13 @@ class StepClock:
             RuntimeError: inside of a phase.
         """
         self._outside_phases()
-        now = time.perf_counter()
+        seconds = time.perf_counter() - self._ended
+        queued = self._queued + self._marks.queued() - self._queued_before
+        self._log.append((self._marks.now(), None))
         if len(self._finished) == self._finished.maxlen:
-            self._forget(self._finished.popleft()[1])
-        self._finished.append((now - self._ended, self._log))
-        self._ended, self._log = now, []
+            self._forget(self._finished.popleft().log)
+        self._finished.append(_Step(seconds, self._log, queued))
+        self._begin()
 
     def restart(self) -> None:
         """What happened since the last `end_step` (an evaluation, a save) belongs to no step.
@@ -150,26 +203,30 @@ class StepClock:
         """
         self._outside_phases()
         self._forget(self._log)
-        self._ended, self._log = time.perf_counter(), []
+        self._begin()
 
     def pop(self) -> dict[str, float] | None:
         """The oldest finished step that was not popped yet, in seconds; None if there is none.
 
         Returns `step_time_s`, wall clock between the ends of two consecutive steps (of the first: since the clock was
-        made), and `time_data_s`, ... for each of `PHASES`. On CUDA it waits until the device has done that step, so
-        call it for step n when step n + 1 is under way. More than 4 steps are not kept.
+        made), and `time_data_s`, ... for each of `PHASES`. `time_own_s` is all that is not spent in waiting for other
+        ranks, and `time_queued_s` the part of it in which no core was free (on CPUs). On CUDA it waits until the device
+        has done that step, so call it for step n when step n + 1 is under way. More than 4 steps are not kept.
         """
         if not self._finished:
             return None
-        step_time, log = self._finished.popleft()
-        times = dict.fromkeys(PHASES, 0.0)
-        if log:
-            self._marks.wait(log[-1][0])
-        for (start, name), (end, _) in pairwise(log):
+        step = self._finished.popleft()
+        times = dict.fromkeys((*PHASES, "own"), 0.0)
+        self._marks.wait(step.log[-1][0])
+        for (start, name), (end, _) in pairwise(step.log):
+            seconds = self._marks.seconds(start, end)
             if name is not None:
-                times[name] += self._marks.seconds(start, end)
-        self._forget(log)
-        return {"step_time_s": step_time} | {f"time_{name}_s": seconds for name, seconds in times.items()}
+                times[name] += seconds
+            if name not in self._not_own:
+                times["own"] += seconds
+        self._forget(step.log)
+        times["queued"] = step.queued
+        return {"step_time_s": step.seconds} | {f"time_{name}_s": seconds for name, seconds in times.items()}
 
     def _outside_phases(self) -> None:
         if self._running:

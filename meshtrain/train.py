@@ -17,13 +17,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from meshtrain.orphans import end_with_launcher
 from meshtrain.stopping import Requests, Signals
 
 if __name__ == "__main__":
-    heard = Signals.heard()  # now: torch takes seconds to import, and a signal that nobody hears ends the process
+    end_with_launcher(os.environ)
+    heard = Signals.heard(importing=True)  # torch takes seconds, and a signal that nobody hears ends the process
 
 from torch import nn
 
+from meshtrain.agreement import Topic, agree, flat, ingredients
 from meshtrain.batch import describe_batch
 from meshtrain.build import build_model, check_start, outputs, parameter_count, plain_model
 from meshtrain.checkpoint.resume import Resume, Wanted
@@ -31,18 +34,25 @@ from meshtrain.checkpoint.state import State
 from meshtrain.checkpoint.versions import versions
 from meshtrain.config import Config
 from meshtrain.data import OpenData, Samples, eval_batches, open_data, train_batches
-from meshtrain.ending import STOPPED, Ending
+from meshtrain.ending import GOES_ON, Ending
 from meshtrain.environment import read_environment
 from meshtrain.errors import InputError
 from meshtrain.evaluate import evaluate
 from meshtrain.export import export
 from meshtrain.generate import generate
 from meshtrain.layout import DATA_AXES, Layout
+from meshtrain.leaving import leaving
 from meshtrain.locate import model_file
 from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.metrics import require_tensorboard
 from meshtrain.numerics import compute_dtype, reseed, set_numerics
+from meshtrain.operate.chaos import Chaos
+from meshtrain.operate.deadlines import patience
+from meshtrain.operate.goodput import Ledger
+from meshtrain.operate.stragglers import Stragglers
+from meshtrain.operate.watchdog import Watch, watched
 from meshtrain.optim import Optimizer
+from meshtrain.parallel.data import hidden_waits
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.plan import describe_hosts, layout_text
 from meshtrain.plot import plot_loss
@@ -50,18 +60,20 @@ from meshtrain.profile import Profiler
 from meshtrain.recording import recording
 from meshtrain.report import Report
 from meshtrain.run_folder import RunFolder, checkpoints_held
-from meshtrain.runtime import Job, join, leaving
+from meshtrain.runtime import Job, join
 from meshtrain.saving import Saving, describe_saving
 from meshtrain.step import Trainer
 from meshtrain.timing import StepClock
 
 COLLECT_EVERY = 50  # steps between two runs of Python's garbage collector
+AGENTS_S = 10.0  # within which torchrun's agents, each on its node, all send the signal that one of them has sent
 PROMPT_TOKENS = 16  # of held-out text, which the generated sample goes on from
 
 
 def main(arguments: Sequence[str] | None = None, signals: Signals | None = None) -> int:
     """Trains what the command line names; returns the exit status, or raises SystemExit with it."""
     signals = signals or Signals.heard()
+    signals.imported()
     try:
         job = join(read_environment(os.environ))
     except InputError as error:
@@ -69,27 +81,30 @@ def main(arguments: Sequence[str] | None = None, signals: Signals | None = None)
         return 2
     if job.rank != 0:
         warnings.simplefilter("ignore")  # libraries warn every rank of the same, and rank 0 says it
-    with leaving(job):
+    with watched(job) as watch, leaving(job):
         with job.together("reading the config"):
-            config = read_config(arguments, job.world_size, job.device.type)
-        job.same("the config", config.to_yaml(), "start every process with the same file and the same overrides")
-        status = run(config, job, signals)
+            config = read_config(arguments, job.world_size, job.device.type, again=job.again)
+        agree(job, *ingredients(config, os.environ))
+        status = run(config, job, signals, watch)
     # torchrun takes every other status for a fault, ends the ranks that are still there, and may start them again.
-    return 0 if job.environment.launcher == "torchrun" else status
+    return 0 if job.environment.launcher == "torchrun" and status != GOES_ON else status
 
 
-def run(config: Config, job: Job, signals: Signals | None = None) -> int:
+def run(config: Config, job: Job, signals: Signals | None = None, watch: Watch | None = None) -> int:
     """One run of one config in a job that has joined; several may follow one another in one job.
 
     Args:
         signals: of this process; None: it hears none.
+        watch: over this rank; None: nobody watches.
 
     Returns:
-        0: the run is done; 75: it was asked to stop, and can be gone on with.
+        0: the run is done; 75: it was asked to stop, and can be gone on with; 1: other nodes were asked alone.
 
     Raises:
         InputError: something that the user gave is wrong. TrainingError: the run could not go on.
     """
+    watch = watch or Watch(job)
+    watch.deadlines.start_s, watch.deadlines.given_s = config.train.start_timeout_s, config.train.step_timeout_s
     names, counts = job.hosts()
     job.layout = Layout.resolve(config.layout, job.world_size).on_hosts(counts, names)
     set_numerics(config.train.precision, config.train.deterministic)
@@ -99,9 +114,7 @@ def run(config: Config, job: Job, signals: Signals | None = None) -> int:
             data = open_data(config.data, n_outputs=outputs(config), seed=config.train.seed, say=job.say)
         with job.together("comparing the weights with the model"):
             check_start(config)
-        job.same(
-            "the data", str(data.identity), "every host must have the same files, and the same Python for python-stdlib"
-        )
+        agree(job, same_data(data))
         code = versions(model_file(config.model.name))
         wanted = Wanted(config, folder.path, checkpoints, data.identity, code, total_steps(config, data.train))
         resume = Resume(job, wanted)
@@ -109,18 +122,21 @@ def run(config: Config, job: Job, signals: Signals | None = None) -> int:
         if job.rank == 0:
             requests.watch(folder.path, config.train.time_limit_s, os.environ)
         with Ending(folder, job) as ending:
+            watch.lose = ending.lose
             if not ending.done_before(wanted.steps, resume):
-                job.connect(config.train.start_timeout_s)
-                train(wanted, job, data, ending, resume, requests)
-        return STOPPED if ending.stopped is not None else 0
+                job.connect(patience(config.train.start_timeout_s))
+                train(wanted, job, data, ending, resume, requests, watch)
+        return ending.status
 
 
-def train(wanted: Wanted, job: Job, data: OpenData, ending: Ending, resume: Resume, requests: Requests) -> None:
+def train(
+    wanted: Wanted, job: Job, data: OpenData, ending: Ending, resume: Resume, requests: Requests, watch: Watch
+) -> None:
     """The run on one page."""
     assert job.layout is not None  # run() placed this process
     config, steps = wanted.config, wanted.steps
     mesh = build_mesh(job.layout, job.device.type)
-    clock = StepClock(job.device)
+    clock = StepClock(job.device, hiding=hidden_waits(mesh))
     # What a checkpoint will fill needs no weights to start from: they are not read once more.
     start = config if resume.checkpoint is None else replace(config, model=replace(config.model, weights=None))
     model = build_model(start, mesh, job.device, waiting=lambda: clock.phase("communication"))
@@ -129,9 +145,13 @@ def train(wanted: Wanted, job: Job, data: OpenData, ending: Ending, resume: Resu
     folder = ending.folder.path
     profiler = Profiler(config.metrics, folder, job.rank, job.device)
     state = State(model, optimizer, mesh, job, trainer.scale)
-    for line in [*introduction(wanted, job, data, model), *profiler.about, *resume.loading(state)]:
+    chaos = Chaos(config.train.chaos, job)
+    for line in [*introduction(wanted, job, data, model), *profiler.about, *resume.loading(state), *chaos.about()]:
         job.say(line)
-    ending.begin(config, layout_text(job.layout), resume.step)
+    ledger = Ledger(folder if job.rank == 0 else None, resume.step, requests.signals.since)
+    for line in ledger.about():
+        job.say(line)
+    ending.begin(config, layout_text(job.layout), resume.step, ledger)
 
     size, index, ranks = config.batch, mesh.index(*DATA_AXES), mesh.size(*DATA_AXES)
     shared: dict[str, Any] = {"micro_size": size.micro_size, "rank": index, "ranks": ranks, **reading(config)}
@@ -141,45 +161,68 @@ def train(wanted: Wanted, job: Job, data: OpenData, ending: Ending, resume: Resu
     held_out = None if data.validation is None else eval_batches(data.validation, **shared)
 
     with job.together("opening metrics.jsonl"):
-        report = Report(config, job, mesh, data, clock, ending, steps, first=resume.step + 1, books=resume.books)
-    saving = Saving(wanted, resume, state, report, job)
+        first = resume.step + 1
+        report = Report(config, job, mesh, data, clock, ending, ledger, steps, first=first, books=resume.books)
+    saving = Saving(wanted, resume, state, report, job, writing=chaos.in_save)
+    stragglers = Stragglers(job, first, report.say)
     clock.restart()
+    ledger.begin()
     with report, saving, requests.heeded(), between_steps(profiler) as at_step:
         for step in range(resume.step + 1, steps + 1):
             at_step(step)
+            watch.at("step", step)
+            chaos.at_step(step)
             reseed(config.train.seed, step, index)
             with clock.phase("data"):
                 microbatches = next(batches)
             with recording(config, model, step, job=job, layout=mesh.layout, folder=folder, say=report.say):
                 trainer.accumulate(step, microbatches)
             report.take()  # the step before: if it was not finite the run may end here, before this update
+            report.beside |= stragglers.look(report.step, report.times)
             if report.stop_asked:
+                requests.agreed()
                 break  # on all ranks; what was accumulated is let go
             asked = saving.gives_up() or requests.reason(report.slowest_s, saving.seconds)
             report.later(trainer.update(step, stop_asked=bool(asked)))
             if held_out is not None and report.evaluates_after(step):
                 report.take()
-                report.evaluation(step, evaluate(model, held_out, mesh, job.device, trainer.dtype))
+                with ledger.spent("evaluation"):
+                    batches_seen = watch.through(held_out, "evaluation")
+                    report.evaluation(step, evaluate(model, batches_seen, mesh, job.device, trainer.dtype))
             if saving.due(step):
                 report.take()
-                saving.save()
+                watch.at("saving")
+                with ledger.spent("saving"):
+                    saving.save()
+                ledger.saved()
                 clock.restart()  # what the step waits for it is said by the log, and is no step's
-            if step == resume.step + 3:
-                mesh.set_timeout(step_timeout(config, report.slowest_s))
+            limit_s = watch.pace(step - resume.step, report.slowest_s, saving.measured_s)
+            if limit_s is not None:
+                mesh.set_timeout(limit_s)
         report.take()
-        saving.finish()
+        watch.at("saving")
+        with ledger.spent("saving"):
+            saving.finish()
+    watch.at("end")
     if ending.step < steps:
         saving.check()
         ending.stop(requests.said, saving.checkpoint, wanted)
         requests.obeyed()
+        if job.environment.launcher == "torchrun" and "SIGTERM" in str(ending.stopped):
+            told = requests.wait_for_signal(AGENTS_S)
+            if not told and job.environment.restarts_left > 0:
+                print(f"{job} was not told to end itself: its torchrun starts it again, with the nodes that are left")
+                ending.status = GOES_ON
         return
-    if data.tokenizer is not None and config.train.sample_tokens > 0:
-        job.say(sample_text(config, job, data, model))
-    if job.rank == 0:
-        print(plot_loss(folder, config.name), flush=True)
+    with ledger.spent("evaluation"):
+        if data.tokenizer is not None and config.train.sample_tokens > 0:
+            job.say(sample_text(config, job, data, model))
+        if job.rank == 0:
+            print(plot_loss(folder, config.name), flush=True)
     if config.train.export is not None:
-        mesh.set_timeout(config.train.start_timeout_s)  # the ranks wait for disks
-        write_export(config, job, mesh, model, config.train.export)
+        mesh.set_timeout(patience(config.train.start_timeout_s))  # the ranks wait for disks
+        with ledger.spent("saving"):
+            write_export(config, job, mesh, model, config.train.export)
     saving.check()
 
 
@@ -195,8 +238,8 @@ def write_export(config: Config, job: Job, mesh: Mesh, model: nn.Module, folder:
     job.say(f"weights in {folder}")
 
 
-def read_config(arguments: Sequence[str] | None, world_size: int, device: str) -> Config:
-    """The config that the command line names, with its overrides.
+def read_config(arguments: Sequence[str] | None, world_size: int, device: str, *, again: bool = False) -> Config:
+    """The config that the command line names, with its overrides; `again` as in Config.load.
 
     Raises:
         InputError: the command line or the config is wrong.
@@ -207,7 +250,8 @@ def read_config(arguments: Sequence[str] | None, world_size: int, device: str) -
     parser.add_argument("config", help="a YAML file, for instance configs/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for instance train.steps=50")
     options = parser.parse_args(arguments)
-    config = Config.load(options.config, options.overrides, world_size=world_size, for_training=True, device=device)
+    known: dict[str, Any] = {"world_size": world_size, "device": device, "again": again}
+    config = Config.load(options.config, options.overrides, for_training=True, **known)
     if config.metrics.tensorboard:
         require_tensorboard()
     return config
@@ -220,17 +264,18 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(f"{message}\n{self.format_usage().strip()}")
 
 
+def same_data(data: OpenData) -> Topic:
+    """What all ranks have to see of the corpus."""
+    remedy = "every host must have the same files, and the same Python for python-stdlib"
+    return Topic("the data", flat(data.identity), remedy)
+
+
 def total_steps(config: Config, train: Samples) -> int:
     """The steps of a run: as given, or enough for its epochs; a last batch is filled from the next epoch's order."""
     if config.train.steps is not None:
         return config.train.steps
     assert config.train.epochs is not None  # the config has exactly one of them
     return math.ceil(config.train.epochs * len(train) / config.batch.global_size)
-
-
-def step_timeout(config: Config, slowest_s: float) -> float:
-    """The time limit in seconds of a collective once the run is under way: as given, or by the steps measured."""
-    return config.train.step_timeout_s or max(120.0, 20 * slowest_s)
 
 
 def introduction(wanted: Wanted, job: Job, data: OpenData, model: nn.Module) -> Iterator[str]:

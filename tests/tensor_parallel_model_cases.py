@@ -21,11 +21,12 @@ from meshtrain.environment import read_environment
 from meshtrain.errors import InputError
 from meshtrain.generate import generate
 from meshtrain.layout import DATA_AXES, Layout
+from meshtrain.leaving import leaving
 from meshtrain.loss import sample_losses
 from meshtrain.mesh import Mesh
 from meshtrain.parallel import tensor
 from meshtrain.parallel.data import last_microbatch
-from meshtrain.runtime import Job, join, leaving
+from meshtrain.runtime import Job, join
 from meshtrain.train import run
 from tests.parity.experiments import QUICKSTART, SMALL
 from tests.tensor_parallel_cases import Cases, D, S, V, small_llama

@@ -29,7 +29,7 @@ SHORT = (
     "batch.global_size=8 data.workers=0"
 )
 # What .ci/run does before any test: these lines stand in it.
-IN_CI = {"make train", "make test", "make check"}
+IN_CI = {"make train", "make test", "make test-cluster", "make check"}
 # What a document takes for given.
 ROW = {"step": 1, "loss": 1.0, "lr": 0.1, "grad_norm": 1.0}
 GIVEN = {"metrics.md": {"runs/quickstart/metrics.jsonl": json.dumps(ROW) + "\n"}}
@@ -40,6 +40,26 @@ NOT_RUN = {
     "srun meshtrain doctor configs/quickstart.yaml": (
         "needs SLURM; the environment that srun gives is tested in operate/test_doctor_hosts.py"
     ),
+    "sbatch --nodes=4 --gpus-per-node=8 --time=12:00:00 --partition=gpu "
+    "tools/slurm/train.sbatch configs/quickstart.yaml train.steps=1000": (
+        "needs SLURM: tests/slurm makes one of two nodes and runs both scripts"
+    ),
+    "sbatch --nodes=4 --ntasks-per-node=8 --cpus-per-task=12 tools/slurm/train-srun.sbatch configs/quickstart.yaml": (
+        "there too"
+    ),
+    "srun --kill-on-bad-exit=0 python -m meshtrain.train configs/quickstart.yaml train.output=runs/by-hand": (
+        "needs SLURM: train-srun.sbatch starts the same"
+    ),
+    "torchrun --nnodes=2 --node-rank=0 --master-addr=host-a --master-port=29500 --nproc-per-node=gpu "
+    "-m meshtrain.train configs/quickstart.yaml": "run in hosts/test_training.py",
+    "torchrun --nnodes=2 --node-rank=1 --master-addr=host-a --master-port=29500 --nproc-per-node=gpu "
+    "-m meshtrain.train configs/quickstart.yaml": "there too",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=2:4 --max-restarts=3 --nproc-per-node=gpu "
+    "--rdzv-backend=c10d --rdzv-endpoint=host-a:29500 --rdzv-id=long -m meshtrain.train my_run.yaml": (
+        "hosts are lost and come in hosts/test_elastic.py"
+    ),
+    "meshtrain doctor --local --nproc-per-node=2 configs/quickstart.yaml": "run in operate/test_doctor_hosts.py",
+    "torchrun --standalone --nproc-per-node=2 -m meshtrain.operate.doctor configs/quickstart.yaml": "there too",
     "tensorboard --logdir runs": "a server that runs until somebody stops it",
 }
 # Commands that are shown with their output, after a `$`.
@@ -49,6 +69,7 @@ WITH_OUTPUT = {
 }
 
 PROGRAMS = ("make", "python", "python3", "pip", "torchrun", "srun", "sbatch", "meshtrain", "tensorboard", "pytest")
+STANDALONE = re.compile(r"^torchrun --standalone --nproc-per-node=(\d+) ")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -90,6 +111,11 @@ def goes_on(command: str, folder: Path) -> bool:
     return "meshtrain.train" in command and named is not None and (folder / named[1]).exists()
 
 
+def with_forks(command: str) -> str:
+    """The same job on this host, without starting torch in each of its processes anew (forked.py)."""
+    return STANDALONE.sub(rf"python {REPO / 'tests' / 'forked.py'} \1 ", command)
+
+
 def shortened(command: str, further: bool = False) -> list[str]:
     """What is run for a command: itself, with `SHORT` if it trains; for two hosts, an agent for each.
 
@@ -101,7 +127,7 @@ def shortened(command: str, further: bool = False) -> list[str]:
     if "meshtrain.train" in command:
         command = f"{command} {SHORT}" + " train.steps=5" * further
         if "layout=" not in command:  # any number of processes does: starting one takes longer than its steps
-            command = command.replace("--nproc-per-node=4", "--nproc-per-node=2")
+            command = re.sub(r"(--nproc-per-node=|forked\.py )4", r"\g<1>2", command)
     if "--nnodes=2" not in command:
         return [command]
     with socket.socket() as free:
@@ -133,14 +159,16 @@ def test_the_commands_of_a_document_run(document: Path, folder: Path) -> None:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "CUDA_VISIBLE_DEVICES": "",  # any number of processes runs on a CPU
     }
-    for command in commands(document):
+    started = False  # a job of torchrun on this host: the first of a document is run as it stands
+    for command in dict.fromkeys(commands(document)):  # what stands there twice is run once
         if is_setup(command) or command in NOT_RUN:
             continue
         further = goes_on(command, folder)
         ended = len(list(folder.glob("runs/*/exit.json")))
-        jobs = run_together(
-            [("bash", "-c", one) for one in shortened(command, further)], env=environment, cwd=folder, timeout=240
-        )
+        command = command.replace("--standalone --nproc-per-node=gpu", "--standalone --nproc-per-node=2")
+        run = shortened(with_forks(command) if started else command, further)
+        started = started or STANDALONE.match(command) is not None
+        jobs = run_together([("bash", "-c", one) for one in run], env=environment, cwd=folder, timeout=240)
         for job in jobs:
             assert job.status == 0, f"{document.name}: {command}\n{job.out}\n{job.err}"
         if "meshtrain.train" in command:

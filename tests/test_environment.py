@@ -63,8 +63,20 @@ def test_srun() -> None:
     assert (found.launcher, found.rank, found.world_size, found.local_rank) == ("srun", 5, 8, 1)
     assert found.master is not None
     assert found.master[0] == "gpu03"
-    assert 1024 < found.master[1] < 65536
     assert not found.hosts_store
+
+
+def test_under_srun_jobs_have_ports_of_their_own() -> None:
+    """And none that Linux gives to an outgoing connection."""
+    places = [SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(70) for step in range(16)]
+    masters = [read_environment(place).master for place in places]
+    ports = {master[1] for master in masters if master is not None}
+    assert len(ports) == len(places)
+    assert min(ports) >= 1024
+    assert max(ports) < 32768
+    last = read_environment(SRUN | {"SLURM_JOB_ID": "67043327"}).master
+    assert last is not None
+    assert 1024 <= last[1] < 32768
 
 
 def test_under_srun_the_host_is_slurms_node() -> None:

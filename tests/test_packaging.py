@@ -60,7 +60,7 @@ def test_the_wheel_puts_one_package_into_site_packages(wheel: Path) -> None:
 
 def test_every_model_and_config_travels(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    for folder, pattern in (("models", "*.py"), ("configs", "*.yaml")):
+    for folder, pattern in (("models", "*.py"), ("configs", "*.yaml"), ("tools/slurm", "*.sbatch")):
         files = list((REPO / folder).glob(pattern))
         assert files
         assert {f"meshtrain/bundled/{folder}/{path.name}" for path in files} <= names
@@ -82,3 +82,14 @@ def test_the_installed_wheel_plans(installed: Path, tmp_path: Path) -> None:
     # The console script is the same command.
     script = str(installed / "bin" / "meshtrain")
     assert run(script, *plan, cwd=tmp_path, PYTHONPATH=str(installed)) == shown
+
+
+def test_the_installed_wheel_launches(installed: Path, tmp_path: Path) -> None:
+    """The scripts of tools/slurm are the wheel's own."""
+    job = ("--slurm", "--nodes", "2", "--gpus-per-node", "4", "--dry-run")
+    script = run(
+        "-m", "meshtrain.cli", "launch", "configs/quickstart.yaml", *job, cwd=tmp_path, PYTHONPATH=str(installed)
+    )
+    template = (REPO / "tools" / "slurm" / "train.sbatch").read_text()
+    assert script.endswith(template.partition("\nset -euo")[2])
+    assert "#SBATCH --nodes=2\n" in script

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,6 +71,29 @@ def test_a_later_signal_ends_the_process(signals: Signals, monkeypatch: pytest.M
         with pytest.raises(SystemExit) as ended:
             send(signal.SIGTERM)
     assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_a_signal_that_comes_when_all_ranks_stop_already_asks_for_what_is_done(signals: Signals) -> None:
+    requests = Requests(signals)
+    with requests.heeded():
+        requests.agreed()  # another rank had it first
+    send(signal.SIGTERM)
+
+
+def test_a_rank_that_stops_waits_until_its_own_agent_has_sent_the_signal_too(signals: Signals) -> None:
+    requests = Requests(signals)
+    with requests.heeded():
+        requests.agreed()
+    sender = threading.Timer(0.2, send, [signal.SIGTERM])
+    sender.start()
+    start = time.monotonic()
+    assert requests.wait_for_signal(30)
+    assert 0.1 < time.monotonic() - start < 20
+    assert requests.wait_for_signal(30), "it has had it"
+    sender.join()
+    start = time.monotonic()
+    assert not Requests(Signals()).wait_for_signal(0.1), "nobody has sent one to all"
+    assert time.monotonic() - start < 5
 
 
 def test_without_signals_of_its_own_a_run_hears_none() -> None:
@@ -148,7 +172,10 @@ def go(small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
 
 
 def exit_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "exit.json").read_text())
+    """What it says but for the times, which tests/operate/test_goodput.py looks at."""
+    found = json.loads((folder / "exit.json").read_text())
+    found.pop("goodput", None)
+    return found
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "SIGUSR1", "STOP"])
@@ -163,10 +190,12 @@ def test_a_run_saves_and_stops(
     assert complete_steps(tmp_path / "run/checkpoints") == [3]
     assert [row["step"] for row in read(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
     assert not (tmp_path / "run/STOP").exists()
-    assert capsys.readouterr().out.endswith(
+    said, spent = capsys.readouterr().out.rsplit("\nwall time ", 1)
+    assert said.endswith(
         f"\nstopped after step 3 of 8: asked to stop by {reason}\n"
-        f"the state is in {tmp_path}/run/checkpoints/step_0000003\nto go on, start the same command again\n"
+        f"the state is in {tmp_path}/run/checkpoints/step_0000003\nto go on, start the same command again"
     )
+    assert spent.count("\n") == 1, "how the time was spent is the last word"
 
 
 def test_a_run_that_was_asked_in_its_last_step_is_done(go: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ class FakeMarks:
 
     def __init__(self) -> None:
         self.time = 0.0
+        self.waiting = 0.0  # for a core
         self.out = 0
         self.waited: list[float] = []
 
@@ -34,6 +35,9 @@ class FakeMarks:
 
     def give_back(self, marks: list[float]) -> None:
         self.out -= len(marks)
+
+    def queued(self) -> float:
+        return self.waiting
 
 
 @pytest.fixture
@@ -95,7 +99,7 @@ def test_any_nesting_adds_up(trees: list) -> None:
         walk(tree)
     clock.end_step()
     assert phases(clock.pop()) == expected
-    assert marks.out == 0
+    assert marks.out == 1, "that of the step that has begun"
 
 
 def test_steps_come_out_in_order_and_only_pop_waits(clock: StepClock, marks: FakeMarks) -> None:
@@ -116,7 +120,57 @@ def test_a_rank_that_never_asks_collects_nothing(clock: StepClock, marks: FakeMa
         with clock.phase("data"):
             marks.time += 1
         clock.end_step()
-    assert marks.out <= 2 * 4
+    assert marks.out <= 4 * 4 + 1, "four steps of four marks each, and the beginning of the next"
+
+
+def test_own_time_is_all_but_the_waits(clock: StepClock, marks: FakeMarks) -> None:
+    with clock.phase("backward"):
+        marks.time += 1
+        with clock.phase("communication"):
+            marks.time += 10
+        marks.time += 2
+    marks.time += 20  # between two phases
+    clock.end_step()
+    marks.time += 3  # between two steps, in the second
+    with clock.phase("forward"):
+        marks.time += 4
+    clock.end_step()
+    marks.time += 50  # an evaluation
+    clock.restart()
+    with clock.phase("communication"):
+        marks.time += 6
+    clock.end_step()
+    assert [times["time_own_s"] for times in (clock.pop(), clock.pop(), clock.pop()) if times] == [23, 7, 0]
+
+
+def test_a_phase_in_which_waits_hide_is_not_its_own(marks: FakeMarks) -> None:
+    clock = StepClock(CPU, marks, hiding=("forward",))
+    for name, seconds in (("data", 1), ("forward", 10), ("optimizer", 2)):
+        with clock.phase(name):
+            marks.time += seconds
+            marks.waiting += seconds
+            with clock.phase("communication"):
+                marks.waiting += 100
+            marks.waiting += seconds
+    clock.end_step()
+    times = clock.pop()
+    assert times is not None
+    assert (times["time_own_s"], times["time_forward_s"], times["time_queued_s"]) == (3, 10, 6)
+
+
+def test_only_waits_for_a_core_outside_of_communication_count(clock: StepClock, marks: FakeMarks) -> None:
+    marks.waiting += 1
+    with clock.phase("backward"):
+        marks.waiting += 2
+        with clock.phase("communication"):
+            marks.waiting += 100
+        marks.waiting += 4
+    clock.end_step()
+    marks.waiting += 50
+    clock.restart()
+    marks.waiting += 8
+    clock.end_step()
+    assert [times["time_queued_s"] for times in (clock.pop(), clock.pop()) if times] == [7, 8]
 
 
 def test_restart_forgets_what_was_no_step(clock: StepClock, marks: FakeMarks) -> None:

@@ -10,8 +10,9 @@ import torch
 
 from meshtrain.config import Config
 from meshtrain.environment import Environment
+from meshtrain.leaving import leaving
 from meshtrain.metrics import read
-from meshtrain.runtime import join, leaving
+from meshtrain.runtime import join
 from meshtrain.train import run
 from tests.launching import forked
 from tests.launching import run as run_command

@@ -7,7 +7,7 @@ writes its file; then all know whether each could, and only then the checkpoint 
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +35,7 @@ class Attempt:
 
     Attributes:
         about: the manifest's fields that only the run knows.
+        writing: called before this rank writes its file; an OSError is a write that failed.
         problem: why there is no checkpoint, in the same words on every rank.
         diverged: whether ranks that must hold the same do not: the run has gone wrong before.
         error: what a thread died of; the job cannot go on.
@@ -50,6 +51,7 @@ class Attempt:
     about: Mapping[str, Any]
     snapshot: Snapshot
     sums: Sums
+    writing: Callable[[int, Path], None] | None = None
     done: threading.Event = field(default_factory=threading.Event)
     problem: str | None = None
     diverged: bool = False
@@ -140,6 +142,8 @@ class Attempt:
         """Each rank writes its file; when all have, rank 0 makes a checkpoint of them."""
         path = self.folder / f".{folder.name_of(self.step)}.tmp" / file_of(self.job.rank)
         try:
+            if self.writing is not None:
+                self.writing(self.step, path)
             file = write_shard(path, self.snapshot.tensors())
             self._closing.give({"size": file.size, "crc32": file.crc32})
         except OSError as error:

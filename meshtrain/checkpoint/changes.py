@@ -17,7 +17,9 @@ _FREE = frozenset(
     ("model.preset", "model.weights", "data.path", "data.cache", "data.workers", "data.prefetch", "data.pin_memory")
 )
 # Of this job alone, or told elsewhere.
-_UNTOLD = frozenset(("checkpoint.resume", "checkpoint.path", "train.output", "train.time_limit", "train.steps"))
+_UNTOLD = frozenset(
+    ("checkpoint.resume", "checkpoint.path", "train.output", "train.time_limit", "train.steps", "train.chaos")
+)
 _FILES = (
     "model.name",
     "data.source",

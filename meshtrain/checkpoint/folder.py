@@ -185,12 +185,17 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
+class InUseError(InputError):
+    """Another process has the lock of a folder."""
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Nobody else has the lock of this folder while the body runs. The folder is made if there is none.
 
     Raises:
-        InputError: another process holds the folder (the message says which), or it cannot be locked.
+        InUseError: another process holds the folder; the message says which.
+        InputError: it cannot be locked.
     """
     held = [_lock(folder)]
 
@@ -220,7 +225,7 @@ def _lock(folder: Path) -> int:
     except BlockingIOError as error:
         holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
         os.close(lock)
-        raise InputError(f"the folder {folder} is in use by {holder or 'another job'}: wait for it to end") from error
+        raise InUseError(f"the folder {folder} is in use by {holder or 'another job'}: wait for it to end") from error
     except OSError as error:
         os.close(lock)
         raise InputError(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshtrain.agreement import Topic, agree
 from meshtrain.checkpoint.changes import Changes, compare_configs
 from meshtrain.checkpoint.folder import complete_steps, name_of, open_manifest, read_manifest, set_aside, step_of
 from meshtrain.checkpoint.load import restore
@@ -76,10 +77,9 @@ class Resume:
         self.back = False
         self._candidates = Candidates()
         self._damaged: list[str] = []
-        restarted = any(job.gather("choosing a checkpoint", job.environment.again))  # each agent counts its own
         with job.together("choosing a checkpoint"):
             if job.rank == 0:
-                self._candidates = candidates(wanted, restarted=restarted)
+                self._candidates = candidates(wanted, restarted=job.again)
         self._take_first()
 
     @property
@@ -145,7 +145,7 @@ class Resume:
         self.checkpoint, digest = Path(path), ""
         with self._job.together(f"reading the manifest of {path}"):
             self.manifest, digest = read_manifest(self.checkpoint)  # rank 0 has looked at the files
-        self._job.same(f"the manifest of {path}", digest, "all hosts have to see the same folder")
+        agree(self._job, Topic(f"the manifest of {path}", {"digest": digest}, "all hosts have to see the same folder"))
         with self._job.together("comparing the checkpoint with the config"):
             if self._job.rank == 0:
                 check(self.manifest, self._wanted, self._job, self.checkpoint)

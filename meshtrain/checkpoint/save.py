@@ -51,6 +51,7 @@ class Saver:
         keep: Retention = Retention(),
         on_failure: str = "continue",
         say: Callable[[str], None] | None = None,
+        writing: Callable[[int, Path], None] | None = None,
     ) -> None:
         """
         Args:
@@ -58,6 +59,8 @@ class Saver:
             in_background: training goes on while a checkpoint is written.
             on_failure: "continue", or "stop": whether a save that failed sets `wants_stop`.
             say: prints a line, on rank 0; by default the job's own.
+            writing: called with the step and the file that this rank is about to write, in the thread that does. What
+                it raises, writing has raised.
         """
         self.saved: int | None = None
         self.problem: str | None = None
@@ -66,7 +69,7 @@ class Saver:
         self.last_save_s = self.last_wait_s = 0.0
         self._state, self._folder, self._job = state, folder, job
         self._in_background, self._keep, self._on_failure = in_background, keep, on_failure
-        self._say = say or job.say
+        self._say, self._writing = say or job.say, writing
         self._snapshot = Snapshot(state, job.rank, job.device)
         self._attempt: Attempt | None = None  # under way
         self._before: Attempt | None = None  # the last one
@@ -91,7 +94,7 @@ class Saver:
         self.poll()
         sums = Sums(self._state)
         self._snapshot.take()
-        attempt = Attempt(self._state, self._folder, self._job, step, about, self._snapshot, sums)
+        attempt = Attempt(self._state, self._folder, self._job, step, about, self._snapshot, sums, self._writing)
         attempt.waited_s = time.perf_counter() - begun - self._snapshot.host_s
         self._attempt = attempt
         self._thread = threading.Thread(

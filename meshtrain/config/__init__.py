@@ -19,6 +19,7 @@ from typing import Any
 
 from meshtrain import locate
 from meshtrain.config.errors import ConfigError, ConfigErrors, nearest, written
+from meshtrain.config.faults import Fault, check_chaos
 from meshtrain.config.model import read_model
 from meshtrain.config.nodes import Node, apply_overrides, read_file, write
 from meshtrain.config.rules import Draft, check_device, check_files, check_layout, check_rules, read_layout
@@ -50,6 +51,7 @@ __all__ = [
     "ConfigError",
     "ConfigErrors",
     "Data",
+    "Fault",
     "Metrics",
     "ModelSection",
     "Optimizer",
@@ -86,6 +88,7 @@ class Config:
         world_size: int | None = None,
         for_training: bool = False,
         device: str | None = None,
+        again: bool = False,
     ) -> "Config":
         """Reads a config file and lays overrides over it.
 
@@ -95,6 +98,7 @@ class Config:
             world_size: the number of processes, which the layout has to make; None where that is not known yet.
             for_training: also refuses what cannot be trained now: files that are missing, axes that are not built.
             device: what the processes compute on, "cpu" or "cuda"; None where that is not known yet.
+            again: this is not the first start of the job: fewer processes may be left than its faults were planted for.
 
         Raises:
             InputError: there is no such file.
@@ -115,11 +119,12 @@ class Config:
         model_keys = [path[6:] for path in draft.values if path.startswith("model.") and path[6:] not in own]
         layout = read_layout(draft)
         if layout is not None:
-            check_layout(draft, layout, world_size, for_training)
+            check_layout(draft, layout, world_size, for_training, again)
             check_split(draft, layout, world_size, model_keys)
             check_stages(draft, layout, world_size, model_keys)
             check_device(draft, layout, world_size, device)
         check_rules(draft)
+        check_chaos(draft, None if again else world_size)
         if for_training:
             check_files(draft)
         if errors or layout is None:

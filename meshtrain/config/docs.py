@@ -16,7 +16,7 @@ from meshtrain import locate
 from meshtrain.config import NAMES, SECTIONS, ModelSection
 from meshtrain.config.errors import written
 from meshtrain.config.model import model_keys
-from meshtrain.config.values import Key, Limits, expected, keys_of
+from meshtrain.config.values import Key, Limits, expected, is_mapping, keys_of
 from meshtrain.layout import AXES
 
 _AXES = {
@@ -128,6 +128,8 @@ def value_schema(hint: Any, limits: Limits | None = None) -> dict[str, Any]:
         different = [one for i, one in enumerate(inner) if one not in inner[:i]]
         items = {"items": different[0] if len(different) == 1 else {"anyOf": different}} if different else {}
         return {"type": "array"} | items | fixed
+    if is_mapping(kind):
+        return _section_schema(kind)
     if kind is dict:
         return {"type": "object"} | ({"additionalProperties": value_schema(args[1])} if args else {})
     names_of = {bool: "boolean", str: "string", type(None): "null", None: "null"}
@@ -149,7 +151,12 @@ def markdown() -> str:
             parts += _model_parts()
         else:
             parts.append(inspect.cleandoc(SECTIONS[name].__doc__) + "\n")
-            parts.append(_table([_row(key) for key in keys_of(SECTIONS[name]).values()]))
+            keys = keys_of(SECTIONS[name])
+            parts.append(_table([_row(key) for key in keys.values()]))
+            for key in keys.values():
+                for cls in filter(is_mapping, get_args(key.hint)):
+                    parts.append(f"### {name}.{key.name}\n\n{inspect.cleandoc(cls.__doc__ or '')}\n")
+                    parts.append(_table([_row(one) for one in keys_of(cls).values()]))
     return "\n".join(parts)
 
 

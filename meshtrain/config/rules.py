@@ -15,6 +15,7 @@ from meshtrain.config import durations
 from meshtrain.config.errors import ConfigError, Place, any_of, nearest
 from meshtrain.config.nodes import Node, described
 from meshtrain.config.values import INVALID, convert
+from meshtrain.elastic import which_worlds
 from meshtrain.errors import InputError
 from meshtrain.layout import Layout, LayoutError
 
@@ -325,14 +326,21 @@ def read_layout(draft: Draft) -> dict[str, int] | None:
     return sizes if len(sizes) == len(node.value) else None
 
 
-def check_layout(draft: Draft, sizes: dict[str, int], world_size: int | None, for_training: bool) -> None:
-    """Whether a layout without errors of its own fits the world, and whether training builds it."""
+def check_layout(
+    draft: Draft, sizes: dict[str, int], world_size: int | None, for_training: bool, again: bool = False
+) -> None:
+    """Whether a layout without errors of its own fits the world, and whether training builds it.
+
+    Args:
+        again: the launcher has started the job again, maybe with the nodes that were left.
+    """
     keys = ("layout", *(f"layout.{axis}" for axis in sizes))
     if world_size is not None:
         try:
             sizes = Layout.resolve(sizes, world_size).sizes
         except LayoutError as error:
-            draft.report(draft.place_of_any(keys), str(error))
+            left = f". This job was started again with {world_size}: {which_worlds(sizes)}" if again else ""
+            draft.report(draft.place_of_any(keys), f"{error}{left}")
             return
     for axis, problem in trainable_layout_problems(sizes) if for_training else ():
         draft.report(draft.place(f"layout.{axis}"), problem)

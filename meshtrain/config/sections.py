@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from meshtrain.config.durations import seconds
+from meshtrain.config.faults import Fault
 from meshtrain.config.rules import SOURCES
 from meshtrain.config.values import key
 from meshtrain.pipeline.schedule import NAMES as NAMES_OF_SCHEDULES
@@ -234,6 +235,12 @@ class Train:
         None, "Seconds that ranks wait for each other in a step. null: chosen from measured steps.", above=0
     )
     sample_tokens: int = key(200, "Tokens of the text that a language model writes at the end; 0 for none.", minimum=0)
+    chaos: tuple[Fault, ...] = key(
+        (),
+        "Faults planted on purpose, to rehearse what happens then; the keys of each are below. They strike in the "
+        "first start of a job, and not when its launcher starts it anew.",
+        also=("faults", "fault_injection"),
+    )
 
     @property
     def time_limit_s(self) -> float | None:

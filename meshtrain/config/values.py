@@ -10,7 +10,7 @@ import math
 import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from meshtrain.config.errors import ConfigError, any_of, nearest, written
 from meshtrain.config.nodes import Node, described, read_scalar
@@ -196,6 +196,9 @@ def _convert_to(node: Node, option: Any, hint: Any, name: str, errors: list[Conf
     value = node.value
     if isinstance(value, list) and option is not Any:
         return _convert_list(node, option, name, errors, limits)
+    if is_mapping(option):
+        values = read_section(node, name, keys_of(option), {}, errors)
+        return INVALID if any(one is INVALID for one in values.values()) else option(**values)
     if isinstance(value, dict) and option is not Any:
         inner = (get_args(option) or (str, Any))[1]
         read = {key: convert(one, inner, f"{name}.{key}", errors) for key, one in value.items()}
@@ -269,6 +272,8 @@ def _supported(hint: Any) -> bool:
         return all(one is Ellipsis or _supported(one) for one in get_args(hint))
     if origin is dict:
         return get_args(hint)[0] in (str, Any) and _supported(get_args(hint)[1])
+    if is_mapping(hint):
+        return True  # a mapping with keys of its own
     return origin is Literal or hint in (None, type(None), bool, int, float, str, list, tuple, dict, Any)
 
 
@@ -283,7 +288,14 @@ def _fits(value: Any, option: Any) -> bool:
         return type(value) in (int, float)
     if kind is tuple:
         return isinstance(value, list)
+    if is_mapping(kind):
+        return isinstance(value, dict)
     return type(value) is (type(None) if kind is None else kind)
+
+
+def is_mapping(hint: Any) -> TypeGuard[type]:
+    """Whether this annotation is a dataclass: a mapping with the keys of its own that it declares."""
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
 
 
 def expected(hint: Any, limits: Limits | None = None) -> str:
@@ -304,8 +316,12 @@ def _kind(option: Any, limits: Limits) -> str:
         return ("one of " if len(limits.names) > 1 else "") + any_of(limits.names) + path
     if kind in (list, tuple):
         items = {bool: "values true or false", int: "integers", float: "numbers", str: "texts"}
+        inner = args[0] if args else Any
+        words = "mappings" if is_mapping(inner) else items.get(inner, "values")
         count = f"{len(args)} " if _has_fixed_length(option) else ""
-        return f"a list of {count}{items.get(args[0] if args else Any, 'values')}{limits.words}"
+        return f"a list of {count}{words}{limits.words}"
+    if is_mapping(kind):
+        return "a mapping"
     return {bool: "true or false", str: "a text", dict: "a mapping", Any: "any value"}[kind]
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Sampler
 from meshtrain.data import order
 from meshtrain.data.batch import Batch, Packed, Samples
 from meshtrain.errors import InputError
+from meshtrain.orphans import end_with_parent
 
 
 class Slots(NamedTuple):
@@ -209,6 +210,7 @@ def _quiet_worker(_: int) -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    end_with_parent()
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

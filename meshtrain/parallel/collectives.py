@@ -27,8 +27,9 @@ _channels: WeakValueDictionary[str, "Channel"] = WeakValueDictionary()
 class Pending:
     """A collective under way."""
 
-    def __init__(self, works: Sequence[dist.Work], result: Callable[[], Tensor], waiting: Waiting) -> None:
-        self._works, self._result, self._waiting = works, result, waiting
+    def __init__(self, channel: "Channel", works: Sequence[dist.Work], result: Callable[[], Tensor]) -> None:
+        self.group, self._waiting = channel.group, channel.waiting  # whoever looks at a hang finds the group here
+        self._works, self._result = works, result
 
     def wait(self) -> Tensor:
         """The result, once it is there (on CUDA: once the current stream waits for it)."""
@@ -79,7 +80,7 @@ class Channel:
             works = exchange.start_all_gather(output, part, self.group)
         else:
             works = _started(dist.all_gather_into_tensor(output, part, group=self.group, async_op=True))
-        return Pending(works, lambda: output, self.waiting)
+        return Pending(self, works, lambda: output)
 
     def start_reduce_scatter(self, whole: Tensor) -> Pending:
         """(t·m, ...) of every rank -> the sum of this rank's part of them (m, ...)."""
@@ -87,21 +88,20 @@ class Channel:
         output = whole.new_empty(whole.shape[0] // self.size, *whole.shape[1:])
         if self.on_cpu:
             works, received = exchange.start_reduce_scatter(whole.chunk(self.size), self.group)
-            return Pending(works, lambda: exchange.add_up(received, output), self.waiting)
+            return Pending(self, works, lambda: exchange.add_up(received, output))
         works = _started(dist.reduce_scatter_tensor(output, whole, group=self.group, async_op=True))
-        return Pending(works, lambda: output, self.waiting)
+        return Pending(self, works, lambda: output)
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """The sum of a tensor over the ranks; `tensor` is left as it is."""
         self._count("all_reduce", tensor, times=2)
         if not self.on_cpu:
             output = tensor.clone()
-            return Pending(
-                _started(dist.all_reduce(output, group=self.group, async_op=True)), lambda: output, self.waiting
-            )
+            works = _started(dist.all_reduce(output, group=self.group, async_op=True))
+            return Pending(self, works, lambda: output)
         parts = tensor.flatten().tensor_split(self.size)
         works, received = exchange.start_reduce_scatter(parts, self.group)
-        return Pending(works, lambda: self._share_sums(received, tensor), self.waiting)
+        return Pending(self, works, lambda: self._share_sums(received, tensor))
 
     def _share_sums(self, received: Sequence[Tensor], tensor: Tensor) -> Tensor:
         """The second half of an all-reduce: every rank has the sum of its part and sends it to all others."""

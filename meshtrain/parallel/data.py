@@ -196,6 +196,15 @@ def shard(
                 module.set_all_reduce_hook(partial(_count_all_reduce, mesh))
 
 
+def hidden_waits(mesh: Mesh) -> tuple[str, ...]:
+    """The phases of a step in which torch's FSDP waits for other ranks, unseen by `waiting`."""
+    if mesh.size("dp_shard") == 1:
+        return ()
+    if mesh.device_type != "cpu":
+        return "forward", "backward"  # its own streams
+    return ("backward",) if mesh.size(REPLICAS) > 1 else ()  # HSDP's sum over the copies
+
+
 def _units(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:
     """Which blocks gather together."""
     holders: dict[nn.Parameter, set[int]] = {}

@@ -24,7 +24,8 @@ from meshtrain.config import Config
 from meshtrain.data.batch import IGNORE, Batch
 from meshtrain.environment import Environment, read_environment
 from meshtrain.errors import InputError, TrainingError
-from meshtrain.runtime import Job, join, leaving
+from meshtrain.leaving import leaving
+from meshtrain.runtime import Job, join
 from meshtrain.stopping import Signals
 
 # A model and its data so small that a step takes milliseconds. It draws random numbers of all three kinds.

@@ -11,8 +11,9 @@ from pathlib import Path
 import meshtrain.train
 from meshtrain.config import Config
 from meshtrain.environment import read_environment
+from meshtrain.leaving import leaving
 from meshtrain.parallel import data
-from meshtrain.runtime import join, leaving
+from meshtrain.runtime import join
 from meshtrain.saving import Saving
 from tests.checkpoint.going_on import faster
 

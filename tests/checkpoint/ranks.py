@@ -1,6 +1,6 @@
-"""Run under torchrun: states on every layout of 4 ranks, saving together, and loading; prints what failed.
+"""A job of 4 ranks that tests run: states on every layout of 4 ranks, saving together, loading; prints what failed.
 
-torchrun ... -m tests.checkpoint.ranks FOLDER state | save | load | killed
+... -m tests.checkpoint.ranks FOLDER state | save | load | killed
 
 For `load` there is a checkpoint of one process in FOLDER/one; those of 4 are left in FOLDER.
 """
@@ -30,8 +30,9 @@ from meshtrain.checkpoint.state import State
 from meshtrain.config import Config
 from meshtrain.environment import read_environment
 from meshtrain.layout import Layout
+from meshtrain.leaving import leaving
 from meshtrain.mesh import Mesh, build_mesh
-from meshtrain.runtime import Job, join, leaving
+from meshtrain.runtime import Job, join
 from tests.checkpoint.known import ABOUT, CPU, MODEL, OF_4, clear, fill, on, wrong
 from tests.parity.experiments import QUICKSTART
 from tests.tensor_parallel_cases import Cases
@@ -113,7 +114,7 @@ class Ranks(Cases):
             self.that(answers[1].endswith("waits no longer for ranks 0, 1, 2, 3"), answers[1])
         self.job.gather("meeting once more", None)
         assert self.job.store is not None
-        keys = [f"{meeting._name}/{self.job.rank}" for meeting in (first, second)]
+        keys = [f"{meeting.name}/{self.job.rank}" for meeting in (first, second)]
         self.equal([self.job.store.check([key]) for key in keys], [True, False], "what was collected is cleared away")
 
     # save.py

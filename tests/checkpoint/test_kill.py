@@ -8,9 +8,9 @@ from tests.checkpoint import kill
 
 
 @pytest.mark.timeout(1200)
-def test_ten_kills_leave_no_trace(tmp_path: Path) -> None:
-    found = kill.go(tmp_path, kills=10, seed=7, forked=True)
-    assert len(found) == 10
+def test_some_kills_leave_no_trace(tmp_path: Path) -> None:
+    found = kill.go(tmp_path, kills=6, seed=7, forked=True)
+    assert len(found) == 6
     assert {one.moment for one in found} == set(kill.MOMENTS)
     assert "all" in {one.whom for one in found}
     assert any(one.whom != "all" for one in found)

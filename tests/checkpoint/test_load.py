@@ -19,7 +19,7 @@ from meshtrain.checkpoint.verify import verify
 from meshtrain.errors import DamagedError, InputError
 from tests.checkpoint.by_hand import write_checkpoint
 from tests.checkpoint.known import ABOUT, OF_4, alone, clear, fill, on, wrong
-from tests.launching import torchrun
+from tests.launching import forked
 from tests.test_tensor_parallel import assert_none_failed
 
 
@@ -36,7 +36,7 @@ def test_every_layout_loads_what_every_other_has_written(tmp_path: Path) -> None
     saver = Saver(state, tmp_path / "one", job, in_background=False)
     saver.save(4, ABOUT)
     saver.close()
-    done = torchrun(4, "-m", "tests.checkpoint.ranks", str(tmp_path), "load", timeout=500)
+    done = forked(4, "-m", "tests.checkpoint.ranks", str(tmp_path), "load", timeout=500)
     assert_none_failed(done, 4, len(OF_4) * (len(OF_4) + 2))
     for where in (*OF_4, "one"):
         checkpoint = tmp_path / where / "step_0000004"

@@ -12,7 +12,7 @@ from tests.checkpoint import matrix_cases
 from tests.launching import forked
 from tests.parity.experiments import QUICKSTART, SMALL
 
-SAVED, STEPS = 3, 8  # the step that is loaded, and that of the end
+SAVED, STEPS = 3, 6  # the step that is loaded, and that of the end
 LAYOUTS = {
     "one process": "{dp_shard: 1}",
     "DDP": "{dp_replicate: 4}",

@@ -18,7 +18,7 @@ from tests.checkpoint import going_on
 from tests.checkpoint.going_on import Case, alone, as_json, small_run, written_down
 from tests.launching import forked
 
-TIMES = re.compile(r"time|per_s|mfu|memory|sent_bytes")
+TIMES = re.compile(r"time|per_s|mfu|memory|sent_bytes|goodput|wall")
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from meshtrain.checkpoint.state import State
 from meshtrain.checkpoint.verify import verify
 from meshtrain.layout import Layout
 from tests.checkpoint.known import ABOUT, alone, clear, fill, on, whole
-from tests.launching import torchrun
+from tests.launching import forked
 from tests.test_tensor_parallel import assert_none_failed
 
 Usage = namedtuple("Usage", "total used free")
@@ -322,13 +322,13 @@ def test_nothing_is_summed_up_where_nobody_else_holds_the_same(state: State) -> 
 @pytest.mark.timeout(400)
 def test_ranks_agree_whatever_happens_to_one(tmp_path: Path) -> None:
     """A slow disk, a folder that vanishes, copies that differ: see ranks.py."""
-    job = torchrun(4, "-m", "tests.checkpoint.ranks", str(tmp_path), "save", timeout=300)
+    job = forked(4, "-m", "tests.checkpoint.ranks", str(tmp_path), "save", timeout=300)
     assert_none_failed(job, 4, 50)
 
 
 @pytest.mark.timeout(400)
 def test_a_rank_that_is_killed_while_it_writes_leaves_no_checkpoint(tmp_path: Path) -> None:
-    done = torchrun(4, "-m", "tests.checkpoint.ranks", str(tmp_path), "killed", timeout=300)
+    done = forked(4, "-m", "tests.checkpoint.ranks", str(tmp_path), "killed", timeout=300)
     assert done.status != 0
     place = tmp_path / "killed"
     assert sorted(os.listdir(place)) == [".step_0000002.tmp", "step_0000001"]

@@ -15,7 +15,7 @@ from meshtrain.mesh import Mesh
 from meshtrain.optim import Optimizer
 from meshtrain.step import LossScale
 from tests.checkpoint.known import alone
-from tests.launching import torchrun
+from tests.launching import forked
 from tests.test_tensor_parallel import assert_none_failed
 
 ALONE = Mesh(Layout({}), 0, "cpu", None, {})
@@ -118,5 +118,5 @@ def test_a_type_that_no_file_holds_is_refused() -> None:
 
 @pytest.mark.timeout(400)
 def test_parts_on_every_layout_of_4_ranks(tmp_path: Path) -> None:
-    job = torchrun(4, "-m", "tests.checkpoint.ranks", str(tmp_path), "state", timeout=300)
+    job = forked(4, "-m", "tests.checkpoint.ranks", str(tmp_path), "state", timeout=300)
     assert_none_failed(job, 4, 1000)

@@ -16,7 +16,11 @@ from tests.launching import ROOT, environment, free_port, run_together, torchrun
 from tests.nethosts import Network, why_not
 
 REASON = why_not()
-needs_hosts = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+
+def needs_hosts(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.cluster(pytest.mark.skipif(REASON is not None, reason=str(REASON))(test))
+
 
 WAIT = "4"
 # What depends on the machine that runs the tests.

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from meshtrain.config import Config
 from meshtrain.operate.doctor import machine, wire
 from meshtrain.operate.doctor.beacon import Beacon
 from meshtrain.operate.doctor.command import Examination, Verdict, assist, examine
-from meshtrain.operate.doctor.files import Named, probe, tidy, visible
+from meshtrain.operate.doctor.files import Named, named_paths, probe, tidy, visible
 from meshtrain.operate.doctor.limited import within
 from meshtrain.operate.doctor.meeting import FailedError, Hello, join_meeting, open_meeting, serves
 from meshtrain.operate.doctor.ports import Door, try_ports
@@ -345,6 +346,21 @@ def test_what_is_read_is_sampled(tmp_path: Path) -> None:
     assert probe(Named("data.path", str(folder), False)).size == 3
     missing = probe(Named("data.path", str(tmp_path / "no" / "file"), False))
     assert (missing.problem, missing.seen) == ("is not there", str(tmp_path))
+
+
+def test_all_paths_of_a_config_are_looked_at(tmp_path: Path) -> None:
+    keys = [
+        "data.source=megatron", f"data.path={tmp_path}/corpus", f"data.tokenizer={tmp_path}/t.json",
+        "checkpoint.path=~/states", "train.output=runs/x", "train.export=out",
+    ]  # fmt: skip
+    found = {one.key: (one.path, one.writes) for one in named_paths(Config.load("configs/quickstart.yaml", keys))}
+    assert found == {
+        "data.path": (f"{tmp_path}/corpus.idx", False),  # and .bin
+        "data.tokenizer": (f"{tmp_path}/t.json", False),
+        "checkpoint.path": (str(Path.home() / "states"), True),
+        "train.output": (str(Path.cwd() / "runs/x"), True),
+        "train.export": (str(Path.cwd() / "out"), True),
+    }
 
 
 def test_a_file_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,12 @@ from meshtrain.errors import InputError
 from meshtrain.operate.doctor.beacon import broadcast_addresses
 from meshtrain.operate.doctor.collectives import choose_size, on_the_wire, pairs_in_rounds
 from meshtrain.operate.doctor.command import add_arguments
-from meshtrain.operate.doctor.facts import nvlinks, processes_of, throttle_reasons
+from meshtrain.operate.doctor.facts import nvlinks, processes_of
 from meshtrain.operate.doctor.interfaces import gloo_interfaces, nccl_interfaces, transport
 from meshtrain.operate.doctor.options import expand_hosts, read_place, speaks_for_node
 from meshtrain.operate.doctor.ports import whom_to_try
 from meshtrain.operate.doctor.record import Host, Interface, Place
+from meshtrain.operate.smi import throttle_reasons
 
 
 def parse(line: str) -> argparse.Namespace:

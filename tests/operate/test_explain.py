@@ -17,8 +17,10 @@ from meshtrain.errors import InputError
 from meshtrain.operate import lines
 from meshtrain.operate.explain import Cause, explain
 from meshtrain.operate.explain_command import explanation
+from meshtrain.operate.inquest import decide
 from meshtrain.operate.lines import pieces, time_of, without_prefix
 from meshtrain.operate.rules import load_rules
+from tests.operate.test_inquest import rank, waits
 
 RULES = load_rules()
 LOGS = Path(__file__).parent / "logs"
@@ -174,6 +176,37 @@ def test_what_a_rank_tells_of_another_one_is_that_ones(tmp_path: Path) -> None:
         ("CUDA_OOM", ["rank 2"]),
         ("OTHER_RANK_FAILED", ["rank 3"]),
     ]
+
+
+LOST_BY = {
+    "RANK_GONE": [rank(0, wait=waits()), rank(1, reach="gone")],
+    "RANK_STOPPED": [rank(0, wait=waits()), rank(1, reach="silent", stopped=True)],
+    "HOST_UNREACHABLE": [rank(0), rank(1, "b", "unreachable"), rank(2, "b", "unreachable")],
+    "RANK_SILENT": [rank(0), rank(1, reach="silent")],
+    "RANK_ABSENT": [rank(0, wait=waits(ranks=(0, 1))), rank(1)],
+    "RANKS_DEADLOCKED": [rank(0, wait=waits(missing=(1,))), rank(1, wait=waits(over="tp", missing=(0,)))],
+}
+
+
+@pytest.mark.parametrize("cause", LOST_BY)
+def test_what_a_job_found_out_itself_comes_first(cause: str, tmp_path: Path) -> None:
+    """The block on the output of the lowest rank alive, among what all the others say."""
+    verdict = decide(LOST_BY[cause], hangs=True)
+    assert verdict is not None
+    log = write(
+        tmp_path / "job.txt",
+        "[rank2]: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:14214.\n"
+        f"rank 0 on host a (dp_shard 0) stops, because {verdict.text}\n"
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n",
+    )
+    assert ids(log)[0] == cause
+    run = tmp_path / "run"
+    write(run / "config.yaml", CONFIG)
+    write(run / "exit.json", json.dumps({"status": "failed", "code": 1, "reason": verdict.headline, "step": 5}))
+    assert ids(run)[0] == cause
+    planted = f"train.chaos: {LOST_BY[cause][1].who}: kill strikes, as planted\n"
+    log.write_text(planted + log.read_text())
+    assert ids(log)[0] == "PLANTED"
 
 
 def test_an_unknown_exception_is_told_and_known_ones_are_not_told_twice(tmp_path: Path) -> None:

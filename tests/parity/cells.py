@@ -47,7 +47,7 @@ def small(experiment: Experiment) -> int:
 
 def assert_same(rows: list[dict], reference: list[dict], tolerance: float) -> None:
     """The same samples in every step, and losses and norms that differ by rounding only."""
-    assert [row["step"] for row in rows] == list(range(1, 21))
+    assert [row["step"] for row in rows] == [row["step"] for row in reference]
     for row, expected in zip(rows, reference, strict=True):
         for same in ("samples_digest", "samples", "tokens", "epoch", "lr"):
             assert row[same] == expected[same], f"step {row['step']}: {same}"

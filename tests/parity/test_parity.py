@@ -1,4 +1,5 @@
-"""The promise: the same loss curve on every layout. Each cell trains 20 steps and is compared with one process."""
+"""The promise: the same loss curve on every layout. Each cell trains 20 steps, or 8 where only the order of the work is
+another, and is compared with one process."""
 
 import re
 import sys
@@ -94,8 +95,10 @@ def test_every_layout_prints_the_same_number_of_parameters(
 
 def test_the_loss_falls(references: dict[str, list[dict]]) -> None:
     """Parity of runs that learn nothing would prove little."""
-    for rows in references.values():
-        assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
+    for name, rows in references.items():
+        steps, share = (8, 0.95) if name == "staged" else (20, 0.8)
+        assert len(rows) == steps
+        assert rows[-1]["loss"] < share * rows[0]["loss"]
 
 
 @pytest.mark.parametrize("schedule", NAMES)

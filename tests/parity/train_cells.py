@@ -24,8 +24,9 @@ import meshtrain.train
 from meshtrain.config import Config
 from meshtrain.environment import read_environment
 from meshtrain.flops import block_flops
+from meshtrain.leaving import leaving
 from meshtrain.parallel import data
-from meshtrain.runtime import join, leaving
+from meshtrain.runtime import join
 
 counted: dict[tuple, tuple[list[float], str]] = {}
 

@@ -24,6 +24,7 @@ from meshtrain.environment import read_environment
 from meshtrain.generate import generate
 from meshtrain.init import initialise, materialise
 from meshtrain.layout import Layout
+from meshtrain.leaving import leaving
 from meshtrain.locate import model_file
 from meshtrain.loss import sample_losses
 from meshtrain.mesh import Mesh, build_mesh
@@ -38,7 +39,7 @@ from meshtrain.pipeline.actions import Action, Kind, Schedule
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.pipeline.schedule import NAMES, build, to_csv
 from meshtrain.pipeline.simulate import simulate
-from meshtrain.runtime import join, leaving
+from meshtrain.runtime import join
 from meshtrain.step import Trainer
 from meshtrain.timing import StepClock
 from tests.parity.experiments import QUICKSTART

@@ -1,12 +1,9 @@
 """Everything that a host can say of itself before it has met anybody. Thin: it asks and writes down."""
 
-import hashlib
 import os
 import platform
 import re
-import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +12,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import meshtrain
 from meshtrain import locate
 from meshtrain.config import Config
 from meshtrain.errors import InputError
@@ -23,20 +19,13 @@ from meshtrain.operate.doctor import machine
 from meshtrain.operate.doctor.dial import resolve
 from meshtrain.operate.doctor.files import named_paths, probe
 from meshtrain.operate.doctor.record import Gpu, Host, Place
+from meshtrain.operate.smi import smi, throttle_reasons
 
-SMI_S = 10.0  # a driver in trouble lets nvidia-smi hang
 SLOW_S = 2.0  # a look-up of a name that takes longer slows every start
 PACKAGES = ("meshtrain", "torch", "numpy", "einops", "safetensors", "pyyaml", "triton", "tokenizers", "transformers")
 VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "UCX_", "FI_", "PYTORCH_", "CUDA_", "CUBLAS_", "OMP_", "MKL_", "UCC_")
 VARIABLE_NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHASHSEED", "MASTER_ADDR")
 QUERY = "index,name,uuid,memory.total,memory.used,driver_version,clocks_throttle_reasons.active"
-THROTTLES = {  # nvml.h, nvmlClocksThrottleReason*
-    0x4: "the power limit",
-    0x8: "a hardware slow-down",
-    0x20: "heat (software)",
-    0x40: "heat (hardware)",
-    0x80: "the power brake",
-}
 
 
 def collect(place: Place, config: str | None, overrides: Sequence[str], variables: Mapping[str, str]) -> Host:
@@ -55,7 +44,7 @@ def collect(place: Place, config: str | None, overrides: Sequence[str], variable
         interfaces=machine.interfaces(),
         variables=_variables(variables),
         versions=_versions(gpus),
-        code=_code(),
+        code=locate.code(),
         folder=str(Path.cwd()),
         gpus=gpus,
         gpus_seen=seen,
@@ -126,17 +115,6 @@ def _versions(gpus: Sequence[Gpu]) -> dict[str, str]:
     return found | ({"driver": gpus[0].driver} if gpus else {})
 
 
-def _code() -> dict[str, str]:
-    """meshtrain's and its models' files -> digest."""
-    package = Path(meshtrain.__file__).parent
-    folders = {"meshtrain": package, "models": locate.bundled("models")}
-    return {
-        f"{name}/{path.relative_to(folder)}": hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-        for name, folder in folders.items()
-        for path in sorted(folder.rglob("*.py"))
-    }
-
-
 def _gpus_seen() -> int:
     import torch
 
@@ -146,7 +124,7 @@ def _gpus_seen() -> int:
 def _gpus() -> tuple[Gpu, ...]:
     """As nvidia-smi tells; none where it is missing or does not answer, which shows as a number that does not fit."""
     found = []
-    for line in _smi("--format=csv,noheader,nounits", f"--query-gpu={QUERY}").splitlines():
+    for line in smi("--format=csv,noheader,nounits", f"--query-gpu={QUERY}").splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) == 7:
             index, name, uuid, total, used, driver, reasons = cells
@@ -154,19 +132,12 @@ def _gpus() -> tuple[Gpu, ...]:
     return tuple(found)
 
 
-def throttle_reasons(bits: str) -> str:
-    """nvidia-smi's `0x0000000000000040` in words; empty where nothing holds the clocks down."""
-    if not re.fullmatch(r"0x[\da-fA-F]+", bits):
-        return ""
-    return ", ".join(word for bit, word in THROTTLES.items() if int(bits, 16) & bit)
-
-
 def _gib(mib: str) -> float:
     return float(mib) / 1024 if re.fullmatch(r"[\d.]+", mib) else 0.0
 
 
 def _nvlinks() -> tuple[str, ...]:
-    return nvlinks(_smi("topo", "-m"))
+    return nvlinks(smi("topo", "-m"))
 
 
 def nvlinks(table: str) -> tuple[str, ...]:
@@ -178,14 +149,3 @@ def nvlinks(table: str) -> tuple[str, ...]:
             pairs = ((i, cell) for i, cell in enumerate(cells[1:]) if re.fullmatch(r"NV\d+", cell))
             found += [f"{cell} {row[1]}-{i}" for i, cell in pairs if i > int(row[1])]
     return tuple(found)
-
-
-def _smi(*arguments: str) -> str:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ""
-    try:
-        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=SMI_S, check=False)
-    except subprocess.TimeoutExpired:
-        return ""
-    return done.stdout if done.returncode == 0 else ""

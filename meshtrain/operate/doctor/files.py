@@ -40,15 +40,19 @@ def named_paths(config: Config) -> list[Named]:
         "data.tokenizer": None if config.data.tokenizer == "bytes" else config.data.tokenizer,
         "model.name": config.model.name if config.model.name.endswith(".py") else None,
         "model.weights": config.model.weights,
+        "pipeline.schedule": config.pipeline.schedule if config.pipeline.schedule.endswith(".csv") else None,
     }
     found = [Named(key, path, False) for key, path in reads.items() if path]
     if config.data.source == "megatron" and config.data.path:
         prefix = config.data.path.removesuffix(".bin").removesuffix(".idx")
         found = [one for one in found if one.key != "data.path"]
         found += [Named("data.path", prefix + ending, False) for ending in (".bin", ".idx")]
-    found.append(Named("train.output", config.train.output, True))
-    if config.train.export is not None:
-        found.append(Named("train.export", config.train.export, True))
+    writes = {
+        "train.output": config.train.output,
+        "checkpoint.path": config.checkpoint.path,
+        "train.export": config.train.export,
+    }
+    found += [Named(key, path, True) for key, path in writes.items() if path]
     return [Named(one.key, str(Path(one.path).expanduser().absolute()), one.writes) for one in found]
 
 

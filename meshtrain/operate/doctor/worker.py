@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from meshtrain.environment import Environment
+from meshtrain.leaving import leaving
 from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.operate.doctor.collectives import (
     LARGER,
@@ -34,7 +35,7 @@ from meshtrain.operate.doctor.collectives import (
     pairs_in_rounds,
 )
 from meshtrain.operate.doctor.record import from_json
-from meshtrain.runtime import Job, join, leaving
+from meshtrain.runtime import Job, join
 
 LINK_BYTES = {"gloo": 2**18, "nccl": 2**24}
 MATRIX = {"cpu": 384, "cuda": 4096}

@@ -1,0 +1,108 @@
+"""Faults on purpose (`train.chaos`): a rank kills itself, falls silent, becomes slow or cannot save when told to.
+
+A recovery that nobody has rehearsed does not work. So the faults that clusters have are planted with a line in the
+YAML, and the tests of restarts, watchdogs and checkpoints come in by the same door.
+"""
+
+import errno
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from meshtrain.config.faults import Fault
+from meshtrain.runtime import Job
+
+_WHAT = {
+    "kill": "is killed (SIGKILL)",
+    "stop": "is stopped (SIGSTOP)",
+    "raise": "raises an exception",
+    "fail-save": "finds no space left on its disk",
+}
+
+
+class PlantedError(Exception):
+    """What `fault: raise` raises."""
+
+
+class Chaos:
+    """The faults of one rank, and the moments at which they strike."""
+
+    def __init__(self, faults: Sequence[Fault], job: Job, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        """
+        Args:
+            faults: of the whole job, as the YAML has them.
+            sleep: how a slow rank spends its time.
+        """
+        self.job, self._faults, self._sleep = job, faults, sleep
+        planted = [fault for fault in faults if fault.again or not job.again]
+        self._mine = [fault for fault in planted if fault.rank in (None, job.rank)]
+        self._planted = planted
+        self._struck: set[Fault] = set()  # a fault that lasts is said once
+
+    def about(self) -> Iterator[str]:
+        """What rank 0 says at the start: nobody shall search for a fault that was asked for."""
+        for fault in self._planted:
+            yield f"warning: a fault is planted (train.chaos): {describe(fault)}"
+        left_out = len(self._faults) - len(self._planted)
+        if left_out:
+            yield f"train.chaos: {left_out} of its faults struck in the first start, and are not planted again"
+
+    def at_step(self, step: int) -> None:
+        """At the beginning of a step, where its own time counts already, and before it meets other ranks.
+
+        Raises:
+            PlantedError: if the YAML says so.
+        """
+        for fault in self._mine:
+            if not fault.in_save and _strikes(fault, step):
+                self._strike(fault)
+
+    def in_save(self, step: int, path: Path) -> None:
+        """In a save, in the thread that writes: the file is about to be written, and others write theirs.
+
+        Args:
+            step: of the checkpoint.
+            path: of this rank's file.
+
+        Raises:
+            OSError: the disk is full. PlantedError: if the YAML says so.
+        """
+        for fault in self._mine:
+            if fault.in_save and _strikes(fault, step):
+                self._strike(fault, path)
+
+    def _strike(self, fault: Fault, path: Path | None = None) -> None:
+        if fault not in self._struck:
+            self._struck.add(fault)
+            print(f"train.chaos: {self.job}: {fault.fault} strikes, as planted", file=sys.stderr, flush=True)
+        if fault.fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.fault == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.fault == "slow":
+            assert fault.seconds is not None  # the config was checked
+            self._sleep(fault.seconds)
+        elif fault.fault == "fail-save":
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (planted by train.chaos)", str(path))
+        else:
+            raise PlantedError(f"planted by train.chaos: {describe(fault)}")
+
+
+def describe(fault: Fault) -> str:
+    """A fault in a sentence: `rank 1 is killed (SIGKILL) at the beginning of step 7`."""
+    who = "every rank" if fault.rank is None else f"rank {fault.rank}"
+    if fault.fault == "slow" and not fault.in_save:
+        until = "on" if fault.until is None else f"to step {fault.until}"
+        return f"{who} takes {fault.seconds:g} s longer for each step, from step {fault.step} {until}"
+    what = f"takes {fault.seconds:g} s longer" if fault.fault == "slow" else _WHAT[fault.fault]
+    when = "in the save after" if fault.in_save else "at the beginning of"
+    return f"{who} {what} {when} step {fault.step}"
+
+
+def _strikes(fault: Fault, step: int) -> bool:
+    if fault.fault != "slow" or fault.in_save:
+        return step == fault.step
+    return fault.step <= step and (fault.until is None or step <= fault.until)

@@ -1,0 +1,46 @@
+"""How long a rank may take to get on before somebody looks into it."""
+
+from dataclasses import dataclass
+
+LEAST_S = 120.0  # the shortest deadline that is taken from measured steps
+TIMES = 20  # so many of the slowest steps measured make a deadline
+MEASURED = 3  # steps, before their times count
+PATIENT = ("start", "saving", "end")  # where a rank may be busy for long: files are read, prepared and written
+
+
+@dataclass
+class Deadlines:
+    """How long a rank may take to get on, by what it does.
+
+    Attributes:
+        start_s: the start, and whatever has not been measured.
+        given_s: a step, where the user has said.
+        step_s: a step, as measured; None: not yet.
+        save_s: the last save; None: there was none.
+    """
+
+    start_s: float = 600.0
+    given_s: float | None = None
+    step_s: float | None = None
+    save_s: float | None = None
+
+    def of(self, phase: str) -> float:
+        """Seconds for `start`, `step`, `evaluation`, `saving` or `end`."""
+        if phase == "saving":
+            return self.start_s if self.save_s is None else max(self.given_s or LEAST_S, TIMES * self.save_s)
+        if phase in PATIENT or self.step_s is None:
+            return self.start_s
+        return self.step_s
+
+    def measured(self, slowest_s: float) -> float | None:
+        """Takes the time of the slowest step so far; returns the deadline of a step if it has changed by much."""
+        wanted = self.given_s or max(LEAST_S, TIMES * slowest_s)
+        if self.step_s is not None and wanted <= 1.25 * self.step_s:
+            return None
+        self.step_s = wanted
+        return wanted
+
+
+def patience(deadline_s: float) -> float:
+    """The time limit in seconds of a process group whose watchdog has this deadline: it speaks first."""
+    return 1.5 * deadline_s + 60

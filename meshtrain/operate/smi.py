@@ -1,0 +1,60 @@
+"""What nvidia-smi tells of the GPUs of this host. It comes with the driver, so nothing has to be installed for it."""
+
+import re
+import shutil
+import subprocess
+
+LIMIT_S = 10.0  # a driver in trouble lets nvidia-smi hang
+THROTTLES = {  # nvml.h, nvmlClocksThrottleReason*
+    0x4: "the power limit",
+    0x8: "a hardware slow-down",
+    0x20: "heat (software)",
+    0x40: "heat (hardware)",
+    0x80: "the power brake",
+}
+HELD = "held down by"  # what `condition` says before the reasons
+CONDITION = "index,clocks.sm,clocks.max.sm,clocks_throttle_reasons.active,temperature.gpu,power.draw,power.limit"
+
+
+def smi(*arguments: str) -> str:
+    """What nvidia-smi prints; empty where it is missing, fails or does not answer in time."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    try:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def throttle_reasons(bits: str) -> str:
+    """nvidia-smi's `0x0000000000000040` in words; empty where nothing holds the clocks down."""
+    if not re.fullmatch(r"0x[\da-fA-F]+", bits):
+        return ""
+    return ", ".join(word for bit, word in THROTTLES.items() if int(bits, 16) & bit)
+
+
+def condition(line: str) -> str:
+    """A line of `--query-gpu` with the fields of `CONDITION` in words; what the driver does not tell is left out.
+
+    `GPU 3 at 1230 of 1980 MHz, held down by heat (hardware), 88 °C, 310 of 700 W`
+    """
+    cells = [cell.strip() for cell in line.split(",")]
+    if len(cells) != len(CONDITION.split(",")):
+        return ""
+    told = (cell if re.fullmatch(r"[\da-fA-Fx.]+", cell) else "" for cell in cells)  # not `[N/A]` and the like
+    index, clock, most, bits, heat, power, limit = told
+    reasons = throttle_reasons(bits)
+    parts = [
+        f"GPU {index}" + (f" at {clock} of {most} MHz" if clock and most else ""),
+        f"{HELD} {reasons}" if reasons else "",
+        f"{heat} °C" if heat else "",
+        f"{float(power):.0f} of {float(limit):.0f} W" if power and limit else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def gpu_condition(uuid: str) -> str:
+    """How a GPU of this host does, in words; empty where nvidia-smi does not tell."""
+    return condition(smi(f"--id={uuid}", "--format=csv,noheader,nounits", f"--query-gpu={CONDITION}").strip())

@@ -1,0 +1,120 @@
+"""Ranks that are killed or stopped, in training and in saves, under one and two agents and srun: whose fault it was."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.going_on import small_run
+from tests.launching import Finished, forked, free_port, run_together, torchrun, two_hosts
+
+WHAT = {"kill": "is gone: process", "stop": r"is stopped \(SIGSTOP, or a debugger\): process"}
+STEP_S = 6  # a deadline that is short, and long for such steps on a machine that does much else
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(small_run(tmp_path_factory.mktemp("small")))
+
+
+def fault(what: str, rank: int, when: str) -> list[str]:
+    """The overrides that plant it: in step 6, or in the second save."""
+    saves = when != "training"
+    planted = f"{{fault: {what}, rank: {rank}, step: {4 if saves else 6}, during: {'save' if saves else 'step'}}}"
+    return [
+        f"train.chaos=[{planted}]",
+        f"checkpoint.every={2 if saves else 0}",
+        f"checkpoint.in_background={when != 'synchronous save'}",
+    ]
+
+
+def command(small: str, folder: Path, *overrides: str) -> list[str]:
+    long = ("train.steps=100000", "optimizer.warmup_steps=0", "data.workers=1")
+    limits = (f"train.step_timeout_s={STEP_S}", "train.start_timeout_s=60")
+    return ["-m", "meshtrain.train", small, *long, *limits, f"train.output={folder}", *overrides]
+
+
+def named(jobs: list[Finished], folder: Path, what: str, rank: int) -> str:
+    """Looks for what must be there, and nothing but that; returns all that was printed."""
+    printed = "\n".join(job.out + job.err for job in jobs)
+    assert all(job.status != 0 for job in jobs), printed
+    told = re.findall(r"^rank (\d) on host \S+ \(dp_shard \d\) stops, because (.*)$", printed, re.MULTILINE)
+    assert sorted(int(by) for by, _ in told) == [i for i in range(3) if i != rank], printed
+    headline = rf"rank {rank} on host \S+ \(dp_shard {rank}\) {WHAT[what]} \d+ "
+    assert all(re.match(headline, why) for _, why in told), printed
+    assert len({why for _, why in told}) == 1, printed
+    ended = json.loads((folder / "exit.json").read_text())
+    assert (ended["status"], ended["reason"]) == ("failed", told[0][1])
+    if what == "stop":
+        lowest = min(i for i in range(3) if i != rank)
+        assert re.search(rf"^  .*\(ranks 0-2\): ranks? .* waits?, not arrived: {rank}$", printed, re.MULTILINE), printed
+        assert len(re.findall(r"^  ranks? [\d, -]+, in ", printed, re.MULTILINE)) in (1, 2), printed
+        first = printed[printed.index(f"rank {lowest} on host") :]
+        assert re.search(r"^      meshtrain/train\.py:\d+ train$", first, re.MULTILINE), "the block has stacks"
+    return printed
+
+
+@pytest.mark.parametrize(("what", "rank", "when"), [("kill", 0, "training"), ("stop", 1, "synchronous save")], ids=str)
+def test_under_one_agent(small: str, tmp_path: Path, what: str, rank: int, when: str) -> None:
+    job = torchrun(3, *command(small, tmp_path / "run", *fault(what, rank, when)))
+    named([job], tmp_path / "run", what, rank)
+
+
+@pytest.mark.parametrize(("what", "rank", "when"), [("kill", 2, "save"), ("stop", 0, "training")], ids=str)
+def test_under_two_agents(small: str, tmp_path: Path, what: str, rank: int, when: str) -> None:
+    jobs = two_hosts((2, 1), *command(small, tmp_path / "run", *fault(what, rank, when)))
+    named(jobs, tmp_path / "run", what, rank)
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(1200)
+def test_every_other_case(small: str, tmp_path: Path) -> None:
+    for agents in (1, 2):
+        for what in WHAT:
+            for i, when in enumerate(("training", "save", "synchronous save")):
+                rank, folder = (i + agents) % 3, tmp_path / f"{agents}_{what}_{i}"
+                words = command(small, folder, *fault(what, rank, when))
+                named([torchrun(3, *words)] if agents == 1 else two_hosts((1, 2), *words), folder, what, rank)
+
+
+def srun(small: str, folder: Path, *overrides: str) -> list[Finished]:
+    """Three tasks as srun starts them, without srun."""
+    port = free_port()
+    own = ("SLURM_NTASKS=3", "SLURM_NODEID=0", "SLURM_JOB_ID=7", "SLURM_STEP_ID=0", "MASTER_ADDR=127.0.0.1")
+    tasks = [
+        ["env", *own, f"MASTER_PORT={port}", f"SLURM_PROCID={i}", f"SLURM_LOCALID={i}", sys.executable]
+        for i in range(3)
+    ]
+    return run_together([[*task, *command(small, folder, *overrides)] for task in tasks])
+
+
+def test_rank_0_of_srun_takes_the_store_along_and_is_named(small: str, tmp_path: Path) -> None:
+    """Nobody signals those that are left, and with rank 0 the job's store is gone."""
+    jobs = srun(small, tmp_path / "run", *fault("kill", 0, "training"))
+    assert jobs[0].status == -9
+    named(jobs, tmp_path / "run", "kill", 0)
+
+
+def test_a_rank_that_fails_is_the_story(small: str, tmp_path: Path) -> None:
+    job = forked(3, *command(small, tmp_path / "run", "train.chaos=[{fault: raise, rank: 1, step: 5}]"))
+    assert job.status == 1
+    why = "rank 1 on host .* failed: meshtrain.operate.chaos.PlantedError: planted by train.chaos"
+    for other in (0, 2):
+        assert re.search(rf"^rank {other} on host .* stops, because {why}", job.err, re.MULTILINE), job.err
+    assert job.err.count("Traceback (most recent call last)") == 1, job.err
+    assert "This was rank 1 on host" in job.err
+    assert re.match(why, json.loads((tmp_path / "run/exit.json").read_text())["reason"])
+
+
+def test_a_rank_that_is_busy_elsewhere_did_not_arrive(small: str, tmp_path: Path) -> None:
+    """It lives and answers, so what it does is told."""
+    slow = "train.chaos=[{fault: slow, rank: 2, step: 6, seconds: 1000}]"
+    job = forked(3, *command(small, tmp_path / "run", slow))
+    assert job.status != 0
+    told = re.search(r"^rank 0 on host .* stops, because (rank 2 on host .* did not arrive at .*)$", job.err, re.M)
+    assert told, job.err
+    assert re.search(r"over dp_shard \(ranks 0-2\), where ranks 0, 1 waited for \d+ s: rank 2 is in step 6", told[1])
+    assert re.search(r"^      meshtrain/operate/chaos\.py:\d+ at_step$", job.err, re.MULTILINE), job.err
+    assert json.loads((tmp_path / "run/exit.json").read_text())["reason"] == told[1]

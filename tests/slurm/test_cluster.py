@@ -1,0 +1,235 @@
+"""The sbatch scripts in a real SLURM, on two nodes of two processes."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from meshtrain.checkpoint.folder import complete_steps
+from tests.checkpoint.going_on import small_run
+from tests.launching import forked
+from tests.slurm.cluster import Cluster, why_not
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(why_not() is not None, reason=f"no SLURM here: {why_not()}"),
+]
+
+SCRIPTS = {"train.sbatch": 1, "train-srun.sbatch": 2}  # -> tasks per node
+both = pytest.mark.parametrize("script", SCRIPTS)
+STEPS = 20
+SLOW = "train.chaos=[{fault: slow, rank: 0, step: 1, until: 16, seconds: 1, again: true}]"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "with spaces"
+    folder.mkdir()
+    return small_run(folder)
+
+
+@pytest.fixture(scope="module")
+def losses(config: Path) -> list[float]:
+    """Of the run on four processes that nothing interrupts, without SLURM."""
+    output = config.parent / "plain"
+    forked(4, "-m", "meshtrain.train", config, f"train.steps={STEPS}", f"train.output={output}").check()
+    return [row["loss"] for row in Run(output).rows]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder, from outside."""
+
+    folder: Path
+
+    @property
+    def rows(self) -> list[dict]:
+        path = self.folder / "metrics.jsonl"
+        # The last line may be half there while the run writes.
+        return (
+            [json.loads(line) for line in path.read_text().splitlines(True) if line[-1] == "\n"]
+            if path.exists()
+            else []
+        )
+
+    @property
+    def exit(self) -> dict:
+        return json.loads((self.folder / "exit.json").read_text())
+
+    @property
+    def checkpoints(self) -> list[int]:
+        return sorted(complete_steps(self.folder / "checkpoints"))
+
+    def logs(self, start: int) -> dict[str, str]:
+        """The logs of the ranks in one start of its job, by their path in the folder of that start."""
+        (folder,) = self.folder.glob(f"logs/slurm-*.{start}")
+        return {str(log.relative_to(folder)): log.read_text() for log in folder.rglob("*.log")}
+
+    def reaches(self, steps: int, cluster: Cluster, job: str) -> None:
+        """Waits until so many steps are done."""
+        cluster.wait(job, lambda found: len(self.rows) >= steps or found["JobState"] not in ("PENDING", "RUNNING"))
+        assert len(self.rows) >= steps, f"{cluster.job(job)}\n{self.logs(0)}"
+
+
+Submitted = tuple[str, Run, Path]  # the job, the run, and the file with what the job prints
+
+
+def submitted(cluster: Cluster, config: Path, folder: Path, script: str, *overrides: str) -> Submitted:
+    """A run on two nodes of two processes, with a script."""
+    job = cluster.sbatch(
+        f"--ntasks-per-node={SCRIPTS[script]}", "--gpus-per-node=2", "--cpus-per-task=2", f"--output={folder}/%j.out",
+        f"tools/slurm/{script}", str(config), f"train.steps={STEPS}", f"train.output={folder}/the run", *overrides,
+        env={"ACTIVATE": str(Path(sys.executable).parent / "activate"), "PROCESSES_PER_NODE": "2"},
+    )  # fmt: skip
+    return job, Run(folder / "the run"), folder / f"{job}.out"
+
+
+@pytest.fixture
+def submit(cluster: Cluster, config: Path, tmp_path: Path) -> Iterator[Callable[..., Submitted]]:
+    """Submits a run with a script; what of it is still there after the test is ended."""
+    jobs = []
+
+    def submit(script: str, *overrides: str) -> Submitted:
+        found = submitted(cluster, config, tmp_path, script, *overrides)
+        jobs.append(found[0])
+        return found
+
+    yield submit
+    for job in jobs:
+        cluster.end(job)
+
+
+def preempt(cluster: Cluster) -> str:
+    """A job that needs both nodes for a moment, and comes first."""
+    return cluster.sbatch("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
+
+
+@both
+def test_a_run_trains_to_its_end(cluster: Cluster, submit: Callable, losses: list[float], script: str) -> None:
+    job, run, printed = submit(script)
+    found = cluster.wait(job)
+    assert (found["JobState"], found["ExitCode"]) == ("COMPLETED", "0:0"), printed.read_text()
+    assert (run.exit["status"], run.exit["step"]) == ("done", STEPS)
+    assert [row["loss"] for row in run.rows] == losses
+    assert "4 processes = 2 hosts x 2" in "".join(run.logs(0).values())
+    names = sorted(run.logs(0))
+    if script == "train.sbatch":
+        assert [name.split("/")[0] for name in names] == ["node_0"] * 4 + ["node_1"] * 4, "stdout and stderr of each"
+        assert "[rank0]: layout" in printed.read_text()
+    else:
+        assert names == [f"rank_{rank:05d}.log" for rank in range(4)]
+
+
+@both
+def test_a_run_that_is_stopped_comes_back(cluster: Cluster, submit: Callable, losses: list[float], script: str) -> None:
+    """By scancel --signal, then by a job that takes its nodes; each time it goes on from where it stopped."""
+    job, run, printed = submit(script, SLOW)
+    run.reaches(3, cluster, job)
+    cluster.ask("scancel", "--signal=USR1", job)
+    cluster.start_again(job, restarts=1)
+    assert run.exit["status"] == "stopped"
+    assert run.exit["reason"].startswith("asked to stop by SIGUSR1"), "on rank 0, or on one that heard it earlier"
+    stopped = run.exit["step"]
+    assert 3 <= stopped < STEPS
+    assert run.checkpoints[-1] == stopped
+
+    run.reaches(stopped + 2, cluster, job)
+    urgent = preempt(cluster)
+    assert cluster.wait(urgent)["JobState"] == "COMPLETED"
+    cluster.start_again(job, restarts=2)
+    assert run.exit["status"] == "stopped"
+    assert run.exit["reason"].startswith("asked to stop by SIGTERM"), "on rank 0, or on one that heard it earlier"
+    preempted = run.exit["step"]
+    assert stopped + 2 <= preempted < STEPS
+    found = cluster.wait(job, lambda found: found["JobState"] == "RUNNING")
+    assert found["PreemptTime"] == "None", "of this start: an older one would bring back a job that failed"
+
+    found = cluster.wait(job)
+    assert (found["JobState"], found["Restarts"]) == ("COMPLETED", "2"), printed.read_text()
+    assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))
+    assert [row["loss"] for row in run.rows] == losses
+    for start, step in ((1, stopped), (2, preempted)):
+        assert f"goes on from {run.folder}/checkpoints/step_{step:07d}" in "".join(run.logs(start).values())
+
+
+def test_a_run_that_is_preempted_while_it_starts_comes_back(
+    cluster: Cluster, submit: Callable, losses: list[float]
+) -> None:
+    job, run, printed = submit("train.sbatch")
+    cluster.wait(job, lambda found: (run.folder / "logs").exists())
+    urgent = preempt(cluster)
+    assert cluster.wait(urgent)["JobState"] == "COMPLETED"
+    cluster.start_again(job, restarts=1)
+    assert cluster.wait(job)["JobState"] == "COMPLETED", printed.read_text()
+    assert [row["loss"] for row in run.rows] == losses
+
+
+@both
+def test_a_person_ends_a_run(cluster: Cluster, submit: Callable, script: str) -> None:
+    """scancel; the state is saved in the time that is left, and nothing comes back."""
+    job, run, printed = submit(script, SLOW)
+    run.reaches(2, cluster, job)
+    cluster.ask("scancel", job)
+    found = cluster.wait(job, lambda found: found["JobState"] == "CANCELLED")
+    assert (run.exit["status"], run.checkpoints[-1]) == ("stopped", run.exit["step"]), printed.read_text()
+    time.sleep(2)
+    assert cluster.job(job)["JobState"] == "CANCELLED"
+    assert found["Restarts"] == "0"
+
+
+def test_a_person_stops_a_run_with_a_file(cluster: Cluster, submit: Callable) -> None:
+    job, run, printed = submit("train.sbatch", SLOW)
+    run.reaches(2, cluster, job)
+    (run.folder / "STOP").touch()
+    found = cluster.wait(job)
+    assert (found["JobState"], found["Restarts"], found["ExitCode"]) == ("COMPLETED", "0", "0:0"), printed.read_text()
+    assert (run.exit["status"], run.checkpoints[-1]) == ("stopped", run.exit["step"])
+
+
+def test_torchrun_makes_up_for_a_lost_process(cluster: Cluster, submit: Callable, losses: list[float]) -> None:
+    """A rank of the second node is killed; both nodes start anew from the last checkpoint, in the same job."""
+    job, run, printed = submit("train.sbatch", "train.chaos=[{fault: kill, rank: 3, step: 10}]")
+    found = cluster.wait(job)
+    assert (found["JobState"], found["Restarts"]) == ("COMPLETED", "0"), printed.read_text()
+    assert [row["loss"] for row in run.rows] == losses
+    assert [name for name in run.logs(0) if "/attempt_1/" in name]
+
+
+def test_a_lost_process_ends_a_job_of_srun(cluster: Cluster, submit: Callable) -> None:
+    """The others end too, and it is not tried again: whatever has failed would fail again."""
+    job, run, printed = submit("train-srun.sbatch", "train.chaos=[{fault: kill, rank: 3, step: 10}]")
+    found = cluster.wait(job)
+    assert (found["JobState"], found["Restarts"]) == ("FAILED", "0"), printed.read_text()
+    assert run.exit["status"] == "failed"
+    assert "rank 3 on host node2" in "".join(run.logs(0).values())
+
+
+def test_a_wrong_config_ends_the_job_before_the_step(cluster: Cluster, submit: Callable) -> None:
+    job, run, printed = submit("train.sbatch", "train.stepz=3")
+    found = cluster.wait(job)
+    assert (found["JobState"], found["ExitCode"]) == ("FAILED", "2:0")
+    assert "stepz" in printed.read_text()
+    assert not run.folder.exists()
+
+
+def test_a_lost_node_is_made_up_for_by_another(config: Path, losses: list[float], tmp_path: Path) -> None:
+    """SLURM itself brings the job back, and it goes on where there are nodes."""
+    with Cluster(tmp_path / "cluster", nodes=3, lost_after_s=15) as cluster:
+        job, run, printed = submitted(cluster, config, tmp_path, "train-srun.sbatch", SLOW)
+        run.reaches(6, cluster, job)
+        cluster.lose(2)
+        cluster.start_again(job, restarts=1)
+        found = cluster.wait(job)
+        assert (found["JobState"], found["NodeList"]) == ("COMPLETED", "node[1,3]"), printed.read_text()
+    assert [row["loss"] for row in run.rows] == losses

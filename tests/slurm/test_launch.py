@@ -1,0 +1,61 @@
+"""`meshtrain launch` on a real SLURM: what sbatch reads of the scripts that it writes, and that they train."""
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster, why_not
+
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+
+MESHTRAIN = (sys.executable, "-m", "meshtrain.cli")
+SHORT = ("train.steps=3", "train.eval_every=0", "train.sample_tokens=0", "batch.global_size=8", "data.workers=0")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("slurm") / "cluster") as running:
+        yield running
+
+
+def ended(cluster: Cluster, job: str, within_s: float = 240) -> str:
+    """What SLURM says of a job that is over."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        said = cluster.ask("scontrol", "show", "job", job)
+        if re.search(r"JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL)", said):
+            return said
+        time.sleep(1)
+    raise AssertionError(f"job {job} is not over: {said}")
+
+
+@pytest.mark.parametrize("options", [(), ("--srun", "--gres", "gpu", "--cpus-per-task", "2")], ids=["torchrun", "srun"])
+def test_a_launched_job_trains(cluster: Cluster, tmp_path: Path, options: tuple[str, ...]) -> None:
+    here = tmp_path / "a folder"
+    here.mkdir()
+    asked = ("--slurm", "--nodes", "2", "--gpus-per-node", "2", "--cpus-per-task", "4", "--time", "10", *options)
+    said = cluster.ask(*MESHTRAIN, "launch", "configs/quickstart.yaml", *asked, *SHORT, "train.output=runs/a 50% run",
+                       "--env", "OMP_NUM_THREADS=1", cwd=here)  # fmt: skip
+    found = re.search(r"as job (\d+)", said)
+    assert found is not None, said
+    told = ended(cluster, found[1])
+    output = here / "runs" / "a 50% run"
+    log = output / "logs" / f"slurm-{found[1]}.out"
+    assert "JobState=COMPLETED" in told, told + log.read_text()
+    assert "NumNodes=2" in told
+    assert "TimeLimit=00:10:00" in told
+    assert "JobName=quickstart" in told
+    assert json.loads((output / "exit.json").read_text())["status"] == "done"
+    assert "4 processes = 2 hosts x 2" in (output / "layout.txt").read_text()
+    assert "done" in log.read_text() or options
+
+
+def test_what_slurm_cannot_give_is_said_at_once(cluster: Cluster, tmp_path: Path) -> None:
+    asked = ("--slurm", "--nodes", "2", "--gpus-per-node", "2", "--cpus-per-task", "4", "--partition", "none")
+    with pytest.raises(RuntimeError, match=r"(?s)ended with 1: .*sbatch has refused .*invalid partition"):
+        cluster.ask(*MESHTRAIN, "launch", "configs/quickstart.yaml", *asked, cwd=tmp_path)

@@ -1,0 +1,245 @@
+"""What the sbatch scripts decide, with SLURM's commands played: test_cluster.py runs them in a real SLURM."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.launching import ROOT
+
+SLURM = ROOT / "tools" / "slurm"
+SCRIPTS = ("train.sbatch", "train-srun.sbatch")
+
+PLAYED = {
+    "python": """if [[ $1 == -m ]]; then grep SigIgn /proc/$$/status > "$STAGE/ignored"; fi; echo "$STAGE/run" """,
+    "scontrol": """case "$1 $2" in
+        "show hostnames") cat "$STAGE/hostnames" ;;
+        "show job") cat "$STAGE/job" ;;
+        "requeue 70001") touch "$STAGE/requeued"; exit "$(cat "$STAGE/requeue_status")" ;;
+        *) exit 9 ;;
+    esac""",
+    # It does what the step would do, leaves what the run would leave, and ends as the step would end.
+    "srun": """env > "$STAGE/env"; printf '%s\\n' "$@" > "$STAGE/srun"
+    while [[ $1 != bash ]]; do shift; done
+    for SLURM_NODEID in 0 1; do export SLURM_NODEID SLURMD_NODENAME=node$SLURM_NODEID; "$@"; done
+    source "$STAGE/during"
+    [[ ! -f $STAGE/exit.json ]] || cp "$STAGE/exit.json" "$STAGE/run/exit.json"
+    exit "$(cat "$STAGE/step_status")" """,
+    "torchrun": """printf '%s\\n' "$@" > "$STAGE/torchrun.$SLURM_NODEID"
+    grep SigIgn /proc/$$/status > "$STAGE/ignored" """,
+}
+
+
+@dataclass
+class Stage:
+    """A folder with the commands that a script calls, and what they have seen."""
+
+    folder: Path
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        (self.folder / "bin").mkdir()
+        (self.folder / "run").mkdir()
+        for name, text in PLAYED.items():
+            (self.folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+            (self.folder / "bin" / name).chmod(0o755)
+        self.write(hostnames="gpu07\ngpu08\n", job="PreemptTime=None", requeue_status="0", step_status="0", during="")
+
+    def write(self, **files: str) -> None:
+        for name, text in files.items():
+            (self.folder / name).write_text(text)
+
+    def exit(self, status: str, reason: str = "") -> None:
+        self.write(**{"exit.json": json.dumps({"status": status, "code": 0, "reason": reason, "step": 5}) + "\n"})
+
+    def run(self, script: str, *words: str) -> subprocess.CompletedProcess[str]:
+        variables = {
+            "PATH": f"{self.folder}/bin:{os.environ['PATH']}", "STAGE": str(self.folder), "ACTIVATE": "",
+            "SLURM_JOB_ID": "70001", "SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_CPUS_PER_TASK": "6",
+        }  # fmt: skip
+        command = ["bash", str(SLURM / script), *(words or ("mine.yaml",))]
+        return subprocess.run(
+            command, env=variables | self.variables, cwd=self.folder, capture_output=True, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
+
+    @property
+    def requeued(self) -> bool:
+        return (self.folder / "requeued").exists()
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    folder = tmp_path / "a stage"
+    folder.mkdir()
+    return Stage(folder)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    ("status", "reason", "step_status", "again"),
+    [
+        ("stopped", "asked to stop by SIGUSR1", "1", True),
+        ("stopped", "asked to stop by the end of SLURM job 70001", "75", True),
+        ("stopped", "asked to stop by the file runs/mine/STOP", "0", False),
+        ("done", "all steps are done", "0", False),
+        ("failed", "ended by SIGTERM", "1", False),
+        ("failed", "RuntimeError: it says it stopped", "1", False),
+    ],
+)
+def test_what_goes_back_into_the_queue(
+    stage: Stage, script: str, status: str, reason: str, step_status: str, again: bool
+) -> None:
+    stage.exit(status, reason)
+    stage.write(step_status=step_status)
+    ended = stage.run(script)
+    assert (stage.requeued, ended.returncode) == (again, 75 if again else int(step_status)), ended
+
+
+def test_how_an_earlier_job_ended_does_not_count(stage: Stage) -> None:
+    """A run that is refused leaves the folder as it was."""
+    stage.exit("stopped", "asked to stop by SIGUSR1")
+    shutil.move(stage.folder / "exit.json", stage.folder / "run" / "exit.json")
+    stage.write(step_status="2")
+    assert stage.run("train.sbatch").returncode == 2
+    assert not stage.requeued
+
+
+def test_a_job_that_was_preempted_while_it_started_goes_back(stage: Stage) -> None:
+    stage.write(step_status="143", job="   PreemptEligibleTime=x PreemptTime=2026-11-21T23:23:40")
+    assert stage.run("train.sbatch").returncode == 75
+    assert stage.requeued
+
+
+def test_a_preempted_job_that_has_failed_or_is_done_does_not_go_back(stage: Stage) -> None:
+    stage.write(step_status="1", job="   PreemptEligibleTime=x PreemptTime=2026-11-21T23:23:40")
+    for status in ("failed", "done"):
+        stage.exit(status)
+        assert stage.run("train.sbatch").returncode == 1
+    assert not stage.requeued
+
+
+def test_a_job_goes_back_so_many_times(stage: Stage) -> None:
+    stage.exit("stopped", "asked to stop by SIGUSR1")
+    stage.variables = {"SLURM_RESTART_COUNT": "3", "MAX_REQUEUES": "3"}
+    ended = stage.run("train-srun.sbatch")
+    assert (ended.returncode, stage.requeued) == (1, False)
+    assert "MAX_REQUEUES is 3" in ended.stderr
+    stage.variables["SLURM_RESTART_COUNT"] = "2"
+    assert stage.run("train-srun.sbatch").returncode == 75
+
+
+def test_slurm_may_refuse_to_take_it_back(stage: Stage) -> None:
+    stage.exit("stopped", "asked to stop by SIGUSR1")
+    stage.write(requeue_status="1")
+    ended = stage.run("train.sbatch")
+    assert ended.returncode == 1
+    assert "submit the same again" in ended.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_job_that_slurm_ends_does_not_go_back(stage: Stage, script: str) -> None:
+    """scancel sends SIGTERM to this shell too; the run uses the time that is left for its checkpoint."""
+    stage.exit("stopped", "asked to stop by SIGTERM")
+    stage.write(during="kill -TERM $PPID; sleep 0.5\n", step_status="1")
+    assert stage.run(script).returncode == 1
+    assert not stage.requeued
+    assert (stage.folder / "run" / "exit.json").exists(), "the shell waited for the step"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_signal_for_the_shell_alone_is_passed_on(stage: Stage, script: str) -> None:
+    stage.exit("stopped", "asked to stop by SIGUSR1")
+    stage.write(during='trap "heard=yes" USR1; kill -USR1 $PPID; sleep 0.5; [[ $heard == yes ]] || exit 9\n')
+    ended = stage.run(script)
+    assert (ended.returncode, stage.requeued) == (75, True), ended
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("hosts", ["", "gpu07\n", "localhost\n"])
+def test_a_node_list_that_cannot_be_read_ends_the_job(stage: Stage, script: str, hosts: str) -> None:
+    stage.write(hostnames=hosts)
+    ended = stage.run(script)
+    assert ended.returncode == 1
+    assert "cannot read 'gpu[07-08]'" in ended.stderr
+    assert not (stage.folder / "srun").exists()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_config_and_no_environment(stage: Stage, script: str) -> None:
+    alone = subprocess.run(
+        ["bash", str(SLURM / script)], env={**os.environ, "SLURM_JOB_ID": "1"}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert (alone.returncode, "no config was named" in alone.stderr) == (1, True)
+    stage.variables = {"ACTIVATE": "no/such/activate"}
+    ended = stage.run(script)
+    assert (ended.returncode, "no/such/activate is no file" in ended.stderr) == (1, True)
+    (stage.folder / "my env").write_text('export FROM_IT="$SURELY_UNSET"here\n')
+    stage.variables = {"ACTIVATE": "my env"}
+    assert stage.run(script).returncode == 0
+    assert "FROM_IT=here" in (stage.folder / "env").read_text().splitlines()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_the_step_gets(stage: Stage, script: str) -> None:
+    stage.run(script, "my config.yaml", "train.output=runs/a b")
+    words = (stage.folder / "srun").read_text().splitlines()
+    assert words[-2:] == ["my config.yaml", "train.output=runs/a b"]
+    assert {"--cpus-per-task=6", "--kill-on-bad-exit=0", "--export=ALL"} <= set(words)
+    variables = (stage.folder / "env").read_text().splitlines()
+    assert {"MASTER_ADDR=gpu07", "MASTER_PORT=20001"} <= set(variables)
+    assert not [line for line in variables if "SOCKET_IFNAME" in line]
+    stage.variables = {"SOCKET_INTERFACE": "=ib0"}
+    stage.run(script)
+    variables = (stage.folder / "env").read_text().splitlines()
+    assert {"NCCL_SOCKET_IFNAME==ib0", "GLOO_SOCKET_IFNAME=ib0"} <= set(variables)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_signal_that_comes_early_kills_nothing(stage: Stage, script: str) -> None:
+    """SIGUSR1 while python and torchrun start, which cannot hear it yet; SIGTERM ends them as ever."""
+    stage.run(script)
+    ignored = int((stage.folder / "ignored").read_text().split()[1], 16)
+    assert ignored & 1 << (signal.SIGUSR1 - 1)
+    assert not ignored & 1 << (signal.SIGTERM - 1)
+
+
+def test_torchrun_of_each_node(stage: Stage) -> None:
+    stage.variables = {"SAVE_SECONDS": "77", "PROCESSES_PER_NODE": "3"}
+    stage.run("train.sbatch", "my config.yaml", "train.output=runs/a b")
+    first, second = ((stage.folder / f"torchrun.{node}").read_text().splitlines() for node in (0, 1))
+    assert {"--rdzv-conf=is_host=1", "--local-addr=node0"} <= set(first)
+    assert {"--rdzv-conf=is_host=0", "--local-addr=node1"} <= set(second)
+    for words in (first, second):
+        assert words[-4:] == ["-m", "meshtrain.train", "my config.yaml", "train.output=runs/a b"]
+        assert {"--nnodes=2", "--nproc-per-node=3", "--rdzv-id=70001", "--rdzv-endpoint=gpu07:20001"} <= set(words)
+        assert {"--shutdown-timeout=77", "--redirects=3", "--tee=3"} <= set(words)
+        assert "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in words
+
+
+def test_both_scripts_share_what_is_no_part_of_the_step() -> None:
+    """sbatch copies one file to the node, so that they cannot share it in another way."""
+    texts = [(SLURM / script).read_text() for script in SCRIPTS]
+    shared = [re.findall(r"^# --- The (job|end): the same in .*?(?=^# --- |\Z)", text, re.M | re.S) for text in texts]
+    assert shared == [["job", "end"], ["job", "end"]]
+    for name in ("job", "end"):
+        one, other = (re.search(rf"^# --- The {name}:.*?(?=^# --- |\Z)", text, re.M | re.S) for text in texts)
+        assert one is not None
+        assert other is not None
+        assert one[0] == other[0]
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
+def test_shellcheck_has_nothing_to_say() -> None:
+    said = subprocess.run(
+        ["shellcheck", *(str(SLURM / script) for script in SCRIPTS)], capture_output=True, text=True, check=False
+    )
+    assert said.stdout == ""
