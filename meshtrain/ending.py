@@ -125,7 +125,7 @@ class Ending:
         """
         if self._begun and self.job.rank == 0:
             self._write("failed", 1, reason)
-        elif self._begun:
+        elif self._begun and not self.folder.has_exit():  # both sides of a cut come here: rank 0's word counts
             self.folder.write_exit("failed", 1, reason, self.step)
 
     def _write(self, status: str, code: int, reason: str) -> None:

@@ -49,6 +49,10 @@ class RunFolder:
             raise InputError(f"{path} does not say how a job ended: remove it, or name another folder")
         return found
 
+    def has_exit(self) -> bool:
+        """Whether a job has written down how it ended."""
+        return (self.path / EXIT).exists()
+
     def forget_exit(self) -> None:
         """A job starts: what the last one said of its end does not count any more."""
         (self.path / EXIT).unlink(missing_ok=True)

@@ -26,6 +26,7 @@ from meshtrain.errors import AgreedError, InputError
 from meshtrain.layout import Layout, LayoutError
 from meshtrain.rounds import SAY_EVERY_S, Failures, FirstFailure, Round
 
+ATTEMPT_S = 5.0  # of reaching the store
 POLL_S = 0.02  # between two looks at the store while the ranks meet
 
 
@@ -257,12 +258,15 @@ def _store(environment: Environment, timeout_s: float) -> dist.Store | None:
     if environment.world_size == 1 or environment.master is None:
         return None
     address, port = environment.master
+    begun = time.monotonic()
+    if not environment.hosts_store:
+        _listened(address, port, timeout_s)
     try:
         store = dist.TCPStore(
             address,
             port,
             is_master=environment.hosts_store,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=max(ATTEMPT_S, begun + timeout_s - time.monotonic())),
             wait_for_workers=False,
         )
     except dist.DistError as error:
@@ -272,6 +276,20 @@ def _store(environment: Environment, timeout_s: float) -> dist.Store | None:
             + stale_store(os.environ)
         ) from error
     return dist.PrefixStore(_meet(environment, store), store)
+
+
+def _listened(address: str, port: int, timeout_s: float) -> None:
+    """Returns when somebody listens there, or after so many seconds.
+
+    torch would wait too, but deaf to signals: the launcher's, when the rank that should listen was lost.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((address, port), timeout=ATTEMPT_S).close()
+            return
+        except OSError:  # not yet; what keeps it from coming torch will say at the end
+            time.sleep(POLL_S)
 
 
 def _meet(environment: Environment, store: dist.Store) -> str:

@@ -24,11 +24,8 @@ if __name__ == "__main__":
     end_with_launcher(os.environ)
     heard = Signals.heard(importing=True)  # torch takes seconds, and a signal that nobody hears ends the process
 
-from torch import nn
-
 from meshtrain.agreement import Topic, agree, flat, ingredients
-from meshtrain.batch import describe_batch
-from meshtrain.build import build_model, check_start, outputs, parameter_count, plain_model
+from meshtrain.build import build_model, check_start, outputs
 from meshtrain.checkpoint.resume import Resume, Wanted
 from meshtrain.checkpoint.state import State
 from meshtrain.checkpoint.versions import versions
@@ -38,14 +35,13 @@ from meshtrain.ending import GOES_ON, Ending
 from meshtrain.environment import read_environment
 from meshtrain.errors import InputError
 from meshtrain.evaluate import evaluate
-from meshtrain.export import export
-from meshtrain.generate import generate
+from meshtrain.introduction import introduction
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.leaving import leaving
 from meshtrain.locate import model_file
-from meshtrain.mesh import Mesh, build_mesh
+from meshtrain.mesh import build_mesh
 from meshtrain.metrics import require_tensorboard
-from meshtrain.numerics import compute_dtype, reseed, set_numerics
+from meshtrain.numerics import reseed, set_numerics
 from meshtrain.operate.chaos import Chaos
 from meshtrain.operate.deadlines import patience
 from meshtrain.operate.goodput import Ledger
@@ -53,21 +49,19 @@ from meshtrain.operate.stragglers import Stragglers
 from meshtrain.operate.watchdog import Watch, watched
 from meshtrain.optim import Optimizer
 from meshtrain.parallel.data import hidden_waits
-from meshtrain.pipeline.engine import Pipeline
-from meshtrain.plan import describe_hosts, layout_text
-from meshtrain.plot import plot_loss
+from meshtrain.plan import layout_text
 from meshtrain.profile import Profiler
 from meshtrain.recording import recording
 from meshtrain.report import Report
+from meshtrain.results import show, write_export
 from meshtrain.run_folder import RunFolder, checkpoints_held
 from meshtrain.runtime import Job, join
-from meshtrain.saving import Saving, describe_saving
+from meshtrain.saving import Saving
 from meshtrain.step import Trainer
 from meshtrain.timing import StepClock
 
 COLLECT_EVERY = 50  # steps between two runs of Python's garbage collector
 AGENTS_S = 10.0  # within which torchrun's agents, each on its node, all send the signal that one of them has sent
-PROMPT_TOKENS = 16  # of held-out text, which the generated sample goes on from
 
 
 def main(arguments: Sequence[str] | None = None, signals: Signals | None = None) -> int:
@@ -167,11 +161,9 @@ def train(
     stragglers = Stragglers(job, first, report.say)
     clock.restart()
     ledger.begin()
-    with report, saving, requests.heeded(), between_steps(profiler) as at_step:
+    with report, saving, requests.heeded(), between_steps(profiler, chaos, watch) as at_step:
         for step in range(resume.step + 1, steps + 1):
             at_step(step)
-            watch.at("step", step)
-            chaos.at_step(step)
             reseed(config.train.seed, step, index)
             with clock.phase("data"):
                 microbatches = next(batches)
@@ -215,27 +207,12 @@ def train(
                 ending.status = GOES_ON
         return
     with ledger.spent("evaluation"):
-        if data.tokenizer is not None and config.train.sample_tokens > 0:
-            job.say(sample_text(config, job, data, model))
-        if job.rank == 0:
-            print(plot_loss(folder, config.name), flush=True)
+        show(config, job, data, model, folder)
     if config.train.export is not None:
         mesh.set_timeout(patience(config.train.start_timeout_s))  # the ranks wait for disks
         with ledger.spent("saving"):
             write_export(config, job, mesh, model, config.train.export)
     saving.check()
-
-
-def write_export(config: Config, job: Job, mesh: Mesh, model: nn.Module, folder: str) -> None:
-    """The weights for others to use, in the numbers in which blocks compute."""
-    module = model_file(config.model.name)
-    described = None
-    if hasattr(module, "to_hugging_face"):
-        described = module.to_hugging_face(module.Config(**config.model.keys))
-    tokenizer = None if config.data.tokenizer == "bytes" else config.data.tokenizer
-    dtype = compute_dtype(config.train.precision)
-    export(model, folder, job, mesh, dtype=dtype, config=described, tokenizer=tokenizer)
-    job.say(f"weights in {folder}")
 
 
 def read_config(arguments: Sequence[str] | None, world_size: int, device: str, *, again: bool = False) -> Config:
@@ -278,32 +255,14 @@ def total_steps(config: Config, train: Samples) -> int:
     return math.ceil(config.train.epochs * len(train) / config.batch.global_size)
 
 
-def introduction(wanted: Wanted, job: Job, data: OpenData, model: nn.Module) -> Iterator[str]:
-    """What rank 0 says before the first step."""
-    config, layout, size = wanted.config, job.layout, wanted.config.batch
-    assert layout is not None
-    yield f"{config.name}: {describe_hosts(layout)}, on {job.device_name()}, {job.meeting_point()}"
-    yield f"layout {layout}, {config.train.precision}"
-    yield describe_batch(size.global_size, size.micro_size, layout.size(*DATA_AXES))
-    yield f"model {config.model.name}: {parameter_count(plain_model(config)):,} parameters"
-    if isinstance(model, Pipeline):
-        yield model.about
-    elif config.metrics.timeline is not None:
-        yield "metrics.timeline is for a pipeline, and this layout has none (pp: 1): no timeline is written"
-    yield from data.about
-    yield describe_saving(wanted)
-    yield from (f"override {override}" for override in config.overrides)
-    yield from (f"warning: {warning}" for warning in layout.warnings())
-
-
 def reading(config: Config) -> dict[str, int | bool]:
     """How batches are read ahead."""
     return {"workers": config.data.workers, "prefetch": config.data.prefetch, "pin_memory": config.data.pin_memory}
 
 
 @contextmanager
-def between_steps(profiler: Profiler) -> Iterator:
-    """What happens before each step and in none: the profiler's bookkeeping and Python's garbage collection.
+def between_steps(profiler: Profiler, chaos: Chaos, watch: Watch) -> Iterator:
+    """What happens before each step and in none: bookkeeping, faults on purpose, and Python's garbage collection.
 
     A collection in the middle of one rank's step makes all other ranks wait for it. Here all collect at once, and what
     was made before the first step is not looked at again.
@@ -313,6 +272,8 @@ def between_steps(profiler: Profiler) -> Iterator:
         profiler.step(step)
         if step % COLLECT_EVERY == 0:
             gc.collect(1)
+        watch.at("step", step)
+        chaos.at_step(step)
 
     gc.collect()
     gc.freeze()
@@ -323,24 +284,6 @@ def between_steps(profiler: Profiler) -> Iterator:
         profiler.close()
         gc.enable()
         gc.unfreeze()
-
-
-def sample_text(config: Config, job: Job, data: OpenData, model: nn.Module) -> str:
-    """Text that the model makes, going on from the beginning of a held-out sample."""
-    assert data.tokenizer is not None
-    inputs, _ = (data.validation or data.train).item(0, 0)
-    assert inputs[0] is not None  # the tokens
-    prompt = inputs[0][:PROMPT_TOKENS].tolist()
-    ids = generate(
-        model,
-        prompt,
-        config.train.sample_tokens,
-        seq_len=config.data.seq_len,
-        device=job.device,
-        seed=config.train.seed,
-    )
-    first, rest = data.tokenizer.decode(prompt), data.tokenizer.decode(ids[len(prompt) :])
-    return f"\na sample, going on from {first!r}:\n{first}{rest}\n"
 
 
 if __name__ == "__main__":

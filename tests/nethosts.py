@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 SUBNET, OTHER_SUBNET = "10.77.0", "10.88.0"
-TOOLS = ("ip", "nsenter", "unshare", "mount")
+TOOLS = ("ip", "nsenter", "unshare", "setpriv", "mount")
 
 
 def why_not() -> str | None:
@@ -87,8 +87,9 @@ class Network:
 
     def _hold(self, script: str) -> int:
         """Starts a namespace's first process; returns its number once the script has come to its last command."""
+        dies = ["setpriv", "--pdeathsig", "KILL"]  # with whoever runs the tests, however that ends
         command = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        holder = subprocess.Popen([*command, "sh", "-c", script], stdin=subprocess.DEVNULL)
+        holder = subprocess.Popen([*dies, *command, "sh", "-c", script], stdin=subprocess.DEVNULL)
         self._holders.append(holder)
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline and holder.poll() is None:

@@ -193,7 +193,8 @@ def test_the_doctor_reads_the_same_job(name: str) -> None:
     assert place.node_rank == (1 if name == "trainjob" else None)
 
 
-@pytest.mark.parametrize("name", ["trainjob", pytest.param("pytorchjob", marks=pytest.mark.cluster)])
+@pytest.mark.cluster
+@pytest.mark.parametrize("name", READERS)
 def test_two_nodes_train(name: str, tmp_path: Path) -> None:
     """The container's own command with what the operator tells it, but for names that only a cluster can resolve."""
     job = manifest(name)

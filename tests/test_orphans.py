@@ -36,7 +36,7 @@ def start(command: list[str], mark: str, **extra: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, env=environment(**{MARK: mark}, **extra), **pipes)
 
 
-@pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
+@pytest.mark.parametrize("stopped", [pytest.param(False, marks=pytest.mark.cluster), True], ids=["running", "stopped"])
 def test_workers_and_their_readers_die_with_torchrun(tmp_path: Path, mark: str, stopped: bool) -> None:
     """Also those that could not react."""
     overrides = ("train.steps=1000000", "optimizer.warmup_steps=0", "data.workers=1", "checkpoint.every=0")

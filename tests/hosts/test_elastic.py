@@ -112,9 +112,10 @@ def test_a_cut_link_is_reported_within_the_deadline(small: str, tmp_path: Path) 
         assert here.ends() == 1
         seconds = time.monotonic() - cut
         agents.wait(lambda: "stops, because host node1 cannot be reached" in there.printed)
-    lost = "host node2 cannot be reached: it is down, or the network between is cut"
-    assert f"rank 0 on host node1 (dp_shard 0) stops, because {lost} (host node2: rank 1" in here.printed, here.printed
-    assert lost in ended(agents)["reason"]
+    lost = "cannot be reached: it is down, or the network between is cut"
+    said = f"rank 0 on host node1 (dp_shard 0) stops, because host node2 {lost} (host node2: rank 1"
+    assert said in here.printed, here.printed
+    assert lost in ended(agents)["reason"]  # either side may have written it: here the disk is still shared
     # 10 s for the step, as long again to find out who does not answer, and what it takes to end.
     assert seconds < 60, here.printed
 

@@ -62,6 +62,7 @@ def test_under_one_agent(small: str, tmp_path: Path, what: str, rank: int, when:
     named([job], tmp_path / "run", what, rank)
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize(("what", "rank", "when"), [("kill", 2, "save"), ("stop", 0, "training")], ids=str)
 def test_under_two_agents(small: str, tmp_path: Path, what: str, rank: int, when: str) -> None:
     jobs = two_hosts((2, 1), *command(small, tmp_path / "run", *fault(what, rank, when)))

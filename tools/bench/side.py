@@ -19,6 +19,8 @@ from typing import Any
 import yaml
 
 from meshtrain import train as command
+from meshtrain.operate.chaos import Chaos
+from meshtrain.operate.watchdog import Watch
 from meshtrain.profile import Profiler
 
 
@@ -69,8 +71,8 @@ def run_meshtrain(arguments: list[str], before_step: Callable[[int], None]) -> i
     between = command.between_steps
 
     @contextmanager
-    def paced(profiler: Profiler) -> Iterator[Callable[[int], None]]:
-        with between(profiler) as at_step:
+    def paced(profiler: Profiler, chaos: Chaos, watch: Watch) -> Iterator[Callable[[int], None]]:
+        with between(profiler, chaos, watch) as at_step:
 
             def stop_and_go_on(step: int) -> None:
                 before_step(step)
