@@ -205,6 +205,7 @@ def ingredients(config: "Config", variables: Mapping[str, str]) -> Iterator[Topi
 def _own_files(config: "Config") -> dict[str, str]:
     """The user's own files that the config names -> digest."""
     named = [name for name in (config.model.name, config.data.source) if name.endswith(".py")]
+    named += [name for name in (config.pipeline.schedule,) if name.endswith(".csv")]
     return {name: locate.digest(Path(name)) for name in named}
 
 

@@ -178,9 +178,11 @@ def train(
             report.later(trainer.update(step, stop_asked=bool(asked)))
             if held_out is not None and report.evaluates_after(step):
                 report.take()
+                mesh.set_timeout(patience(watch.deadlines.of("evaluation")))  # the first one may compile
                 with ledger.spent("evaluation"):
                     batches_seen = watch.through(held_out, "evaluation")
                     report.evaluation(step, evaluate(model, batches_seen, mesh, job.device, trainer.dtype))
+                mesh.set_timeout(patience(watch.deadlines.of("step")))
             if saving.due(step):
                 report.take()
                 watch.at("saving")
@@ -196,6 +198,7 @@ def train(
         with ledger.spent("saving"):
             saving.finish()
     watch.at("end")
+    mesh.set_timeout(patience(config.train.start_timeout_s))  # what follows was not measured, and waits for disks
     if ending.step < steps:
         saving.check()
         ending.stop(requests.said, saving.checkpoint, wanted)
@@ -209,7 +212,6 @@ def train(
     with ledger.spent("evaluation"):
         show(config, job, data, model, folder)
     if config.train.export is not None:
-        mesh.set_timeout(patience(config.train.start_timeout_s))  # the ranks wait for disks
         with ledger.spent("saving"):
             write_export(config, job, mesh, model, config.train.export)
     saving.check()

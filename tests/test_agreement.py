@@ -167,6 +167,9 @@ def test_the_code_is_that_of_meshtrain_its_models_and_the_users_files(tmp_path: 
     own = topics_of(f"model.name={tmp_path}/mine.py")["the code"].values
     assert own.keys() - plain.keys() == {f"{tmp_path}/mine.py"}
     assert own[f"{tmp_path}/mine.py"] == plain["models/llama.py"]
+    schedule = "0F0,0F1,0B0,0B1\n"
+    (tmp_path / "mine.csv").write_text(schedule)
+    assert f"{tmp_path}/mine.csv" in topics_of(f"pipeline.schedule={tmp_path}/mine.csv")["the code"].values
 
 
 def test_versions() -> None:

@@ -37,9 +37,7 @@ NOT_RUN = {
     "srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m meshtrain.train my_run.yaml": (
         "needs SLURM with two nodes of 8 GPUs; the environment that srun gives is tested in test_launch.py"
     ),
-    "srun meshtrain doctor configs/quickstart.yaml": (
-        "needs SLURM; the environment that srun gives is tested in operate/test_doctor_hosts.py"
-    ),
+    "srun meshtrain doctor configs/quickstart.yaml": ("needs SLURM: tests/slurm runs it in one of two nodes"),
     "sbatch --nodes=4 --gpus-per-node=8 --time=12:00:00 --partition=gpu "
     "tools/slurm/train.sbatch configs/quickstart.yaml train.steps=1000": (
         "needs SLURM: tests/slurm makes one of two nodes and runs both scripts"
@@ -48,7 +46,7 @@ NOT_RUN = {
         "there too"
     ),
     "srun --kill-on-bad-exit=0 python -m meshtrain.train configs/quickstart.yaml train.output=runs/by-hand": (
-        "needs SLURM: train-srun.sbatch starts the same"
+        "needs SLURM: tests/slurm runs it in one of two nodes"
     ),
     "torchrun --nnodes=2 --node-rank=0 --master-addr=host-a --master-port=29500 --nproc-per-node=gpu "
     "-m meshtrain.train configs/quickstart.yaml": "run in hosts/test_training.py",

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import meshtrain.results
 import meshtrain.train
 from meshtrain import stopping
 from meshtrain.checkpoint import folder
@@ -162,7 +163,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def go(small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """Trains in this process."""
-    monkeypatch.setattr(meshtrain.train, "plot_loss", lambda *_: "no picture is drawn")
+    monkeypatch.setattr(meshtrain.results, "plot_loss", lambda *_: "no picture is drawn")
     monkeypatch.setattr(stopping, "LOOK_EVERY_S", 0.0)
 
     def go(*overrides: str, **case: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-LEVELS = 5  # folders above a log in which its run's config.yaml may be: logs/JOB/attempt_0/3/stderr.log
+LEVELS = 8  # folders above a log with its run's config.yaml: logs/slurm-7.0/node_0/ID/attempt_0/3/stderr.log is 7
 MOST_TP = 8  # tp stays inside of a host
 
 

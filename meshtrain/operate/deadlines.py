@@ -1,11 +1,12 @@
 """How long a rank may take to get on before somebody looks into it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-LEAST_S = 120.0  # the shortest deadline that is taken from measured steps
+LEAST_S = 300.0  # the shortest deadline that is taken from measured steps: a file system's fail-over takes minutes
 TIMES = 20  # so many of the slowest steps measured make a deadline
 MEASURED = 3  # steps, before their times count
 PATIENT = ("start", "saving", "end")  # where a rank may be busy for long: files are read, prepared and written
+MISSES = 3  # so many deadlines missed in a row are too much even there
 
 
 @dataclass
@@ -17,20 +18,28 @@ class Deadlines:
         given_s: a step, where the user has said.
         step_s: a step, as measured; None: not yet.
         save_s: the last save; None: there was none.
+        seen: what else has been done once to its end: the first time may compile.
     """
 
     start_s: float = 600.0
     given_s: float | None = None
     step_s: float | None = None
     save_s: float | None = None
+    seen: set[str] = field(default_factory=set)
 
     def of(self, phase: str) -> float:
         """Seconds for `start`, `step`, `evaluation`, `saving` or `end`."""
         if phase == "saving":
             return self.start_s if self.save_s is None else max(self.given_s or LEAST_S, TIMES * self.save_s)
-        if phase in PATIENT or self.step_s is None:
+        if phase in PATIENT or self.step_s is None or (phase != "step" and phase not in self.seen):
             return self.start_s
         return self.step_s
+
+    def hangs(self, phase: str, missed: int) -> bool:
+        """Whether a rank that has missed so many deadlines in a row, with this one, is not only busy."""
+        if phase == "start":  # a corpus may take hours to prepare: it is said whom all wait for, and no more
+            return False
+        return phase not in PATIENT or missed >= MISSES or (phase == "saving" and self.save_s is not None)
 
     def measured(self, slowest_s: float) -> float | None:
         """Takes the time of the slowest step so far; returns the deadline of a step if it has changed by much."""

@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,7 +21,11 @@ from weakref import ref
 CONNECT_S = 3.0
 ANSWER_S = 4.0  # a healthy rank needs a few milliseconds; on a host with far too many processes it may be seconds
 AT_ONCE = 64  # ranks that are asked at the same time
-LINE = 2**20  # bytes of a question or an answer
+READERS = 256  # questions that are read at the same time
+PAUSE_S = 0.1  # where the system has run out of something
+ANSWERED = "answered"  # by which an answer is known: another program may have got the port of a rank that is gone
+LINE, READ = 2**20, 2**16  # bytes of a question or an answer, and how many are read at a time
+BOOT = "/proc/sys/kernel/random/boot_id"
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -31,6 +36,7 @@ class Address:
 
     Attributes:
         ips: of its host, the likeliest first.
+        net, pids: see `Place`.
     """
 
     rank: int
@@ -38,6 +44,34 @@ class Address:
     pid: int
     port: int
     ips: tuple[str, ...]
+    net: str
+    pids: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process is. Hosts may have the same name (cloned images, containers), and one host several of these.
+
+    Attributes:
+        net: the network; processes of the same one reach each other by loopback.
+        pids: the numbering of processes; a number means nothing in another.
+    """
+
+    net: str
+    pids: str
+
+
+def place(host: str) -> Place:
+    """Of this process; `host`, its name, is what is left where the system does not tell more."""
+    kernel = host
+    with suppress(OSError), open(BOOT) as file:
+        kernel = file.read().strip()
+    names = []
+    for kind in ("net", "pid"):
+        names.append(kernel)
+        with suppress(OSError):
+            names[-1] += f" {os.stat(f'/proc/self/ns/{kind}').st_ino}"
+    return Place(*names)
 
 
 class SilentError(OSError):
@@ -59,26 +93,52 @@ class Ear:
         self._listening = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=both)
         self.port: int = self._listening.getsockname()[1]
         close_in_children(self._listening)
+        self._closed, self._readers = threading.Event(), threading.Semaphore(READERS)
         threading.Thread(target=self._listen, name="ear", daemon=True).start()
 
     def _listen(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
                 connection, _ = self._listening.accept()
-            except OSError:  # it is closed
-                return
-            threading.Thread(target=self._hear, args=(connection,), name="answer", daemon=True).start()
+            except OSError:  # it is closed; or there are too many files, or the other has given up
+                self._closed.wait(PAUSE_S)
+                continue
+            self._readers.acquire()
+            while not self._closed.is_set():
+                try:
+                    threading.Thread(target=self._hear, args=(connection,), name="answer", daemon=True).start()
+                    break
+                except RuntimeError:  # there are too many threads
+                    self._closed.wait(PAUSE_S)
 
     def _hear(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError, ValueError):  # whoever asked has gone, or does not speak our language
-            connection.settimeout(ANSWER_S)
-            with connection.makefile("rb") as file:
-                question = json.loads(file.readline(LINE))
-            if isinstance(question, dict) and secrets.compare_digest(str(question.pop("token", "")), self.token):
-                connection.sendall(json.dumps(self._answer(question)).encode() + b"\n")
+        with connection, suppress(OSError):  # whoever asked has gone
+            question = self._read(connection)
+            if question is not None:
+                answer = json.dumps({ANSWERED: self._answer(question)})
+                connection.settimeout(ANSWER_S)
+                connection.sendall(answer.encode() + b"\n")
+
+    def _read(self, connection: socket.socket) -> dict[str, Any] | None:
+        """The question, if it comes from this job.
+
+        Strangers hold no more than READERS threads. A question of the job may take long to answer, and holds up nobody
+        else's: of these there are only as many as ranks ask.
+        """
+        try:
+            question = json.loads(_line(connection, ANSWER_S))
+        except (ValueError, RecursionError):  # it does not speak our language
+            return None
+        finally:
+            self._readers.release()
+        if not isinstance(question, dict):
+            return None
+        token = str(question.pop("token", "")).encode(errors="replace")
+        return question if secrets.compare_digest(token, self.token.encode()) else None
 
     def close(self) -> None:
         """From now on whoever asks is told that nobody is here."""
+        self._closed.set()
         with suppress(OSError):  # closed before
             self._listening.shutdown(socket.SHUT_RDWR)  # the thread that listens would keep it open
         self._listening.close()
@@ -100,43 +160,73 @@ def ask(to: Address, question: Mapping[str, Any], token: str, *, seconds: float 
     """A rank's answer.
 
     Args:
-        here: this host's name.
+        here: this process's network (`Place.net`).
 
     Raises:
         ConnectionRefusedError: nobody listens there: the process is gone. SilentError: no answer, or not in time.
             OSError: nothing came back from the host.
     """
-    problem: OSError = OSError(f"no address of {to.host} is known")
-    for ip in ("127.0.0.1", *to.ips) if to.host == here else to.ips:
+    problem: OSError | None = None
+    for ip in ("127.0.0.1", *to.ips) if to.net == here else to.ips:
         try:
             with socket.create_connection((ip, to.port), timeout=CONNECT_S) as connection:
                 return _exchange(connection, {**question, "token": token}, seconds)
+        except SilentError:
+            raise
         except OSError as error:
-            problem = error
-            if isinstance(error, ConnectionRefusedError | SilentError):
-                break
-    raise problem
+            # The same address may be another host's elsewhere: who refuses is the rank's host only if all do.
+            if problem is None or isinstance(problem, ConnectionRefusedError):
+                problem = error
+    raise problem or OSError(f"no address of {to.host} is known")
 
 
 def _exchange(connection: socket.socket, question: Mapping[str, Any], seconds: float) -> Any:
     connection.settimeout(seconds)
     try:
         connection.sendall(json.dumps(question).encode() + b"\n")
-        with connection.makefile("rb") as file:
-            line = file.readline(LINE)
-    except ConnectionResetError as error:  # it died with the question in its hands
+        line = _line(connection, seconds)
+    except ConnectionError as error:  # it died with the question in its hands
         raise ConnectionRefusedError(str(error)) from error
     except TimeoutError as error:
         raise SilentError(str(error)) from error
     if not line:
         raise SilentError("it does not answer such questions, or not yet")
-    return json.loads(line)
+    try:
+        answer = json.loads(line)
+    except (ValueError, RecursionError):
+        answer = None
+    if not isinstance(answer, dict) or not isinstance(answer.get(ANSWERED), dict):
+        raise ConnectionRefusedError("another program listens there now")
+    return answer[ANSWERED]
+
+
+def _line(connection: socket.socket, seconds: float) -> bytes:
+    """What comes until the line ends, or the other has no more to say.
+
+    Raises:
+        TimeoutError: it has not come in so long, all in all.
+    """
+    deadline, line = time.monotonic() + seconds, bytearray()
+    while b"\n" not in line[-READ:] and len(line) < LINE:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(left)
+        some = connection.recv(READ)
+        if not some:
+            break
+        line += some
+    return bytes(line.partition(b"\n")[0])
 
 
 def ask_all(
     some: Iterable[Address], question: Mapping[str, Any], token: str, here: str, seconds: float = ANSWER_S
 ) -> list[Any]:
-    """The answers of several ranks in their order, or the OSError in place of one."""
+    """The answers of several ranks in their order, or the OSError in place of one.
+
+    If they are more than can be asked at the same time, the first of each host says whether it can be reached; if two
+    cannot be, no more of its ranks are asked.
+    """
 
     def one(to: Address) -> Any:
         try:
@@ -144,9 +234,29 @@ def ask_all(
         except OSError as error:
             return error
 
+    def of_host(every: list[Address]) -> list[Any]:
+        found = [one(every[0])]
+        if unreachable(found[0]) and len(every) > 1:
+            found.append(one(every[1]))
+            if unreachable(found[1]):
+                return found + [found[1]] * (len(every) - 2)
+        return found + list(pool.map(one, every[len(found) :]))
+
     every = list(some)
     with ThreadPoolExecutor(max(1, min(AT_ONCE, len(every)))) as pool:
-        return list(pool.map(one, every))
+        if len(every) <= AT_ONCE:
+            return list(pool.map(one, every))
+        hosts: dict[str, list[Address]] = {}
+        for to in every:
+            hosts.setdefault(to.net, []).append(to)
+        with ThreadPoolExecutor(min(AT_ONCE, len(hosts))) as firsts:
+            answers = {net: iter(found) for net, found in zip(hosts, firsts.map(of_host, hosts.values()), strict=True)}
+        return [next(answers[to.net]) for to in every]
+
+
+def unreachable(answer: Any) -> bool:
+    """Whether nothing came back from the host."""
+    return isinstance(answer, OSError) and not isinstance(answer, ConnectionRefusedError | SilentError)
 
 
 def addresses_towards(others: Sequence[str]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from meshtrain.operate.inquest import Seen, Statement, Verdict, Wait
 from meshtrain.operate.pulse import Address, Ear
 from meshtrain.runtime import Job
 
-LOWEST = 16  # ranks among which the lowest that lives is looked for at once
+LOWEST = 16  # ranks among which the lowest that lives is looked for at once, to begin with
 TELL_S = 2.0  # for a rank to hear a verdict
 
 
@@ -18,15 +18,20 @@ def meet(job: Job, ear: Ear) -> "Ranks":
     """Tells all ranks where this one listens, by the job's store; all call it together."""
     assert job.environment.master is not None  # there is a store
     own = list(pulse.addresses_towards([job.environment.master[0]]))
-    seen = job.gather("exchanging addresses", [job.host, os.getpid(), ear.port, own, ear.token])
-    if len({host for host, *_ in seen}) > 1 and any(pulse.loopback(ips[0]) for *_, ips, _ in seen if ips):
+    here = pulse.place(job.host)
+    seen = job.gather("exchanging addresses", [ear.token, own, job.host, os.getpid(), ear.port, here.net, here.pids])
+    ways, nets = [ips for _, ips, *_ in seen], [one[5] for one in seen]
+    if len(set(nets)) > 1 and any(pulse.loopback(ips[0]) for ips in ways if ips):
         # The host of the store reaches itself by loopback, or by a name that means nothing elsewhere.
-        theirs = [ip for host, _, _, ips, _ in seen if host != job.host for ip in ips if not pulse.loopback(ip)]
+        others = [ips for net, ips in zip(nets, ways, strict=True) if net != here.net]
+        theirs = [ip for ips in others for ip in ips if not pulse.loopback(ip)]
         own = list(pulse.addresses_towards(theirs[:4])) or own
         ways = job.gather("exchanging addresses", own)
-        seen = [[*one[:3], ips, one[4]] for one, ips in zip(seen, ways, strict=True)]
-    ear.token = seen[0][4]
-    addresses = [Address(rank, host, pid, port, tuple(ips)) for rank, (host, pid, port, ips, _) in enumerate(seen)]
+    ear.token = seen[0][0]
+    addresses = [
+        Address(rank, host, pid, port, tuple(ips), net, pids)
+        for rank, ((_, _, host, pid, port, net, pids), ips) in enumerate(zip(seen, ways, strict=True))
+    ]
     return Ranks(job, ear, addresses)
 
 
@@ -35,12 +40,15 @@ class Ranks:
 
     def __init__(self, job: Job, ear: Ear, addresses: Sequence[Address]) -> None:
         self._job, self._ear, self._addresses = job, ear, addresses
+        self._here = addresses[job.rank]
 
     def lowest(self) -> Iterator[Address]:
         """Ranks that answer, from the lowest on, up to this one."""
         lower = self._addresses[: self._job.rank]
-        for start in range(0, len(lower), LOWEST):
-            some = lower[start : start + LOWEST]
+        size = LOWEST
+        while lower:
+            some, lower = lower[:size], lower[size:]
+            size *= 4  # where so many are lost, whole hosts are: not one after the other
             for to, found in zip(some, self._ask_all(some, {"ask": "here"}), strict=True):
                 if not isinstance(found, OSError):
                     yield to
@@ -67,10 +75,10 @@ class Ranks:
 
     def _look_at(self, silent: Address, answers: list[Any]) -> str:
         """The state of a process that does not answer, as a rank of its host sees it; "" if nobody can."""
-        if silent.host == self._job.host:
+        if self._near(silent.rank):
             return pulse.state_of(silent.pid)
         for to, found in zip(self._addresses, answers, strict=True):
-            if to.host == silent.host and not isinstance(found, OSError):
+            if to.pids == silent.pids and not isinstance(found, OSError):
                 try:
                     return str(self.ask(to, {"ask": "look", "rank": silent.rank})["state"])
                 except OSError:
@@ -82,7 +90,7 @@ class Ranks:
         if verdict.what not in ("stopped", "silent"):
             return
         for lost in (self._addresses[rank] for rank in verdict.ranks):
-            near = [to for to in self._addresses if to.host == lost.host and to.rank not in verdict.ranks]
+            near = [to for to in self._addresses if to.pids == lost.pids and to.rank not in verdict.ranks]
             for to in near:
                 try:
                     self.ask(to, {"ask": "put down", "rank": lost.rank})
@@ -96,8 +104,11 @@ class Ranks:
         return {to.rank for to in self._addresses} - set(lost)
 
     def tell(self, ranks: set[int], what: Mapping[str, Any]) -> None:
-        """Tells these ranks something, as far as they hear it."""
-        self._ask_all([to for to in self._addresses if to.rank in ranks], what, seconds=TELL_S)
+        """Tells these ranks something, as far as they hear it; once more those who did not seem to."""
+        to_tell = [to for to in self._addresses if to.rank in ranks]
+        for _ in range(2):
+            heard = self._ask_all(to_tell, what, seconds=TELL_S)
+            to_tell = [to for to, found in zip(to_tell, heard, strict=True) if isinstance(found, OSError)]
 
     def look(self, rank: int) -> str:
         """The state of a rank's process on this host, as `pulse.state_of` has it."""
@@ -109,14 +120,15 @@ class Ranks:
             os.kill(self._addresses[rank].pid, signal.SIGKILL)
 
     def _near(self, rank: int) -> bool:
-        return self._addresses[rank].host == self._job.host
+        """Whether the number of its process means the same to this one."""
+        return self._addresses[rank].pids == self._here.pids
 
     def ask(self, to: Address, question: Mapping[str, Any], seconds: float = pulse.ANSWER_S) -> Any:
         """As `pulse.ask` has it."""
-        return pulse.ask(to, question, self._ear.token, seconds=seconds, here=self._job.host)
+        return pulse.ask(to, question, self._ear.token, seconds=seconds, here=self._here.net)
 
     def _ask_all(self, some: Sequence[Address], question: Mapping[str, Any], seconds: float = pulse.ANSWER_S) -> list:
-        return pulse.ask_all(some, question, self._ear.token, self._job.host, seconds)
+        return pulse.ask_all(some, question, self._ear.token, self._here.net, seconds)
 
 
 def _statement(said: dict[str, Any]) -> Statement:

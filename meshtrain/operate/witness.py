@@ -20,12 +20,23 @@ from torch._C import _distributed_c10d
 from torch.distributed.distributed_c10d import _world
 
 from meshtrain.layout import Layout
-from meshtrain.operate.inquest import Wait
-from meshtrain.rounds import Round
+from meshtrain.operate.inquest import BROKEN, Wait
+from meshtrain.rounds import Round, described
 
 FRAMES = 14  # of a stack, the innermost
 DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # NCCL's own, and that of the other backends
 PASSED_OVER = ("runpy", "torch/nn/modules/module.py", "torch/_dynamo", "torch/utils/_contextlib.py", "_fsdp_common.py")
+# Where ranks talk to each other: torch's collectives, and what is ours.
+TALKING = (
+    *("torch/distributed/", "torch/_ops.py", "torch/autograd/"),
+    *("meshtrain/parallel/", "meshtrain/rounds.py", "meshtrain/runtime.py", "meshtrain/leaving.py"),
+)
+INNERMOST = 3  # frames of an error that say where it comes from
+TORCHS_OWN = (
+    "gloo/",
+    "NCCL",
+    "ProcessGroup",
+)  # in the words of errors that torch's collectives raise, wherever waited for
 DEBUGGERS = ("pydevd", "debugpy")
 DEBUGGER_FILES = ("bdb.py", "pdb.py")
 STATUS = Path("/proc/self/status")
@@ -48,6 +59,17 @@ def frames_of(error: BaseException) -> list[FrameType]:
     """Where an error was raised, innermost first."""
     found = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return found[::-1]
+
+
+def of_connections(error: BaseException) -> bool:
+    """Whether it says that other ranks have gone or did not come; what reads data from the network fails alike."""
+    if isinstance(error, dist.DistError):
+        return True
+    words = described(error)
+    if type(error) is not RuntimeError or not BROKEN.search(words):  # as torch and rounds.py raise it
+        return False
+    inner = [frame.f_code.co_filename for frame in frames_of(error)[:INNERMOST]]
+    return any(part in words for part in TORCHS_OWN) or any(part in file for file in inner for part in TALKING)
 
 
 def stack(of: list[FrameType]) -> tuple[str, ...]:
@@ -89,6 +111,7 @@ def recorded(known: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[Wait | N
     """What the flight recorder says: the oldest collective that has not ended, and how many each group has begun."""
     wait: Wait | None = None
     begun: dict[str, int] = {}
+    keys = {group: ",".join(map(str, ranks)) for group, (_, ranks) in known.items()}
     for name in DUMPS:
         dump = getattr(_distributed_c10d, name, None)
         found = {} if dump is None else json.loads(dump())
@@ -97,7 +120,7 @@ def recorded(known: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[Wait | N
             if group not in known:
                 continue
             over, ranks = known[group]
-            number, key = entry["collective_seq_id"], ",".join(map(str, ranks))
+            number, key = entry["collective_seq_id"], keys[group]
             if not entry["is_p2p"]:  # those have numbers of their own for each pair
                 begun[key] = max(number, begun.get(key, 0))
             if wait is None and not (entry["retired"] or entry["state"] == "completed"):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import meshtrain.report
+import meshtrain.results
 import meshtrain.train
 from meshtrain import stopping
 from meshtrain.config import Config
@@ -178,7 +179,7 @@ def faster() -> None:
     """What a run does once, because it is long, is left out; and a file STOP is looked for in each step."""
     meshtrain.report.sample_flops = lambda *_: (None, "FLOPs are not counted")  # type: ignore[assignment]
     meshtrain.report.peak_flops = lambda *_: (1.0, "a peak of 1 FLOP/s")  # type: ignore[assignment]
-    meshtrain.train.plot_loss = lambda *_: "no picture is drawn"  # type: ignore[assignment]
+    meshtrain.results.plot_loss = lambda *_: "no picture is drawn"  # type: ignore[assignment]
     stopping.LOOK_EVERY_S = 0.0
 
 

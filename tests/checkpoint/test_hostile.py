@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 import meshtrain.report
+import meshtrain.results
 import meshtrain.train
 from meshtrain import cli
 from meshtrain.checkpoint import load_weights
@@ -167,7 +168,7 @@ def _quickly() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meshtrain.report, "sample_flops", lambda *_: (None, "FLOPs are not counted"))
         patch.setattr(meshtrain.report, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s"))
-        patch.setattr(meshtrain.train, "plot_loss", lambda *_: "no picture is drawn")
+        patch.setattr(meshtrain.results, "plot_loss", lambda *_: "no picture is drawn")
         yield
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import meshtrain.report
+import meshtrain.results
 import meshtrain.train
 from meshtrain import stopping
 from meshtrain.checkpoint.folder import complete_steps, locked, open_manifest
@@ -31,7 +32,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meshtrain.report, "sample_flops", lambda *_: (None, "FLOPs are not counted"))
     monkeypatch.setattr(meshtrain.report, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s"))
-    monkeypatch.setattr(meshtrain.train, "plot_loss", lambda *_: "no picture is drawn")
+    monkeypatch.setattr(meshtrain.results, "plot_loss", lambda *_: "no picture is drawn")
     monkeypatch.setattr(stopping, "LOOK_EVERY_S", 0.0)
 
 

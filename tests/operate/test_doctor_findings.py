@@ -31,7 +31,7 @@ from meshtrain.operate.doctor.record import (
     from_json,
     to_json,
 )
-from meshtrain.operate.doctor.report import block, findings_text, report_json
+from meshtrain.operate.doctor.report import block, digests, digests_text, findings_text, report_json
 
 PLACE = Place("torchrun's options", "c10d", "node1", 29500, "job", 2, 2, processes="2")
 PLACE_2 = replace(PLACE, address="node2")
@@ -228,6 +228,7 @@ CASES: list[tuple[str, Change, tuple[str, ...]]] = [
     ("data-differs", path(1, "data.path", digest="xyz"), ("digest abc on node1", "digest xyz on node2")),
     ("folder-not-shared", after(found_by(0, tokens=()), found_by(1, tokens=())), ("train.output (/out)", "nfs4")),
     ("slow-read", path(1, "data.path", mib_per_s=10.0), ("10 MiB/s on node2",)),
+    ("slow-read", path(1, "train.output", mib_per_s=10.0), ("train.output is read with 10 MiB/s on node2",)),
     ("name-is-loopback", change(1, resolves={"node2": ("127.0.1.1",)}), ("127.0.1.1", "GLOO_SOCKET_IFNAME=eth0")),
     ("name-unresolved", change(1, resolves={"node2": ()}), ("`10.0.0.2 node2`",)),
     ("name-of-other-wrong", found_by(1, names={"node1": ()}), ("node2 cannot resolve the name node1",)),
@@ -390,3 +391,15 @@ def test_json_holds_what_was_found_and_from_what() -> None:
     assert report["status"] == 0
     assert report["findings"][0]["id"] == "transport"
     assert report["seen"]["hosts"][1]["host"] == "node2"
+
+
+def test_digests_tell_which_hosts_are_alike() -> None:
+    alike = digests(HEALTHY)
+    assert {kind: list(found.values()) for kind, found in alike.items()} == {
+        kind: [["node1", "node2"]] for kind in ("code", "versions", "config", "environment")
+    }
+    changed = change(1, code={"meshtrain/train.py": "a1", "meshtrain/step.py": "c3"})(HEALTHY)
+    other = digests(changed)
+    assert sorted(other["code"].values()) == [["node1"], ["node2"]]
+    assert other["config"] == alike["config"]
+    assert re.search(r"digests: code \w{8}/\w{8}, versions \w{8}, ", digests_text(changed))

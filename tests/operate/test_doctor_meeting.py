@@ -323,6 +323,8 @@ def test_files_left_by_others_are_seen_in_a_shared_folder_only(tmp_path: Path) -
     far = probe(Named("train.output", str(tmp_path / "other"), True))
     tokens = [one.token, two.token, far.token]
     assert one.seen == str(tmp_path / "shared"), "the run's folder is not made for this"
+    assert one.mib_per_s is not None
+    assert (tmp_path / "shared" / one.token).stat().st_size < 100, "what was read to measure the speed is gone"
     assert visible([one], tokens) == (tuple(sorted([one.token, two.token])), ())
     (tmp_path / "shared" / "secret").touch()
     asked = ["secret", f"{one.token}/../secret", f"../shared/{one.token}"]

@@ -184,6 +184,7 @@ LOST_BY = {
     "HOST_UNREACHABLE": [rank(0), rank(1, "b", "unreachable"), rank(2, "b", "unreachable")],
     "RANK_SILENT": [rank(0), rank(1, reach="silent")],
     "RANK_ABSENT": [rank(0, wait=waits(ranks=(0, 1))), rank(1)],
+    "RANKS_STUCK": [rank(i, wait=waits(number=7), begun={"0,1,2,3": 7}) for i in range(4)],
     "RANKS_DEADLOCKED": [rank(0, wait=waits(missing=(1,))), rank(1, wait=waits(over="tp", missing=(0,)))],
 }
 
@@ -292,7 +293,7 @@ def test_a_run_without_an_end_was_killed_unless_a_job_holds_its_folder(tmp_path:
 
 def test_out_of_memory_is_answered_with_the_runs_own_options(tmp_path: Path) -> None:
     write(tmp_path / "config.yaml", CONFIG)
-    log = write(tmp_path / "logs/job/attempt_0/3/stderr.log", f"{OOM}\n")
+    log = write(tmp_path / "logs/slurm-7.0/node_0/job/attempt_0/3/stderr.log", f"{OOM}\n")
     (found,) = causes(log)
     assert found.options[:5] == (
         "batch.micro_size=4 (now 8; the step and its loss stay the same)",

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshtrain.report
+import meshtrain.results
 import meshtrain.train
 from meshtrain import stopping
 from meshtrain.metrics import read as read_metrics
@@ -337,7 +338,7 @@ def go(small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
     """Trains in this process."""
     monkeypatch.setattr(meshtrain.report, "sample_flops", lambda *_: (None, "FLOPs are not counted"))
     monkeypatch.setattr(meshtrain.report, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s"))
-    monkeypatch.setattr(meshtrain.train, "plot_loss", lambda *_: "no picture is drawn")
+    monkeypatch.setattr(meshtrain.results, "plot_loss", lambda *_: "no picture is drawn")
     monkeypatch.setattr(stopping, "LOOK_EVERY_S", 0.0)
     options = (f"train.output={tmp_path}/run", "data.workers=0", "data.validation=0.2", "train.eval_every=3")
 

@@ -1,11 +1,12 @@
 """Which rank is named, by what was found out about all of them."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from meshtrain.operate.inquest import STACKS, Seen, Statement, Wait, decide, numbers
+from meshtrain.operate.inquest import STACKS, Seen, Statement, Wait, decide, numbers, same, unexplained, waited_for
 
 WORLD = (0, 1, 2, 3)
 
@@ -26,6 +27,7 @@ def failed(words: str, ago: float = 1.0, kind: str = "error") -> dict[str, Any]:
 
 
 CLOSED = failed("RuntimeError: [../gloo/transport/tcp/pair.cc:1] Connection closed by peer [10.0.0.2]:4711")
+CLOSED |= {"broken": True}
 
 
 def test_nothing_is_wrong_where_all_are_well() -> None:
@@ -161,3 +163,101 @@ def test_the_block_stays_short() -> None:
 
 def test_numbers_of_ranks() -> None:
     assert numbers([5, 0, 1, 2, 3, 8, 9]) == "0-3, 5, 8, 9"
+
+
+def test_an_error_that_reads_like_a_broken_connection_is_the_story_where_it_is_none() -> None:
+    reader = failed("ConnectionResetError: [Errno 104] Connection reset by peer")
+    seen = [rank(0, wait=waits()), rank(1, **CLOSED, wait=waits()), rank(2, **reader), rank(3, wait=waits())]
+    verdict = decide(seen, hangs=True)
+    assert verdict is not None
+    assert (verdict.what, verdict.ranks) == ("failed", (2,))
+
+
+def test_who_failed_and_did_not_arrive_is_told_with_its_failure() -> None:
+    seen = [rank(0, wait=waits()), rank(1, wait=waits()), rank(2, **CLOSED), rank(3, wait=waits())]
+    verdict = decide(seen, hangs=True)
+    assert verdict is not None
+    assert (verdict.what, verdict.ranks) == ("absent", (2,))
+    assert ": rank 2 failed in step 5: RuntimeError: [../gloo/" in verdict.headline
+    assert verdict.details[0].startswith("rank 2 on host a (dp_shard 2) failed: RuntimeError: ")
+
+
+@pytest.mark.parametrize("reach", ["unreachable", "silent"])
+def test_a_rank_that_does_not_answer_ends_no_job_that_gets_on(reach: str) -> None:
+    """A signal has come, nobody has failed and nobody is late: it may be behind a firewall, or busy."""
+    assert decide([rank(0, wait=waits()), rank(1, reach=reach)], hangs=False) is None
+    ended = failed("ended by SIGTERM", kind="signal")
+    verdict = decide([rank(0, **ended), rank(1, reach=reach)], hangs=False)
+    assert verdict is not None
+    assert verdict.what == "ended"
+    for seen, hangs in ([rank(0, **CLOSED)], False), ([rank(0)], True):
+        verdict = decide([*seen, rank(1, reach=reach)], hangs=hangs)
+        assert verdict is not None
+        assert (verdict.what, verdict.ranks) == (reach, (1,))
+
+
+def test_a_device_is_stuck_where_all_wait_and_nobody_is_behind() -> None:
+    all_reduce = waits("all_reduce 17", number=17)
+    seen = [rank(i, wait=all_reduce, begun={"0,1,2,3": 17 + i % 2}, stack=("step.py:9 update",)) for i in WORLD]
+    assert decide(seen, hangs=False) is None
+    verdict = decide(seen, hangs=True)
+    assert verdict is not None
+    assert verdict.headline == "all ranks wait in all_reduce 17 over dp_shard: a device or a link is stuck"
+    assert verdict.details == (
+        "all_reduce 17 over dp_shard (ranks 0-3): ranks 0-3 wait",
+        "ranks 0-3, in step 5:",
+        "    step.py:9 update",
+    )
+    one_runs = [*seen[:3], rank(3, begun={"0,1,2,3": 17})]
+    assert decide(one_runs, hangs=True) is None, "it has come, and does something"
+    assert same(seen, seen)
+    assert same(seen, [replace(one, statement=replace(one.statement, seconds=25.0)) for one in seen])  # type: ignore[type-var]
+    assert not same(seen, [*seen[:3], rank(3, wait=all_reduce, begun={"0,1,2,3": 19}, stack=("step.py:9 update",))])
+
+
+def test_where_nobody_waits_all_stacks_are_told_and_nobody_is_to_blame() -> None:
+    seen = [rank(i, seconds=300.0 + i, stack=("step.py:9 update",)) for i in WORLD]
+    assert decide(seen, hangs=True) is None
+    told = unexplained(seen)
+    assert told is not None
+    assert told.splitlines()[1:] == ["  ranks 0-3, in step 5:", "      step.py:9 update"]
+    assert "303 s in step 5" in told
+    assert unexplained([*seen[:3], rank(3, wait=waits())]) is None
+    assert unexplained([*seen[:3], rank(3, reach="silent")]) is None
+
+
+def test_who_is_busy_within_its_time_is_not_to_blame_and_is_named() -> None:
+    waiting = [rank(i, wait=waits(), late=True) for i in (0, 1, 3)]
+    saving = rank(2, phase="saving", seconds=200.0, patient=True)
+    assert decide([*waiting[:2], saving, waiting[2]], hangs=True) is None
+    assert waited_for([*waiting[:2], saving, waiting[2]]) == (
+        "waiting for rank 2 on host a (dp_shard 2): saving (step 5), for 200 s now"
+    )
+    for late in rank(2, phase="saving", patient=True, late=True), rank(2, phase="evaluation", seconds=200.0):
+        verdict = decide([*waiting[:2], late, waiting[2]], hangs=True)
+        assert verdict is not None
+        assert (verdict.what, verdict.ranks) == ("absent", (2,))
+    lost = decide([rank(0, **CLOSED, wait=waits()), waiting[1], saving, waiting[2]], hangs=True)
+    assert lost is not None
+    assert lost.ranks == (2,), "the job is lost anyway, and it says why"
+
+
+def test_thousands_of_ranks_are_judged_in_seconds() -> None:
+    """Each rank brings a list of its own, as it does when it has come as JSON."""
+    n = 4096
+    key = ",".join(map(str, range(n)))
+
+    def come(i: int) -> Seen:
+        return rank(
+            i, f"host{i // 8}", wait=waits("all_reduce 7", "all ranks", tuple(range(n)), number=7), begun={key: 7}
+        )
+
+    seen = [come(i) for i in range(n)]
+    one_away = [rank(i, f"host{i // 8}", begun={key: 6}) if i == 77 else one for i, one in enumerate(seen)]
+    half_gone = [rank(i, f"host{i // 8}", "gone") if i % 2 else one for i, one in enumerate(seen)]
+    for case, what in (seen, "stuck"), (one_away, "absent"), (half_gone, "gone"):
+        begun = time.process_time()
+        verdict = decide(case, hangs=True)
+        assert verdict is not None
+        assert verdict.what == what
+        assert time.process_time() - begun < 10

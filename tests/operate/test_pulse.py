@@ -5,13 +5,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
-from meshtrain.operate import pulse
-from meshtrain.operate.pulse import Address, Ear, SilentError, addresses_towards, ask, ask_all, state_of
+from meshtrain.operate import pulse, ranks
+from meshtrain.operate.pulse import Address, Ear, SilentError, addresses_towards, ask, ask_all, place, state_of
 from tests.launching import ROOT, environment
 
 
@@ -23,7 +26,7 @@ def ear() -> Iterator[Ear]:
 
 
 def at(port: int, *ips: str) -> Address:
-    return Address(0, "here", os.getpid(), port, ips or ("127.0.0.1",))
+    return Address(0, "host", os.getpid(), port, ips or ("127.0.0.1",), "here", "these")
 
 
 def test_a_question_is_answered(ear: Ear) -> None:
@@ -34,7 +37,8 @@ def test_a_question_is_answered(ear: Ear) -> None:
 def test_a_stranger_is_not_answered(ear: Ear) -> None:
     with pytest.raises(SilentError):
         ask(at(ear.port), {"ask": "end"}, "another job's")
-    for garbage in (b"GET / HTTP/1.1\r\n", b"[1]\n", b"\xff\n", b"{\n"):
+    strange = '{"token": "\u00fc"}\n'.encode(), b'{"token": "\\ud800"}\n', b"[" * 100_000 + b"\n"
+    for garbage in (b"GET / HTTP/1.1\r\n", b"[1]\n", b"\xff\n", b"{\n", *strange):
         with socket.create_connection(("127.0.0.1", ear.port), timeout=5) as connection:
             connection.sendall(garbage)
             assert connection.recv(10) == b""
@@ -49,6 +53,195 @@ def test_who_has_gone_refuses(ear: Ear) -> None:
 
 def test_the_host_itself_is_asked_without_the_network(ear: Ear) -> None:
     assert ask(at(ear.port, "192.0.2.1"), {}, ear.token, here="here") == {"heard": {}}
+
+
+def test_only_the_same_network_is_asked_by_loopback(ear: Ear, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host of the same name may be another."""
+
+    def connect(to: tuple[str, int], timeout: float) -> socket.socket:
+        asked.append(to[0])
+        return real(to, timeout)
+
+    asked: list[str] = []
+    real = socket.create_connection
+    monkeypatch.setattr(socket, "create_connection", connect)
+    ask(at(ear.port, "::1"), {}, ear.token, here="host")
+    assert asked == ["::1"]
+    ask(at(ear.port, "::1"), {}, ear.token, here="here")
+    assert asked == ["::1", "127.0.0.1"]
+
+
+def test_who_refuses_is_gone_only_if_no_address_leads_to_him(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(to: tuple[str, int], timeout: float) -> socket.socket:
+        if to[0] == "lost":
+            raise TimeoutError("timed out")
+        return real((to[0], to[1]), timeout)
+
+    real = socket.create_connection
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]  # nobody listens there on ::1
+        other = Ear(lambda question: {})
+        other.close()
+        for ips in (("lost", "::1"), ("::1", "lost")):
+            with pytest.raises(TimeoutError):
+                ask(at(port, *ips), {}, "")
+        with pytest.raises(ConnectionRefusedError):
+            ask(at(other.port, "::1", "127.0.0.1"), {}, "")
+        with pytest.raises(SilentError):
+            ask(at(port, "::1", "127.0.0.1"), {}, "", seconds=0.1)
+
+
+@pytest.mark.parametrize(
+    "says", [b"HTTP/1.1 400 Bad Request\r\n", b"[1]\n", b'{"error": "who"}\n', b'{"answered": 1}\n']
+)
+def test_another_program_on_the_port_of_a_rank_is_not_that_rank(says: bytes) -> None:
+    def serve() -> None:
+        connection, _ = taken.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(says)
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(ConnectionRefusedError):
+            ask(at(taken.getsockname()[1]), {}, "")
+
+
+def test_an_ear_outlives_what_the_system_runs_out_of(ear: Ear, monkeypatch: pytest.MonkeyPatch) -> None:
+    exhausted = Exhausted(ear._listening)
+    monkeypatch.setattr(ear, "_listening", exhausted)
+    assert ask(at(ear.port), {}, ear.token) == {"heard": {}}, "accepted by the socket that it had"
+    start, left = threading.Thread.start, [2]
+
+    def fails(thread: threading.Thread) -> None:
+        if thread.name == "answer" and left[0]:
+            left[0] -= 1
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    assert ask(at(ear.port), {}, ear.token) == {"heard": {}}
+    assert (left, exhausted.left) == ([0], 0), "all of it has happened"
+
+
+class Exhausted:
+    """A socket that fails at first."""
+
+    def __init__(self, listening: socket.socket) -> None:
+        self._listening, self.left = listening, 2
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.left:
+            self.left -= 1
+            raise OSError(24, "Too many open files")
+        return self._listening.accept()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._listening, name)
+
+
+def test_strangers_hold_few_threads_and_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that says a byte now and then, too."""
+    monkeypatch.setattr(pulse, "ANSWER_S", 0.6)
+    monkeypatch.setattr(pulse, "READERS", 2)
+    ear = Ear(lambda question: {})
+    strangers = [socket.create_connection(("127.0.0.1", ear.port)) for _ in range(4)]
+    most, over = [], threading.Event()
+
+    def talk() -> None:
+        while not over.wait(0.1):
+            most.append(sum(thread.name == "answer" for thread in threading.enumerate()))
+            for stranger in strangers:
+                with suppress(OSError):  # it was not listened to any longer
+                    stranger.sendall(b"x")
+
+    talking = threading.Thread(target=talk)
+    talking.start()
+    try:
+        assert ask(at(ear.port), {}, ear.token, seconds=10) == {}
+        assert max(most) <= 2
+    finally:
+        over.set()
+        talking.join()
+        for stranger in strangers:
+            stranger.close()
+        ear.close()
+
+
+def test_a_place_is_not_known_by_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert place("one") == place("another") or not os.path.exists(pulse.BOOT)
+    assert place("one").net != place("one").pids or not os.path.exists("/proc/self/ns/net")
+    monkeypatch.setattr(pulse, "BOOT", "/no/such/file")
+    assert place("one").net != place("another").net
+
+
+def several(hosts: int, each: int) -> list[Address]:
+    return [
+        Address(rank, "same", rank, 1, ("a",), f"net {rank // each}", f"pids {rank // each}")
+        for rank in range(hosts * each)
+    ]
+
+
+def test_hosts_that_are_lost_are_not_asked_rank_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first host nobody is reached, of the second all but its first rank; the third refuses."""
+
+    def fake(to: Address, *_: object, **__: object) -> dict[str, int]:
+        asked.append(to.rank)
+        if to.rank <= 40:
+            raise TimeoutError("timed out")
+        if to.rank >= 80:
+            raise ConnectionRefusedError
+        return {"rank": to.rank}
+
+    asked: list[int] = []
+    monkeypatch.setattr(pulse, "ask", fake)
+    answers = ask_all(several(3, 40), {}, "", "")
+    assert sorted(asked) == [0, 1, *range(40, 120)]
+    assert [pulse.unreachable(answer) for answer in answers] == [True] * 41 + [False] * 79
+    assert answers[41:80] == [{"rank": rank} for rank in range(41, 80)]
+    assert all(isinstance(answer, ConnectionRefusedError) for answer in answers[80:])
+
+
+class Fake:
+    """A job of which this process is some rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.host = rank, "same"
+
+
+def test_processes_of_a_host_with_the_same_name_are_left_alone(monkeypatch: pytest.MonkeyPatch, ear: Ear) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr(pulse, "state_of", lambda pid: "T")
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
+    known = ranks.Ranks(Fake(2), ear, several(2, 2))  # type: ignore[arg-type]
+    for rank in range(4):
+        known.end(rank)
+    assert killed == [2, 3]
+    assert [known.look(rank) for rank in range(4)] == ["", "", "T", "T"]
+
+
+def test_who_did_not_hear_is_told_again(monkeypatch: pytest.MonkeyPatch, ear: Ear) -> None:
+    def fake(some: Sequence[Address], *_: object) -> list[Any]:
+        told.append([to.rank for to in some])
+        return [SilentError() if to.rank == 2 else {} for to in some]
+
+    told: list[list[int]] = []
+    monkeypatch.setattr(pulse, "ask_all", fake)
+    ranks.Ranks(Fake(0), ear, several(2, 2)).tell({1, 2, 3}, {"ask": "end"})  # type: ignore[arg-type]
+    assert told == [[1, 2, 3], [2]]
+
+
+def test_the_lowest_that_lives_is_found_soon(monkeypatch: pytest.MonkeyPatch, ear: Ear) -> None:
+    def fake(some: Sequence[Address], *_: object) -> list[Any]:
+        rounds.append(len(some))
+        return [{} if to.rank == 290 else TimeoutError() for to in some]
+
+    rounds: list[int] = []
+    monkeypatch.setattr(pulse, "ask_all", fake)
+    lowest = ranks.Ranks(Fake(300), ear, several(50, 8)).lowest()  # type: ignore[arg-type]
+    assert [to.rank for to in lowest] == [290, 300]
+    assert rounds == [16, 64, 220]
 
 
 def test_nothing_comes_back_where_the_network_drops_everything(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import meshtrain.build
 import meshtrain.report
+import meshtrain.results
 import meshtrain.train
 from meshtrain.config import Config
 from meshtrain.environment import read_environment
@@ -42,7 +43,7 @@ def counted_once(model: nn.Module, blocks: Sequence[nn.Module], inputs: tuple[Te
 meshtrain.build.block_flops = counted_once
 meshtrain.report.sample_flops = lambda *_: (None, "FLOPs are not counted")
 meshtrain.report.peak_flops = lambda *_: (1.0, "a peak of 1 FLOP/s")
-meshtrain.train.plot_loss = lambda *_: "no picture is drawn"
+meshtrain.results.plot_loss = lambda *_: "no picture is drawn"
 
 job = join(read_environment(os.environ))
 with leaving(job):

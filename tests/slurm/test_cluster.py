@@ -131,6 +131,23 @@ def test_a_run_trains_to_its_end(cluster: Cluster, submit: Callable, losses: lis
         assert names == [f"rank_{rank:05d}.log" for rank in range(4)]
 
 
+def test_srun_without_a_script(cluster: Cluster, config: Path, losses: list[float], tmp_path: Path) -> None:
+    """The nodes meet where the job's own number says; the doctor, and then a training."""
+    run, python = Run(tmp_path / "run"), sys.executable
+    output = f"train.steps={STEPS} train.output={run.folder}"
+    doctor = f"srun {python} -m meshtrain.cli doctor '{config}' {output}"
+    training = f"srun --kill-on-bad-exit=0 {python} -m meshtrain.train '{config}' {output}"
+    printed = tmp_path / "job.out"
+    job = cluster.sbatch(
+        "--nodes=2", "--ntasks-per-node=2", f"--output={printed}", "--wrap", f"{doctor} && {training}"
+    )  # fmt: skip
+    found = cluster.wait(job)
+    assert found["JobState"] == "COMPLETED", printed.read_text()
+    assert printed.read_text().count("collectives over gloo") == 1, printed.read_text()
+    assert "met at node1:" in printed.read_text()
+    assert [row["loss"] for row in run.rows] == losses
+
+
 @both
 def test_a_run_that_is_stopped_comes_back(cluster: Cluster, submit: Callable, losses: list[float], script: str) -> None:
     """By scancel --signal, then by a job that takes its nodes; each time it goes on from where it stopped."""

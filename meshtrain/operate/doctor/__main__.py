@@ -1,10 +1,12 @@
 """`torchrun ... -m meshtrain.operate.doctor CONFIG`: where all nodes have met."""
 
 import argparse
+import os
 import sys
 
 from meshtrain.errors import InputError
 from meshtrain.operate.doctor.command import add_arguments, run
+from meshtrain.orphans import end_with_launcher
 
 
 def main() -> int:
@@ -18,4 +20,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    end_with_launcher(os.environ)
     sys.exit(main())

@@ -113,10 +113,23 @@ def _written(named: Named) -> PathFacts:
     path = Path(named.path)
     seen = next(one for one in (path, *path.parents) if one.is_dir())
     token = TOKEN + uuid.uuid4().hex
+    speed = _scratch(seen / token)
     (seen / token).write_text("meshtrain doctor was here, and removes this when it is done\n")
     return PathFacts(
-        named.key, named.path, True, str(seen), "", None, "", None, token, filesystem(str(seen)), free_gib(str(seen))
+        named.key, named.path, True, str(seen), "", None, "", speed, token, filesystem(str(seen)), free_gib(str(seen))
     )
+
+
+def _scratch(path: Path) -> float | None:
+    """MiB per second at which what was written there is read, as a restart reads its checkpoint."""
+    try:
+        with path.open("wb", buffering=0) as file:
+            file.write(os.urandom(CHUNK))  # some file systems pack or merge what is all alike
+            os.fsync(file.fileno())
+        return _speed(path)
+    except OSError:
+        path.unlink(missing_ok=True)  # nobody tidies up what was not told
+        raise
 
 
 def visible(own: Sequence[PathFacts], others: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -1,5 +1,6 @@
 """What people and programs read of it."""
 
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from meshtrain.operate.doctor.record import Host, Seen, Timing
 MARKS = {"error": "ERROR", "warning": "warning", "note": "note"}
 WIDTH = 140  # of what is not written to a terminal
 MOST_HOSTS = 32  # of the table; `--json` has all
+MOST_DIGESTS = 4  # of one kind that are shown
 
 
 def print_report(seen: Seen, found: Sequence[Finding], as_json: bool) -> None:
@@ -26,6 +28,7 @@ def print_report(seen: Seen, found: Sequence[Finding], as_json: bool) -> None:
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else WIDTH)
     if seen.attempt is None:
         console.print(_hosts_table(seen))
+        console.print(digests_text(seen) + "\n")
     if seen.timings is not None and seen.timings.timings:
         console.print(_timings_table(seen.timings.timings, seen.timings.backend))
     print(findings_text(found), flush=True)
@@ -64,13 +67,35 @@ def _plain(text: str) -> str:
     return "".join(char for char in text if char.isprintable() or char == "\n")
 
 
+def digests(seen: Seen) -> dict[str, dict[str, list[str]]]:
+    """What should be alike on all hosts -> its digest -> the hosts that have it."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for name, host in zip(labels(seen), seen.hosts, strict=True):
+        kinds = {"code": host.code, "versions": host.versions, "config": host.config, "environment": host.variables}
+        for kind, value in kinds.items():
+            digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
+            found.setdefault(kind, {}).setdefault(digest, []).append(name)
+    return found
+
+
+def digests_text(seen: Seen) -> str:
+    """`code 3f2a90c1, versions ...` for people who compare jobs; what differs stands among the findings."""
+    told = [f"{kind} {'/'.join(values)}" for kind, values in digests(seen).items() if len(values) <= MOST_DIGESTS]
+    return "digests: " + ", ".join(told)
+
+
 def _count(number: int, word: str) -> str:
     return f"{number} {word}{'s' * (number != 1)}"
 
 
 def report_json(seen: Seen, found: Sequence[Finding]) -> dict[str, Any]:
     """Everything for a program: `status`, `findings`, and what they were found from."""
-    return {"status": status(list(found)), "findings": [asdict(one) for one in found], "seen": asdict(seen)}
+    return {
+        "status": status(list(found)),
+        "findings": [asdict(one) for one in found],
+        "digests": digests(seen),
+        "seen": asdict(seen),
+    }
 
 
 def _hosts_table(seen: Seen) -> Any:

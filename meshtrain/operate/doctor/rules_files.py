@@ -34,7 +34,7 @@ def files(seen: Seen) -> Iterator[Finding]:
             yield from _not_shared(seen, key, usable)
         else:
             yield from _not_the_same(seen, key, usable)
-            yield from _slow(seen, key, usable)
+        yield from _slow(seen, key, usable)
 
 
 def _problems(seen: Seen, key: str, all_: list[tuple[int, PathFacts]]) -> Iterator[Finding]:
@@ -107,5 +107,7 @@ def _slow(seen: Seen, key: str, usable: list[tuple[int, PathFacts]]) -> Iterator
                 f"{key} is read with {speed:.0f} MiB/s on {name}"
                 + (f" (the median host: {middle:.0f})" if len(speeds) > 1 else ""),
                 (name,),
-                "copy the data to a local disk of every host first, or raise data.workers and data.prefetch",
+                "see which of them the file server treats differently: a restart reads its checkpoint from there"
+                if usable[0][1].writes
+                else "copy the data to a local disk of every host first, or raise data.workers and data.prefetch",
             )
