@@ -11,7 +11,7 @@ from meshtrain.layout import Layout
 
 if TYPE_CHECKING:
     from meshtrain.mesh import build_mesh
-    from meshtrain.operate.watchdog import start
+    from meshtrain.operate.start import start
     from meshtrain.parallel.apply import parallelize
 
 __all__ = ["Layout", "build_mesh", "parallelize", "start"]
@@ -19,7 +19,7 @@ __all__ = ["Layout", "build_mesh", "parallelize", "start"]
 _ROOMS = {
     "build_mesh": "meshtrain.mesh",
     "parallelize": "meshtrain.parallel.apply",
-    "start": "meshtrain.operate.watchdog",
+    "start": "meshtrain.operate.start",
 }
 
 

@@ -1,6 +1,7 @@
 """The one way out of a job, whatever happens in it."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -65,6 +66,13 @@ def by_signal(error: BaseException) -> bool:
     if isinstance(error, SystemExit):
         return isinstance(error.code, int) and error.code > 128
     return isinstance(error, KeyboardInterrupt)
+
+
+def signal_of(error: BaseException) -> str:
+    """Its name, where `by_signal` is so."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return signal.Signals(error.code - 128).name
+    return "SIGINT"
 
 
 def _part(job: Job) -> None:

@@ -116,7 +116,7 @@ def run(config: Config, job: Job, signals: Signals | None = None, watch: Watch |
         if job.rank == 0:
             requests.watch(folder.path, config.train.time_limit_s, os.environ)
         with Ending(folder, job) as ending:
-            watch.lose = ending.lose
+            watch.loses(ending.lose)
             if not ending.done_before(wanted.steps, resume):
                 job.connect(patience(config.train.start_timeout_s))
                 train(wanted, job, data, ending, resume, requests, watch)

@@ -1,5 +1,6 @@
-"""How long a rank may take to get on before somebody looks into it."""
+"""How long a rank may take to get on before somebody looks into it, and how long it has taken."""
 
+import time
 from dataclasses import dataclass, field
 
 LEAST_S = 300.0  # the shortest deadline that is taken from measured steps: a file system's fail-over takes minutes
@@ -53,3 +54,48 @@ class Deadlines:
 def patience(deadline_s: float) -> float:
     """The time limit in seconds of a process group whose watchdog has this deadline: it speaks first."""
     return 1.5 * deadline_s + 60
+
+
+class Clock:
+    """What this rank does, and since when. The main thread says so; the watchdog's reads it.
+
+    Attributes:
+        deadlines: may be changed while it runs.
+        phase: see `Deadlines.of`; or a loop of the user's own.
+        step: the step that it is in, or was in last.
+        since: when it last got on.
+        misses: deadlines that have passed since then.
+    """
+
+    def __init__(self) -> None:
+        self.deadlines = Deadlines()
+        self.step = 0
+        self.at("start")
+
+    def at(self, phase: str, step: int | None = None) -> None:
+        """It has got on: it is in this phase now, and in this step."""
+        self.step = self.step if step is None else step
+        self.phase, self.since = phase, time.monotonic()
+        self._put_off_s, self.misses = 0.0, 0
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.since
+
+    @property
+    def late(self) -> bool:
+        """Whether it has taken longer than the deadline of what it does."""
+        return self.seconds > self.deadlines.of(self.phase)
+
+    def missed(self) -> bool:
+        """Whether a deadline has passed: counts it, and gives it as long again."""
+        more_s = self.seconds - self._put_off_s - self.deadlines.of(self.phase)
+        if more_s <= 0:
+            return False
+        self.misses += 1
+        self._put_off_s += self.deadlines.of(self.phase) + more_s
+        return True
+
+    def slept(self) -> None:
+        """The time so far does not count: this process was stopped."""
+        self._put_off_s = self.seconds

@@ -4,119 +4,10 @@ torchrun names the process that ended first, and a time-out is reported by those
 Whoever is asked here is asked about itself, and who does not answer has answered as well.
 """
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
-STACKS = 6  # different ones that are shown; ranks in the same place share one
-NAMED = 4  # ranks that are named with host and coordinate; of more, the numbers are given
-
-# What errors of collectives and of the store say: another process has gone before, or did not come. What reads from
-# the network says the like of itself: see witness.of_connections.
-BROKEN = re.compile(
-    r"another rank has failed|Connection (?:closed|reset|refused)|Broken pipe|closed by peer|Timed out waiting"
-    r"|DistNetworkError|DistStoreError|DistBackendError|NCCL|gloo|Socket Timeout|recvValue|sendBytes",
-    re.IGNORECASE,
-)
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Where a rank waits for others.
-
-    Attributes:
-        what: `all_reduce 204`, for people.
-        over: the group, for people: `dp_shard`.
-        ranks: of the group.
-        number: how many collectives of this group the rank has begun with this one, where that is known.
-        missing: who has not come, where the rank knows it itself.
-    """
-
-    what: str
-    over: str
-    ranks: tuple[int, ...]
-    number: int | None = None
-    missing: tuple[int, ...] | None = None
-
-    def __str__(self) -> str:
-        return f"{self.what} over {self.over}" if self.over else self.what
-
-
-@dataclass(frozen=True)
-class Statement:
-    """What a living rank says of itself.
-
-    Attributes:
-        phase: what it is doing: start, step, evaluation, saving, end, or a loop of the user's own.
-        step: the step that it is in, or was in last.
-        seconds: since it last got on.
-        failure: what it failed with, if it did. kind: "error", or "signal" if a signal has ended it.
-        failed_s: seconds since then.
-        broken: whether it failed because its connections to other ranks broke, or they did not come.
-        late: whether it has missed its own deadline.
-        patient: whether it does what may take long: it reads or writes files.
-        wait: where it waits for others, if it does.
-        begun: ranks of a group ("0,2") -> collectives of it that the rank has begun.
-        stack: where its main thread is, innermost last.
-        debugged: whether a debugger holds it.
-    """
-
-    phase: str
-    step: int
-    seconds: float
-    failure: str | None = None
-    kind: str | None = None
-    failed_s: float = 0.0
-    broken: bool = False
-    late: bool = False
-    patient: bool = False
-    wait: Wait | None = None
-    begun: Mapping[str, int] = field(default_factory=dict)
-    stack: tuple[str, ...] = ()
-    debugged: bool = False
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What was found out about a rank.
-
-    Attributes:
-        who: rank, host and coordinate, for people.
-        pid: of its process.
-        reach: "answers"; "gone": its host says that nobody listens there any more; "silent": the connection was taken
-            and not answered; "unreachable": nothing came back from its host.
-        stopped: whether its process is, as another rank of its host has seen.
-    """
-
-    rank: int
-    host: str
-    who: str
-    pid: int
-    reach: str
-    statement: Statement | None = None
-    stopped: bool = False
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a job was lost by.
-
-    Attributes:
-        what: "gone", "stopped", "unreachable", "silent", "failed", "ended" (by a signal), "absent", "deadlock" or
-            "stuck" (all are where they should be, and what they wait for does not end).
-        ranks: to whom it happened; none where it was nobody in particular.
-        headline: in a sentence, as it follows "rank 0 on host a stops, because".
-        details: lines to go below it.
-    """
-
-    what: str
-    ranks: tuple[int, ...]
-    headline: str
-    details: tuple[str, ...] = ()
-
-    @property
-    def text(self) -> str:
-        return "\n".join([self.headline, *(f"  {line}" for line in self.details)])
+from meshtrain.operate.testimony import Seen, Statement, Verdict, Wait, ranks_of
+from meshtrain.operate.wording import NAMED, doing, lost_to, named, numbers, stacks, waiting, where
 
 
 def decide(seen: Sequence[Seen], *, hangs: bool) -> Verdict | None:
@@ -131,8 +22,8 @@ def decide(seen: Sequence[Seen], *, hangs: bool) -> Verdict | None:
     if (verdict := _missing(seen, ("gone", "stopped"))) is not None:
         return verdict
     failed = [one for one in seen if one.statement is not None and one.statement.failure is not None]
-    errors = [one for one in failed if _said(one).kind == "error"]
-    own = [one for one in errors if not _said(one).broken]
+    errors = [one for one in failed if one.said.kind == "error"]
+    own = [one for one in errors if not one.said.broken]
     if own:
         return _failed(_first(own))
     # Who does not answer may be busy, or behind a firewall: that alone is no reason to end a job that gets on.
@@ -144,25 +35,16 @@ def decide(seen: Sequence[Seen], *, hangs: bool) -> Verdict | None:
         return _failed(_first(errors))
     if failed:
         first = _first(failed)
-        return Verdict("ended", (first.rank,), f"{first.who} was {_said(first).failure}")
+        return Verdict("ended", (first.rank,), f"{first.who} was {first.said.failure}")
     return _stuck(seen) if hangs else None
 
 
-def _said(one: Seen) -> Statement:
-    assert one.statement is not None  # it was asked for only of those who answered
-    return one.statement
-
-
-def _ranks(some: Iterable[Seen]) -> tuple[int, ...]:
-    return tuple(one.rank for one in some)
-
-
 def _first(failed: Sequence[Seen]) -> Seen:
-    return max(failed, key=lambda one: (_said(one).failed_s, -one.rank))
+    return max(failed, key=lambda one: (one.said.failed_s, -one.rank))
 
 
 def _failed(one: Seen) -> Verdict:
-    return Verdict("failed", (one.rank,), f"{one.who} failed: {_said(one).failure}")
+    return Verdict("failed", (one.rank,), f"{one.who} failed: {one.said.failure}")
 
 
 def _also(one: Seen) -> list[str]:
@@ -182,59 +64,9 @@ def _missing(seen: Sequence[Seen], kinds: Sequence[str]) -> Verdict | None:
         if lost:
             ranks = {one.rank for one in lost}
             more = [line for one in seen if one.rank not in ranks for line in _also(one)]
-            stacks = () if what == "gone" else _stacks(seen)
-            details = (*more, *_waits(seen, ranks), *stacks)
-            return Verdict(what, _ranks(lost), _lost(what, lost, seen), details)
+            details = (*more, *waiting(seen, ranks), *(() if what == "gone" else stacks(seen)))
+            return Verdict(what, ranks_of(lost), lost_to(what, lost, seen), details)
     return None
-
-
-def _lost(what: str, lost: Sequence[Seen], seen: Sequence[Seen]) -> str:
-    ranks = {one.rank for one in lost}
-    hosts = list(dict.fromkeys(one.host for one in lost))
-    alive = {one.host for one in seen if one.rank not in ranks}
-    whole = [host for host in hosts if host not in alive]
-    many = len(lost) > 1
-    if what == "unreachable":
-        some = "; ".join(f"host {host}: {_named([one for one in lost if one.host == host])}" for host in hosts)
-        word = "hosts" if len(hosts) > 1 else "host"
-        return (
-            f"{word} {', '.join(hosts)} cannot be reached: {'they are' if len(hosts) > 1 else 'it is'} down, or the "
-            f"network between is cut ({some})"
-        )
-    if what == "gone":
-        all_of_host = f" (all ranks of host {', '.join(whole)})" if whole and many else ""
-        processes = f"processes {', '.join(str(one.pid) for one in lost[:NAMED])}" if many else f"process {lost[0].pid}"
-        return (
-            f"{_named(lost)} {'are' if many else 'is'} gone{all_of_host}: {processes} {'were' if many else 'was'} "
-            "killed (by somebody, or because memory was full) or crashed; its output or the kernel's log may say why"
-        )
-    if what == "stopped":
-        state = f"process {lost[0].pid} lives" if not many else "the processes live"
-        return f"{_named(lost)} {'are' if many else 'is'} stopped (SIGSTOP, or a debugger): {state}, and does not run"
-    return (
-        f"{_named(lost)} {'do' if many else 'does'} not answer: process {lost[0].pid} is there, and is stopped, "
-        "starved or in a call that lets none of its other threads run"
-    )
-
-
-def _named(some: Sequence[Seen]) -> str:
-    if len(some) <= NAMED:
-        return ", ".join(one.who for one in some)
-    hosts = list(dict.fromkeys(one.host for one in some))
-    return (
-        f"ranks {numbers(one.rank for one in some)} on host {', '.join(hosts[:NAMED])}{', ...' * (len(hosts) > NAMED)}"
-    )
-
-
-def numbers(ranks: Iterable[int]) -> str:
-    """`0-5, 8, 9` for people."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
 # Hangs --------------------------------------------------------------------------------------------------------------
@@ -255,24 +87,24 @@ def _absent(seen: Sequence[Seen], *, spare: bool) -> Verdict | None:
     if not ends:
         circle = [by_rank[rank] for rank in sorted(behind)]
         headline = (
-            f"{_named(circle)} wait for each other: they have not called the same collectives in the same order, or a "
+            f"{named(circle)} wait for each other: they have not called the same collectives in the same order, or a "
             "message was lost"
         )
-        return Verdict("deadlock", _ranks(circle), headline, (*_waits(seen, set(behind)), *_stacks(seen)))
+        return Verdict("deadlock", ranks_of(circle), headline, (*waiting(seen, set(behind)), *stacks(seen)))
     if spare and (ends := [rank for rank in ends if not _patient(by_rank[rank])]) == []:
         return None
     culprits = [by_rank[rank] for rank in ends]
     one = culprits[0]
     victims = sorted(rank for rank, others in behind.items() if one.rank in others)
-    waits = [wait for rank in victims if (wait := _said(by_rank[rank]).wait) is not None]
+    waits = [wait for rank in victims if (wait := by_rank[rank].said.wait) is not None]
     wait = next((one for one in waits if one.number is not None), waits[0])
-    seconds = max(_said(by_rank[rank]).seconds for rank in victims)
+    seconds = max(by_rank[rank].said.seconds for rank in victims)
     headline = (
-        f"{_named(culprits)} did not arrive at {wait} (ranks {numbers(wait.ranks)}), where "
-        f"{'ranks' if len(victims) > 1 else 'rank'} {numbers(victims)} waited for {seconds:.0f} s: {_doing(one)}"
+        f"{named(culprits)} did not arrive at {wait} (ranks {numbers(wait.ranks)}), where "
+        f"{'ranks' if len(victims) > 1 else 'rank'} {numbers(victims)} waited for {seconds:.0f} s: {doing(one)}"
     )
     failed = [f"{one.who} failed: {said.failure}" for one in culprits if (said := one.statement) and said.failure]
-    return Verdict("absent", tuple(ends), headline, (*failed, *_waits(seen, set(ends)), *_stacks(seen)))
+    return Verdict("absent", tuple(ends), headline, (*failed, *waiting(seen, set(ends)), *stacks(seen)))
 
 
 def _union(behind: Mapping[int, frozenset[int]]) -> set[int]:
@@ -282,14 +114,6 @@ def _union(behind: Mapping[int, frozenset[int]]) -> set[int]:
 
 def _patient(one: Seen) -> bool:
     return one.statement is not None and one.statement.patient and not one.statement.late
-
-
-def _doing(one: Seen) -> str:
-    said = _said(one)
-    if said.failure is not None:
-        return f"rank {one.rank} failed in {_where(said)}: {said.failure.splitlines()[0]}"
-    where = f"; it is at {said.stack[-1]}" if said.stack else ""
-    return f"rank {one.rank} is in {_where(said)}{where}"
 
 
 def _behind(seen: Sequence[Seen]) -> dict[int, frozenset[int]]:
@@ -330,11 +154,11 @@ def _stuck(seen: Sequence[Seen]) -> Verdict | None:
     known = [wait for wait in waits if wait is not None]
     if not known or len(known) < len(seen) or _behind(seen):
         return None
-    where = list(dict.fromkeys(map(str, known)))
-    places = ", ".join(where[:NAMED]) + ", ..." * (len(where) > NAMED)
+    different = list(dict.fromkeys(map(str, known)))
+    places = ", ".join(different[:NAMED]) + ", ..." * (len(different) > NAMED)
     message = "" if all(wait.number is not None for wait in known) else ", or a message was not sent"
     headline = f"all ranks wait in {places}: a device or a link is stuck{message}"
-    return Verdict("stuck", (), headline, (*_waits(seen, set(_ranks(seen))), *_stacks(seen)))
+    return Verdict("stuck", (), headline, (*waiting(seen, set(ranks_of(seen))), *stacks(seen)))
 
 
 def same(before: Sequence[Seen], now: Sequence[Seen]) -> bool:
@@ -353,8 +177,8 @@ def unexplained(seen: Sequence[Seen]) -> str | None:
     if len(said) < len(seen) or any(one.wait or one.failure or one.debugged for one in said):
         return None
     seconds = max(one.seconds for one in said)
-    head = f"this takes long ({seconds:.0f} s in {_where(max(said, key=lambda one: one.seconds))}), and no rank waits"
-    return "\n".join([f"{head} for another one, as far as can be seen. They are:", *(f"  {x}" for x in _stacks(seen))])
+    head = f"this takes long ({seconds:.0f} s in {where(max(said, key=lambda one: one.seconds))}), and no rank waits"
+    return "\n".join([f"{head} for another one, as far as can be seen. They are:", *(f"  {x}" for x in stacks(seen))])
 
 
 def waited_for(seen: Sequence[Seen]) -> str:
@@ -365,52 +189,7 @@ def waited_for(seen: Sequence[Seen]) -> str:
     some = [one for one in seen if one.rank in (ends or {rank for rank in said if said[rank].late})]
     silent = [one for one in seen if one.statement is None]
     if not some:
-        return f"waiting for {_named(silent or seen)}"
-    longest = max(some, key=lambda one: _said(one).seconds)
-    words = f"{_named(some)}: {_where(_said(longest))}, for {_said(longest).seconds:.0f} s now"
-    return f"waiting for {words}" + (f"; no answer from {_named(silent)}" if silent else "")
-
-
-def _where(said: Statement) -> str:
-    if said.phase == "step":
-        return f"step {said.step}"
-    return f"{said.phase} (step {said.step})" if said.step else said.phase
-
-
-def _waits(seen: Sequence[Seen], culprits: set[int]) -> list[str]:
-    """Which groups wait for them, and who waits there."""
-    by_wait: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
-    for one in seen:
-        wait = one.statement.wait if one.statement is not None else None
-        if wait is not None:
-            by_wait.setdefault((str(wait), wait.ranks, wait.missing or ()), []).append(one.rank)
-    joined: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for (what, ranks, missing), who in by_wait.items():
-        if not culprits.isdisjoint(ranks) or not culprits.isdisjoint(missing):
-            joined.setdefault((what, ranks), []).extend(who)
-    lines = []
-    for (what, ranks), who in list(joined.items())[:STACKS]:
-        group = f" (ranks {numbers(ranks)})" if ranks else ""
-        absent = (set(ranks) & culprits or culprits) - set(who)
-        lines.append(f"{what}{group}: {_verb(sorted(who))}" + f", not arrived: {numbers(absent)}" * bool(absent))
-    return lines
-
-
-def _verb(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {numbers(ranks)} wait"
-
-
-def _stacks(seen: Sequence[Seen]) -> list[str]:
-    """Where every rank is, equal stacks once."""
-    alike: dict[tuple[str, tuple[str, ...]], list[Seen]] = {}
-    for one in seen:
-        if one.statement is not None and one.statement.stack:
-            alike.setdefault((_where(one.statement), one.statement.stack), []).append(one)
-    lines = []
-    groups = sorted(alike.items(), key=lambda item: (len(item[1]), item[1][0].rank))  # the odd one out comes first
-    for (where, stack), who in groups[:STACKS]:
-        lines.append(f"{'ranks' if len(who) > 1 else 'rank'} {numbers(_ranks(who))}, in {where}:")
-        lines += [f"    {frame}" for frame in stack]
-    if len(groups) > STACKS:
-        lines.append(f"and {len(groups) - STACKS} other stacks")
-    return lines
+        return f"waiting for {named(silent or seen)}"
+    longest = max(some, key=lambda one: one.said.seconds)
+    words = f"{named(some)}: {where(longest.said)}, for {longest.said.seconds:.0f} s now"
+    return f"waiting for {words}" + (f"; no answer from {named(silent)}" if silent else "")

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from meshtrain.operate import pulse
-from meshtrain.operate.inquest import Seen, Statement, Verdict, Wait
 from meshtrain.operate.pulse import Address, Ear
+from meshtrain.operate.testimony import Seen, Statement, Verdict, Wait
 from meshtrain.runtime import Job
 
 LOWEST = 16  # ranks among which the lowest that lives is looked for at once, to begin with

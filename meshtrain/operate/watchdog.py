@@ -1,12 +1,11 @@
 """A watchdog on every rank: what takes too long, or has failed, is looked into, and the rank it began with is named.
 
 While all is well it costs a rank one thread that looks at the clock once a second, and sends nothing. When a deadline
-has passed or a rank fails, the lowest rank that lives asks all others (pulse.py), decides (inquest.py), prints one
+has passed or a rank fails, the lowest rank that lives asks all others (pulse.py), decides (leading.py), prints one
 block, and tells the others, and everybody ends. The deadline comes before the time limits of the process groups
 (`patience`), which could only name a rank that has waited.
 """
 
-import os
 import signal
 import sys
 import threading
@@ -15,33 +14,26 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from types import FrameType
 from typing import Any, TypeVar
 
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-from meshtrain.environment import read_environment
-from meshtrain.errors import InputError
-from meshtrain.leaving import by_signal, leaving
+from meshtrain.leaving import by_signal
 from meshtrain.operate import witness
 from meshtrain.operate.bell import Bell
-from meshtrain.operate.deadlines import MEASURED, PATIENT, Deadlines, patience
-from meshtrain.operate.inquest import Seen, Statement, Verdict, decide, same, unexplained, waited_for
+from meshtrain.operate.deadlines import MEASURED, Clock, Deadlines, patience
+from meshtrain.operate.last_words import LastWords, end
+from meshtrain.operate.leading import Leader
 from meshtrain.operate.pulse import Ear
 from meshtrain.operate.ranks import Ranks, meet
-from meshtrain.orphans import end_with_launcher
+from meshtrain.operate.testify import Failure, statement
+from meshtrain.operate.testimony import Verdict
 from meshtrain.rounds import Lost, described
-from meshtrain.runtime import Job, join
+from meshtrain.runtime import Job
 
 LOOK_EVERY_S = 1.0
 ASLEEP_S = 5.0  # a look that comes so late says that this process was stopped: no conclusions are drawn from the clock
 VERDICT_S = 20.0  # the most that a failed rank waits for a verdict
 GENTLY_S = 2.0  # for the main thread to end by itself, before it is not asked any more
 UNWIND_S = 15.0  # for the main thread of a failed rank to write down what it has to
-FRESH_S = 5.0  # so long nobody looks again where nothing was wrong
-RECORDER_S = 1.5  # for the flight recorder to answer
-MOVES_S = 5.0  # for ranks that all wait in one place to get on, before they count as stuck there
-WRITE_S = 5.0  # for exit.json: its file system may be what was lost
 
 T = TypeVar("T")
 
@@ -52,30 +44,32 @@ class Watch:
     Until `begin`, and in a world of one, it only takes notes.
 
     Attributes:
-        deadlines: may be changed while it watches.
-        lose: writes down in the run's folder that the job is lost; None: there is no folder.
+        verdict: what the job is lost by; None: it is not.
     """
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.deadlines = Deadlines()
-        self.lose: Callable[[str], None] | None = None
         self.verdict: Verdict | None = None
-        self._phase, self._step, self._since = "start", 0, time.monotonic()
-        self._extended, self._missed = 0.0, 0  # seconds that a deadline was put off, and how often it passed
-        self._failure: tuple[str, str, float] | None = None  # kind, in words, when
-        self._fell: list[FrameType] = []  # where, innermost first
-        self._broken = False  # it failed because of others, as far as can be seen
+        self._clock, self._words = Clock(), LastWords(job)
+        self._failure: Failure | None = None
         self._ear: Ear | None = None
         self._ranks: Ranks | None = None
+        self._leader: Leader | None = None
         self._decided, self._closed, self._bell = threading.Event(), threading.Event(), Bell()
-        self._leading, self._said = threading.Lock(), False
+        self._leading = threading.Lock()
         self._signalled: set[int] = set()  # signals that came
         self._ends_on_signal = False
         self._unwinding = False  # the main thread is on its way out
-        self._nothing = (False, False), float("-inf")  # when an inquest found nothing wrong, and of what kind
-        self._noted = ""  # what was said last of ranks that take long
         self._stumbled = ""  # the last error of the watchdog's own
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """May be changed while it watches."""
+        return self._clock.deadlines
+
+    def loses(self, lose: Callable[[str], None]) -> None:
+        """From now on this writes down in the run's folder that the job is lost."""
+        self._words.lose = lose
 
     @property
     def _others(self) -> Ranks:
@@ -86,8 +80,7 @@ class Watch:
 
     def at(self, phase: str, step: int | None = None) -> None:
         """The run has got on: it is in this phase now, and in this step."""
-        self._step = self._step if step is None else step
-        self._phase, self._since, self._extended, self._missed, self._noted = phase, time.monotonic(), 0.0, 0, ""
+        self._clock.at(phase, step)
 
     def through(self, batches: Iterable[T], phase: str) -> Iterator[T]:
         """The batches, each of which is a sign that the run gets on."""
@@ -119,11 +112,7 @@ class Watch:
             return None
         self._unwinding = True
         if self._failure is None and self.verdict is None:
-            signalled = by_signal(error)
-            words = f"ended by {_signal_of(error)}" if signalled else described(error)
-            self._fell = witness.frames_of(error)
-            self._broken = witness.of_connections(error)
-            self._failure = "signal" if signalled else "error", words, time.monotonic()
+            self._failure = Failure.of(error)
             self._bell.ring()
         self._wait_for_verdict()
         if self.verdict is None:
@@ -131,11 +120,11 @@ class Watch:
         mine = self.job.rank in self.verdict.ranks
         if mine and (self.verdict.what == "ended" or self._own(error)):
             return None
-        return Lost(self.verdict.headline, self._said or mine)
+        return Lost(self.verdict.headline, self._words.said or mine)
 
     def _own(self, error: BaseException) -> bool:
         """Whether it was there before the verdict, or does not come of it: nobody else tells it."""
-        before = self._failure is not None and self._failure[0] == "error"
+        before = self._failure is not None and self._failure.kind == "error"
         return not by_signal(error) and (before or not witness.of_connections(error))
 
     def leave(self) -> None:
@@ -168,6 +157,7 @@ class Watch:
             return
         self._ear = Ear(self._answer)
         self._ranks = meet(job, self._ear)
+        self._leader = Leader(self._ranks, self._clock, self._closed)
         job.failures = self
         self._bell.hang()
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
@@ -199,7 +189,7 @@ class Watch:
             if self._closed.is_set():
                 return
             if time.monotonic() - before > LOOK_EVERY_S + ASLEEP_S:
-                self._extended += time.monotonic() - self._since
+                self._clock.slept()
                 continue
             if self.verdict is None:
                 try:
@@ -220,32 +210,22 @@ class Watch:
 
     def _look(self) -> None:
         """Whether there is a reason to look into things, and then does."""
-        late = time.monotonic() - self._since - self._extended - self.deadlines.of(self._phase)
         if self._failure is not None:
-            self._inquire(hangs=self._failure[0] == "error", failed=True)
+            self._inquire(hangs=self._failure.kind == "error", failed=True)
             self._decided.set()
-        elif late > 0:
-            self._missed += 1
-            try:
-                if not witness.debugged():
-                    self._inquire(hangs=self.deadlines.hangs(self._phase, self._missed), late=True)
-            finally:
-                self._extended += self.deadlines.of(self._phase) + late
+        elif self._clock.missed():
+            if not witness.debugged():
+                self._inquire(hangs=self.deadlines.hangs(self._clock.phase, self._clock.misses), late=True)
         elif self._signalled:
             # A launcher ends those that are left when one rank was killed: NCCL alone would not notice for minutes.
             ends = self._caught
             self._signalled = set()
             if ends:
-                self._failure = "signal", "ended by SIGTERM", time.monotonic()
+                self._failure = Failure("signal", "ended by SIGTERM")
             self._inquire(hangs=False, failed=ends)
 
     def _inquire(self, hangs: bool, failed: bool = False, late: bool = False) -> None:
-        """Has the lowest rank that lives decide.
-
-        Args:
-            failed: this rank has, and there will be a verdict.
-            late: this rank has missed a deadline: if there is no verdict, it is said who takes long.
-        """
+        """Has the lowest rank that lives decide. The arguments are those of `Leader.judge`."""
         for to in self._others.lowest():
             if to.rank == self.job.rank:
                 self._lead(hangs, failed, late)
@@ -257,60 +237,30 @@ class Watch:
             except OSError:  # it was lost meanwhile: the next one
                 continue
 
-    # Leading an inquest ----------------------------------------------------------------------------------------------
-
     def _lead(self, hangs: bool, failed: bool, late: bool = False) -> Verdict | None:
-        """Asks all, decides, says so, and tells all. One at a time; who comes later is told the same."""
+        """Decides, says so, and tells all. One at a time; who comes later is told the same."""
+        assert self._leader is not None  # nobody asks before they have met
         with self._leading:
             if self.verdict is not None:
                 return self.verdict
-            if not failed and self._nothing[0] == (hangs, late) and time.monotonic() - self._nothing[1] < FRESH_S:
-                return None  # all ranks come with this question, and it was answered just now
-            seen = self._others.examine()
-            verdict = decide(seen, hangs=hangs)
-            if verdict is not None and verdict.what == "stuck":
-                verdict = self._once_more(seen)
-            if verdict is None or self._closed.is_set():
-                if late and not self._closed.is_set():
-                    self._note(seen, hangs)
-                self._nothing = (hangs, late), time.monotonic()
+            verdict = self._leader.judge(hangs=hangs, failed=failed, late=late)
+            if verdict is None:
                 return None
             tells_itself = self.job.rank in verdict.ranks and verdict.what in ("failed", "ended")
             if not tells_itself and not (verdict.what == "ended" and self._asked_to_end):
-                self._say(f"{self.job} stops, because {verdict.text}")
-            left = self._others.left(verdict)
-            told = {"ask": "end", "verdict": asdict(verdict)}
-            self._others.tell(left - {self.job.rank}, told)
-            self._others.put_down(verdict)
+                self._words.say(verdict.text)
+            left = self._leader.spread(verdict, self.job.rank)
             if self.job.rank > 0 and self.job.rank == min(left):
-                self._write_down(verdict.headline)
+                self._words.write_down(verdict.headline)
             self._learn(asdict(verdict))
             return verdict
-
-    def _once_more(self, seen: list[Seen]) -> Verdict | None:
-        """All ranks in one collective are stuck in it only if they are still there a little later."""
-        if self._closed.wait(MOVES_S):
-            return None
-        again = self._others.examine()
-        verdict = decide(again, hangs=True)
-        return None if verdict is not None and verdict.what == "stuck" and not same(seen, again) else verdict
-
-    def _note(self, seen: list[Seen], hangs: bool) -> None:
-        """A deadline has passed, and the job goes on: says once what is known of it."""
-        if any(one.statement is not None and one.statement.debugged for one in seen):
-            return
-        puzzle = unexplained(seen) if hangs else None
-        kind, text = ("busy", waited_for(seen)) if puzzle is None else ("puzzle", f"warning: {puzzle}")
-        if kind != self._noted:
-            self._noted = kind
-            print(text, file=sys.stderr, flush=True)
 
     # What others ask -------------------------------------------------------------------------------------------------
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         what = question.get("ask")
         if what == "state":
-            return asdict(self.statement())
+            return asdict(statement(self.job, self._clock, self._failure))
         if what == "lead":
             verdict = self._lead(bool(question["hangs"]), bool(question["failed"]), bool(question["late"]))
             return {"verdict": None if verdict is None else asdict(verdict)}
@@ -321,38 +271,6 @@ class Watch:
         if what == "put down":
             self._others.end(question["rank"])
         return {}
-
-    def statement(self) -> Statement:
-        """What this rank says of itself."""
-        failure = self._failure
-        at = witness.frames(threading.main_thread()) if failure is None else self._fell
-        known = witness.groups(self.job.layout, self.job.rank)
-        recorded, begun = witness.within(RECORDER_S, lambda: witness.recorded(known)) or (None, {})
-        wait = recorded or witness.waits(at, known, self.job.world_size, begun)
-        saving = witness.thread_named("checkpoint")
-        if wait is None and saving is not None:
-            writing = witness.frames(saving)
-            wait = witness.waits(writing, known, self.job.world_size)
-            if wait is None and self._phase == "saving" and failure is None:
-                at = writing  # the main thread only waits for it
-        if failure is not None and not self._broken:
-            wait = None
-        seconds = time.monotonic() - self._since
-        return Statement(
-            self._phase,
-            self._step,
-            seconds,
-            None if failure is None else failure[1],
-            None if failure is None else failure[0],
-            0.0 if failure is None else time.monotonic() - failure[2],
-            failure is not None and self._broken,
-            seconds > self.deadlines.of(self._phase),
-            self._phase in PATIENT,
-            wait,
-            begun,
-            witness.stack(at),
-            witness.debugged(),
-        )
 
     # The end ---------------------------------------------------------------------------------------------------------
 
@@ -376,59 +294,23 @@ class Watch:
         if self._unwinding and self._closed.wait(UNWIND_S):
             return
         if self._ends_on_signal and self.verdict.what == "ended" and self._asked_to_end:
-            self._exit(128 + signal.SIGTERM)  # as were the others
-        if not self._said and self.job.rank not in self.verdict.ranks:
-            self._say(f"{self.job} stops, because {self.verdict.headline}")
+            end(128 + signal.SIGTERM)  # as were the others
+        if self.job.rank not in self.verdict.ranks:
+            self._words.say(self.verdict.headline)
         if self.job.rank == 0 and not self._unwinding:
-            self._write_down(self.verdict.headline)
-        try:
-            raise RuntimeError(f"{self.job} stops, because {self.verdict.headline}")
-        except RuntimeError as error:
-            get_error_handler().record_exception(error)  # for torchrun's summary; it wants one that was raised
-        self._exit(1)
+            self._words.write_down(self.verdict.headline)
+        self._words.fail(self.verdict.headline)
 
     @property
     def _asked_to_end(self) -> bool:
         """Whether this process has had a signal."""
         asked = self._caught if self._ends_on_signal else bool(self._signalled)
-        return asked or (self._failure is not None and self._failure[0] == "signal")
+        return asked or (self._failure is not None and self._failure.kind == "signal")
 
     @property
     def _caught(self) -> bool:
         """Whether SIGTERM has come, and this watchdog is what it ends the process by, still."""
         return self._ends_on_signal and signal.SIGTERM in self._signalled and self._bell.catches
-
-    def _exit(self, status: int) -> None:
-        """At once: the main thread may be in a collective that never ends."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-    def _say(self, text: str) -> None:
-        """In one piece, and once."""
-        self._said = True
-        sys.stdout.flush()
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
-
-    def _write_down(self, reason: str) -> None:
-        """Waits for it no longer than it may take: the folder may be on a host that is gone."""
-        lose, self.lose = self.lose, None
-        if lose is not None and witness.within(WRITE_S, lambda: self._written(lose, reason)) is None:
-            print(f"{self.job} could not write that down within {WRITE_S:.0f} s", file=sys.stderr, flush=True)
-
-    def _written(self, lose: Callable[[str], None], reason: str) -> bool:
-        try:
-            lose(reason)
-        except OSError as error:
-            print(f"{self.job} could not write that down: {error}", file=sys.stderr, flush=True)
-        return True
-
-
-def _signal_of(error: BaseException) -> str:
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return signal.Signals(error.code - 128).name
-    return "SIGINT"
 
 
 @contextmanager
@@ -440,30 +322,3 @@ def watched(job: Job) -> Iterator[Watch]:
         yield watch
     finally:
         watch.close()
-
-
-@contextmanager
-def start(timeout_s: float = 600) -> Iterator[Job]:
-    """Joins the job that the environment describes (torchrun, srun, or a world of one) and leaves it cleanly.
-
-    If a rank is lost, the others say which; a rank that hangs is named when a collective has taken `timeout_s`.
-
-    Args:
-        timeout_s: the time limit in seconds for joining and for collectives.
-
-    Raises:
-        SystemExit: with status 2 if the body raises InputError, with status 1 if another rank was lost before. Whatever
-            else the body raises passes through, with a note that names rank, host and coordinate.
-    """
-    end_with_launcher(os.environ)
-    try:
-        job = join(read_environment(os.environ), timeout_s)
-    except InputError as error:
-        print(error, file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
-    with watched(job) as watch, leaving(job):
-        watch.hear_the_end()
-        watch.deadlines.start_s = float("inf")  # what the body does, and how fast, nobody knows here
-        watch.at("its own loop")
-        job.connect(timeout_s)
-        yield job

@@ -7,6 +7,7 @@ stack are looked through for a process group. See https://docs.pytorch.org/tutor
 
 import json
 import linecache
+import re
 import sys
 import threading
 import traceback
@@ -20,7 +21,7 @@ from torch._C import _distributed_c10d
 from torch.distributed.distributed_c10d import _world
 
 from meshtrain.layout import Layout
-from meshtrain.operate.inquest import BROKEN, Wait
+from meshtrain.operate.testimony import Wait
 from meshtrain.rounds import Round, described
 
 FRAMES = 14  # of a stack, the innermost
@@ -30,6 +31,13 @@ PASSED_OVER = ("runpy", "torch/nn/modules/module.py", "torch/_dynamo", "torch/ut
 TALKING = (
     *("torch/distributed/", "torch/_ops.py", "torch/autograd/"),
     *("meshtrain/parallel/", "meshtrain/rounds.py", "meshtrain/runtime.py", "meshtrain/leaving.py"),
+)
+# What errors of collectives and of the store say: another process has gone before, or did not come. What reads from
+# the network says the like of itself: see of_connections.
+BROKEN = re.compile(
+    r"another rank has failed|Connection (?:closed|reset|refused)|Broken pipe|closed by peer|Timed out waiting"
+    r"|DistNetworkError|DistStoreError|DistBackendError|NCCL|gloo|Socket Timeout|recvValue|sendBytes",
+    re.IGNORECASE,
 )
 INNERMOST = 3  # frames of an error that say where it comes from
 TORCHS_OWN = (

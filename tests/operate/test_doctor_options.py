@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
 
@@ -11,10 +10,10 @@ from meshtrain.operate.doctor.beacon import broadcast_addresses
 from meshtrain.operate.doctor.collectives import choose_size, on_the_wire, pairs_in_rounds
 from meshtrain.operate.doctor.command import add_arguments
 from meshtrain.operate.doctor.facts import nvlinks, processes_of
-from meshtrain.operate.doctor.interfaces import gloo_interfaces, nccl_interfaces, transport
+from meshtrain.operate.doctor.interfaces import gloo_interfaces, nccl_interfaces
 from meshtrain.operate.doctor.options import expand_hosts, read_place, speaks_for_node
 from meshtrain.operate.doctor.ports import whom_to_try
-from meshtrain.operate.doctor.record import Host, Interface, Place
+from meshtrain.operate.doctor.record import Interface, Place
 from meshtrain.operate.smi import throttle_reasons
 
 
@@ -186,37 +185,6 @@ def test_what_nccl_takes_unasked(there: tuple[Interface, ...], chosen: str) -> N
 )
 def test_interfaces_as_gloo_takes_them(asked: str | None, own: tuple[str, ...], chosen: list[str]) -> None:
     assert [one.name for one in gloo_interfaces(ALL, asked, own)] == chosen
-
-
-def gpu_host(**values: object) -> Host:
-    place_ = Place("torchrun's options", "c10d", "a", 1, "job", 2, 2)
-    return replace(Host("a", place_, 8, gpus_seen=8, interfaces=(LO, ETH0)), **values)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"links": ("NV12 0-1",)}, ["inside of a host: NVLink", "between hosts: TCP sockets on eth0"]),
-        ({"infiniband": ("mlx5_0:1",), "gpudirect": True}, ["PCIe", "between hosts: InfiniBand with GPUDirect"]),
-        ({"infiniband": ("mlx5_0:1",)}, ["PCIe", "InfiniBand without GPUDirect"]),
-        ({"infiniband": ("m",), "variables": {"NCCL_IB_DISABLE": "1"}}, ["PCIe", "TCP sockets on eth0"]),
-        (
-            {"infiniband": ("m",), "gpudirect": True, "variables": {"NCCL_NET_GDR_LEVEL": "LOC"}},
-            ["PCIe", "without GPUDirect"],
-        ),
-        ({"links": ("NV1 0-1",), "variables": {"NCCL_P2P_DISABLE": "1"}}, ["shared memory", "TCP"]),
-        ({"variables": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}}, ["sockets (NCCL_P2P_DISABLE", "TCP"]),
-    ],
-)  # fmt: skip
-def test_the_transport_that_nccl_takes(values: dict[str, object], said: list[str]) -> None:
-    found = transport([gpu_host(**values), gpu_host(**values)])
-    assert len(found) == len(said)
-    assert all(words in sentence for words, sentence in zip(said, found, strict=True)), found
-
-
-def test_hosts_that_differ_in_transport() -> None:
-    found = transport([gpu_host(infiniband=("m",)), gpu_host()])
-    assert found[1].startswith("between hosts: InfiniBand without GPUDirect or TCP sockets on eth0 (the hosts differ")
 
 
 def test_networks_to_call_out_to() -> None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from meshtrain.operate.inquest import STACKS, Seen, Statement, Wait, decide, numbers, same, unexplained, waited_for
+from meshtrain.operate.inquest import decide, same, unexplained, waited_for
+from meshtrain.operate.testimony import Seen, Statement, Wait
+from meshtrain.operate.wording import STACKS, numbers
 
 WORLD = (0, 1, 2, 3)
 

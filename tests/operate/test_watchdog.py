@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from meshtrain.environment import Environment
-from meshtrain.operate import watchdog, witness
+from meshtrain.operate import last_words, leading, watchdog, witness
 from meshtrain.operate.bell import Bell
 from meshtrain.operate.deadlines import LEAST_S, Deadlines, patience
-from meshtrain.operate.inquest import Seen, Verdict
+from meshtrain.operate.leading import Leader
+from meshtrain.operate.testimony import Seen, Verdict
 from meshtrain.operate.watchdog import Watch
 from meshtrain.rounds import Lost, Round
 from meshtrain.runtime import Job
@@ -240,7 +241,7 @@ def test_a_signal_that_the_program_handles_does_not_end_it(number: int, monkeypa
         watch._signalled |= watch._bell.wait(5)
         watch._look()
         assert watch._failure is not None
-        assert (watch._failure[1], led, watch._asked_to_end) == ("ended by SIGTERM", [False, True], True)
+        assert (watch._failure.words, led, watch._asked_to_end) == ("ended by SIGTERM", [False, True], True)
     finally:
         watch.close()
         signal.signal(number, before)
@@ -292,6 +293,7 @@ def one_of_three(number: int, *looks: list[Seen]) -> Watch:
     job = Job(Environment("none", number, 3, number, "a", None), torch.device("cpu"), None)
     watch = Watch(job)
     watch._ear, watch._ranks = object(), World(*looks)  # type: ignore[assignment]
+    watch._leader = Leader(watch._others, watch._clock, watch._closed)
     return watch
 
 
@@ -359,7 +361,7 @@ def test_an_error_of_the_watchdog_is_told_once_and_it_goes_on(
 def test_a_verdict_does_not_wait_for_a_file_system_that_hangs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(watchdog, "WRITE_S", 0.2)
+    monkeypatch.setattr(last_words, "WRITE_S", 0.2)
     watch = one_of_three(1, [rank(0, reach="gone"), rank(1), rank(2)])
     told, hang = [], threading.Event()
 
@@ -367,7 +369,7 @@ def test_a_verdict_does_not_wait_for_a_file_system_that_hangs(
         told.append(list(watch._others.told))  # type: ignore[attr-defined]
         hang.wait(60)
 
-    watch.lose = lose
+    watch.loses(lose)
     begun = time.monotonic()
     verdict = watch._lead(hangs=False, failed=True)
     assert time.monotonic() - begun < 30
@@ -378,8 +380,10 @@ def test_a_verdict_does_not_wait_for_a_file_system_that_hangs(
 
 
 def test_who_is_waited_for_in_a_save_is_told_once_and_ends_the_job_after_three_deadlines(
-    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
+    monkeypatch.setattr(leading, "FRESH_S", 0)  # in truth a deadline is longer than a look is fresh
+
     def look(late: bool) -> list[Seen]:
         here: dict[str, Any] = {"phase": "saving", "late": late, "patient": True}
         meeting = waits("the meeting 'save 4' at the store", "", (0, 1, 2), missing=(2,))
@@ -391,7 +395,6 @@ def test_who_is_waited_for_in_a_save_is_told_once_and_ends_the_job_after_three_d
     for missed in (1, 2, 3):
         assert watch.verdict is None
         time.sleep(0.1)
-        watch._nothing = (False, False), float("-inf")  # in truth a deadline is longer than a look is fresh
         watch._look()
         told = capsys.readouterr().err
         waiting = "waiting for rank 2 on host a (dp_shard 2): saving (step 5), for 20 s now\n"
@@ -403,7 +406,7 @@ def test_who_is_waited_for_in_a_save_is_told_once_and_ends_the_job_after_three_d
 def test_ranks_in_one_place_are_stuck_only_if_they_stay_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(watchdog, "MOVES_S", 0.01)
+    monkeypatch.setattr(leading, "MOVES_S", 0.01)
 
     def at(number: int) -> list[Seen]:
         wait, begun = waits(f"all_reduce {number}", ranks=(0, 1, 2), number=number), {"0,1,2": number}
@@ -428,10 +431,12 @@ def test_the_block_is_printed_by_the_leader_if_it_is_to_blame_itself(capsys: pyt
     assert "      mine.py:3 wait\n" in told
 
 
-def test_what_takes_long_and_cannot_be_explained_is_told_with_all_stacks(capsys: pytest.CaptureFixture) -> None:
+def test_what_takes_long_and_cannot_be_explained_is_told_with_all_stacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(leading, "FRESH_S", 0)
     watch = one_of_three(0, [rank(i, stack=("step.py:9 update",)) for i in range(3)])
     for _ in range(2):
-        watch._nothing = (False, False), float("-inf")
         assert watch._lead(hangs=True, failed=False, late=True) is None
     told = capsys.readouterr().err
     assert told.count("warning: this takes long (20 s in step 5), and no rank waits") == 1

@@ -10,8 +10,9 @@ is missing, so a check inside of the workers could never say who is. From the to
     meeting      the nodes meet at the endpoint and exchange what they know (wire.py: JSON lines over sockets;
                  dial.py: connections, and why there is none)
     beacon       who else runs a doctor nearby, and where it goes
-    facts        what a host can say of itself (files.py, ports.py, machine.py: parts of it)
-    interfaces   PURE  which network interface NCCL and gloo take, which transport
+    facts        what a host can say of itself (files.py, ports.py, machine.py, nccl.py: parts of it)
+    transport    PURE  by what data goes from GPU to GPU, and which variables switch that
+    interfaces   PURE  which network interface NCCL and gloo take
     options      PURE  torchrun's options, or SLURM's variables, as a place where to meet
     record       PURE  the facts as dataclasses, to JSON and back
 """

@@ -15,7 +15,7 @@ from typing import Any
 from meshtrain import locate
 from meshtrain.config import Config
 from meshtrain.errors import InputError
-from meshtrain.operate.doctor import machine
+from meshtrain.operate.doctor import machine, nccl
 from meshtrain.operate.doctor.dial import resolve
 from meshtrain.operate.doctor.files import named_paths, probe
 from meshtrain.operate.doctor.record import Gpu, Host, Place
@@ -35,6 +35,7 @@ def collect(place: Place, config: str | None, overrides: Sequence[str], variable
     gpus = _gpus()
     memory, free = machine.memory_gib()
     seen = _gpus_seen()
+    switches = _variables(nccl.settings(variables))
     return Host(
         host=name,
         place=place,
@@ -42,7 +43,7 @@ def collect(place: Place, config: str | None, overrides: Sequence[str], variable
         resolves=resolves,
         slow_names=slow,
         interfaces=machine.interfaces(),
-        variables=_variables(variables),
+        variables=switches,
         versions=_versions(gpus),
         code=locate.code(),
         folder=str(Path.cwd()),
@@ -50,7 +51,8 @@ def collect(place: Place, config: str | None, overrides: Sequence[str], variable
         gpus_seen=seen,
         links=_nvlinks() if gpus else (),
         infiniband=machine.infiniband(),
-        gpudirect=machine.gpudirect(),
+        gpudirect=nccl.gpudirect(switches),
+        net_plugin=nccl.net_plugin(switches),
         cores=len(os.sched_getaffinity(0)),
         load=os.getloadavg()[0],
         memory_gib=memory,

@@ -1,4 +1,4 @@
-"""PURE: which network interface NCCL and gloo take on a host, and by which transport two GPUs talk.
+"""PURE: which network interface NCCL and gloo take on a host.
 
 NCCL's reading of NCCL_SOCKET_IFNAME is that of its source (socket.cc, `ncclFindInterfaces`): a list of prefixes, `=`
 in front asks for whole names, `^` for all others. gloo's GLOO_SOCKET_IFNAME is a list of whole names (torch,
@@ -6,7 +6,7 @@ ProcessGroupGloo.cpp); without it gloo takes the address to which the host's own
 """
 
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from meshtrain.operate.doctor.record import Host, Interface
 
@@ -79,43 +79,3 @@ def communicates_by(host: Host) -> tuple[str, str | None, list[Interface]]:
     asked = variables.get("GLOO_SOCKET_IFNAME")
     own = (host.resolves or {}).get(host.host, ())
     return "GLOO_SOCKET_IFNAME", asked, gloo_interfaces(host.interfaces, asked, own)
-
-
-def transport(hosts: Sequence[Host]) -> list[str]:
-    """Sentences about the way that data takes: inside of hosts, and between them."""
-    if not any(host.gpus_seen for host in hosts):
-        names = {f"{one.name}" for host in hosts for one in communicates_by(host)[2]}
-        return [f"gloo over TCP on {', '.join(sorted(names)) or 'no interface'}"]
-    said = []
-    if any(host.processes > 1 for host in hosts):
-        said.append(f"inside of a host: {' or '.join(sorted({_inside(host) for host in hosts}))}")
-    if len(hosts) > 1:
-        ways = {_between(host) for host in hosts}
-        mixed = " (the hosts differ: NCCL takes what all have)" if len(ways) > 1 else ""
-        said.append(f"between hosts: {' or '.join(sorted(ways))}{mixed}")
-    return said
-
-
-def _inside(host: Host) -> str:
-    variables = host.variables or {}
-    p2p = variables.get("NCCL_P2P_DISABLE") != "1" and variables.get("NCCL_P2P_LEVEL", "").upper() not in ("LOC", "0")
-    if p2p and host.links:
-        return "NVLink"
-    if p2p:
-        return "PCIe from GPU to GPU where the machine allows it, or shared memory"
-    return "sockets (NCCL_P2P_DISABLE, NCCL_SHM_DISABLE)" if _is(variables, "NCCL_SHM_DISABLE") else "shared memory"
-
-
-def _between(host: Host) -> str:
-    variables = host.variables or {}
-    network = variables.get("NCCL_NET", "").lower()
-    if host.infiniband and not _is(variables, "NCCL_IB_DISABLE") and network in ("", "ib"):
-        level = variables.get("NCCL_NET_GDR_LEVEL", "").upper()
-        direct = host.gpudirect and level not in ("LOC", "0")
-        return f"InfiniBand {'with' if direct else 'without'} GPUDirect"
-    names = ", ".join(one.name for one in communicates_by(host)[2]) or "no interface"
-    return f"TCP sockets on {names}"
-
-
-def _is(variables: Mapping[str, str], name: str) -> bool:
-    return variables.get(name, "0") not in ("0", "")

@@ -123,9 +123,3 @@ def infiniband() -> tuple[str, ...]:
         for port in ports
         if "ACTIVE" in (port / "state").read_text()
     )
-
-
-def gpudirect() -> bool:
-    """Whether the kernel lets network cards read a GPU's memory."""
-    modules = Path("/proc/modules").read_text() if Path("/proc/modules").exists() else ""
-    return any(line.startswith(("nvidia_peermem ", "nv_peer_mem ")) for line in modules.splitlines())

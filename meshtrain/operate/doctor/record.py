@@ -120,7 +120,8 @@ class Host:
         config: the resolved config, line by line; `config_error` where it is wrong.
         links: "NV2 0-1" and so on: pairs of GPUs that NVLink joins, where nvidia-smi tells.
         infiniband: active ports, "mlx5_0:1 400 Gb/s".
-        gpudirect: whether the kernel module is loaded that lets the network card read a GPU's memory.
+        gpudirect: by what network cards can read a GPU's memory: nvidia_peermem or DMA-BUF; empty: they cannot.
+        net_plugin: the file of a network plugin that NCCL will load; empty: there is none.
     """
 
     host: str
@@ -143,7 +144,8 @@ class Host:
     gpus_seen: int = 0
     links: tuple[str, ...] = ()
     infiniband: tuple[str, ...] = ()
-    gpudirect: bool = False
+    gpudirect: str = ""
+    net_plugin: str = ""
     cores: int = 1
     load: float = 0.0
     memory_gib: float = 0.0

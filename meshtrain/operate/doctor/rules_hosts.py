@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from meshtrain.layout import Layout, LayoutError
 from meshtrain.operate.doctor.finding import Finding, by_value, error, labels, note, odd_ones, some, told, warning
 from meshtrain.operate.doctor.record import Host, Seen
+from meshtrain.operate.doctor.transport import slow_switches
 
 CLOCK_S = 0.5  # apart, beyond the error of the measurement
 DISK_GIB, DISK_ERROR_GIB = 20.0, 1.0
@@ -17,12 +18,6 @@ MOST_LINES = 6  # of a difference
 MUST_AGREE = ("torch", "python", "nccl", "cuda", "meshtrain")  # versions; others may surprise, these break
 MAY_DIFFER = ("executable",)
 OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "MASTER_ADDR")  # of each host
-SLOW_SWITCHES = {
-    "NCCL_P2P_DISABLE": "GPUs of a host do not copy to each other directly",
-    "NCCL_SHM_DISABLE": "processes of a host do not share memory, and talk by sockets",
-    "NCCL_IB_DISABLE": "InfiniBand is not used",
-    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
-}
 
 
 def hosts(seen: Seen) -> Iterator[Finding]:
@@ -190,10 +185,14 @@ def _variables(seen: Seen) -> Iterator[Finding]:
                 odd_ones(groups),
                 f"export {name} with one value on all nodes, or nowhere",
             )
-    for name, means in SLOW_SWITCHES.items():
-        where = [n for n, found in zip(names, variables, strict=True) if found.get(name, "0") not in ("0", "")]
-        if where:
-            yield warning("slow-switch", f"{name} is set on {some(where)}: {means}", where, f"unset {name}")
+    on: dict[tuple[str, str], list[str]] = {}
+    for host, found in zip(names, variables, strict=True):
+        for slow in slow_switches(found).items():
+            on.setdefault(slow, []).append(host)
+    for (switch, means), where in on.items():
+        name = switch.partition("=")[0]
+        fix = f"unset {name}" + ", and look for it in ~/.nccl.conf and /etc/nccl.conf" * name.startswith("NCCL_")
+        yield warning("slow-switch", f"{switch} is set on {some(where)}: {means}", where, fix)
 
 
 def _clocks(seen: Seen) -> Iterator[Finding]:

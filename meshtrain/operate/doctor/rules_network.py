@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from meshtrain.operate.doctor.finding import Finding, error, labels, note, own, several_machines, some, warning
-from meshtrain.operate.doctor.interfaces import communicates_by, interface_of, is_loopback, transport
+from meshtrain.operate.doctor.interfaces import communicates_by, interface_of, is_loopback
 from meshtrain.operate.doctor.record import Host, Interface, Reach, Seen
+from meshtrain.operate.doctor.transport import transport
 
 HOW = {
     "refused": "is refused",
@@ -199,8 +200,9 @@ def _infiniband(seen: Seen) -> Iterator[Finding]:
     if direct:
         yield note(
             "no-gpudirect",
-            f"{some(direct)} has InfiniBand, and the kernel module nvidia_peermem is not loaded: data goes through "
-            "the host's memory unless the driver uses DMA-BUF",
+            f"{some(direct)} has InfiniBand, and its network cards cannot read a GPU's memory: the kernel module "
+            "nvidia_peermem is not loaded, and the driver is not the open one that DMA-BUF takes, or it is switched "
+            "off. Data goes through the host's memory",
             direct,
-            "modprobe nvidia_peermem",
+            "modprobe nvidia_peermem, or install NVIDIA's open kernel modules on Linux 5.12 or newer",
         )
