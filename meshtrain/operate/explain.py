@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from meshtrain.operate.search import Found, Search
 
 NAMED = 6  # ranks that a text names
 LAST_WORDS = re.compile(r"rank \d+ on host [^:]+ failed: |[\w.]+(?:Error|Exception|Interrupt)\b")
+WHO = re.compile(r"(?P<kind>(?:local )?rank) (?P<number>\d+)(?P<node>.*)")
 LATE_S = 10.0  # seconds after which an end from outside is not what ranks were waiting for
 
 
@@ -36,7 +38,7 @@ class Cause:
     found: Found
 
     def to_json(self) -> dict[str, Any]:
-        ranks = sorted(self.found.ranks, key=_number)
+        ranks = sorted(self.found.ranks, key=_place)
         return {
             "id": self.id,
             "role": self.role,
@@ -195,12 +197,15 @@ def _filled(text: str, groups: dict[str, str]) -> str:
 
 
 def names(ranks: Sequence[str]) -> str:
-    """`rank 1, 2 and 5 more`."""
-    ordered = sorted(ranks, key=_number)
-    more = f" and {len(ordered) - NAMED} more" if len(ordered) > NAMED else ""
-    return f"{ordered[0].rpartition(' ')[0]} " + ", ".join(one.rpartition(" ")[2] for one in ordered[:NAMED]) + more
+    """`rank 1, 2 and 5 more`; with logs of several nodes `local rank 0, 1 of node 0 and local rank 1 of node 1`."""
+    ordered = sorted(ranks, key=_place)
+    nodes = groupby(map(_place, ordered[:NAMED]), key=lambda one: one[:2])
+    parts = [f"{kind} {', '.join(str(number) for *_, number in some)}{node}" for (node, kind), some in nodes]
+    return " and ".join([*parts, *([f"{len(ordered) - NAMED} more"] if len(ordered) > NAMED else [])])
 
 
-def _number(rank: str) -> tuple[str, int]:
-    name, _, number = rank.rpartition(" ")
-    return name, int(number)
+def _place(rank: str) -> tuple[str, str, int]:
+    """The node, the kind and the number of `local rank 1 of node 0`."""
+    found = WHO.match(rank)
+    assert found is not None  # as lines.py writes it
+    return found["node"], found["kind"], int(found["number"])

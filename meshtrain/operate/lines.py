@@ -35,9 +35,11 @@ PREFIX = re.compile(
 )
 INSIDE = re.compile(r"(?:\[|\d\) )Rank (\d{1,7})\]|^rank (\d{1,7}) on host |\bThis was rank (\d{1,7}) on host ")
 IN_NAME = re.compile(
-    r"(?:rank|task|worker)[_.-]?(\d{1,7})|/attempt_\d+/(\d{1,7})/std(?:out|err)\.log$"
+    r"(?:rank|task|worker)[_.-]?(\d{1,7})"
     r"|(?:^|/)(\d{1,7})\.(?:out|err|log)$|\d(?<!-\d\d)[_.-](\d{1,7})\.(?:out|err|log)$"
 )
+LOCAL = re.compile(r"/attempt_\d+/(\d{1,7})/std(?:out|err)\.log$")  # torchrun's: a number of its node's
+NODE = re.compile(r"(?:^|/)node[_.-]?(\d{1,7})/")
 ATTEMPT = re.compile(r"/attempt_(\d{1,6})/")
 
 TIMES = (
@@ -54,11 +56,21 @@ class _Readable(Protocol):
 
 @dataclass(frozen=True)
 class Log:
-    """A file to read. `rank` and `attempt` are those that its path tells, if it does."""
+    """A file to read.
+
+    Attributes:
+        who: whose it is, as its path tells: `rank 3`, `local rank 3`, `local rank 3 of node 1`.
+        attempt: of torchrun, as its path tells.
+    """
 
     path: str
-    rank: int | None = None
+    who: str | None = None
     attempt: int = 0
+
+    @property
+    def local(self) -> bool:
+        """Whether it is known by a number of its node's: its lines may know the job's."""
+        return self.who is not None and self.who.startswith("local ")
 
     def blocks(self) -> Iterator[tuple[int, bytes]]:
         """Blocks of whole lines, each with the number of its first line. Packed files that are cut off end early.
@@ -176,10 +188,12 @@ def _is_log(name: str) -> bool:
 
 
 def _log(path: str) -> Log:
-    rank = IN_NAME.search(path)
     attempt = ATTEMPT.search(path)
-    return Log(
-        path,
-        None if rank is None else int(next(filter(None, rank.groups()))),
-        0 if attempt is None else int(attempt[1]),
-    )
+    return Log(path, _whose(path), 0 if attempt is None else int(attempt[1]))
+
+
+def _whose(path: str) -> str | None:
+    local, node, rank = LOCAL.search(path), NODE.search(path), IN_NAME.search(path)
+    if local is not None:
+        return f"local rank {int(local[1])}" + ("" if node is None else f" of node {int(node[1])}")
+    return None if rank is None else f"rank {int(next(filter(None, rank.groups())))}"

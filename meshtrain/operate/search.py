@@ -106,8 +106,8 @@ class Search:
         """
         self._files += 1
         place = _Place(log, self._files, alone)
-        if log.rank is not None:
-            self._see(f"rank {log.rank}")
+        if log.who is not None:
+            self._see(log.who)
         for first, block in log.blocks():
             lower = block.lower()
             self.worked = self.worked or WORKED.search(lower) is not None
@@ -118,6 +118,8 @@ class Search:
             for number, line in enumerate(block.split(b"\n"), first):
                 for text in pieces(line):
                     self._line(place, number, text, rules)
+        if log.who is not None and place.goes_by_another_name:
+            self.seen.pop(log.who, None)
 
     def tell(self, file: str, text: str) -> None:
         """Looks at one line that stands in no log."""
@@ -137,6 +139,7 @@ class Search:
         who = who or place.rank
         if who is not None:
             self._see(who)
+            place.hears(who)
         last = place.ends_traceback(who, text)
         self._look(place, number, text, self.rules if last else interesting, who, last)
 
@@ -185,13 +188,22 @@ class _Place:
         self.attempt = log.attempt
         self.time: float | None = None
         self.tracebacks: dict[str | None, None] = {}  # of which ranks one has begun
-        self._rank = None if log.rank is None else f"rank {log.rank}"
+        self._names: dict[str, None] = {}  # of those who speak here
         self._summary: str | None = None
 
     @property
     def rank(self) -> str | None:
         """Who speaks where a line does not say it."""
-        return self._summary or self._rank
+        return self._summary or self.log.who
+
+    def hears(self, who: str) -> None:
+        if len(self._names) < KEPT_RANKS:
+            self._names[who] = None
+
+    @property
+    def goes_by_another_name(self) -> bool:
+        """Whether this is the log of one process, and its lines know its number in the job, not that of its node."""
+        return self.log.local and any(name.startswith("rank ") for name in self._names)
 
     def may_matter(self, text: str) -> bool:
         """Whether a line that no rule knows may be one for `notes`."""

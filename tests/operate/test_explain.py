@@ -15,7 +15,7 @@ import pytest
 from meshtrain import cli
 from meshtrain.errors import InputError
 from meshtrain.operate import lines
-from meshtrain.operate.explain import Cause, explain
+from meshtrain.operate.explain import Cause, explain, names
 from meshtrain.operate.explain_command import explanation
 from meshtrain.operate.inquest import decide
 from meshtrain.operate.lines import pieces, time_of, without_prefix
@@ -163,7 +163,20 @@ def test_a_rank_whose_log_ends_without_a_word_is_looked_at_first(tmp_path: Path)
     write(tmp_path / "logs/attempt_0/1/stderr.log", "")
     (found,) = causes(tmp_path / "logs")
     assert (found.id, found.role) == ("GLOO_CLOSED", "consequence")
-    assert "Rank 1 reported nothing of the kind: look there first." in found.cause
+    assert "Local rank 1 reported nothing of the kind: look there first." in found.cause
+
+
+def test_a_number_of_torchruns_logs_is_that_of_a_node(tmp_path: Path) -> None:
+    """Two nodes have one each; whoever knows its number in the job goes by that."""
+    closed = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:7555: Connection reset by peer."
+    logs = tmp_path / "logs/slurm-7.0"
+    for node, local, text in ((0, 0, closed), (0, 1, closed), (1, 0, f"[rank2]: {closed}"), (1, 1, "")):
+        write(logs / f"node_{node}/7_x/attempt_0/{local}/stderr.log", f"{text}\n")
+    (found,) = causes(logs)
+    assert list(found.found.ranks) == ["local rank 0 of node 0", "local rank 1 of node 0", "rank 2"]
+    assert "Local rank 1 of node 1 reported nothing of the kind: look there first." in found.cause
+    assert names(list(found.found.ranks)) == "rank 2 and local rank 0, 1 of node 0"
+    assert names([f"rank {i}" for i in range(8)]) == "rank 0, 1, 2, 3, 4, 5 and 2 more"
 
 
 def test_what_a_rank_tells_of_another_one_is_that_ones(tmp_path: Path) -> None:
