@@ -203,11 +203,7 @@ def train(
         saving.check()
         ending.stop(requests.said, saving.checkpoint, wanted)
         requests.obeyed()
-        if job.environment.launcher == "torchrun" and "SIGTERM" in str(ending.stopped):
-            told = requests.wait_for_signal(AGENTS_S)
-            if not told and job.environment.restarts_left > 0:
-                print(f"{job} was not told to end itself: its torchrun starts it again, with the nodes that are left")
-                ending.status = GOES_ON
+        go_or_stay(job, ending, requests)
         return
     with ledger.spent("evaluation"):
         show(config, job, data, model, folder)
@@ -215,6 +211,15 @@ def train(
         with ledger.spent("saving"):
             write_export(config, job, mesh, model, config.train.export)
     saving.check()
+
+
+def go_or_stay(job: Job, ending: Ending, requests: Requests) -> None:
+    """After SIGTERM: whether this node was meant too, or only another one, without which the job goes on."""
+    if job.environment.launcher == "torchrun" and "SIGTERM" in str(ending.stopped):
+        told = requests.wait_for_signal(AGENTS_S)
+        if not told and job.environment.restarts_left > 0:
+            print(f"{job} was not told to end itself: its torchrun starts it again, with the nodes that are left")
+            ending.status = GOES_ON
 
 
 def read_config(arguments: Sequence[str] | None, world_size: int, device: str, *, again: bool = False) -> Config:

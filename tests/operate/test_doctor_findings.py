@@ -181,6 +181,7 @@ CASES: list[tuple[str, Change, tuple[str, ...]]] = [
     ("endpoint-refused", failed("refused"), ("nothing listens on its port 29500", "is_host=1")),
     ("endpoint-refused", after(STATIC, failed("refused")), ("--node-rank=0",)),
     ("serving-elsewhere", after(STATIC, place(1, node_rank=0), failed("refused")), ("node1:29500", "--node-rank=0")),
+    ("not-serving", after(STATIC, failed("refused", addresses=("10.0.0.2",))), ("is the host", "--node-rank=1")),
     ("endpoint-port-dropped", failed("silent", alive=True), ("a firewall drops it", "port 29500 of node1")),
     ("endpoint-unreachable", failed("silent", alive=False), ("on any port", "ip route get 10.0.0.1")),
     ("endpoint-unreachable", failed("unreachable", detail="No route to host"), ("No route to host",)),
@@ -335,6 +336,17 @@ def test_where_a_node_is_missing_it_is_told_who_else_is_nearby(theirs: Place, id
     turned = replace(failed("refused")(HEALTHY), heard=(Heard("node1", "10.0.0.1", theirs),))
     met_there = id_ in ("node-cannot-come", "served-twice")  # it waits where this node failed to go, as it should
     assert {one.id for one in judge(turned)} - {"transport"} == {"endpoint-refused"} | (set() if met_there else {id_})
+
+
+def test_who_was_told_to_serve_an_endpoint_that_is_another_host() -> None:
+    for addresses, more in ((("10.0.0.9",), {"serving-elsewhere"}), (("10.0.0.1",), set())):
+        seen = change(0, resolves={"node1": addresses})(alone(serves=True)(HEALTHY))
+        found = {one.id: one for one in judge(seen) if one.id != "transport"}
+        assert set(found) == {"nodes-missing"} | more
+    assert (
+        "node1 is 10.0.0.9. The others go there"
+        in judge(change(0, resolves={"node1": ("10.0.0.9",)})(alone(serves=True)(HEALTHY)))[1].what
+    )
 
 
 def test_the_slow_host_is_named_where_all_its_links_are_slow() -> None:

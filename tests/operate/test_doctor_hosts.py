@@ -132,6 +132,14 @@ STARTED_WRONG: dict[str, tuple[dict[int, str], list[str], list[str], str]] = {
     "one node rank twice": (
         {1: static(0), 2: static(0)}, ["node-rank-twice"], ["node-rank-twice"], "node rank 0 was given to node1, node2",
     ),
+    "swapped node ranks": (
+        {1: static(1), 2: static(0)}, ["not-serving"], ["serving-elsewhere"], "give --node-rank=0 to the host that",
+    ),
+    "two that serve": (
+        {1: c10d(), 2: f"{c10d()} --rdzv-conf=is_host=1"},
+        ["nodes-missing", "served-twice"], ["nodes-missing", "serving-elsewhere", "node-cannot-come"],
+        "node1 is 10.77.0.1. The others go there",
+    ),
     "the endpoint's address on another interface": (
         {1: c10d("10.88.0.1:29500", nodes="1:2")}, ["serving-unrecognised", "nodes-missing"], [], "is_host=1",
     ),

@@ -57,7 +57,7 @@ KillWait=60
 SlurmdTimeout={lost_after}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName=node[1-{nodes}] CPUs=4 RealMemory=1000 Gres=gpu:{gpus} State=UNKNOWN
+{lines}
 PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=120
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
 """
@@ -73,17 +73,25 @@ def why_not() -> str | None:
 class Cluster:
     """Nodes node1, node2, ..., and the commands with which people use them."""
 
-    def __init__(self, folder: Path, *, nodes: int = 2, lost_after_s: int = 60) -> None:
+    def __init__(
+        self, folder: Path, *, nodes: int = 2, lost_after_s: int = 60, gpus: Mapping[int, int] | None = None
+    ) -> None:
         """`folder` is for the files of the cluster.
 
         Args:
             lost_after_s: so long a node may be silent before SLURM takes it to be lost.
+            gpus: of a node, where it does not have what the others have.
         """
         self.folder = folder.resolve()
         self._nodes = nodes
         self._network = Network(nodes, self.folder)
         self._munged: subprocess.Popen[bytes] | None = None
-        self._settings = {"folder": self.folder, "nodes": nodes, "gpus": GPUS, "lost_after": lost_after_s}
+        self._gpus = {node: (gpus or {}).get(node, GPUS) for node in self._network.hosts}
+        lines = [
+            f"NodeName=node{node} CPUs=4 RealMemory=1000 Gres=gpu:{have} State=UNKNOWN"
+            for node, have in self._gpus.items()
+        ]
+        self._settings = {"folder": self.folder, "lines": "\n".join(lines), "lost_after": lost_after_s}
 
     def __enter__(self) -> "Cluster":
         try:
@@ -110,7 +118,10 @@ class Cluster:
         (self.folder / "slurm.conf").write_text(CONF.format(**self._settings))
         for gpu in range(GPUS):
             (self.folder / f"gpu{gpu}").touch()
-        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-{GPUS - 1}]\n")
+        lines = [
+            f"NodeName=node{node} Name=gpu File={self.folder}/gpu[0-{have - 1}]" for node, have in self._gpus.items()
+        ]
+        (self.folder / "gres.conf").write_text("\n".join(lines) + "\n")
         # Named, because slurmd looks for the kind of cgroups otherwise and does not start where none are mounted.
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ pytestmark = [
 SCRIPTS = {"train.sbatch": 1, "train-srun.sbatch": 2}  # -> tasks per node
 both = pytest.mark.parametrize("script", SCRIPTS)
 STEPS = 20
+EQUAL = ("--gpus-per-node=2",)
 SLOW = "train.chaos=[{fault: slow, rank: 0, step: 1, until: 16, seconds: 1, again: true}]"
 
 
@@ -85,12 +86,14 @@ class Run:
 Submitted = tuple[str, Run, Path]  # the job, the run, and the file with what the job prints
 
 
-def submitted(cluster: Cluster, config: Path, folder: Path, script: str, *overrides: str) -> Submitted:
-    """A run on two nodes of two processes, with a script."""
+def submitted(
+    cluster: Cluster, config: Path, folder: Path, script: str, *overrides: str, options: Sequence[str] = EQUAL
+) -> Submitted:
+    """A run with a script, by default on two nodes of two processes."""
     job = cluster.sbatch(
-        f"--ntasks-per-node={SCRIPTS[script]}", "--gpus-per-node=2", "--cpus-per-task=2", f"--output={folder}/%j.out",
+        f"--ntasks-per-node={SCRIPTS[script]}", "--cpus-per-task=2", f"--output={folder}/%j.out", *options,
         f"tools/slurm/{script}", str(config), f"train.steps={STEPS}", f"train.output={folder}/the run", *overrides,
-        env={"ACTIVATE": str(Path(sys.executable).parent / "activate"), "PROCESSES_PER_NODE": "2"},
+        env={"ACTIVATE": str(Path(sys.executable).parent / "activate")},
     )  # fmt: skip
     return job, Run(folder / "the run"), folder / f"{job}.out"
 
@@ -100,8 +103,8 @@ def submit(cluster: Cluster, config: Path, tmp_path: Path) -> Iterator[Callable[
     """Submits a run with a script; what of it is still there after the test is ended."""
     jobs = []
 
-    def submit(script: str, *overrides: str) -> Submitted:
-        found = submitted(cluster, config, tmp_path, script, *overrides)
+    def submit(script: str, *overrides: str, options: Sequence[str] = EQUAL) -> Submitted:
+        found = submitted(cluster, config, tmp_path, script, *overrides, options=options)
         jobs.append(found[0])
         return found
 
@@ -192,6 +195,23 @@ def test_a_run_that_is_preempted_while_it_starts_comes_back(
     assert [row["loss"] for row in run.rows] == losses
 
 
+def test_a_run_saves_before_its_time_limit_and_comes_back(
+    cluster: Cluster, submit: Callable, losses: list[float]
+) -> None:
+    """SLURM sends the signal itself: of two minutes half a minute to a minute before it has to."""
+    slow = "train.chaos=[{fault: slow, rank: 0, step: 1, until: 19, seconds: 6}]"
+    options = (*EQUAL, "--time=2", "--signal=USR1@60")
+    job, run, printed = submit("train.sbatch", slow, options=options)
+    cluster.start_again(job, restarts=1)
+    assert (run.exit["status"], run.checkpoints[-1]) == ("stopped", run.exit["step"]), printed.read_text()
+    assert run.exit["reason"].startswith("asked to stop by SIGUSR1")
+    stopped = run.exit["step"]
+    found = cluster.wait(job)
+    assert found["JobState"] == "COMPLETED", printed.read_text()
+    assert [row["loss"] for row in run.rows] == losses
+    assert f"goes on from {run.folder}/checkpoints/step_{stopped:07d}" in "".join(run.logs(1).values())
+
+
 @both
 def test_a_person_ends_a_run(cluster: Cluster, submit: Callable, script: str) -> None:
     """scancel; the state is saved in the time that is left, and nothing comes back."""
@@ -238,6 +258,20 @@ def test_a_wrong_config_ends_the_job_before_the_step(cluster: Cluster, submit: C
     assert (found["JobState"], found["ExitCode"]) == ("FAILED", "2:0")
     assert "stepz" in printed.read_text()
     assert not run.folder.exists()
+
+
+def test_nodes_with_different_numbers_of_gpus(config: Path, tmp_path: Path) -> None:
+    forked(3, "-m", "meshtrain.train", config, f"train.steps={STEPS}", f"train.output={tmp_path}/plain").check()
+    expected = [row["loss"] for row in Run(tmp_path / "plain").rows]
+    with Cluster(tmp_path / "cluster", gpus={2: 1}) as cluster:
+        for script, tasks in (("train.sbatch", ()), ("train-srun.sbatch", ("--ntasks=3",))):
+            folder = tmp_path / script
+            folder.mkdir()
+            options = ("--gpus-per-node=0", "--gpus=3", *tasks)
+            job, run, printed = submitted(cluster, config, folder, script, options=options)
+            assert cluster.wait(job)["JobState"] == "COMPLETED", printed.read_text()
+            assert "3 processes = 2 on node1 + 1 on node2" in "".join(run.logs(0).values())
+            assert [row["loss"] for row in run.rows] == expected
 
 
 def test_a_lost_node_is_made_up_for_by_another(config: Path, losses: list[float], tmp_path: Path) -> None:

@@ -225,6 +225,13 @@ def test_torchrun_of_each_node(stage: Stage) -> None:
         assert "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in words
 
 
+@pytest.mark.parametrize(("variables", "processes"), [({}, "gpu"), ({"SLURM_GPUS_ON_NODE": "5"}, "5")])
+def test_processes_of_a_node_are_its_gpus(stage: Stage, variables: dict[str, str], processes: str) -> None:
+    stage.variables = variables
+    stage.run("train.sbatch", "my config.yaml")
+    assert f"--nproc-per-node={processes}" in (stage.folder / "torchrun.0").read_text().splitlines()
+
+
 def test_both_scripts_share_what_is_no_part_of_the_step() -> None:
     """sbatch copies one file to the node, so that they cannot share it in another way."""
     texts = [(SLURM / script).read_text() for script in SCRIPTS]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from meshtrain.operate.doctor.finding import Finding, by_value, error, labels, note, odd_ones, some, told, warning
-from meshtrain.operate.doctor.interfaces import is_loopback
+from meshtrain.operate.doctor.interfaces import addresses_of, is_loopback
 from meshtrain.operate.doctor.record import Attempt, Place, Seen
 
 
@@ -59,6 +59,15 @@ def _failed(seen: Seen, attempt: Attempt) -> Finding:
             where,
             "check its spelling against the other nodes' command; give an address instead of the name, or add the "
             "name to DNS or to /etc/hosts of every node",
+        )
+    numbered = place.launcher == "torchrun's options" and place.node_rank
+    if attempt.how == "refused" and numbered and set(attempt.addresses) & set(addresses_of(host.interfaces)):
+        return error(
+            "not-serving",
+            f"{host.host} is the host that the endpoint {endpoint}{to} names, and was given --node-rank="
+            f"{place.node_rank}: only the node with rank 0 serves it ({tried})",
+            where,
+            f"give --node-rank=0 to {host.host}, and {place.node_rank} to the node that has 0 now",
         )
     if attempt.how == "refused":
         return error(
@@ -157,6 +166,16 @@ def _missing(seen: Seen) -> Iterator[Finding]:
         if not own_name:
             yield error("endpoint-loopback", _loopback(place, leader.host), (leader.host,), _LOOPBACK_FIX)
     yield (error if came < place.fewest else warning)("nodes-missing", told_, (), fix)
+    own = set(addresses_of(leader.interfaces))
+    if place.serves and resolved and not own & set(resolved) and not any(map(is_loopback, resolved)):
+        yield warning(
+            "serving-elsewhere",
+            f"{leader.host} was told to serve the endpoint (is_host=1), which is not one of its addresses: "
+            f"{place.address} is {', '.join(resolved)}. The others go there",
+            (leader.host,),
+            "give --rdzv-conf is_host=1 to the host that the endpoint names; it is right here only if something "
+            "passes on to this host what goes to that address",
+        )
 
 
 def _elsewhere(seen: Seen) -> Iterator[Finding]:
