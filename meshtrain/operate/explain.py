@@ -22,7 +22,7 @@ from meshtrain.operate.search import Found, Search
 
 NAMED = 6  # ranks that a text names
 LAST_WORDS = re.compile(r"rank \d+ on host [^:]+ failed: |[\w.]+(?:Error|Exception|Interrupt)\b")
-WHO = re.compile(r"(?P<kind>(?:local )?rank) (?P<number>\d+)(?P<node>.*)")
+WHO = re.compile(r"(?P<kind>(?:local )?rank) (?P<number>\d+)(?: of node (?P<node>\d+))?")
 LATE_S = 10.0  # seconds after which an end from outside is not what ranks were waiting for
 
 
@@ -38,7 +38,7 @@ class Cause:
     found: Found
 
     def to_json(self) -> dict[str, Any]:
-        ranks = sorted(self.found.ranks, key=_place)
+        ranks = sorted(self.found.ranks, key=_number)
         return {
             "id": self.id,
             "role": self.role,
@@ -198,14 +198,16 @@ def _filled(text: str, groups: dict[str, str]) -> str:
 
 def names(ranks: Sequence[str]) -> str:
     """`rank 1, 2 and 5 more`; with logs of several nodes `local rank 0, 1 of node 0 and local rank 1 of node 1`."""
-    ordered = sorted(ranks, key=_place)
-    nodes = groupby(map(_place, ordered[:NAMED]), key=lambda one: one[:2])
-    parts = [f"{kind} {', '.join(str(number) for *_, number in some)}{node}" for (node, kind), some in nodes]
+    ordered = sorted(ranks, key=_number)
+    parts = []
+    for (node, kind), some in groupby(map(_number, ordered[:NAMED]), key=lambda one: one[:2]):
+        of = f" of node {node}" if node >= 0 else ""
+        parts.append(f"{kind} {', '.join(str(number) for *_, number in some)}{of}")
     return " and ".join([*parts, *([f"{len(ordered) - NAMED} more"] if len(ordered) > NAMED else [])])
 
 
-def _place(rank: str) -> tuple[str, str, int]:
-    """The node, the kind and the number of `local rank 1 of node 0`."""
+def _number(rank: str) -> tuple[int, str, int]:
+    """The node (-1: not known), the kind and the number of `local rank 1 of node 0`."""
     found = WHO.match(rank)
     assert found is not None  # as lines.py writes it
-    return found["node"], found["kind"], int(found["number"])
+    return int(found["node"] or -1), found["kind"], int(found["number"])

@@ -38,9 +38,8 @@ IN_NAME = re.compile(
     r"(?:rank|task|worker)[_.-]?(\d{1,7})"
     r"|(?:^|/)(\d{1,7})\.(?:out|err|log)$|\d(?<!-\d\d)[_.-](\d{1,7})\.(?:out|err|log)$"
 )
-LOCAL = re.compile(r"/attempt_\d+/(\d{1,7})/std(?:out|err)\.log$")  # torchrun's: a number of its node's
+LOCAL = re.compile(r"/attempt_(?P<attempt>\d{1,6})/(?P<number>\d{1,7})/std(?:out|err)\.log$")  # as torchrun has it
 NODE = re.compile(r"(?:^|/)node[_.-]?(\d{1,7})/")
-ATTEMPT = re.compile(r"/attempt_(\d{1,6})/")
 
 TIMES = (
     re.compile(r"\d{4}-(?P<month>\d\d)-(?P<day>\d\d)[T _](?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d(?:[.,]\d{1,9})?)"),
@@ -60,17 +59,14 @@ class Log:
 
     Attributes:
         who: whose it is, as its path tells: `rank 3`, `local rank 3`, `local rank 3 of node 1`.
+        process: the folder of a process that is known by a number of its node's; its lines may know the job's.
         attempt: of torchrun, as its path tells.
     """
 
     path: str
     who: str | None = None
+    process: str | None = None
     attempt: int = 0
-
-    @property
-    def local(self) -> bool:
-        """Whether it is known by a number of its node's: its lines may know the job's."""
-        return self.who is not None and self.who.startswith("local ")
 
     def blocks(self) -> Iterator[tuple[int, bytes]]:
         """Blocks of whole lines, each with the number of its first line. Packed files that are cut off end early.
@@ -188,12 +184,9 @@ def _is_log(name: str) -> bool:
 
 
 def _log(path: str) -> Log:
-    attempt = ATTEMPT.search(path)
-    return Log(path, _whose(path), 0 if attempt is None else int(attempt[1]))
-
-
-def _whose(path: str) -> str | None:
-    local, node, rank = LOCAL.search(path), NODE.search(path), IN_NAME.search(path)
+    local, rank = LOCAL.search(path), IN_NAME.search(path)
     if local is not None:
-        return f"local rank {int(local[1])}" + ("" if node is None else f" of node {int(node[1])}")
-    return None if rank is None else f"rank {int(next(filter(None, rank.groups())))}"
+        nodes = NODE.findall(path[: local.start() + 1])  # the last one: where it all lies may be called node7 too
+        who = f"local rank {int(local['number'])}" + (f" of node {int(nodes[-1])}" if nodes else "")
+        return Log(path, who, os.path.dirname(path), int(local["attempt"]))
+    return Log(path, None if rank is None else f"rank {int(next(filter(None, rank.groups())))}")

@@ -86,14 +86,15 @@ class Search:
 
     Attributes:
         found: by the id of its rule.
-        seen: the ranks that some line or file speaks of.
         worked: whether a line shows that training had begun.
     """
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.found: dict[str, Found] = {}
-        self.seen: dict[str, None] = {}
+        self._spoken: dict[str, None] = {}  # ranks of which some line or file speaks
+        self._processes: dict[str, Log] = {}  # known by a number of their node's
+        self._named: set[str] = set()  # of these, the ones whose lines know their number in the job
         self.worked = False
         self._words = [(rule, _words(rule)) for rule in rules]
         self._files = 0
@@ -106,7 +107,9 @@ class Search:
         """
         self._files += 1
         place = _Place(log, self._files, alone)
-        if log.who is not None:
+        if log.process is not None:
+            self._processes[log.process] = log
+        elif log.who is not None:
             self._see(log.who)
         for first, block in log.blocks():
             lower = block.lower()
@@ -118,8 +121,13 @@ class Search:
             for number, line in enumerate(block.split(b"\n"), first):
                 for text in pieces(line):
                     self._line(place, number, text, rules)
-        if log.who is not None and place.goes_by_another_name:
-            self.seen.pop(log.who, None)
+
+    @property
+    def seen(self) -> list[str]:
+        """Who is there: ranks of which lines or files speak, and in torchrun's last start who has no better name."""
+        last = max((log.attempt for log in self._processes.values()), default=0)
+        nameless = [log for process, log in self._processes.items() if process not in self._named]
+        return list(self._spoken | {str(log.who): None for log in nameless if log.attempt == last})
 
     def tell(self, file: str, text: str) -> None:
         """Looks at one line that stands in no log."""
@@ -136,10 +144,12 @@ class Search:
         text, who = without_prefix(text)
         if place.notes(text):
             return
-        who = who or place.rank
-        if who is not None:
+        if who is not None and who.startswith("rank ") and place.log.process is not None:
+            self._named.add(place.log.process)
             self._see(who)
-            place.hears(who)
+        who = who or place.rank
+        if who is not None and place.log.process is None:
+            self._see(who)
         last = place.ends_traceback(who, text)
         self._look(place, number, text, self.rules if last else interesting, who, last)
 
@@ -174,8 +184,8 @@ class Search:
         self.found.setdefault(rule.id, Found(rule)).add(evidence, match, place.attempt)
 
     def _see(self, who: str) -> None:
-        if len(self.seen) < KEPT_RANKS:
-            self.seen[who] = None
+        if len(self._spoken) < KEPT_RANKS:
+            self._spoken[who] = None
 
 
 class _Place:
@@ -188,22 +198,12 @@ class _Place:
         self.attempt = log.attempt
         self.time: float | None = None
         self.tracebacks: dict[str | None, None] = {}  # of which ranks one has begun
-        self._names: dict[str, None] = {}  # of those who speak here
         self._summary: str | None = None
 
     @property
     def rank(self) -> str | None:
         """Who speaks where a line does not say it."""
         return self._summary or self.log.who
-
-    def hears(self, who: str) -> None:
-        if len(self._names) < KEPT_RANKS:
-            self._names[who] = None
-
-    @property
-    def goes_by_another_name(self) -> bool:
-        """Whether this is the log of one process, and its lines know its number in the job, not that of its node."""
-        return self.log.local and any(name.startswith("rank ") for name in self._names)
 
     def may_matter(self, text: str) -> bool:
         """Whether a line that no rule knows may be one for `notes`."""

@@ -166,17 +166,47 @@ def test_a_rank_whose_log_ends_without_a_word_is_looked_at_first(tmp_path: Path)
     assert "Local rank 1 reported nothing of the kind: look there first." in found.cause
 
 
+CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:7555: Connection reset by peer."
+SILENT = " reported nothing of the kind: look there first."
+
+
+def process(folder: Path, err: str, out: str = "step 1/9  loss 2.1\nUserWarning: NCCL is slow\n") -> None:
+    """The two logs that torchrun writes for a process."""
+    write(folder / "stderr.log", f"{err}\n")
+    write(folder / "stdout.log", out)
+
+
 def test_a_number_of_torchruns_logs_is_that_of_a_node(tmp_path: Path) -> None:
     """Two nodes have one each; whoever knows its number in the job goes by that."""
-    closed = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:7555: Connection reset by peer."
-    logs = tmp_path / "logs/slurm-7.0"
-    for node, local, text in ((0, 0, closed), (0, 1, closed), (1, 0, f"[rank2]: {closed}"), (1, 1, "")):
-        write(logs / f"node_{node}/7_x/attempt_0/{local}/stderr.log", f"{text}\n")
+    logs = tmp_path / "node7/logs/slurm-7.0"
+    for node, local, text in ((0, 0, CLOSED), (0, 1, CLOSED), (1, 0, f"[rank2]: {CLOSED}"), (1, 1, "")):
+        process(logs / f"node_{node}/7_x/attempt_0/{local}", text)
     (found,) = causes(logs)
     assert list(found.found.ranks) == ["local rank 0 of node 0", "local rank 1 of node 0", "rank 2"]
-    assert "Local rank 1 of node 1 reported nothing of the kind: look there first." in found.cause
+    assert found.cause.endswith(f" Local rank 1 of node 1{SILENT}")
     assert names(list(found.found.ranks)) == "rank 2 and local rank 0, 1 of node 0"
     assert names([f"rank {i}" for i in range(8)]) == "rank 0, 1, 2, 3, 4, 5 and 2 more"
+    assert names(["local rank 0 of node 10", "local rank 3 of node 2"]) == (
+        "local rank 3 of node 2 and local rank 0 of node 10"
+    )
+
+
+def test_who_says_its_number_in_one_of_its_logs_has_said_it(tmp_path: Path) -> None:
+    for local in range(3):
+        process(tmp_path / f"attempt_0/{local}", f"[rank{local}]: {CLOSED}" if local < 2 else "")
+    (found,) = causes(tmp_path)
+    assert found.cause.endswith(f" Local rank 2{SILENT}")
+
+
+def test_processes_of_different_nodes_and_starts_are_different_ones(tmp_path: Path) -> None:
+    process(tmp_path / "a/attempt_0/0", "")
+    process(tmp_path / "b/attempt_0/0", f"[rank1]: {CLOSED}")
+    (found,) = causes(tmp_path)
+    assert found.cause.endswith(f" Local rank 0{SILENT}")
+    process(tmp_path / "a/attempt_1/0", f"[rank0]: {CLOSED}")
+    process(tmp_path / "b/attempt_1/0", f"[rank1]: {CLOSED}")
+    (found,) = causes(tmp_path)
+    assert SILENT not in found.cause, "in the last start both have told it"
 
 
 def test_what_a_rank_tells_of_another_one_is_that_ones(tmp_path: Path) -> None:
