@@ -64,7 +64,7 @@ def leaving(job: Job) -> Iterator[None]:
 def by_signal(error: BaseException) -> bool:
     """Whether a signal has ended this process."""
     if isinstance(error, SystemExit):
-        return isinstance(error.code, int) and error.code > 128
+        return isinstance(error.code, int) and error.code - 128 in signal.valid_signals()
     return isinstance(error, KeyboardInterrupt)
 
 

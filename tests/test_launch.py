@@ -262,6 +262,7 @@ def test_wrong_input_that_one_rank_finds_in_the_middle_ends_all(own: tuple[str, 
     assert "sample 3 cannot be read" in ended["reason"], "the culprit's story, not that of a rank that lost it"
 
 
+@pytest.mark.cluster
 def test_a_job_on_two_hosts_starts_again_after_one_lost_a_process(own: tuple[str, ...], tmp_path: Path) -> None:
     """Only one agent counts a restart; all ranks of the new start must meet all the same, and not those of the old."""
     port = free_port()

@@ -19,6 +19,7 @@ import meshtrain.train
 from meshtrain import stopping
 from meshtrain.checkpoint import folder
 from meshtrain.checkpoint.folder import complete_steps
+from meshtrain.leaving import by_signal, signal_of
 from meshtrain.metrics import read
 from meshtrain.stopping import Requests, Signals, limits
 from tests.checkpoint.going_on import Case, alone, small_run
@@ -391,3 +392,10 @@ def test_under_torchrun_a_stop_ends_with_0(small: str, tmp_path: Path) -> None:
         steps.append(ended["step"])
     assert steps[1] < steps[2], "the second job went on from where the first one stopped"
     assert [row["step"] for row in read(metrics)] == list(range(1, steps[2] + 1))
+
+
+def test_an_exit_status_above_128_is_a_signal_only_if_there_is_such_a_signal() -> None:
+    assert [by_signal(SystemExit(code)) for code in (143, 130, 128, 255, 1, None, "no")] == [True, True, *[False] * 5]
+    assert signal_of(SystemExit(143)) == "SIGTERM"
+    assert by_signal(KeyboardInterrupt())
+    assert signal_of(KeyboardInterrupt()) == "SIGINT"

@@ -70,6 +70,6 @@ class Leader:
             return
         puzzle = unexplained(seen) if hangs else None
         kind, text = ("busy", waited_for(seen)) if puzzle is None else ("puzzle", f"warning: {puzzle}")
-        if self._noted != (kind, self._clock.since):
-            self._noted = kind, self._clock.since
+        if self._noted != (noted := (kind, self._clock.since)):
+            self._noted = noted
             print(text, file=sys.stderr, flush=True)

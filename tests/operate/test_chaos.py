@@ -311,6 +311,7 @@ def state(pid: int) -> str:
         return ""
 
 
+@pytest.mark.cluster
 def test_torchrun_starts_the_job_again_and_the_fault_is_not_planted_again(tmp_path: Path) -> None:
     done = torchrun(2, "--max-restarts=1", *train(tmp_path, "{fault: kill, rank: 1, step: 6}")).check()
     assert re.search(r"train.chaos: rank 1 on host \S+ \(dp_shard 1\): kill strikes, as planted", done.err)

@@ -5,19 +5,28 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.operate.doctor.nccl import gpudirect, net_plugin, settings
+from meshtrain.operate.doctor import nccl
+from meshtrain.operate.doctor.nccl import gpudirect, library_cache, net_plugin, settings
 from meshtrain.operate.doctor.record import Host, Interface, Place
 from meshtrain.operate.doctor.transport import slow_switches, transport
 
 LO, ETH0 = Interface("lo", ("127.0.0.1/8",)), Interface("eth0", ("10.0.0.1/24",))
-PCIE = "inside of a host: PCIe from GPU to GPU where the machine allows it (NCCL_P2P_LEVEL says how far apart), or "
-SHARED, SOCKETS = PCIE + "shared memory", "between hosts: TCP sockets on eth0"
-DIRECT = "between hosts: InfiniBand with GPUDirect by DMA-BUF, as far apart as NCCL_NET_GDR_LEVEL allows"
+PCIE = "PCIe from GPU to GPU where the machine allows it (NCCL_P2P_LEVEL says how far apart), or "
+NETWORK = "the network between hosts, because of "
+SHARED, SOCKETS = PCIE + "shared memory", "TCP sockets on eth0"
+DIRECT = "InfiniBand with GPUDirect by DMA-BUF if the cards' driver has it, as far apart as NCCL_NET_GDR_LEVEL allows"
+OFI = "/opt/ofi/lib/libnccl-net.so"
+PLUGIN = f"what the plugin {OFI} offers, if it loads (NCCL_NET_PLUGIN=none switches it off)"
+NVLINK = "NVLink (NCCL_P2P_DISABLE, NCCL_P2P_LEVEL switch it off)"
 
 
 def gpu_host(**values: object) -> Host:
     place = Place("torchrun's options", "c10d", "a", 1, "job", 2, 2)
     return replace(Host("a", place, 8, gpus_seen=8, interfaces=(LO, ETH0)), **values)  # type: ignore[arg-type]
+
+
+def nvlink(**variables: str) -> Host:
+    return gpu_host(links=("NV12 0-1",), variables=variables)
 
 
 def infiniband(direct: str = "", plugin: str = "", **variables: str) -> Host:
@@ -28,68 +37,76 @@ def infiniband(direct: str = "", plugin: str = "", **variables: str) -> Host:
     ("host", "inside", "between"),
     [
         (gpu_host(), SHARED, SOCKETS),
+        (nvlink(), NVLINK, SOCKETS),
+        (nvlink(NCCL_P2P_LEVEL="PIX"), NVLINK, SOCKETS),
+        (nvlink(NCCL_P2P_LEVEL="loc"), NVLINK, SOCKETS),
+        (nvlink(NCCL_P2P_DISABLE="2"), NVLINK, SOCKETS),
         (
-            gpu_host(links=("NV12 0-1",)),
-            "inside of a host: NVLink (NCCL_P2P_DISABLE, NCCL_P2P_LEVEL switch it off)",
+            nvlink(NCCL_P2P_DISABLE="1"),
+            "shared memory, because of NCCL_P2P_DISABLE=1",
             SOCKETS,
         ),
         (
-            gpu_host(links=("NV1 0-1",), variables={"NCCL_P2P_DISABLE": "1"}),
-            "inside of a host: shared memory, because of NCCL_P2P_DISABLE=1",
+            nvlink(NCCL_P2P_LEVEL="LOC"),
+            "shared memory, because of NCCL_P2P_LEVEL=LOC",
             SOCKETS,
         ),
         (
-            gpu_host(links=("NV1 0-1",), variables={"NCCL_P2P_LEVEL": "loc"}),
-            "inside of a host: shared memory, because of NCCL_P2P_LEVEL=loc",
+            gpu_host(nccl_conf={"NCCL_P2P_LEVEL": "0"}),
+            "shared memory, because of NCCL_P2P_LEVEL=0",
             SOCKETS,
         ),
         (
             gpu_host(variables={"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}),
-            "inside of a host: sockets, because of NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1",
+            NETWORK + "NCCL_SHM_DISABLE=1 and NCCL_P2P_DISABLE=1",
             SOCKETS,
         ),
         (
-            gpu_host(variables={"NCCL_P2P_LEVEL": "PIX", "NCCL_SHM_DISABLE": "1"}),
-            PCIE + "sockets, because of NCCL_SHM_DISABLE=1",
+            gpu_host(variables={"NCCL_SHM_DISABLE": "1"}),
+            PCIE + "the network between hosts, because of NCCL_SHM_DISABLE=1",
             SOCKETS,
         ),
         (infiniband("DMA-BUF"), SHARED, DIRECT),
         (infiniband("DMA-BUF", NCCL_NET_GDR_LEVEL="PHB", NCCL_NET="IB"), SHARED, DIRECT),
-        (infiniband(), SHARED, "between hosts: InfiniBand without GPUDirect"),
+        (infiniband("DMA-BUF", NCCL_IB_DISABLE="true"), SHARED, DIRECT),
+        (infiniband(), SHARED, "InfiniBand, as far as can be seen without GPUDirect"),
         (
             infiniband("DMA-BUF", NCCL_NET_GDR_LEVEL="LOC"),
             SHARED,
-            "between hosts: InfiniBand without GPUDirect, because of NCCL_NET_GDR_LEVEL=LOC",
+            "InfiniBand without GPUDirect, because of NCCL_NET_GDR_LEVEL=LOC",
         ),
         (infiniband("DMA-BUF", NCCL_IB_DISABLE="1"), SHARED, SOCKETS + ", because of NCCL_IB_DISABLE=1"),
         (infiniband("DMA-BUF", NCCL_NET="Socket"), SHARED, SOCKETS + ", because of NCCL_NET=Socket"),
-        (infiniband("DMA-BUF", "libnccl-net.so", NCCL_NET="Socket"), SHARED, SOCKETS + ", because of NCCL_NET=Socket"),
+        (infiniband("DMA-BUF", OFI, NCCL_NET="Socket"), SHARED, SOCKETS + ", because of NCCL_NET=Socket"),
+        (infiniband("", OFI), SHARED, PLUGIN),
+        (gpu_host(net_plugin=OFI, variables={"NCCL_NET": "AWS Libfabric"}), SHARED, PLUGIN),
         (
-            gpu_host(net_plugin="/opt/ofi/lib/libnccl-net.so"),
+            infiniband("DMA-BUF", NCCL_NET="AWS Libfabric"),
             SHARED,
-            "between hosts: what the plugin /opt/ofi/lib/libnccl-net.so offers, if it loads (NCCL_NET_PLUGIN=none "
-            "switches it off)",
+            "nothing, because of NCCL_NET=AWS Libfabric, which is a plugin's, and there is none",
         ),
     ],
 )
 def test_the_transport_that_nccl_takes(host: Host, inside: str, between: str) -> None:
-    assert transport([host, host]) == [inside, between]
-    assert transport([host]) == [inside]
+    assert transport([host, host]) == [f"inside of a host: {inside}", f"between hosts: {between}"]
+    assert transport([host]) == [f"inside of a host: {inside}"]
 
 
 def test_hosts_that_differ_in_transport() -> None:
-    found = transport([infiniband(), gpu_host()])
-    ways = "InfiniBand without GPUDirect or TCP sockets on eth0"
+    found = transport([infiniband(NCCL_NET_GDR_LEVEL="0"), gpu_host()])
+    ways = "InfiniBand without GPUDirect, because of NCCL_NET_GDR_LEVEL=0 or TCP sockets on eth0"
     assert found[1] == f"between hosts: {ways} (the hosts differ: NCCL takes what all have)"
 
 
 def test_what_makes_a_job_slower_is_named_with_its_value() -> None:
     usual = {"NCCL_P2P_LEVEL": "NVL", "NCCL_NET_GDR_LEVEL": "SYS", "NCCL_IB_DISABLE": "0", "NCCL_NET": "IB"}
-    assert slow_switches(usual) == {}
-    slow = {"NCCL_P2P_LEVEL": "LOC", "NCCL_NET_GDR_LEVEL": "0", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
-    assert list(slow_switches(slow)) == [
-        *("NCCL_P2P_LEVEL=LOC", "NCCL_IB_DISABLE=1", "NCCL_NET=Socket", "NCCL_NET_GDR_LEVEL=0"),
-    ]
+    assert slow_switches(infiniband(**usual)) == {}
+    slow = {"NCCL_P2P_LEVEL": "LOC", "NCCL_NET_GDR_LEVEL": "LOC", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
+    named = ["NCCL_P2P_LEVEL=LOC", "NCCL_IB_DISABLE=1", "NCCL_NET=Socket", "NCCL_NET_GDR_LEVEL=LOC"]
+    assert list(slow_switches(infiniband(**slow))) == named
+    assert list(slow_switches(gpu_host(variables=slow))) == named[:1], "there is nothing else than sockets"
+    assert list(slow_switches(gpu_host(net_plugin=OFI, nccl_conf=slow))) == [named[0], *named[2:]]
+    assert slow_switches(replace(infiniband(**slow), gpus_seen=0)) == {}, "gloo does not look at them"
 
 
 # What is found on a host --------------------------------------------------------------------------------------------
@@ -100,7 +117,13 @@ def test_what_makes_a_job_slower_is_named_with_its_value() -> None:
     [
         ("nvidia_peermem 16384 0 - Live\n", "5.4.0-150", "NVIDIA UNIX x86_64 Kernel Module", {}, "nvidia_peermem"),
         ("nv_peer_mem 16384 0 - Live\n", "4.18.0", "", {}, "nvidia_peermem"),
-        ("nvidia 1 0\n", "5.15.0-91-generic", "NVIDIA UNIX Open Kernel Module for x86_64  570.1", {}, "DMA-BUF"),
+        (
+            "nvidia_peermem 1 0\n",
+            "5.15.0-91-generic",
+            "NVIDIA UNIX Open Kernel Module for x86_64  570.1",
+            {},
+            "DMA-BUF",
+        ),
         ("nvidia 1 0\n", "5.15.0", "NVIDIA UNIX Open Kernel Module", {"NCCL_DMABUF_ENABLE": "0"}, ""),
         ("nvidia 1 0\n", "5.10.0", "NVIDIA UNIX Open Kernel Module for x86_64", {}, ""),
         ("nvidia 1 0\n", "6.1.0", "NVIDIA UNIX x86_64 Kernel Module  535.1", {}, ""),
@@ -120,29 +143,35 @@ def test_a_host_without_a_driver_has_no_gpudirect(tmp_path: Path) -> None:
 
 
 def test_the_plugin_of_a_network(tmp_path: Path) -> None:
-    ofi, other = tmp_path / "x86_64-linux-gnu", tmp_path / "other"
-    for folder, name in ((ofi, "libnccl-net.so"), (other, "libnccl-net-mine.so")):
-        folder.mkdir()
-        (folder / name).touch()
-    usual = (f"{tmp_path}/*-linux-gnu",)
-    path = {"LD_LIBRARY_PATH": f":/nowhere:{other}"}
-    assert net_plugin({}, ()) == ""
-    assert net_plugin({}, usual) == str(ofi / "libnccl-net.so")
-    assert net_plugin({"NCCL_NET_PLUGIN": "none"}, usual) == ""
-    assert net_plugin({"NCCL_NET_PLUGIN": "mine"} | path, usual) == str(other / "libnccl-net-mine.so")
-    assert net_plugin({"NCCL_NET_PLUGIN": "libnccl-net-mine.so"} | path, usual) == str(other / "libnccl-net-mine.so")
-    whole = str(other / "libnccl-net-mine.so")
-    assert net_plugin({"NCCL_NET_PLUGIN": whole}, usual) == whole
-    assert net_plugin({"NCCL_NET_PLUGIN": "gone"} | path, usual) == "gone", "it is asked for, and does not load"
+    mine, whole = tmp_path / "libnccl-net-mine.so", tmp_path / "odd [1]/x.so"
+    whole.parent.mkdir()
+    for file in (mine, whole):
+        file.touch()
+    cached = {"libnccl-net.so": "/lib/libnccl-net.so", "libnccl-net-ofi.so": "/lib/libnccl-net-ofi.so"}
+    path = {"LD_LIBRARY_PATH": f":/:/**:{whole.parent}:{tmp_path}"}
+    assert net_plugin({}, {}) == ""
+    assert net_plugin({}, cached) == "/lib/libnccl-net.so"
+    for asked, found in {
+        "none": "", "NONE": "", "ofi": "/lib/libnccl-net-ofi.so", "mine": str(mine), "libnccl-net-mine.so": str(mine),
+        "gone,mine": str(mine), str(whole): str(whole), "x.so": str(whole), "gone": "", "/gone/x.so": "",
+    }.items():  # fmt: skip
+        assert net_plugin(path | {"NCCL_NET_PLUGIN": asked}, cached) == found, asked
 
 
-def test_nccl_reads_files_of_settings_too(tmp_path: Path) -> None:
+def test_what_the_loader_knows() -> None:
+    known = library_cache()
+    assert known["libc.so.6"].startswith("/")
+
+
+def test_nccl_reads_files_of_settings_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     users, hosts = tmp_path / ".nccl.conf", tmp_path / "etc.conf"
-    users.write_text("# mine\nNCCL_IB_DISABLE=1\n\nNCCL_SOCKET_IFNAME==eth1\n")
+    users.write_bytes("# für alle\nNCCL_IB_DISABLE=1\n\nNCCL_SOCKET_IFNAME==eth1\n NCCL_NET=IB\n".encode("latin-1"))
     hosts.write_text("NCCL_SOCKET_IFNAME=eth0\nNCCL_DEBUG=WARN\n")
-    variables = {"HOME": str(tmp_path), "NCCL_IB_DISABLE": "0"}
-    found = settings(variables, hosts)
-    assert found == {**variables, "NCCL_SOCKET_IFNAME": "=eth1", "NCCL_DEBUG": "WARN"}
-    named = settings({"NCCL_CONF_FILE": str(hosts), "HOME": str(tmp_path)}, tmp_path / "none")
-    assert (named["NCCL_SOCKET_IFNAME"], "NCCL_IB_DISABLE" in named) == ("eth0", False)
+    monkeypatch.setattr(nccl, "_home", lambda: tmp_path)
+    found = settings({"NCCL_IB_DISABLE": "0"}, hosts)
+    assert found == {"NCCL_SOCKET_IFNAME": "=eth1", " NCCL_NET": "IB", "NCCL_DEBUG": "WARN"}
+    assert gpu_host(variables={"NCCL_IB_DISABLE": "0"}, nccl_conf=found).settings == {"NCCL_IB_DISABLE": "0", **found}
+    named = settings({"NCCL_CONF_FILE": str(hosts)}, tmp_path / "none")
+    assert named == {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "WARN"}
+    monkeypatch.setattr(nccl, "_home", lambda: tmp_path / "none")
     assert settings({}, tmp_path / "none") == {}

@@ -401,6 +401,7 @@ def test_a_run_of_four_jobs(
     assert walls == sorted(walls)
 
 
+@pytest.mark.cluster
 def test_a_killed_job_that_its_launcher_starts_again(small: str, tmp_path: Path) -> None:
     """Rank 0, which keeps the ledger, is killed in step 7 and has no last word; the checkpoint is of step 4."""
     options = ["data.workers=0", "checkpoint.in_background=false", "train.chaos=[{fault: kill, rank: 0, step: 7}]"]

@@ -286,6 +286,7 @@ def test_nobody_is_named_on_a_busy_machine_without_a_slow_rank(tmp_path: Path) -
     assert len([row for row in read(tmp_path / "metrics.jsonl") if "own_time_max_rank" in row]) == 8
 
 
+@pytest.mark.cluster
 def test_a_stage_of_a_pipeline_that_becomes_slow_is_named(tmp_path: Path) -> None:
     """It is alone in its stage, so that it can be compared only with what it took before."""
     chaos = "train.chaos=[{fault: slow, rank: 1, step: 21, seconds: 0.15}]"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from meshtrain.environment import Environment
 from meshtrain.operate import last_words, leading, watchdog, witness
 from meshtrain.operate.bell import Bell
-from meshtrain.operate.deadlines import LEAST_S, Deadlines, patience
+from meshtrain.operate.deadlines import LEAST_S, Clock, Deadlines, patience
 from meshtrain.operate.leading import Leader
 from meshtrain.operate.testimony import Seen, Verdict
 from meshtrain.operate.watchdog import Watch
@@ -62,6 +62,28 @@ def test_who_may_be_busy_hangs_after_some_deadlines_and_who_was_measured_at_once
     deadlines.save_s = 1.0
     assert deadlines.hangs("saving", 1)
     assert not deadlines.hangs("start", 100)
+
+
+def test_a_clock_counts_the_deadlines_missed_since_the_run_got_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("meshtrain.operate.deadlines.time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock = Clock()
+
+    def missed(at: float) -> tuple[bool, int]:
+        now[0] = at
+        return clock.missed(), clock.misses
+
+    assert missed(599) == (False, 0)
+    assert missed(604) == (True, 1)
+    assert missed(1203) == (False, 1), "as long again from the look that has found it"
+    assert missed(1205) == (True, 2)
+    assert clock.late
+    now[0] = 5000
+    clock.slept()
+    assert missed(5599) == (False, 2), "a process that was stopped has its time from then on"
+    assert missed(5601) == (True, 3)
+    clock.at("step", 7)
+    assert (clock.step, clock.misses, clock.late) == (7, 0, False)
 
 
 @pytest.mark.parametrize("deadline", [0.5, 7.0, 120.0, 10000.0])
@@ -419,6 +441,17 @@ def test_ranks_in_one_place_are_stuck_only_if_they_stay_there(
     assert verdict.what == "stuck"
     told = capsys.readouterr().err
     assert told.startswith("rank 0 on host a stops, because all ranks wait in all_reduce 7 over dp_shard: a device ")
+
+
+def test_what_was_looked_into_just_now_is_not_looked_into_again() -> None:
+    """All ranks come with the same question when they have missed a deadline."""
+    well, gone = [rank(i) for i in range(3)], [rank(0), rank(1, reach="gone"), rank(2)]
+    watch = one_of_three(0, well, gone)
+    for _ in range(3):
+        assert watch._lead(hangs=True, failed=False, late=True) is None
+    verdict = watch._lead(hangs=True, failed=True)
+    assert verdict is not None
+    assert verdict.ranks == (1,), "who has failed is looked into at once"
 
 
 def test_the_block_is_printed_by_the_leader_if_it_is_to_blame_itself(capsys: pytest.CaptureFixture) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from meshtrain.checkpoint.folder import complete_steps
 from tests.checkpoint.going_on import small_run
-from tests.launching import forked
+from tests.launching import ROOT, forked
 from tests.slurm.cluster import Cluster, why_not
 
 pytestmark = [
@@ -23,7 +23,6 @@ pytestmark = [
 SCRIPTS = {"train.sbatch": 1, "train-srun.sbatch": 2}  # -> tasks per node
 both = pytest.mark.parametrize("script", SCRIPTS)
 STEPS = 20
-EQUAL = ("--gpus-per-node=2",)
 SLOW = "train.chaos=[{fault: slow, rank: 0, step: 1, until: 16, seconds: 1, again: true}]"
 
 
@@ -87,12 +86,14 @@ Submitted = tuple[str, Run, Path]  # the job, the run, and the file with what th
 
 
 def submitted(
-    cluster: Cluster, config: Path, folder: Path, script: str, *overrides: str, options: Sequence[str] = EQUAL
+    cluster: Cluster, config: Path, folder: Path, script: str, *overrides: str, options: Sequence[str] = ()
 ) -> Submitted:
-    """A run with a script, by default on two nodes of two processes."""
+    """A run with a script of tools/slurm or a path, by default on two nodes of two processes."""
+    options = options or (f"--ntasks-per-node={SCRIPTS[script]}", "--gpus-per-node=2")
     job = cluster.sbatch(
-        f"--ntasks-per-node={SCRIPTS[script]}", "--cpus-per-task=2", f"--output={folder}/%j.out", *options,
-        f"tools/slurm/{script}", str(config), f"train.steps={STEPS}", f"train.output={folder}/the run", *overrides,
+        "--cpus-per-task=2", f"--output={folder}/%j.out", *options,
+        str(ROOT / "tools" / "slurm" / script), str(config), f"train.steps={STEPS}", f"train.output={folder}/the run",
+        *overrides,
         env={"ACTIVATE": str(Path(sys.executable).parent / "activate")},
     )  # fmt: skip
     return job, Run(folder / "the run"), folder / f"{job}.out"
@@ -103,7 +104,7 @@ def submit(cluster: Cluster, config: Path, tmp_path: Path) -> Iterator[Callable[
     """Submits a run with a script; what of it is still there after the test is ended."""
     jobs = []
 
-    def submit(script: str, *overrides: str, options: Sequence[str] = EQUAL) -> Submitted:
+    def submit(script: str, *overrides: str, options: Sequence[str] = ()) -> Submitted:
         found = submitted(cluster, config, tmp_path, script, *overrides, options=options)
         jobs.append(found[0])
         return found
@@ -198,9 +199,9 @@ def test_a_run_that_is_preempted_while_it_starts_comes_back(
 def test_a_run_saves_before_its_time_limit_and_comes_back(
     cluster: Cluster, submit: Callable, losses: list[float]
 ) -> None:
-    """SLURM sends the signal itself: of two minutes half a minute to a minute before it has to."""
+    """SLURM sends the signal itself: 60 seconds before the end of these two minutes, or up to 30 seconds earlier."""
     slow = "train.chaos=[{fault: slow, rank: 0, step: 1, until: 19, seconds: 6}]"
-    options = (*EQUAL, "--time=2", "--signal=USR1@60")
+    options = ("--gpus-per-node=2", "--time=2", "--signal=USR1@60")
     job, run, printed = submit("train.sbatch", slow, options=options)
     cluster.start_again(job, restarts=1)
     assert (run.exit["status"], run.checkpoints[-1]) == ("stopped", run.exit["step"]), printed.read_text()
@@ -263,14 +264,17 @@ def test_a_wrong_config_ends_the_job_before_the_step(cluster: Cluster, submit: C
 def test_nodes_with_different_numbers_of_gpus(config: Path, tmp_path: Path) -> None:
     forked(3, "-m", "meshtrain.train", config, f"train.steps={STEPS}", f"train.output={tmp_path}/plain").check()
     expected = [row["loss"] for row in Run(tmp_path / "plain").rows]
-    with Cluster(tmp_path / "cluster", gpus={2: 1}) as cluster:
-        for script, tasks in (("train.sbatch", ()), ("train-srun.sbatch", ("--ntasks=3",))):
-            folder = tmp_path / script
+    per_task = tmp_path / "per_task.sbatch"
+    text = (ROOT / "tools" / "slurm" / "train-srun.sbatch").read_text()
+    text = text.replace("--ntasks-per-node=8", "--ntasks=3").replace("--gpus-per-node=8", "--gpus-per-task=1")
+    per_task.write_text(text)
+    with Cluster(tmp_path / "cluster", gpus={1: 1}) as cluster:
+        for script, options in (("train.sbatch", ("--gpus-per-node=0", "--gpus=3")), (str(per_task), ("--nodes=2",))):
+            folder = tmp_path / Path(script).stem
             folder.mkdir()
-            options = ("--gpus-per-node=0", "--gpus=3", *tasks)
             job, run, printed = submitted(cluster, config, folder, script, options=options)
             assert cluster.wait(job)["JobState"] == "COMPLETED", printed.read_text()
-            assert "3 processes = 2 on node1 + 1 on node2" in "".join(run.logs(0).values())
+            assert "3 processes = 1 on node1 + 2 on node2" in "".join(run.logs(0).values())
             assert [row["loss"] for row in run.rows] == expected
 
 

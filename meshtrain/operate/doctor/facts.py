@@ -35,7 +35,8 @@ def collect(place: Place, config: str | None, overrides: Sequence[str], variable
     gpus = _gpus()
     memory, free = machine.memory_gib()
     seen = _gpus_seen()
-    switches = _variables(nccl.settings(variables))
+    conf = nccl.settings(variables)
+    switches = conf | dict(variables)
     return Host(
         host=name,
         place=place,
@@ -43,7 +44,8 @@ def collect(place: Place, config: str | None, overrides: Sequence[str], variable
         resolves=resolves,
         slow_names=slow,
         interfaces=machine.interfaces(),
-        variables=switches,
+        variables=_variables(variables),
+        nccl_conf=conf,
         versions=_versions(gpus),
         code=locate.code(),
         folder=str(Path.cwd()),
@@ -52,7 +54,7 @@ def collect(place: Place, config: str | None, overrides: Sequence[str], variable
         links=_nvlinks() if gpus else (),
         infiniband=machine.infiniband(),
         gpudirect=nccl.gpudirect(switches),
-        net_plugin=nccl.net_plugin(switches),
+        net_plugin=nccl.net_plugin(switches, nccl.library_cache()) if seen else "",
         cores=len(os.sched_getaffinity(0)),
         load=os.getloadavg()[0],
         memory_gib=memory,

@@ -72,7 +72,7 @@ def addresses_of(interfaces: Sequence[Interface]) -> list[str]:
 
 def communicates_by(host: Host) -> tuple[str, str | None, list[Interface]]:
     """For a host's job: the library, the variable that picks its interface with its value, the interfaces."""
-    variables = host.variables or {}
+    variables = host.settings
     if host.gpus_seen:
         asked = variables.get("NCCL_SOCKET_IFNAME")
         return "NCCL_SOCKET_IFNAME", asked, nccl_interfaces(host.interfaces, asked)

@@ -114,14 +114,15 @@ class Host:
         resolves: name -> addresses, for its own name and the endpoint's, as this host resolves them; none: it does not.
         slow_names: names whose look-up took longer than a second or two.
         route: its own address on the way to the endpoint (of the host that serves it: on the way to the others).
-        variables: those that change how a job communicates or computes.
+        variables: those of the environment that change how a job communicates or computes.
+        nccl_conf: what NCCL reads from its files of settings for those that are not set.
         versions: of Python, libraries, kernel, driver.
         code: file -> digest.
         config: the resolved config, line by line; `config_error` where it is wrong.
         links: "NV2 0-1" and so on: pairs of GPUs that NVLink joins, where nvidia-smi tells.
         infiniband: active ports, "mlx5_0:1 400 Gb/s".
-        gpudirect: by what network cards can read a GPU's memory: nvidia_peermem or DMA-BUF; empty: they cannot.
-        net_plugin: the file of a network plugin that NCCL will load; empty: there is none.
+        gpudirect: by what network cards can read a GPU's memory, as far as can be seen; empty: by nothing.
+        net_plugin: the file of a network's plugin that NCCL will load; empty: there is none.
     """
 
     host: str
@@ -133,6 +134,7 @@ class Host:
     interfaces: tuple[Interface, ...] = ()
     route: str = ""
     variables: dict[str, str] | None = None
+    nccl_conf: dict[str, str] | None = None
     versions: dict[str, str] | None = None
     code: dict[str, str] | None = None
     config: tuple[str, ...] = ()
@@ -154,6 +156,11 @@ class Host:
     locked_memory_kib: int | None = None  # None: no limit
     machine: str = ""  # differs between two starts of any two kernels
     port: int = 0  # where it listens for the others to try
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The variables as NCCL has them."""
+        return (self.nccl_conf or {}) | (self.variables or {})
 
 
 @dataclass(frozen=True)

@@ -185,13 +185,14 @@ def _variables(seen: Seen) -> Iterator[Finding]:
                 odd_ones(groups),
                 f"export {name} with one value on all nodes, or nowhere",
             )
-    on: dict[tuple[str, str], list[str]] = {}
-    for host, found in zip(names, variables, strict=True):
-        for slow in slow_switches(found).items():
-            on.setdefault(slow, []).append(host)
-    for (switch, means), where in on.items():
-        name = switch.partition("=")[0]
-        fix = f"unset {name}" + ", and look for it in ~/.nccl.conf and /etc/nccl.conf" * name.startswith("NCCL_")
+    on: dict[tuple[str, str, bool], list[str]] = {}
+    for name, host in zip(names, seen.hosts, strict=True):
+        for switch, means in slow_switches(host).items():
+            of_file = switch.partition("=")[0] in (host.nccl_conf or {})
+            on.setdefault((switch, means, of_file), []).append(name)
+    for (switch, means, of_file), where in on.items():
+        files = "take it out of ~/.nccl.conf, the file that NCCL_CONF_FILE names, or /etc/nccl.conf"
+        fix = files if of_file else f"unset {switch.partition('=')[0]}"
         yield warning("slow-switch", f"{switch} is set on {some(where)}: {means}", where, fix)
 
 

@@ -67,7 +67,8 @@ def _failed(seen: Seen, attempt: Attempt) -> Finding:
             f"{host.host} is the host that the endpoint {endpoint}{to} names, and was given --node-rank="
             f"{place.node_rank}: only the node with rank 0 serves it ({tried})",
             where,
-            f"give --node-rank=0 to {host.host}, and {place.node_rank} to the node that has 0 now",
+            f"give --node-rank=0 to {host.host}, and {place.node_rank} to the node that has 0 now; or start the node "
+            f"with rank 0, if it is to be {host.host} too",
         )
     if attempt.how == "refused":
         return error(
@@ -167,7 +168,8 @@ def _missing(seen: Seen) -> Iterator[Finding]:
             yield error("endpoint-loopback", _loopback(place, leader.host), (leader.host,), _LOOPBACK_FIX)
     yield (error if came < place.fewest else warning)("nodes-missing", told_, (), fix)
     own = set(addresses_of(leader.interfaces))
-    if place.serves and resolved and not own & set(resolved) and not any(map(is_loopback, resolved)):
+    told_to = place.backend == "c10d" and place.launcher == "torchrun's options" and place.serves
+    if told_to and resolved and not own & set(resolved) and not any(map(is_loopback, resolved)):
         yield warning(
             "serving-elsewhere",
             f"{leader.host} was told to serve the endpoint (is_host=1), which is not one of its addresses: "

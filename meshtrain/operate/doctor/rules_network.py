@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from meshtrain.operate.doctor.finding import Finding, error, labels, note, own, several_machines, some, warning
 from meshtrain.operate.doctor.interfaces import communicates_by, interface_of, is_loopback
 from meshtrain.operate.doctor.record import Host, Interface, Reach, Seen
-from meshtrain.operate.doctor.transport import transport
+from meshtrain.operate.doctor.transport import network_of_plugin, plugins_asked, transport
 
 HOW = {
     "refused": "is refused",
@@ -23,6 +23,7 @@ def network(seen: Seen) -> Iterator[Finding]:
         yield from _interfaces(seen)
         yield from _ports(seen)
         yield from _infiniband(seen)
+        yield from _plugins(seen)
     yield from _same_names(seen)
     for name, host in zip(labels(seen), seen.hosts, strict=True):
         if host.slow_names:
@@ -196,13 +197,40 @@ def _infiniband(seen: Seen) -> Iterator[Finding]:
             without,
             "look at ibstat there, or leave that host out, or set NCCL_IB_DISABLE=1 on all",
         )
-    direct = [name for name, host in zip(names, seen.hosts, strict=True) if host.infiniband and not host.gpudirect]
+    direct = [
+        name
+        for name, host in zip(names, seen.hosts, strict=True)
+        if host.infiniband and host.gpus_seen and not host.gpudirect and not host.net_plugin
+    ]
     if direct:
         yield note(
             "no-gpudirect",
-            f"{some(direct)} has InfiniBand, and its network cards cannot read a GPU's memory: the kernel module "
-            "nvidia_peermem is not loaded, and the driver is not the open one that DMA-BUF takes, or it is switched "
-            "off. Data goes through the host's memory",
+            f"{some(direct)} has InfiniBand, and nothing can be seen there by which its cards read a GPU's memory: "
+            "neither the kernel module nvidia_peermem, nor DMA-BUF (Linux 5.12 and NVIDIA's open kernel modules). Data "
+            "then goes through the host's memory",
             direct,
-            "modprobe nvidia_peermem, or install NVIDIA's open kernel modules on Linux 5.12 or newer",
+            "look for GDRDMA in what NCCL_DEBUG=INFO tells of its channels; if it is not there: modprobe "
+            "nvidia_peermem, or install NVIDIA's open kernel modules",
         )
+
+
+def _plugins(seen: Seen) -> Iterator[Finding]:
+    """A plugin that NCCL does not find is silent, and the network is then sockets; a network that it lacks ends it."""
+    for name, host in zip(labels(seen), seen.hosts, strict=True):
+        if not host.gpus_seen or host.net_plugin:
+            continue
+        fix = "install the plugin of that network (libnccl-net.so), and let LD_LIBRARY_PATH or ldconfig lead to it"
+        if network := network_of_plugin(host.settings):
+            yield error(
+                "plugin-missing",
+                f"NCCL_NET={network} asks on {name} for a network of a plugin, and there is no plugin: NCCL would end",
+                (name,),
+                f"{fix}, or unset NCCL_NET",
+            )
+        elif asked := plugins_asked(host.settings):
+            yield warning(
+                "plugin-missing",
+                f"NCCL_NET_PLUGIN asks on {name} for {', '.join(asked)}, which is not found: NCCL goes on without",
+                (name,),
+                f"{fix}, or unset NCCL_NET_PLUGIN",
+            )

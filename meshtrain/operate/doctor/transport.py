@@ -1,15 +1,16 @@
 """PURE: by which transport data goes from GPU to GPU, inside of a host and between hosts, and what switches it.
 
-See https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html.
+Values are read as NCCL reads them (src/graph/paths.cc, src/misc/param.cc): levels to the letter, numbers as C does. See
+https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 
 from meshtrain.operate.doctor.interfaces import communicates_by
 from meshtrain.operate.doctor.record import Host
 
-OFF = ("LOC", "0")  # levels of NCCL_P2P_LEVEL and NCCL_NET_GDR_LEVEL at which there is none
-OWN_NETWORKS = ("ib", "socket")  # NCCL_NET; another name is a plugin's
+NUMBER = re.compile(r"\s*([+-]?\d+)")
 
 
 def transport(hosts: Sequence[Host]) -> list[str]:
@@ -19,73 +20,106 @@ def transport(hosts: Sequence[Host]) -> list[str]:
         return [f"gloo over TCP on {', '.join(sorted(names)) or 'no interface'}"]
     said = []
     if any(host.processes > 1 for host in hosts):
-        said.append(f"inside of a host: {_of_all(hosts, [_inside(host) for host in hosts])}")
+        said.append(f"inside of a host: {_of_all([_inside(host) for host in hosts])}")
     if len(hosts) > 1:
-        said.append(f"between hosts: {_of_all(hosts, [_between(host) for host in hosts])}")
+        said.append(f"between hosts: {_of_all([_between(host) for host in hosts])}")
     return said
 
 
-def slow_switches(variables: Mapping[str, str]) -> dict[str, str]:
-    """`NAME=value` of those that make a job slower -> how."""
+def slow_switches(host: Host) -> dict[str, str]:
+    """`NAME=value` of the settings that make a job slower on this host -> how."""
+    found = host.settings
+    network = host.infiniband or host.net_plugin
     means = {
-        _set(variables, "NCCL_P2P_DISABLE"): "GPUs of a host do not copy to each other directly",
-        _at(variables, "NCCL_P2P_LEVEL", OFF): "GPUs of a host do not copy to each other directly",
-        _set(variables, "NCCL_SHM_DISABLE"): "processes of a host do not share memory, and talk by sockets",
-        _set(variables, "NCCL_IB_DISABLE"): "InfiniBand is not used",
-        _at(variables, "NCCL_NET", ("SOCKET",)): "hosts talk by sockets, whatever else there is",
-        _at(variables, "NCCL_NET_GDR_LEVEL", OFF): "network cards do not read a GPU's memory",
-        _set(variables, "CUDA_LAUNCH_BLOCKING"): "every kernel is waited for",
+        _is(found, "NCCL_P2P_DISABLE", 1) or _off(found, "NCCL_P2P_LEVEL"): (
+            "GPUs of a host do not copy to each other directly"
+        ),
+        _is(found, "NCCL_SHM_DISABLE", 1): (
+            "processes of a host do not share memory: GPUs that cannot copy directly talk by the network"
+        ),
+        _on(found, "NCCL_IB_DISABLE") if host.infiniband else "": "InfiniBand is not used",
+        _sockets(found) if network else "": "hosts talk by sockets, whatever else there is",
+        _off(found, "NCCL_NET_GDR_LEVEL") if network else "": "network cards do not read a GPU's memory",
+        _on(found, "CUDA_LAUNCH_BLOCKING"): "every kernel is waited for",
     }
-    return {switch: words for switch, words in means.items() if switch}
+    return {switch: words for switch, words in means.items() if switch and host.gpus_seen}
 
 
-def _of_all(hosts: Sequence[Host], ways: Sequence[str]) -> str:
+def plugins_asked(settings: Mapping[str, str]) -> list[str]:
+    """The plugins of networks that NCCL_NET_PLUGIN names, in their order."""
+    names = settings.get("NCCL_NET_PLUGIN", "").split(",")
+    return [name for name in names if name and name.lower() != "none"]
+
+
+def network_of_plugin(settings: Mapping[str, str]) -> str:
+    """The network that NCCL_NET asks for, if NCCL does not have it itself; it ends where no plugin has it either."""
+    name = settings.get("NCCL_NET", "")
+    return "" if name.lower() in ("", "ib", "socket") else name
+
+
+def _of_all(ways: Sequence[str]) -> str:
     different = sorted(set(ways))
     mixed = " (the hosts differ: NCCL takes what all have)" if len(different) > 1 else ""
     return " or ".join(different) + mixed
 
 
 def _inside(host: Host) -> str:
-    variables = host.variables or {}
-    no_copies = _set(variables, "NCCL_P2P_DISABLE") or _at(variables, "NCCL_P2P_LEVEL", OFF)
-    no_shared = _set(variables, "NCCL_SHM_DISABLE")
-    if no_copies and no_shared:
-        return f"sockets, because of {no_copies} and {no_shared}"
+    settings = host.settings
+    no_copies = _is(settings, "NCCL_P2P_DISABLE", 1) or _off(settings, "NCCL_P2P_LEVEL")
+    no_shared = _is(settings, "NCCL_SHM_DISABLE", 1)
+    rest = f"the network between hosts, because of {no_shared}" if no_shared else "shared memory"
     if no_copies:
-        return f"shared memory, because of {no_copies}"
+        return f"{rest} and {no_copies}" if no_shared else f"{rest}, because of {no_copies}"
     if host.links:
         return "NVLink (NCCL_P2P_DISABLE, NCCL_P2P_LEVEL switch it off)"
-    return (
-        "PCIe from GPU to GPU where the machine allows it (NCCL_P2P_LEVEL says how far apart), or "
-        f"{f'sockets, because of {no_shared}' if no_shared else 'shared memory'}"
-    )
+    return f"PCIe from GPU to GPU where the machine allows it (NCCL_P2P_LEVEL says how far apart), or {rest}"
 
 
 def _between(host: Host) -> str:
-    variables = host.variables or {}
-    network = variables.get("NCCL_NET", "")
-    if host.net_plugin and network.lower() not in OWN_NETWORKS:
+    settings = host.settings
+    asked = network_of_plugin(settings)
+    if asked and not host.net_plugin:
+        return f"nothing, because of NCCL_NET={asked}, which is a plugin's, and there is none"
+    if (host.net_plugin and not settings.get("NCCL_NET", "")) or asked:
         return f"what the plugin {host.net_plugin} offers, if it loads (NCCL_NET_PLUGIN=none switches it off)"
     names = ", ".join(one.name for one in communicates_by(host)[2]) or "no interface"
     sockets = f"TCP sockets on {names}"
     if not host.infiniband:
         return sockets
-    no_infiniband = _set(variables, "NCCL_IB_DISABLE") or _at(variables, "NCCL_NET", ("SOCKET",))
-    if no_infiniband:
+    if no_infiniband := _on(settings, "NCCL_IB_DISABLE") or _sockets(settings):
         return f"{sockets}, because of {no_infiniband}"
-    never = _at(variables, "NCCL_NET_GDR_LEVEL", OFF)
-    if never:
+    if never := _off(settings, "NCCL_NET_GDR_LEVEL"):
         return f"InfiniBand without GPUDirect, because of {never}"
     if host.gpudirect:
-        return f"InfiniBand with GPUDirect by {host.gpudirect}, as far apart as NCCL_NET_GDR_LEVEL allows"
-    return "InfiniBand without GPUDirect"
+        return (
+            f"InfiniBand with GPUDirect by {host.gpudirect} if the cards' driver has it, as far apart as "
+            "NCCL_NET_GDR_LEVEL allows"
+        )
+    return "InfiniBand, as far as can be seen without GPUDirect"
 
 
-def _set(variables: Mapping[str, str], name: str) -> str:
-    """`NAME=value` if it is switched on, or else nothing."""
-    return "" if variables.get(name, "0") in ("0", "") else f"{name}={variables[name]}"
+def _number(settings: Mapping[str, str], name: str) -> int:
+    """As C's strtol has it: 0 for what is no number."""
+    found = NUMBER.match(settings.get(name, ""))
+    return 0 if found is None else int(found[1])
 
 
-def _at(variables: Mapping[str, str], name: str, values: Sequence[str]) -> str:
-    """`NAME=value` if it has one of these values, or else nothing."""
-    return f"{name}={variables[name]}" if variables.get(name, "").upper() in values else ""
+def _is(settings: Mapping[str, str], name: str, number: int) -> str:
+    """`NAME=value` if it is that number, or else nothing."""
+    return f"{name}={settings[name]}" if name in settings and _number(settings, name) == number else ""
+
+
+def _on(settings: Mapping[str, str], name: str) -> str:
+    """`NAME=value` if it is any number but 0, or else nothing."""
+    return f"{name}={settings[name]}" if _number(settings, name) != 0 else ""
+
+
+def _off(settings: Mapping[str, str], name: str) -> str:
+    """`NAME=value` if this level is the one at which there is nothing of the kind; 0 is what it once was called."""
+    value = settings.get(name, "")
+    old = value[:1].isdigit() and _number(settings, name) == 0
+    return f"{name}={value}" if value == "LOC" or old else ""
+
+
+def _sockets(settings: Mapping[str, str]) -> str:
+    return f"NCCL_NET={settings['NCCL_NET']}" if settings.get("NCCL_NET", "").lower() == "socket" else ""
