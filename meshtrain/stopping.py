@@ -5,6 +5,7 @@ all of them stop after the same step; a run then saves its state and can be gone
 takes long: it is there before torch is, because a signal that meets nobody ends a process.
 """
 
+import atexit
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,10 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 FILE = "STOP"
 LOOK_EVERY_S = 1.0  # at the STOP file; a look is cheap, but not on every file system
-ONE_REQUEST_S = 2.0  # signals within so long are one request: torchrun passes Ctrl-C on as SIGINT and SIGTERM
+# Signals within so long are one request: torchrun passes Ctrl-C on as SIGINT and SIGTERM, and SLURM signals it and us.
+ONE_REQUEST_S = 2.0
 STEPS_TO_STOP = 3  # the one that is under way, the one that carries the request, the one in which it is read
 SPARE_S = 5.0  # that are left over when everything goes as planned
 
@@ -30,6 +33,10 @@ class Signals:
     SIGUSR1 says that the end is near (SLURM's `--signal`); it is a request whenever it comes first. While modules are
     imported a signal is only remembered: an exception in the middle of that may be swallowed, or break a library.
 
+    Python runs a handler when the main thread is back from the call that it is in, which may be many seconds after the
+    signal. So what belongs to a request is ignored by the kernel, until an alarm: the handler could not tell when it
+    came, and would take the second signal of one request for another one.
+
     Attributes:
         since: when this process began, on the monotonic clock.
         request: the name of the signal that asked for a stop, if one did.
@@ -43,6 +50,8 @@ class Signals:
         self._asked_at = 0.0
         self._importing = False
         self._remembered: tuple[int, float] | None = None  # a signal of that time, and when it came
+        self._deaf_to: tuple[signal.Signals, ...] = ()  # until the alarm
+        self._alarm: tuple[Any, float] = signal.SIG_DFL, 0.0  # the program's own: its handler, and seconds until then
 
     @classmethod
     def heard(cls, *, importing: bool = False) -> "Signals":
@@ -55,6 +64,7 @@ class Signals:
         signals._importing = importing
         for number in SIGNALS:
             signal.signal(number, signals._heard)
+        atexit.register(signals.listen)  # an alarm after Python's end would be the end of the process, too
         return signals
 
     def imported(self) -> None:
@@ -74,12 +84,33 @@ class Signals:
         if self.training or number == signal.SIGUSR1:
             if self.request is None:
                 self.request, self._asked_at = signal.Signals(number).name, now
+                self._ignore(SIGNALS if self.training else (signal.SIGUSR1,))
                 return
             if now - self._asked_at < ONE_REQUEST_S:
                 return
+        self.listen()
         for other in SIGNALS:  # what happens on the way out is not disturbed
             signal.signal(other, signal.SIG_IGN)
         raise SystemExit(128 + number)
+
+    def _ignore(self, some: tuple[signal.Signals, ...]) -> None:
+        """For ONE_REQUEST_S these signals are nothing."""
+        self._deaf_to = some
+        for number in some:
+            signal.signal(number, signal.SIG_IGN)
+        before = signal.signal(signal.SIGALRM, lambda *_: self.listen())
+        self._alarm = before, signal.setitimer(signal.ITIMER_REAL, ONE_REQUEST_S)[0]
+
+    def listen(self) -> None:
+        """What is ignored for a while counts again. For the main thread."""
+        if not self._deaf_to:
+            return
+        for number in self._deaf_to:
+            signal.signal(number, self._heard)
+        self._deaf_to = ()
+        handler, left = self._alarm
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, max(left - ONE_REQUEST_S, 0.001) if left else 0)
 
 
 @dataclass(frozen=True)
@@ -132,6 +163,8 @@ class Requests:
         self.signals.training = True
         yield
         self.signals.training = self._stops
+        if not self._stops:
+            self.signals.listen()
 
     def agreed(self) -> None:
         """All ranks stop now. Launchers do not tell them all at once: a signal that is late asks for what is done."""

@@ -1,6 +1,7 @@
 """Stopping a run: what asks for it, how all ranks agree, what is left, and how the process ends."""
 
 import errno
+import hashlib
 import json
 import os
 import signal
@@ -29,7 +30,9 @@ from tests.launching import MARK, ROOT, TORCHRUN, environment, wait_until_gone
 @pytest.fixture
 def signals() -> Iterator[Signals]:
     before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
-    yield Signals.heard()
+    signals = Signals.heard()
+    yield signals
+    signals.listen()
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -73,6 +76,26 @@ def test_a_later_signal_ends_the_process(signals: Signals, monkeypatch: pytest.M
         with pytest.raises(SystemExit) as ended:
             send(signal.SIGTERM)
     assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_two_signals_of_one_request_are_one_however_late_they_are_handled(
+    signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM signals a rank, and torchrun passes the same on while the rank is in a call that takes longer."""
+    monkeypatch.setattr(stopping, "ONE_REQUEST_S", 0.3)
+    alarm = signal.getsignal(signal.SIGALRM)
+    with Requests(signals).heeded():
+        send(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGALRM) is not alarm
+        sender = threading.Timer(0.1, send, [signal.SIGTERM])
+        sender.start()
+        start = time.monotonic()
+        while time.monotonic() - start < 0.6:  # mostly one call, in which no handler runs
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 4_000_000)
+        sender.join()
+        assert signal.getsignal(signal.SIGALRM) is alarm, "the program's own again"
+        with pytest.raises(SystemExit):
+            send(signal.SIGTERM)
 
 
 def test_a_signal_that_comes_when_all_ranks_stop_already_asks_for_what_is_done(signals: Signals) -> None:
