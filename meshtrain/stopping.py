@@ -99,6 +99,8 @@ class Signals:
         for number in some:
             signal.signal(number, signal.SIG_IGN)
         before = signal.signal(signal.SIGALRM, lambda *_: self.listen())
+        if before is None:  # a handler that is not Python's, and that Python cannot put back
+            before = signal.SIG_DFL
         self._alarm = before, signal.setitimer(signal.ITIMER_REAL, ONE_REQUEST_S)[0]
 
     def listen(self) -> None:
