@@ -40,13 +40,13 @@ class Topic:
 
     Attributes:
         name: for people: `the config`.
-        values: key -> value, both as people know them.
+        values: key -> value, both as people know them; None: another rank of this host has looked.
         remedy: what to do about a difference.
         refused: whether a job with a difference does not start; if not, rank 0 says it.
     """
 
     name: str
-    values: Mapping[str, str]
+    values: Mapping[str, str] | None
     remedy: str
     refused: bool = True
 
@@ -71,7 +71,7 @@ def agree(job: Job, *topics: Topic) -> None:
 
 def _exchange(job: Job, topics: Sequence[Topic]) -> list[list[str]]:
     """For each topic the differences in words, the same on all ranks."""
-    digests = [hashlib.sha256(json.dumps(sorted(topic.values.items())).encode()).hexdigest()[:24] for topic in topics]
+    digests = [_digest(topic.values) for topic in topics]
     what = "comparing " + ", ".join(topic.name for topic in topics)
     meeting = job.round()
     meeting.give([job.host, digests])
@@ -85,7 +85,8 @@ def _exchange(job: Job, topics: Sequence[Topic]) -> list[list[str]]:
     if not any(speakers):
         return [[] for _ in topics]
     meeting = job.round()
-    meeting.give([dict(topic.values) if job.rank in of else None for topic, of in zip(topics, speakers, strict=True)])
+    given = [topic.values if job.rank in of else None for topic, of in zip(topics, speakers, strict=True)]
+    meeting.give([dict(values) if values is not None else None for values in given])
     if job.rank == 0:
         given = meeting.collect(what)
         hosts = [host for host, _ in seen]
@@ -98,11 +99,16 @@ def _exchange(job: Job, topics: Sequence[Topic]) -> list[list[str]]:
     return meeting.answered(what)
 
 
-def _alike(digests: Sequence[str]) -> list[list[int]]:
-    """The ranks that have the same, in the order of their first ranks."""
+def _digest(values: Mapping[str, str] | None) -> str | None:
+    return None if values is None else hashlib.sha256(json.dumps(sorted(values.items())).encode()).hexdigest()[:24]
+
+
+def _alike(digests: Sequence[str | None]) -> list[list[int]]:
+    """The ranks that have the same, in the order of their first ranks; without those that have not looked."""
     groups: dict[str, list[int]] = {}
     for rank, digest in enumerate(digests):
-        groups.setdefault(digest, []).append(rank)
+        if digest is not None:
+            groups.setdefault(digest, []).append(rank)
     return list(groups.values())
 
 
@@ -206,7 +212,7 @@ def _own_files(config: "Config") -> dict[str, str]:
     """The user's own files that the config names -> digest."""
     named = [name for name in (config.model.name, config.data.source) if name.endswith(".py")]
     named += [name for name in (config.pipeline.schedule,) if name.endswith(".csv")]
-    return {name: locate.digest(Path(name)) for name in named}
+    return {name: locate.digest(Path(name).expanduser()) for name in named}
 
 
 def versions() -> dict[str, str]:

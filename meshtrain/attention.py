@@ -16,9 +16,22 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
     Returns:
         (b, h, s, e).
     """
+    if wants_repeated(q.device.type, q.dtype, mask is not None, q.shape[1], k.shape[1], q.shape[-1]):
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
     )
+
+
+def wants_repeated(device: str, dtype: torch.dtype, masked: bool, heads: int, kv_heads: int, width: int) -> bool:
+    """Whether each key/value head is to be repeated for all of its query heads, so that a fused kernel takes them.
+
+    On GPUs torch's flash attention takes grouped heads, but only in 16 bits, without a mask, and up to a width of 256.
+    Its memory-efficient kernel takes float32 and masks, but grouped heads only in the newest versions. Where no kernel
+    does, torch computes with all scores in memory, (b, h, s, s). In float64 it always does.
+    """
+    flash = dtype in (torch.float16, torch.bfloat16) and not masked and width <= 256
+    return device == "cuda" and heads != kv_heads and dtype != torch.float64 and not flash
 
 
 def document_mask(documents: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, UnreadableError
 from meshtrain.layout import LayoutError
 
 # name -> (module, what it does)
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status = _run(argv)
         sys.stdout.flush()
-    except (InputError, LayoutError) as error:
+    except (InputError, LayoutError, UnreadableError) as error:
         print(error, file=sys.stderr)
         return 2
     except BrokenPipeError:

@@ -55,7 +55,7 @@ class Dropout(nn.Module):
                 f"dropout of a batch of {x.shape[0]} samples, but set_dropout told of {known}: call "
                 "set_dropout(model, seed=..., step=..., samples=...) before each forward in training"
             )
-        return torch.where(kept(self.keys, x.shape, self.part, self.p), x * (1 / (1 - self.p)), 0)
+        return torch.where(kept(self.keys.to(x.device), x.shape, self.part, self.p), x * (1 / (1 - self.p)), 0)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
@@ -97,27 +97,26 @@ def set_dropout(model: nn.Module, *, seed: int, step: int, samples: range) -> No
 
 
 class _Masks:
-    """The keys of all dropouts of a model: one table, a row for each, in the same memory in every step."""
+    """The keys of all dropouts of a model: one table (n, b), a row for each.
+
+    Each forward has a table of its own: a compiled block that computes again keeps its row for the backward.
+    """
 
     def __init__(self, dropouts: dict[str, Dropout]) -> None:
         self._dropouts = list(dropouts.values())
         self._hashes = [[_hash64(f"meshtrain dropout {name}")] for name in dropouts]
         self._names = torch.empty(0)  # (n, 1) on the device
-        self._table = torch.empty(0)  # (n, b) there
 
     def needed(self) -> bool:
         return any(dropout.p > 0 for dropout in self._dropouts)
 
     def set(self, seed: int, step: int, samples: range, device: torch.device) -> None:
-        shape = (len(self._dropouts), len(samples))
-        if self._table.shape != shape or self._table.device != device:
+        if self._names.numel() == 0 or self._names.device != device:
             self._names = torch.tensor(self._hashes, dtype=torch.int64, device=device)
-            self._table = torch.empty(shape, dtype=torch.int64, device=device)
-            for dropout, row in zip(self._dropouts, self._table, strict=True):
-                dropout.keys = row
         hashes = [_hash64(f"meshtrain dropout {seed} {step} {sample}") for sample in samples]
         keys = torch.tensor(hashes, dtype=torch.int64, pin_memory=device.type == "cuda")
-        torch.bitwise_xor(self._names, keys.to(device, non_blocking=True), out=self._table)
+        for dropout, row in zip(self._dropouts, self._names ^ keys.to(device, non_blocking=True), strict=True):
+            dropout.keys = row
 
 
 def kept(keys: Tensor, shape: torch.Size, part: int, p: float) -> Tensor:

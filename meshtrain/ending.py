@@ -12,6 +12,7 @@ from meshtrain.layout import LayoutError
 from meshtrain.leaving import by_signal
 from meshtrain.run_folder import RunFolder
 from meshtrain.runtime import Job
+from meshtrain.side_file import optional
 
 if TYPE_CHECKING:
     from meshtrain.operate.goodput import Ledger
@@ -96,10 +97,12 @@ class Ending:
             ledger: that says in the end how the wall time was spent.
         """
         self.step, self.ledger = step, ledger
-        if self.job.rank == 0:
-            self.folder.forget_exit()
-            self.folder.write("config.yaml", config.to_yaml())
-            self.folder.write("layout.txt", layout_table)
+        with self.job.together("beginning the run"):
+            if self.job.rank == 0:
+                self.folder.forget_exit()
+                for name, text in (("config.yaml", config.to_yaml()), ("layout.txt", layout_table)):
+                    with optional(f"{name} could not be written"):
+                        self.folder.write(name, text)
         self._begun = True
 
     def __exit__(

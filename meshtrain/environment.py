@@ -9,6 +9,7 @@ from meshtrain.errors import InputError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
+OWN_DESCRIPTORS = 512  # of a process; who serves the job's store has one more for each rank
 SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 
@@ -25,6 +26,7 @@ class Environment:
         restarts_left: how often it would do that again.
         requeues: how often SLURM has started this job anew.
         started_before: whether its agent has started this worker before, also for another reason than a failure.
+        launch: what tells this job's launch, with all of its restarts, from others; None where nothing does.
     """
 
     launcher: str
@@ -38,6 +40,7 @@ class Environment:
     requeues: int = 0
     restarts_left: int = 0
     started_before: bool = False
+    launch: str | None = None
 
     @property
     def again(self) -> bool:
@@ -52,10 +55,13 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
         InputError: a variable is missing or no number; the message names it.
     """
     host = socket.gethostname()
-    requeues = int(variables.get("SLURM_RESTART_COUNT", "0"))
+    requeues = _number(variables, "SLURM_RESTART_COUNT", 0)
+    launch = variables.get("SLURM_JOB_ID")
     if any(name in variables for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")):
         _need(variables, TORCHRUN, "torchrun sets them all; to run a single process, unset them all")
-        rank, restarts = _number(variables, "RANK"), int(variables.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        rank, restarts = _number(variables, "RANK"), _number(variables, "TORCHELASTIC_RESTART_COUNT", 0)
+        if variables.get("TORCHELASTIC_RUN_ID", "none") != "none":  # as torchrun has it where nobody names one
+            launch = variables["TORCHELASTIC_RUN_ID"]
         return Environment(
             "torchrun",
             rank,
@@ -66,10 +72,11 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
             rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
             restarts,
             requeues,
-            int(variables.get("TORCHELASTIC_MAX_RESTARTS", "0")) - restarts,
+            _number(variables, "TORCHELASTIC_MAX_RESTARTS", 0) - restarts,
+            launch=launch,
         )
     # The shell of an sbatch script carries SLURM_PROCID=0 as well, but it is no task of a step: python there is alone.
-    batch_shell = variables.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in variables
+    batch_shell = variables.get("ENVIRONMENT") == "BATCH" and not variables.get("SLURM_STEP_ID")
     if "SLURM_PROCID" in variables and not batch_shell:
         _need(variables, SLURM, "srun sets them all")
         rank, local_rank = _number(variables, "SLURM_PROCID"), _number(variables, "SLURM_LOCALID")
@@ -84,8 +91,9 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
             _slurm_master(variables) if variables["SLURM_NTASKS"] != "1" else None,
             rank == 0 if chosen else (local_rank == 0 and _number(variables, "SLURM_NODEID") == 0),
             requeues=requeues,
+            launch=launch,
         )
-    return Environment("none", 0, 1, 0, host, None, requeues=requeues)
+    return Environment("none", 0, 1, 0, host, None, requeues=requeues, launch=launch)
 
 
 def _need(variables: Mapping[str, str], names: tuple[str, ...], why: str) -> None:
@@ -95,7 +103,10 @@ def _need(variables: Mapping[str, str], names: tuple[str, ...], why: str) -> Non
         raise InputError(f"the environment has {found} but not {', '.join(missing)}: {why}")
 
 
-def _number(variables: Mapping[str, str], name: str) -> int:
+def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Of a variable that is there, or may be missing or empty and is `default` then."""
+    if default is not None and not variables.get(name):
+        return default
     if not variables[name].isdecimal():
         raise InputError(f"the environment variable {name} should be a number and is {variables[name]!r}")
     return int(variables[name])
@@ -120,20 +131,19 @@ def _slurm_master(variables: Mapping[str, str]) -> tuple[str, int]:
         return address, _number(variables, "MASTER_PORT")
     if "SLURM_JOB_ID" not in variables:
         raise InputError("the environment has neither MASTER_PORT nor SLURM_JOB_ID: export MASTER_PORT, a free port")
-    job, step = _number(variables, "SLURM_JOB_ID"), int(variables.get("SLURM_STEP_ID", "0"))
+    job, step = _number(variables, "SLURM_JOB_ID"), _number(variables, "SLURM_STEP_ID", 0)
     return address, 10000 + (job * 16 + step) % 20000
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a SLURM node list: `gpu[007-012,020],login1` -> `gpu007`.
+    """The first name of a SLURM node list: `rack[1-2]gpu[007-012,020],login1` -> `rack1gpu007`.
 
     Raises:
         InputError: the list is empty or its brackets do not close.
     """
-    match = re.match(r"([^,\[\]]+)(?:\[(\w+)[^\]]*\]([^,\[\]]*))?(?:,|$)", nodes.strip())
+    match = re.match(r"(?=[^,\[\]])((?:[^,\[\]]+|\[\w[^\]]*\])+)(?:,|$)", nodes.strip())
     if match is None:
         raise InputError(
             f"the node list {nodes!r} is not of SLURM's form, for instance node[01-04,07]: export MASTER_ADDR"
         )
-    stem, number, rest = match.groups()
-    return stem + (number or "") + (rest or "")
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[1])

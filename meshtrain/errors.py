@@ -22,5 +22,20 @@ class DamagedError(InputError):
         super().__init__(f"{file}: {what}" if tensor is None else f"{file}: {tensor}: {what}")
 
 
+class MissingError(DamagedError):
+    """A file that a checkpoint must have is not there, as this host sees it."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file, "is missing")
+
+
+class UnreadableError(OSError):
+    """A file cannot be read now, which says nothing about what is in it."""
+
+    def __init__(self, file: object, what: str | None, tensor: str | None = None) -> None:
+        self.file, self.what, self.tensor = Path(str(file)), what or "unknown error", tensor
+        super().__init__(f"cannot read {file}: {self.what}")
+
+
 class TrainingError(RuntimeError):
     """The run cannot go on, and every rank has found that out in the same step. The process ends with exit status 1."""

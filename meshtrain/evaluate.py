@@ -1,16 +1,21 @@
 """The loss on held-out data, exact whatever the layout: sums over sums, each sample once."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from meshtrain.data.batch import Batch
+from meshtrain.data import OpenData
+from meshtrain.data.batch import Batch, Samples, Subset
+from meshtrain.data.order import Permutation
 from meshtrain.errors import AgreedError
 from meshtrain.loss import correct_predictions, sample_losses, valid_targets
 from meshtrain.mesh import Mesh
+
+TOKEN_SAMPLES = 2048  # of a language model's evaluation, unless the config says how many
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,32 @@ class Evaluation:
         return numbers
 
 
+def evaluation_set(data: OpenData, most: int | None) -> Samples | None:
+    """The held-out samples of which every evaluation of a run is made: all, or `most` that a permutation picks.
+
+    The pick follows from the number of held-out samples alone: the seed and the layout of a run do not change it.
+
+    Args:
+        most: None: 2,048 samples of tokens, or all images.
+    """
+    held_out = data.validation
+    limit = TOKEN_SAMPLES if most is None and data.task == "language" else most
+    if held_out is None or limit is None or len(held_out) <= limit:
+        return held_out
+    permutation = Permutation(len(held_out), seed=0, epoch=0)
+    return Subset(held_out.name, held_out, sorted(permutation[i] for i in range(limit)))
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards what trained trains again, and what was frozen by `eval()` does not."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    yield
+    for module in training:
+        module.training = True
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module, batches: Iterable[Batch], mesh: Mesh, device: torch.device, dtype: torch.dtype
@@ -48,18 +79,16 @@ def evaluate(
     Raises:
         AgreedError: no batch of any rank has a valid target.
     """
-    was_training = model.training
-    model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for batch in batches:
-        inputs, targets = batch.to(device, dtype)
-        logits = model(*inputs)
-        if logits is None:  # another stage has them
-            continue
-        sums[0] += sample_losses(logits, targets).double().sum()
-        sums[1] += valid_targets(batch.targets)
-        sums[2] += correct_predictions(logits, targets)
-    model.train(was_training)
+    with evaluating(model):
+        for batch in batches:
+            inputs, targets = batch.to(device, dtype)
+            logits = model(*inputs)
+            if logits is None:  # another stage has them
+                continue
+            sums[0] += sample_losses(logits, targets).double().sum()
+            sums[1] += valid_targets(batch.targets)
+            sums[2] += correct_predictions(logits, targets)
     if not mesh.speaks_for_samples:
         sums.zero_()
     loss, targets_seen, correct = mesh.sum(sums).tolist()

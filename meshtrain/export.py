@@ -72,7 +72,8 @@ def export(
             writing.raise_problem()
         with job.together("finishing the export"), told(place.target):
             if job.rank == 0:
-                place.finish(files, described(config, str(dtype).removeprefix("torch.")), tokenizer)
+                text = None if tokenizer is None else Path(tokenizer).expanduser().read_bytes().decode()
+                place.finish(files, described(config, str(dtype).removeprefix("torch.")), text)
     finally:
         if job.rank == 0:
             place.drop()

@@ -45,13 +45,10 @@ class ExportFolder:
         if self.making.exists():
             shutil.rmtree(self.making)
 
-    def finish(
-        self, files: Mapping[str, Sequence[weights.Entry]], config: str | None, tokenizer: str | Path | None
-    ) -> None:
-        """Writes the small files, and the folder gets its name. What stood there before is taken away last."""
-        texts = {weights.CONFIG: config, weights.INDEX: weights.index(files) if len(files) > 1 else None}
-        if tokenizer is not None:
-            texts[weights.TOKENIZER] = Path(tokenizer).expanduser().read_text(encoding="utf-8")
+    def finish(self, files: Mapping[str, Sequence[weights.Entry]], config: str | None, tokenizer: str | None) -> None:
+        """Writes the small files, whose texts are given; the folder gets its name. What stood there goes last."""
+        index = weights.index(files) if len(files) > 1 else None
+        texts = {weights.CONFIG: config, weights.INDEX: index, weights.TOKENIZER: tokenizer}
         for name, text in texts.items():
             if text is not None:
                 with (self.making / name).open("x", encoding="utf-8") as file:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshtrain.evaluate import evaluating
 from meshtrain.init import generator
 from meshtrain.parallel.vocabulary import whole
 from meshtrain.pipeline.engine import Pipeline
@@ -36,23 +37,21 @@ def generate(
     Returns:
         The prompt's ids and the new ones.
     """
-    was_training = model.training
-    model.eval()
     ids = list(prompt)
     draws = generator(seed, "generate")
     window = torch.zeros(1, seq_len, dtype=torch.int64)
     positions = torch.arange(seq_len, device=device)[None]
-    for _ in range(length):
-        seen = ids[-seq_len:]
-        window[0, : len(seen)] = torch.tensor(seen)
-        logits = model(window.to(device), positions, None)
-        token = 0
-        if logits is not None:  # another stage of a pipeline has them
-            place = 0, len(seen) - 1
-            following = whole(logits, *place) if isinstance(logits, DTensor) else logits[place]
-            token = _draw(following.double().cpu(), temperature, draws)
-        ids.append(model.from_last(token) if isinstance(model, Pipeline) else token)
-    model.train(was_training)
+    with evaluating(model):
+        for _ in range(length):
+            seen = ids[-seq_len:]
+            window[0, : len(seen)] = torch.tensor(seen)
+            logits = model(window.to(device), positions, None)
+            token = 0
+            if logits is not None:  # another stage of a pipeline has them
+                place = 0, len(seen) - 1
+                following = whole(logits, *place) if isinstance(logits, DTensor) else logits[place]
+                token = _draw(following.double().cpu(), temperature, draws)
+            ids.append(model.from_last(token) if isinstance(model, Pipeline) else token)
     return ids
 
 

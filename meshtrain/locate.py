@@ -7,6 +7,7 @@ package. In the repository they lie beside the package; in an installed wheel th
 import hashlib
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 
@@ -27,8 +28,8 @@ def names(kind: str, suffix: str) -> list[str]:
 def config_path(name: str) -> Path:
     """The YAML file that `name` means: a path, or the name of one of the project's own configs.
 
-    `configs/quickstart.yaml` works outside of the repository too: a path that does not exist is looked up by its last
-    part among the configs that travel with the package.
+    `configs/quickstart.yaml` works outside of the repository too: where that does not exist, the config of this name is
+    taken that travels with the package. Any other path means the file there and no other.
 
     Raises:
         FileNotFoundError: with the places looked at and the names that exist.
@@ -37,7 +38,7 @@ def config_path(name: str) -> Path:
     if path.is_file():
         return path
     own = bundled("configs") / f"{path.stem}.yaml"
-    if path.suffix in ("", ".yaml", ".yml") and path.parent.name in ("", "configs") and own.is_file():
+    if path.suffix in ("", ".yaml", ".yml") and str(path.parent) in (".", "configs") and own.is_file():
         return own
     raise FileNotFoundError(
         f"there is no config {name} (looked at {path.absolute()}); meshtrain's own are: "
@@ -77,13 +78,24 @@ def model_file(name: str) -> ModuleType:
     return python_file(Path(name))
 
 
+def raised(error: BaseException) -> str:
+    """What a user's file has raised while it was loaded, and where."""
+    return f"it raises {type(error).__name__}: {error} ({line_of(error)})"
+
+
+def line_of(error: BaseException) -> str:
+    """Where an error was raised, as `file:line`."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{place.filename}:{place.lineno}"
+
+
 def python_file(path: Path) -> ModuleType:
     """Loads a Python file by its path; a second call with the same file gives the same module.
 
     Raises:
         FileNotFoundError: the file does not exist. Whatever the file itself raises passes through.
     """
-    path = path.resolve()
+    path = path.expanduser().resolve()
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     # A name of its own per path: two users' files may both be called model.py.

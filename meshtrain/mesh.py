@@ -6,6 +6,7 @@ are errors here. Axes of size 1 get no group and no dim: whoever asks for such a
 
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,10 @@ from meshtrain.traffic import Traffic
 # Combined groups that training asks for, created in this order on every rank: the ranks that share the samples of a
 # batch, those among which the loss is summed, and those that share the parameters.
 COMBINED = (DATA_AXES, ("dp_replicate", "dp_shard", "cp"), ("dp_shard", "cp"))
+
+# Devices whose backend runs all that a group sends and receives strictly one after the other (NCCL, each group on a
+# stream of its own): there neighbours on `pp` have a group for each direction.
+IN_TURN = ("cuda",)
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Mesh:
     device_mesh: DeviceMesh | None
     _groups: dict[tuple[int, ...], dist.ProcessGroup]  # by the ranks in them: one group per distinct set
     traffic: Traffic = field(default_factory=Traffic)
+    _links: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)  # by source and target
 
     def size(self, *axes: str) -> int:
         """How many ranks the group of these axes has."""
@@ -62,6 +68,11 @@ class Mesh:
                 + ", ".join(" x ".join(combined) for combined in COMBINED)
             )
         return self._groups[ranks]
+
+    def link(self, source: int, target: int) -> dist.ProcessGroup | None:
+        """The group over which one rank of a pipeline sends to another, both of the job: one of their own for
+        neighbours, the last and the first included, where the backend asks for it; else that of `pp`."""
+        return self._links.get((source, target)) or self.group("pp")
 
     def submesh(self, *axes: str) -> DeviceMesh | None:
         """torch's mesh of those of the given axes that are larger than 1; None if there is none.
@@ -96,7 +107,7 @@ class Mesh:
         Starting needs a long limit (hosts come one by one, kernels compile), a running step a short one: a cut link
         is noticed only by this clock.
         """
-        for group in self._groups.values():
+        for group in (*self._groups.values(), *self._links.values()):
             _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
@@ -129,8 +140,9 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
         groups.setdefault(tuple(layout.group(rank, axis)), device_mesh.get_group(axis))
     for axes in COMBINED:
         if tuple(layout.group(rank, *axes)) not in groups and layout.size(*axes) > 1:
-            groups[tuple(layout.group(rank, *axes))] = _make_group(layout, rank, axes)
-    return Mesh(layout, rank, device_type, device_mesh, groups)
+            groups[tuple(layout.group(rank, *axes))] = _make_group(list(layout.groups(*axes)), rank, "_".join(axes))
+    links = _make_links(layout, rank) if device_type in IN_TURN else {}
+    return Mesh(layout, rank, device_type, device_mesh, groups, _links=links)
 
 
 def _large_axes(layout: Layout) -> tuple[str, ...]:
@@ -148,15 +160,55 @@ def _ranks_in_usual_order(layout: Layout) -> torch.Tensor:
     return ranks.permute(order).squeeze()
 
 
-def _make_group(layout: Layout, rank: int, axes: tuple[str, ...]) -> dist.ProcessGroup:
-    """Creates every group over these axes, in the order of their first ranks, and returns this rank's own.
+def _make_group(every: list[list[int]], rank: int, description: str) -> dist.ProcessGroup:
+    """Creates groups that partition the world, and returns this rank's own.
 
-    All ranks create all groups: that is what keeps the order of creation the same on every rank.
+    All ranks create all groups: that is what keeps the order of creation the same on every rank. NCCL splits the world
+    into all of them at once, where it has connected; one by one each costs the whole world a round.
     """
+    if _splits(dist.group.WORLD):
+        split = dist.split_group(split_ranks=[sorted(ranks) for ranks in every], group_desc=description)
+        assert split is not None  # the groups partition the world
+        return split
     mine = None
-    for ranks in layout.groups(*axes):
-        group = dist.new_group(ranks, group_desc="_".join(axes))
+    for ranks in every:
+        group = dist.new_group(ranks, group_desc=description)
         if rank in ranks:
             mine = group
     assert mine is not None  # the groups partition the world
     return mine
+
+
+def _splits(world: Any) -> bool:
+    """Whether a group's backend makes groups out of it at once: torch's own condition, also for the axes of a mesh."""
+    device = getattr(world, "bound_device_id", None)
+    return device is not None and device.type == "cuda" and world._get_backend(device).supports_splitting
+
+
+def rounds(ranks: int) -> list[list[tuple[int, ...]]]:
+    """Every pair of neighbours on a ring, in rounds that have each rank once: two rounds, or three if the number of
+    ranks is odd. A rank that has nobody to pair with is alone."""
+    pairs = [(i, (i + 1) % ranks) for i in range(ranks if ranks > 2 else ranks - 1)]
+    last = [pairs.pop()] if ranks % 2 and ranks > 1 else []
+    made: list[list[tuple[int, ...]]] = []
+    for some in (pairs[::2], pairs[1::2], last):
+        alone = set(range(ranks)).difference(*some)
+        made += [[*some, *((rank,) for rank in sorted(alone))]] if some else []
+    return made
+
+
+def _make_links(layout: Layout, rank: int) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """A group for each neighbour of this rank on `pp` and each direction: 4, or 2 where `pp` is 2.
+
+    All pairs of a round are made in one call, by all ranks: 4 calls (2 where `pp` is 2, 6 where it is odd) in a job of
+    any size. Ranks without a neighbour in a round take part too, because the names of groups go by their number.
+    """
+    links = {}
+    for pairs in rounds(layout.size("pp")):
+        every = [[column[i] for i in pair] for column in layout.groups("pp") for pair in pairs]
+        mine = next(tuple(ranks) for ranks in every if rank in ranks)
+        for direction in (mine, mine[::-1]):
+            group = _make_group(every, rank, "pp_link")
+            if len(direction) == 2:
+                links[direction[0], direction[1]] = group
+    return links

@@ -7,14 +7,15 @@ docs/metrics.md says what each field means.
 import importlib.util
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from meshtrain.errors import InputError
 from meshtrain.progress import open_progress
+from meshtrain.side_file import SideFile, move_damaged, optional, warn
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -34,7 +35,7 @@ def read(path: Path) -> list[dict[str, Any]]:
         return [row for _, _, row in _rows(file, path)]
 
 
-def _rows(file: IO[bytes], path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
+def _rows(file: Iterable[bytes], path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """Each whole row, with the offsets of its start and its end."""
     start = 0
     for number, line in enumerate(file, 1):
@@ -61,14 +62,16 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens the file to go on behind its last whole row.
-
-        Raises:
-            InputError: the file has a line that is no row.
-        """
-        path.touch()
+        """Opens the file to go on behind its last whole row. One with lines that are no rows is moved away."""
         self._path = path
-        self._file = path.open("r+b")
+        self._last: dict[str, Any] = {"step": 0}
+        with optional(f"{path} cannot be read"):
+            try:
+                if path.exists():
+                    read(path)
+            except InputError as error:
+                _keep_whole(move_damaged(path, error), path)
+        self._file = SideFile(path, end=None)
         self.drop_after(None)
 
     def drop_after(self, step: int | None) -> None:
@@ -76,15 +79,18 @@ class MetricsFile:
 
         Rows are in the order of their steps, so one truncation does it: there is no moment at which rows are missing.
         """
-        self._file.seek(0)
-        self._start = whole = 0
-        self._last: dict[str, Any] = {"step": 0}
-        for start, end, row in _rows(self._file, self._path):
-            if step is not None and row["step"] > step:
-                break
-            self._start, whole, self._last = start, end, row
-        self._file.truncate(whole)
-        self._file.seek(whole)
+        last, whole, self._last = 0, 0, {"step": 0}
+        try:
+            with self._path.open("rb") as file:
+                for start, end, row in _rows(file, self._path):
+                    if step is not None and row["step"] > step:
+                        break
+                    last, whole, self._last = start, end, row
+        except (OSError, InputError) as error:  # it could not be moved away, either
+            warn(f"{self._path} cannot be read, and is only added to: {error}")
+            return
+        self._file.close()
+        self._file = SideFile(self._path, last, whole)
 
     def row(self, row: dict[str, Any]) -> None:
         """Adds a step's row.
@@ -94,9 +100,8 @@ class MetricsFile:
         """
         if row["step"] <= self._last["step"]:
             raise ValueError(f"{self._path} has step {self._last['step']} already; step {row['step']} cannot follow it")
-        self._start, self._last = self._file.seek(0, 2), dict(row)
-        self._file.write(_line(row))
-        self._file.flush()
+        self._last = dict(row)
+        self._file.append(_line(row))
 
     def amend(self, step: int, values: dict[str, Any]) -> None:
         """Adds values to the last row.
@@ -107,13 +112,24 @@ class MetricsFile:
         if step != self._last["step"] or step == 0:
             raise ValueError(f"{self._path}: the last row is step {self._last['step']}, nothing can be added to {step}")
         self._last |= values
-        self._file.seek(self._start)
-        self._file.write(_line(self._last))
-        self._file.truncate()
-        self._file.flush()
+        self._file.replace_last(_line(self._last))
 
     def close(self) -> None:
         self._file.close()
+
+
+def _keep_whole(damaged: Path, path: Path) -> None:
+    """Begins a file with the rows of a damaged one that are rows, in the order of their steps."""
+    step = 0
+    with damaged.open("rb") as file, path.open("xb") as kept:
+        for line in file:
+            try:
+                for _, _, row in _rows([line], path):
+                    if row["step"] > step:
+                        step = row["step"]
+                        kept.write(line)
+            except InputError:
+                continue
 
 
 def _line(row: dict[str, Any]) -> bytes:
@@ -165,13 +181,16 @@ class Metrics(NoMetrics):
             console: where to print; None is standard output.
 
         Raises:
-            InputError: TensorBoard is wanted and not installed, or the folder's metrics.jsonl is broken.
+            InputError: TensorBoard is wanted and not installed.
         """
         if tensorboard:
             require_tensorboard()
         self._file = MetricsFile(folder / FILE)
         self._file.drop_after(step)
-        self._writer = _open_writer(folder, step) if tensorboard else None
+        self._writer: SummaryWriter | None = None
+        if tensorboard:
+            with optional("no TensorBoard"):
+                self._writer = _open_writer(folder, step)
         self._progress = open_progress(console or Console(), task=task, steps=steps, step=step)
 
     def say(self, text: str) -> None:
@@ -194,14 +213,18 @@ class Metrics(NoMetrics):
         self._progress.close()
         self._file.close()
         if self._writer is not None:
-            self._writer.close()
+            with optional("TensorBoard's file could not be closed"):
+                self._writer.close()
 
     def _draw(self, step: int, values: dict[str, Any]) -> None:
-        if self._writer is None:
+        writer, self._writer = self._writer, None  # it does not come back from an error
+        if writer is None:
             return
-        for tag, value in values.items():
-            if isinstance(value, int | float):
-                self._writer.add_scalar(tag, value, step)
+        with optional("TensorBoard shows nothing more"):
+            for tag, value in values.items():
+                if isinstance(value, int | float):
+                    writer.add_scalar(tag, value, step)
+            self._writer = writer
 
 
 def require_tensorboard() -> None:

@@ -25,6 +25,26 @@ def master_dtype(precision: str) -> torch.dtype:
     return torch.float64 if precision == "float64" else torch.float32
 
 
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """The type in which the squares of float32 gradients are summed for a norm, on a device."""
+    if device.type != "cuda" or torch.version.hip:
+        return torch.float64
+    return sum_dtype_of(torch.cuda.get_device_capability(device))
+
+
+def sum_dtype_of(capability: tuple[int, int]) -> torch.dtype:
+    """float64 on NVIDIA GPUs that compute in it at half the rate of float32; on others, at a 32nd or 64th, float32.
+
+    torch sums in blocks of 2**16 elements, and those sums once more: float32 then keeps about 6 digits of a norm.
+    """
+    return torch.float64 if capability in {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)} else torch.float32
+
+
+def cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """Casts a model's real parameters and buffers in place: `Module.to` would take the imaginary part from others."""
+    return model._apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
+
+
 def set_numerics(precision: str, deterministic: bool) -> None:
     """Sets torch's switches for this process.
 

@@ -1,6 +1,7 @@
 """AdamW, the learning rate as a function of the step, and clipping by the norm over the whole mesh."""
 
 import math
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshtrain.mesh import Mesh
+from meshtrain.numerics import sum_dtype
 
 if TYPE_CHECKING:
     from meshtrain.config import Optimizer as OptimizerConfig
@@ -62,7 +64,7 @@ class Optimizer:
             fused=True,
         )
         # The state is there before the first update, so that a checkpoint can be loaded into it.
-        self.updates = torch.zeros((), dtype=torch.float32, device=self._held[0].local.device)  # done, none skipped
+        self.updates = torch.zeros((), dtype=torch.float32, device=_device(model, mesh))  # done, none skipped
         self._trained = {held.parameter for held in self._held}
         self._states: dict[Tensor, dict[str, Tensor]] = {}
         for held in kept:
@@ -85,7 +87,7 @@ class Optimizer:
 
     def squared_norm(self) -> Tensor:
         """This rank's contribution to the squared global norm of the gradients: a scalar in float64."""
-        return _squared_norm(self._held)
+        return _squared_norm(self._held, self.updates.device)
 
     def update(self, step: int, factor: Tensor | None, skip: Tensor) -> float:
         """One update with gradients that are multiplied by `factor`; nothing waits for the device.
@@ -157,7 +159,13 @@ def _shards(parameter: nn.Parameter) -> int:
     return math.prod(mesh.size(i) for i, placement in enumerate(parameter.placements) if not placement.is_replicate())
 
 
-def _squared_norm(parameters: list[_Held]) -> Tensor:
+def _device(model: nn.Module, mesh: Mesh) -> torch.device:
+    """Where a model is trained; a stage of a pipeline may have nothing to train."""
+    first = next(model.parameters(), None)
+    return torch.device(mesh.device_type) if first is None else first.device
+
+
+def _squared_norm(parameters: list[_Held], device: torch.device) -> Tensor:
     """A rank's contribution to the squared norm: the sum of it over all ranks is the squared norm.
 
     Each element counts once, divided among the ranks that hold it.
@@ -167,9 +175,10 @@ def _squared_norm(parameters: list[_Held]) -> Tensor:
         grad = held.take_grad()
         if grad.numel() > 0:
             by_copies.setdefault(held.copies, []).append(grad)
-    total = torch.zeros((), dtype=torch.float64, device=parameters[0].local.device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, grads in by_copies.items():
-        total = total + torch.stack(torch._foreach_norm(grads, 2, torch.float64)).square().sum() / copies
+        dtype = reduce(torch.promote_types, {grad.dtype for grad in grads}, sum_dtype(total.device))
+        total = total + torch.stack(torch._foreach_norm(grads, 2, dtype)).double().square().sum() / copies
     return total
 
 
@@ -180,6 +189,18 @@ def clip_factor(norm: Tensor, clip_norm: float | None) -> Tensor | None:
     return (clip_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
+def param_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
+    """The parameters of a model, parallelized or not, as torch's optimizers want them in a loop of one's own.
+
+    With `tp`, split parameters are DTensors and others are plain. torch updates all tensors of a group by one kernel
+    where it can (`foreach`, which is the default on GPUs, and `fused`), and that takes one kind of tensor only.
+    """
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [{"params": group} for group in groups.values()]
+
+
 def clip_gradients(model: nn.Module, mesh: Mesh, max_norm: float) -> Tensor:
     """Clips the gradients of a parallelized model by their global norm, in a loop of one's own.
 
@@ -187,7 +208,7 @@ def clip_gradients(model: nn.Module, mesh: Mesh, max_norm: float) -> Tensor:
         The norm before clipping, a scalar in float64, the same on every rank.
     """
     held = _held_by(model, mesh)
-    norm = mesh.sum(_squared_norm(held)).sqrt()
+    norm = mesh.sum(_squared_norm(held, _device(model, mesh))).sqrt()
     factor = clip_factor(norm, max_norm)
     grads = [one.local.grad for one in held if one.local.grad is not None]
     if factor is not None and grads:

@@ -80,10 +80,11 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
 
 
 def _pipeline(config: Config, layout: Layout) -> PipelinePlan:
-    from meshtrain.build import describe_pipeline, plain_model, stages_of  # here, because they bring torch
+    from meshtrain.build import check_stages, describe_pipeline, plain_model, stages_of  # here: they bring torch
     from meshtrain.parallel.stages import stages_holding
 
     schedule, split = stages_of(config, layout)
+    check_stages(config, split)
     costs = split.costs  # of a forward: the gradients of inputs and those of weights are as many products each
     timeline = simulate(schedule, forward=costs, input_grad=costs, weight_grad=costs)
     holding = stages_holding(plain_model(config), split.bounds)
@@ -131,7 +132,7 @@ def plan_text(plan: Plan, each_parameter: bool = False) -> str:
     lines = [
         f"plan of {plan.config}",
         describe_batch(shape.global_size, shape.micro_size, shape.data_ranks),
-        *_held_lines(plan.held, plan.precision),
+        *_held_lines(plan.held, plan.precision, layout.size("dp_shard")),
         *(() if plan.pipeline is None else _pipeline_lines(plan.pipeline, plan.held)),
         "",
         *below,
@@ -240,14 +241,19 @@ def _hosts_of(layout: Layout, ranks: Sequence[int]) -> str:
     return f"crosses hosts: {', '.join(hosts)}" if len(hosts) <= 3 else f"crosses {len(hosts)} hosts"
 
 
-def _held_lines(held: Held, precision: str) -> list[str]:
+def _held_lines(held: Held, precision: str, dp_shard: int) -> list[str]:
     bytes_ = held.weight_bytes, held.gradient_bytes, held.optimizer_bytes
     weights, gradients, optimizer, together = map(_size, (*bytes_, sum(bytes_)))
     kept = "float64" if precision == "float64" else "float32"
+    copy = (
+        ""
+        if precision == kept or dp_shard > 1
+        else f" and a copy of the weights in {precision}, {_size(held.weight_bytes // 2)},"
+    )
     return [
         f"{held.total:,} parameters, {_from_to(held.fewest, held.most)} per rank",
         f"a rank keeps {together} in {kept}: weights {weights}, gradients {gradients}, AdamW {optimizer}; "
-        "activations come on top",
+        f"activations{copy} come on top",
     ]
 
 

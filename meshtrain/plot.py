@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshtrain import metrics
+from meshtrain.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,10 +28,13 @@ def plot_loss(folder: Path, name: str) -> str:
     if importlib.util.find_spec("matplotlib") is None:
         return "no loss plot: matplotlib is not installed (pip install 'meshtrain[plot]')"
     path = folder / metrics.FILE
-    rows = metrics.read(path) if path.exists() else []
-    if not rows:
-        return f"no loss plot: {path} has no steps"
-    _draw(rows, name).savefig(folder / FILE)
+    try:
+        rows = metrics.read(path) if path.exists() else []
+        if not rows:
+            return f"no loss plot: {path} has no steps"
+        _draw(rows, name).savefig(folder / FILE)
+    except (OSError, InputError) as error:
+        return f"no loss plot: {error}"
     return f"loss plot: {folder / FILE}"
 
 

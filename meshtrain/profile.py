@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from meshtrain.side_file import optional
+
 
 class Wanted(Protocol):
     """What the config's section `metrics` says about profiling."""
@@ -60,13 +62,15 @@ class Profiler:
             self._export()
         if self._remembering:
             self._remembering = False
-            self._history.parent.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(self._history))
+            with optional("there is no memory history"):
+                self._history.parent.mkdir(parents=True, exist_ok=True)
+                torch.cuda.memory._dump_snapshot(str(self._history))
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def _export(self) -> None:
         assert self._running is not None
         self._running.stop()
-        self._trace.parent.mkdir(parents=True, exist_ok=True)
-        self._running.export_chrome_trace(str(self._trace))
-        self._running = None
+        running, self._running = self._running, None
+        with optional("there is no profile"):
+            self._trace.parent.mkdir(parents=True, exist_ok=True)
+            running.export_chrome_trace(str(self._trace))

@@ -15,6 +15,7 @@ from meshtrain.pipeline.engine import Pipeline
 from meshtrain.pipeline.record import timeline_json
 from meshtrain.pipeline.simulate import Event, Timeline
 from meshtrain.runtime import Job
+from meshtrain.side_file import optional
 
 if TYPE_CHECKING:
     from meshtrain.config import Config
@@ -43,8 +44,9 @@ def recording(
     if job.rank == 0:
         title = f"{schedule_title(model.schedule)}, step {step} of {config.name}"
         path = folder / FILE
-        path.write_text(json.dumps(timeline_json(measured(model.schedule, rows), title, "s")) + "\n")
-        say(f"timeline of step {step} in {path}; this draws it below the plan: {_command(config, path)}")
+        with optional("there is no timeline"):
+            path.write_text(json.dumps(timeline_json(measured(model.schedule, rows), title, "s")) + "\n")
+            say(f"timeline of step {step} in {path}; this draws it below the plan: {_command(config, path)}")
 
 
 def measured(schedule: Schedule, rows: Sequence[Sequence[tuple[float, float]]]) -> Timeline:

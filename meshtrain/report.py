@@ -5,8 +5,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from meshtrain.build import plain_model
+from meshtrain.checkpoint.retention import SAMPLES
 from meshtrain.data import OpenData
-from meshtrain.data.order import batch_items, batch_samples, samples_digest, share
+from meshtrain.data.order import samples_digest, share
+from meshtrain.data.order_numpy import items
 from meshtrain.ending import Ending
 from meshtrain.errors import TrainingError
 from meshtrain.evaluate import Evaluation
@@ -54,7 +56,7 @@ class Report:
         self.beside: dict[str, float] = {}  # numbers that the next row gets besides its own
         self.slowest_s = 0.0  # of the steps taken so far, the first left out
         self.stop_asked = False  # by some rank, before one of the steps taken so far
-        self.evaluations: dict[int, dict[str, float]] = {}  # of the last step that had one
+        self.evaluations: dict[int, dict[str, float]] = {}  # of the last step that had one, as a manifest has it
         self._n_samples = len(data.train)
         self.tokens = 0 if books is None else books["tokens"]
         self._epoch = _Sums() if books is None else _Sums(**books["epoch"])
@@ -133,10 +135,10 @@ class Report:
             return step == self.steps or self.ends_epoch(step)
         return bool(every) and (step == self.steps or step % int(every) == 0)
 
-    def evaluation(self, step: int, found: Evaluation) -> None:
-        """Books an evaluation after `step`, whose result has been taken."""
+    def evaluation(self, step: int, found: Evaluation, samples: int) -> None:
+        """Books an evaluation of so many samples after `step`, whose result has been taken."""
         numbers = found.numbers(self.data.task, self.data.bytes_per_target)
-        self.evaluations = {step: numbers}
+        self.evaluations = {step: numbers | {SAMPLES: samples}}
         self._metrics.evaluation(step, numbers)
         self.clock.restart()  # its time is no step's
 
@@ -151,7 +153,6 @@ class Report:
 
     def _row(self, result: StepResult, times: dict[str, float]) -> dict[str, object]:
         size, seconds = self.config.batch.global_size, times["step_time_s"]
-        indices = batch_samples(self.config.train.seed, result.step - 1, size, self._n_samples)
         return {
             "step": result.step,
             "epoch": (result.step * size - 1) // self._n_samples + 1,
@@ -160,7 +161,7 @@ class Report:
             "lr": result.lr,
             "tokens": self.tokens,
             "samples": result.step * size,
-            "samples_digest": samples_digest(indices),
+            "samples_digest": samples_digest(sample for _, sample in self._items(result.step)),
             "tokens_per_s": result.targets / seconds,
             "mfu": mfu(None if self._flops is None else self._flops * size, seconds, self._peak, self.job.world_size),
             "memory_gib": memory_gib(self.job.device),
@@ -169,12 +170,17 @@ class Report:
             **{f"sent_bytes_{axis}": sent for axis, sent in result.sent.items()},
         }
 
+    def _items(self, step: int) -> list[tuple[int, int]]:
+        """The global batch of a step: (epoch, sample) pairs."""
+        size = self.config.batch.global_size
+        return items(self.config.train.seed, range((step - 1) * size, step * size), self._n_samples)
+
     def _not_finite(self, result: StepResult) -> None:
         """Says whose samples it was. All ranks are here, because all of them have the same result."""
         size = self.config.batch.global_size
-        items = batch_items(self.config.train.seed, result.step - 1, size, self._n_samples)
+        batch = self._items(result.step)
         own = share(size, self.mesh.size(*DATA_AXES), self.mesh.index(*DATA_AXES))
-        mine = [items[own[i]][1] for i in result.bad_samples if i < len(own) and self.mesh.speaks_for_samples]
+        mine = [batch[own[i]][1] for i in result.bad_samples if i < len(own) and self.mesh.speaks_for_samples]
         found = self.job.gather("naming what is not finite", [str(self.job), mine])
         named = [f"{who}: samples {', '.join(map(str, samples))}" for who, samples in found if samples]
         what = (

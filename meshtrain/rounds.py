@@ -89,12 +89,20 @@ class Round:
         """
         self._store, self._rank, self._world_size, self.name = store, rank, world_size, name
         self._over = over
+        self.meanwhile: Callable[[], object] = lambda: None  # is called while this rank waits
         self._cancelled = threading.Event()
+        self._count, self._values = 0, dict[int, Any]()  # what rank 0 has read
         self._alone: dict[str, str] = {}  # in place of a store, in a world of one
 
     def give(self, value: object) -> None:
         """This rank's value; does not wait."""
-        self._set(str(self._rank), json.dumps(value))
+        text = json.dumps([self._rank, value])
+        if self._store is None:
+            self._alone["given"] = text
+        else:
+            # One key, so that rank 0 reads it in one go; torch's stubs lack the method.
+            self._store.append(f"{self.name}/given", f"{text}\n")  # type: ignore[attr-defined]
+            self._store.add(f"{self.name}/count", 1)
 
     def collect(self, what: str | None = None) -> list:
         """Every rank's value in rank order, for rank 0, once all have given one.
@@ -105,22 +113,35 @@ class Round:
         Raises:
             RuntimeError: another rank has failed. CancelledError: this rank does not wait any longer.
         """
-        ranks = [str(rank) for rank in range(self._world_size)]
-        self._wait(ranks, what)
-        found = [json.loads(text) for text in self._get(ranks)]
-        if self._store is not None:
-            for rank in ranks:  # a long run has many rounds
-                self._store.delete_key(f"{self.name}/{rank}")
-        return found
+        if self._store is None:
+            return [json.loads(self._alone["given"])[1]]
+        self._wait(self._silent, what)
+        for key in ("given", "count"):  # a long run has many rounds
+            self._store.delete_key(f"{self.name}/{key}")
+        return [self._values[rank] for rank in range(self._world_size)]
 
     def answer(self, value: object) -> None:
         """Rank 0's word to all; does not wait."""
-        self._set("all", json.dumps(value))
+        if self._store is None:
+            self._alone["all"] = json.dumps(value)
+        else:
+            self._store.set(f"{self.name}/all", json.dumps(value))
 
     def answered(self, what: str | None = None) -> Any:
         """Rank 0's word, once it is there; raises as `collect` does."""
-        self._wait(["all"], what)
-        return json.loads(self._get(["all"])[0])
+        if self._store is None:
+            return json.loads(self._alone["all"])
+        self._wait(lambda: [] if self.is_answered else [0], what)
+        return json.loads(self._store.get(f"{self.name}/all"))
+
+    def missing(self) -> list[int]:
+        """The ranks whose values rank 0 had not read when it last looked; any thread may ask."""
+        return [rank for rank in range(self._world_size) if rank not in self._values]
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether rank 0's word is there."""
+        return "all" in self._alone if self._store is None else bool(self._store.check([f"{self.name}/all"]))
 
     def forget(self) -> None:
         """Rank 0 takes its answer away, when all ranks must have had it."""
@@ -131,32 +152,31 @@ class Round:
         """Whoever waits on this rank, in another thread, gives up."""
         self._cancelled.set()
 
-    def _set(self, key: str, text: str) -> None:
-        if self._store is None:
-            self._alone[key] = text
-        else:
-            self._store.set(f"{self.name}/{key}", text)
+    def _silent(self) -> list[int]:
+        """The ranks that have given nothing yet."""
+        assert self._store is not None
+        count = self._store.add(f"{self.name}/count", 0)
+        if count != self._count:
+            self._count = count
+            self._values = dict(json.loads(line) for line in self._store.get(f"{self.name}/given").splitlines())
+        return [rank for rank in range(self._world_size) if rank not in self._values]
 
-    def _get(self, keys: list[str]) -> list[str]:
-        if self._store is None:
-            return [self._alone[key] for key in keys]
-        return [text.decode() for text in self._store.multi_get([f"{self.name}/{key}" for key in keys])]
-
-    def _wait(self, keys: list[str], what: str | None) -> None:
-        """Until all keys are in the store. It polls, because a blocking wait has a time limit."""
-        store = self._store
-        if store is None:
-            return
+    def _wait(self, for_whom: Callable[[], list[int]], what: str | None) -> None:
+        """Until nobody is missing. It polls, because a blocking wait has a time limit."""
         start = said = time.monotonic()
-        pause, missing = 0.001, keys
-        while missing := [key for key in missing if not store.check([f"{self.name}/{key}"])]:
+        pause = max(0.001, self._world_size / 50_000)  # the store's one thread serves all of them
+        while missing := for_whom():
             if self._over():
                 raise RuntimeError("another rank has failed")
+            self.meanwhile()
             if self._cancelled.wait(pause):
-                raise CancelledError(f"rank {self._rank} waits no longer for ranks {', '.join(missing[:8])}")
-            pause = min(pause * 1.5, max(0.25, self._world_size / 2000))  # the store serves all of them
+                waits_for = ", ".join(map(str, missing[:8]))
+                raise CancelledError(f"rank {self._rank} waits no longer for ranks {waits_for}")
+            pause = min(pause * 1.5, max(0.25, self._world_size / 2000))
             if what is not None and self._rank == 0 and time.monotonic() - said > SAY_EVERY_S:
                 said = time.monotonic()
-                ranks = ", ".join(missing[:8]) + ", ..." * (len(missing) > 8)
+                ranks = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
                 seconds = f"{said - start:.0f} s now"
-                print(f"{what}: waiting for {len(missing)} of {len(keys)} ranks ({ranks}), {seconds}", flush=True)
+                print(
+                    f"{what}: waiting for {len(missing)} of {self._world_size} ranks ({ranks}), {seconds}", flush=True
+                )

@@ -7,10 +7,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from meshtrain.checkpoint.folder import InUseError, clear_unfinished, locked
+from meshtrain.checkpoint.folder import InUseError, TakenError, check_owner, clear_unfinished, locked
 from meshtrain.checkpoint.shared import prove_shared
+from meshtrain.disk import write_whole
 from meshtrain.errors import AgreedError, InputError
 from meshtrain.runtime import Job
+from meshtrain.side_file import move_damaged, optional, warn
 
 EXIT = "exit.json"
 LOST_S = 120.0  # within which file servers give up the locks of a host that was lost, or it has seen that itself
@@ -35,19 +37,20 @@ class RunFolder:
     def last_exit(self) -> dict[str, Any] | None:
         """How the last job ended, as it wrote down itself; None if none did.
 
-        Raises:
-            InputError: exit.json is there and is none.
+        A damaged exit.json is moved away.
         """
         path = self.path / EXIT
-        if not path.exists():
-            return None
-        try:
-            found = json.loads(path.read_text())
-        except ValueError as error:
-            raise InputError(f"{path} is not JSON ({error}): remove it, or name another folder") from error
-        if not isinstance(found, dict) or not isinstance(found.get("step"), int):
-            raise InputError(f"{path} does not say how a job ended: remove it, or name another folder")
-        return found
+        with optional(f"{path} cannot be used"):
+            try:
+                found = json.loads(path.read_bytes())
+                if isinstance(found, dict) and isinstance(found.get("step"), int):
+                    return found
+                move_damaged(path, "it does not say how a job ended")
+            except FileNotFoundError:
+                pass
+            except (ValueError, RecursionError) as error:
+                move_damaged(path, error)
+        return None
 
     def has_exit(self) -> bool:
         """Whether a job has written down how it ended."""
@@ -55,12 +58,13 @@ class RunFolder:
 
     def forget_exit(self) -> None:
         """A job starts: what the last one said of its end does not count any more."""
-        (self.path / EXIT).unlink(missing_ok=True)
+        with optional(f"the {EXIT} of the last job stays"):
+            (self.path / EXIT).unlink(missing_ok=True)
 
     def write_exit(
         self, status: str, code: int, reason: str, step: int, goodput: Mapping[str, float] | None = None
     ) -> None:
-        """How this job ends: status "done", "stopped" or "failed", after `step` updates.
+        """How this job ends: status "done", "stopped" or "failed", after `step` updates. Only said if the disk refuses.
 
         Args:
             goodput: how the wall time of the run was spent, where that is known.
@@ -68,13 +72,19 @@ class RunFolder:
         end: dict[str, Any] = {"status": status, "code": code, "reason": reason, "step": step}
         if goodput is not None:
             end["goodput"] = dict(goodput)
-        self.write(EXIT, json.dumps(end) + "\n")
+        try:
+            self.write(EXIT, json.dumps(end) + "\n")
+        except (OSError, TakenError) as error:
+            warn(f"there is no {EXIT}, which would say {json.dumps(end)}: {error}")
 
     def write(self, name: str, text: str) -> None:
-        """Writes a file of the folder whole or not at all."""
-        temporary = self.path / f".{name}.tmp"
-        temporary.write_text(text)
-        temporary.replace(self.path / name)
+        """Writes a file of the folder whole or not at all, whatever happens to the host.
+
+        Raises:
+            OSError: it cannot. TakenError: the folder is another job's now.
+        """
+        check_owner()
+        write_whole(self.path / name, text)
 
 
 @contextmanager
@@ -94,17 +104,17 @@ def held(folder: Path, job: Job, what: str, other: str) -> Iterator[None]:
         with job.together(f"opening {what}"):
             if job.rank == 0:
                 try:
-                    _take(folder, stack, time.monotonic() + (LOST_S if job.again else 0.0))
+                    _take(folder, stack, job)
                 except InputError as error:
                     raise InputError(f"{what}: {error}; or name another one with {other}") from error
         yield
 
 
-def _take(folder: Path, stack: ExitStack, deadline: float) -> None:
-    said = False
+def _take(folder: Path, stack: ExitStack, job: Job) -> None:
+    said, deadline = False, time.monotonic() + (LOST_S if job.again else 0.0)
     while True:
         try:
-            stack.enter_context(locked(folder))
+            stack.enter_context(locked(folder, launch=job.environment.launch, again=job.again))
             return
         except InUseError as error:
             if time.monotonic() >= deadline:

@@ -7,6 +7,7 @@ on which host rank 0 sits on.
 
 import ipaddress
 import os
+import resource
 import socket
 import sys
 import time
@@ -21,12 +22,14 @@ import torch
 import torch.distributed as dist
 
 from meshtrain.elastic import stale_store, started_before
-from meshtrain.environment import Environment
-from meshtrain.errors import AgreedError, InputError
+from meshtrain.environment import OWN_DESCRIPTORS, Environment
+from meshtrain.errors import AgreedError, InputError, TrainingError, UnreadableError
 from meshtrain.layout import Layout, LayoutError
+from meshtrain.locate import line_of
 from meshtrain.rounds import SAY_EVERY_S, Failures, FirstFailure, Round
 
 ATTEMPT_S = 5.0  # of reaching the store
+MOST_TOLD = 8  # failures of hosts
 POLL_S = 0.02  # between two looks at the store while the ranks meet
 
 
@@ -50,6 +53,7 @@ class Job:
     layout: Layout | None = None
     failures: Failures = field(init=False)
     _rounds: int = 0  # of `gather`: each has names of its own in the store
+    _answered: Round | None = None  # the last one of rank 0, whose answer is still there
 
     def __post_init__(self) -> None:
         self.failures = FirstFailure(self.store)
@@ -105,7 +109,11 @@ class Job:
         meeting = self.round()
         meeting.give(value)
         if self.rank == 0:
-            meeting.answer(meeting.collect(what))
+            values = meeting.collect(what)
+            if self._answered is not None:
+                self._answered.forget()  # whoever gives a value has read the answer before, on the same thread
+            self._answered = meeting
+            meeting.answer(values)
         return meeting.answered(what)
 
     def round(self) -> Round:
@@ -115,20 +123,32 @@ class Job:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Goes on after its body only if no rank found its input wrong in it; leaves no rank behind if one did.
+        """Goes on after its body only if no rank found its input wrong or its files out of reach; leaves none behind.
 
         Args:
             what: what is being done, for the message of a waiting rank 0.
 
         Raises:
             AgreedError: on every rank, with the same text: rank 0's problem, or else that of every rank that has one.
+            TrainingError: on every rank: the file system of a host has failed.
         """
-        problem = None
+        problem = failure = None
         try:
             yield
         except (InputError, LayoutError) as error:
             problem = str(error)
-        problems = self.gather(what, problem)
+        except OSError as error:
+            known = isinstance(error, UnreadableError)
+            if error.filename is None and not known:
+                raise
+            failure = f"host {self.host} {error}" if known else f"host {self.host}: {error} ({line_of(error)})"
+        problems, failures = zip(*self.gather(what, [problem, failure]), strict=True)
+        if failed := list(dict.fromkeys(text for text in failures if text is not None)):
+            well = failures.count(None)
+            others = f"; {well} of {len(failures)} ranks had no such trouble" if well else ""
+            raise TrainingError(
+                f"{what}: " + "; ".join(failed[:MOST_TOLD]) + ", ..." * (len(failed) > MOST_TOLD) + others
+            )
         if problems[0]:
             raise AgreedError(problems[0])
         by_text: dict[str, list[str]] = {}
@@ -224,16 +244,32 @@ def join(environment: Environment, timeout_s: float = 600) -> Job:
     """Picks this process's device and meets the other ranks at the job's store.
 
     Raises:
-        InputError: this host has fewer GPUs than the job has processes on it.
+        InputError: this host has fewer GPUs than the job has processes on it, or too few descriptors for the store.
         TimeoutError: the store could not be reached within `timeout_s` seconds.
     """
     device = pick_device(environment.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    _open_files(environment)
     environment = replace(environment, started_before=started_before(os.environ))
     job = Job(environment, device, _store(environment, timeout_s))
     job.again = any(job.gather("meeting", environment.again))  # a node that joins later knows of no earlier start
     return job
+
+
+def _open_files(environment: Environment) -> None:
+    """Raises the soft limit of descriptors to the hard one: the store takes one for each rank, and 1024 is usual."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = environment.world_size + OWN_DESCRIPTORS
+    if environment.hosts_store and 0 <= hard < needed:  # below 0 there is no limit
+        raise InputError(
+            f"rank {environment.rank} on host {environment.host} serves the job's store to {environment.world_size} "
+            f"ranks, which takes {needed} descriptors, and its limit is {hard}: raise the hard limit there ("
+            "ulimit -Hn, LimitNOFILE of the service that starts jobs, or nofile in /etc/security/limits.conf)"
+        )
+    if soft != hard:
+        with suppress(ValueError, OSError):  # no limit is more than the system allows: what there is stays
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def pick_device(local_rank: int) -> torch.device:
@@ -297,27 +333,37 @@ def _meet(environment: Environment, store: dist.Store) -> str:
 
     torchrun keeps its store when it starts workers again, and its count of restarts is each agent's own. So every rank
     shows a token of its own, and rank 0 answers each with that token and the name, until all have taken it: whoever
-    reads an answer to another token reads what an earlier start has left.
+    reads an answer to another token reads what an earlier start has left. The store's one thread serves all of them:
+    they ask more and more seldom, and rank 0 asks about all ranks at once.
     """
-    token, rank = uuid.uuid4().hex, environment.rank
+    token, rank, world = uuid.uuid4().hex, environment.rank, environment.world_size
+    pause, longest = max(POLL_S, world / 50_000), max(0.25, world / 2000)
     store.set(f"hello/{rank}", token)
     if rank != 0:
         answer = ["", ""]
         while answer[0] != token:
-            time.sleep(POLL_S)
+            time.sleep(pause)
+            pause = min(1.5 * pause, longest)
             if store.check([f"welcome/{rank}"]):
                 answer = store.get(f"welcome/{rank}").decode().split()
-        store.set(f"{answer[1]}/met/{rank}", "")
+        store.add(f"{answer[1]}/met", 1)
         return answer[1]
     start = said = time.monotonic()
-    missing = list(range(1, environment.world_size))
-    while missing := [rank for rank in missing if not store.check([f"{token}/met/{rank}"])]:
-        for rank in missing:
-            if store.check([f"hello/{rank}"]):
-                store.set(f"welcome/{rank}", f"{store.get(f'hello/{rank}').decode()} {token}")
-        time.sleep(POLL_S)
+    hellos = [f"hello/{rank}" for rank in range(1, world)]
+    answered = [""] * len(hellos)  # the token that each was answered with: one of an earlier start may be there first
+    while (met := store.add(f"{token}/met", 0)) < len(hellos):
+        if store.check(hellos):
+            shown = [hello.decode() for hello in store.multi_get(hellos)]
+            new = [i for i, (hello, before) in enumerate(zip(shown, answered, strict=True)) if hello != before]
+            if new:
+                keys, values = [f"welcome/{i + 1}" for i in new], [f"{shown[i]} {token}" for i in new]
+                store.multi_set(keys, values)  # type: ignore[attr-defined]  # torch's stubs lack it
+                answered = shown
+        time.sleep(pause)
+        pause = min(1.5 * pause, longest)
         if time.monotonic() - said > SAY_EVERY_S:
             said = time.monotonic()
+            missing = sum(not store.check([hello]) for hello in hellos) or len(hellos) - met
             hint = stale_store(os.environ)
-            print(f"starting: waiting for {len(missing)} ranks, {said - start:.0f} s now{hint}", flush=True)
+            print(f"starting: waiting for {missing} ranks, {said - start:.0f} s now{hint}", flush=True)
     return token

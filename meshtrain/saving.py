@@ -42,6 +42,7 @@ class Saving:
             in_background=section.in_background,
             keep=Retention(section.keep_last, section.keep_every, section.keep_best),
             on_failure=section.on_failure,
+            limit_s=section.timeout_s,
             say=report.say,
             writing=writing,
         )

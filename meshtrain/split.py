@@ -3,7 +3,7 @@
 Pure: it looks at the names and sizes of a model's modules and says what follows, or why it cannot be and what could.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -17,6 +17,9 @@ class Style(NamedTuple):
     dim: int
 
 
+# No way to split: each rank holds all of these parameters and uses them with its part of the heads or features, as a
+# norm of q and k; their gradients are summed. A pattern names a module, or a parameter.
+REPLICATED = "replicated_with_grad_allreduce"
 STYLES = {  # by Hugging Face's words
     "colwise": Style("linear", "ColumnParallelLinear", 0),
     "rowwise": Style("linear", "RowParallelLinear", 1),
@@ -105,11 +108,12 @@ def split_layers(model: Any, plan: Mapping[str, str], tp: int) -> list[Split]:
             do not divide.
     """
     modules = dict(model.named_modules())
-    problems = [f"the tp_plan's {pattern!r} matches no layer: mend the pattern" for pattern in _idle(plan, modules)]
+    names = [*modules, *(f"{name}.{own}".lstrip(".") for name in modules for own in _parameters(modules[name]))]
+    problems = [f"the tp_plan's {pattern!r} matches no layer: mend the pattern" for pattern in _idle(plan, names)]
     problems += [
-        f"the tp_plan's {pattern!r} is {style!r}: use one of {', '.join(STYLES)}"
+        f"the tp_plan's {pattern!r} is {style!r}: use one of {', '.join((*STYLES, REPLICATED))}"
         for pattern, style in plan.items()
-        if style not in STYLES
+        if style not in (*STYLES, REPLICATED)
     ]
     found: list[Split] = []
     for name, module in modules.items():
@@ -133,8 +137,50 @@ def split_layers(model: Any, plan: Mapping[str, str], tp: int) -> list[Split]:
     return found
 
 
-def _idle(plan: Mapping[str, str], modules: Mapping[str, Any]) -> Iterator[str]:
-    return (pattern for pattern in plan if not any(fnmatchcase(name, pattern) for name in modules))
+def replicated(model: Any, plan: Mapping[str, str]) -> Iterator[tuple[Any, str]]:
+    """(module, name in it) of the parameters to which a plan gives the style REPLICATED."""
+    for name, module in model.named_modules():
+        above = [name.rsplit(".", n)[0] for n in range(name.count(".") + 1)]
+        for own in _parameters(module):
+            places = [f"{name}.{own}".lstrip("."), *above]
+            style = next((plan[pattern] for pattern in plan if any(fnmatchcase(at, pattern) for at in places)), None)
+            if style == REPLICATED:
+                yield module, own
+
+
+def undecided(model: Any, plan: Mapping[str, str], found: Sequence[Split]) -> list[str]:
+    """Parameters of which a plan does not say whether each rank uses them with a part of the features or with all:
+    not split, and in a module, or of one, beside both a column-wise and a row-wise layer."""
+    modules = dict(model.named_modules())
+    dims: dict[str, set[int]] = {}
+    for split in found:
+        dims.setdefault(split.layer.rpartition(".")[0], set()).add(STYLES[split.style].dim)
+    covered = {(id(module), own) for module, own in replicated(model, plan)}
+    split_ones = {split.layer for split in found}
+    return [
+        f"{name}.{own}".lstrip(".")
+        for name, module in modules.items()
+        for own in _parameters(module)
+        if {0, 1} in (dims.get(name), dims.get(name.rpartition(".")[0]))
+        and name not in split_ones
+        and (id(module), own) not in covered
+    ]
+
+
+def _parameters(module: Any) -> list[str]:
+    return [name for name, parameter in getattr(module, "_parameters", {}).items() if parameter is not None]
+
+
+NO_SEQUENCE = "the tp_plan has no embedding_rowwise layer, which is what splits the sequence over tp"
+
+
+def shards_sequence(plan: Mapping[str, str]) -> bool:
+    """Whether a plan has the layer whose output is a part of the sequence on each rank."""
+    return "embedding_rowwise" in plan.values()
+
+
+def _idle(plan: Mapping[str, str], names: Sequence[str]) -> Iterator[str]:
+    return (pattern for pattern in plan if not any(fnmatchcase(name, pattern) for name in names))
 
 
 def _kind(module: Any) -> str:

@@ -22,7 +22,7 @@ from meshtrain.numerics import compute_dtype
 from meshtrain.optim import Optimizer, clip_factor
 from meshtrain.parallel.data import last_microbatch
 from meshtrain.pipeline.actions import Action, Kind
-from meshtrain.pipeline.engine import Pipeline
+from meshtrain.pipeline.engine import Pipeline, shapes_of
 from meshtrain.timing import StepClock
 
 if TYPE_CHECKING:
@@ -178,6 +178,10 @@ class _Microbatches:
         self._trainer, self._step, self._batches = trainer, step, batches
         self._latest: tuple[int, Batch] | None = None
 
+    def shapes(self, microbatch: int) -> tuple[tuple[int, ...] | None, ...]:
+        """Of what the model takes."""
+        return shapes_of(self._batches[microbatch].inputs)
+
     def inputs(self, microbatch: int) -> tuple[Tensor | None, ...]:
         """What the model takes."""
         return self._batch(microbatch).inputs
@@ -251,5 +255,7 @@ class LossScale:
         """Takes the outcome of a step: a boolean scalar on the device. `value` and `good` stay on their memory."""
         good = torch.where(overflow, 0, self.good + 1)
         grows = good == self.GROWTH
-        self.value.copy_(torch.where(overflow, self.value / 2, torch.where(grows, self.value * 2, self.value)))
+        # Below 1 it would lift nothing, and from 0 it would never come back.
+        lower, higher = (self.value / 2).clamp(min=1), torch.where(grows, self.value * 2, self.value)
+        self.value.copy_(torch.where(overflow, lower, higher))
         self.good.copy_(torch.where(grows, 0, good))

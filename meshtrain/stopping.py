@@ -7,9 +7,10 @@ takes long: it is there before torch is, because a signal that meets nobody ends
 
 import atexit
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -17,6 +18,7 @@ from typing import Any
 
 FILE = "STOP"
 LOOK_EVERY_S = 1.0  # at the STOP file; a look is cheap, but not on every file system
+ANSWERS_S = 0.1  # within which a file system answers that does; a step waits for no look longer than that
 # Signals within so long are one request: torchrun passes Ctrl-C on as SIGINT and SIGTERM, and SLURM signals it and us.
 ONE_REQUEST_S = 2.0
 STEPS_TO_STOP = 3  # the one that is under way, the one that carries the request, the one in which it is read
@@ -149,10 +151,24 @@ class Requests:
         self._stops = False  # all ranks have agreed to
         self._file: Path | None = None
         self._limits: list[Limit] = []
+        self._taken: Callable[[], str | None] = lambda: None
         self._looked_at = 0.0
+        self._look: threading.Thread | None = None  # the last one
+        self._found: str | None = None
 
-    def watch(self, folder: Path, time_limit_s: float | None, variables: Mapping[str, str]) -> None:
-        """From now on a file STOP in the run's folder counts, and the time that is left. For one rank of a job."""
+    def watch(
+        self,
+        folder: Path,
+        time_limit_s: float | None,
+        variables: Mapping[str, str],
+        taken: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """From now on a file STOP in the run's folder counts, and the time that is left. For one rank of a job.
+
+        Args:
+            taken: looked at as often as the file: why another job has this run's folder; None: it has not.
+        """
+        self._taken = taken
         self._file = folder / FILE
         self._limits = limits(time_limit_s, self.signals.since, variables)
 
@@ -195,11 +211,27 @@ class Requests:
         return self.said
 
     def _by_file(self) -> str | None:
+        """What a thread has found: a folder that does not answer must not hold up the steps of all ranks."""
         now = time.monotonic()
-        if self._file is None or now - self._looked_at < LOOK_EVERY_S:
-            return None
+        at_it = self._look is not None and self._look.is_alive()
+        if self._file is None or at_it or now - self._looked_at < LOOK_EVERY_S:
+            return self._found
         self._looked_at = now
-        return f"the file {self._file}" if self._file.is_file() else None
+        self._look = threading.Thread(target=self._look_at, args=[self._file], name="requests", daemon=True)
+        try:
+            self._look.start()
+        except RuntimeError:  # the system gives no thread now: the next look is a second later
+            self._look = None
+        else:
+            self._look.join(ANSWERS_S)
+        return self._found
+
+    def _look_at(self, file: Path) -> None:
+        with suppress(OSError):  # it cannot be looked at now: then nobody has asked
+            if file.is_file():
+                self._found = f"the file {file}"
+                return
+        self._found = self._taken()
 
     def _by_time(self, step_s: float, save_s: float) -> str | None:
         need = STEPS_TO_STOP * step_s + 1.2 * save_s + SPARE_S
@@ -208,4 +240,7 @@ class Requests:
     def obeyed(self) -> None:
         """The run has stopped, with everything saved: the file has done its work."""
         if self._file is not None:
-            self._file.unlink(missing_ok=True)
+            try:
+                self._file.unlink(missing_ok=True)
+            except OSError as error:
+                print(f"warning: remove {self._file}, or the next job stops at once: {error}", flush=True)

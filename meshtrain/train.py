@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from meshtrain.orphans import end_with_launcher
@@ -25,16 +26,18 @@ if __name__ == "__main__":
     heard = Signals.heard(importing=True)  # torch takes seconds, and a signal that nobody hears ends the process
 
 from meshtrain.agreement import Topic, agree, flat, ingredients
-from meshtrain.build import build_model, check_start, outputs
+from meshtrain.build import build_model, check_start, outputs, short_sample
+from meshtrain.checkpoint.folder import owner_changed
 from meshtrain.checkpoint.resume import Resume, Wanted
+from meshtrain.checkpoint.retry import retried
 from meshtrain.checkpoint.state import State
 from meshtrain.checkpoint.versions import versions
 from meshtrain.config import Config
-from meshtrain.data import OpenData, Samples, eval_batches, open_data, train_batches
+from meshtrain.data import OpenData, Samples, eval_batches, open_data, prepare_data, train_batches
 from meshtrain.ending import GOES_ON, Ending
 from meshtrain.environment import read_environment
 from meshtrain.errors import InputError
-from meshtrain.evaluate import evaluate
+from meshtrain.evaluate import evaluate, evaluation_set
 from meshtrain.introduction import introduction
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.leaving import leaving
@@ -99,26 +102,33 @@ def run(config: Config, job: Job, signals: Signals | None = None, watch: Watch |
     """
     watch = watch or Watch(job)
     watch.deadlines.start_s, watch.deadlines.given_s = config.train.start_timeout_s, config.train.step_timeout_s
+    watch.deadlines.compiles = config.parallel.compile
+    watch.deadlines.save_limit_s = config.checkpoint.timeout_s
     names, counts = job.hosts()
     job.layout = Layout.resolve(config.layout, job.world_size).on_hosts(counts, names)
     set_numerics(config.train.precision, config.train.deterministic)
-    folder = RunFolder(config.train.output)
+    folder = RunFolder(Path(config.train.output).expanduser())
     with folder.held(job), checkpoints_held(config.checkpoint.path, folder, job) as checkpoints:
+        with job.together("preparing the data"):
+            if job.environment.local_rank == 0:
+                prepare_data(config.data, say=job.say)
         with job.together("opening the data"):
             data = open_data(config.data, n_outputs=outputs(config), seed=config.train.seed, say=job.say)
-        with job.together("comparing the weights with the model"):
-            check_start(config)
+            samples = retried(data.sampled) if job.environment.local_rank == 0 else None
+        with job.together("comparing the weights and the layout with the model"):
+            check_start(config, job.layout, data.train)
         agree(job, same_data(data))
+        agree(job, Topic("what the data files hold", samples, "copy or prepare them anew where they are damaged"))
         code = versions(model_file(config.model.name))
         wanted = Wanted(config, folder.path, checkpoints, data.identity, code, total_steps(config, data.train))
         resume = Resume(job, wanted)
         requests = Requests(signals or Signals())
         if job.rank == 0:
-            requests.watch(folder.path, config.train.time_limit_s, os.environ)
+            requests.watch(folder.path, config.train.time_limit_s, os.environ, owner_changed)
         with Ending(folder, job) as ending:
             watch.loses(ending.lose)
             if not ending.done_before(wanted.steps, resume):
-                job.connect(patience(config.train.start_timeout_s))
+                job.connect(patience(watch.deadlines.longest("step")))
                 train(wanted, job, data, ending, resume, requests, watch)
         return ending.status
 
@@ -133,14 +143,20 @@ def train(
     clock = StepClock(job.device, hiding=hidden_waits(mesh))
     # What a checkpoint will fill needs no weights to start from: they are not read once more.
     start = config if resume.checkpoint is None else replace(config, model=replace(config.model, weights=None))
-    model = build_model(start, mesh, job.device, waiting=lambda: clock.phase("communication"))
+    sample = None
+    if config.parallel.verify and mesh.size("tp") > 1:
+        with job.together("reading the first samples"):
+            sample = short_sample(data, mesh.size("tp"))
+    model = build_model(start, mesh, job.device, lambda: clock.phase("communication"), sample)
     optimizer = Optimizer(model, config.optimizer, mesh, steps)
     trainer = Trainer(model, optimizer, config, mesh, job.device, task=data.task, clock=clock)
     folder = ending.folder.path
     profiler = Profiler(config.metrics, folder, job.rank, job.device)
     state = State(model, optimizer, mesh, job, trainer.scale)
     chaos = Chaos(config.train.chaos, job)
-    for line in [*introduction(wanted, job, data, model), *profiler.about, *resume.loading(state), *chaos.about()]:
+    held_out = evaluation_set(data, config.train.eval_samples)
+    about = introduction(wanted, job, data, held_out, model)
+    for line in [*about, *profiler.about, *resume.loading(state), *chaos.about()]:
         job.say(line)
     ledger = Ledger(folder if job.rank == 0 else None, resume.step, requests.signals.since)
     for line in ledger.about():
@@ -152,7 +168,7 @@ def train(
     batches = train_batches(
         data.train, seed=config.train.seed, first_step=resume.step, steps=steps, global_size=size.global_size, **shared
     )
-    held_out = None if data.validation is None else eval_batches(data.validation, **shared)
+    evaluated = None if held_out is None else eval_batches(held_out, **shared)
 
     with job.together("opening metrics.jsonl"):
         first = resume.step + 1
@@ -176,13 +192,14 @@ def train(
                 break  # on all ranks; what was accumulated is let go
             asked = saving.gives_up() or requests.reason(report.slowest_s, saving.seconds)
             report.later(trainer.update(step, stop_asked=bool(asked)))
-            if held_out is not None and report.evaluates_after(step):
+            if evaluated is not None and report.evaluates_after(step):
                 report.take()
-                mesh.set_timeout(patience(watch.deadlines.of("evaluation")))  # the first one may compile
+                mesh.set_timeout(patience(watch.deadlines.longest("evaluation")))  # the first one may compile
                 with ledger.spent("evaluation"):
-                    batches_seen = watch.through(held_out, "evaluation")
-                    report.evaluation(step, evaluate(model, batches_seen, mesh, job.device, trainer.dtype))
-                mesh.set_timeout(patience(watch.deadlines.of("step")))
+                    batches_seen = watch.through(evaluated, "evaluation")
+                    found = evaluate(model, batches_seen, mesh, job.device, trainer.dtype)
+                    report.evaluation(step, found, evaluated.samples)
+                mesh.set_timeout(patience(watch.deadlines.longest("step")))
             if saving.due(step):
                 report.take()
                 watch.at("saving")
@@ -278,7 +295,7 @@ def between_steps(profiler: Profiler, chaos: Chaos, watch: Watch) -> Iterator:
     def at_step(step: int) -> None:
         profiler.step(step)
         if step % COLLECT_EVERY == 0:
-            gc.collect(1)
+            gc.collect()  # of all ages: nothing else looks again at what outlives one collection
         watch.at("step", step)
         chaos.at_step(step)
 

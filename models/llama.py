@@ -167,21 +167,26 @@ class Model(nn.Module):
         return self.lm_head(self.model.norm(x))
 
 
-COUNTS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
-    "max_position_embeddings",
-)
+COUNTS = {  # at least 1, and at most what no model comes near to: a mistyped number is told at once
+    "hidden_size": 1 << 22,
+    "intermediate_size": 1 << 22,
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 22,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 40,
+}
 
 
 def check(config: Config) -> list[tuple[str, str]]:
     """Combinations of keys that make no model: (key, what is wrong and what would work)."""
-    problems = [(key, f"{key} is {getattr(config, key)}: use at least 1") for key in COUNTS if getattr(config, key) < 1]
-    if config.num_key_value_heads is not None and config.num_key_value_heads < 1:
-        problems.append(("num_key_value_heads", f"num_key_value_heads is {config.num_key_value_heads}: use at least 1"))
+    given = {key: getattr(config, key) for key in COUNTS}
+    problems = [
+        (key, f"{key} is {value}: use at {'least 1' if value < 1 else f'most {COUNTS[key]:,}'}")
+        for key, value in given.items()
+        if value is not None and not 1 <= value <= COUNTS[key]
+    ]
     if problems:
         return problems
     if not 0 <= config.hidden_dropout < 1:
@@ -202,6 +207,8 @@ def check(config: Config) -> list[tuple[str, str]]:
         problems.append(
             ("num_key_value_heads", f"{h} query heads do not divide over {k} key/value heads: use {nearest(near, k)}")
         )
+    if not _positive(config.rope_theta):
+        problems.append(("rope_theta", f"rope_theta is {config.rope_theta}: expected a number above 0"))
     return problems + [(key, problem) for key in ("rope_scaling", "rope_parameters") for problem in _rope(config, key)]
 
 
@@ -216,18 +223,24 @@ def _rope(config: Config, key: str) -> list[str]:
     scaling = getattr(config, key)
     if scaling is None:
         return []
+    if not _positive(scaling.get("rope_theta", 1)):
+        return [f"rope_theta is {scaling['rope_theta']!r}: expected a number above 0"]
     kind = scaling.get("rope_type", scaling.get("type", "default" if key == "rope_parameters" else None))
     if kind == "default":
         return []
     if kind != "llama3":
         return [f"rope_type {kind!r} is not built: use 'llama3' or 'default', or leave {key} out"]
     needed = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    missing = [name for name in needed if not isinstance(scaling.get(name), int | float)]
+    missing = [name for name in needed if not _positive(scaling.get(name))]
     if missing:
-        return [f"Llama 3 scaling needs the numbers {', '.join(needed)}; missing: {', '.join(missing)}"]
+        return [f"Llama 3 scaling needs the numbers {', '.join(needed)}, above 0; missing: {', '.join(missing)}"]
     if scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         return ["high_freq_factor must be larger than low_freq_factor"]
     return []
+
+
+def _positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 def _llama3(factor: float) -> dict[str, Any]:

@@ -4,8 +4,10 @@
 needs, so the text begins at line 4. A line of 0 is the command line.
 """
 
+from pathlib import Path
 from typing import NamedTuple
 
+WHOLE = Path(__file__).parent / "models" / "whole_sequence.py"
 MODEL_FILE = """
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -303,6 +305,13 @@ LAYOUTS = [
         "8 query heads do not divide over tp 3",
         "use a tp of 1, 2, 4, 8",
         world_size=3,
+    ),
+    one(
+        "sequence parallelism where nothing splits the sequence",
+        plus("layout: {tp: 2}\nparallel:\n  sequence_parallel: true\n", model=f"{{name: {WHOLE}}}"),
+        6,
+        "the tp_plan has no embedding_rowwise layer",
+        "leave it out, or use false",
     ),
     one(
         "tp against the sequence",
@@ -608,4 +617,103 @@ MANY = Broken(
     ("optimizer.lr=-1",),
 )
 
-BROKEN = [*YAML, *KEYS, *TYPES, *MODELS, *LAYOUTS, *STAGES, *TOGETHER, *CHECKPOINTS, *OVERRIDES, MANY]
+LONG, ZEROS = "x" * 256, "1" + "0" * 50
+LLAMA = "{name: llama, rope_scaling: {rope_type: llama3, factor: 2, %s}}"
+# Each of these was a traceback, a hang, a folder called ~, or another experiment.
+HOSTILE = [
+    one(
+        "a key twice in rope_scaling",
+        plus(model="\n  name: llama\n  rope_scaling:\n    factor: 2\n    factor: 3"),
+        5,
+        "factor is given twice",
+        "take one of them away",
+    ),
+    one("an anchor in rope_scaling", plus(model=LLAMA % "low: &x 1"), 1, "anchors (&name)", "write the value out"),
+    one(
+        "a tag in rope_parameters",
+        plus(model="{name: llama, rope_parameters: {rope_type: !!str llama3}}"),
+        1,
+        "tags such as",
+        "leave it out",
+    ),
+    one(
+        "no number as theta",
+        plus(model="{name: llama, rope_parameters: {rope_theta: x}}"),
+        1,
+        "rope_theta is 'x'",
+        "a number above 0",
+    ),
+    one("a theta of 0", plus(model="{name: llama, rope_theta: 0}"), 1, "rope_theta is 0", "a number above 0"),
+    one(
+        "a factor of nan",
+        plus(
+            model="{name: llama, rope_scaling: {rope_type: llama3, factor: .nan, low_freq_factor: 1, "
+            "high_freq_factor: 4, original_max_position_embeddings: 99}}"
+        ),
+        1,
+        "missing: factor",
+        "numbers factor, low_freq_factor",
+    ),
+    *(
+        one(f"{where}: {what}", plus(), 0, said, out, f"{where}={value}")
+        for where in (
+            "train.output",
+            "train.export",
+            "model.name",
+            "model.weights",
+            "checkpoint.resume",
+            "checkpoint.path",
+            "data.path",
+            "data.validation",
+            "data.cache",
+            "data.source",
+            "data.tokenizer",
+            "pipeline.schedule",
+        )
+        for what, value, said, out in (
+            ("a home of nobody", "~nouser/x", "no home folder ~nouser", "write the path out"),
+            ("a name above 255 bytes", f"/tmp/{LONG}", "too long for a path", "name another one"),
+            ("a path above 4095 bytes", "/xx" * 1400, "too long for a path", "name another one"),
+            ("nothing", '""', "found an empty text", "write . for"),
+            ("U+0000", '"a\\0b"', "U+0000", "take the escape out"),
+        )
+    ),
+    one("U+0000 in a key", plus(model='{name: MODEL, width: 8, shares: {"a\\0": 1}}'), 1, "U+0000", "take the escape"),
+    one("a model that raises", plus(model="{name: MODEL.raises.py}"), 1, "it raises ValueError: no", "cannot be used"),
+    one("a model that exits", plus(model="{name: MODEL.exits.py}"), 1, "it raises SystemExit: 0", "cannot be used"),
+    one("a model that asserts", plus(model="{name: MODEL.asserts.py}"), 1, "AssertionError: why", "cannot be used"),
+    one(
+        "a model that cannot be built",
+        plus("layout: {tp: 2}\n", model="{name: MODEL.unbuilt.py, width: 8}"),
+        1,
+        "refuses these keys: RuntimeError: too wide",
+        "the model",
+    ),
+    one(
+        "10^7 samples through a pipeline",
+        plus("layout: {pp: 2}\n", model=SIX_BLOCKS, batch="{global_size: 10000000, micro_size: 2}"),
+        1,
+        "10,000,000 passes",
+        "fewer microbatches",
+    ),
+    one(
+        "10^5 stages", plus("layout: {pp: 100000}\n", model=SIX_BLOCKS), 4, "cannot form 100000 stages", "at most 6 ra"
+    ),
+    one(f"{ZEROS} stages", plus(f"layout: {{pp: {ZEROS}}}\n", model=SIX_BLOCKS), 4, "cannot form 1000", "at most 6 ra"),
+    *(
+        one(
+            f"{key} of {value[:9]}", plus("layout: {tp: 2}\n", f"{{{key}: {value}}}"), 1, f"{key} is 10000", f"most {m}"
+        )
+        for key, value, m in (
+            ("num_hidden_layers", "1000000", "4,096"),
+            ("num_attention_heads", ZEROS, "65,536"),
+            ("num_key_value_heads", ZEROS, "65,536"),
+            ("hidden_size", ZEROS, "4,194,304"),
+            ("intermediate_size", ZEROS, "4,194,304"),
+            ("head_dim", ZEROS, "4,194,304"),
+            ("vocab_size", ZEROS, "16,777,216"),
+        )
+    ),
+]
+
+BROKEN = [*HOSTILE, *YAML, *KEYS, *TYPES, *MODELS, *LAYOUTS, *STAGES, *TOGETHER, *CHECKPOINTS, *OVERRIDES, MANY]

@@ -21,7 +21,7 @@ from meshtrain.locate import model_file
 from meshtrain.loss import correct_predictions, sample_losses
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.data import last_microbatch
-from meshtrain.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, siblings
+from meshtrain.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from meshtrain.parallel.vocabulary import whole
 from meshtrain.parts import local_part
 
@@ -70,7 +70,6 @@ class Cases:
         targets[0, :5] = -100
         e = VocabParallelEmbedding(words, self.mesh, sequence_parallel=sequence)
         g, u = (ColumnParallelLinear(x, self.mesh, sequence_parallel=sequence, regather=regather) for x in (gate, up))
-        siblings([g, u])
         d = RowParallelLinear(down, self.mesh, sequence_parallel=sequence)
         h = ColumnParallelLinear(head, self.mesh, sequence_parallel=sequence, whole=True)
 

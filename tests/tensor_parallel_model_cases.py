@@ -24,8 +24,10 @@ from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.leaving import leaving
 from meshtrain.loss import sample_losses
 from meshtrain.mesh import Mesh
+from meshtrain.optim import Optimizer
 from meshtrain.parallel import tensor
 from meshtrain.parallel.data import last_microbatch
+from meshtrain.parallel.precision import Copies
 from meshtrain.runtime import Job, join
 from meshtrain.train import run
 from tests.parity.experiments import QUICKSTART, SMALL
@@ -148,6 +150,27 @@ class Models(Cases):
         self.equal(found[0], found[1], f"text at {temperature}, sequence_parallel={sequence}")
         self.equal(len(set(found[1])) > 3, True, "the text is worth comparing")
 
+    def copies(self) -> None:
+        """In 16 bits microbatches share copies of the parts, and each step casts those that the one before has changed
+        (which no version of a DTensor tells): the same bits as where each forward casts for itself."""
+        keys, tokens, found = Config.load(QUICKSTART, list(SMALL)).optimizer, self.tokens(), []
+        for shared in (True, False):
+            model = meshtrain.parallelize(small_llama(), self.mesh, precision="bfloat16")
+            if not shared:
+                model.gradient_syncs = [one for one in model.gradient_syncs if not isinstance(one, Copies)]
+            optimizer = Optimizer(model, keys, self.mesh, 9)
+            for step in (1, 2, 3):
+                optimizer.zero_grad()
+                for last in (False, False, True):
+                    last_microbatch(model, last)
+                    losses = sample_losses(model(tokens), tokens)
+                    losses.sum().backward()
+                    found.append(losses.tolist())
+                optimizer.squared_norm()
+                optimizer.update(step, None, torch.tensor(False))
+        self.equal(found[:9], found[9:], "losses of shared copies")
+        self.equal(len({losses[0] for losses in found}), 3, "steps with losses of their own")
+
     def snippet(self) -> None:
         """The layers of the docs, with the shapes that stand beside them."""
         (text,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE)
@@ -195,6 +218,7 @@ def main() -> None:
             for temperature in (0.8, 0.0):
                 cases.text(temperature, sequence)
         cases.snippet()
+        cases.copies()
         cases.symmetric_memory()
         if job.world_size == 2:
             cases.compiled()

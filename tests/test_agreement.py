@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ import yaml
 from meshtrain import agreement
 from meshtrain.agreement import NOT_SET, Topic, agree, differences, flat, ingredients, who
 from meshtrain.config import Config
+from meshtrain.data import Document, write
 from meshtrain.environment import Environment
 from meshtrain.errors import AgreedError
 from meshtrain.runtime import Job
@@ -129,6 +131,16 @@ def test_more_values_than_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None
     assert "2 on rank 2 (host b)\n  and ranks 3-4 (hosts b, c) differ from all of these\n" in told[4]
 
 
+def test_ranks_that_have_not_looked_are_left_out() -> None:
+    unseen = replace(DATA, values=None)
+    assert together([[DATA], [unseen], [DATA], [unseen]]) == 4 * [""]
+    told = together([[DATA], [unseen], [replace(DATA, values={"fingerprint": "def"})], [unseen]])
+    assert told == 4 * [
+        "the data is not the same on all ranks:\n  fingerprint: abc on rank 0 (host a), def on rank 2 (host b)\n"
+        "use the same data"
+    ]
+
+
 def test_what_need_not_be_the_same_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     topics = [Topic("the environment", {"NCCL_DEBUG": "INFO"} if rank else {}, "set it", False) for rank in range(3)]
     assert together([[CONFIG, topic] for topic in topics]) == ["", "", ""]
@@ -193,6 +205,7 @@ from meshtrain.train import main
 
 rank, arguments = int(os.environ["RANK"]), sys.argv[1:]
 os.chdir(pathlib.Path(__file__).parent / f"host{rank // 2}")
+os.environ["LOCAL_RANK"] = str(rank % 2)
 os.environ["NCCL_DEBUG"] = "INFO" if rank == 1 else "WARN"
 if "data.path=code.txt" in arguments and rank == 2:
     plain = agreement.versions
@@ -202,18 +215,27 @@ sys.exit(main(arguments))
 """
 
 
-@pytest.mark.parametrize("what", ["code", "data"])
+@pytest.mark.parametrize("what", ["code", "data", "tokens"])
 def test_a_job_whose_ranks_differ_is_refused_before_anything_is_built(what: str, tmp_path: Path) -> None:
     """Each host has its own copies of model and text. That of the second is another one: of the model, where config
-    and versions differ too, or of the text."""
+    and versions differ too, of the text, or a damaged one of prepared tokens."""
     config = yaml.safe_load((ROOT / QUICKSTART).read_text())
-    config["model"]["name"], config["data"] = "mine.py", {"source": "text", "cache": "cache"}
+    config["model"]["name"], config["data"] = (
+        "mine.py",
+        {"source": "tokens" if what == "tokens" else "text", "cache": "cache"},
+    )
     for number in range(2):
         folder = tmp_path / f"host{number}"
         folder.mkdir()
         other = number == 1
         (folder / "mine.py").write_text((ROOT / "models/llama.py").read_text() + "#" * (other and what == "code"))
-        (folder / f"{what}.txt").write_text("many words\n" * 2000 + "more\n" * (other and what == "data"))
+        if what == "tokens":
+            ids = np.arange(1, 20_001) % 250
+            write(folder / "tokens.txt", [Document(ids)], vocab_size=256, tokenizer="mine", source="mine")
+            ids[15_000 * other or 20_000 :] = 0  # a copy that was interrupted
+            (folder / "tokens.txt" / "tokens.bin").write_bytes(ids.astype(np.uint8).tobytes())
+        else:
+            (folder / f"{what}.txt").write_text("many words\n" * 2000 + "more\n" * (other and what == "data"))
         (folder / "own.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     (tmp_path / "differ.py").write_text(DIFFER)
     own = [*(key for key in SMALL if not key.startswith("data.")), "data.seq_len=32", f"data.path={what}.txt"]
@@ -229,6 +251,8 @@ def test_a_job_whose_ranks_differ_is_refused_before_anything_is_built(what: str,
         "install the same version on all hosts (git status, git log -1), or run it from a folder that all of them see\n"
         f"the software is not the same on all ranks:\n  torch: {torch.__version__} {here}, 1.0 {there}\n",
         "data": f"the data is not the same on all ranks:\n  fingerprint: DIGEST {here}, DIGEST {there}\n",
+        "tokens": "what the data files hold is not the same on all ranks:\n"
+        f"  tokens.bin: DIGEST on rank 0 (host {host}), DIGEST {there}\n",
     }
     assert found.count(expected[what]) == 1, found
     assert done.err.count("is not the same on all ranks") == expected[what].count("is not"), "told once"

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshtrain import locate
+from meshtrain.agreement import ingredients
 from meshtrain.config import NAMES, Config, ConfigErrors
 from meshtrain.config import docs as config_docs
 from meshtrain.config.durations import seconds
@@ -32,6 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     path.write_text(MODEL_FILE)
     typed = "from dataclasses import dataclass\nfrom pathlib import Path\n@dataclass\nclass Config:\n    place: Path\n"
     others = {"wrong": "\nclass (:\n", "empty": "x = 1\n", "imports": "import no_such_package\n", "type": typed}
+    others |= {"raises": "raise ValueError('no')\n", "exits": "raise SystemExit(0)\n", "asserts": "assert 0, 'why'\n"}
+    others["unbuilt"] = MODEL_FILE.replace("        self.config = config\n", "        raise RuntimeError('too wide')\n")
     others |= {name: f"{MODEL_FILE}{ONE_LAYER}tp_plan = {plan}\n" for name, plan in PLANS.items()}
     for name, text in others.items():
         Path(f"{path}.{name}.py").write_text(text)
@@ -128,6 +131,25 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         Config.load("gone.yaml")
     with pytest.raises(InputError):
         Config.load(str(tmp_path / ("x" * 5000)))
+
+
+def test_only_the_names_of_meshtrains_own_configs_lead_to_them(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("quickstart", "quickstart.yaml", "configs/quickstart.yaml", "./configs/quickstart.yaml"):
+        assert locate.config_path(name) == locate.bundled("configs") / "quickstart.yaml"
+    for name in ("/nonexistent/configs/quickstart.yaml", "/quickstart.yaml", "other/configs/quickstart.yaml"):
+        with pytest.raises(InputError, match=r"there is no config .*configs/quickstart\.yaml"):
+            Config.load(name)
+
+
+def test_a_home_folder_is_one_wherever_a_path_is_given(load: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """The files of a user's own; that of a run, the launcher's script and logs have tests where they are made."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "own.py").write_text(f"{MODEL_FILE}{ONE_LAYER}")
+    (tmp_path / "own.csv").write_text("0F0,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1B1\n")
+    config = load(plus(model="{name: ~/own.py, width: 8}"), "data.source=~/own.py", for_training=True)
+    assert {"~/own.py"} <= next(one for one in ingredients(config, {}) if one.name == "the code").values.keys()
+    assert load(plus("layout: {pp: 2}\n", "{}", "{global_size: 4, micro_size: 2}"), "pipeline.schedule=~/own.csv")
 
 
 def test_places_sort_as_a_person_reads() -> None:
@@ -371,6 +393,7 @@ def test_what_is_written_is_read_back(value: dict[str, Any]) -> None:
 TEXTS = st.sampled_from(
     ["1e-3", "yes", "null", "0o17", "a: b", "# x", "ü", "", " x ", "*a", "12", "-", "'", '"', "a\nb"]
 )
+PATHS = TEXTS.filter(bool)
 FLOATS = st.floats(1e-12, 1e12)
 
 
@@ -379,11 +402,11 @@ def overridden(draw: st.DrawFn) -> list[str]:
     steps = draw(st.integers(30, 10**9))
     first = draw(st.integers(1, 10))
     choices: dict[str, Any] = {
-        "train.output": TEXTS,
+        "train.output": PATHS,
         "train.seed": st.integers(0, 2**63 - 1),
         "train.step_timeout_s": st.none() | FLOATS,
         "train.time_limit": st.none() | FLOATS | st.just("3h50m"),
-        "checkpoint.path": st.none() | TEXTS,
+        "checkpoint.path": st.none() | PATHS,
         "checkpoint.every": st.just("epoch") | st.integers(0),
         "train.eval_every": st.just("epoch") | st.integers(0),
         "train.precision": st.sampled_from(["float64", "float16"]),
@@ -391,8 +414,8 @@ def overridden(draw: st.DrawFn) -> list[str]:
         "optimizer.clip_norm": st.none() | FLOATS,
         "optimizer.eps": FLOATS,
         "optimizer.betas": st.lists(st.floats(0, 0.999), min_size=2, max_size=2),
-        "data.cache": st.none() | TEXTS,
-        "data.validation": TEXTS.filter(bool) | st.floats(0, 0.99),
+        "data.cache": st.none() | PATHS,
+        "data.validation": PATHS | st.floats(0, 0.99),
         "parallel.compile": st.booleans(),
         "metrics.profile": st.none() | st.just([first, first + 5]),
         "model.heads": st.sampled_from([1, 2, 4]),

@@ -6,7 +6,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from meshtrain.layout import Layout
+from meshtrain.mesh import build_mesh
 from meshtrain.parallel import data
+from meshtrain.parallel.apply import parallelize
 from meshtrain.parallel.data import _split, _units
 from tests.launching import forked
 
@@ -14,13 +17,14 @@ SCRIPT = Path(__file__).parent / "data_parallel_cases.py"
 
 
 def test_gradients_are_summed_whatever_the_loop_does() -> None:
-    """On three ranks: accumulation, a parameter that only one rank uses, zero_grad to None or to zero, other dtypes."""
-    done = forked(3, SCRIPT).check()
+    """On four ranks: accumulation, parameters that only some ranks or microbatches use, zero_grad to None or to zero,
+    backwards that fail; and DDP's gradients are there once."""
+    done = forked(4, SCRIPT).check()
     found = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
-    assert len(found) == 3
+    assert len(found) == 4
     for row in found:
         assert row["failures"] == []
-        assert row["checked"] >= 12
+        assert row["checked"] >= 100
 
 
 def test_buckets_are_full_and_of_one_type() -> None:
@@ -40,3 +44,12 @@ def test_units_gather_together(monkeypatch) -> None:
     blocks[0].weight = blocks[2].weight
     assert _units(model, blocks) == [[blocks[1], blocks[3], blocks[4]]]
     assert _units(model, [model]) == []
+
+
+def test_batch_norm_is_refused_on_several_data_ranks(tmp_path: Path) -> None:
+    keys = ("model.name=tests/models/batch_norm.py", "layout={dp_shard: 2}", f"train.output={tmp_path / 'run'}")
+    done = forked(2, "-m", "meshtrain.train", "configs/digits.yaml", *keys)
+    assert done.status == 2
+    assert done.err.count("norm is a BatchNorm2d, which computes with the samples that a rank happens to have") == 1
+    mesh = build_mesh(Layout({"dp_shard": 1}))
+    parallelize(nn.BatchNorm1d(3), mesh)  # one data rank has all of the batch

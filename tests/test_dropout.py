@@ -1,6 +1,7 @@
 """Dropout: good masks, and the same ones whatever computes them."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,11 +11,8 @@ from torch import Tensor, nn
 
 from meshtrain.data.order import mix
 from meshtrain.dropout import Dropout, kept, place_dropouts, set_dropout
-from meshtrain.errors import InputError
-from meshtrain.layout import Layout
 from meshtrain.locate import model_file
-from meshtrain.mesh import build_mesh
-from meshtrain.parallel.apply import parallelize
+from meshtrain.parallel.compiled import compiled
 from meshtrain.parallel.recompute import recomputed
 
 llama = model_file("llama")
@@ -220,10 +218,10 @@ def test_a_compiled_block_drops_the_same_and_is_compiled_once() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + self.dropout(torch.tanh(self.linear(x)))
 
-    def outputs(compiled: Callable[[Callable], Callable]) -> list[Tensor]:
+    def outputs(wrap: Callable[[Callable], Callable]) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(Block(), Block(), Block())
-        forwards = [compiled(block.forward) for block in model]
+        forwards = [wrap(block.forward) for block in model]
         found = []
         for step in (1, 2, 3):
             set_dropout(model, seed=0, step=step, samples=range(step, step + 4))
@@ -241,10 +239,27 @@ def test_a_compiled_block_drops_the_same_and_is_compiled_once() -> None:
     assert len(graphs) == 1  # one for all steps, samples and layers
 
 
-def test_torchs_own_dropout_is_refused_where_a_block_runs_again() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
-    mesh = build_mesh(Layout({}))
-    assert parallelize(model, mesh) is model
-    with pytest.raises(InputError, match="1 is a Dropout"):
-        parallelize(model, mesh, recompute="full")
-    assert parallelize(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), mesh, recompute="full")
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_compiled_blocks_compute_again_what_is_under_way(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two forwards before their backwards, as in a pipeline: each keeps the keys of its own masks."""
+    quick = partial(torch.compile, backend="aot_eager_decomp_partition")
+    monkeypatch.setattr(torch, "compile", quick)
+
+    def gradients(compile_it: bool) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(8, 8), Dropout(0.3)).double()
+        if compile_it:
+            block.forward = compiled(block, recomputed(block.forward, recompute))
+        x, losses = torch.randn(4, 3, 8, dtype=torch.float64, requires_grad=True), []
+        parts = (range(0, 2), range(2, 4))
+        for samples in parts:
+            set_dropout(block, seed=0, step=1, samples=samples)
+            losses.append(block(x[samples.start : samples.stop]).square().sum())
+        for samples, loss in zip(parts, losses, strict=True):
+            set_dropout(block, seed=0, step=1, samples=samples)
+            loss.backward()
+        return [tensor.grad for tensor in (x, *block.parameters()) if tensor.grad is not None]
+
+    for found, expected in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

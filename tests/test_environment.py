@@ -111,6 +111,16 @@ def test_a_number_that_is_none_is_an_error() -> None:
         read_environment(TORCHRUN | {"WORLD_SIZE": "eight"})
 
 
+def test_what_slurm_leaves_empty_is_not_set() -> None:
+    empty = {"SLURM_RESTART_COUNT": "", "SLURM_STEP_ID": "", "TORCHELASTIC_RESTART_COUNT": ""}
+    assert not read_environment(SRUN | empty).again
+    assert read_environment(SRUN | empty).master == read_environment(SRUN).master
+    assert read_environment(SRUN | empty | {"ENVIRONMENT": "BATCH"}).world_size == 1
+    assert read_environment(TORCHRUN | empty).restarts == 0
+    with pytest.raises(InputError, match="SLURM_RESTART_COUNT should be a number and is 'once'"):
+        read_environment(SRUN | {"SLURM_RESTART_COUNT": "once"})
+
+
 def test_nothing_is_a_world_of_one() -> None:
     found = read_environment({"HOME": "/root"})
     assert (found.launcher, found.rank, found.world_size, found.master) == ("none", 0, 1, None)
@@ -131,6 +141,7 @@ def test_the_shell_of_a_batch_script_is_a_world_of_one() -> None:
         ("a-b-[3,5]", "a-b-3"),
         ("rack[1-2]-n", "rack1-n"),
         ("n[01-16]", "n01"),
+        ("rack[1-2]node[01-04,07],login", "rack1node01"),
         ("host.domain.org,other", "host.domain.org"),
     ],
 )

@@ -203,6 +203,13 @@ def test_config_json_that_is_none(text: str, plain: Path) -> None:
         read(plain)
 
 
+def test_a_key_twice_inside_of_a_value_of_config_json(plain: Path) -> None:
+    text = json.dumps(json.loads((plain / "config.json").read_text()) | {"rope_parameters": {"rope_theta": 2}})
+    (plain / "config.json").write_text(text.replace('"rope_theta": 2', '"rope_theta": 2, "rope_theta": 3'))
+    with pytest.raises(ConfigErrors, match=r"config\.json:1: the key rope_theta is given twice"):
+        read(plain)
+
+
 def test_folders_that_are_refused(plain: Path) -> None:
     single = plain / weights.SINGLE
 

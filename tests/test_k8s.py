@@ -29,8 +29,10 @@ SHORT = ["train.steps=2", "train.eval_every=0", "train.sample_tokens=0", "batch.
 Json = dict[str, Any]
 
 
-def manifest(name: str) -> Json:
-    return yaml.safe_load((K8S / f"{name}.yaml").read_text())
+def manifest(name: str, options: bool = False) -> Json:
+    """`options`: with the lines in which a `#` stands right before a word."""
+    text = (K8S / f"{name}.yaml").read_text()
+    return yaml.safe_load(re.sub(r"^( *)#(?=\S)", r"\1", text, flags=re.MULTILINE) if options else text)
 
 
 # Kubeflow's models -------------------------------------------------------------------------------------------------
@@ -53,6 +55,19 @@ READERS: dict[str, Callable[[Json], Json]] = {"trainjob": read_trainjob, "pytorc
 @pytest.mark.parametrize("name", READERS)
 def test_kubeflow_understands_all_of_a_manifest(name: str) -> None:
     assert READERS[name](manifest(name)) == manifest(name)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_kubeflow_understands_the_lines_for_fast_networks(name: str) -> None:
+    plain, job = manifest(name), manifest(name, options=True)
+    assert READERS[name](job) == job
+    container = container_of(job)
+    limits = (container.get("resources") or container["resourcesPerNode"])["limits"]
+    assert {"rdma/hca", "vpc.amazonaws.com/efa", "hugepages-2Mi"} == set(limits) - {"nvidia.com/gpu"}
+    assert pod_of(job)["containers"][0]["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    new = [one["name"] for one in container["env"] if one not in container_of(plain)["env"]]
+    assert new == ["NCCL_DEBUG", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME"]
+    assert "rdma" not in str(plain), "most clusters have no such resource, and a pod would wait for it"
 
 
 @pytest.mark.parametrize(

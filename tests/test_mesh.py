@@ -2,13 +2,15 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshtrain.layout import Layout, LayoutError
-from meshtrain.mesh import COMBINED, build_mesh
+from meshtrain.mesh import COMBINED, _splits, build_mesh, rounds
 from tests.launching import forked, two_hosts
 
 SCRIPT = Path(__file__).parent / "gather_groups.py"
@@ -37,6 +39,21 @@ def check_gathered(printed: str, layouts: list[dict[str, int]]) -> None:
         }
         distinct = {tuple(ranks) for _, ranks in row["groups"]} | {tuple(range(world))}
         assert row["created"] == len(distinct), "one group per distinct set of ranks"
+        column = layout.group(row["rank"], "pp")
+        i, p = column.index(row["rank"]), len(column)
+        near = {column[(i + 1) % p], column[(i - 1) % p]} - {row["rank"]}
+        ends = {(row["rank"], other) for other in near} | {(other, row["rank"]) for other in near}
+        assert {tuple(link): ranks for link, ranks in row["links"]} == {link: sorted(link) for link in ends}
+
+
+@pytest.mark.parametrize("ranks", range(1, 18))
+def test_neighbours_are_paired_in_two_or_three_rounds(ranks: int) -> None:
+    made = rounds(ranks)
+    assert len(made) == {1: 0, 2: 1}.get(ranks, 3 if ranks % 2 else 2)
+    assert all(sorted(rank for pair in pairs for rank in pair) == list(range(ranks)) for pairs in made)
+    pairs = [frozenset(pair) for some in made for pair in some if len(pair) == 2]
+    assert len(pairs) == len(set(pairs))
+    assert set(pairs) == {frozenset({i, (i + 1) % ranks}) for i in range(ranks)} - {frozenset({0})}
 
 
 def test_eight_processes_gather_what_the_layout_says() -> None:
@@ -72,6 +89,41 @@ def test_the_mesh_of_4096_ranks_in_one_process() -> None:
     assert submesh.mesh.flatten().tolist() == layout.group(2049, "dp_replicate", "dp_shard")
     assert mesh.group("cp") is None, "an axis of size 1 has no group"
     assert (mesh.size("dp_shard"), mesh.index("dp_shard")) == (16, layout.coordinate(2049)["dp_shard"])
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_groups_are_split_off_the_world_at_once_where_the_backend_can(monkeypatch) -> None:
+    """One call for all groups over some axes, which says all of them, and no group made by itself."""
+    layout = Layout({"pp": 8, "dp_replicate": 4, "dp_shard": 16, "tp": 8})
+    split: list[list[list[int]]] = []
+    single: list[list[int]] = []
+    new_group = dist.new_group
+
+    def split_group(split_ranks: list[list[int]], **_: str) -> object:
+        split.append(split_ranks)
+        return new_group(next(ranks for ranks in split_ranks if 2049 in ranks))
+
+    monkeypatch.setattr(dist, "split_group", split_group)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **_: single.append(ranks) or new_group(ranks))
+    build_mesh(layout, "cpu")
+    assert (len(split), len(single)) == (0, 64), "not here: one by one"
+    single.clear()
+    monkeypatch.setattr("meshtrain.mesh._splits", lambda world: world is dist.group.WORLD)
+    mesh = build_mesh(layout, "cpu")
+    assert (split, single) == ([layout.groups("dp_replicate", "dp_shard")], [])
+    group = mesh.group("dp_replicate", "dp_shard")
+    assert dist.get_process_group_ranks(group) == layout.group(2049, "dp_replicate", "dp_shard")
+
+
+@pytest.mark.parametrize(
+    ("device", "able", "expected"),
+    [("cuda:1", True, True), ("cuda:1", False, False), ("cpu", True, False), (None, True, False)],
+)
+def test_only_a_world_that_nccl_has_connected_is_split(device: str | None, able: bool, expected: bool) -> None:
+    backend = SimpleNamespace(supports_splitting=able)
+    bound = None if device is None else torch.device(device)
+    assert _splits(SimpleNamespace(bound_device_id=bound, _get_backend=lambda device: backend)) == expected
+    assert not _splits(SimpleNamespace())
 
 
 @pytest.mark.usefixtures("fake_world")

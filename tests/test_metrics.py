@@ -125,8 +125,25 @@ def test_a_broken_line_is_named(path: Path, line: str) -> None:
     path.write_text(path.read_text() + line + "\n" + json.dumps(row(4)) + "\n")
     with pytest.raises(InputError, match=r"metrics\.jsonl:3: expected"):
         read(path)
-    with pytest.raises(InputError, match=r"metrics\.jsonl:3: expected"):
-        MetricsFile(path)
+
+
+@pytest.mark.parametrize("line", [b"nonsense\n", b"\0" * 4096, b'\0\0{"step": 3}\n', b'{"step": 1}\n[1]\n', b"\xff\n"])
+def test_a_damaged_file_is_moved_away_and_what_is_whole_of_it_kept(
+    path: Path, line: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A page of zeros is what a power failure leaves."""
+    written(path, 2).close()
+    damaged = path.read_bytes() + line + json.dumps(row(4)).encode() + b"\n"
+    path.write_bytes(damaged)
+    file = MetricsFile(path)
+    kept = [*expected(2), *([] if line.startswith(b"\0" * 9) else [row(4)])]
+    assert read(path) == kept
+    file.drop_after(4)
+    file.row(row(5))
+    assert read(path) == [*kept, row(5)]
+    moved = path.with_name("metrics.jsonl.damaged")
+    assert moved.read_bytes() == damaged
+    assert f"{path} is damaged (" in capsys.readouterr().err
 
 
 def quiet() -> Console:

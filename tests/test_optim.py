@@ -2,16 +2,21 @@
 
 import math
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from meshtrain import optim
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
+from meshtrain.numerics import sum_dtype, sum_dtype_of
 from meshtrain.optim import Optimizer, clip_factor, clip_gradients, learning_rate
 from meshtrain.step import LossScale
+from tests.launching import forked
+from tests.test_tensor_parallel import assert_none_failed
 
 MESH = build_mesh(Layout({"dp_shard": 1}))
 
@@ -64,6 +69,17 @@ def model_with_gradients() -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("model", [nn.SiLU(), nn.Linear(2, 2).requires_grad_(False)], ids=["no weights", "frozen"])
+def test_a_stage_with_nothing_to_train(model: nn.Module) -> None:
+    """Of a pipeline whose other stages have something."""
+    optimizer = Optimizer(model, settings(), MESH, 10)
+    optimizer.zero_grad()
+    assert optimizer.squared_norm() == 0
+    assert optimizer.update(1, torch.tensor(0.5), torch.tensor(False)) == pytest.approx(0.1)
+    assert optimizer.updates == 1
+    assert clip_gradients(model, MESH, 1.0) == 0
+
+
 def test_one_update_is_torchs_adamw_with_decay_on_matrices_only() -> None:
     ours, theirs = model_with_gradients(), model_with_gradients()
     optimizer = Optimizer(ours, settings(schedule="constant", warmup_steps=0), MESH, 10)
@@ -102,6 +118,52 @@ def test_clipping_is_torchs() -> None:
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=0)
     assert clip_factor(torch.tensor(0.5), 0.7) == 1.0
     assert clip_factor(torch.tensor(0.5), None) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [
+        ((8, 0), torch.float64),  # A100
+        ((9, 0), torch.float64),  # H100
+        ((10, 0), torch.float64),  # B200
+        ((10, 3), torch.float32),  # B300
+        ((8, 6), torch.float32),
+        ((8, 9), torch.float32),  # L40S
+        ((12, 0), torch.float32),
+        ((7, 5), torch.float32),
+    ],
+)
+def test_norms_are_summed_in_float64_where_a_gpu_is_made_for_it(
+    capability: tuple[int, int], dtype: torch.dtype
+) -> None:
+    assert sum_dtype_of(capability) == dtype
+    assert sum_dtype(torch.device("cpu")) == torch.float64
+
+
+@pytest.mark.parametrize("also", [torch.float32, torch.float64])
+def test_a_norm_summed_in_float32_keeps_the_tolerance(monkeypatch, also: torch.dtype) -> None:
+    """And one of gradients in float64 is summed in float64 all the same."""
+    torch.manual_seed(0)
+    model = nn.ParameterList([*(torch.zeros(1 << 16) for _ in range(8)), torch.zeros(3, dtype=also)])
+    for p in model:
+        p.grad = (torch.rand(p.shape) ** 8).to(p.dtype)
+    exact = torch.cat([p.grad.double() for p in model]).norm()
+    assert squared_norm(model).sqrt().item() == pytest.approx(exact.item(), rel=1e-13)
+    monkeypatch.setattr(optim, "sum_dtype", lambda device: torch.float32)
+    found = squared_norm(model)
+    assert found.dtype == torch.float64
+    assert found.sqrt().item() == pytest.approx(exact.item(), rel=1e-5 if also == torch.float32 else 1e-13)
+    assert (abs(found.sqrt() / exact - 1) > 1e-11) == (also == torch.float32)
+
+
+def squared_norm(model: nn.Module) -> torch.Tensor:
+    return optim._squared_norm(optim._held_by(model, MESH), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_torchs_optimizers_update_split_and_plain_parameters(world: int) -> None:
+    """Many tensors at once, as they do on GPUs."""
+    assert_none_failed(forked(world, Path(__file__).parent / "optimizer_cases.py"), world, 60)
 
 
 def test_the_loss_scale_halves_on_overflow_and_doubles_after_good_steps() -> None:

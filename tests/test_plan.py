@@ -233,6 +233,20 @@ def test_a_plan_warns_of_tp_across_hosts(tmp_path: Path, capsys: pytest.CaptureF
     assert "84 parameters, 19 to 26 per rank" in output
 
 
+@pytest.mark.parametrize(
+    ("layout", "on_top"),
+    [
+        ("{pp: 2}", "activations and a copy of the weights in bfloat16, 84 B, come on top"),
+        ("{dp_shard: 2}", "activations come on top"),
+    ],
+)
+def test_a_plan_in_16_bits(layout: str, on_top: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """FSDP gathers the weights in 16 bits; without it a rank has a copy of its own."""
+    config = write_config(tmp_path, layout)
+    assert cli.main(["plan", str(config), "train.precision=bfloat16"]) == 0
+    assert f"AdamW 336 B; {on_top}\n" in capsys.readouterr().out
+
+
 def test_a_plan_of_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path, "{pp: 2, dp_shard: 2, tp: 2}")
     assert cli.main(["plan", str(config), "--parameters", "--hosts", "8"]) == 0

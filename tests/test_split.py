@@ -5,11 +5,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from meshtrain.cuts import cut, part
-from meshtrain.split import Split, SplitError, split_layers
+from meshtrain.split import REPLICATED, Split, SplitError, replicated, split_layers, undecided
 
 PLAN = {
     "attention.[qkv]": "colwise",
@@ -122,3 +124,42 @@ def test_a_cut_of_a_cut(size: int, outer: int, inner: int) -> None:
         for row in range(where.start, where.stop)
     ]
     assert rows == list(range(size))
+
+
+class Normed(nn.Module):
+    """Norms of q and k, and a number, beside layers that are split; the last norm is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.q, self.inner.o, self.inner.q_norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.RMSNorm(4)
+        self.inner.scale = nn.Parameter(torch.ones(1))
+        self.norm = nn.RMSNorm(8)
+
+
+NORMED = {"inner.q": "colwise", "inner.o": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("more", "covered", "open_ones"),
+    [
+        ({}, [], ["inner.scale", "inner.q_norm.weight"]),
+        ({"inner.q_norm": REPLICATED}, ["weight"], ["inner.scale"]),
+        ({"inner.*": REPLICATED}, ["scale", "weight"], []),
+        ({"inner": REPLICATED}, ["scale", "weight"], []),
+    ],
+)
+def test_parameters_between_layers_are_covered_or_undecided(
+    more: dict[str, str], covered: list[str], open_ones: list[str]
+) -> None:
+    model, plan = Normed(), NORMED | more
+    found = split_layers(model, plan, 2)
+    assert [split.layer for split in found] == ["inner.q", "inner.o"]
+    split = [model.inner.q, model.inner.o]
+    assert [name for module, name in replicated(model, plan) if module not in split] == covered
+    assert undecided(model, plan, found) == open_ones
+
+
+def test_a_style_for_a_parameter_that_is_not_there_is_a_problem() -> None:
+    with pytest.raises(SplitError, match=r"'inner.k_norm' matches no layer"):
+        split_layers(Normed(), NORMED | {"inner.k_norm": REPLICATED}, 2)

@@ -140,6 +140,46 @@ def test_the_file_asks_until_it_is_obeyed(tmp_path: Path, monkeypatch: pytest.Mo
     requests.obeyed()
 
 
+def test_a_folder_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 asks for a stop all the same if something else does, and looks once more when the folder answers again."""
+    monkeypatch.setattr(stopping, "LOOK_EVERY_S", 0.0)
+    answers, looks = threading.Event(), list[str]()
+
+    def taken() -> str | None:
+        looks.append(threading.current_thread().name)
+        assert answers.wait(60)
+        return None
+
+    requests = Requests(Signals())
+    requests.watch(tmp_path, None, {}, taken)
+    caller = threading.Thread(target=lambda: [requests.reason(0, 0) for _ in range(5)], daemon=True)
+    caller.start()
+    caller.join(20)
+    assert not caller.is_alive()
+    assert looks == ["requests"], "one look at a time"
+    (tmp_path / "STOP").touch()
+    answers.set()
+    deadline = time.monotonic() + 20
+    while requests.reason(0, 0) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert requests.said == f"the file {tmp_path}/STOP"
+
+
+def test_a_look_for_which_there_is_no_thread_is_made_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "LOOK_EVERY_S", 0.0)
+    (tmp_path / "STOP").touch()
+    requests = Requests(Signals())
+    requests.watch(tmp_path, None, {})
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        assert requests.reason(0, 0) is None
+    assert requests.reason(0, 0) == f"the file {tmp_path}/STOP"
+
+
 def test_a_rank_that_does_not_watch_sees_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "STOP").touch()

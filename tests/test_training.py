@@ -3,17 +3,24 @@
 import json
 import re
 import sys
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from meshtrain.config import Config
+from meshtrain.data import Batch
 from meshtrain.environment import Environment
+from meshtrain.evaluate import evaluate
+from meshtrain.layout import Layout
 from meshtrain.leaving import leaving
+from meshtrain.mesh import build_mesh
 from meshtrain.metrics import read
 from meshtrain.runtime import join
-from meshtrain.train import run
+from meshtrain.train import COLLECT_EVERY, between_steps, run
 from tests.launching import forked
 from tests.launching import run as run_command
 from tests.parity.experiments import SMALL, write_ragged
@@ -103,6 +110,15 @@ def test_epochs(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert rows[0]["samples_digest"] != rows[ends[0]]["samples_digest"]
 
 
+def test_a_run_in_the_home_folder(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    literal = Path("~").exists()
+    with pytest.raises(FileNotFoundError, match="~/run"):  # which this test opens as it is written
+        train(shared, Path("~/run"), "train.steps=1", "checkpoint.every=0")
+    assert len(read(tmp_path / "run" / "metrics.jsonl")) == 1
+    assert Path("~").exists() == literal
+
+
 def test_the_run_folder_can_be_run_again(shared: Path, tmp_path: Path) -> None:
     """The resolved config is a config: it gives the same run."""
     first = train(shared, tmp_path / "a", "train.steps=3")
@@ -127,3 +143,29 @@ def test_profile_and_tensorboard(shared: Path, tmp_path: Path) -> None:
     trace = json.loads((tmp_path / "profile/rank_00000.json").read_text())
     assert any("aten::mm" in event.get("name", "") for event in trace["traceEvents"])
     assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+def test_cycles_that_outlive_a_collection_are_collected_later() -> None:
+    class Node:
+        itself: "Node"
+
+    def nothing(*_: object) -> None: ...
+
+    silent = SimpleNamespace(step=nothing, close=nothing, at=nothing, at_step=nothing)
+    with between_steps(silent, silent, silent) as at_step:  # type: ignore[arg-type]
+        node = Node()
+        node.itself, gone = node, weakref.ref(node)
+        at_step(COLLECT_EVERY)
+        del node
+        at_step(COLLECT_EVERY + 1)
+        assert gone() is not None, "in between nothing is collected"
+        at_step(2 * COLLECT_EVERY)
+        assert gone() is None
+
+
+def test_an_evaluation_leaves_what_is_frozen_frozen() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    model[1].eval()
+    batch = Batch((torch.randn(4, 3),), torch.tensor([0, 1, 0, 1]))
+    evaluate(model, [batch], build_mesh(Layout({"dp_shard": 1})), torch.device("cpu"), torch.float32)
+    assert [module.training for module in model.modules()] == [True, True, False]

@@ -4,7 +4,7 @@ The layout is not part of the experiment, nor is the size of a forward, or how t
 another order of samples or another global batch would make it a run that never was.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,12 @@ class Changes:
     refused: list[str] = field(default_factory=list)
     listed: list[str] = field(default_factory=list)
 
-    def add(self, name: str, then: object, now: object, *, refuse: bool = False) -> None:
+    def add(
+        self, name: str, then: Any, now: Any, *, refuse: bool = False, words: Callable[[Any], object] = lambda x: x
+    ) -> None:
+        """`words`: what people read of a value, which may be less than what is compared."""
         if then != now:
-            line = f"{name}: {written(then)} -> {written(now)}"
+            line = f"{name}: {written(words(then))} -> {written(words(now))}"
             printable = "".join(each if each.isprintable() else "?" for each in line)  # whoever wrote the checkpoint
             (self.refused if refuse else self.listed).append(printable)
 

@@ -22,7 +22,7 @@ from meshtrain.checkpoint.manifest import MANIFEST, Manifest
 from meshtrain.checkpoint.named import CHECKPOINTS, needed
 from meshtrain.checkpoint.retention import judged_by, which
 from meshtrain.checkpoint.verify import verify
-from meshtrain.errors import DamagedError, InputError
+from meshtrain.errors import DamagedError, InputError, UnreadableError
 
 MOST_LINES = 20
 HAS_ACTIONS = True  # each with arguments of its own
@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prune.add_argument("--keep-last", type=_positive, metavar="N", help="keep the newest N")
     prune.add_argument("--keep-every", type=_positive, metavar="N", help="keep those whose step is a multiple of N")
     prune.add_argument("--keep-best", action="store_true", help="keep the one with the best evaluation")
+    prune.add_argument("--set-aside", action="store_true", help="delete what was set aside (step_*.aside-*), too")
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     for action in (ls, show, check, diff, prune):
         action.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -146,8 +147,11 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    if arguments.keep_last is None and arguments.keep_every is None and not arguments.keep_best:
-        raise InputError("prune needs a rule of what to keep: --keep-last N, --keep-every N or --keep-best")
+    rules = arguments.keep_last is not None or arguments.keep_every is not None or arguments.keep_best
+    if not rules and not arguments.set_aside:
+        raise InputError(
+            "prune needs a rule of what to keep: --keep-last N, --keep-every N or --keep-best; or --set-aside"
+        )
     found = _checkpoints(arguments.path)
     place = found[0].parent
     if found == [arguments.path]:
@@ -155,8 +159,11 @@ def _prune(arguments: argparse.Namespace) -> int:
     with ExitStack() as locks:
         if not arguments.dry_run:
             for each in _lockable(place):
-                locks.enter_context(folder.locked(each))
+                locks.enter_context(folder.locked(each, takes=False))
         kept, gone, damaged = _sorted_out(place, arguments)
+        if not rules:
+            kept, gone = sorted([*kept, *gone]), []
+        gone += folder.aside(place) if arguments.set_aside else []
         for path in () if arguments.dry_run else gone:
             folder.remove(path)
     if arguments.json:
@@ -186,10 +193,8 @@ def _sorted_out(place: Path, arguments: argparse.Namespace) -> tuple[list[Path],
         except InputError:
             damaged.append(place / folder.name_of(step))
     found = {step: each.evaluation or {} for step, each in good.items()}
-    judged, lower = judged_by(found.values())
-    values = {step: each[judged] for step, each in found.items() if judged in each}
-    rules = {"keep_every": arguments.keep_every, "keep_best": arguments.keep_best, "lower_is_better": lower}
-    stay = which(list(good), values, keep_last=arguments.keep_last or 1, **rules)
+    rules = {"keep_every": arguments.keep_every, "keep_best": arguments.keep_best}
+    stay = which(list(good), found, keep_last=arguments.keep_last or 1, **rules)
     paths = {step: place / folder.name_of(step) for step in good}
     return [paths[step] for step in good if step in stay], [paths[step] for step in good if step not in stay], damaged
 
@@ -232,6 +237,8 @@ def _about(path: Path) -> dict[str, Any]:
         manifest, _ = folder.open_manifest(path)
     except DamagedError as error:
         return about | {"problem": f"damaged: {error.file.name} {error.what}"}
+    except UnreadableError as error:
+        return about | {"problem": f"{error.file.name} cannot be read ({error.what})"}
     except InputError as error:
         return about | {"problem": str(error)}
     own = {name: getattr(manifest, name) for name in ("step", "written", "samples", "tokens", "evaluation")}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from meshtrain import locate, weights
-from meshtrain.checkpoint.folder import open_manifest
+from meshtrain.checkpoint.folder import open_manifest, read_plain
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.named import needed
 from meshtrain.checkpoint.opened import Opened
@@ -31,6 +31,7 @@ from meshtrain.huggingface import DTYPES, KINDS
 from meshtrain.numerics import PRECISIONS, compute_dtype
 
 BLOCK = 64 * 2**20  # bytes that are read at a time, unless a row has more
+MAX_TOKENIZER = 2**27  # bytes; those of large vocabularies have a third of that
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,18 +153,21 @@ def _config(manifest: Manifest, model: str | None, say: Callable[[str], None]) -
         raise InputError(f"the model {name} refuses the keys in the checkpoint's config: {error}") from error
 
 
-def _tokenizer(manifest: Manifest, say: Callable[[str], None]) -> Path | None:
-    """The run's tokenizer.json, if it is there and is one: a checkpoint must not have any other file handed on."""
+def _tokenizer(manifest: Manifest, say: Callable[[str], None]) -> str | None:
+    """The run's tokenizer.json, if it is there and is one: a checkpoint must not have another file read."""
     name = _section(manifest, "data").get("tokenizer", "bytes")
     if name == "bytes":
         return None
-    path = Path(str(name)).expanduser()
+    problem = "it is none"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if path.suffix == ".json" and isinstance(found, dict) and isinstance(found.get("model"), dict):
-            return path
-        problem = "it is none"
-    except (OSError, ValueError, RecursionError) as error:
+        path = Path(str(name)).expanduser()
+        if path.suffix == ".json":
+            text = read_plain(path.resolve(), MAX_TOKENIZER).decode()
+            found = json.loads(text)
+            if isinstance(found, dict) and isinstance(found.get("model"), dict):
+                return text
+    except (OSError, ValueError, RuntimeError) as error:  # a home folder that is not, a recursion: the last
         problem = str(error)
-    say(f"tokenizer.json is not written: the run's tokenizer is {path}, and {problem}")
+    shown = "".join(each if each.isprintable() else "?" for each in str(name))
+    say(f"tokenizer.json is not written: the run's tokenizer is {shown}, and {problem}")
     return None

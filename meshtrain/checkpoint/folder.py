@@ -5,26 +5,32 @@ COMPLETE with the manifest's checksum; only then does the folder get its name. A
 way leaves a folder that no reader takes for a checkpoint.
 """
 
+import errno
 import fcntl
 import hashlib
 import os
 import re
 import shutil
 import socket
+import sys
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from meshtrain.checkpoint import strict
 from meshtrain.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest
 from meshtrain.checkpoint.shards import open_plain
 from meshtrain.disk import fsync_folder
-from meshtrain.errors import DamagedError, InputError
+from meshtrain.errors import DamagedError, InputError, MissingError, UnreadableError
 
 COMPLETE = "COMPLETE"
-LOCK = ".lock"
+LOCK, OWNER = ".lock", ".owner"
+MOST_LAUNCHES, MOST_OF_LAUNCH = 8, 64  # that a folder remembers, and characters of each
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # how file systems say that they have none
 _STEP = re.compile(r"step_(\d{7,18})", re.ASCII)
-_UNFINISHED = re.compile(r"\.step_\d{7,18}\.(tmp|removed)", re.ASCII)
+_ASIDE = re.compile(r"step_\d{7,18}\.aside-\d+", re.ASCII)
+_UNFINISHED = re.compile(r"\.step_\d{7,18}(\.aside-\d+)?\.(tmp|removed)", re.ASCII)
 
 
 def name_of(step: int) -> str:
@@ -41,16 +47,32 @@ def step_of(name: str) -> int | None:
 
 def steps(folder: Path) -> list[int]:
     """The steps that have a folder, complete or not, ascending; links count for nothing."""
-    if not folder.is_dir():
+    try:
+        with os.scandir(folder) as found:
+            named = [step_of(entry.name) for entry in found if entry.is_dir(follow_symlinks=False)]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    with os.scandir(folder) as found:
-        named = [step_of(entry.name) for entry in found if entry.is_dir(follow_symlinks=False)]
     return sorted(step for step in named if step is not None)
 
 
 def complete_steps(folder: Path) -> list[int]:
     """The steps of the checkpoints that were written to their end, ascending; their bytes are not looked at."""
-    return [step for step in steps(folder) if os.path.lexists(folder / name_of(step) / COMPLETE)]
+    return [step for step in steps(folder) if _is_there(folder / name_of(step) / COMPLETE)]
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is something with this name; `os.path.lexists` takes any error for no.
+
+    Raises:
+        UnreadableError: nobody can tell.
+    """
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise UnreadableError(path, error.strerror) from error
+    return True
 
 
 # Reading ------------------------------------------------------------------------------------------------------------
@@ -62,6 +84,7 @@ def open_manifest(checkpoint: Path) -> tuple[Manifest, str]:
     Raises:
         DamagedError: something is missing or is not what was written.
         InputError: there is no such folder, or a newer meshtrain has written it.
+        UnreadableError: it cannot be read now.
     """
     manifest, digest = read_manifest(checkpoint)
     check_files(checkpoint, manifest)
@@ -72,10 +95,10 @@ def read_manifest(checkpoint: Path) -> tuple[Manifest, str]:
     """As `open_manifest`, but nothing is asked of the other files."""
     if not checkpoint.is_dir():
         raise InputError(f"there is no checkpoint {checkpoint}: expected a folder, such as {name_of(100)}")
-    if not os.path.lexists(checkpoint / COMPLETE):
+    if not _is_there(checkpoint / COMPLETE):
         raise DamagedError(checkpoint / COMPLETE, "is missing, so this checkpoint was never written to its end")
-    told = _read(checkpoint / COMPLETE, 1000)
-    text = _read(checkpoint / MANIFEST, MAX_BYTES)
+    told = read_plain(checkpoint / COMPLETE, 1000)
+    text = read_plain(checkpoint / MANIFEST, MAX_BYTES)
     digest = hashlib.sha256(text).hexdigest()
     if told != _complete(digest):
         if not text:
@@ -100,7 +123,12 @@ def check_files(checkpoint: Path, manifest: Manifest) -> None:
             raise DamagedError(checkpoint / name, f"has {size:,} bytes; {expected.size:,} were written")
 
 
-def _read(path: Path, most: int) -> bytes:
+def read_plain(path: Path, most: int) -> bytes:
+    """The bytes of a file that nobody needs to trust.
+
+    Raises:
+        DamagedError: it has more than `most`, or is no plain file. UnreadableError: it cannot be read now.
+    """
     descriptor, size = open_plain(path)
     with open(descriptor, "rb") as file:
         if size > most:
@@ -108,7 +136,7 @@ def _read(path: Path, most: int) -> bytes:
         try:
             return file.read(most)
         except OSError as error:
-            raise DamagedError(path, f"cannot be read ({error.strerror})") from error
+            raise UnreadableError(path, error.strerror) from error
 
 
 def _complete(digest: str) -> bytes:
@@ -119,7 +147,11 @@ def _complete(digest: str) -> bytes:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty folder for a checkpoint that is to be written; what an earlier try has left is removed."""
+    """An empty folder for a checkpoint that is to be written; what an earlier try has left is removed.
+
+    This, `finish` and all that renames or removes raises TakenError if another job has taken a folder of this process.
+    """
+    check_owner()
     folder.mkdir(parents=True, exist_ok=True)
     abandon(folder, step)
     unfinished = _unfinished(folder, step)
@@ -137,6 +169,7 @@ def finish(folder: Path, step: int, manifest_text: str, say: Callable[[str], Non
         DamagedError: a file of the manifest is not there.
         OSError: the disk does not do what it should; there is no checkpoint then.
     """
+    check_owner()
     unfinished, checkpoint = _unfinished(folder, step), folder / name_of(step)
     check_files(unfinished, Manifest.parse(manifest_text, unfinished / MANIFEST))
     manifest = manifest_text.encode()
@@ -144,6 +177,7 @@ def finish(folder: Path, step: int, manifest_text: str, say: Callable[[str], Non
     fsync_folder(unfinished)
     _write(unfinished / COMPLETE, _complete(hashlib.sha256(manifest).hexdigest()))
     fsync_folder(unfinished)
+    check_owner()
     if os.path.lexists(checkpoint):
         aside = set_aside(checkpoint)
         if say is not None:
@@ -160,6 +194,7 @@ def abandon(folder: Path, step: int) -> None:
 
 def clear_unfinished(folder: Path) -> list[Path]:
     """Removes what killed jobs have left, and tells what that was. Only for whoever holds the lock of the folder."""
+    check_owner()
     found = [path for path in folder.iterdir() if _UNFINISHED.fullmatch(path.name)] if folder.is_dir() else []
     for path in found:
         _remove_tree(path)
@@ -168,6 +203,7 @@ def clear_unfinished(folder: Path) -> list[Path]:
 
 def remove(checkpoint: Path) -> None:
     """Deletes a checkpoint; it is none from the first moment on."""
+    check_owner()
     gone = checkpoint.with_name(f".{checkpoint.name}.removed")
     _remove_tree(gone)
     checkpoint.rename(gone)
@@ -177,6 +213,7 @@ def remove(checkpoint: Path) -> None:
 
 def set_aside(path: Path) -> Path:
     """Renames what is in the way to `NAME.aside-1`, or to the next number that is free, and returns the new path."""
+    check_owner()
     number = 1
     while os.path.lexists(aside := path.with_name(f"{path.name}.aside-{number}")):
         number += 1
@@ -185,15 +222,69 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
+def aside(folder: Path) -> list[Path]:
+    """What was set aside in a folder of checkpoints."""
+    return sorted(path for path in folder.iterdir() if _ASIDE.fullmatch(path.name))
+
+
 class InUseError(InputError):
     """Another process has the lock of a folder."""
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Nobody else has the lock of this folder while the body runs. The folder is made if there is none.
+class TakenError(InputError):
+    """Another job has taken a folder that this process held: its file system's locks do not hold between hosts."""
+
+
+_OWNED: dict[Path, bytes] = {}  # the folders that this process holds, and what it has left in each
+
+
+def check_owner() -> None:
+    """Whether nobody else has taken a folder that this process holds.
 
     Raises:
+        TakenError: somebody has. UnreadableError: nobody can tell now.
+    """
+    for folder, token in list(_OWNED.items()):  # a thread may look while a folder is let go of
+        try:
+            found = read_plain(folder / OWNER, 1000)
+        except MissingError:  # nobody takes a folder by that
+            continue
+        if found != token:
+            raise TakenError(
+                f"the folder {folder} was taken by another job meanwhile ({_who(found)}): this one writes no more to "
+                "it. Its file system does not lock it between hosts: let only one job have it"
+            )
+
+
+def _who(token: bytes) -> str:
+    who = token.decode(errors="replace").partition("\n")[0].partition(" ")[2]
+    return who if who.isprintable() else "?"
+
+
+def owner_changed() -> str | None:
+    """What `check_owner` has to say, if it can tell."""
+    try:
+        check_owner()
+    except InputError as error:
+        return str(error)
+    except OSError:
+        pass
+    return None
+
+
+@contextmanager
+def locked(folder: Path, *, takes: bool = True, launch: str | None = None, again: bool = False) -> Iterator[None]:
+    """Nobody else has the lock of this folder while the body runs. The folder is made if there is none.
+
+    Where file systems have no locks, or each host its own, the token in `.owner` tells whether somebody else has come.
+
+    Args:
+        takes: leaves a token, so that a job that holds the folder on another host hears of it.
+        launch: of this job, which all of its starts have in common; None: not known.
+        again: this is not its first start.
+
+    Raises:
+        TakenError: it is started again, and another launch has taken the folder from it.
         InUseError: another process holds the folder; the message says which.
         InputError: it cannot be locked.
     """
@@ -206,12 +297,46 @@ def locked(folder: Path) -> Iterator[None]:
     # A process that is forked meanwhile and outlives this one for a moment must not keep the folder locked.
     os.register_at_fork(after_in_child=let_go)
     try:
-        os.truncate(held[0], 0)
-        os.pwrite(held[0], f"process {os.getpid()} on host {socket.gethostname()}\n".encode(), 0)
+        _sign(folder, held[0], takes, launch, again)
         yield
     finally:
-        fcntl.flock(held[0], fcntl.LOCK_UN)
+        _OWNED.pop(folder.absolute(), None)
+        with suppress(OSError):  # the next line lets go of it, too
+            fcntl.flock(held[0], fcntl.LOCK_UN)
         let_go()
+
+
+def _sign(folder: Path, lock: int, takes: bool, launch: str | None, again: bool) -> None:
+    """Says in the folder who has it, and which launches had it before, the last one first: each is a line."""
+    mine = " ".join((launch or "").encode("ascii", "backslashreplace").decode().split())[:MOST_OF_LAUNCH]
+    launches = _launches(folder) if takes else []
+    if again and mine and mine in launches[1:]:
+        raise TakenError(
+            f"the folder {folder} was taken by another job since this one was first started "
+            f"({_who(read_plain(folder / OWNER, 1000))}): start this one anew if it is to go on there"
+        )
+    launches = [mine, *[other for other in launches if other not in ("", mine)]][:MOST_LAUNCHES]
+    who = f"process {os.getpid()} on host {socket.gethostname()}\n"
+    try:
+        os.truncate(lock, 0)
+        os.pwrite(lock, who.encode(), 0)
+        if takes:
+            token = (f"{uuid.uuid4().hex} {who}" + "".join(f"{each}\n" for each in launches)).encode()
+            temporary = folder / f"{OWNER}.tmp"
+            temporary.write_bytes(token)
+            temporary.replace(folder / OWNER)
+            _OWNED[folder.absolute()] = token
+    except OSError as error:
+        error.filename = error.filename or str(folder / LOCK)
+        raise
+
+
+def _launches(folder: Path) -> list[str]:
+    """Of the jobs that have taken a folder, the last one first; "" for one that is not known."""
+    try:
+        return read_plain(folder / OWNER, 1000).decode(errors="replace").split("\n")[1:-1]
+    except DamagedError:  # or nobody has taken it yet
+        return []
 
 
 def _lock(folder: Path) -> int:
@@ -227,11 +352,15 @@ def _lock(folder: Path) -> int:
         os.close(lock)
         raise InUseError(f"the folder {folder} is in use by {holder or 'another job'}: wait for it to end") from error
     except OSError as error:
-        os.close(lock)
-        raise InputError(
-            f"the folder {folder.absolute()} cannot be locked ({error.strerror}), and without a lock two jobs could "
-            "write to it: use one on another file system"
-        ) from error
+        if error.errno not in NO_LOCKS:
+            os.close(lock)
+            raise InputError(f"the folder {folder.absolute()} cannot be locked ({error.strerror})") from error
+        print(
+            f"warning: the folder {folder.absolute()} cannot be locked ({error.strerror}): of two jobs that write to "
+            "it, the first stops when it sees the second",
+            file=sys.stderr,
+            flush=True,
+        )
     return lock
 
 

@@ -12,7 +12,7 @@ from meshtrain.cuts import Part
 from meshtrain.errors import DamagedError
 
 # A tensor may lie in hundreds of files, and to open one again takes 50 ms of arithmetic on its checksums.
-MOST_OPEN = min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+MOST_OPEN = 1024
 
 
 class Opened:
@@ -38,7 +38,8 @@ class Opened:
 
     def _shard(self, rank: int) -> Shard:
         if rank not in self._open:
-            if len(self._open) >= MOST_OPEN:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # a job raises it when it starts
+            if len(self._open) >= (MOST_OPEN if limit == resource.RLIM_INFINITY else min(MOST_OPEN, limit // 2)):
                 self._open.popitem(last=False)[1].close()
             name = file_of(rank)
             self._open[rank] = Shard(self.checkpoint / name, self.manifest.files[name])

@@ -1,7 +1,7 @@
 """With which state a run begins: one rank decides, all verify that they see the same, and nothing is done silently."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,13 +10,17 @@ from meshtrain.agreement import Topic, agree
 from meshtrain.checkpoint.changes import Changes, compare_configs
 from meshtrain.checkpoint.folder import complete_steps, name_of, open_manifest, read_manifest, set_aside, step_of
 from meshtrain.checkpoint.load import restore
-from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.checkpoint.manifest import Manifest, file_of
+from meshtrain.checkpoint.retry import retried
 from meshtrain.checkpoint.state import State
-from meshtrain.errors import DamagedError, InputError
+from meshtrain.checkpoint.verify import problems_of
+from meshtrain.errors import DamagedError, InputError, MissingError, TrainingError, UnreadableError
 from meshtrain.runtime import Job
 
 if TYPE_CHECKING:
     from meshtrain.config import Config
+
+MOST_ASKED = 4  # files that another host reads, before it is believed that they are damaged
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Resume:
         self._damaged: list[str] = []
         with job.together("choosing a checkpoint"):
             if job.rank == 0:
-                self._candidates = candidates(wanted, restarted=job.again)
+                self._candidates = retried(lambda: candidates(wanted, restarted=job.again))
         self._take_first()
 
     @property
@@ -90,26 +94,58 @@ class Resume:
     def restore(self, state: State) -> None:
         """Fills the state from the checkpoint: each rank reads its part of it, and verifies what it reads.
 
-        A damaged one is told; with `resume: latest` the next older one is taken.
+        A damaged one is told; with `resume: latest` the next older one is taken. What cannot be read, or not by every
+        host, is not damaged.
 
         Raises:
             InputError: on every rank: there is no other one, or it is not that of this model.
+            TrainingError: on every rank: a host cannot read it.
         """
         while self.checkpoint is not None and self.manifest is not None:
-            damage = None
-            with self._job.together(f"loading {self.checkpoint}"):
+            checkpoint, manifest, damage = self.checkpoint, self.manifest, None
+            with self._job.together(f"loading {checkpoint}"):
                 try:
-                    restore(self.checkpoint, self.manifest, state)
+                    retried(lambda: restore(checkpoint, manifest, state), MissingError)  # noqa: B023
                 except DamagedError as error:
-                    damage = str(error)
-            found = dict.fromkeys(text for text in self._job.gather("loading", damage) if text is not None)
+                    damage = [str(error), error.file.name]
+            told = self._job.gather("loading", [self._job.host, damage])
+            found = [one for _, one in told if one is not None]
             if not found:
                 break
+            names = [file_of(rank) for rank in range(len(manifest.files))]
+            for name, text in list({name: text for text, name in found}.items())[:MOST_ASKED]:
+                blind = {host for host, one in told if one is not None and one[1] == name}
+                of = names.index(name)
+                self._ask(told, blind, text, lambda: not list(problems_of(checkpoint, manifest, of)))  # noqa: B023
             if self._job.rank == 0:
-                self._damaged += found
+                self._damaged += dict.fromkeys(text for text, _ in found)
                 self._candidates.paths.pop(0)
             self._take_first()
-        self._make_way()
+        with self._job.together("setting later checkpoints aside"):
+            self._make_way()
+
+    def _ask(self, told: Sequence[Sequence[Any]], blind: set[str], text: str, is_whole: Callable[[], bool]) -> None:
+        """Has another host, if there is one, look at what some hosts take for damaged.
+
+        Args:
+            told: of each rank its host first.
+            blind: these hosts.
+            text: what they say of it.
+
+        Raises:
+            TrainingError: on every rank: the other host finds it whole, so there is nothing wrong with the checkpoint.
+        """
+        witness = next((rank for rank, (host, _) in enumerate(told) if host not in blind), None)
+        whole = False
+        with self._job.together("looking at a checkpoint from another host"):
+            if self._job.rank == witness:
+                whole = retried(is_whole)
+        if any(self._job.gather("looking at a checkpoint from another host", whole)):
+            assert witness is not None  # it was whole there
+            raise TrainingError(
+                f"host {', '.join(sorted(blind))} cannot read what host {told[witness][0]} reads: {text}. Nothing is "
+                "wrong with the checkpoint: see to the mount and the memory of that host, and start again"
+            )
 
     @property
     def own(self) -> bool:
@@ -134,41 +170,55 @@ class Resume:
 
     def _take_first(self) -> None:
         """Goes to the first candidate whose manifest is whole, the same one on all ranks."""
-        chosen = None
-        with self._job.together("choosing a checkpoint"):
-            if self._job.rank == 0:
-                chosen = self._first_whole()
-        path, self.back = self._job.gather("choosing a checkpoint", [chosen, self._candidates.back])[0]
+        problem: str | None = ""
+        while problem is not None:
+            chosen = problem = None
+            with self._job.together("choosing a checkpoint"):
+                if self._job.rank == 0:
+                    chosen, problem = self._first()
+            told = self._job.gather("choosing a checkpoint", [self._job.host, [chosen, problem, self._candidates.back]])
+            path, problem, self.back = told[0][1]
+            if problem is not None:
+                self._ask(told, {told[0][0]}, problem, lambda: _is_whole(Path(path)))  # noqa: B023
+                if self._job.rank == 0:
+                    self._damaged.append(problem)
+                    self._candidates.paths.pop(0)
         self.checkpoint = self.manifest = None
         if path is None:
             return
         self.checkpoint, digest = Path(path), ""
         with self._job.together(f"reading the manifest of {path}"):
-            self.manifest, digest = read_manifest(self.checkpoint)  # rank 0 has looked at the files
+            self.manifest, digest = self._read_manifest(self.checkpoint)
         agree(self._job, Topic(f"the manifest of {path}", {"digest": digest}, "all hosts have to see the same folder"))
         with self._job.together("comparing the checkpoint with the config"):
             if self._job.rank == 0:
                 check(self.manifest, self._wanted, self._job, self.checkpoint)
 
-    def _first_whole(self) -> str | None:
-        """On rank 0."""
+    def _read_manifest(self, checkpoint: Path) -> tuple[Manifest, str]:
+        """Rank 0 has done so, and looked at the files."""
+        try:
+            return retried(lambda: read_manifest(checkpoint), *(() if self._job.rank == 0 else (InputError,)))
+        except InputError as error:
+            if self.own and self._job.rank > 0:  # all hosts see that folder, as they have proved
+                raise UnreadableError(checkpoint, f"{error}, and rank 0 has read it") from error
+            raise
+
+    def _first(self) -> tuple[str | None, str | None]:
+        """On rank 0: the first candidate, if there is one, and what is wrong with it."""
         found = self._candidates
-        while found.paths:
-            if self._damaged and not found.older:
-                break
+        if found.paths and (found.older or not self._damaged):
             try:
-                open_manifest(found.paths[0])
-                return str(found.paths[0])
+                retried(lambda: open_manifest(found.paths[0]), MissingError)
             except DamagedError as error:
-                self._damaged.append(str(error))
-                found.paths.pop(0)
+                return str(found.paths[0]), str(error)
+            return str(found.paths[0]), None
         if self._damaged:
             listed = "\n".join(f"  {line}" for line in self._damaged)
             raise InputError(
                 f"no checkpoint is whole that this run could go on from:\n{listed}\n"
                 f"To begin anew, name another folder with train.output=FOLDER, or move {self._wanted.checkpoints} away"
             )
-        return None
+        return None, None
 
     def _make_way(self) -> None:
         """On rank 0: the run's own checkpoints of later steps would be taken for newer ones. They are set aside."""
@@ -179,6 +229,15 @@ class Resume:
             if step > self.step:
                 path = self._wanted.checkpoints / name_of(step)
                 self._candidates.said.append(f"{path} is set aside as {set_aside(path).name}")
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """By its manifest and the sizes of its files."""
+    try:
+        open_manifest(checkpoint)
+    except InputError:
+        return False
+    return True
 
 
 def candidates(wanted: Wanted, *, restarted: bool) -> Candidates:
@@ -258,7 +317,10 @@ def compare(manifest: Manifest, wanted: Wanted, job: Job) -> Changes:
     """What is different now from what the checkpoint was written with."""
     other_data = wanted.config.checkpoint.allow_other_data
     changes = compare_configs(manifest.config, json.loads(json.dumps(wanted.config.plain())), other_data=other_data)
-    changes.add("the data", _data(manifest.data), _data(wanted.data), refuse=not other_data)
+    then, now = _data(manifest.data), _data(wanted.data)
+    if len(then[1]) == 1:  # before images had a fingerprint of the validation
+        now = now[0], now[1][:1]
+    changes.add("the data", then, now, refuse=not other_data, words=_data_words)
     assert job.layout is not None
     changes.add("layout", manifest.layout.sizes, job.layout.sizes)
     changes.add("the last step, where the learning rate ends", manifest.books.get("steps"), wanted.steps)
@@ -267,8 +329,13 @@ def compare(manifest: Manifest, wanted: Wanted, job: Job) -> Changes:
     return changes
 
 
-def _data(about: Any) -> str:
-    return f"{about.get('train')} samples, fingerprint {str(about.get('fingerprint'))[:12]}"
+def _data(about: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """The number of samples, and the digests of the training's data and of the validation's own."""
+    return about.get("train"), str(about.get("fingerprint")).split()
+
+
+def _data_words(found: tuple[Any, list[str]]) -> str:
+    return f"{found[0]} samples, fingerprint {' '.join(digest[:12] for digest in found[1])}"
 
 
 def check(manifest: Manifest, wanted: Wanted, job: Job, checkpoint: Path) -> None:

@@ -1,5 +1,6 @@
 """Saves the state of a run: a snapshot that the step waits for, and a thread that writes it while training goes on."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,8 +17,11 @@ from meshtrain.checkpoint.snapshot import Snapshot
 from meshtrain.checkpoint.state import State
 from meshtrain.errors import InputError
 from meshtrain.runtime import Job
+from meshtrain.weights import some
 
 CLOSING_S = 5.0  # how long the end of a failing run waits for a thread
+LOOK_EVERY_S = 0.25  # at a save that training waits for
+SLOW, SLOW_LEAST_S = 3.0, 30.0  # a save in the background is slow if it takes so many times the last one, and so long
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,8 @@ class Saver:
     Attributes:
         saved: the step of the last checkpoint that was written to its end; None if there is none of this job.
         problem: why the last save failed; None if it did not. The same on all ranks.
-        wants_stop: why the run should not go on: ranks have diverged, or a save failed and `on_failure` is "stop".
+        wants_stop: why the run should not go on: ranks have diverged, another job has taken the folder, or a save
+            failed and `on_failure` is "stop".
         diverged: whether that is the reason.
         last_save_s: seconds from the beginning of the last save until all was on disk.
         last_wait_s: seconds for which training waited for it: for an earlier save and for the snapshot.
@@ -50,6 +55,7 @@ class Saver:
         in_background: bool = True,
         keep: Retention = Retention(),
         on_failure: str = "continue",
+        limit_s: float = math.inf,
         say: Callable[[str], None] | None = None,
         writing: Callable[[int, Path], None] | None = None,
     ) -> None:
@@ -58,6 +64,7 @@ class Saver:
             folder: that all ranks see; rank 0 holds its lock.
             in_background: training goes on while a checkpoint is written.
             on_failure: "continue", or "stop": whether a save that failed sets `wants_stop`.
+            limit_s: seconds after which a save is given up, and training goes on.
             say: prints a line, on rank 0; by default the job's own.
             writing: called with the step and the file that this rank is about to write, in the thread that does. What
                 it raises, writing has raised.
@@ -69,6 +76,7 @@ class Saver:
         self.last_save_s = self.last_wait_s = 0.0
         self._state, self._folder, self._job = state, folder, job
         self._in_background, self._keep, self._on_failure = in_background, keep, on_failure
+        self._limit_s, self._slow = limit_s, False
         self._say, self._writing = say or job.say, writing
         self._snapshot = Snapshot(state, job.rank, job.device)
         self._attempt: Attempt | None = None  # under way
@@ -86,28 +94,36 @@ class Saver:
         """
         begun = time.perf_counter()
         if self._attempt is not None and not self._attempt.done.is_set():
-            self._attempt.done.wait()
+            self._settle()
             self._tell(
                 f"step {step} waited {time.perf_counter() - begun:.1f} s, because the checkpoint of step "
                 f"{self._attempt.step} was still being written: at most one is under way"
             )
         self.poll()
+        if self._is_stuck(step):
+            return
         sums = Sums(self._state)
         self._snapshot.take()
-        attempt = Attempt(self._state, self._folder, self._job, step, about, self._snapshot, sums, self._writing)
-        attempt.waited_s = time.perf_counter() - begun - self._snapshot.host_s
-        self._attempt = attempt
-        self._thread = threading.Thread(
-            target=self._run, args=(attempt, self._before, self._thread), name="checkpoint", daemon=True
+        attempt = Attempt(
+            self._state, self._folder, self._job, step, about, self._snapshot, sums, self._writing, self._limit_s
         )
-        self._thread.start()
+        attempt.waited_s = time.perf_counter() - begun - self._snapshot.host_s
+        self._attempt, self._slow = attempt, False
+        work = attempt, self._before, self._thread
+        self._thread = threading.Thread(target=self._run, args=work, name="checkpoint", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system gives no more threads
+            self._thread = None
+            attempt.notes.append(f"warning: training waited for the checkpoint of step {step}: {error}")
+            attempt.look_while_waiting()
+            self._run(*work)
         if wait or not self._in_background:
             self.wait()
 
     def wait(self) -> None:
-        """Until the save that is under way has ended; then as `poll`."""
-        if self._attempt is not None:
-            self._attempt.done.wait()
+        """Until the save that is under way has ended, or is given up; then as `poll`."""
+        self._settle()
         self.poll()
 
     def poll(self) -> None:
@@ -117,9 +133,11 @@ class Saver:
             RuntimeError: another rank has failed, and with it the save. Whatever else the thread died of.
         """
         attempt = self._attempt
-        if attempt is not None and attempt.done.is_set():
+        if attempt is not None and attempt.look():
             self._attempt, self._before = None, attempt
             self._conclude(attempt)
+        elif attempt is not None:
+            self._notice(attempt)
         while self._keeper.notes:
             self._tell(self._keeper.notes.pop(0))
 
@@ -130,7 +148,8 @@ class Saver:
             if self._thread is not None:
                 self._thread.join(CLOSING_S)  # a write of many bytes is not waited for
         elif self._thread is not None:
-            self._thread.join()  # old checkpoints are being deleted
+            stuck = self._before is not None and self._before.given_up
+            self._thread.join(CLOSING_S if stuck else None)  # old checkpoints are being deleted
             self.poll()
         if self._thread is None or not self._thread.is_alive():
             self._snapshot.close()
@@ -140,10 +159,54 @@ class Saver:
         if earlier is not None:
             earlier.join()
         attempt.run(before)
+        if attempt.given_up:
+            return
         if self._job.rank == 0 and attempt.error is None and attempt.problem is None:
             self._keeper.tidy(attempt.step, attempt.about["evaluation"])
 
+    def _settle(self) -> None:
+        attempt = self._attempt
+        while attempt is not None and not attempt.done.wait(LOOK_EVERY_S) and not attempt.look():
+            self._notice(attempt)
+
+    def _is_stuck(self, step: int) -> bool:
+        """Whether a rank still waits for the disk in a save that was given up: then there is none after this step."""
+        if self._before is None or not self._before.given_up:
+            return False
+        here = self._thread is not None and self._thread.is_alive()
+        told = self._job.gather("looking at the save that was given up", here)
+        ranks = [str(rank) for rank, there in enumerate(told) if there]
+        if ranks:
+            writes = (
+                f"rank {some(ranks)} still waits for the disk with that of step {self._before.step}, which was given up"
+            )
+            self._fail(step, writes)
+        return bool(ranks)
+
+    def _notice(self, attempt: Attempt) -> None:
+        """Says once that a save takes much longer than the one before."""
+        if self._slow or not self.last_save_s or attempt.elapsed_s < max(SLOW * self.last_save_s, SLOW_LEAST_S):
+            return
+        self._slow = True
+        self._tell(
+            f"warning: the checkpoint of step {attempt.step} has been written for {attempt.elapsed_s:.0f} s now, and "
+            f"the last one took {self.last_save_s:.0f} s: the file system is slow, or hangs"
+        )
+
+    def _fail(self, step: int, problem: str, *, must_stop: bool = False) -> None:
+        self.problem = problem
+        failed = f"there is no checkpoint of step {step}: {problem}"
+        if must_stop or self._on_failure == "stop":
+            self.wants_stop = failed
+        self._tell(
+            failed if self.wants_stop else f"{failed}; training goes on, and the checkpoints before it are there"
+        )
+
     def _conclude(self, attempt: Attempt) -> None:
+        if attempt.given_up:
+            self.diverged = attempt.diverged
+            self._fail(attempt.step, str(attempt.problem), must_stop=attempt.diverged)
+            return
         if attempt.error is not None:
             raise attempt.error
         self.problem, self.diverged = attempt.problem, attempt.diverged
@@ -156,12 +219,7 @@ class Saver:
             waited = f"training waited {1000 * attempt.waited_s:.0f} ms"
             self._tell(f"checkpoint {folders.name_of(attempt.step)}: {speed}, {waited}")
             return
-        failed = f"there is no checkpoint of step {attempt.step}: {attempt.problem}"
-        if attempt.diverged or self._on_failure == "stop":
-            self.wants_stop = failed
-        self._tell(
-            failed if self.wants_stop else f"{failed}; training goes on, and the checkpoints before it are there"
-        )
+        self._fail(attempt.step, attempt.problem, must_stop=attempt.diverged or attempt.taken)
 
     def _tell(self, line: str) -> None:
         if self._job.rank == 0:
@@ -184,8 +242,8 @@ class _Keeper:
             for old in self._superfluous(step):
                 folders.remove(self._folder / folders.name_of(old))
             free = disk_usage(self._folder).free
-        except OSError as error:
-            self.notes.append(f"warning: an old checkpoint could not be deleted: {error.filename}: {error.strerror}")
+        except (OSError, folders.TakenError) as error:
+            self.notes.append(f"warning: an old checkpoint could not be deleted: {error}")
             return
         short = free < 2 * self._needed
         if short and not self._warned:
@@ -197,17 +255,9 @@ class _Keeper:
 
     def _superfluous(self, step: int) -> set[int]:
         steps = folders.complete_steps(self._folder)
-        name, lower = self._judged(steps) if self._keep.keep_best else ("", True)
-        values = {each: self._values[each][name] for each in steps if name in self._values.get(each, {})}
-        kept = retention.which(steps, values, **vars(self._keep), lower_is_better=lower)
-        return set(steps) - kept - {step}
-
-    def _judged(self, steps: list[int]) -> tuple[str, bool]:
-        """By what the best is found: reads the evaluations of checkpoints that an earlier job has written."""
-        for step in steps:
-            if step not in self._values:
-                self._values[step] = self._evaluation(step)
-        return retention.judged_by(self._values.values())
+        if self._keep.keep_best:  # those that an earlier job has written are read
+            self._values |= {each: self._evaluation(each) for each in steps if each not in self._values}
+        return set(steps) - retention.which(steps, self._values, **vars(self._keep)) - {step}
 
     def _evaluation(self, step: int) -> dict[str, float]:
         try:

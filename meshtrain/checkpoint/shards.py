@@ -21,7 +21,7 @@ from typing import Any
 from meshtrain.checkpoint import strict
 from meshtrain.checkpoint.crc import combine
 from meshtrain.checkpoint.manifest import File
-from meshtrain.errors import DamagedError
+from meshtrain.errors import DamagedError, MissingError, UnreadableError
 from meshtrain.weights import SIZES, Entry
 
 FORMAT = "meshtrain checkpoint 1"
@@ -50,7 +50,10 @@ def write_shard(path: Path, tensors: Sequence[tuple[Entry, memoryview]]) -> File
         file.seek(room)
         helper = ThreadPoolExecutor(1, thread_name_prefix="crc32")
         try:
-            sums = [helper.submit(zlib.crc32, block) for block in blocks]
+            try:
+                sums = [helper.submit(zlib.crc32, block) for block in blocks]
+            except RuntimeError as error:  # no thread can be started: the machine's trouble, as a full disk is
+                raise OSError(errno.EAGAIN, str(error), str(path)) from error
             for block in blocks:
                 _write(file.fileno(), block)
             crcs = [each.result() for each in sums]
@@ -69,14 +72,22 @@ def open_plain(path: Path) -> tuple[int, int]:
     """Opens a file for reading: descriptor and size. A link is not followed, and nothing waits for a pipe.
 
     Raises:
-        DamagedError: it is missing, cannot be read, or is something else than a file.
+        DamagedError: it is missing, or is something else than a file. UnreadableError: it cannot be read now.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        about = os.fstat(descriptor)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingError(path) from error
     except OSError as error:
-        what = {errno.ENOENT: "is missing", errno.ELOOP: "is a link, which nobody follows here"}
-        raise DamagedError(path, what.get(error.errno or 0, f"cannot be read ({error.strerror})")) from error
-    about = os.fstat(descriptor)
+        what = {
+            errno.ELOOP: "is a link, which nobody follows here",
+            errno.ENXIO: "is no file",
+            errno.ENODEV: "is no file",
+        }
+        if error.errno in what:
+            raise DamagedError(path, what[error.errno]) from error
+        raise UnreadableError(path, error.strerror) from error
     if not stat.S_ISREG(about.st_mode):
         os.close(descriptor)
         raise DamagedError(path, "is no file")
@@ -114,7 +125,8 @@ class Shard:
         """The bytes of an entry, or of some of its rows (`slice(0, 1)` of a scalar), as memory of its own.
 
         Raises:
-            DamagedError: the file has no such entry, cannot be read, or a block is not what was written.
+            DamagedError: the file has no such entry, or a block is not what was written. UnreadableError: it cannot be
+                read now.
         """
         begin, end = self._range(name, rows)
         found = _memory(end - begin)
@@ -201,7 +213,7 @@ class Shard:
             try:
                 n = os.preadv(self._file, [into[done:]], at + done)
             except OSError as error:
-                raise DamagedError(self.path, f"cannot be read ({error.strerror})", tensor) from error
+                raise UnreadableError(self.path, error.strerror, tensor) from error
             if n == 0:
                 raise DamagedError(self.path, f"ends after {at + done:,} bytes", tensor)
             done += n

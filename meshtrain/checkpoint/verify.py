@@ -9,7 +9,7 @@ from pathlib import Path
 from meshtrain.checkpoint.folder import read_manifest
 from meshtrain.checkpoint.manifest import Manifest, file_of
 from meshtrain.checkpoint.shards import Shard
-from meshtrain.errors import DamagedError
+from meshtrain.errors import DamagedError, UnreadableError
 
 MOST_THREADS = 8
 
@@ -34,14 +34,26 @@ def verify(checkpoint: Path) -> list[Problem]:
     """
     try:
         manifest, _ = read_manifest(checkpoint)
-    except DamagedError as error:
+    except (DamagedError, UnreadableError) as error:
         return [_problem(error)]
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as readers:
-        found = readers.map(lambda rank: list(_of_file(checkpoint, manifest, rank)), range(len(manifest.files)))
+        found = readers.map(lambda rank: _told(checkpoint, manifest, rank), range(len(manifest.files)))
         return [problem for problems in found for problem in problems]
 
 
-def _of_file(checkpoint: Path, manifest: Manifest, rank: int) -> Iterator[Problem]:
+def _told(checkpoint: Path, manifest: Manifest, rank: int) -> list[Problem]:
+    try:
+        return list(problems_of(checkpoint, manifest, rank))
+    except UnreadableError as error:
+        return [_problem(error)]
+
+
+def problems_of(checkpoint: Path, manifest: Manifest, rank: int) -> Iterator[Problem]:
+    """What is wrong with a rank's file.
+
+    Raises:
+        UnreadableError: it cannot be read now.
+    """
     path = checkpoint / file_of(rank)
     try:
         shard = Shard(path, manifest.files[path.name])
@@ -67,5 +79,6 @@ def _strangers(path: Path, shard: Shard, manifest: Manifest, rank: int) -> Itera
             yield Problem(path.name, name, what)
 
 
-def _problem(error: DamagedError) -> Problem:
-    return Problem(error.file.name, error.tensor, error.what)
+def _problem(error: DamagedError | UnreadableError) -> Problem:
+    what = error.what if isinstance(error, DamagedError) else f"cannot be read ({error.what})"
+    return Problem(error.file.name, error.tensor, what)

@@ -77,6 +77,8 @@ def _load(draft: Draft, name: Any) -> ModuleType | None:
         draft.report(where, f"model.name: {error}" + (f" (did you mean {near}?)" if near else ": mend the path"))
     except (ImportError, OSError, TypeError) as error:
         draft.report(where, f"the model file {name} cannot be used: {error}")
+    except (Exception, SystemExit) as error:  # it is the user's, and may raise anything while it is being imported
+        draft.report(where, f"the model file {name} cannot be used: {locate.raised(error)}")
     else:
         if callable(getattr(module, "Model", None)):
             return module
@@ -95,7 +97,7 @@ def _read_keys(draft: Draft, node: Node, module: ModuleType, own: dict[str, Key]
         presets = getattr(module, "presets", {})
         out = f"give {'it' if len(missing) == 1 else 'them'}" + (f", or a preset: {', '.join(presets)}" * bool(presets))
         draft.report(node.key_at, f"the model needs {what}: {out}")
-    if len(draft.errors) > found:
+    if len(draft.errors) > found or any(value is INVALID for value in given.values()):  # what was no YAML was reported
         values = {name: given.get(name, INVALID) for name in keys}
     else:
         defaults = {name: key.default for name, key in keys.items()}
@@ -185,8 +187,8 @@ def _of_checkpoint(
         return {}
     given = {key: value for key, value in section.items() if key not in ("name", "preset", "weights")}
     place = Place(0, 0, 0, f"{checkpoint / MANIFEST}: config")
-    node = read_text(json.dumps(given, ensure_ascii=False), lambda line, column: place, draft.errors)
     before = len(draft.errors)
+    node = read_text(json.dumps(given, ensure_ascii=False), lambda line, column: place, draft.errors)
     values = {} if node is None or node.broken else _given(draft, node, module, keys, {})
     return {} if len(draft.errors) > before else values
 
@@ -195,7 +197,7 @@ def _of_config_json(
     draft: Draft, where: Place, folder: Path, module: ModuleType, keys: dict[str, Key]
 ) -> dict[str, Any]:
     """The keys of a config.json, by the rules of those that are pasted; what is wrong names that file and its line."""
-    text, file = weights.read_config(folder), str(folder / weights.CONFIG)
+    text, file, found = weights.read_config(folder), str(folder / weights.CONFIG), len(draft.errors)
     node = read_text(text.replace("\t", " "), lambda line, column: Place.in_file(file, line), draft.errors)
     if node is None or node.broken:
         return {}
@@ -205,7 +207,6 @@ def _of_config_json(
         message = f"model.weights: model_type {is_written} in {file}: model.name {draft.values['model.name']} takes "
         draft.report(where, f"{message}{module.model_type} only")
         return {}
-    found = len(draft.errors)
     values = _given(draft, node, module, keys, {})
     return {} if len(draft.errors) > found else module.from_hugging_face(values)
 

@@ -230,6 +230,9 @@ class _Composer:
         if isinstance(event, yaml.ScalarEvent) and any("\ud800" <= c <= "\udfff" for c in event.value):
             self.report(at, "an escape such as \\ud800 stands for no character: write the character itself")
             return True
+        if isinstance(event, yaml.ScalarEvent) and "\0" in event.value:
+            self.report(at, "the character U+0000 is in no name and no path: take the escape out")
+            return True
         return False
 
     def key(self, event: Any, node: Node, parent: Node) -> str | None:

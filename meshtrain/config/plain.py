@@ -20,5 +20,10 @@ def plain_model(draft: Draft, keys: list[str]) -> tuple[Any, Any] | None:
     module = locate.model_file(name)
     import torch  # a model's file has brought it; a config whose model is not split does without
 
-    with torch.device("meta"):
-        return module, module.Model(module.Config(**values))
+    try:
+        with torch.device("meta"):
+            return module, module.Model(module.Config(**values))
+    except Exception as error:  # the file may be the user's; torch has several for sizes that no tensor has
+        draft.report(draft.place("model"), f"the model {name} refuses these keys: {type(error).__name__}: {error}")
+        draft.values["model.name"] = INVALID
+        return None

@@ -14,11 +14,12 @@ from meshtrain.pipeline.schedule import NAMES as NAMES_OF_SCHEDULES
 class ModelSection:
     """Which model, and its sizes. The other keys of the section are those of the model's own `Config`."""
 
-    name: str = key("llama", "One of meshtrain's models, or the path of a `.py` file of your own.")
+    name: str = key("llama", "One of meshtrain's models, or the path of a `.py` file of your own.", path=True)
     preset: str | None = key(None, "A named size of the model. The keys given beside it override it.")
     weights: str | None = key(
         None,
         "A Hugging Face directory or a checkpoint to start from. Its config gives the keys that are not given here.",
+        path=True,
         also=("pretrained", "pretrained_model_name_or_path", "model_name_or_path", "checkpoint", "init_from"),
     )
     keys: dict[str, Any] = field(default_factory=dict)  # of the model's Config: given, of preset or weights, or default
@@ -32,6 +33,7 @@ class Data:
         "python-stdlib",
         "Where samples come from, or the path of a `.py` file of your own. `python-stdlib` is the text of the running "
         "Python's own library, which every machine has.",
+        path=True,
         names=tuple(SOURCES),
         suffix=".py",
         also=("dataset", "name", "type"),
@@ -39,18 +41,24 @@ class Data:
     path: str | None = key(
         None,
         "What the source reads: " + "; ".join(f"for `{name}` {what}" for name, what in SOURCES.items() if what) + ".",
+        path=True,
         also=("data_path", "file", "dataset_path", "dir", "root"),
     )
     validation: float | str = key(
         0.02,
         "What is held out to measure the model: a share of the documents or samples, the path of another set, or 0 for "
         "nothing.",
+        path=True,
         minimum=0,
         below=1,
         also=("val", "valid", "split", "validation_split"),
     )
     tokenizer: str = key(
-        "bytes", "`bytes`, or the path of a Hugging Face `tokenizer.json`.", names=("bytes",), suffix=".json"
+        "bytes",
+        "`bytes`, or the path of a Hugging Face `tokenizer.json`.",
+        names=("bytes",),
+        suffix=".json",
+        path=True,
     )
     seq_len: int = key(
         256,
@@ -68,10 +76,18 @@ class Data:
     workers: int = key(
         2, "Processes per rank that read ahead. 0 reads in the training process.", minimum=0, also=("num_workers",)
     )
-    prefetch: int = key(2, "Microbatches that each worker reads ahead.", minimum=1, also=("prefetch_factor",))
+    prefetch: int = key(
+        2,
+        "Microbatches that each worker reads ahead; all workers together at least those of the next step.",
+        minimum=1,
+        also=("prefetch_factor",),
+    )
     pin_memory: bool = key(True, "Whether batches are read into pinned memory, from which GPUs copy faster.")
     cache: str | None = key(
-        None, "The folder of prepared token files. null: `meshtrain` in the user's cache folder.", also=("cache_dir",)
+        None,
+        "The folder of prepared token files. null: `meshtrain` in the user's cache folder.",
+        path=True,
+        also=("cache_dir",),
     )
 
 
@@ -95,9 +111,10 @@ class Batch:
 class Parallel:
     """How the model is held and run on a rank. None of it changes what is computed."""
 
-    sequence_parallel: bool = key(
-        True,
-        "With `tp`: whether activations between the parallel layers are split along the sequence.",
+    sequence_parallel: bool | None = key(
+        None,
+        "With `tp`: whether activations between the parallel layers are split along the sequence. null: if the model's "
+        "`tp_plan` has an `embedding_rowwise` layer, which is what splits it.",
         also=("sequence_parallelism", "sp"),
     )
     regather: bool = key(
@@ -119,6 +136,10 @@ class Parallel:
     reshard_after_forward: bool = key(
         True, "FSDP: whether a block's gathered weights are let go after forward and gathered again in backward."
     )
+    verify: bool = key(
+        True,
+        "With `tp`: whether the split model is compared with the plain one, on a short sample, before the first step.",
+    )
 
 
 @dataclass(frozen=True)
@@ -128,6 +149,7 @@ class Pipeline:
     schedule: str = key(
         "1f1b",
         "The schedule by name, or the path of a `.csv` file.",
+        path=True,
         also=("pipeline_schedule", "pp_schedule", "pipeline_parallel_schedule"),
         names=NAMES_OF_SCHEDULES,
         suffix=".csv",
@@ -208,18 +230,27 @@ class Train:
     output: str = key(
         "runs/{name}",
         "The run's folder. `{name}` stands for the name of the config.",
+        path=True,
         also=("output_dir", "out_dir", "save_dir", "out"),
     )
     export: str | None = key(
         None,
         "A folder into which the weights are written at the end, as Hugging Face's transformers reads them: a new one, "
         "or that of an earlier export.",
+        path=True,
         also=("export_dir", "save_model", "export_path"),
     )
     eval_every: int | Literal["epoch"] = key(
         50, "Steps between evaluations, `epoch` for the end of each epoch, or 0 for never.", minimum=0,
         also=("eval_interval", "eval_steps"),
     )  # fmt: skip
+    eval_samples: int | None = key(
+        None,
+        "At most so many of the held-out samples make an evaluation, the same in every one and on every layout. null: "
+        "2,048 samples of tokens, all images.",
+        minimum=1,
+        also=("eval_iters", "eval_batches", "max_eval_samples", "limit_val_batches"),
+    )
     on_nonfinite: Literal["stop", "skip"] = key(
         "stop", "What happens to a step whose loss or gradient is not finite: the run stops, or the update is skipped."
     )
@@ -267,18 +298,21 @@ class Checkpoint:
     )
     keep_best: bool = key(
         False,
-        "Whether the one with the best evaluation is kept: the lowest loss, or of a classifier the highest accuracy.",
+        "Whether the one with the best evaluation is kept: the lowest loss, or of a classifier the highest accuracy. "
+        "Of evaluations of different numbers of samples the best of each.",
         also=("save_best", "save_best_only", "load_best_model_at_end"),
     )
     resume: str = key(
         "latest",
         "What a run goes on from: `latest` is the newest of its own that is whole (none: it begins at the first step), "
         "`none` wants a fresh folder, and anything else is the path of a checkpoint, or of another run's folder.",
+        path=True,
         also=("resume_from_checkpoint", "resume_from", "auto_resume", "load", "load_checkpoint"),
     )
     path: str | None = key(
         None,
         "The folder of the checkpoints, which all hosts have to see. null: `checkpoints` in the run's folder.",
+        path=True,
         also=("dir", "folder", "checkpoint_dir", "save_dir", "dump_folder"),
     )
     in_background: bool = key(
@@ -288,6 +322,13 @@ class Checkpoint:
     )
     on_failure: Literal["continue", "stop"] = key(
         "continue", "What the run does when a checkpoint could not be written: it goes on and says so, or it stops."
+    )
+    timeout_s: float = key(
+        1800.0,
+        "Seconds after which a save is given up, and training goes on: a file system that fails over takes minutes. A "
+        "rank that is lost meanwhile is noticed as ever.",
+        minimum=900,
+        also=("save_timeout", "async_save_timeout"),
     )
     allow_other_data: bool = key(
         False, "Whether a run may go on with other data than those of its checkpoint.", also=("ignore_data",)

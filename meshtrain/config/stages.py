@@ -7,7 +7,7 @@ from meshtrain.config.rules import Draft
 from meshtrain.config.values import INVALID
 from meshtrain.data.order import microbatches
 from meshtrain.layout import DATA_AXES, Layout, LayoutError
-from meshtrain.pipeline.actions import Kind, Schedule, ScheduleError
+from meshtrain.pipeline.actions import Kind, ScheduleError
 from meshtrain.pipeline.schedule import load
 from meshtrain.pipeline.split import StageSplitError, split_blocks
 
@@ -27,13 +27,18 @@ def check_stages(draft: Draft, sizes: dict[str, int], world_size: int | None, ke
     name, per_rank, size, micro = (draft.values.get(key, INVALID) for key in NEEDED)
     if layout.size("pp") == 1 or any(value is INVALID for value in (name, per_rank, size, micro)):
         return
+    ranks, blocks = layout.size("pp"), _blocks(draft, keys)
+    if blocks is not None and ranks > blocks:  # said before a schedule is made, which may be of any size
+        _check_blocks(draft, blocks, ranks, per_rank or 1)
+        return
     count = microbatches(size, micro, layout.size(*DATA_AXES))
     try:
-        schedule = load(name, ranks=layout.size("pp"), microbatches=count, stages_per_rank=per_rank)
+        schedule = load(name, ranks=ranks, microbatches=count, stages_per_rank=per_rank)
     except ScheduleError as error:
         draft.report(draft.place("pipeline.schedule"), f"pipeline.schedule: {error} (layout.pp is the number of ranks)")
         return
-    _check_blocks(draft, schedule, keys)
+    if blocks is not None:
+        _check_blocks(draft, blocks, ranks, schedule.stages_per_rank)
     splits = any(action.kind is Kind.WEIGHT_GRAD for rank in range(schedule.ranks) for action in schedule.flat(rank))
     if splits and draft.values.get("parallel.compile") is True:
         draft.report(
@@ -43,15 +48,21 @@ def check_stages(draft: Draft, sizes: dict[str, int], world_size: int | None, ke
         )
 
 
-def _check_blocks(draft: Draft, schedule: Schedule, keys: list[str]) -> None:
+def _blocks(draft: Draft, keys: list[str]) -> int | None:
+    """How many blocks the model has; None where it is not known."""
     found = plain_model(draft, keys)
-    split: Any = draft.values.get("pipeline.split", INVALID)
-    if found is None or split is INVALID:
-        return
+    if found is None:
+        return None
     _, model = found
-    blocks = len(model.blocks()) if hasattr(model, "blocks") else 1
+    return len(model.blocks()) if hasattr(model, "blocks") else 1
+
+
+def _check_blocks(draft: Draft, blocks: int, ranks: int, per_rank: int) -> None:
+    split: Any = draft.values.get("pipeline.split", INVALID)
+    if split is INVALID:
+        return
     try:
-        split_blocks([1.0] * blocks, schedule.ranks, schedule.stages_per_rank, split)
+        split_blocks([1.0] * blocks, ranks, per_rank, split)
     except StageSplitError as error:
         key = "pipeline.split" if split else "layout.pp"
         draft.report(draft.place(key), f"{key}: {error}")

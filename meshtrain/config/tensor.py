@@ -4,7 +4,7 @@ from meshtrain.config.plain import plain_model
 from meshtrain.config.rules import OF_TOKENS, Draft
 from meshtrain.config.values import INVALID
 from meshtrain.layout import Layout, LayoutError
-from meshtrain.split import SplitError, split_layers
+from meshtrain.split import NO_SEQUENCE, SplitError, shards_sequence, split_layers
 
 
 def check_split(draft: Draft, sizes: dict[str, int], world_size: int | None, keys: list[str]) -> None:
@@ -21,7 +21,6 @@ def check_split(draft: Draft, sizes: dict[str, int], world_size: int | None, key
     found = plain_model(draft, keys) if tp > 1 else None
     if found is None:
         return
-    _check_sequence(draft, tp)
     module, model = found
     where = draft.place("layout.tp")
     plan = getattr(module, "tp_plan", None)
@@ -31,6 +30,12 @@ def check_split(draft: Draft, sizes: dict[str, int], world_size: int | None, key
             where, f"layout.tp is {tp}, and the model {name} has no tp_plan, which says how it splits: use tp: 1"
         )
         return
+    asked = draft.values["parallel.sequence_parallel"]
+    if asked is True and not shards_sequence(plan):
+        message = f"parallel.sequence_parallel: {NO_SEQUENCE}: leave it out, or use false"
+        draft.report(draft.place("parallel.sequence_parallel"), message)
+    elif asked is True or (asked is None and shards_sequence(plan)):
+        _check_sequence(draft, tp)
     try:
         split_layers(model, plan, tp)
     except SplitError as error:
@@ -40,7 +45,7 @@ def check_split(draft: Draft, sizes: dict[str, int], world_size: int | None, key
 
 def _check_sequence(draft: Draft, tp: int) -> None:
     length, source = draft.values["data.seq_len"], draft.values["data.source"]
-    if INVALID in (length, source) or source not in OF_TOKENS or not draft.values["parallel.sequence_parallel"]:
+    if INVALID in (length, source) or source not in OF_TOKENS:
         return
     if length % tp:
         near = " or ".join(str(n) for n in (length // tp * tp, -(-length // tp) * tp) if n)

@@ -7,6 +7,7 @@ coerced but integers to floats: a text is never a number, a bool never an intege
 
 import dataclasses
 import math
+import os
 import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ class _Invalid:
 
 
 INVALID = _Invalid()
+MOST_NAME, MOST_PATH = 255, 4095  # bytes of a name and of a path, on Linux
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Limits:
     below: float | None = None  # less than
     names: tuple[str, ...] = ()  # a text is one of these, ...
     suffix: str | None = None  # ... or the path of a file that ends so
+    path: bool = False  # a text may be the path of a file or folder
 
     def hold(self, value: float | str) -> bool:
         if isinstance(value, str):
@@ -207,6 +210,11 @@ def _convert_to(node: Node, option: Any, hint: Any, name: str, errors: list[Conf
         return INVALID if _has_broken(node) else node.plain
     if option is float:
         value = _as_float(value)
+    if limits.path and isinstance(value, str):
+        problem = path_problem(value)
+        if problem:
+            errors.append(ConfigError(node.at, f"{name}: {problem}"))
+            return INVALID
     if option in (int, float, str) and not limits.hold(value):
         out = _did_you_mean(value, limits.names)
         if isinstance(value, float) and not math.isfinite(value):
@@ -214,6 +222,21 @@ def _convert_to(node: Node, option: Any, hint: Any, name: str, errors: list[Conf
         _does_not_fit(node, hint, name, errors, limits, out)
         return INVALID
     return value
+
+
+def path_problem(text: str) -> str | None:
+    """Why no file or folder can have this path; None: one can."""
+    if not text:
+        return "expected a path, found an empty text: write . for the working directory"
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        return f"this machine knows no home folder {written(expanded.partition('/')[0])}: write the path out"
+    longest = max((len(part.encode()) for part in expanded.split("/")), default=0)
+    if longest > MOST_NAME or len(expanded.encode()) > MOST_PATH:
+        return (
+            f"{written(text)} is too long for a path ({MOST_NAME} bytes a name, {MOST_PATH} in all): name another one"
+        )
+    return None
 
 
 def _does_not_fit(node: Node, hint: Any, name: str, errors: list[ConfigError], limits: Limits, out: str) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshtrain.data.batch import IGNORE, Batch, Samples
     from meshtrain.data.loader import EvalBatches, eval_batches, train_batches
-    from meshtrain.data.open import OpenData, open_data
+    from meshtrain.data.open import OpenData, open_data, prepare_data
     from meshtrain.data.tokens import Document, write
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Samples",
     "eval_batches",
     "open_data",
+    "prepare_data",
     "train_batches",
     "write",
 ]
@@ -29,7 +30,7 @@ __all__ = [
 _ROOMS = {
     "batch": ("IGNORE", "Batch", "Samples"),
     "loader": ("EvalBatches", "eval_batches", "train_batches"),
-    "open": ("OpenData", "open_data"),
+    "open": ("OpenData", "open_data", "prepare_data"),
     "tokens": ("Document", "write"),
 }
 

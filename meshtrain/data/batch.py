@@ -2,8 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,6 +78,24 @@ class Samples(ABC):
             raise RuntimeError(
                 f"sample {index} (epoch {epoch}) of {self.name} could not be read: {type(error).__name__}: {error}"
             ) from error
+
+
+@dataclass(frozen=True)
+class Subset(Samples):
+    """Some samples of a data set, in ascending order."""
+
+    name: str
+    base: Samples
+    indices: Sequence[int] | np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def item(self, index: int, epoch: int) -> Item:
+        return self.base.item(int(self.indices[index]), epoch)
+
+    def read(self, items: Sequence[tuple[int, int]], valid: int) -> Batch | Packed:
+        return self.base.read([(epoch, int(self.indices[index])) for epoch, index in items], valid)
 
 
 def _stacked(column: tuple[Tensor | None, ...]) -> Tensor | None:

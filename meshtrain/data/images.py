@@ -9,16 +9,17 @@ import hashlib
 import random
 import struct
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from meshtrain.data.batch import IGNORE, Batch, Item, Samples
+from meshtrain.data.batch import IGNORE, Batch, Item, Samples, Subset
+from meshtrain.data.files import Files, files_below
 from meshtrain.data.split import held_out
 from meshtrain.errors import InputError
 
@@ -123,24 +124,6 @@ def _square(width: int, height: int, draw: random.Random | None) -> tuple[tuple[
 
 
 @dataclass(frozen=True)
-class Subset(Samples):
-    """Some samples of a data set, in ascending order."""
-
-    name: str
-    base: Samples
-    indices: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def item(self, index: int, epoch: int) -> Item:
-        return self.base.item(int(self.indices[index]), epoch)
-
-    def read(self, items: Sequence[tuple[int, int]], valid: int) -> Any:
-        return self.base.read([(epoch, int(self.indices[index])) for epoch, index in items], valid)
-
-
-@dataclass(frozen=True)
 class ImageSets:
     """What opening a source of images gives."""
 
@@ -150,6 +133,7 @@ class ImageSets:
     classes: list[str]
     how: str  # how the validation was chosen
     fingerprint: str
+    files: Mapping[str, Files] = field(default_factory=dict)  # by a name for people
 
 
 def open_digits(image_size: int | None, part: float | str, augment: Augment | None) -> ImageSets:
@@ -233,7 +217,8 @@ def _read_idx(folder: Path, name: str, dims: int) -> np.ndarray:
 
 
 def _array_sets(train: ArrayImages, held: ArrayImages, part: float | str, augment: Augment | None) -> ImageSets:
-    digest = hashlib.sha256(train.pixels.tobytes() + train.labels.tobytes())
+    sets = [train] if held is train else [train, held]
+    fingerprint = " ".join(hashlib.sha256(one.pixels.tobytes() + one.labels.tobytes()).hexdigest() for one in sets)
     classes = max(int(train.labels.max(initial=-1)), int(held.labels.max(initial=-1))) + 1
     return _sets(
         replace(train, augment=augment),
@@ -241,7 +226,7 @@ def _array_sets(train: ArrayImages, held: ArrayImages, part: float | str, augmen
         part,
         (1, train.image_size, train.image_size),
         [str(label) for label in range(classes)],
-        digest.hexdigest(),
+        fingerprint,
     )
 
 
@@ -267,9 +252,16 @@ def open_folder(path: Path, image_size: int | None, part: float | str, augment: 
         held, others = _list_images(Path(part).expanduser(), image_size)
         if others != classes:
             raise InputError(f"{part} has the classes {', '.join(others)}; {path} has {', '.join(classes)}")
-    sizes = [(file, (train.root / file).stat().st_size) for file in train.files]
-    digest = hashlib.sha256(repr(sizes).encode()).hexdigest()
-    return _sets(replace(train, augment=augment), held, part, (3, image_size, image_size), classes, digest)
+    files = {"images": _sized(train)} | ({"images (validation)": _sized(held)} if held is not train else {})
+    named = (list(zip(one.names, one.sizes, strict=True)) for one in files.values())
+    fingerprint = " ".join(hashlib.sha256(repr(one).encode()).hexdigest() for one in named)
+    found = _sets(replace(train, augment=augment), held, part, (3, image_size, image_size), classes, fingerprint)
+    return replace(found, files=files)
+
+
+def _sized(images: FolderImages) -> Files:
+    sizes = array("q", ((images.root / file).stat().st_size for file in images.files))  # there may be millions
+    return Files(images.root, images.files, sizes)
 
 
 def _list_images(root: Path, image_size: int) -> tuple[FolderImages, list[str]]:
@@ -281,7 +273,7 @@ def _list_images(root: Path, image_size: int) -> tuple[FolderImages, list[str]]:
     files, labels = [], []
     for label, name in enumerate(classes):
         own = sorted(
-            str(file.relative_to(root)) for file in (root / name).rglob("*") if file.suffix.lower() in _SUFFIXES
+            str(file.relative_to(root)) for file in files_below(root / name) if file.suffix.lower() in _SUFFIXES
         )
         if not own:
             raise InputError(f"{root / name} has no images in it ({' '.join(sorted(_SUFFIXES))})")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from meshtrain.data import order
+from meshtrain.data import order, order_numpy
 from meshtrain.data.batch import Batch, Packed, Samples
 from meshtrain.errors import InputError
 from meshtrain.orphans import end_with_parent
@@ -50,7 +50,7 @@ def train_batches(
         seed, first_step, steps: the run's seed, the step to begin with (from 0) and the step to end before.
         rank, ranks: the position among the data ranks, and their number.
         workers: processes that read ahead; 0 reads in this one.
-        prefetch: microbatches that each worker reads ahead.
+        prefetch: microbatches that each worker reads ahead; more where all of them together have less than a step.
         pin_memory: give tensors in pinned memory, where there is a GPU.
 
     Raises:
@@ -59,7 +59,8 @@ def train_batches(
     """
     slots = _TrainSlots(len(dataset), seed, range(first_step, steps), global_size, micro_size, rank, ranks)
     count = order.microbatches(global_size, micro_size, ranks)
-    batches = iter(_Loader(dataset, slots, workers, prefetch, pin_memory, persistent=False))
+    ahead = max(prefetch, -(-count // max(workers, 1)))  # a step takes all of its microbatches before it begins
+    batches = iter(_Loader(dataset, slots, workers, ahead, pin_memory, persistent=False))
     for _ in range(first_step, steps):
         yield [next(batches) for _ in range(count)]
 
@@ -83,12 +84,13 @@ def eval_batches(
 
 
 class EvalBatches:
-    """What `eval_batches` gives."""
+    """What `eval_batches` gives; `samples`: how many there are, over all ranks."""
 
     def __init__(
         self, dataset: Samples, micro_size: int, rank: int, ranks: int, workers: int, prefetch: int, pin_memory: bool
     ) -> None:
-        slots = _EvalSlots(len(dataset), micro_size, rank, ranks)
+        self.samples = len(dataset)
+        slots = _EvalSlots(self.samples, micro_size, rank, ranks)
         self._count = len(slots)
         self._loader = _Loader(dataset, slots, workers, prefetch, pin_memory, persistent=True)
 
@@ -112,7 +114,7 @@ class _TrainSlots(Sampler[Slots]):
         for step in self.steps:
             first = step * self.global_size
             positions = range(first + self.share.start, first + self.share.stop)
-            own = order.items(self.seed, positions, self.n_samples)
+            own = order_numpy.items(self.seed, positions, self.n_samples)
             filler = own[0] if own else order.items(self.seed, range(first, first + 1), self.n_samples)[0]
             yield from _filled(own, filler, self.count, self.micro_size)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from meshtrain.data.files import Files
 from meshtrain.data.packing import Corpus
 from meshtrain.data.tokens import MappedArray, check_size
 from meshtrain.errors import InputError
@@ -59,6 +60,7 @@ def open_megatron(prefix: str) -> Corpus:
         text_bytes=None,
         largest_id=None,
         fingerprint=_fingerprint(index, data, end),
+        files=(Files.of(data, end),),
     )
 
 

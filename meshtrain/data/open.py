@@ -2,8 +2,8 @@
 
 import difflib
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from meshtrain.data import images, text
 from meshtrain.data.batch import Samples
+from meshtrain.data.files import Files, sampled_digest
 from meshtrain.data.megatron import open_megatron
 from meshtrain.data.own import open_own
 from meshtrain.data.packing import Corpus, Stream, TokenSamples
@@ -38,12 +39,33 @@ class OpenData:
     about: list[str]  # lines for people
     fingerprint: str  # of all the data, the same on every host that has the same
     image_shape: tuple[int, int, int] | None = None  # (c, height, width)
+    files: Mapping[str, Files] = field(default_factory=dict)  # by a name for people
 
     @property
     def identity(self) -> dict[str, Any]:
         """By which it is known again: on another host, or when a run goes on later."""
         held_out = None if self.validation is None else len(self.validation)
         return {"fingerprint": self.fingerprint, "train": len(self.train), "validation": held_out}
+
+    def sampled(self) -> dict[str, str]:
+        """Name -> digest of samples of the files as they lie on this host; a fingerprint may be what a header says.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        return {name: sampled_digest(files, self.fingerprint) for name, files in self.files.items()}
+
+
+def prepare_data(config: "Data", *, say: Say) -> None:
+    """Does what `open_data` would do first: one process of a host calls it while the others wait, away from the files.
+
+    Raises:
+        InputError: as `open_data`.
+    """
+    if config.source in _TEXT:
+        tokenizer = open_tokenizer(config.tokenizer)
+        for source in _text_sources(config):
+            _prepared_corpus(source, config, tokenizer, say)
 
 
 def open_data(config: "Data", *, n_outputs: int | None, seed: int, say: Say) -> OpenData:
@@ -90,14 +112,17 @@ def _open_text(config: "Data", n_outputs: int | None, say: Say) -> OpenData:
     tokenizer = open_tokenizer(config.tokenizer)
     if n_outputs is not None and tokenizer.vocab_size > n_outputs and config.tokenizer == "bytes":
         raise InputError(f"model.vocab_size is {n_outputs}: the tokenizer `bytes` needs at least 256")
-    corpus = _prepared_corpus(_TEXT[config.source](config), config, tokenizer, say)
+    corpus, *others = (_prepared_corpus(source, config, tokenizer, say) for source in _text_sources(config))
     corpus.check_ids(n_outputs)
-    if not isinstance(config.validation, str):
-        split = split_by_hash(corpus, config.validation)
-        return _language(config, corpus, corpus, split, n_outputs, tokenizer)
-    read = text.jsonl_files if config.source == "jsonl" else text.text_files
-    other = _prepared_corpus(read(Path(config.validation)), config, tokenizer, say)
-    return _with_validation(config, corpus, other, n_outputs, tokenizer)
+    if isinstance(config.validation, str):
+        return _with_validation(config, corpus, others[0], n_outputs, tokenizer)
+    return _language(config, corpus, corpus, split_by_hash(corpus, config.validation), n_outputs, tokenizer)
+
+
+def _text_sources(config: "Data") -> Iterator[text.TextSource]:
+    yield _TEXT[config.source](config)
+    if isinstance(config.validation, str):
+        yield (text.jsonl_files if config.source == "jsonl" else text.text_files)(Path(config.validation))
 
 
 def _prepared_corpus(source: text.TextSource, config: "Data", tokenizer: Tokenizer, say: Say) -> Corpus:
@@ -175,6 +200,8 @@ def _language(
         bytes_per_target=bytes_per_target(other, split.held) if validation is not None else None,
         about=about,
         fingerprint=corpus.fingerprint if other is corpus else f"{corpus.fingerprint} {other.fingerprint}",
+        files={one.names[0]: one for one in corpus.files}
+        | {f"{one.names[0]} (validation)": one for one in other.files if other is not corpus},
     )
 
 
@@ -233,6 +260,7 @@ def _open_images(config: "Data", n_outputs: int | None, seed: int) -> OpenData:
         about=about,
         fingerprint=found.fingerprint,
         image_shape=found.shape,
+        files=found.files,
     )
 
 
@@ -268,5 +296,7 @@ def _open_own(config: "Data", n_outputs: int | None) -> OpenData:
         tokenizer=open_tokenizer(config.tokenizer) if language else None,
         bytes_per_target=None,
         about=[f"{config.source}: {_count(len(own), 'sample')}", *_sample_lines(train, validation, how)],
-        fingerprint=hashlib.sha256(f"{Path(config.source).read_text('utf-8')} {len(own)}".encode()).hexdigest(),
+        fingerprint=hashlib.sha256(
+            f"{Path(config.source).expanduser().read_text('utf-8')} {len(own)}".encode()
+        ).hexdigest(),
     )

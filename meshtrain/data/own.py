@@ -68,18 +68,25 @@ def open_own(config: "Data", n_outputs: int | None) -> tuple[OwnSamples, OwnSamp
     """The training and the validation data of the file that `data.source` names.
 
     Raises:
-        InputError: no such file, no function `dataset` in it, or no training data.
+        InputError: no such file, no function `dataset` in it, no training data, or a file of it is not there.
     """
     try:
-        module = locate.python_file(locate.Path(config.source).expanduser())
+        module = locate.python_file(locate.Path(config.source))
     except FileNotFoundError as error:
         raise InputError(f"data.source: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise InputError(f"data.source {config.source} cannot be used: {locate.raised(error)}") from error
     make = getattr(module, "dataset", None)
     if not callable(make):
         raise InputError(f"{config.source} exports no function `dataset(config, split)`: see docs/data.md")
     found = {}
     for split in ("train", "validation"):
-        dataset = make(config, split)
+        try:
+            dataset = make(config, split)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+            raise InputError(
+                f"{config.source}: dataset(config, {split!r}) cannot be used: {locate.raised(error)}"
+            ) from error
         if dataset is not None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise InputError(
                 f"{config.source}: dataset(config, {split!r}) gave {type(dataset).__name__}; expected an object with "

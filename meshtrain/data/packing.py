@@ -4,6 +4,7 @@ The concatenation is never made. A split is a list of runs of the token file, an
 where it reaches over the end of a run.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from meshtrain.data.batch import IGNORE, Batch, Item, Samples
+from meshtrain.data.files import Files
 from meshtrain.data.tokens import MappedArray, TokenFolder
 from meshtrain.errors import InputError
 
@@ -30,6 +32,7 @@ class Corpus:
     text_bytes: np.ndarray | None  # (D,) bytes of text that the tokens with a loss stand for
     largest_id: int | None  # None: the file does not say
     fingerprint: str
+    files: tuple[Files, ...] = ()  # one each
 
     @property
     def documents(self) -> int:
@@ -48,16 +51,22 @@ class Corpus:
             text_bytes=folder.text_bytes,
             largest_id=folder.header.largest_id,
             fingerprint=folder.header.fingerprint,
+            files=folder.files,
         )
 
     def check_ids(self, n_outputs: int | None) -> None:
         """Raises InputError if the file has an id outside the vocabulary, as far as its header or beginning shows."""
+        if n_outputs is not None and self.largest_id is not None and self.largest_id >= n_outputs:
+            raise _outside(self.name, self.largest_id, n_outputs, None)
         first = self.tokens.array[: _FIRST_LOOK_BYTES // self.tokens.dtype.itemsize]
-        largest = self.largest_id if self.largest_id is not None else int(first.max())
-        if n_outputs is not None and largest >= n_outputs:
-            raise _outside(self.name, largest, n_outputs)
-        if first.min() < 0:
-            raise _outside(self.name, int(first.min()), n_outputs)
+        for found in (int(first.max()), int(first.min())):
+            if found < 0 or found >= self.limit(n_outputs):
+                raise _outside(self.name, found, n_outputs, self.largest_id)
+
+    def limit(self, n_outputs: int | None) -> float:
+        """Ids of whole files lie below it: the vocabulary's size, or less where the header knows better."""
+        known = math.inf if self.largest_id is None else self.largest_id + 1
+        return known if n_outputs is None else min(known, n_outputs)
 
     def stream(self, chosen: np.ndarray) -> "Stream":
         """The chosen documents, (D,) bool, one after the other."""
@@ -67,7 +76,12 @@ class Corpus:
         return Stream(self, self.starts[sequences], self.lengths[sequences], np.cumsum(sizes) - sizes)
 
 
-def _outside(where: str, found: int, n_outputs: int | None) -> InputError:
+def _outside(where: str, found: int, n_outputs: int | None, largest_id: int | None) -> InputError:
+    if largest_id is not None and found > largest_id:
+        return InputError(
+            f"{where} holds the token id {found}, and its header says that {largest_id} is the largest: the file is "
+            "damaged; copy or prepare it anew"
+        )
     if found < 0:
         return InputError(f"{where} holds the token id {found}: expected ids from 0 on; is the file what it should be?")
     return InputError(
@@ -162,10 +176,10 @@ class TokenSamples(Samples):
 
     def __init__(self, name: str, stream: Stream, *, seq_len: int, mask_documents: bool, n_outputs: int | None) -> None:
         self.name, self.stream, self.seq_len, self.mask_documents = name, stream, seq_len, mask_documents
-        # A header that says the largest id has been compared already.
-        checked = stream.corpus.largest_id is not None
-        self.limit = None if checked else n_outputs
-        self.signed = stream.corpus.tokens.dtype.kind == "i"
+        self.n_outputs = n_outputs
+        self.limit = stream.corpus.limit(n_outputs)
+        held = np.iinfo(stream.corpus.tokens.dtype)
+        self.checked = held.min < 0 or held.max >= self.limit  # whether the type of the file holds wrong ids at all
 
     def __len__(self) -> int:
         return max(len(self.stream) - 1, 0) // self.seq_len
@@ -196,9 +210,9 @@ class TokenSamples(Samples):
         return PackedTokens(rows, loss, begins, valid)
 
     def _check(self, rows: np.ndarray, items: Sequence[tuple[int, int]]) -> None:
-        over = self.limit is not None and int(rows.max()) >= self.limit
-        if over or (self.signed and int(rows.min()) < 0):
-            wrong = (rows >= self.limit) if over else (rows < 0)
-            row, column = np.argwhere(wrong)[0]
-            where = f"{self.stream.corpus.name}: sample {items[row][1]} ({self.name})"
-            raise _outside(where, int(rows[row, column]), self.limit)
+        """A wrong id would end in an assertion on the device, which names no file."""
+        if not self.checked or (int(rows.max()) < self.limit and int(rows.min()) >= 0):
+            return
+        row, column = np.argwhere((rows >= self.limit) | (rows < 0))[0]
+        where = f"{self.stream.corpus.name}: sample {items[row][1]} ({self.name})"
+        raise _outside(where, int(rows[row, column]), self.n_outputs, self.stream.corpus.largest_id)

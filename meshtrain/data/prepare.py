@@ -20,7 +20,7 @@ from meshtrain.errors import InputError
 
 Say = Callable[[str], None]
 
-_POLL_S = 0.1
+_POLL_S, _LONGEST_POLL_S = 0.1, 5.0  # the first and the longest pause between two looks: a file server has other work
 _SAY_EVERY_S = 10.0
 _ABANDONED_S = 3600.0  # a temporary folder of another host that nobody has written to for as long is nobody's
 
@@ -65,7 +65,7 @@ def prepared(folder: Path, prepare: Callable[[], object], say: Say) -> Path:
 
 def _lock_unless_there(lock: TextIO, folder: Path, say: Say) -> bool:
     """Waits for the lock or for the folder; True with the lock held and no folder: it is ours to prepare."""
-    said = time.monotonic()
+    said, pause = time.monotonic(), _POLL_S
     while not folder.is_dir():
         if _try_lock(lock):
             if folder.is_dir():  # made between the look and the lock
@@ -77,7 +77,8 @@ def _lock_unless_there(lock: TextIO, folder: Path, say: Say) -> bool:
         if time.monotonic() - said >= _SAY_EVERY_S:
             said = time.monotonic()
             say(f"waiting for {folder}: {_holder(lock)}")
-        time.sleep(_POLL_S)
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_POLL_S)
     return False
 
 
@@ -121,10 +122,11 @@ def _clean(folder: Path) -> None:
 def reported(documents: Iterable[Document], what: str, say: Say) -> Iterator[Document]:
     """The documents, as they are; says every 10 s how far it has come."""
     began = said = time.monotonic()
-    tokens = 0
-    for number, document in enumerate(documents, 1):
+    number = tokens = 0
+    for document in documents:
         yield document
         tokens += len(document.ids)
+        number += document.ends
         if time.monotonic() - said >= _SAY_EVERY_S:
             said = time.monotonic()
             say(f"preparing {what}: {number:,} documents, {tokens:,} tokens in {said - began:.0f} s")

@@ -1,15 +1,18 @@
 """Where documents of text come from: the running Python's standard library, text files, JSONL."""
 
+import codecs
 import hashlib
 import json
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshtrain.data.files import files_below
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.data.tokens import FORMAT, Document
 from meshtrain.errors import InputError
@@ -20,16 +23,27 @@ _PASSED_OVER = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "distutils"}
     | {"encodings", "pydoc_data", "__phello__", "__pycache__"}
 )
-_BATCH_CHARACTERS = 1_000_000  # a tokenizer works on several texts at once
+_BATCH_CHARACTERS = 1 << 20  # a tokenizer works on several texts at once, and on no more of a long one
+_MOST_WHOLE = 1 << 26  # characters in which a tokenizer must find a place to cut: it takes some 150 bytes for each
 
 
 class Text(NamedTuple):
-    """The text of one document."""
+    """The text of one document, or a part of it."""
 
-    prompt: str  # carries no loss
-    text: str
-    text_bytes: int  # of `text` in UTF-8
+    chunks: Iterable[str]  # one after the other; gone through once
     where: str  # for messages: the file, or the file and line
+    loss: bool = True  # whether its tokens carry one
+    ends: bool = True  # whether the document ends with it
+
+
+class Part(NamedTuple):
+    """What a tokenizer gets at once of a document."""
+
+    text: str
+    start: int  # characters of its Text before it
+    where: str
+    loss: bool
+    ends: bool
 
 
 class TextSource(NamedTuple):
@@ -68,11 +82,8 @@ def _modules(folder: Path) -> Iterator[Path]:
 
 
 def _read_module(path: Path) -> Iterator[Text]:
-    raw = path.read_bytes()
-    try:
-        yield Text("", raw.decode("utf-8"), len(raw), str(path))
-    except UnicodeDecodeError:
-        return  # a few old modules declare another encoding; the corpus is what is UTF-8
+    with suppress(UnicodeDecodeError):  # a few old modules declare another encoding; the corpus is what is UTF-8
+        yield Text([path.read_text("utf-8")], str(path))
 
 
 def text_files(path: Path) -> TextSource:
@@ -99,36 +110,54 @@ def _files(path: Path, suffixes: tuple[str, ...], source: str) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise InputError(f"data.source {source}: there is no file or folder {path} (data.path)")
-    files = sorted(found for found in path.rglob("*") if found.suffix.lower() in suffixes and found.is_file())
+    files = sorted(found for found in files_below(path) if found.suffix.lower() in suffixes and found.is_file())
     if not files:
         raise InputError(f"data.source {source}: there are no {' or '.join(suffixes)} files in {path} (data.path)")
     return files
 
 
 def _read_text(path: Path) -> Iterator[Text]:
-    raw = path.read_bytes()
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path} is not UTF-8 text: byte {error.start:,} is 0x{raw[error.start]:02x} ({error.reason}); "
-            "convert the file, for example with iconv"
-        ) from None
-    yield Text("", text, len(raw), str(path))
+    if path.stat().st_size:
+        yield Text(_decoded(path), str(path))
+
+
+def _decoded(path: Path) -> Iterator[str]:
+    decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
+    with open(path, "rb") as file:
+        while True:
+            raw = file.read(_BATCH_CHARACTERS)
+            before = read - len(decoder.getstate()[0])  # a character may begin in one piece and end in the next
+            try:
+                text = decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as error:
+                raise InputError(
+                    f"{path} is not UTF-8 text: byte {before + error.start:,} is 0x{error.object[error.start]:02x} "
+                    f"({error.reason}); convert the file, for example with iconv"
+                ) from None
+            if not raw:
+                return
+            read += len(raw)
+            yield text
 
 
 def _read_jsonl(path: Path) -> Iterator[Text]:
+    number = 0
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield _parse_line(line, f"{path}:{number}")
+        while line := file.readline():
+            number += 1
+            if not line.isspace():
+                where = f"{path}:{number}"
+                try:
+                    text = line.decode("utf-8-sig")
+                    del line  # which may be long, as what comes of it
+                    found = json.loads(text)
+                except (ValueError, RecursionError) as error:
+                    raise InputError(f"{where}: not JSON in UTF-8 ({error}); expected one object a line") from None
+                del text
+                yield from _of_object(found, where)
 
 
-def _parse_line(line: bytes, where: str) -> Text:
-    try:
-        found: Any = json.loads(line)
-    except ValueError as error:
-        raise InputError(f"{where}: not JSON in UTF-8 ({error}); expected one object a line") from None
+def _of_object(found: Any, where: str) -> Iterator[Text]:
     keys = set(found) & {"text", "prompt", "completion"} if isinstance(found, dict) else set()
     if keys not in ({"text"}, {"prompt", "completion"}):
         raise InputError(
@@ -138,46 +167,66 @@ def _parse_line(line: bytes, where: str) -> Text:
     for key in keys:
         if not isinstance(found[key], str):
             raise InputError(f"{where}: `{key}` is {found[key]!r:.40}, expected a string")
-    text = found.get("text", found.get("completion"))
-    try:
-        size = len(text.encode())
-        found.get("prompt", "").encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{where}: holds half of a surrogate pair, which is no character ({error})") from None
-    return Text(found.get("prompt", ""), text, size, where)
+        try:
+            for part in _slices(found[key]):
+                part.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"{where}: holds half of a surrogate pair, which is no character ({error})") from None
+    prompt, text = found.get("prompt", ""), found["text" if "text" in found else "completion"]
+    if prompt:
+        yield Text(_slices(prompt), where, loss=False, ends=False)
+    if prompt or text:
+        yield Text(_slices(text), where)
+
+
+def _slices(text: str) -> Iterator[str]:
+    return (text[start : start + _BATCH_CHARACTERS] for start in range(0, len(text), _BATCH_CHARACTERS))
 
 
 def documents(source: TextSource, tokenizer: Tokenizer) -> Iterator[Document]:
     """The documents of a source as tokens, each ended by the tokenizer's end-of-document token; empty ones left out.
 
+    Of a long document no more is in memory at once than the tokenizer needs to find a place where it can be cut.
+
     Raises:
         InputError: a file that cannot be read as what it should be, with its name and the place in it.
     """
-    waiting: list[Text] = []
+    waiting: list[Part] = []
     size = 0
     for path in source.files:
         for text in source.read(path):
-            if not text.text and not text.prompt:
-                continue
-            waiting.append(text)
-            size += len(text.text)
-            if size >= _BATCH_CHARACTERS:
-                yield from _encoded(waiting, tokenizer)
-                waiting, size = [], 0
+            for part in _parts(text, tokenizer):
+                waiting.append(part)
+                size += len(part.text)
+                if size >= _BATCH_CHARACTERS:
+                    yield from _encoded(waiting, tokenizer)
+                    waiting, size = [], 0
     yield from _encoded(waiting, tokenizer)
 
 
-def _encoded(texts: Sequence[Text], tokenizer: Tokenizer) -> Iterator[Document]:
-    for one in texts:
-        refusal = tokenizer.refuses(one.prompt) or tokenizer.refuses(one.text)
+def _parts(text: Text, tokenizer: Tokenizer) -> Iterator[Part]:
+    rest, start = "", 0
+    for chunk in text.chunks:
+        rest += chunk
+        if len(rest) >= _BATCH_CHARACTERS:
+            place = tokenizer.cut(rest)
+            if place:
+                yield Part(rest[:place], start, text.where, text.loss, False)
+                rest, start = rest[place:], start + place
+            elif len(rest) > _MOST_WHOLE:
+                raise InputError(
+                    f"{text.where} has {len(rest):,} characters and more in which data.tokenizer finds no place to cut "
+                    "them: give shorter documents, for instance as lines of JSONL"
+                )
+    yield Part(rest, start, text.where, text.loss, text.ends)
+
+
+def _encoded(parts: Sequence[Part], tokenizer: Tokenizer) -> Iterator[Document]:
+    for part in parts:
+        refusal = tokenizer.refuses(part.text, part.start)
         if refusal:
-            raise InputError(f"{one.where} {refusal}")
-    prompts = tokenizer.encode_batch([one.prompt for one in texts])
-    bodies = tokenizer.encode_batch([one.text for one in texts])
-    for one, prompt, body in zip(texts, prompts, bodies, strict=True):
-        ids = np.concatenate([prompt, body, [tokenizer.end]]).astype(np.int64)
-        loss = None
-        if one.prompt:
-            loss = np.ones(len(ids), np.uint8)
-            loss[: len(prompt)] = 0
-        yield Document(ids, loss, one.text_bytes)
+            raise InputError(f"{part.where} {refusal}")
+    for part, ids in zip(parts, tokenizer.encode_batch([part.text for part in parts]), strict=True):
+        ids = np.append(ids, ids.dtype.type(tokenizer.end)) if part.ends else ids
+        loss = None if part.loss else np.zeros(len(ids), np.uint8)
+        yield Document(ids, loss, len(part.text.encode()) if part.loss else 0, part.ends)

@@ -1,14 +1,16 @@
 """Text to token ids and back: bytes, or a Hugging Face tokenizer.json."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from meshtrain.data.tokens import smallest_dtype
 from meshtrain.errors import InputError
 
+_LOOK, _AROUND = 4096, 256  # characters in which a cut is looked for, and that are compared on both sides of one
 _END_NAMES = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -30,13 +32,19 @@ class Tokenizer(Protocol):
     vocab_size: int  # ids lie in [0, vocab_size)
     end: int  # the id that ends a document
 
-    def refuses(self, text: str) -> str | None:
-        """Why a document cannot be encoded, as the end of a sentence; None: it can."""
+    def refuses(self, text: str, start: int) -> str | None:
+        """Why what stands at `start` of a document cannot be encoded, as the end of a sentence; None: it can."""
+        ...
+
+    def cut(self, text: str) -> int:
+        """Where to cut a part of a document, near its end: the ids of both sides are those of the whole. 0: nowhere."""
         ...
 
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+    def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        """The ids of each text, in the type that they have in a token file."""
+        ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -57,20 +65,24 @@ class ByteTokenizer:
     vocab_size = 256
     end = 0
 
-    def refuses(self, text: str) -> str | None:
+    def refuses(self, text: str, start: int) -> str | None:
         where = text.find("\0")
         if where < 0:
             return None
+        place = f"{start + where:,}"
         return (
-            f"holds the character U+0000 at {where:,}, and the byte 0 ends a document with the tokenizer `bytes`: is "
+            f"holds the character U+0000 at {place}, and the byte 0 ends a document with the tokenizer `bytes`: is "
             "it text at all? Otherwise remove the character, or use a tokenizer.json"
         )
+
+    def cut(self, text: str) -> int:
+        return len(text)
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+    def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        return (np.frombuffer(text.encode(), np.uint8) for text in texts)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ends of documents become blank lines; ids that are no bytes, and bytes that are no UTF-8, become U+FFFD."""
@@ -110,17 +122,40 @@ class FileTokenizer:
                 f"{len(ids):,} tokens; add one to the tokenizer"
             )
         self.end: int = end
+        self._path, self._dtype = path, smallest_dtype(self.vocab_size)
         self.identity = f"{path.name} sha256:{hashlib.sha256(content).hexdigest()[:16]}"
 
-    def refuses(self, text: str) -> str | None:
+    def refuses(self, text: str, start: int) -> str | None:
         return None
 
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+    def cut(self, text: str) -> int:
+        """Between two words of the tokenizer's own, whose ids are the same with and without what is on the other side.
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [np.array(one.ids, np.int64) for one in encoded]
+        A model merges nothing over the end of a word, and what finds words looks at few characters around it.
+        """
+        base = max(0, len(text) - _LOOK)
+        (seen,) = self._encoded([text[base:]])
+        for i in range(len(seen.ids) - 1, 0, -1):
+            place = base + seen.offsets[i - 1][1]
+            if seen.word_ids[i] == seen.word_ids[i - 1] or not _AROUND <= place <= len(text) - _AROUND:
+                continue
+            sides = text[place - _AROUND : place], text[place : place + _AROUND]
+            whole, left, right = (one.ids for one in self._encoded(["".join(sides), *sides]))
+            if whole == left + right:
+                return place
+        return 0
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoded([text])[0].ids
+
+    def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        return (np.array(one.ids, self._dtype) for one in self._encoded(texts))
+
+    def _encoded(self, texts: Sequence[str]) -> list[Any]:
+        try:
+            return self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises Exception itself
+            raise InputError(f"the tokenizer {self._path} cannot encode the text: {error}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         known = [token for token in ids if token < self.vocab_size]  # a model's vocabulary may be padded

@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import socket
+from array import array
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -22,19 +23,23 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from meshtrain.data.files import Files
 from meshtrain.disk import fsync_folder
 from meshtrain.errors import InputError
 
 FORMAT = 1
 _DTYPES = ("uint8", "uint16", "uint32")
+_ONE = np.uint8(1)
+_PART = 1 << 20  # values that are written at once where they do not lie in memory
 
 
 class Document(NamedTuple):
-    """One document on its way into a token file."""
+    """One document, or a part of one, on its way into a token file."""
 
     ids: np.ndarray  # (n,) token ids, the end-of-document token included
     loss: np.ndarray | None = None  # (n,) 0 where the token carries no loss as a target; None: all of them do
     text_bytes: int | None = None  # bytes of the text that the tokens with a loss stand for
+    ends: bool = True  # False: what comes next goes on with this document
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,7 @@ class TokenFolder:
     documents: np.ndarray  # (documents + 1,) int64
     text_bytes: np.ndarray | None  # (documents,) int64
     loss: MappedArray | None
+    files: tuple[Files, ...]  # one each: all but the header
 
 
 def smallest_dtype(vocab_size: int) -> str:
@@ -104,6 +110,7 @@ def write(folder: Path, documents: Iterable[Document], *, vocab_size: int, token
 
     Raises:
         InputError: no tokens, or an id outside the vocabulary.
+        ValueError: the last document does not end.
         OSError: the folder exists, or the disk does not take it. Nothing is left behind.
     """
     temporary = folder.parent / f"{temporary_prefix(folder)}{socket.gethostname()}.{os.getpid()}.tmp"
@@ -127,42 +134,53 @@ def temporary_prefix(folder: Path) -> str:
 
 def _write_files(folder: Path, documents: Iterable[Document], vocab_size: int, tokenizer: str, source: str) -> Header:
     dtype = np.dtype(smallest_dtype(vocab_size)).newbyteorder("<")
-    offsets, text_bytes, largest, masked = [0], [], -1, False
+    offsets, text_bytes, sized = array("q", [0]), array("q"), True
+    number = tokens_seen = size_seen = 0
+    largest, masked = -1, False
+    carried: list[np.ndarray] = []  # of the document so far
     digest = hashlib.sha256(dtype.name.encode())
     with open(folder / "tokens.bin", "wb") as tokens, open(folder / "loss.bin", "wb") as losses:
-        for number, (ids, loss, size) in enumerate(documents):
-            if len(ids) == 0:
-                continue
-            low, high = int(ids.min()), int(ids.max())
-            if low < 0 or high >= vocab_size:
-                raise InputError(
-                    f"document {number} of {source} holds the token id {high if low >= 0 else low}; "
-                    f"expected 0 to {vocab_size - 1}, as {tokenizer} has {vocab_size} ids"
-                )
-            carried = np.ones(len(ids), np.uint8) if loss is None else np.asarray(loss, np.uint8)
-            masked |= not carried.all()
-            largest = max(largest, high)
-            digest.update(_put(tokens, np.ascontiguousarray(ids, dtype)))
-            digest.update(_put(losses, carried))
-            offsets.append(offsets[-1] + len(ids))
-            text_bytes.append(size)
+        for ids, loss, size, ends in documents:
+            if len(ids):
+                low, high = int(ids.min()), int(ids.max())
+                if low < 0 or high >= vocab_size:
+                    raise InputError(
+                        f"document {number} of {source} holds the token id {high if low >= 0 else low}; "
+                        f"expected 0 to {vocab_size - 1}, as {tokenizer} has {vocab_size} ids"
+                    )
+                carried.append(np.broadcast_to(_ONE, len(ids)) if loss is None else np.asarray(loss, np.uint8))
+                masked |= loss is not None and not carried[-1].all()
+                largest = max(largest, high)
+                digest.update(_put(tokens, np.ascontiguousarray(ids, dtype)))
+                tokens_seen += len(ids)
+                size_seen += size or 0
+                sized &= size is not None
+            if ends and carried:
+                for part in carried:
+                    for start in range(0, len(part), _PART):
+                        digest.update(_put(losses, np.ascontiguousarray(part[start : start + _PART])))
+                offsets.append(tokens_seen)
+                text_bytes.append(size_seen)
+                carried, size_seen = [], 0
+            number += ends
+        if carried:
+            raise ValueError(f"the last document of {source} does not end")
         _flush(tokens)
         _flush(losses)
-    if offsets[-1] == 0:
+    if tokens_seen == 0:
         raise InputError(f"{source} holds no text: there is nothing to train on")
     digest.update(_save(folder / "documents.bin", offsets))
-    known = [size for size in text_bytes if size is not None]
-    if len(known) == len(text_bytes):
-        _save(folder / "bytes.bin", known)
+    if sized:
+        _save(folder / "bytes.bin", text_bytes)
     if not masked:
         (folder / "loss.bin").unlink()
     header = Header(
         format=FORMAT,
         dtype=dtype.name,
-        tokens=offsets[-1],
+        tokens=tokens_seen,
         documents=len(offsets) - 1,
         largest_id=largest,
-        text_bytes=sum(known) if len(known) == len(text_bytes) else None,
+        text_bytes=sum(text_bytes) if sized else None,
         loss_mask=masked,
         fingerprint=digest.hexdigest(),
         tokenizer=tokenizer,
@@ -180,7 +198,7 @@ def _put(file: BinaryIO, values: np.ndarray) -> memoryview:
     return data
 
 
-def _save(path: Path, values: list[int]) -> memoryview:
+def _save(path: Path, values: "array[int]") -> memoryview:
     with open(path, "wb") as file:
         data = _put(file, np.array(values, "<i8"))
         _flush(file)
@@ -203,15 +221,17 @@ def open_tokens(folder: Path) -> TokenFolder:
     offsets = MappedArray(folder / "documents.bin", "int64", header.documents + 1)
     sizes = MappedArray(folder / "bytes.bin", "int64", header.documents) if header.text_bytes is not None else None
     loss = MappedArray(folder / "loss.bin", "uint8", header.tokens) if header.loss_mask else None
-    for part in (tokens, offsets, sizes, loss):
-        if part is not None:
-            check_size(part.path, part.count * part.dtype.itemsize, "prepare the folder again")
+    parts = [part for part in (tokens, offsets, sizes, loss) if part is not None]
+    files = tuple(Files.of(part.path, part.count * part.dtype.itemsize) for part in parts)
+    for part, (_, _, (size,)) in zip(parts, files, strict=True):
+        check_size(part.path, size, "prepare the folder again")
     documents = offsets.array
     if documents[0] != 0 or documents[-1] != header.tokens or bool((documents[1:] < documents[:-1]).any()):
         raise InputError(
             f"{offsets.path} is damaged: expected offsets that rise from 0 to {header.tokens}; prepare the folder again"
         )
-    return TokenFolder(folder, header, tokens, documents, sizes.array if sizes is not None else None, loss)
+    text_bytes = sizes.array if sizes is not None else None
+    return TokenFolder(folder, header, tokens, documents, text_bytes, loss, files)
 
 
 def check_size(path: Path, expected: int, remedy: str) -> None:
@@ -231,7 +251,7 @@ def _read_header(folder: Path) -> Header:
         found = json.loads(path.read_text("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"{folder} is not a folder of prepared tokens: there is no {path}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON ({error}); prepare the folder again") from None
     version = found.get("format") if isinstance(found, dict) else None
     if not isinstance(version, int):

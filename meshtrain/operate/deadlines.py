@@ -19,14 +19,18 @@ class Deadlines:
         given_s: a step, where the user has said.
         step_s: a step, as measured; None: not yet.
         save_s: the last save; None: there was none.
+        save_limit_s: a save, before it is given up by those who wait for it.
         seen: what else has been done once to its end: the first time may compile.
+        compiles: whether it does, for as long as the caches of each host let it.
     """
 
     start_s: float = 600.0
     given_s: float | None = None
     step_s: float | None = None
     save_s: float | None = None
+    save_limit_s: float = 1800.0
     seen: set[str] = field(default_factory=set)
+    compiles: bool = False
 
     def of(self, phase: str) -> float:
         """Seconds for `start`, `step`, `evaluation`, `saving` or `end`."""
@@ -36,11 +40,23 @@ class Deadlines:
             return self.start_s
         return self.step_s
 
+    def compiling(self, phase: str) -> bool:
+        """Whether a rank may be busy with that in this phase."""
+        return self.compiles and (self.step_s is None or phase not in ("step", *self.seen))
+
+    def patient(self, phase: str) -> bool:
+        """Whether a rank may be busy for longer than a deadline in this phase."""
+        return phase in PATIENT or self.compiling(phase)
+
+    def longest(self, phase: str) -> float:
+        """Seconds that others may wait in a collective for a rank that is in this phase."""
+        return self.of(phase) * (MISSES if self.compiling(phase) else 1)
+
     def hangs(self, phase: str, missed: int) -> bool:
         """Whether a rank that has missed so many deadlines in a row, with this one, is not only busy."""
         if phase == "start":  # a corpus may take hours to prepare: it is said whom all wait for, and no more
             return False
-        return phase not in PATIENT or missed >= MISSES or (phase == "saving" and self.save_s is not None)
+        return not self.patient(phase) or missed >= MISSES or (phase == "saving" and self.save_s is not None)
 
     def measured(self, slowest_s: float) -> float | None:
         """Takes the time of the slowest step so far; returns the deadline of a step if it has changed by much."""
@@ -82,10 +98,16 @@ class Clock:
     def seconds(self) -> float:
         return time.monotonic() - self.since
 
-    @property
-    def late(self) -> bool:
-        """Whether it has taken longer than the deadline of what it does."""
-        return self.seconds > self.deadlines.of(self.phase)
+    def late(self, *, for_device: bool = False) -> bool:
+        """Whether it has taken longer than the deadline of what it does, or than it may wait for the disk in a save.
+
+        Args:
+            for_device: whether it waits for its device: it is given no time for a disk.
+        """
+        deadline_s = self.deadlines.of(self.phase)
+        if self.phase == "saving" and not for_device:  # and in the save before; who is lost ends the job sooner
+            deadline_s = max(deadline_s, 2 * self.deadlines.save_limit_s + LEAST_S)
+        return self.seconds > deadline_s
 
     def missed(self) -> bool:
         """Whether a deadline has passed: counts it, and gives it as long again."""

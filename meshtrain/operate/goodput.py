@@ -19,7 +19,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from meshtrain.disk import write_whole
 from meshtrain.progress import duration
+from meshtrain.side_file import SideFile
 
 FILE = "goodput.jsonl"
 # What a job spends its time with: `startup` until the first step begins, `training` in steps without the wait for
@@ -172,15 +174,15 @@ class Ledger:
         self._part, self._changed_at = "startup", since
         self._written_at = 0.0  # seconds of this job that are in the ledger
         self._step = first
-        self._path = None if folder is None else folder / FILE
+        self._file: SideFile | None = None
         job = JobRecord(now() - (monotonic() - since), first)
         past: list[JobRecord] = []
-        if self._path is not None:
+        if folder is not None:
             try:
-                past, self.note = read(self._path)
-                _rewrite(self._path, [*past, job])
+                past, self.note = read(folder / FILE)
+                self._file = SideFile(folder / FILE, end=_rewrite(folder / FILE, [*past, job]))
             except OSError as error:
-                past, self._path = [], None
+                past = []
                 self.note = f"goodput counts this job alone: {FILE} of the run's folder cannot be used ({error})"
         self._before = account([*past, job])
 
@@ -242,12 +244,14 @@ class Ledger:
         self._part, self._changed_at = part, now
 
     def _write(self, *, saved: bool = False, end: str | None = None) -> None:
-        if self._path is None:
+        if self._file is None:
             return
         mark = Mark(self._step, dict(self._seconds), saved, end)
         self._written_at = mark.elapsed
-        with self._path.open("a") as file:
-            file.write(_mark_line(mark))
+        self._file.append(_mark_line(mark).encode())
+        if end is not None:
+            self._file.close()
+            self._file = None  # what comes after the end counts for nothing
 
 
 def read(path: Path) -> tuple[list[JobRecord], str | None]:
@@ -317,15 +321,17 @@ def _follows(job: JobRecord, mark: Mark) -> bool:
     return mark.step >= before.step and mark.elapsed >= before.elapsed and before.end is None
 
 
-def _rewrite(path: Path, jobs: Sequence[JobRecord]) -> None:
-    """Writes the ledger anew with what later jobs may need of it: the marks of checkpoints, and each job's last."""
+def _rewrite(path: Path, jobs: Sequence[JobRecord]) -> int:
+    """Writes the ledger anew with what later jobs may need of it: the marks of checkpoints, and each job's last.
+
+    Returns:
+        its bytes.
+    """
     lines = []
     for job in jobs:
         lines.append(json.dumps({"started": job.started, "step": job.first}) + "\n")
         lines += [_mark_line(mark) for mark in job.marks if mark.saved or mark is job.marks[-1]]
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(lines))
-    temporary.replace(path)
+    return write_whole(path, "".join(lines))
 
 
 def _mark_line(mark: Mark) -> str:

@@ -5,6 +5,7 @@ lost: the ranks know each other's addresses from the start. A question is one li
 and so is the answer; whoever does not know the job's token is not answered.
 """
 
+import errno
 import json
 import os
 import secrets
@@ -23,11 +24,13 @@ ANSWER_S = 4.0  # a healthy rank needs a few milliseconds; on a host with far to
 AT_ONCE = 64  # ranks that are asked at the same time
 READERS = 256  # questions that are read at the same time
 PAUSE_S = 0.1  # where the system has run out of something
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN)  # of this process or its host
+EXHAUSTED_S = 30.0  # for which it waits for others to give back what it has run out of
 ANSWERED = "answered"  # by which an answer is known: another program may have got the port of a rank that is gone
 LINE, READ = 2**20, 2**16  # bytes of a question or an answer, and how many are read at a time
 BOOT = "/proc/sys/kernel/random/boot_id"
 
-Answer = Callable[[dict[str, Any]], dict[str, Any]]
+Answer = Callable[[dict[str, Any]], dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
@@ -78,13 +81,17 @@ class SilentError(OSError):
     """Somebody took the connection and did not answer."""
 
 
+class ExhaustedError(RuntimeError):
+    """This process has no descriptor or memory left to ask with: that says nothing of whom it wanted to ask."""
+
+
 class Ear:
     """Answers questions in threads of its own."""
 
     def __init__(self, answer: Answer) -> None:
         """
         Args:
-            answer: to a question; called by several threads.
+            answer: to a question, or None, and it stays without one; called by several threads.
         """
         self.token = secrets.token_hex(16)  # until the job has agreed on one
         self._answer = answer
@@ -114,10 +121,9 @@ class Ear:
     def _hear(self, connection: socket.socket) -> None:
         with connection, suppress(OSError):  # whoever asked has gone
             question = self._read(connection)
-            if question is not None:
-                answer = json.dumps({ANSWERED: self._answer(question)})
+            if question is not None and (answer := self._answer(question)) is not None:
                 connection.settimeout(ANSWER_S)
-                connection.sendall(answer.encode() + b"\n")
+                connection.sendall(json.dumps({ANSWERED: answer}).encode() + b"\n")
 
     def _read(self, connection: socket.socket) -> dict[str, Any] | None:
         """The question, if it comes from this job.
@@ -164,12 +170,12 @@ def ask(to: Address, question: Mapping[str, Any], token: str, *, seconds: float 
 
     Raises:
         ConnectionRefusedError: nobody listens there: the process is gone. SilentError: no answer, or not in time.
-            OSError: nothing came back from the host.
+            OSError: nothing came back from the host. ExhaustedError: it could not be asked.
     """
     problem: OSError | None = None
     for ip in ("127.0.0.1", *to.ips) if to.net == here else to.ips:
         try:
-            with socket.create_connection((ip, to.port), timeout=CONNECT_S) as connection:
+            with _connect(ip, to.port) as connection:
                 return _exchange(connection, {**question, "token": token}, seconds)
         except SilentError:
             raise
@@ -178,6 +184,27 @@ def ask(to: Address, question: Mapping[str, Any], token: str, *, seconds: float 
             if problem is None or isinstance(problem, ConnectionRefusedError):
                 problem = error
     raise problem or OSError(f"no address of {to.host} is known")
+
+
+def _connect(ip: str, port: int) -> socket.socket:
+    """A connection to a numeric address: `getaddrinfo` would open files. What this process lacks is waited for."""
+    deadline = time.monotonic() + EXHAUSTED_S
+    while True:
+        try:
+            connection = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
+            try:
+                connection.settimeout(CONNECT_S)
+                connection.connect((ip, port))
+            except BaseException:
+                connection.close()
+                raise
+            return connection
+        except OSError as error:
+            if error.errno not in EXHAUSTED:
+                raise
+            if time.monotonic() > deadline:
+                raise ExhaustedError(f"this process could not connect to another rank: {error.strerror}") from error
+            time.sleep(PAUSE_S)
 
 
 def _exchange(connection: socket.socket, question: Mapping[str, Any], seconds: float) -> Any:

@@ -42,9 +42,13 @@ class Ranks:
         self._job, self._ear, self._addresses = job, ear, addresses
         self._here = addresses[job.rank]
 
-    def lowest(self) -> Iterator[Address]:
-        """Ranks that answer, from the lowest on, up to this one."""
-        lower = self._addresses[: self._job.rank]
+    def lowest(self, *, near: bool = False) -> Iterator[Address]:
+        """Ranks that answer, from the lowest on, up to this one.
+
+        Args:
+            near: of this host only.
+        """
+        lower = [to for to in self._addresses[: self._job.rank] if not near or to.net == self._here.net]
         size = LOWEST
         while lower:
             some, lower = lower[:size], lower[size:]

@@ -3,9 +3,11 @@
 import re
 import shutil
 import subprocess
+import time
+from collections.abc import Sequence
 
 LIMIT_S = 10.0  # a driver in trouble lets nvidia-smi hang
-THROTTLES = {  # nvml.h, nvmlClocksThrottleReason*
+THROTTLES = {  # nvml.h, nvmlClocksEventReason*
     0x4: "the power limit",
     0x8: "a hardware slow-down",
     0x20: "heat (software)",
@@ -13,7 +15,11 @@ THROTTLES = {  # nvml.h, nvmlClocksThrottleReason*
     0x80: "the power brake",
 }
 HELD = "held down by"  # what `condition` says before the reasons
-CONDITION = "index,clocks.sm,clocks.max.sm,clocks_throttle_reasons.active,temperature.gpu,power.draw,power.limit"
+CONDITION = ("index", "clocks.sm", "clocks.max.sm", "temperature.gpu", "power.draw", "power.limit")
+REASONS = (
+    "clocks_event_reasons.active",
+    "clocks_throttle_reasons.active",
+)  # the name of today, and that of old drivers
 
 
 def smi(*arguments: str) -> str:
@@ -28,6 +34,27 @@ def smi(*arguments: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
+def query(fields: Sequence[str], *arguments: str) -> list[list[str]]:
+    """The cells of these fields for each GPU, and as the last one what holds its clocks down, as bits.
+
+    nvidia-smi tells nothing at all where it does not know one field: what has another name in another driver is asked
+    for by each of its names, and is empty if it has none of them.
+    """
+    begun = time.monotonic()
+    for reasons in (*REASONS, ""):
+        asked = ",".join((*fields, reasons) if reasons else fields)
+        rows = [
+            line.split(",")
+            for line in smi(*arguments, "--format=csv,noheader,nounits", f"--query-gpu={asked}").splitlines()
+        ]
+        cells = [[cell.strip() for cell in row] + [""] * (not reasons) for row in rows]
+        if cells and all(len(row) == len(fields) + 1 for row in cells):
+            return cells
+        if time.monotonic() - begun > LIMIT_S:  # it hangs
+            break
+    return []
+
+
 def throttle_reasons(bits: str) -> str:
     """nvidia-smi's `0x0000000000000040` in words; empty where nothing holds the clocks down."""
     if not re.fullmatch(r"0x[\da-fA-F]+", bits):
@@ -35,16 +62,13 @@ def throttle_reasons(bits: str) -> str:
     return ", ".join(word for bit, word in THROTTLES.items() if int(bits, 16) & bit)
 
 
-def condition(line: str) -> str:
-    """A line of `--query-gpu` with the fields of `CONDITION` in words; what the driver does not tell is left out.
+def condition(cells: Sequence[str]) -> str:
+    """A row of `query` for `CONDITION` in words; what the driver does not tell is left out.
 
     `GPU 3 at 1230 of 1980 MHz, held down by heat (hardware), 88 °C, 310 of 700 W`
     """
-    cells = [cell.strip() for cell in line.split(",")]
-    if len(cells) != len(CONDITION.split(",")):
-        return ""
     told = (cell if re.fullmatch(r"[\da-fA-Fx.]+", cell) else "" for cell in cells)  # not `[N/A]` and the like
-    index, clock, most, bits, heat, power, limit = told
+    index, clock, most, heat, power, limit, bits = told
     reasons = throttle_reasons(bits)
     parts = [
         f"GPU {index}" + (f" at {clock} of {most} MHz" if clock and most else ""),
@@ -57,4 +81,4 @@ def condition(line: str) -> str:
 
 def gpu_condition(uuid: str) -> str:
     """How a GPU of this host does, in words; empty where nvidia-smi does not tell."""
-    return condition(smi(f"--id={uuid}", "--format=csv,noheader,nounits", f"--query-gpu={CONDITION}").strip())
+    return "".join(map(condition, query(CONDITION, f"--id={uuid}")[:1]))

@@ -7,12 +7,13 @@ from types import FrameType
 
 from meshtrain.leaving import by_signal, signal_of
 from meshtrain.operate import witness
-from meshtrain.operate.deadlines import PATIENT, Clock
+from meshtrain.operate.deadlines import Clock
 from meshtrain.operate.testimony import Statement
 from meshtrain.rounds import described
 from meshtrain.runtime import Job
 
 RECORDER_S = 1.5  # for the flight recorder to answer
+OF_DEVICE = ("checkpoint/snapshot.py", "checkpoint/replicas.py")  # where a save waits for its device, and for no disk
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ def statement(job: Job, clock: Clock, failure: Failure | None) -> Statement:
     recorded, begun = witness.within(RECORDER_S, lambda: witness.recorded(known)) or (None, {})
     wait = recorded or witness.waits(at, known, job.world_size, begun)
     saving = witness.thread_named("checkpoint")
+    writing = [] if saving is None else witness.frames(saving)
+    for_device = any(frame.f_code.co_filename.endswith(OF_DEVICE) for frame in (*at, *writing))
     if wait is None and saving is not None:
-        writing = witness.frames(saving)
         wait = witness.waits(writing, known, job.world_size)
         if wait is None and clock.phase == "saving" and failure is None:
             at = writing  # the main thread only waits for it
@@ -55,8 +57,8 @@ def statement(job: Job, clock: Clock, failure: Failure | None) -> Statement:
         clock.phase,
         clock.step,
         clock.seconds,
-        late=clock.late,
-        patient=clock.phase in PATIENT,
+        late=clock.late(for_device=for_device),
+        patient=clock.deadlines.patient(clock.phase),
         wait=wait,
         begun=begun,
         stack=witness.stack(at),

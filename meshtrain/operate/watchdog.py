@@ -22,7 +22,7 @@ from meshtrain.operate.bell import Bell
 from meshtrain.operate.deadlines import MEASURED, Clock, Deadlines, patience
 from meshtrain.operate.last_words import LastWords, end
 from meshtrain.operate.leading import Leader
-from meshtrain.operate.pulse import Ear
+from meshtrain.operate.pulse import Address, Ear
 from meshtrain.operate.ranks import Ranks, meet
 from meshtrain.operate.testify import Failure, statement
 from meshtrain.operate.testimony import Verdict
@@ -33,6 +33,8 @@ LOOK_EVERY_S = 1.0
 ASLEEP_S = 5.0  # a look that comes so late says that this process was stopped: no conclusions are drawn from the clock
 VERDICT_S = 20.0  # the most that a failed rank waits for a verdict
 GENTLY_S = 2.0  # for the main thread to end by itself, before it is not asked any more
+HELD = 32  # ranks that wait here for a verdict, each with a connection; more of them ask again
+AGAIN_S = 0.5  # later
 UNWIND_S = 15.0  # for the main thread of a failed rank to write down what it has to
 
 T = TypeVar("T")
@@ -56,7 +58,7 @@ class Watch:
         self._ranks: Ranks | None = None
         self._leader: Leader | None = None
         self._decided, self._closed, self._bell = threading.Event(), threading.Event(), Bell()
-        self._leading = threading.Lock()
+        self._leading, self._asking, self._held = threading.Lock(), threading.Lock(), threading.Semaphore(HELD)
         self._signalled: set[int] = set()  # signals that came
         self._ends_on_signal = False
         self._unwinding = False  # the main thread is on its way out
@@ -196,17 +198,18 @@ class Watch:
                     self._look()
                 except Exception as error:  # a watch that has ended would let a job hang
                     self._stumble(error)
+                    if self._failure is not None:  # its verdict does not come
+                        self._decided.set()
             if self.verdict is not None:
                 self._end()
                 return
 
     def _stumble(self, error: Exception) -> None:
-        """An error of the watchdog itself: told once, and nobody waits for a verdict."""
+        """An error of the watchdog itself: told once."""
         if (words := described(error)) != self._stumbled:
             self._stumbled = words
             text = "".join(traceback.format_exception(error))
             print(f"warning: the watchdog of {self.job} has failed, and goes on:\n{text}", file=sys.stderr, flush=True)
-        self._decided.set()
 
     def _look(self) -> None:
         """Whether there is a reason to look into things, and then does."""
@@ -225,17 +228,42 @@ class Watch:
             self._inquire(hangs=False, failed=ends)
 
     def _inquire(self, hangs: bool, failed: bool = False, late: bool = False) -> None:
-        """Has the lowest rank that lives decide. The arguments are those of `Leader.judge`."""
-        for to in self._others.lowest():
+        """Has the lowest rank that lives decide. The arguments are those of `Leader.judge`.
+
+        It is asked by the lowest rank of each host, which the others of that host ask: a leader of 4,096 ranks would
+        have as many connections at once.
+        """
+        question = {"hangs": hangs, "failed": failed, "late": late}
+        for to in self._others.lowest(near=True):
             if to.rank == self.job.rank:
-                self._lead(hangs, failed, late)
-                return
-            try:
-                question = {"ask": "lead", "hangs": hangs, "failed": failed, "late": late}
-                self._learn(self._others.ask(to, question, VERDICT_S)["verdict"])
-                return
-            except OSError:  # it was lost meanwhile: the next one
+                self._inquire_afar(question)
+            elif not self._ask_for_verdict(to, {"ask": "inquire", **question}):
                 continue
+            return
+
+    def _inquire_afar(self, question: dict[str, Any]) -> None:
+        """As `_inquire`, on the lowest rank of a host. One at a time; who comes later is told the same."""
+        with self._asking:
+            if self.verdict is not None:
+                return
+            for to in self._others.lowest():
+                if to.rank == self.job.rank:
+                    self._lead(**question)
+                elif not self._ask_for_verdict(to, {"ask": "lead", **question}):
+                    continue
+                return
+
+    def _ask_for_verdict(self, to: Address, question: dict[str, Any]) -> bool:
+        """Whether that rank has answered: a verdict, or that there is none; not if it was lost meanwhile."""
+        deadline = time.monotonic() + VERDICT_S
+        try:
+            while (answer := self._others.ask(to, question, VERDICT_S)).get("later"):
+                if self._decided.wait(AGAIN_S) or time.monotonic() > deadline:
+                    return True
+            self._learn(answer["verdict"])
+            return True
+        except OSError:
+            return False
 
     def _lead(self, hangs: bool, failed: bool, late: bool = False) -> Verdict | None:
         """Decides, says so, and tells all. One at a time; who comes later is told the same."""
@@ -257,13 +285,28 @@ class Watch:
 
     # What others ask -------------------------------------------------------------------------------------------------
 
-    def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        what = question.get("ask")
+    def _answer(self, question: dict[str, Any]) -> dict[str, Any] | None:
+        try:
+            return self._reply(question)
+        except Exception as error:  # who asks sees that there is no answer; a thread's traceback each would be pages
+            self._stumble(error)
+            return None
+
+    def _reply(self, question: dict[str, Any]) -> dict[str, Any]:
+        what = question.pop("ask", None)
         if what == "state":
             return asdict(statement(self.job, self._clock, self._failure))
-        if what == "lead":
-            verdict = self._lead(bool(question["hangs"]), bool(question["failed"]), bool(question["late"]))
-            return {"verdict": None if verdict is None else asdict(verdict)}
+        if what in ("inquire", "lead"):
+            if not self._held.acquire(blocking=False):
+                return {"later": True}
+            try:
+                if what == "lead":
+                    self._lead(**question)
+                else:
+                    self._inquire_afar(question)
+            finally:
+                self._held.release()
+            return {"verdict": None if self.verdict is None else asdict(self.verdict)}
         if what == "end":
             self._learn(question["verdict"])
         if what == "look":

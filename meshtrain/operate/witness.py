@@ -148,7 +148,7 @@ def waits(
     for frame in of:
         names = frame.f_locals
         if isinstance(me := names.get("self"), Round) and frame.f_code.co_name == "_wait":
-            missing = tuple(int(key) for key in names.get("missing", ()) if key.isdecimal()) or (0,)
+            missing = tuple(names.get("missing", ())) or (0,)
             return Wait(
                 f"the meeting {names.get('what') or me.name!r} at the store", "", tuple(range(world)), None, missing
             )

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
 from meshtrain.errors import InputError
 from meshtrain.mesh import Mesh
 from meshtrain.parallel import exchange
+from meshtrain.parallel.torch_private import enable_symmetric_memory
 from meshtrain.parallel.waiting import Waiting
 
 # Group name -> its channel, as torch itself finds a group by its name. A channel lives as long as its layers do.
@@ -69,7 +69,7 @@ class Channel:
         """
         if self.on_cpu:
             raise InputError("parallel.symmetric_memory needs GPUs: leave it false on CPUs")
-        enable_symm_mem_for_group(self.group.group_name)
+        enable_symmetric_memory(self.group)
         self.fused = True
 
     def start_all_gather(self, part: Tensor) -> Pending:

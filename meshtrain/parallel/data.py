@@ -18,11 +18,14 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from meshtrain.mesh import Mesh
 from meshtrain.numerics import compute_dtype, master_dtype
 from meshtrain.parallel.exchange import all_gather, reduce_scatter
+from meshtrain.parallel.torch_private import accumulates, end_fsdp_backward
 from meshtrain.parallel.waiting import Waiting
 
 REPLICAS = "dp_replicate"
@@ -38,55 +41,80 @@ class Replicas:
     backward waits for all of them, so that an ordinary loop needs no call of its own.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], mesh: Mesh, waiting: Waiting) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, waiting: Waiting) -> None:
         """
         Args:
-            parameters: in the order of the forward; the backward, and so the buckets, go the other way round.
+            model: its parameters in the order of the forward; the backward, and so the buckets, go the other way round.
             mesh: whose ranks along `dp_replicate` hold copies.
             waiting: entered while the end of the backward waits.
         """
         self.group = mesh.group(REPLICAS)
         self.size, self.traffic = mesh.size(REPLICAS), mesh.traffic
         self.waiting = waiting
+        self._model = model
         self._last = True
-        self._buckets = [_Bucket(some) for some in _split(list(reversed(parameters)))]
+        self._begun = False
         self._works: list[dist.Work] = []
-        self._in_backward = False
+        self._buckets = [_Bucket(some) for some in _split([p for p in model.parameters() if p.requires_grad][::-1])]
         for bucket in self._buckets:
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(self._ready(bucket))
+            for parameter in bucket.views:
+                parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket))
+        when_backward_begins(model, self._begin)
 
     def set_last(self, last: bool) -> None:
         """Whether the next backward is the last of its step, and so the one that sums."""
+        self._abandon()
         self._last = last
 
     def reduce(self) -> None:
         """Sums now, after backwards none of which was the last."""
         self._finish()
 
-    def _ready(self, bucket: "_Bucket") -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:
-            if not self._last:
-                return
-            if not self._in_backward:
-                self._in_backward = True
-                Variable._execution_engine.queue_callback(self._finish)
-            bucket.missing -= 1
-            self._start_full_buckets()
+    def _begin(self) -> None:
+        self._abandon()
+        if self._last and any(accumulates(p) for bucket in self._buckets for p in bucket.views):
+            self._refuse_unknown()
+            self._begun = True
+            Variable._execution_engine.queue_callback(self._finish)
 
-        return hook
+    def _ready(self, bucket: "_Bucket", parameter: Tensor) -> None:
+        bucket.adopt(parameter)
+        if not self._last:
+            return
+        if not self._begun:  # a backward of something else than the model's output
+            self._begin()
+        if parameter not in bucket.missing:
+            raise RuntimeError(
+                "a parameter's gradient came twice in one backward, the second time when it may have been sent: "
+                "torch.utils.checkpoint needs use_reentrant=False"
+            )
+        bucket.missing.remove(parameter)
+        self._start_full_buckets()
+
+    def _refuse_unknown(self) -> None:
+        known = {p for bucket in self._buckets for p in bucket.views}
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and parameter not in known:
+                raise RuntimeError(
+                    f"{name} was unfrozen or replaced after parallelize, so its gradient would not be summed over "
+                    f"{REPLICAS}: unfreeze before parallelize, and use load_state_dict without assign=True"
+                )
 
     def _start_full_buckets(self, all_of_them: bool = False) -> None:
         """Starts all-reduces, bucket by bucket in one fixed order: every rank's first is the same bucket."""
         while len(self._works) < len(self._buckets):
             bucket = self._buckets[len(self._works)]
-            if bucket.missing > 0 and not all_of_them:
+            if bucket.missing and not all_of_them:
                 return
-            bucket.adopt()
+            for parameter in bucket.views:
+                bucket.adopt(parameter)
             self.traffic.add(REPLICAS, "all_reduce", 2 * bucket.flat.nbytes * (self.size - 1) / self.size)
-            work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
-            assert work is not None  # this rank is in the group
-            self._works.append(work)
+            self._start(bucket.flat)
+
+    def _start(self, flat: Tensor) -> None:
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        assert work is not None  # this rank is in the group
+        self._works.append(work)
 
     def _finish(self) -> None:
         """The end of the backward: what no gradient came for is summed too, because another rank may have one."""
@@ -95,31 +123,66 @@ class Replicas:
             for work in self._works:
                 work.wait()
         self._works.clear()
-        self._in_backward = False
+        self._begun = False
         for bucket in self._buckets:
-            bucket.missing = len(bucket.parameters)
+            bucket.missing = set(bucket.views)
+
+    def _abandon(self) -> None:
+        """After a last backward that an exception has ended: makes the sums that are left of it, of NaN.
+
+        Every rank then goes on with the same sum next, wherever each of them had the exception; and where one had none
+        its gradients of that step are not finite, as this rank's part is missing in them. Gradients begin anew.
+        """
+        if not self._begun:
+            return
+        for bucket in self._buckets[len(self._works) :]:
+            self._start(torch.full_like(bucket.flat, torch.nan))
+        self._finish()
+        for bucket in self._buckets:
+            bucket.flat.zero_()
 
 
 class _Bucket:
     """Some parameters, and one flat tensor that holds the gradients of this rank's parts, one after the other."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.missing = len(parameters)
+        self.missing: set[Tensor] = set(parameters)  # whose gradients are not there yet in a last backward
         parts = [_local(p.detach()) for p in parameters]
         self.flat = torch.zeros(sum(p.numel() for p in parts), dtype=parts[0].dtype, device=parts[0].device)
         views = self.flat.split([p.numel() for p in parts])
-        self.grads = [_like(p, view.view_as(part)) for p, view, part in zip(parameters, views, parts, strict=True)]
+        held = zip(parameters, views, parts, strict=True)
+        self.views: dict[Tensor, Tensor] = {p: _like(p, view.view_as(part)) for p, view, part in held}
 
-    def adopt(self) -> None:
-        """Moves gradients that autograd or the user's `zero_grad` put elsewhere into the flat tensor."""
-        for parameter, grad in zip(self.parameters, self.grads, strict=True):
-            view = _local(grad)
-            if parameter.grad is None:
-                view.zero_()
-            elif _local(parameter.grad).data_ptr() != view.data_ptr():
-                view.copy_(_local(parameter.grad))
-            parameter.grad = grad
+    def adopt(self, parameter: Tensor) -> None:
+        """Moves a gradient that autograd or the user's `zero_grad` put elsewhere into the flat tensor, to be its view:
+        so there is no second memory for gradients, and further microbatches add to it in place."""
+        view = self.views[parameter]
+        if parameter.grad is view:
+            return
+        if parameter.grad is None:
+            _local(view).zero_()
+        elif _local(parameter.grad).data_ptr() != _local(view).data_ptr():
+            _local(view).copy_(_local(parameter.grad))
+        parameter.grad = view
+
+
+def when_backward_begins(model: nn.Module, act: Callable[[], None]) -> None:
+    """Calls `act` once at the start of each backward of a model's outputs, also of one after a failed one."""
+    latest = -1
+
+    def in_backward(grad: Tensor) -> None:
+        nonlocal latest
+        current = torch._C._current_graph_task_id()
+        if current != latest:
+            latest = current
+            act()
+
+    def after_forward(model: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(in_backward)
+
+    model.register_forward_hook(after_forward)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -152,7 +215,7 @@ def _split(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 def replicate(model: nn.Module, mesh: Mesh, waiting: Waiting = nullcontext) -> None:
     """DDP over `dp_replicate`: from now on every backward ends with summed gradients."""
-    sync_when_last(model, Replicas([p for p in model.parameters() if p.requires_grad], mesh, waiting))
+    sync_when_last(model, Replicas(model, mesh, waiting))
 
 
 def shard(
@@ -194,6 +257,29 @@ def shard(
             module.set_custom_reduce_scatter(_ReduceScatter(mesh, waiting))
             if mesh.size(REPLICAS) > 1:
                 module.set_all_reduce_hook(partial(_count_all_reduce, mesh))
+            gathered = module._get_fsdp_state()._fsdp_param_group
+            if gathered is not None:  # all parameters may be in blocks inside
+                gathered.post_backward = partial(_send_all, gathered, gathered.post_backward)  # type: ignore[method-assign]
+
+
+def _send_all(unit: FSDPParamGroup, post_backward: Callable[[], None], *unused: Any) -> None:
+    """FSDP's `post_backward` of a unit, with a gradient for every parameter: zeros where the model did not use it.
+
+    FSDP sends those that are there, one after the other in one tensor: of ranks, or in HSDP of microbatches, that have
+    used different parameters it would add one's gradient to another's. In 16 bits all are of one type then.
+    """
+    gathered = [p for p in unit.fsdp_params if hasattr(p, "_unsharded_param")]
+    if not gathered:
+        return  # no forward has run of it
+    trained = [p for p in gathered if unit.reduce_grads and p._unsharded_param.requires_grad]
+    widened = any(p.unsharded_accumulated_grad is not None for p in trained)
+    for p in trained:
+        if p.unsharded_accumulated_grad is None:
+            if p._unsharded_param.grad is None:
+                p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
+            if widened:
+                p.to_accumulated_grad_if_needed()
+    post_backward()
 
 
 def hidden_waits(mesh: Mesh) -> tuple[str, ...]:
@@ -279,6 +365,25 @@ class Shards:
     def __init__(self, model: FSDPModule, reshard_after_forward: bool) -> None:
         self._model = model
         self._keeps = not reshard_after_forward
+        self._begun = False
+        assert isinstance(model, nn.Module)
+        when_backward_begins(model, self._begin)
+        model.register_forward_pre_hook(self._abandon, prepend=True)  # before FSDP's own
+
+    def _begin(self) -> None:
+        self._begun = True
+        Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        self._begun = False
+
+    def _abandon(self, *unused: Any) -> None:
+        """After a backward that an exception has ended: lets go what FSDP has under way, or it would send no more."""
+        if self._begun and torch._C._current_graph_task_id() < 0:  # and no forward that runs again in the backward
+            self._begun = False
+            if not hasattr(self._model, "reset_iter_state"):
+                raise RuntimeError("the FSDP of this torch cannot go on after a backward that failed: use torch 2.13")
+            self._model.reset_iter_state()
 
     def set_last(self, last: bool) -> None:
         """Whether the next backward is the last of its step."""
@@ -293,7 +398,11 @@ class Shards:
         """Sends now, after backwards none of which was the last: what FSDP itself does at the end of the last one."""
         assert self._keeps  # otherwise every backward has sent its own
         self.set_last(True)
-        self._model._get_fsdp_state()._root_post_backward_final_callback()
+        end_fsdp_backward(self._model)
+
+    def accumulate(self) -> None:
+        """Adds gradients that came without a backward of the model to those in float32, as the end of one does."""
+        end_fsdp_backward(self._model)
 
 
 class GradientSync(Protocol):
@@ -318,6 +427,13 @@ def last_microbatch(model: nn.Module, last: bool) -> None:
     """
     for sync in getattr(model, "gradient_syncs", ()):  # a model in a world of one has none
         sync.set_last(last)
+
+
+def accumulate_gradients(model: nn.Module) -> None:
+    """Takes weight gradients that were computed after their backward; the next ones would be added in 16 bits."""
+    for sync in getattr(model, "gradient_syncs", ()):
+        if isinstance(sync, Shards):
+            sync.accumulate()
 
 
 def reduce_gradients(model: nn.Module) -> None:

@@ -5,6 +5,7 @@ with a `Later` hands the other one over, to be done when there is nothing better
 https://arxiv.org/abs/2401.10241). What costs little (norms, biases, embeddings) is computed at once.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class Later:
         return self._open is not None
 
     def add(self, weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> None:
+        """`weights`: those that are trained."""
         assert self._open is not None  # the layer has asked
         self._open.append(Due(weights, compute))
 
@@ -63,15 +65,36 @@ class Deferrable:
 
 
 def compute(due: Sequence[Due]) -> None:
-    """Computes what is due; autograd leads it from the weight as the layer saw it (a cast, a part) to the parameter."""
-    weights: list[Tensor] = []
-    gradients: list[Tensor] = []
-    with torch.no_grad():
-        for one in due:
-            weights += one.weights
-            gradients += one.compute()
-    if weights:
-        torch.autograd.backward(weights, gradients)
+    """Computes what is due, layer by layer, each of whose gradients is added to its parameter's before the next one is
+    made; autograd leads it there from the weight as the layer saw it (a cast, a part).
+
+    Layers that share a parameter are done in one go, which adds their gradients up as a whole backward does.
+    """
+    parameters = [[_parameter(weight) for weight in one.weights] for one in due]
+    uses = Counter(parameter for some in parameters for parameter in some)
+    layers: list[list[Due]] = [[]]
+    for one, seen in zip(due, parameters, strict=True):
+        if any(uses[parameter] > 1 for parameter in seen):
+            layers[0].append(one)
+        else:
+            layers.append([one])
+    for together in layers:
+        weights: list[Tensor] = []
+        gradients: list[Tensor] = []
+        with torch.no_grad():
+            for one in together:
+                weights += one.weights
+                gradients += one.compute()
+        if weights:
+            torch.autograd.backward(weights, gradients)
+
+
+def _parameter(weight: Tensor) -> Tensor:
+    """The one from which autograd made what a layer saw."""
+    node = weight.grad_fn
+    while node is not None and not hasattr(node, "variable"):
+        node = node.next_functions[0][0]
+    return weight if node is None else node.variable
 
 
 def defer(model: nn.Module, later: Later) -> None:
@@ -102,7 +125,10 @@ class Linear(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
         weight, later = ctx.weight, ctx.later  # type: ignore[attr-defined]
-        dx = input_product(grad, weight) if ctx.needs_input_grad[0] else None  # type: ignore[attr-defined]
+        needs_dx, needed, _ = ctx.needs_input_grad  # type: ignore[attr-defined]
+        dx = input_product(grad, weight) if needs_dx else None
+        if not needed:
+            return dx, None, None
         rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
         if later.wanted:
             later.add([weight], lambda: [weight_product(rows, inputs)])

@@ -6,15 +6,16 @@ over the data ranks, in one all-reduce.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from meshtrain.parallel.collectives import Channel, ops
+from meshtrain.parallel.data import when_backward_begins
+from meshtrain.parallel.torch_private import accumulates
 
 
 class PartialSums:
@@ -27,9 +28,9 @@ class PartialSums:
             parameters: each as a module and the name it has there, because FSDP puts others in their place.
         """
         self._parameters, self._channel = list(parameters), channel
+        self._sharded = isinstance(model, FSDPModule)
         self._last = True
-        self._queued = False
-        model.register_forward_hook(self._watch)
+        when_backward_begins(model, self._begin)
 
     def set_last(self, last: bool) -> None:
         """Whether the next backward is the last of its step, and so the one that sums."""
@@ -39,14 +40,9 @@ class PartialSums:
         """Sums now, after backwards none of which was the last."""
         self._finish()
 
-    def _watch(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._begin)
-
-    def _begin(self, grad: Tensor) -> None:
-        if self._last and not self._queued:
-            self._queued = True
+    def _begin(self) -> None:
+        # FSDP's backward accumulates into parameters of its own, so there `torch.autograd.grad` is not told apart.
+        if self._last and (self._sharded or any(accumulates(m.get_parameter(name)) for m, name in self._parameters)):
             Variable._execution_engine.queue_callback(self._after_the_others)
 
     def _after_the_others(self) -> None:
@@ -54,7 +50,6 @@ class PartialSums:
         Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
-        self._queued = False
         grads = [self._grad(module, name) for module, name in self._parameters]
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for grad in grads:

@@ -71,24 +71,37 @@ def _columns_shapes(x: Tensor, weights: Sequence[Tensor], channel: str, sequence
 
 
 def _columns_backward(
-    grads: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], channel: str, sequence: bool, kept: bool
+    grads: Sequence[Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    channel: str,
+    sequence: bool,
+    kept: bool,
+    needed: Sequence[bool],
 ) -> list[Tensor]:
-    """The gradients of the input and of each weight; the input's is summed over the ranks while the weights' are
-    computed. Without `kept` x is this rank's part of the input, which is gathered again meanwhile."""
+    """The gradients of the input and of each weight that is trained; the input's is summed over the ranks while the
+    weights' are computed. Without `kept` x is this rank's part of the input, which is gathered again meanwhile."""
     over = named(channel)
-    again = over.start_all_gather(x.contiguous()) if sequence and not kept else None
+    again = over.start_all_gather(x.contiguous()) if sequence and not kept and any(needed) else None
     dx = _sum_of_products(grads, weights)
     summed = over.start_reduce_scatter(dx) if sequence else over.start_all_reduce(dx)
     whole = x if again is None else again.wait()
-    products = [weight_product(grad, whole) for grad in grads]
+    products = [weight_product(grad, whole) for grad, need in zip(grads, needed, strict=True) if need]
     return [summed.wait(), *products]
 
 
 def _columns_backward_shapes(
-    grads: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], channel: str, sequence: bool, kept: bool
+    grads: Sequence[Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    channel: str,
+    sequence: bool,
+    kept: bool,
+    needed: Sequence[bool],
 ) -> list[Tensor]:
     n = grads[0].shape[0] // (named(channel).size if sequence else 1)
-    return [x.new_empty(n, x.shape[1]), *(torch.empty_like(weight) for weight in weights)]
+    trained = (weight for weight, need in zip(weights, needed, strict=True) if need)
+    return [x.new_empty(n, x.shape[1]), *(torch.empty_like(weight) for weight in trained)]
 
 
 def _columns_input(
@@ -158,7 +171,8 @@ operator(
     "columns(Tensor x, Tensor[] weights, str channel, bool sequence, bool keep) -> Tensor[]", _columns, _columns_shapes
 )
 operator(
-    "columns_backward(Tensor[] grads, Tensor x, Tensor[] weights, str channel, bool sequence, bool kept) -> Tensor[]",
+    "columns_backward(Tensor[] grads, Tensor x, Tensor[] weights, str channel, bool sequence, bool kept, "
+    "bool[] needed) -> Tensor[]",
     _columns_backward,
     _columns_backward_shapes,
 )
@@ -204,12 +218,14 @@ class Columns(torch.autograd.Function):
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors  # type: ignore[attr-defined]
         later, how = ctx.later, ctx.how  # type: ignore[attr-defined]
-        if later is None or not later.wanted:
-            dx, *products = ops.columns_backward(grads, x, weights, *how)
-            return dx, None, None, None, None, *products
+        needed = list(ctx.needs_input_grad[5:])  # type: ignore[attr-defined]
+        if later is None or not later.wanted or not any(needed):
+            dx, *products = ops.columns_backward(grads, x, weights, *how, needed)
+            return dx, None, None, None, None, *(products.pop(0) if need else None for need in needed)
         dx, *again = ops.columns_input(grads, x, weights, *how)
         whole = (again[0] if again else x).detach()  # not what made x: that is over
-        later.add(ctx.weights, lambda: [weight_product(grad, whole) for grad in grads])  # type: ignore[attr-defined]
+        trained = [(w, grad) for w, grad, need in zip(ctx.weights, grads, needed, strict=True) if need]  # type: ignore[attr-defined]
+        later.add([w for w, _ in trained], lambda: [weight_product(grad, whole) for _, grad in trained])
         return dx, None, None, None, None, *(None for _ in weights)
 
 
@@ -233,10 +249,13 @@ class Row(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
         later, (name, sequence) = ctx.later, ctx.how  # type: ignore[attr-defined]
-        if later is None or not later.wanted:
+        needed = ctx.needs_input_grad[1]  # type: ignore[attr-defined]
+        if needed and (later is None or not later.wanted):
             dx, product = ops.row_backward(grad, to_rows(x, sequence), weight, name, sequence)
             return from_rows(dx, x.shape, sequence), product, None, None, None
         dx, *again = ops.row_input(grad, weight, name, sequence)
+        if not needed:
+            return from_rows(dx, x.shape, sequence), None, None, None, None
         whole, kept = again[0] if again else grad, x.detach()
         later.add([ctx.weight], lambda: [weight_product(whole, to_rows(kept, sequence))])  # type: ignore[attr-defined]
         return from_rows(dx, x.shape, sequence), None, None, None, None

@@ -4,6 +4,7 @@ So a stage runs the model's own `forward`, its parameters keep the names that th
 everything that takes a model (splitting, sharding, first values, weights from a file) takes a stage.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,11 +37,10 @@ def keep_blocks(model: nn.Module, first: int, end: int) -> None:
     which the model defines its modules, or to the first.
 
     Raises:
-        InputError: the model has a parameter that is in no block.
+        InputError: as of `owners`.
     """
-    blocks = blocks_of(model)
-    kept = {parameter for block in blocks[first:end] for parameter in block.parameters()}
-    for name, owner in list(_owners(model, {block: i for i, block in enumerate(blocks)})):
+    kept = {parameter for block in blocks_of(model)[first:end] for parameter in block.parameters()}
+    for name, owner in owners(model):
         if first <= owner < end:
             continue
         absent = Absent()
@@ -51,8 +51,14 @@ def keep_blocks(model: nn.Module, first: int, end: int) -> None:
         setattr(model.get_submodule(above), own, absent)
 
 
-def _owners(model: nn.Module, blocks: Mapping[nn.Module, int]) -> Iterator[tuple[str, int]]:
-    """(name, block) of every block, and of every largest module that is in no block and around none."""
+def owners(model: nn.Module) -> list[tuple[str, int]]:
+    """(name, block) of every block, and of every largest module that is in no block and around none.
+
+    Raises:
+        InputError: the model has a parameter that is in no block, or a block that is there twice.
+    """
+    blocks = {block: i for i, block in enumerate(blocks_of(model))}
+    _refuse_repeated(model, blocks)
     last = 0
 
     def visit(name: str, module: nn.Module) -> Iterator[tuple[str, int]]:
@@ -67,7 +73,18 @@ def _owners(model: nn.Module, blocks: Mapping[nn.Module, int]) -> Iterator[tuple
         for own, child in module.named_children():
             yield from visit(f"{name}.{own}" if name else own, child)
 
-    yield from visit("", model)
+    return list(visit("", model))
+
+
+def _refuse_repeated(model: nn.Module, blocks: Mapping[nn.Module, int]) -> None:
+    """One module in two places would have to be in two stages."""
+    seen = Counter(inner for block in blocks_of(model) for inner in block.modules() if inner in blocks)
+    for name, module in model.named_modules():
+        if seen[module] > 1:
+            raise InputError(
+                f"the model's blocks() name {name} twice, or within another block, and pp gives every stage blocks of "
+                "its own: give each place a module of its own, which may share its parameters, or use pp: 1"
+            )
 
 
 def _refuse_parameters(name: str, module: nn.Module, inner: bool) -> None:
@@ -96,11 +113,11 @@ def stages_holding(model: nn.Module, bounds: Sequence[tuple[int, int]]) -> dict[
         bounds: of each stage, its first block and the one after its last.
 
     Raises:
-        InputError: the model has a parameter that is in no block.
+        InputError: as of `owners`.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     blocks = blocks_of(model)
-    dict(_owners(model, {block: i for i, block in enumerate(blocks)}))  # refuses what is in none
+    owners(model)  # refuses what cannot be dealt out
     holding: dict[str, list[int]] = {}
     for stage, (first, end) in enumerate(bounds):
         held = dict.fromkeys(parameter for block in blocks[first:end] for parameter in block.parameters())

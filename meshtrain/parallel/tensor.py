@@ -7,13 +7,16 @@ tensors are (b, s/t, d) there, and (b, s, ...) inside. Their memory is in the or
 a view: then gathering along the sequence is gathering along the outermost dim, and copies nothing.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from types import MethodType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils._pytree import tree_leaves
 
 from meshtrain.cuts import cut
 from meshtrain.mesh import Mesh
@@ -76,8 +79,8 @@ class ColumnParallelLinear(Deferrable, nn.Module):
         if self.bias is not None:
             y = y + self.local(self.bias)
         if self.heads is not None and self.heads.repeated is not None:
-            heads = torch.tensor(self.heads.repeated, device=y.device)
-            y = y.unflatten(-1, (-1, self.heads.width)).index_select(-2, heads).flatten(-2)
+            each = y.unflatten(-1, (-1, self.heads.width)).unbind(-2)  # no index, which would have to be on the device
+            y = torch.stack([each[head] for head in self.heads.repeated], dim=-2).flatten(-2)
         if not self.whole:
             return y
         shape = (*y.shape[:-1], self.out_features)
@@ -94,40 +97,72 @@ class ColumnParallelLinear(Deferrable, nn.Module):
 
 
 class Family:
-    """Column-parallel layers that read the same input: the first that is called computes for all of them."""
+    """Column-parallel layers of a module that read the same input: the first that is called computes for all of them.
+
+    Whether they do is not known before they are called. A module that was given two tensors of their width (as a cross
+    attention is) may lead some of them to one and some to the other: then each layer computes for itself. Nothing is
+    kept when the module's forward has ended.
+    """
 
     def __init__(self, layers: Sequence[ColumnParallelLinear]) -> None:
         self._layers = list(layers)
+        self._together = False
         self._input: Tensor | None = None
         self._ready: dict[ColumnParallelLinear, Tensor] = {}
 
+    def begin(self, arguments: Sequence[Any]) -> None:
+        """The module's forward begins, with these arguments."""
+        width = self._layers[0].in_features
+        given = [x for x in arguments if isinstance(x, Tensor) and x.shape[-1:] == (width,)]
+        self._together = all(x is given[0] for x in given)
+
+    def end(self) -> None:
+        self._together, self._input, self._ready = False, None, {}
+
     def output(self, layer: ColumnParallelLinear, x: Tensor) -> Tensor:
+        if self._ready and self._input is not x:  # they read different tensors after all
+            self.end()
+        if not self._together:
+            return self._compute([layer], x)[0]
         if self._input is not x or layer not in self._ready:
-            self._input, self._ready = x, dict(zip(self._layers, self._compute(x), strict=True))
+            self._input, self._ready = x, dict(zip(self._layers, self._compute(self._layers, x), strict=True))
         y = self._ready.pop(layer)
         if not self._ready:
             self._input = None
         return y
 
-    def _compute(self, x: Tensor) -> list[Tensor]:
-        first = self._layers[0]
-        weights = [layer.local(layer.weight) for layer in self._layers]
+    def _compute(self, layers: Sequence[ColumnParallelLinear], x: Tensor) -> list[Tensor]:
+        first = layers[0]
+        weights = [layer.local(layer.weight) for layer in layers]
         rows = to_rows(x, first.sequence_parallel)
         ys = Columns.apply(rows, first.channel, first.sequence_parallel, not first.regather, first.later, *weights)
         shape = list(x.shape)
         if first.sequence_parallel:
             shape[-2] *= first.channel.size
-        return [
-            layer.finish(from_rows(y, shape, layer.sequence_parallel))
-            for layer, y in zip(self._layers, ys, strict=True)
-        ]
+        return [layer.finish(from_rows(y, shape, layer.sequence_parallel)) for layer, y in zip(layers, ys, strict=True)]
 
 
-def siblings(layers: Iterable[ColumnParallelLinear]) -> None:
-    """From now on these layers, which a model calls with the same tensor one after another, gather it once."""
-    family = Family(list(layers))
-    for layer in family._layers:
+def siblings(layers: Sequence[ColumnParallelLinear], module: nn.Module) -> None:
+    """From now on these layers, which a module's forward calls gather a tensor that they share once."""
+    if len(layers) == 1 or ("forward" in vars(module) and not hasattr(module, "families")):
+        return
+    family = Family(layers)
+    for layer in layers:
         layer.family = family
+    module.families = (*getattr(module, "families", ()), family)  # type: ignore[assignment]
+    # Not by hooks, and the same function for all modules: a compiler would compile each block anew.
+    module.forward = MethodType(_forward, module)
+
+
+def _forward(module: nn.Module, *args: Any, **named: Any) -> Any:
+    families: tuple[Family, ...] = module.families  # type: ignore[assignment]
+    for family in families:
+        family.begin(tree_leaves((args, named)))
+    try:
+        return type(module).forward(module, *args, **named)
+    finally:
+        for family in families:
+            family.end()
 
 
 class RowParallelLinear(Deferrable, nn.Module):

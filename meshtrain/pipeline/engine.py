@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.data import last_microbatch, reduce_gradients
+from meshtrain.parallel.data import accumulate_gradients, last_microbatch, reduce_gradients
 from meshtrain.parallel.later import Due, Later, compute
 from meshtrain.parallel.waiting import Waiting
 from meshtrain.pipeline.actions import Action, Kind, Schedule, Transfer
@@ -28,6 +28,9 @@ from meshtrain.pipeline.transfers import AXIS, Transfers, acknowledged, in_order
 
 class Work(Protocol):
     """A step's microbatches, and what is computed of them."""
+
+    def shapes(self, microbatch: int) -> tuple[tuple[int, ...] | None, ...]:
+        """Those of `inputs`, of which nothing need be on the device yet."""
 
     def inputs(self, microbatch: int) -> tuple[Tensor | None, ...]:
         """What the model's forward takes, on the device."""
@@ -114,7 +117,8 @@ class Pipeline(nn.Module):
         """Forwards and backwards of all microbatches of a step; the gradients are then whole."""
         for stage in self._stages.values():
             last_microbatch(stage, False)  # sums are made where the schedule ends with a stage
-        self._transfers.begin(self._order, _key(work.inputs(0)), self._learnt)
+        keys = [work.shapes(i) for i in range(self.schedule.microbatches)]
+        self._transfers.begin(self._order, keys, self._learnt)
         for i, action in enumerate(self._actions):
             self._act(action, work)
             if self._last[action.stage] == i:
@@ -130,6 +134,7 @@ class Pipeline(nn.Module):
                 self._forward(action, stage, work, taken)
             elif action.kind is Kind.WEIGHT_GRAD:
                 compute(self._due.pop((action.stage, action.microbatch)))
+                accumulate_gradients(stage)
             else:
                 self._backward(action, taken)
 
@@ -181,7 +186,7 @@ class Pipeline(nn.Module):
 
     def forward(self, *inputs: Tensor | None) -> Tensor | None:
         """The model's output on the ranks that have the last stage; None on all others. All ranks call it together."""
-        self._transfers.begin(self._forwards, _key(inputs))
+        self._transfers.begin(self._forwards, [shapes_of(inputs)])
         output = None
         for number in self.schedule.stages_of(self._rank):
             action = Action(Kind.FORWARD, number, 0)
@@ -221,7 +226,9 @@ class Pipeline(nn.Module):
         """A weight that several stages hold has one gradient: the sum over them, in their order, on each of them."""
         for name, stages in self.holding.items():
             ranks = [self.schedule.rank_of(stage) for stage in stages]
-            if len(stages) > 1 and self._rank in ranks:
+            if len(stages) == 1 or self._rank not in ranks:
+                continue
+            if self._parameter(stages[ranks.index(self._rank)], name).requires_grad:  # else it is frozen in all stages
                 self._sum_over_stages(name, stages, ranks)
 
     def _sum_over_stages(self, name: str, stages: tuple[int, ...], ranks: list[int]) -> None:
@@ -246,9 +253,12 @@ class Pipeline(nn.Module):
             for addend in addends[1:]:
                 gradient.add_(addend)
 
+    def _parameter(self, stage: int, name: str) -> nn.Parameter:
+        return dict(self.stage(stage).named_parameters())[name]
+
     def _gradient(self, stage: int, name: str) -> Tensor:
         """This rank's part of a gradient; zeros if no microbatch has used the weight."""
-        parameter = dict(self.stage(stage).named_parameters())[name]
+        parameter = self._parameter(stage, name)
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
@@ -263,6 +273,6 @@ def _place(action: Action) -> tuple[int, int]:
     return action.stage, action.microbatch
 
 
-def _key(inputs: tuple[Tensor | None, ...]) -> tuple:
-    """What the shapes of activations depend on."""
+def shapes_of(inputs: tuple[Tensor | None, ...]) -> tuple[tuple[int, ...] | None, ...]:
+    """What the forms of a microbatch's activations depend on."""
     return tuple(None if x is None else tuple(x.shape) for x in inputs)

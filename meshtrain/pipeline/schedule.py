@@ -57,6 +57,7 @@ _RECIPES = {
     "dualpipev": _Recipe(vshapes.dualpipev, lambda p, m, v: min(2 * m, 2 * p + 1), 2),
 }
 NAMES = tuple(_RECIPES)
+MOST_PASSES = 1 << 19  # of a microbatch through a stage
 
 
 def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
@@ -69,7 +70,14 @@ def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | No
     for what, count in (("ranks", ranks), ("microbatches", microbatches)):
         if count < 1:
             raise ScheduleError(f"schedule {name} works with any number of {what} from 1 on; found {count}")
-    return recipe.make(ranks, microbatches, _stages_per_rank(name, recipe, stages_per_rank))
+    each = _stages_per_rank(name, recipe, stages_per_rank)
+    passes = ranks * each * microbatches
+    if passes > MOST_PASSES:
+        raise ScheduleError(
+            f"{microbatches:,} microbatches through {ranks * each:,} stages are {passes:,} passes, and a schedule "
+            f"of at most {MOST_PASSES:,} is made: use fewer microbatches (a larger batch.micro_size), or fewer ranks"
+        )
+    return recipe.make(ranks, microbatches, each)
 
 
 def load(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
@@ -192,7 +200,7 @@ def read_csv(path: str | os.PathLike[str], *, ranks: int | None = None, microbat
         ScheduleError: a file that cannot be read, is for other counts, or whose schedule does not pass `check`.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(f"cannot read the schedule {os.fspath(path)}: {error}") from error
     schedule = parse_csv(text, Path(path).stem)

@@ -2,7 +2,9 @@
 
 Nothing here waits but a receive whose tensor is needed. Sends do not block, and receives are posted ahead. What makes
 that safe is one order for all: the transfers of a step sorted by when the simulator has them made. A rank posts its own
-in that order, so both ends of every connection agree, also where a backend (NCCL) runs them strictly one after another.
+in that order, so both ends of every connection agree, also where a backend (NCCL) runs those of a group strictly one
+after another. There neighbours have a group for each direction (`Mesh.link`): in one for all, a receive that is posted
+ahead would hold up every later send.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshtrain.errors import InputError
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.waiting import Waiting
 from meshtrain.pipeline.actions import Schedule, Transfer
@@ -98,24 +101,27 @@ class Transfers:
 
     def __init__(self, mesh: Mesh, device: torch.device, waiting: Waiting = nullcontext) -> None:
         self._mesh, self._device, self._waiting = mesh, device, waiting
-        self._group, self._rank = mesh.group(AXIS), mesh.index(AXIS)
-        self._known: dict[Hashable, dict[int, Form]] = {}
+        self._rank, self._ranks = mesh.index(AXIS), mesh.layout.group(mesh.rank, AXIS)
+        self._forms: dict[tuple[Hashable, int], Form] = {}
         self._sending: dict[Transfer, list[tuple[dist.Work, Tensor]]] = {}
 
     def begin(
-        self, order: Sequence[Transfer], key: Hashable, learnt: Mapping[Transfer, Sequence[Transfer]] | None = None
+        self,
+        order: Sequence[Transfer],
+        keys: Sequence[Hashable],
+        learnt: Mapping[Transfer, Sequence[Transfer]] | None = None,
     ) -> None:
         """A new series of transfers.
 
         Args:
             order: all of them, the same on every rank.
-            key: what the forms of the tensors depend on, the same on every rank: of the first tensor between two stages
-                under a new key the form is sent before it.
+            keys: of each microbatch, what the forms of its tensors depend on, the same on every rank: of the first
+                tensor between two stages under a new key the form is sent before it.
             learnt: see `acknowledged`; what nothing is learnt of is held until the end.
         """
         self._order = [transfer for transfer in order if self._rank in (transfer.source, transfer.target)]
         self._next, self._learnt = 0, learnt or {}
-        self._forms = self._known.setdefault(key, {})
+        self._keys = keys
         self._ready: dict[Transfer, Tensor] = {}
         self._posted: dict[Transfer, tuple[dist.Work, Tensor]] = {}
         self._post()
@@ -135,7 +141,7 @@ class Transfers:
         for sent in self._learnt.get(transfer, ()):
             self._let_go(sent)
         self._post()
-        return self._forms[_boundary(transfer)].view(memory)
+        return self._forms[self._form(transfer)].view(memory)
 
     def end(self) -> None:
         """Waits until everything that was sent has left."""
@@ -158,42 +164,53 @@ class Transfers:
                     return
                 self._post_send(transfer, self._ready.pop(transfer))
             else:
-                if needed is None and (_boundary(transfer) not in self._forms or len(self._posted) >= AHEAD):
+                if needed is None and (self._form(transfer) not in self._forms or len(self._posted) >= AHEAD):
                     return
                 self._post_receive(transfer)
             self._next += 1
             needed = None if transfer == needed else needed
 
     def _post_send(self, transfer: Transfer, tensor: Tensor) -> None:
-        boundary = _boundary(transfer)
-        if boundary not in self._forms:
-            self._forms[boundary] = Form.of(tensor)
-            self._start_send(transfer, self._forms[boundary].packed().to(self._device))
-        laid_out = self._forms[boundary].lay_out(tensor)
+        key, own = self._form(transfer), Form.of(tensor)
+        if key not in self._forms:
+            self._forms[key] = own
+            self._start_send(transfer, own.packed().to(self._device))
+        known = self._forms[key]
+        if (own.shape, own.dtype) != (known.shape, known.dtype):
+            raise InputError(
+                f"the {transfer.kind} for stage {transfer.stage} of microbatch {transfer.microbatch} is "
+                f"{list(own.shape)} of {own.dtype}, and {list(known.shape)} of {known.dtype} is what is known of "
+                f"microbatches whose inputs are {key[0]}: with pp the shapes of inputs must tell those of activations. "
+                "Pad to shapes that do, or use pp: 1"
+            )
+        laid_out = known.lay_out(tensor)
         self._mesh.traffic.add(AXIS, "send", laid_out.nbytes)
         self._start_send(transfer, laid_out)
 
     def _start_send(self, transfer: Transfer, tensor: Tensor) -> None:
-        work = dist.isend(tensor, group=self._group, group_dst=transfer.target)
+        target = self._ranks[transfer.target]
+        work = dist.isend(tensor, target, self._mesh.link(self._mesh.rank, target))
         assert work is not None  # this rank is in the group
         self._sending.setdefault(transfer, []).append((work, tensor))
 
     def _post_receive(self, transfer: Transfer) -> None:
-        boundary = _boundary(transfer)
-        if boundary not in self._forms:
+        key = self._form(transfer)
+        if key not in self._forms:
             packed = torch.empty(2 + 2 * MOST_DIMS, dtype=torch.int64, device=self._device)
             with self._waiting():
-                self._start_receive(packed, transfer.source).wait()
-            self._forms[boundary] = Form.unpacked(packed)
-        memory = self._forms[boundary].empty(self._device)
-        self._posted[transfer] = self._start_receive(memory, transfer.source), memory
+                self._start_receive(packed, transfer).wait()
+            self._forms[key] = Form.unpacked(packed)
+        memory = self._forms[key].empty(self._device)
+        self._posted[transfer] = self._start_receive(memory, transfer), memory
 
-    def _start_receive(self, tensor: Tensor, source: int) -> dist.Work:
-        work = dist.irecv(tensor, group=self._group, group_src=source)
+    def _start_receive(self, tensor: Tensor, transfer: Transfer) -> dist.Work:
+        source = self._ranks[transfer.source]
+        work = dist.irecv(tensor, source, self._mesh.link(source, self._mesh.rank))
         assert work is not None  # this rank is in the group
         return work
 
-
-def _boundary(transfer: Transfer) -> int:
-    """The later of the two stages between which a tensor travels: gradients have the form of the activations there."""
-    return transfer.stage if transfer.kind == "activation" else transfer.stage + 1
+    def _form(self, transfer: Transfer) -> tuple[Hashable, int]:
+        """By which the form of a tensor is known: its microbatch's key, and the later of the two stages between which
+        it travels. Gradients have the form of the activations there."""
+        stage = transfer.stage if transfer.kind == "activation" else transfer.stage + 1
+        return self._keys[transfer.microbatch], stage

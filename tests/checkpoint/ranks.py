@@ -114,7 +114,7 @@ class Ranks(Cases):
             self.that(answers[1].endswith("waits no longer for ranks 0, 1, 2, 3"), answers[1])
         self.job.gather("meeting once more", None)
         assert self.job.store is not None
-        keys = [f"{meeting.name}/{self.job.rank}" for meeting in (first, second)]
+        keys = [f"{meeting.name}/given" for meeting in (first, second)]
         self.equal([self.job.store.check([key]) for key in keys], [True, False], "what was collected is cleared away")
 
     # save.py
@@ -208,7 +208,9 @@ class Ranks(Cases):
         from meshtrain.optim import Optimizer
 
         torch.manual_seed(0)
-        model = meshtrain.parallelize(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)), self.mesh)
+        norm = nn.BatchNorm1d(5).eval()
+        model = meshtrain.parallelize(nn.Sequential(nn.Linear(3, 5), norm), self.mesh)
+        norm.train()  # which parallelize would have refused
         state = State(model, Optimizer(model, Keys(), self.mesh, 1), self.mesh, self.job)
         model(torch.full((4, 3), float(self.job.rank)))
         means = self.job.gather("comparing", model[1].running_mean.tolist())
@@ -217,6 +219,39 @@ class Ranks(Cases):
         saver.save(1, ABOUT, wait=True)
         self.equal(saver.problem, None, "and are saved all the same")
         saver.close()
+
+    def too_late(self, rank: int, stage: str) -> None:
+        """One rank hangs on its disk: all give the save up in the same words, and the next one when it is back."""
+        go = threading.Event()
+
+        def hang(*arguments: Any) -> Any:
+            assert go.wait(60)
+            return plain(*arguments)
+
+        module, name = (folder, "begin") if stage == "begin" else (attempt, "write_shard")
+        plain, where = getattr(module, name), f"late_{rank}_{stage}"
+        state = on(self.job, OF_4["FSDP"])
+        fill(state)
+        saver = self.saver(state, where, limit_s=1.0)
+        with replaced(module, name, hang if self.job.rank == rank else plain):
+            saver.save(1, ABOUT)
+            saver.wait()
+            told = self.job.gather("comparing", [saver.saved, saver.problem])
+            self.that(all(one == told[0] for one in told), f"{where}: all have the same: {told}")
+            for words in ("it took longer than 1 s (checkpoint.timeout_s): rank ", str(rank)):
+                self.that(words in str(saver.problem), f"{words} is in {saver.problem}")
+            saver.save(2, ABOUT)
+            problem = f"rank {rank} still waits for the disk with that of step 1, which was given up"
+            self.equal((saver.problem, saver.wants_stop, saver.saved), (problem, None, None), f"{where}: the next one")
+            go.set()
+            assert saver._thread is not None
+            saver._thread.join(60)
+        self.job.gather("coming back", None)
+        saver.save(3, ABOUT, wait=True)
+        self.equal((saver.saved, saver.problem), (3, None), f"{where}: the one after that")
+        self.equal(folder.complete_steps(self.place / where), [3], where)
+        saver.close()
+        self.load(state, where, 3)
 
     # load.py
 
@@ -292,6 +327,9 @@ def run_save(cases: Ranks) -> None:
     cases.rounds()
     cases.training_goes_on()
     cases.one_rank_fails()
+    cases.too_late(2, "write")
+    cases.too_late(0, "write")
+    cases.too_late(0, "begin")
     embed, norm = "model.model.embed_tokens.weight", "model.model.norm.weight"
     average = "optimizer.model.layers.3.mlp.up_proj.weight.exp_avg_sq"
     cases.differ("DDP", 2, average, "rank 2 on host |(dp_replicate 2) differs from", "the 3 other ranks")

@@ -159,6 +159,29 @@ def test_prune_keeps_the_most_accurate(run_folder: Path, typed: Any) -> None:
     assert left(run_folder) == [600, 700]
 
 
+def test_prune_keeps_the_best_of_each_number_of_samples(run_folder: Path, typed: Any) -> None:
+    for step, loss in ((500, 9.0), (600, 8.0), (700, 8.5)):
+        evaluation = {"eval_loss": loss, "eval_samples": 20}
+        write_checkpoint(run_folder / "checkpoints", {}, step=step, evaluation=evaluation)
+    assert typed("prune", run_folder, "--keep-best")[0] == 0
+    assert left(run_folder) == [min(LOSSES, key=LOSSES.__getitem__), 600, 700]
+
+
+def test_prune_of_what_was_set_aside(run_folder: Path, typed: Any) -> None:
+    """Alone it leaves all checkpoints."""
+    place = run_folder / "checkpoints"
+    before = complete_steps(place)
+    for name in ("step_0000100.aside-1", "step_0000100.aside-12", "step_0000100.aside-x"):
+        (place / name).mkdir()
+        (place / name / "file").touch()
+    status, out, _ = typed("prune", run_folder, "--set-aside", "--dry-run")
+    assert (status, "would be removed: step_0000100.aside-1, step_0000100.aside-12" in out) == (0, True), out
+    assert typed("prune", run_folder, "--set-aside")[0] == 0
+    assert complete_steps(place) == before
+    assert [path.name for path in place.glob("*aside*")] == ["step_0000100.aside-x"]
+    assert typed("prune", run_folder)[0] == 2
+
+
 def test_prune_never_counts_a_damaged_one_as_kept(run_folder: Path, typed: Any) -> None:
     """The newest that can be read stays, and what cannot is left for a person to look at."""
     place = run_folder / "checkpoints"

@@ -193,6 +193,36 @@ def test_a_file_that_is_no_tokenizer_is_not_handed_on(tmp_path: Path) -> None:
         assert any(f"tokenizer is {tmp_path / name}" in line for line in said)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "name", ["/dev/zero", "pipe", "pipe.json", "zero.json", "large.json", "~nobody-here/x.json", "\0.json"]
+)
+def test_what_a_stranger_names_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A pipe would be waited for, a device has no end, and a large file takes all memory."""
+    monkeypatch.setattr(checkpoint_export, "MAX_TOKENIZER", 1000)
+    os.mkfifo(tmp_path / "pipe")
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    (tmp_path / "large.json").write_text('{"model": {}}' + 1000 * " ")
+    given = name if name.startswith(("/", "~", "\0")) else str(tmp_path / name)
+    config = {"model": {}, "train": {"precision": "float32"}, "data": {"tokenizer": given}}
+    said: list[str] = []
+    checkpoint = write_checkpoint(tmp_path / "from", {"model.w": torch.ones(3)}, config=config)
+    checkpoint_export.export(checkpoint, tmp_path / "out", say=said.append)
+    assert not (tmp_path / "out" / weights.TOKENIZER).exists()
+    assert any("tokenizer.json is not written: the run's tokenizer is " in line for line in said), said
+
+
+def test_a_tokenizer_may_be_a_link(tmp_path: Path) -> None:
+    """As all files are in Hugging Face's cache."""
+    (tmp_path / "blob").write_bytes(b'{"model":\r\n {}}')
+    (tmp_path / "mine.json").symlink_to(tmp_path / "blob")
+    config = {"model": {}, "train": {"precision": "float32"}, "data": {"tokenizer": str(tmp_path / "mine.json")}}
+    checkpoint = write_checkpoint(tmp_path / "from", {"model.w": torch.ones(3)}, config=config)
+    checkpoint_export.export(checkpoint, tmp_path / "out")
+    assert (tmp_path / "out" / weights.TOKENIZER).read_bytes() == b'{"model":\r\n {}}'
+
+
 def flipped(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1

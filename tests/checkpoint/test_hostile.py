@@ -194,13 +194,13 @@ def desk(made: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def tree(folder: Path) -> dict[str, bytes | str | None]:
-    """All that is in a folder. Locks are none of it: whoever looks after a folder leaves one."""
+    """All that is in a folder. Locks and their owners are none of it: whoever looks after a folder leaves one."""
     found: dict[str, bytes | str | None] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.is_symlink():
             found[name] = os.readlink(path)
-        elif path.name != ".lock":
+        elif path.name not in (".lock", ".owner"):
             found[name] = path.read_bytes() if path.is_file() else None
     return found
 

@@ -14,6 +14,7 @@ import meshtrain.results
 import meshtrain.train
 from meshtrain import stopping
 from meshtrain.checkpoint.folder import complete_steps, locked, open_manifest
+from meshtrain.data import OpenData
 from meshtrain.metrics import read
 from tests.checkpoint import going_on
 from tests.checkpoint.going_on import Case, alone, as_json, small_run, written_down
@@ -252,6 +253,32 @@ def test_other_data_is_refused_unless_allowed(tmp_path: Path, capsys: pytest.Cap
     assert "changed since that checkpoint: checkpoint.allow_other_data" in capsys.readouterr().out
 
 
+def test_another_validation_of_the_same_training_data_is_other_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by a checkpoint whose fingerprint was of the training's data alone, as long as these are the same."""
+    config = str(small_run(tmp_path))
+    held_out = tmp_path / "held.txt"
+    options = (f"data.validation={held_out}",)
+    held_out.write_text("7 days are a week. " * 20)
+    with monkeypatch.context() as before:
+        plain = OpenData.identity.fget
+        before.setattr(
+            OpenData,
+            "identity",
+            property(lambda data: plain(data) | {"fingerprint": plain(data)["fingerprint"].split()[0]}),
+        )
+        assert alone(Case(config, ("train.steps=2", *options))) == {"status": 0}
+    assert alone(Case(config, ("train.steps=4", *options))) == {"status": 0}
+    held_out.write_text("8 days are a week. " * 20)
+    refused = alone(Case(config, ("train.steps=6", *options)))
+    assert refused["status"] == 2
+    (line,) = re.findall("the data: .*", refused["error"])
+    then, now = (re.findall("[0-9a-f]{12}", part) for part in line.split(" -> "))
+    assert then[0] == now[0]
+    assert then[1] != now[1], "people see what differs"
+
+
 def test_two_runs_do_not_share_checkpoints(go: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     path = f"checkpoint.path={tmp_path}/shared"
     with locked(tmp_path / "shared"):
@@ -265,13 +292,14 @@ def test_two_runs_do_not_share_checkpoints(go: Callable[..., dict[str, Any]], tm
 
 
 def test_a_manifest_says_what_the_run_was(go: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    assert go(*EVALUATED, "train.steps=4") == {"status": 0}
+    assert go(*EVALUATED, "train.steps=4", "train.eval_samples=3") == {"status": 0}
     manifest, _ = open_manifest(tmp_path / "run/checkpoints/step_0000004")
     assert (manifest.step, manifest.samples) == (4, 48)
     assert manifest.tokens == rows(tmp_path / "run")[-1]["tokens"]
     assert manifest.config["train"]["steps"] == 4
     assert manifest.evaluation is not None
     assert manifest.evaluation["eval_loss"] == rows(tmp_path / "run")[-1]["eval_loss"]
+    assert manifest.evaluation["eval_samples"] == 3, "by which evaluations are known to be comparable"
     assert set(manifest.versions) == {"meshtrain", "torch", "python", "code"}
     assert manifest.rng["seed"] == 0
 

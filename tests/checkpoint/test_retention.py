@@ -12,6 +12,11 @@ STEPS = [100, 200, 300, 400, 500]
 LOSSES = {100: 3.0, 200: 1.0, 300: math.nan, 400: 1.0, 500: 2.0}
 
 
+def named(name: str, values: dict[int, float]) -> dict[int, dict[str, float]]:
+    """Evaluations, as manifests have them."""
+    return {step: {name: value} for step, value in values.items()}
+
+
 @pytest.mark.parametrize(
     ("last", "every", "best", "lower", "kept"),
     [
@@ -24,7 +29,20 @@ LOSSES = {100: 3.0, 200: 1.0, 300: math.nan, 400: 1.0, 500: 2.0}
     ],
 )
 def test_rules(last: int | None, every: int | None, best: bool, lower: bool, kept: set[int]) -> None:
-    assert which(STEPS, LOSSES, keep_last=last, keep_every=every, keep_best=best, lower_is_better=lower) == kept
+    evaluations = named("eval_loss" if lower else "accuracy", LOSSES)
+    assert which(STEPS, evaluations, keep_last=last, keep_every=every, keep_best=best) == kept
+
+
+def test_only_evaluations_of_the_same_number_of_samples_are_compared() -> None:
+    """Older checkpoints do not say how many; the best of each number stays."""
+    rules = {"keep_last": 1, "keep_every": None, "keep_best": True}
+    losses = {1: 2.0, 2: 1.0, 3: 5.0, 4: 4.0, 5: 3.0, 6: 9.0}
+    samples = {3: 8, 4: 8, 5: 20, 6: 20}
+    evaluations = {step: {"eval_loss": loss} for step, loss in losses.items()}
+    assert which(losses, evaluations, **rules) == {2, 6}
+    for step, count in samples.items():
+        evaluations[step]["eval_samples"] = count
+    assert which(losses, evaluations, **rules) == {2, 4, 5, 6}
 
 
 def test_accuracy_is_judged_by_where_there_is_one() -> None:
@@ -35,8 +53,8 @@ def test_accuracy_is_judged_by_where_there_is_one() -> None:
 
 def test_a_value_that_is_no_number_is_not_the_best() -> None:
     rules = {"keep_last": 1, "keep_every": None, "keep_best": True}
-    assert which([1, 2, 3, 4], {1: math.nan, 2: -math.inf, 3: 1.0, 4: 2.0}, **rules) == {3, 4}
-    assert which([1, 2], {1: math.nan, 2: math.nan}, **rules) == {2}
+    assert which([1, 2, 3, 4], named("eval_loss", {1: math.nan, 2: -math.inf, 3: 1.0, 4: 2.0}), **rules) == {3, 4}
+    assert which([1, 2], named("eval_loss", {1: math.nan, 2: math.nan}), **rules) == {2}
 
 
 def test_the_newest_stays_whatever_the_rules_say() -> None:
@@ -55,7 +73,8 @@ def test_the_newest_stays_whatever_the_rules_say() -> None:
 def test_what_is_true_of_any_rules(
     steps: set[int], values: dict[int, float], last: int, every: int | None, best: bool
 ) -> None:
-    kept = which(steps, values, keep_last=last, keep_every=every, keep_best=best)
+    evaluations = named("eval_loss", values)
+    kept = which(steps, evaluations, keep_last=last, keep_every=every, keep_best=best)
     newest = sorted(steps)[-last:]
     assert kept <= steps
     assert set(newest) <= kept
@@ -65,5 +84,5 @@ def test_what_is_true_of_any_rules(
     assert len(others) <= (1 if best and known else 0)
     if best and known:
         assert min(known[step] for step in kept if step in known) == min(known.values())
-    again = which(kept, values, keep_last=last, keep_every=every, keep_best=best)
+    again = which(kept, evaluations, keep_last=last, keep_every=every, keep_best=best)
     assert again == kept, "what stays once stays when nothing was added"

@@ -190,6 +190,11 @@ def test_a_warning_comes_before_the_disk_is_full(
             {"eval_loss": [3, 1, 2, 5, 4, 6], "accuracy": [0, 0, 0.7, 0, 0, 0]},
             [3, 6],
         ),
+        (
+            Retention(keep_last=1, keep_best=True),  # not comparable
+            {"eval_loss": [1, 2, 3, 4, 3.5, 5], "eval_samples": [8, 8, 8, 20, 20, 20]},
+            [1, 5, 6],
+        ),
         (Retention(keep_last=None), {}, [1, 2, 3, 4, 5, 6]),
     ],
 )

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshtrain.data import IGNORE, Batch, OpenData, Samples, eval_batches, train_batches
+from meshtrain.data import IGNORE, Batch, OpenData, Samples, eval_batches, loader, train_batches
 from meshtrain.data.order import batch_items, batch_samples, microbatches
 from meshtrain.errors import InputError
 
@@ -94,6 +94,20 @@ def test_workers_change_nothing(opened: Opener, tmp_path: Path, workers: int) ->
     for _ in range(2):
         seen = torch.cat([batch.inputs[0] for batch in loader])[: len(data.validation)]
         assert torch.equal(seen, torch.stack([data.validation.item(i, 0)[0][0] for i in range(len(data.validation))]))
+
+
+@pytest.mark.parametrize(("workers", "prefetch", "ahead"), [(2, 1, 8), (2, 2, 8), (3, 1, 9), (2, 6, 12), (1, 2, 8)])
+def test_a_whole_step_is_read_ahead(monkeypatch, workers: int, prefetch: int, ahead: int) -> None:
+    """And no more than that, or than what was asked for: what is asked of the workers has to fit into memory."""
+    asked = []
+    filled = loader._filled
+    monkeypatch.setattr(loader, "_filled", lambda *given: (asked.append(slots) or slots for slots in filled(*given)))
+    keys = {"seed": 0, "first_step": 0, "steps": 9, "global_size": 16, "micro_size": 2, "rank": 0, "ranks": 1}
+    batches = train_batches(Numbers(99), **keys, workers=workers, prefetch=prefetch)
+    for step in (1, 2, 3):
+        assert len(next(batches)) == 8
+        assert len(asked) == 8 * step + ahead
+    batches.close()
 
 
 def test_evaluation_keeps_its_workers_and_may_be_left_early() -> None:
@@ -215,6 +229,10 @@ OWN = """
             return [1, 2, 3]
         if config.path == "nothing":
             return 3
+        if config.path == "absent":
+            open("no/such/file")
+        if config.path == "disk":
+            raise OSError(5, "Input/output error", "somewhere")
         if split == "validation":
             return Squares(0, 3) if config.path == "both" else None
         return Squares(0, 50)
@@ -256,6 +274,11 @@ def test_a_users_own_data_that_is_wrong(opened: Opener, own: str, tmp_path: Path
         opened(source=own, path="wrong", validation=0)
     with pytest.raises(InputError, match=r"gave int; expected an object with len"):
         opened(source=own, path="nothing")
+    absent = rf"own.py: dataset\(config, 'train'\) cannot be used: it raises FileNotFoundError: .* \({own}:\d+\)$"
+    with pytest.raises(InputError, match=absent):
+        opened(source=own, path="absent")
+    with pytest.raises(OSError, match="Input/output error"):
+        opened(source=own, path="disk")  # that is not for the user to mend
     data = opened(source=own, path="both", n_outputs=4)
     with pytest.raises(InputError, match=r"the target 4 of sample 4 .* outside of the model's 4 outputs"):
         data.train.read([(0, 3), (0, 4)], 2)

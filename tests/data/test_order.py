@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshtrain.data import order_numpy
 from meshtrain.data.order import (
     Permutation,
     batch_items,
@@ -68,6 +69,24 @@ def test_a_batch_depends_on_its_positions_only(n: int, batch: int, step: int, cu
     middle = first + min(cut, batch)
     assert items(3, range(first, middle), n) + items(3, range(middle, first + batch), n) == whole
     assert batch_samples(3, step, batch, n) == [sample for _, sample in whole]
+
+
+@given(st.integers(1, 2**63 - 1), st.integers(0, 2**62), st.integers(0, 60), st.integers())
+def test_numpy_gives_the_same(n: int, first: int, count: int, seed: int) -> None:
+    positions = range(first, first + count)
+    assert order_numpy.items(seed, positions, n) == items(seed, positions, n)
+    near = range(2 * n - 5, 2 * n + 5)  # over the end of an epoch
+    assert n < 3 or order_numpy.items(seed, near, n) == items(seed, near, n)
+    small = n % 50 + 1  # over several
+    assert order_numpy.items(seed, positions, small) == items(seed, positions, small)
+
+
+@pytest.mark.parametrize("n", [2**63 - 1, 2**62, 3037000499**2, 3037000499**2 + 1, 2**32, 10**12, 1])
+def test_numpy_gives_the_same_at_the_edges(n: int) -> None:
+    for positions in (range(3), range(max(0, n - 3), n + 3), range(5 * n + 1, 5 * n + 1)):
+        assert order_numpy.items(7, positions, n) == items(7, positions, n)
+    with pytest.raises(ValueError, match="at least 1"):
+        order_numpy.items(7, range(3), 0)
 
 
 def test_each_epoch_and_each_seed_has_its_own_order() -> None:

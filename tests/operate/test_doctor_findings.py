@@ -21,6 +21,7 @@ from meshtrain.operate.doctor.record import (
     Link,
     PathFacts,
     Place,
+    Port,
     Reach,
     RecordError,
     Seen,
@@ -173,6 +174,12 @@ NCCL_ETH1 = everywhere(variables={"NCCL_SOCKET_IFNAME": "eth1"})
 STUCK = {"3": "not done with all-reduce over tp after 25 s"}
 NO_GPUS = after(both_places(processes="gpu"), change(1, processes=0, ranks=()), everywhere(layout=None))
 THREE = (Link(0, 2, 1e9), Link(0, 4, 1e7), Link(2, 4, 1.1e7))
+IB = tuple(Port(f"mlx5_{i}:1", gbit=400.0, driver="mlx5_core") for i in range(8))
+DOWN = tuple(replace(one, active=one.name != "mlx5_3:1") for one in IB)
+SLOW = tuple(replace(one, gbit=100.0) for one in IB[:2]) + IB[2:]
+SLOW_TOLD = "mlx5_0:1 has 100 instead of 400 Gb/s, mlx5_1:1 has 100 instead of 400 Gb/s"
+ROCE = tuple(replace(one, layer="Ethernet", roce_v2=True) for one in IB)
+EFA = tuple(Port(f"rdmap{i}s0:1", "Unknown", gbit=100.0, driver="efa") for i in range(8))
 SHUT = Reach(0, 1, "10.1.0.2", 40002, "silent")
 
 # id, what is wrong, and words that have to be in what is said (who, what, and the fix).
@@ -222,7 +229,9 @@ CASES: list[tuple[str, Change, tuple[str, ...]]] = [
     ("clock-differs", whole(clocks=((0.0, 0.0), (-120.0, 0.1))), ("node2 is 120.0 s behind that of node1",)),
     ("little-memory", change(1, memory_free_gib=2.0), ("node2 has 2.0 of 64 GiB",)),
     ("little-shared-memory", after(GPUS, everywhere(shared_memory_gib=0.0625)), ("64 MiB", "--shm-size")),
-    ("locked-memory-limited", everywhere(infiniband=("mlx5_0:1",), gpudirect="x", locked_memory_kib=64), ("64 KiB",)),
+    ("locked-memory-limited", everywhere(ports=IB, gpudirect="x", locked_memory_kib=64), ("64 KiB",)),
+    ("few-descriptors", change(0, open_files=(512, 515)), ("node1", "may open 515 files", "4 ranks needs 516")),
+    ("few-descriptors", change(0, open_files=(512, 4096)), ("node1", "may open 512 files", "ulimit -n 516")),
     ("host-busy", change(1, load=40.0), ("node2", "a load of 40.0 on 8 cores")),
     ("little-disk", path(1, "train.output", free_gib=5.0), ("train.output on node2 has 5.0 GiB",)),
     ("path-missing", path(1, "data.path", problem="is not there", seen="/"), ("is not there", "all right on node1")),
@@ -244,9 +253,14 @@ CASES: list[tuple[str, Change, tuple[str, ...]]] = [
     ("ports-closed", after(reach(0, "silent"), reach(1, "silent")), ("node1 to node2, node2 to node1",)),
     ("ports-closed", reach(0, "refused"), ("is refused: node1 to node2",)),
     ("address-of-another", reach(0, "another: \"x\""), ("reaches another host at 10.0.0.2",)),
-    ("infiniband-differs", change(0, infiniband=("mlx5_0:1",), gpudirect="x"), ("node2 has no active InfiniBand",)),
-    ("no-gpudirect", after(GPUS, everywhere(infiniband=("mlx5_0:1",))), ("nvidia_peermem",)),
+    ("infiniband-differs", change(0, ports=IB, gpudirect="x"), ("node2 has no active InfiniBand",)),
+    ("infiniband-differs", after(everywhere(ports=IB), change(0, ports=DOWN)), ("node1 has less", "mlx5_3:1 is not")),
+    ("infiniband-differs", after(everywhere(ports=IB), change(1, ports=SLOW)), (SLOW_TOLD, "node2 has less")),
+    ("roce-gid-missing", everywhere(ports=(replace(ROCE[0], roce_v2=False),)), ("mlx5_0:1 of node1", "show_gids")),
+    ("rdma-not-given", everywhere(ports=IB, verbs=False), ("/dev/infiniband", "node1, node2")),
+    ("no-gpudirect", after(GPUS, everywhere(ports=IB)), ("nvidia_peermem",)),
     ("plugin-missing", after(GPUS, everywhere(nccl_conf={"NCCL_NET": "AWS Libfabric"})), ("NCCL would end",)),
+    ("plugin-missing", after(GPUS, everywhere(ports=EFA)), ("aws-ofi-nccl", "node1 has cards of EFA")),
     ("plugin-missing", after(GPUS, everywhere(nccl_conf={"NCCL_NET_PLUGIN": "ofi"})), ("ofi, which is not found",)),
     ("not-timed", timed(skipped="the job has one process"), ("the job has one process",)),
     ("no-time-left", timed(left_out=("all-gather over tp",)), ("no time for all-gather over tp",)),
@@ -257,12 +271,89 @@ CASES: list[tuple[str, Change, tuple[str, ...]]] = [
 ]  # fmt: skip
 
 
+def ports(*rates: float, first: int = 0, down: tuple[int, ...] = ()) -> tuple[Port, ...]:
+    """Cards of these rates in Gb/s, numbered from `first`."""
+    return tuple(Port(f"mlx5_{first + i}:1", gbit=rate, active=i not in down) for i, rate in enumerate(rates))
+
+
+@pytest.mark.parametrize(
+    ("each", "short"),
+    [
+        ((ports(400, 400), ports(400, 400, first=2)), {}),  # other names
+        ((ports(400, 400, 100), ports(400, 400)), {}),  # one more, for storage
+        ((ports(100, 400, 400), ports(400, 400)), {}),
+        ((ports(400, 400, 10, down=(2,)), ports(400, 400, 10, down=(2,))), {}),  # a spare one on every host
+        ((ports(400, 400), ports(400, 400, down=(1,))), {"node2": ["mlx5_1:1 is not active"]}),
+        ((ports(400, 200), ports(400, 400)), {"node1": ["mlx5_1:1 has 200 instead of 400 Gb/s"]}),
+    ],
+)
+def test_ports_are_compared_by_name_only_where_a_host_has_less(
+    each: tuple[tuple[Port, ...], ...], short: dict[str, list[str]]
+) -> None:
+    seen = after(*(change(i, ports=found, gpudirect="x") for i, found in enumerate(each)))(HEALTHY)
+    found = [one for one in judge(seen) if one.id == "infiniband-differs"]
+    assert {node for one in found for node in one.where} == set(short), findings_text(found)
+    for one in found:
+        assert all(words in one.what for words in short[one.where[0]])
+
+
 def test_nothing_is_found_in_a_healthy_job() -> None:
     found = judge(HEALTHY)
     assert [one.id for one in found] == ["transport"], findings_text(found)
     assert found[0].what == "gloo over TCP on eth0"
     assert status(found) == 0
     assert findings_text(found).endswith("all is well")
+
+
+IPOIB = after(*(
+    change(i, interfaces=(
+        Interface("lo", ("127.0.0.1/8",)),
+        Interface("eno1", (f"10.0.0.{i + 1}/24",)),
+        *(Interface(f"ib{n}", (f"10.{n + 1}.0.{i + 1}/24",)) for n in range(8)),
+    ))
+    for i in range(2)
+))  # fmt: skip
+
+
+def tried(how: str) -> Change:
+    """Each host has tried the other's addresses, and reaches those of InfiniBand like this."""
+    return after(
+        *(
+            reach(i, "open", *(Reach(i, 1 - i, f"10.{n + 1}.0.{2 - i}", 40002 - i, how) for n in range(8)))
+            for i in range(2)
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("different", "way"),
+    [
+        (
+            after(IPOIB, tried("open"), everywhere(ports=IB, gpudirect="DMA-BUF")),
+            "InfiniBand with GPUDirect by DMA-BUF",
+        ),
+        (everywhere(ports=ROCE, gpudirect="nvidia_peermem"), "RoCE with GPUDirect"),
+        (everywhere(ports=EFA, net_plugin="/opt/libnccl-net.so"), "what the plugin /opt/libnccl-net.so offers"),
+        (everywhere(), "TCP sockets on eth0"),
+    ],
+    ids=["InfiniBand", "RoCE", "EFA", "Ethernet"],
+)
+def test_a_healthy_cluster_has_no_findings(different: Change, way: str) -> None:
+    """As its hosts are when nothing is set: of several interfaces NCCL takes InfiniBand's for its sockets."""
+    wide = everywhere(open_files=(1024, 1048576), locked_memory_kib=None)
+    found = judge(after(GPUS, wide, different)(HEALTHY))
+    assert {one.id for one in found} == {"transport"}, findings_text(found)
+    assert any(way in one.what for one in found)
+
+
+def test_an_interface_that_the_others_do_not_reach_is_wrong() -> None:
+    there = after(GPUS, IPOIB, everywhere(ports=IB, gpudirect="DMA-BUF"))
+    shut = [one for one in judge(after(there, tried("silent"))(HEALTHY)) if one.id != "transport"]
+    assert [(one.severity, one.id) for one in shut] == [("error", "interface-wrong")] * 2
+    assert "takes ib0 (10.1.0.2) of node2" in shut[1].what
+    assert "10.1.0.2 gets no answer from the other hosts" in shut[1].what
+    unknown = [one for one in judge(there(HEALTHY)) if one.id != "transport"]
+    assert [(one.severity, one.id) for one in unknown] == [("warning", "interface-wrong")] * 2
 
 
 @pytest.mark.parametrize(("id_", "wrong", "words"), CASES, ids=[f"{i}-{case[0]}" for i, case in enumerate(CASES)])

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.operate.doctor import nccl
+from meshtrain.operate.doctor import machine, nccl
 from meshtrain.operate.doctor.nccl import gpudirect, library_cache, net_plugin, settings
-from meshtrain.operate.doctor.record import Host, Interface, Place
+from meshtrain.operate.doctor.record import Host, Interface, Place, Port
 from meshtrain.operate.doctor.transport import slow_switches, transport
 
 LO, ETH0 = Interface("lo", ("127.0.0.1/8",)), Interface("eth0", ("10.0.0.1/24",))
@@ -17,6 +17,8 @@ SHARED, SOCKETS = PCIE + "shared memory", "TCP sockets on eth0"
 DIRECT = "InfiniBand with GPUDirect by DMA-BUF if the cards' driver has it, as far apart as NCCL_NET_GDR_LEVEL allows"
 OFI = "/opt/ofi/lib/libnccl-net.so"
 PLUGIN = f"what the plugin {OFI} offers, if it loads (NCCL_NET_PLUGIN=none switches it off)"
+ROCE, EFA = Port("mlx5_1:1", "Ethernet", roce_v2=True), Port("rdmap1:1", "Unknown", driver="efa")
+NO_EFA = ", because EFA is by the plugin aws-ofi-nccl alone, and there is none"
 NVLINK = "NVLink (NCCL_P2P_DISABLE, NCCL_P2P_LEVEL switch it off)"
 
 
@@ -30,7 +32,7 @@ def nvlink(**variables: str) -> Host:
 
 
 def infiniband(direct: str = "", plugin: str = "", **variables: str) -> Host:
-    return gpu_host(infiniband=("mlx5_0:1",), gpudirect=direct, net_plugin=plugin, variables=variables)
+    return gpu_host(ports=(Port("mlx5_0:1"),), gpudirect=direct, net_plugin=plugin, variables=variables)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,21 @@ def infiniband(direct: str = "", plugin: str = "", **variables: str) -> Host:
         (infiniband("DMA-BUF", NCCL_NET="Socket"), SHARED, SOCKETS + ", because of NCCL_NET=Socket"),
         (infiniband("DMA-BUF", OFI, NCCL_NET="Socket"), SHARED, SOCKETS + ", because of NCCL_NET=Socket"),
         (infiniband("", OFI), SHARED, PLUGIN),
+        (gpu_host(ports=(ROCE,), gpudirect="DMA-BUF"), SHARED, DIRECT.replace("InfiniBand", "RoCE")),
+        (
+            gpu_host(ports=(ROCE, Port("mlx5_0:1"))),
+            SHARED,
+            "InfiniBand and RoCE, as far as can be seen without GPUDirect",
+        ),
+        (
+            gpu_host(ports=(ROCE,), variables={"NCCL_IB_DISABLE": "1"}),
+            SHARED,
+            SOCKETS + ", because of NCCL_IB_DISABLE=1",
+        ),
+        (gpu_host(ports=(replace(ROCE, active=False),)), SHARED, SOCKETS),
+        (gpu_host(ports=(ROCE,), verbs=False), SHARED, SOCKETS),
+        (gpu_host(ports=(EFA,)), SHARED, SOCKETS + NO_EFA),
+        (gpu_host(ports=(EFA,), net_plugin=OFI), SHARED, PLUGIN),
         (gpu_host(net_plugin=OFI, variables={"NCCL_NET": "AWS Libfabric"}), SHARED, PLUGIN),
         (
             infiniband("DMA-BUF", NCCL_NET="AWS Libfabric"),
@@ -175,3 +192,70 @@ def test_nccl_reads_files_of_settings_too(tmp_path: Path, monkeypatch: pytest.Mo
     assert named == {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "WARN"}
     monkeypatch.setattr(nccl, "_home", lambda: tmp_path / "none")
     assert settings({}, tmp_path / "none") == {}
+
+
+def card(folder: Path, name: str, driver: str, layer: str, state: str, rate: str, gids: tuple[str, ...] = ()) -> None:
+    """A card of one port in /sys/class/infiniband."""
+    port = folder / name / "ports" / "1"
+    (port / "gid_attrs" / "types").mkdir(parents=True)
+    (folder / name / "device").mkdir()
+    (folder / driver).mkdir(exist_ok=True)
+    (folder / name / "device" / "driver").symlink_to(folder / driver)
+    for file, text in {"link_layer": layer, "state": state, "rate": rate}.items():
+        (port / file).write_text(f"{text}\n")
+    for i, gid in enumerate(gids):
+        (port / "gid_attrs" / "types" / str(i)).write_text(f"{gid}\n")
+
+
+def test_the_ports_of_rdma_cards(tmp_path: Path) -> None:
+    card(tmp_path, "mlx5_0", "mlx5_core", "InfiniBand", "4: ACTIVE", "400 Gb/sec (4X NDR)", ("IB/RoCE v1",))
+    card(tmp_path, "mlx5_1", "mlx5_core", "InfiniBand", "1: DOWN", "10 Gb/sec (4X SDR)")
+    card(tmp_path, "mlx5_2", "mlx5_core", "Ethernet", "4: ACTIVE", "200 Gb/sec (4X HDR)", ("IB/RoCE v1", "RoCE v2"))
+    card(tmp_path, "rdmap1s0", "efa", "Unknown", "4: ACTIVE", "100 Gb/sec (4X EDR)")
+    (tmp_path / "mlx5_0/ports/1/gid_attrs/types/1").mkdir()  # as one that is not in use, it cannot be read
+    found = machine.ports(tmp_path)
+    assert found == (
+        Port("mlx5_0:1", "InfiniBand", True, 400.0, "mlx5_core"),
+        Port("mlx5_1:1", "InfiniBand", False, 10.0, "mlx5_core"),
+        Port("mlx5_2:1", "Ethernet", True, 200.0, "mlx5_core", True),
+        Port("rdmap1s0:1", "Unknown", True, 100.0, "efa"),
+    )
+    host = gpu_host(ports=found)
+    assert ([one.name for one in host.rdma], host.rdma_name, host.efa) == (
+        ["mlx5_0:1", "mlx5_2:1"], "InfiniBand and RoCE", True,
+    )  # fmt: skip
+    assert machine.ports(tmp_path / "none") == ()
+    assert not machine.verbs(tmp_path / "none")
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/uverbs0").touch()
+    assert machine.verbs(tmp_path / "dev")
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("groups", "folder", "files", "memory"),
+    [
+        ("0::/job_7/step_0\n", "", {}, (64, 60)),
+        ("0::/job_7/step_0\n", "job_7", {"max": 8 * GIB, "current": 6 * GIB, "inactive_file": GIB}, (8, 3)),
+        ("0::/\n", "", {"max": 8 * GIB, "current": 2 * GIB, "inactive_file": 0}, (8, 6)),
+        ("0::/job_7\n", "job_7", {"max": "max", "current": 6 * GIB, "inactive_file": 0}, (64, 60)),
+        (
+            "9:cpu:/x\n4:memory:/slurm/job_7\n0::/\n", "memory/slurm/job_7",
+            {"limit_in_bytes": 16 * GIB, "usage_in_bytes": 4 * GIB, "total_inactive_file": 2 * GIB}, (16, 14),
+        ),
+    ],
+)  # fmt: skip
+def test_memory_is_that_of_the_group_that_a_job_is_held_to(
+    tmp_path: Path, groups: str, folder: str, files: dict[str, object], memory: tuple[float, float]
+) -> None:
+    host, own = tmp_path / "meminfo", tmp_path / "cgroup"
+    host.write_text(f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {60 * 2**20} kB\n")
+    own.write_text(groups)
+    group = tmp_path / "root" / folder
+    group.mkdir(parents=True)
+    for name, value in files.items():
+        file = "stat" if name.endswith("inactive_file") else name
+        (group / f"memory.{file}").write_text(f"{name} {value}\n" if file == "stat" else f"{value}\n")
+    assert machine.memory_gib(host, own, tmp_path / "root") == memory

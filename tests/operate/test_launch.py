@@ -80,6 +80,15 @@ def test_the_script_asks_for_what_was_asked_for(folder: Path, capsys: pytest.Cap
     assert (folder / "runs/quickstart/launch.sbatch").read_text() == script
 
 
+def test_a_home_folder_as_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    script = dry_run(capsys, *NODES, "train.output=~/run")
+    assert directives(script)["output"] == f"{tmp_path}/run/logs/slurm-%j.out"
+    assert list((tmp_path / "run").iterdir())
+
+
 def test_a_task_per_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     script = dry_run(capsys, *NODES, "--srun", "--gres", "gpu:h100", "--cpus-per-task", "12")
     asked = directives(script)

@@ -1,5 +1,6 @@
 """Ears: what is answered, to whom, and what silence means."""
 
+import errno
 import os
 import signal
 import socket
@@ -8,13 +9,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from meshtrain.operate import pulse, ranks
 from meshtrain.operate.pulse import Address, Ear, SilentError, addresses_towards, ask, ask_all, place, state_of
+from meshtrain.operate.testimony import Statement
+from meshtrain.operate.watchdog import Watch
 from tests.launching import ROOT, environment
 
 
@@ -58,13 +64,13 @@ def test_the_host_itself_is_asked_without_the_network(ear: Ear) -> None:
 def test_only_the_same_network_is_asked_by_loopback(ear: Ear, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host of the same name may be another."""
 
-    def connect(to: tuple[str, int], timeout: float) -> socket.socket:
-        asked.append(to[0])
-        return real(to, timeout)
+    def connect(ip: str, port: int) -> socket.socket:
+        asked.append(ip)
+        return real(ip, port)
 
     asked: list[str] = []
-    real = socket.create_connection
-    monkeypatch.setattr(socket, "create_connection", connect)
+    real = pulse._connect
+    monkeypatch.setattr(pulse, "_connect", connect)
     ask(at(ear.port, "::1"), {}, ear.token, here="host")
     assert asked == ["::1"]
     ask(at(ear.port, "::1"), {}, ear.token, here="here")
@@ -72,13 +78,13 @@ def test_only_the_same_network_is_asked_by_loopback(ear: Ear, monkeypatch: pytes
 
 
 def test_who_refuses_is_gone_only_if_no_address_leads_to_him(monkeypatch: pytest.MonkeyPatch) -> None:
-    def connect(to: tuple[str, int], timeout: float) -> socket.socket:
-        if to[0] == "lost":
+    def connect(ip: str, port: int) -> socket.socket:
+        if ip == "lost":
             raise TimeoutError("timed out")
-        return real((to[0], to[1]), timeout)
+        return real(ip, port)
 
-    real = socket.create_connection
-    monkeypatch.setattr(socket, "create_connection", connect)
+    real = pulse._connect
+    monkeypatch.setattr(pulse, "_connect", connect)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]  # nobody listens there on ::1
         other = Ear(lambda question: {})
@@ -315,3 +321,131 @@ def test_a_child_does_not_keep_the_port_of_a_process_that_is_gone() -> None:
 def test_addresses_that_lead_to_others_come_before_loopback() -> None:
     assert addresses_towards(["localhost"])[0] in ("127.0.0.1", "::1")
     assert addresses_towards(["no.such.host.invalid"]) == ()
+
+
+# Descriptors --------------------------------------------------------------------------------------------------------
+
+DESCRIPTORS = 256
+LEADER = f"""
+import json, resource, sys, threading
+resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, {DESCRIPTORS}))
+import torch
+from meshtrain.environment import Environment
+from meshtrain.operate.leading import Leader
+from meshtrain.operate.pulse import Address, Ear
+from meshtrain.operate.ranks import Ranks
+from meshtrain.operate.watchdog import Watch
+from meshtrain.runtime import Job
+world, token, alive, dead = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+watch = Watch(Job(Environment("none", 0, world, 0, "a", None), torch.device("cpu"), None))
+ear = watch._ear = Ear(watch._answer)
+ear.token = token
+ports = {{0: ear.port, 7: dead}}
+addresses = [Address(i, "a" if i == 0 else "b", 1, ports.get(i, alive), ("127.0.0.1",), str(i > 0), str(i > 0))
+             for i in range(world)]
+watch._ranks = Ranks(watch.job, ear, addresses)
+watch._leader = Leader(watch._ranks, watch._clock, watch._closed)
+print(ear.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_leader_with_few_descriptors_decides_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ask at once, more than it has descriptors for; rank 7 is gone, and nobody else is blamed."""
+
+    def connect(ip: str, port: int) -> socket.socket:
+        connection = real(ip, port)
+        asking.append(port)
+        if len(asking) == world - 1:
+            all_ask.set()
+        return connection
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        if question["ask"] != "state":
+            return {}
+        all_ask.wait(3)
+        time.sleep(0.5)  # for the leader to accept them
+        return state
+
+    real, asking, all_ask = pulse._connect, list[int](), threading.Event()
+    monkeypatch.setattr(pulse, "_connect", connect)
+    world = DESCRIPTORS + 44
+    state = asdict(Statement("step", 5, 20.0))
+    others = Ear(answer)
+    gone = Ear(lambda question: {})
+    gone.close()
+    leader = subprocess.Popen(
+        [sys.executable, "-c", LEADER, str(world), others.token, str(others.port), str(gone.port)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment(),
+    )  # fmt: skip
+    try:
+        assert leader.stdout is not None
+        to = at(int(leader.stdout.readline()))
+        watch = Watch(SimpleNamespace(rank=1))  # type: ignore[arg-type]
+        watch._ranks = ranks.Ranks(SimpleNamespace(rank=0), others, [to])  # type: ignore[arg-type]
+        question = {"ask": "lead", "hangs": False, "failed": True, "late": False}
+        with ThreadPoolExecutor(world - 1) as pool:
+            heard = list(pool.map(lambda _: watch._ask_for_verdict(to, question), range(world - 1)))
+        assert watch.verdict is not None
+        assert (watch.verdict.what, watch.verdict.ranks) == ("gone", (7,))
+        assert all(heard)
+        _, told = leader.communicate()
+        assert told.startswith("rank 0 on host a stops, because rank 7 on host b is gone: ")
+        assert told.count("Traceback") == 0
+    finally:
+        leader.kill()
+        leader.wait()
+        others.close()
+
+
+def test_what_this_process_lacks_is_waited_for_and_says_nothing_of_others(
+    ear: Ear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(*arguments: Any, fileno: int | None = None) -> socket.socket:
+        left[0] -= fileno is None  # what the ear accepts is not meant
+        if left[0] >= 0 and fileno is None:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(*arguments, fileno=fileno)
+
+    real, left = socket.socket, [3]
+    monkeypatch.setattr(pulse, "PAUSE_S", 0.01)
+    monkeypatch.setattr(pulse.socket, "socket", lacking)
+    assert ask(at(ear.port), {}, ear.token) == {"heard": {}}
+    left[0] = 10**9
+    monkeypatch.setattr(pulse, "EXHAUSTED_S", 0.1)
+    with pytest.raises(pulse.ExhaustedError):
+        ask_all([at(ear.port)], {}, ear.token, "")
+
+
+def test_one_rank_of_each_host_asks_the_leader(monkeypatch: pytest.MonkeyPatch, ear: Ear) -> None:
+    """And the others of its host ask that one."""
+
+    def fake(to: Address, question: dict[str, Any], *_: object, **__: object) -> dict[str, Any]:
+        if question["ask"] == "here":
+            return {}
+        asked.append((question["ask"], to.rank))
+        return {"verdict": None}
+
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(pulse, "ask", fake)
+    for rank in range(8, 16):
+        watch = Watch(Fake(rank))  # type: ignore[arg-type]
+        watch._ranks = ranks.Ranks(Fake(rank), ear, several(4, 8))  # type: ignore[arg-type]
+        watch._inquire(hangs=True)
+    assert asked == [("lead", 0)] + [("inquire", 8)] * 7
+    watch = Watch(Fake(8))  # type: ignore[arg-type]
+    watch._ranks = ranks.Ranks(Fake(8), ear, several(4, 8))  # type: ignore[arg-type]
+    assert watch._answer({"ask": "inquire", "hangs": True, "failed": False, "late": False}) == {"verdict": None}
+    assert asked[-1] == ("lead", 0)
+
+
+def test_an_error_in_an_answer_is_told_once(ear: Ear, capsys: pytest.CaptureFixture) -> None:
+    watch = Watch(Fake(1))  # type: ignore[arg-type]
+    broken = Ear(watch._answer)
+    try:
+        for _ in range(3):
+            with pytest.raises(SilentError):
+                ask(at(broken.port), {"ask": "look", "rank": 99}, broken.token)
+        assert capsys.readouterr().err.count("Traceback") == 1
+    finally:
+        broken.close()

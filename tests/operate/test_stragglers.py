@@ -18,6 +18,8 @@ import torch.distributed as dist
 from meshtrain.environment import Environment
 from meshtrain.layout import Layout
 from meshtrain.metrics import read
+from meshtrain.operate.doctor import facts
+from meshtrain.operate.doctor.record import Gpu
 from meshtrain.operate.pace import LOOKS, Pace, Straggler
 from meshtrain.operate.smi import CONDITION, condition, gpu_condition, throttle_reasons
 from meshtrain.operate.stragglers import RANKS_PER_STEP, WARM_UP, Stragglers, advice, describe
@@ -206,29 +208,62 @@ def test_a_load_that_its_peers_have_too_is_no_reason() -> None:
     ("line", "expected"),
     [
         (
-            "3, 1230, 1980, 0x0000000000000048, 88, 310.42, 700.00",
+            "3, 1230, 1980, 88, 310.42, 700.00, 0x0000000000000048",
             "GPU 3 at 1230 of 1980 MHz, held down by a hardware slow-down, heat (hardware), 88 °C, 310 of 700 W",
         ),
-        ("0, 1980, 1980, 0x0000000000000000, 41, 650.00, 700.00", "GPU 0 at 1980 of 1980 MHz, 41 °C, 650 of 700 W"),
-        ("0, 1980, 1980, 0x0000000000000001, 41, [N/A], [N/A]", "GPU 0 at 1980 of 1980 MHz, 41 °C"),  # idle
-        ("1, [N/A], [N/A], [Not Supported], [N/A], [N/A], [N/A]", "GPU 1"),
-        ("Unable to determine the device handle for GPU0000:01:00.0: Unknown Error", ""),
-        ("", ""),
+        ("0, 1980, 1980, 41, 650.00, 700.00, 0x0000000000000000", "GPU 0 at 1980 of 1980 MHz, 41 °C, 650 of 700 W"),
+        ("0, 1980, 1980, 41, [N/A], [N/A], 0x0000000000000001", "GPU 0 at 1980 of 1980 MHz, 41 °C"),  # idle
+        ("1, [N/A], [N/A], [N/A], [N/A], [N/A], [Not Supported]", "GPU 1"),
+        ("1, 900, 1980, 50, 300.0, 300.0, ", "GPU 1 at 900 of 1980 MHz, 50 °C, 300 of 300 W"),
     ],
 )
 def test_the_condition_of_a_gpu(line: str, expected: str) -> None:
-    assert condition(line) == expected
+    assert condition([cell.strip() for cell in line.split(",")]) == expected
+
+
+def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, says: str) -> None:
+    """The body of a program in its place; what it was asked comes into the file `asked`, a line each."""
+    program = folder / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\n{says}\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
 def test_the_gpu_is_asked_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\necho "2, 900, 1980, 0x4, 50, 300.0, 300.0"\n')
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    nvidia_smi(tmp_path, monkeypatch, 'echo "2, 900, 1980, 50, 300.0, 300.0, 0x4"')
     told = gpu_condition("GPU-77aa")
     assert told == "GPU 2 at 900 of 1980 MHz, held down by the power limit, 50 °C, 300 of 300 W"
     asked = (tmp_path / "asked").read_text()
-    assert asked.split() == ["--id=GPU-77aa", "--format=csv,noheader,nounits", f"--query-gpu={CONDITION}"]
+    fields = ",".join((*CONDITION, "clocks_event_reasons.active"))
+    assert asked.split() == ["--id=GPU-77aa", "--format=csv,noheader,nounits", f"--query-gpu={fields}"]
+
+
+@pytest.mark.parametrize(
+    ("known", "asked", "held"),
+    [
+        ("clocks_event_reasons", 1, "heat (hardware)"),
+        ("clocks_throttle_reasons", 2, "heat (hardware)"),
+        ("no_reasons", 3, ""),
+    ],
+)
+def test_a_field_that_a_driver_does_not_know_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str, asked: int, held: str
+) -> None:
+    row = "0, H100, GPU-1, 81920, 1024, 580.1"
+    says = f"""case "$*" in
+        *{known}*) echo "{row}, 0x40" ;;
+        *reasons*) echo 'Field is not a valid field to query.'; exit 2 ;;
+        *) echo "{row}" ;;
+    esac"""
+    nvidia_smi(tmp_path, monkeypatch, says)
+    assert facts._gpus() == (Gpu(0, "H100", "GPU-1", 80.0, 1.0, "580.1", held),)
+    assert len((tmp_path / "asked").read_text().splitlines()) == asked
+
+
+def test_an_nvidia_smi_that_fails_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvidia_smi(tmp_path, monkeypatch, "echo 'Unable to determine the device handle: Unknown Error'")
+    assert gpu_condition("GPU-77aa") == ""
+    assert facts._gpus() == ()
 
 
 def test_without_nvidia_smi_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshtrain.checkpoint.snapshot import Snapshot
 from meshtrain.environment import Environment
 from meshtrain.operate import last_words, leading, watchdog, witness
 from meshtrain.operate.bell import Bell
 from meshtrain.operate.deadlines import LEAST_S, Clock, Deadlines, patience
 from meshtrain.operate.leading import Leader
+from meshtrain.operate.testify import Failure, statement
 from meshtrain.operate.testimony import Seen, Verdict
 from meshtrain.operate.watchdog import Watch
 from meshtrain.rounds import Lost, Round
@@ -64,6 +66,18 @@ def test_who_may_be_busy_hangs_after_some_deadlines_and_who_was_measured_at_once
     assert not deadlines.hangs("start", 100)
 
 
+def test_who_may_compile_hangs_after_some_deadlines_and_others_wait_for_it_as_long() -> None:
+    deadlines = Deadlines(start_s=600, compiles=True)
+    assert [deadlines.hangs("step", missed) for missed in (1, 2, 3)] == [False, False, True]
+    assert (deadlines.patient("step"), deadlines.longest("step")) == (True, 1800), "groups do not end it before"
+    assert Deadlines(start_s=600).longest("step") == 600
+    deadlines.measured(60.0)
+    assert (deadlines.hangs("step", 1), deadlines.patient("step"), deadlines.longest("step")) == (True, False, 1200)
+    assert (deadlines.hangs("evaluation", 1), deadlines.longest("evaluation")) == (False, 1800), "the first one, too"
+    deadlines.seen.add("evaluation")
+    assert (deadlines.hangs("evaluation", 1), deadlines.longest("evaluation")) == (True, 1200)
+
+
 def test_a_clock_counts_the_deadlines_missed_since_the_run_got_on(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("meshtrain.operate.deadlines.time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -77,13 +91,43 @@ def test_a_clock_counts_the_deadlines_missed_since_the_run_got_on(monkeypatch: p
     assert missed(604) == (True, 1)
     assert missed(1203) == (False, 1), "as long again from the look that has found it"
     assert missed(1205) == (True, 2)
-    assert clock.late
+    assert clock.late()
     now[0] = 5000
     clock.slept()
     assert missed(5599) == (False, 2), "a process that was stopped has its time from then on"
     assert missed(5601) == (True, 3)
     clock.at("step", 7)
-    assert (clock.step, clock.misses, clock.late) == (7, 0, False)
+    assert (clock.step, clock.misses, clock.late()) == (7, 0, False)
+
+
+@pytest.mark.parametrize("place", ["device", "disk"])
+def test_a_save_that_waits_for_the_device_is_late_sooner_than_one_that_waits_for_the_disk(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, begun, goes_on = [0.0], threading.Event(), threading.Event()
+    monkeypatch.setattr("meshtrain.operate.deadlines.time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock = Clock()
+    clock.deadlines.save_s = 1.0
+    clock.at("saving")
+
+    def wait() -> None:
+        begun.set()
+        goes_on.wait()
+
+    snapshot = Snapshot.__new__(Snapshot)  # the copies of a device that hangs are never there
+    copied = SimpleNamespace(synchronize=wait, elapsed_time=lambda _: 0.0)
+    snapshot.host_s, snapshot._events = 0.0, [copied, copied]  # type: ignore[list-item]
+    job = Job(Environment("none", 0, 1, 0, "a", None), torch.device("cpu"), None)
+    thread = threading.Thread(target=snapshot.wait if place == "device" else wait, name="checkpoint", daemon=True)
+    thread.start()
+    begun.wait()
+    try:
+        for seconds, late in ((299, False), (301, place == "device"), (3899, place == "device"), (3901, True)):
+            now[0] = seconds
+            assert statement(job, clock, None).late == late, seconds
+    finally:
+        goes_on.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("deadline", [0.5, 7.0, 120.0, 10000.0])
@@ -140,8 +184,11 @@ def test_a_stack_names_the_code_that_matters() -> None:
 
 def test_who_meets_at_a_store_knows_whom_it_waits_for() -> None:
     class Store:
-        def check(self, keys: list[str]) -> bool:
-            return keys[0].endswith("/1")
+        def add(self, key: str, number: int) -> int:
+            return 1
+
+        def get(self, key: str) -> bytes:
+            return b'[1, "here"]\n'
 
     meeting = Round(Store(), 0, 4, "round 7")  # type: ignore[arg-type]
 
@@ -294,7 +341,7 @@ class World:
     def __init__(self, *looks: list[Seen]) -> None:
         self.looks, self.told = list(looks), list[set[int]]()
 
-    def lowest(self) -> list[SimpleNamespace]:
+    def lowest(self, *, near: bool = False) -> list[SimpleNamespace]:
         return [SimpleNamespace(rank=0)]
 
     def examine(self) -> list[Seen]:
@@ -335,10 +382,10 @@ def test_an_error_is_that_of_a_connection_to_other_ranks_by_where_it_comes_from(
     assert witness.of_connections(raised(dist.DistStoreError("wait timeout")))
 
     class Store:
-        def check(self, keys: list[str]) -> bool:
+        def add(self, key: str, number: int) -> int:
             raise RuntimeError(reset)
 
-    for store, over in (Store(), False), (type("", (), {"check": lambda self, keys: False})(), True):
+    for store, over in (Store(), False), (dist.HashStore(), True):
         with pytest.raises(RuntimeError) as caught:
             Round(store, 0, 2, "round", lambda over=over: over).collect()  # type: ignore[misc]
         assert witness.of_connections(caught.value)
@@ -360,11 +407,13 @@ def test_a_rank_that_is_to_blame_prints_its_own_error(what: str) -> None:
     assert watch.failed("rank 2", closed) == Lost("it was rank 1")
 
 
+@pytest.mark.parametrize("failure", [None, Failure("error", "the loss is gone")])
 def test_an_error_of_the_watchdog_is_told_once_and_it_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, failure: Failure | None
 ) -> None:
     monkeypatch.setattr(watchdog, "LOOK_EVERY_S", 0.01)
     watch, looks = one_of_three(2), []
+    watch._failure = failure
 
     def look() -> None:
         looks.append(watch._decided.is_set())
@@ -374,7 +423,8 @@ def test_an_error_of_the_watchdog_is_told_once_and_it_goes_on(
 
     monkeypatch.setattr(watch, "_look", look)
     watch._run()
-    assert looks == [False, True, True], "nobody waits for a verdict that does not come"
+    ends = failure is not None
+    assert looks == [False, ends, ends], "who has failed waits no longer; who has not will wait, should it fail later"
     told = capsys.readouterr().err
     assert told.startswith("warning: the watchdog of rank 2 on host a has failed, and goes on:\nTraceback ")
     assert told.count("KeyError: 'mine'") == 1

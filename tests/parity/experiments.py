@@ -28,6 +28,15 @@ SMALL = (
     "train.sample_tokens=0",
 )
 
+# Models of a user's own, with what each needs.
+MODELS = Path(__file__).parents[1] / "models"
+OWN_MODELS: dict[str, tuple[str, ...]] = {
+    "between": ("parallel.recompute=full",),
+    "cross_attention": (),
+    "mixing": ("parallel.sequence_parallel=false",),
+    "whole_sequence": (),
+}
+
 # Blocks for 8 stages that are not of one size, and microbatches that cost next to nothing: there are many of them.
 STAGED = (
     "model.hidden_size=32",
@@ -36,6 +45,29 @@ STAGED = (
     "data.seq_len=32",
     "batch.global_size=15",
 )
+
+BRIEF = ("model.num_hidden_layers=2", "train.steps=8")
+
+# Models of one's own over pp, and what they have that llama does not.
+_FROZEN = "model.name=tests/models/frozen.py"
+STAGED_MODELS = {
+    "scaled and capped in blocks": (
+        "model.name=tests/models/between_blocks.py",
+        "model.tweak=inside",
+        "optimizer.lr=0.01",
+    ),
+    "layers with the same parameters": ("model.name=tests/models/shared_block.py", "model.one_module=false"),
+    "frozen layers": (_FROZEN,),
+    "a frozen tied embedding": (
+        _FROZEN,
+        'model.frozen=["*embed*"]',
+        "model.tie_word_embeddings=true",
+        "optimizer.lr=0.1",
+    ),
+    "a frozen stage": (_FROZEN, 'model.frozen=["*embed*", "*layers*"]', "optimizer.lr=0.03"),
+}
+# And over pp and tp.
+CROSSED_MODELS = {"a norm beside both layers": ("model.name=tests/models/own_norm.py",)}
 
 
 @dataclass(frozen=True)
@@ -64,7 +96,16 @@ def experiments(folder: Path) -> dict[str, Experiment]:
         f"data.path={ragged}",
         "data.validation=0.03",
         "train.eval_every=10",
+        "train.eval_samples=9",  # of more: the same ones on all layouts
         "batch.global_size=7",
+    )
+    digits = (
+        "train.epochs=null",
+        "train.steps=20",
+        f64,
+        "data.workers=0",
+        "train.eval_every=20",
+        "batch.global_size=21",
     )
     every = [
         Experiment("float32", QUICKSTART, (*SMALL, cache), 1e-5),
@@ -126,19 +167,19 @@ def experiments(folder: Path) -> dict[str, Experiment]:
             ),
             1e-9,
         ),
+        *(
+            Experiment(name, QUICKSTART, (*SMALL, *STAGED, *BRIEF, cache, f64, *keys), 1e-9)
+            for name, keys in {**STAGED_MODELS, **CROSSED_MODELS}.items()
+        ),
         Experiment("selective", QUICKSTART, (*SMALL, cache, f64, "parallel.recompute=selective"), 1e-9),
+        *(
+            Experiment(name, QUICKSTART, (*SMALL, cache, f64, f"model.name={MODELS / name}.py", *more), 1e-9)
+            for name, more in OWN_MODELS.items()
+        ),
+        Experiment("digits", "configs/digits.yaml", digits, 1e-9),
+        # Which ranks and microbatches use a layer depends on their samples.
         Experiment(
-            "digits",
-            "configs/digits.yaml",
-            (
-                "train.epochs=null",
-                "train.steps=20",
-                f64,
-                "data.workers=0",
-                "train.eval_every=20",
-                "batch.global_size=21",
-            ),
-            1e-9,
+            "rare", "configs/digits.yaml", (*digits, "model.name=tests/models/rare.py", "batch.micro_size=2"), 1e-9
         ),
     ]
     return {experiment.name: experiment for experiment in every}
@@ -162,9 +203,12 @@ def write_ragged(path: Path) -> Path:
 LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
     2: [
         ("{dp_replicate: 2}", ("float32", "float64", "ragged")),
-        ("{dp_shard: 2}", ("float32", "float64", "selective")),
-        ("{tp: 2}", ("float32", "float64", "ragged", "tied, masked, recomputed", "selective", "uneven", "dropout")),
-        ("{pp: 2}", ("float32", "staged", "staged, tied", "digits")),
+        ("{dp_shard: 2}", ("float32", "float64", "selective", "rare")),
+        (
+            "{tp: 2}",
+            ("float32", "float64", "ragged", "tied, masked, recomputed", "selective", "uneven", "dropout", *OWN_MODELS),
+        ),
+        ("{pp: 2}", ("float32", "staged", "staged, tied", "digits", *STAGED_MODELS)),
     ],
     3: [
         ("{dp_replicate: 3}", ("float32", "float64", "dropout")),
@@ -174,17 +218,20 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
     4: [
         ("{dp_replicate: 4}", ("float32", "float64", "ragged", "tied, masked, recomputed", "digits")),
         ("{dp_shard: 4}", ("float32", "float64", "ragged", "selective", "digits", "dropout")),
-        ("{dp_replicate: 2, dp_shard: 2}", ("float32", "float64", "ragged", "tied, masked, recomputed", "dropout")),
+        (
+            "{dp_replicate: 2, dp_shard: 2}",
+            ("float32", "float64", "ragged", "tied, masked, recomputed", "dropout", "rare"),
+        ),
         ("{dp_shard: 2, dp_replicate: 2}", ("float64",)),
         ("{tp: 4}", ("float32", "float64", "tied, masked, recomputed", "few heads")),
         ("{dp_replicate: 2, tp: 2}", ("float32", "float64", "tied, masked, recomputed", "uneven")),
-        ("{dp_shard: 2, tp: 2}", ("float32", "float64", "tied, masked, recomputed", "uneven", "dropout")),
+        ("{dp_shard: 2, tp: 2}", ("float32", "float64", "tied, masked, recomputed", "uneven", "dropout", "between")),
         ("{tp: 2, dp_shard: 2}", ("float64",)),
         ("{pp: 4}", ("float32", "staged", "staged, tied")),
         ("{pp: 2, dp_replicate: 2}", ("float32", "staged", "staged, tied")),
         ("{pp: 2, dp_shard: 2}", ("float32", "staged", "staged, tied")),
         ("{dp_shard: 2, pp: 2}", ("staged",)),
-        ("{pp: 2, tp: 2}", ("float32", "staged", "staged, tied")),
+        ("{pp: 2, tp: 2}", ("float32", "float64", "staged", "staged, tied", *CROSSED_MODELS)),
     ],
     6: [
         ("{dp_replicate: 2, dp_shard: 3}", ("float32", "float64", "ragged")),
@@ -222,7 +269,7 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
         return [(own,)]
     found: list[tuple[str, ...]] = [(own,)]
     tried = name == "float64" and (world <= 4 or len(sizes) > 2)  # on 8 ranks once
-    if tried or (len(sizes) == 1 and name in ("float32", "uneven", "few heads")):
+    if tried or (len(sizes) == 1 and name in ("float32", "uneven", "few heads", "between")):
         found.append((own, "parallel.sequence_parallel=false"))
     if name == "float64" and world <= 4:
         found.append((own, "parallel.regather=true"))
@@ -234,7 +281,7 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
 def pipelines(sizes: dict[str, int], name: str) -> list[tuple[str, ...]]:
     """What a layout with `pp` is trained with: (schedule, more overrides ...)."""
     p, data = sizes["pp"], sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
-    samples = {"float32": 14, "staged": 15, "staged, tied": 7, "digits": 21}[name]
+    samples = {"float32": 14, "float64": 14, "staged, tied": 7, "digits": 21}.get(name, 15)
 
     def cut(microbatches: int) -> str:
         """A `micro_size` that gives so many, or fewer where there are not that many samples."""
@@ -242,6 +289,9 @@ def pipelines(sizes: dict[str, int], name: str) -> list[tuple[str, ...]]:
 
     if name == "digits":  # three blocks
         return [("1f1b", cut(3)), ("zb-h2", cut(4))]
+    if name in STAGED_MODELS:
+        stages = ("pipeline.split=[3, 2]",) * (name == "a frozen stage")
+        return [("1f1b", cut(4), *stages), ("zb-h1" if stages else "zbv", cut(3), *stages)]
     if "dp_replicate" in sizes or "dp_shard" in sizes or "tp" in sizes:
         return crossed(sizes, name, cut(2 * p), cut(2 * p - 1))
     if name != "staged":
@@ -259,6 +309,10 @@ def crossed(sizes: dict[str, int], name: str, even: str, odd: str) -> list[tuple
     """The same for a layout with other axes, by what is new in it. Many processes on few cores are dear: few cells."""
     if len(sizes) > 2 or sizes["pp"] > 2:
         return [("1f1b", odd)] if name == "staged, tied" else [("zbv", even)]
+    if name == "float64":  # a stage for each block: one of them has the last norm alone
+        return [("interleaved-1f1b", even, "pipeline.split=[2, 1, 1, 1]")]
+    if name in CROSSED_MODELS:  # several stages a rank
+        return [("interleaved-1f1b", even, "parallel.sequence_parallel=false")]
     if name != "staged":
         return [("zbv", odd)] if name == "staged, tied" else [("1f1b", even)]
     found: list[tuple[str, ...]] = [("1f1b", even), ("zbv", odd)]

@@ -15,7 +15,15 @@ from meshtrain.metrics import read
 from meshtrain.pipeline.schedule import NAMES
 from tests.launching import run, torchrun
 from tests.parity.cells import assert_same, train
-from tests.parity.experiments import LAYOUTS, QUICKSTART, Experiment, experiments, variants
+from tests.parity.experiments import (
+    CROSSED_MODELS,
+    LAYOUTS,
+    QUICKSTART,
+    STAGED_MODELS,
+    Experiment,
+    experiments,
+    variants,
+)
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,9 @@ def test_every_layout_prints_the_same_number_of_parameters(
 def test_the_loss_falls(references: dict[str, list[dict]]) -> None:
     """Parity of runs that learn nothing would prove little."""
     for name, rows in references.items():
-        steps, share = (8, 0.95) if name == "staged" else (20, 0.8)
+        steps, share = (8, 0.95) if name in ("staged", *STAGED_MODELS, *CROSSED_MODELS) else (20, 0.8)
+        if name == "a frozen tied embedding":  # its head stays as it was drawn
+            share = 0.98
         assert len(rows) == steps
         assert rows[-1]["loss"] < share * rows[0]["loss"]
 

@@ -7,9 +7,11 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -36,7 +38,7 @@ from meshtrain.parallel.data import last_microbatch, reduce_gradients
 from meshtrain.parallel.later import Later, compute, defer
 from meshtrain.parts import local_part
 from meshtrain.pipeline.actions import Action, Kind, Schedule
-from meshtrain.pipeline.engine import Pipeline
+from meshtrain.pipeline.engine import Pipeline, shapes_of
 from meshtrain.pipeline.schedule import NAMES, build, to_csv
 from meshtrain.pipeline.simulate import simulate
 from meshtrain.runtime import join
@@ -65,12 +67,15 @@ def config(layout: dict[str, int], schedule: str, microbatches: int, *more: str)
 
 
 class Step:
-    """A step's microbatches of (b, s) tokens; keeps the losses that it has seen."""
+    """A step's microbatches of (b, s) tokens, or of each of several s in turn; keeps the losses that it has seen."""
 
-    def __init__(self, microbatches: int, b: int = 2, s: int = 12, seed: int = 0) -> None:
-        draws = torch.Generator().manual_seed(seed)
-        self.tokens = [torch.randint(V, (b, s), generator=draws) for _ in range(microbatches)]
+    def __init__(self, microbatches: int, b: int = 2, s: int | Sequence[int] = 12, seed: int = 0) -> None:
+        draws, lengths = torch.Generator().manual_seed(seed), [s] if isinstance(s, int) else s
+        self.tokens = [torch.randint(V, (b, lengths[i % len(lengths)]), generator=draws) for i in range(microbatches)]
         self.losses: dict[int, Tensor] = {}
+
+    def shapes(self, microbatch: int) -> tuple[tuple[int, ...] | None, ...]:
+        return shapes_of(self.inputs(microbatch))
 
     def inputs(self, microbatch: int) -> tuple[Tensor | None, ...]:
         tokens = self.tokens[microbatch]
@@ -115,19 +120,22 @@ class Watched(Step):
 
 
 class Sent:
-    """Counts the bytes of tensors that are sent to single ranks."""
+    """Counts the bytes of tensors that are sent to single ranks, and knows over which groups they went."""
 
     def __enter__(self) -> "Sent":
         self.bytes, self._send = 0, dist.isend
+        self.groups: dict[int, set[Any]] = {}  # of each target
         dist.isend = self._count
         return self
 
     def __exit__(self, *error: object) -> None:
         dist.isend = self._send
 
-    def _count(self, tensor: Tensor, **to: Any) -> Any:
+    def _count(self, tensor: Tensor, *to: Any, **named: Any) -> Any:
         self.bytes += tensor.nbytes
-        return self._send(tensor, **to)
+        if to:  # between stages: to a rank of the job, and over which group
+            self.groups.setdefault(to[0], set()).add(to[1])
+        return self._send(tensor, *to, **named)
 
 
 class Engine(Cases):
@@ -175,6 +183,16 @@ class Engine(Cases):
             if found is not None:
                 self.same(found, self.plain(*more)(*inputs).detach(), f"{schedule}: forward of {shape}")
 
+    def ragged(self, schedule: str) -> None:
+        """Microbatches of different lengths in one step, and in the next step others in the same places."""
+        p = dist.get_world_size()
+        model = self.pipeline({"pp": p}, schedule, p + 3)
+        for lengths in ((12, 7, 12, 5), (7, 12, 9)):
+            model.zero_grad()
+            work = Step(p + 3, s=lengths)
+            model.run(work)
+            self.gradients(model, self.expected(work), f"{schedule}, microbatches of {lengths} tokens")
+
     def memory(self, schedule: str) -> None:
         """Graphs live from a forward to its input gradient, outputs until they are sent, and nothing is left over."""
         p = dist.get_world_size()
@@ -218,6 +236,24 @@ class Engine(Cases):
         if layout.keys() == {"pp"}:
             self.equal(sent.bytes, own, f"{schedule}: bytes by torch")
 
+    def links(self, schedule: str) -> None:
+        """As on NCCL: a group for each neighbour and direction, and nothing is sent over another."""
+        p = dist.get_world_size()
+        with patch("meshtrain.mesh.IN_TURN", ("cpu",)):
+            model = self.pipeline({"pp": p}, schedule, p + 1)
+        work = Step(p + 1)
+        with Sent() as sent:
+            model.run(work)
+        self.gradients(model, self.expected(work), f"{schedule}, linked")
+        rank, over_all = dist.get_rank(), self.mesh.group("pp")
+        near = {(rank + 1) % p, (rank - 1) % p}
+        every = [self.mesh.link(*ends) for other in near for ends in ((rank, other), (other, rank))]
+        self.equal(len({*every, over_all}), 2 * len(near) + 1, f"{schedule}: groups of this rank")
+        for other in set(range(p)) - near:
+            self.equal(self.mesh.link(rank, other), over_all, f"{schedule}: no link to {other}")
+        for target, groups in sent.groups.items():
+            self.equal(groups, {self.mesh.link(rank, target)}, f"{schedule}: over which group {target} gets its own")
+
     def data_ranks(self, axis: str, schedule: str) -> None:
         """DDP sums once per step, FSDP gathers and reduces each stage once per step, whatever the microbatches."""
         model = self.pipeline({"pp": 2, axis: 2}, schedule, 6)
@@ -234,17 +270,19 @@ class Engine(Cases):
         twice = {name: 2 * grad for name, grad in self.expected(work).items()}  # both data ranks have the same samples
         self.gradients(model, twice, f"{axis} {schedule}")
 
-    def tied(self, layout: dict[str, int], schedule: str) -> None:
-        """Steps of the optimizer: copies of the weight stay the same bits, and it counts once in the norm."""
-        more = ("model.tie_word_embeddings=true", "optimizer.warmup_steps=0", "optimizer.lr=0.01")
+    def trained(
+        self, layout: dict[str, int], schedule: str, *more: str, alone: Sequence[str] = ()
+    ) -> tuple[Pipeline, nn.Module]:
+        """Steps of the optimizer: the losses and norms of one process, which gets the keys of `alone` besides."""
+        more = (*more, "optimizer.warmup_steps=0", "optimizer.lr=0.01")
         work = Step(3)
         model = self.pipeline(layout, schedule, 3, *more)
         cfg = config(layout, schedule, 3, *more)
         optimizer = Optimizer(model, cfg.optimizer, self.mesh, 10)
         trainer = Trainer(model, optimizer, cfg, self.mesh, CPU, task="language", clock=StepClock(CPU))
-        alone = self.plain(*more)
+        plain = self.plain(*more, *alone)
         known = Trainer(
-            alone, Optimizer(alone, cfg.optimizer, ALONE, 10), cfg, ALONE, CPU, task="language", clock=StepClock(CPU)
+            plain, Optimizer(plain, cfg.optimizer, ALONE, 10), cfg, ALONE, CPU, task="language", clock=StepClock(CPU)
         )
         batches = [Batch(work.inputs(i), tokens) for i, tokens in enumerate(work.tokens)]
         for step in range(1, 5):
@@ -254,7 +292,12 @@ class Engine(Cases):
                 results.append(one.update(step)())
             for what in ("loss", "grad_norm"):
                 found, expected = (torch.tensor(getattr(result, what)) for result in results)
-                self.same(found, expected, f"tied {layout} {schedule}: {what} of step {step}")
+                self.same(found, expected, f"{layout} {schedule} {more}: {what} of step {step}")
+        return model, plain
+
+    def tied(self, layout: dict[str, int], schedule: str) -> None:
+        """Copies of the weight stay the same bits, and it counts once in the norm."""
+        model, alone = self.trained(layout, schedule, "model.tie_word_embeddings=true")
         name = "model.embed_tokens.weight"
         copies = [p for n, p in model.named_parameters() if n == name]
         first, last = model.schedule.rank_of(0), model.schedule.rank_of(model.schedule.stages - 1)
@@ -274,6 +317,15 @@ class Engine(Cases):
             if copies:
                 self.equal(torch.equal(mine, other), True, f"tied {layout} {schedule}: the same bits on both ranks")
 
+    def compiled_dropout(self) -> None:
+        """Compiled blocks that run again, several microbatches under way; no code is generated: that takes long."""
+        more = ("model.hidden_dropout=0.2", "model.num_hidden_layers=2", "parallel.compile=true")
+        with patch("torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition")):
+            for recompute in ("full", "selective"):
+                how = f"parallel.recompute={recompute}"
+                self.trained({"pp": 2}, "1f1b", *more, how, alone=("parallel.compile=false",))
+        torch._dynamo.reset()
+
     def text(self, schedule: str) -> None:
         p = dist.get_world_size()
         models = (self.pipeline({"pp": p}, schedule, p), self.plain())
@@ -292,14 +344,15 @@ class Engine(Cases):
         model = self.pipeline({"pp": p}, str(path), p + 1)
         self.equal((model.schedule.name, model.schedule.stages_per_rank), ("mine", 2), "the schedule of the file")
 
-    def later(self, kv: int, precision: str, **how: Any) -> None:
-        """The layers of tensor parallelism leave the same bits for later."""
+    def later(self, kv: int, precision: str, frozen: bool = False, **how: Any) -> None:
+        """The layers of tensor parallelism leave the same bits for later; nothing is left of frozen weights."""
         self.mesh = build_mesh(Layout({"tp": 2}))
-        what, found = f"later, {kv} key/value heads, {precision}, {how}", []
+        what, found = f"later, {kv} key/value heads, {precision}, frozen {frozen}, {how}", []
         for split in (False, True):
             later = Later()
-            heads = (f"model.num_key_value_heads={kv}", "model.num_attention_heads=4", "model.hidden_size=16")
-            model = split_and_deferred(self.mesh, heads, Options(precision=precision, **how), later if split else None)
+            keys = [f"model.num_key_value_heads={kv}", "model.num_attention_heads=4", "model.hidden_size=16"]
+            keys += ["model.name=tests/models/frozen.py"] * frozen
+            model = split_and_deferred(self.mesh, keys, Options(precision=precision, **how), later if split else None)
             last_microbatch(model, False)
             losses = [sample_losses(model(tokens), tokens).sum() for tokens in Step(2).tokens]
             dues = []
@@ -321,6 +374,8 @@ class Engine(Cases):
                 self.equal(bad, [], f"{what}: gradients before their time")
             found.append({name: local_part(p.grad)[0] for name, p in model.named_parameters() if p.grad is not None})
         self.equal(found[0].keys(), found[1].keys(), f"{what}: which have gradients")
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        self.equal(found[1].keys(), trained, f"{what}: which are trained")
         for name, grad in found[0].items():
             self.equal(torch.equal(found[1][name], grad), True, f"{what}: bits of {name}")
 
@@ -330,7 +385,7 @@ def split_and_deferred(mesh: Mesh, keys: Sequence[str], how: Options, later: Lat
     cfg = config({}, "1f1b", 1, *keys)
     model = plain_model(cfg)
     model.to(master_dtype(how.precision))
-    split_over_tp(model, mesh, how)
+    how = split_over_tp(model, mesh, how)
     if later is not None:
         defer(model, later)
     materialise(model, CPU)
@@ -348,6 +403,8 @@ def two(cases: Engine, folder: Path) -> None:
         cases.later(kv, "float64")
         cases.later(kv, "float64", sequence_parallel=False)
         cases.later(kv, "float32", recompute="full", regather=True)
+    cases.later(2, "float64", frozen=True, regather=True)
+    cases.later(1, "float64", frozen=True, recompute="full", sequence_parallel=False)
     cases.later(2, "bfloat16", recompute="selective")
     cases.later(2, "bfloat16", recompute="full")
     for schedule in NAMES:
@@ -360,7 +417,10 @@ def two(cases: Engine, folder: Path) -> None:
     for schedule in ("1f1b", "zbv"):
         cases.text(schedule)
         cases.tied({"pp": 2}, schedule)
+        cases.ragged(schedule)
     cases.own_schedule(folder)
+    cases.links("zbv")
+    cases.compiled_dropout()
     cases.steps("1f1b", "parallel.compile=true", "model.num_hidden_layers=2", shapes=[(2, 12)])
 
 
@@ -379,6 +439,9 @@ def four(cases: Engine, folder: Path) -> None:
         cases.bytes_sent({"pp": 2, "tp": 2}, schedule)
     cases.bytes_sent({"pp": 2, "dp_shard": 2}, "v-half")
     cases.text("v-min")
+    cases.ragged("interleaved-1f1b")
+    for schedule in ("interleaved-1f1b", "zbv", "1f1b"):
+        cases.links(schedule)
 
 
 def main() -> None:

@@ -15,3 +15,9 @@ HERE = Path(__file__).parent
 def test_the_engine_does_what_one_process_does(world: int, least: int, tmp_path: Path) -> None:
     """Gradients, forwards, text, memory, and bytes sent, of every schedule."""
     assert_none_failed(forked(world, HERE / "engine_cases.py", str(tmp_path), timeout=500), world, least)
+
+
+@pytest.mark.timeout(300)
+def test_shards_have_the_bits_of_copies_in_16_bits() -> None:
+    """FSDP adds up in float32, too, what weight gradients that were put off bring."""
+    assert_none_failed(forked(4, HERE / "sharded_cases.py", timeout=280), 4, 230)

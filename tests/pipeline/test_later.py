@@ -1,11 +1,12 @@
 """Weight gradients that are left for later: the same bits, and really not computed before."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshtrain.layout import Layout
@@ -13,7 +14,7 @@ from meshtrain.locate import model_file
 from meshtrain.loss import sample_losses
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.apply import Options, spread_over_data
-from meshtrain.parallel.later import Later, compute, defer
+from meshtrain.parallel.later import Due, Later, compute, defer
 
 llama = model_file("llama")
 ALONE = Mesh(Layout({}), 0, "cpu", None, {})
@@ -21,10 +22,14 @@ TOKENS = torch.arange(24).view(2, 12) % 11
 LINEAR = 2 * 7 + 1  # layers of the model: seven in each block, and the head
 
 
-def model(recompute: str = "none", precision: str = "float32", later: Later | None = None) -> nn.Module:
+def model(
+    recompute: str = "none", precision: str = "float32", later: Later | None = None, tied: bool = False
+) -> nn.Module:
     torch.manual_seed(0)
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "vocab_size": 11}
     made = llama.Model(llama.Config(**sizes, num_hidden_layers=2, num_key_value_heads=2))
+    if tied:  # two linear layers with one parameter
+        made.model.layers[1].mlp.up_proj.weight = made.model.layers[0].mlp.up_proj.weight
     if later is not None:
         defer(made, later)
     return spread_over_data(made, ALONE, Options(recompute=recompute, precision=precision))
@@ -52,12 +57,13 @@ def gradients(of: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in of.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("precision", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-def test_the_same_bits_as_at_once(recompute: str, precision: str) -> None:
+def test_the_same_bits_as_at_once(recompute: str, precision: str, tied: bool) -> None:
     """Two microbatches, whose weight gradients come in the other order, after both input gradients."""
     later = Later()
-    one, two = model(recompute, precision), model(recompute, precision, later)
+    one, two = model(recompute, precision, None, tied), model(recompute, precision, later, tied)
     losses = [[sample_losses(m(tokens), tokens).sum() for tokens in (TOKENS, TOKENS.flip(1))] for m in (one, two)]
     due = []
     for at_once, split in zip(*losses, strict=True):
@@ -116,6 +122,52 @@ def test_a_bias_is_computed_at_once_and_an_input_without_gradient_costs_nothing(
     assert layer.weight.grad is None
     compute(due)
     assert torch.equal(layer.weight.grad, known.weight.grad)
+
+
+def test_weight_gradients_are_made_one_after_the_other() -> None:
+    """Those of a second microbatch are added to the first's, and let go: no two layers have theirs at once."""
+    later = Later()
+    made = model(later=later)
+    alive: list[StorageWeakRef] = []
+    most: list[int] = []
+
+    def watched(one: Due) -> Due:
+        def gradients() -> Sequence[Tensor]:
+            found = one.compute()
+            alive.extend(StorageWeakRef(gradient.untyped_storage()) for gradient in found)
+            most.append(sum(not ref.expired() for ref in alive))
+            return found
+
+        return Due(one.weights, gradients)
+
+    for _ in range(2):
+        loss = sample_losses(made(TOKENS), TOKENS).sum()
+        with later.collected() as due:
+            loss.backward()
+        alive.clear()
+        compute([watched(one) for one in due])
+    assert most[LINEAR:] == [1] * LINEAR
+
+
+@pytest.mark.parametrize("later", [None, Later()])
+def test_frozen_weights_cost_no_product(later: Later | None) -> None:
+    """Each of the frozen layers keeps its input gradient, and has no other."""
+    made, known = model(later=later), model()
+    for one in (made, known):
+        for name, parameter in one.named_parameters():
+            parameter.requires_grad_("up_proj" not in name and "layers.1" not in name)
+    frozen = 7 + 1
+    sample_losses(known(TOKENS), TOKENS).sum().backward()
+    loss = sample_losses(made(TOKENS), TOKENS).sum()
+    if later is None:
+        assert counted(loss.backward) == 2 * LINEAR - frozen
+    else:
+        with later.collected() as due:
+            assert counted(loss.backward) == LINEAR
+        assert counted(lambda: compute(due)) == LINEAR - frozen
+    assert gradients(made).keys() == gradients(known).keys()
+    for name, grad in gradients(known).items():
+        assert torch.equal(gradients(made)[name], grad), name
 
 
 def test_nothing_due_is_nothing_to_do() -> None:

@@ -97,6 +97,15 @@ def test_a_parameter_in_no_block_is_refused(what: str, named: str) -> None:
         keep_blocks(Loose(what), 0, 1)
 
 
+@pytest.mark.parametrize("how", ["twice", "within another"])
+def test_a_block_that_is_there_twice_is_refused(how: str) -> None:
+    model = Loose("")
+    model.second = model.first if how == "twice" else nn.Sequential(model.first)
+    for act in (lambda: keep_blocks(model, 0, 1), lambda: stages_holding(model, [(0, 1), (1, 2)])):
+        with pytest.raises(InputError, match=r"blocks\(\) name first twice, or within another block.*use pp: 1"):
+            act()
+
+
 def test_what_is_around_the_blocks_goes_with_the_block_before_it_or_the_first() -> None:
     first, second = Loose(""), Loose("")
     keep_blocks(first, 0, 1)

@@ -1,15 +1,21 @@
 """What the engine decides before it sends anything: one order for all, what is learnt from it, the form of a tensor."""
 
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshtrain.errors import InputError
+from meshtrain.layout import Layout
+from meshtrain.mesh import Mesh
 from meshtrain.pipeline.actions import Schedule, Transfer
 from meshtrain.pipeline.schedule import NAMES, build
-from meshtrain.pipeline.transfers import DTYPES, Form, acknowledged, in_order
+from meshtrain.pipeline.transfers import DTYPES, Form, Transfers, acknowledged, in_order
 
 SCHEDULES = [(name, ranks, microbatches) for name in NAMES for ranks, microbatches in product((2, 3, 4), (1, 3, 4, 9))]
 
@@ -89,3 +95,39 @@ def test_what_is_contiguous_is_not_copied() -> None:
     """The order of the sequence first, as tensor-parallel layers give it."""
     tensor = torch.zeros(6, 2, 4).transpose(0, 1)
     assert Form.of(tensor).lay_out(tensor).data_ptr() == tensor.data_ptr()
+
+
+class Posted:
+    """Takes what is sent and forgets it."""
+
+    def __init__(self) -> None:
+        self.shapes: list[list[int]] = []
+
+    def __call__(self, tensor: torch.Tensor, *to: Any) -> Any:
+        self.shapes.append(list(tensor.shape))
+        return SimpleNamespace(wait=lambda: None)
+
+
+def test_each_microbatch_has_a_form_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receiver makes memory of the form that it was told, so a sender may not send any other."""
+    sent = Posted()
+    monkeypatch.setattr(dist, "isend", sent)
+    monkeypatch.setattr(dist, "irecv", Posted())
+    mesh = Mesh(Layout({"pp": 2}), 0, "cpu", None, {(0, 1): Any})
+    schedule = build("gpipe", ranks=2, microbatches=3)
+    first, second, third = (Transfer("activation", 1, i, 0, 1) for i in range(3))
+    for keys, known in (("aba", [18]), ("aaa", [])):
+        transfers = Transfers(mesh, torch.device("cpu"))
+        transfers.begin(in_order(schedule), keys)
+        sent.shapes.clear()
+        transfers.send(first, torch.zeros(2, 12, 4))
+        assert sent.shapes == [[18], [2, 12, 4]], "the form goes before the tensor"
+        if known:
+            transfers.send(second, torch.zeros(2, 7, 4))
+            transfers.send(third, torch.zeros(2, 12, 4))
+            assert sent.shapes[2:] == [known, [2, 7, 4], [2, 12, 4]]
+            continue
+        for other in (torch.zeros(2, 7, 4), torch.zeros(2, 12, 4, dtype=torch.float64)):
+            with pytest.raises(InputError, match=r"activation for stage 1 of microbatch 1 is .*use pp: 1"):
+                transfers.send(second, other)
+        assert len(sent.shapes) == 2, "nothing was sent that the other end does not expect"

@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,7 +34,7 @@ PLAYED = {
     [[ ! -f $STAGE/exit.json ]] || cp "$STAGE/exit.json" "$STAGE/run/exit.json"
     exit "$(cat "$STAGE/step_status")" """,
     "torchrun": """printf '%s\\n' "$@" > "$STAGE/torchrun.$SLURM_NODEID"
-    grep SigIgn /proc/$$/status > "$STAGE/ignored" """,
+    grep SigIgn /proc/$$/status > "$STAGE/ignored"; echo "$(ulimit -n) $(ulimit -Hn)" > "$STAGE/files" """,
 }
 
 
@@ -204,12 +206,50 @@ def test_what_the_step_gets(stage: Stage, script: str) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
+def test_the_runs_folder_is_the_one_that_training_has(stage: Stage, script: str) -> None:
+    """Where `~` stands in the config no shell replaces it."""
+    real = f'[[ $1 == -m ]] || exec "{sys.executable}" "$@"'
+    (stage.folder / "bin" / "python").write_text(f"#!/bin/bash\n{real}\n")
+    stage.variables = {"HOME": str(stage.folder / "home"), "PYTHONPATH": str(ROOT)}
+    ended = stage.run(script, str(ROOT / "configs/quickstart.yaml"), "train.output=~/a run")
+    assert f"the run is in {stage.folder}/home/a run, " in ended.stdout, ended
+    assert (stage.folder / "home/a run/logs/slurm-70001.0").is_dir()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_signal_that_comes_early_kills_nothing(stage: Stage, script: str) -> None:
     """SIGUSR1 while python and torchrun start, which cannot hear it yet; SIGTERM ends them as ever."""
     stage.run(script)
     ignored = int((stage.folder / "ignored").read_text().split()[1], 16)
     assert ignored & 1 << (signal.SIGUSR1 - 1)
     assert not ignored & 1 << (signal.SIGTERM - 1)
+
+
+@pytest.mark.parametrize(
+    ("script", "variable", "seen_by", "option"),
+    [
+        ("train.sbatch", "NUMA_BINDING", "torchrun.1", "--numa-binding=node"),
+        ("train-srun.sbatch", "CPU_BIND", "srun", "--cpu-bind=node"),
+    ],
+)
+def test_processes_are_bound_where_that_is_asked_for(
+    stage: Stage, script: str, variable: str, seen_by: str, option: str
+) -> None:
+    stage.run(script)
+    assert "-bind" not in (stage.folder / seen_by).read_text()
+    stage.variables = {variable: "node"}
+    stage.run(script)
+    assert option in (stage.folder / seen_by).read_text().splitlines()
+
+
+def test_torchrun_may_open_as_many_files_as_the_node_allows(stage: Stage) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
+    try:
+        stage.run("train.sbatch")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (stage.folder / "files").read_text().split() == [str(hard), str(hard)]
 
 
 def test_torchrun_of_each_node(stage: Stage) -> None:

@@ -64,6 +64,9 @@ class Sleeping:
         self._unit = unit
         self.computed_s = 0.0  # the most CPU time of an action, for each unit that it slept
 
+    def shapes(self, microbatch: int) -> tuple[tuple[int, ...] | None, ...]:
+        return (self._inputs[microbatch].shape,)
+
     def inputs(self, microbatch: int) -> tuple[Tensor | None, ...]:
         return (self._inputs[microbatch],)
 

@@ -51,6 +51,9 @@ class Numbers:
     def __init__(self, inputs: Tensor) -> None:
         self._inputs = inputs.split(2)
 
+    def shapes(self, microbatch: int) -> tuple[tuple[int, ...] | None, ...]:
+        return (self._inputs[microbatch].shape,)
+
     def inputs(self, microbatch: int) -> tuple[Tensor | None, ...]:
         return (self._inputs[microbatch],)
 

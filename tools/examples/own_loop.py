@@ -15,7 +15,7 @@ import meshtrain
 from meshtrain.data.order import batch_samples, share
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.loss import GlobalCount, sample_losses, valid_targets
-from meshtrain.optim import clip_gradients
+from meshtrain.optim import clip_gradients, param_groups
 
 SIZES = dict(item.split("=") for item in sys.argv[1].split(",")) if len(sys.argv) > 1 else {"dp_shard": "-1"}
 BATCH, STEPS = 64, 50
@@ -29,8 +29,8 @@ with meshtrain.start() as job:
     inputs = torch.randn(1000, 16, dtype=torch.float64)
     targets = (inputs[:, 0] + inputs[:, 1] > 0).long()  # is the sum of the first two numbers positive?
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 2)).to(job.device)
-    meshtrain.parallelize(model, mesh, precision="float64", tp_plan=TP_PLAN, sequence_parallel=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    meshtrain.parallelize(model, mesh, precision="float64", tp_plan=TP_PLAN)
+    optimizer = torch.optim.AdamW(param_groups(model), lr=1e-2)
 
     for step in range(STEPS):
         samples = batch_samples(0, step, BATCH, len(inputs))  # of the global batch

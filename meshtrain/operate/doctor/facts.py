@@ -19,13 +19,13 @@ from meshtrain.operate.doctor import machine, nccl
 from meshtrain.operate.doctor.dial import resolve
 from meshtrain.operate.doctor.files import named_paths, probe
 from meshtrain.operate.doctor.record import Gpu, Host, Place
-from meshtrain.operate.smi import smi, throttle_reasons
+from meshtrain.operate.smi import query, smi, throttle_reasons
 
 SLOW_S = 2.0  # a look-up of a name that takes longer slows every start
 PACKAGES = ("meshtrain", "torch", "numpy", "einops", "safetensors", "pyyaml", "triton", "tokenizers", "transformers")
 VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "UCX_", "FI_", "PYTORCH_", "CUDA_", "CUBLAS_", "OMP_", "MKL_", "UCC_")
 VARIABLE_NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHASHSEED", "MASTER_ADDR")
-QUERY = "index,name,uuid,memory.total,memory.used,driver_version,clocks_throttle_reasons.active"
+QUERY = ("index", "name", "uuid", "memory.total", "memory.used", "driver_version")
 
 
 def collect(place: Place, config: str | None, overrides: Sequence[str], variables: Mapping[str, str]) -> Host:
@@ -34,7 +34,7 @@ def collect(place: Place, config: str | None, overrides: Sequence[str], variable
     resolves, slow = look_up({name, place.address})
     gpus = _gpus()
     memory, free = machine.memory_gib()
-    seen = _gpus_seen()
+    seen, ports = _gpus_seen(), machine.ports()
     conf = nccl.settings(variables)
     switches = conf | dict(variables)
     return Host(
@@ -52,7 +52,8 @@ def collect(place: Place, config: str | None, overrides: Sequence[str], variable
         gpus=gpus,
         gpus_seen=seen,
         links=_nvlinks() if gpus else (),
-        infiniband=machine.infiniband(),
+        ports=ports,
+        verbs=machine.verbs() or not ports,
         gpudirect=nccl.gpudirect(switches),
         net_plugin=nccl.net_plugin(switches, nccl.library_cache()) if seen else "",
         cores=len(os.sched_getaffinity(0)),
@@ -61,6 +62,7 @@ def collect(place: Place, config: str | None, overrides: Sequence[str], variable
         memory_free_gib=free,
         shared_memory_gib=machine.shared_memory_gib(),
         locked_memory_kib=machine.locked_memory_kib(),
+        open_files=machine.open_files(),
         machine=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         **_of_config(config, overrides),
     )
@@ -128,11 +130,8 @@ def _gpus_seen() -> int:
 def _gpus() -> tuple[Gpu, ...]:
     """As nvidia-smi tells; none where it is missing or does not answer, which shows as a number that does not fit."""
     found = []
-    for line in smi("--format=csv,noheader,nounits", f"--query-gpu={QUERY}").splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) == 7:
-            index, name, uuid, total, used, driver, reasons = cells
-            found.append(Gpu(int(index), name, uuid, _gib(total), _gib(used), driver, throttle_reasons(reasons)))
+    for index, name, uuid, total, used, driver, reasons in query(QUERY):
+        found.append(Gpu(int(index), name, uuid, _gib(total), _gib(used), driver, throttle_reasons(reasons)))
     return tuple(found)
 
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshtrain.config import Config
+from meshtrain.data.files import Files, sampled_digest
 from meshtrain.operate.doctor.limited import within
 from meshtrain.operate.doctor.machine import filesystem, free_gib
 from meshtrain.operate.doctor.record import PathFacts
 
 PROBE_S = 8.0  # for all that is asked of one path
 READ_S = 0.5  # of reading, to measure its speed
-SAMPLES, SAMPLE_BYTES = 16, 65536
 CHUNK = 4 * 2**20
 MOST_NAMES = 1000  # of a folder, for its digest
 TOKEN = ".meshtrain-doctor-"
@@ -81,19 +81,8 @@ def _read(named: Named) -> PathFacts:
         first = max(entries, key=lambda one: one[1], default=None)
         speed = _speed(path / first[0]) if first else None
     else:
-        size, digest, speed = path.stat().st_size, _digest(path), _speed(path)
+        size, digest, speed = path.stat().st_size, sampled_digest(Files.of(path, path.stat().st_size)), _speed(path)
     return PathFacts(named.key, named.path, False, named.path, "", size, digest, speed, "", filesystem(named.path))
-
-
-def _digest(path: Path) -> str:
-    """Of a file's size and of samples over all of it: a corpus of terabytes is not read for this."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        for i in range(SAMPLES):
-            file.seek(max(size - SAMPLE_BYTES, 0) * i // (SAMPLES - 1))
-            digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
 
 
 def _speed(path: Path) -> float | None:

@@ -8,9 +8,10 @@ import resource
 import shutil
 import socket
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
-from meshtrain.operate.doctor.record import Interface
+from meshtrain.operate.doctor.record import Interface, Port
 
 SIOCGIFCONF, SIOCGIFNETMASK, SIOCGIFFLAGS = 0x8912, 0x891B, 0x8913  # <linux/sockios.h>
 IFF_UP = 0x1
@@ -84,10 +85,40 @@ def _listening(port: int) -> list[str]:
     return found
 
 
-def memory_gib() -> tuple[float, float]:
-    """All of the host's memory, and what is free or can be freed."""
-    rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(rows["MemTotal"].split()[0]) / 2**20, int(rows["MemAvailable"].split()[0]) / 2**20
+def memory_gib(
+    host: Path = Path("/proc/meminfo"), own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> tuple[float, float]:
+    """All memory that this process may have, and what of it is free or can be freed: the host's, or its cgroup's."""
+    rows = dict(line.split(":") for line in host.read_text().splitlines())
+    most, free = (int(rows[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    for limit, left in _cgroups(own, root):
+        most, free = min(most, limit), min(free, left)
+    return most / 2**30, free / 2**30
+
+
+def _cgroups(own: Path, root: Path) -> Iterator[tuple[int, int]]:
+    """The limit of each group that this process is in, from its own up, and what is left of it (cgroup v2, and v1)."""
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, kinds, path = line.split(":", 2)
+        if kinds not in ("", "memory"):
+            continue
+        top = root / kinds
+        names = (
+            ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")
+            if kinds
+            else ("max", "current", "inactive_file")
+        )
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            try:
+                limit = int((folder / f"memory.{names[0]}").read_text())
+                used = int((folder / f"memory.{names[1]}").read_text())
+                rows = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+                yield limit, limit - used + int(rows.get(names[2], 0))
+            except (OSError, ValueError):  # the file is not there, or says "max"
+                pass
+            if folder == top:
+                break
 
 
 def free_gib(path: str) -> float:
@@ -115,11 +146,37 @@ def filesystem(path: str) -> str:
     return kind
 
 
-def infiniband() -> tuple[str, ...]:
-    """The ports of InfiniBand and RoCE cards that are up, with their rates."""
-    ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
-    return tuple(
-        f"{port.parts[-3]}:{port.name} {(port / 'rate').read_text().split('(')[0].strip()}"
-        for port in ports
-        if "ACTIVE" in (port / "state").read_text()
+def open_files() -> tuple[int, int]:
+    """The soft and the hard limit of descriptors; below 0 there is none."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def ports(cards: Path = Path("/sys/class/infiniband")) -> tuple[Port, ...]:
+    """The ports of RDMA cards: InfiniBand, RoCE, and a cloud's own."""
+    return tuple(map(_port, sorted(cards.glob("*/ports/*"))))
+
+
+def _port(port: Path) -> Port:
+    driver = port.parents[1] / "device" / "driver"
+    rate = _line(port / "rate").split()  # 400 Gb/sec (4X NDR)
+    gids = sorted((port / "gid_attrs" / "types").glob("*"))
+    return Port(
+        f"{port.parts[-3]}:{port.name}",
+        _line(port / "link_layer"),
+        "ACTIVE" in _line(port / "state"),
+        float(rate[0]) if rate else 0.0,
+        driver.resolve().name if driver.exists() else "",
+        any("v2" in _line(gid) for gid in gids),
     )
+
+
+def _line(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:  # a GID that is not in use cannot be read
+        return ""
+
+
+def verbs(devices: Path = Path("/dev/infiniband")) -> bool:
+    """Whether this process was given the devices of RDMA cards: a container may see cards that it cannot open."""
+    return any(devices.glob("uverbs*"))

@@ -76,6 +76,30 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class Port:
+    """A port of an RDMA card: `mlx5_0:1`.
+
+    Attributes:
+        layer: "InfiniBand", "Ethernet" (RoCE), or another, which NCCL leaves out.
+        gbit: its rate per second.
+        driver: of the card: "mlx5_core", "efa"; empty where it cannot be seen.
+        roce_v2: whether it has an address (GID) of RoCE v2.
+    """
+
+    name: str
+    layer: str = "InfiniBand"
+    active: bool = True
+    gbit: float = 0.0
+    driver: str = ""
+    roce_v2: bool = False
+
+    @property
+    def of_nccl(self) -> bool:
+        """Whether NCCL takes it without a plugin (src/transport/net_ib)."""
+        return self.active and self.layer in ("InfiniBand", "Ethernet")
+
+
+@dataclass(frozen=True)
 class PathFacts:
     """A path that the config names, as one host sees it.
 
@@ -120,7 +144,8 @@ class Host:
         code: file -> digest.
         config: the resolved config, line by line; `config_error` where it is wrong.
         links: "NV2 0-1" and so on: pairs of GPUs that NVLink joins, where nvidia-smi tells.
-        infiniband: active ports, "mlx5_0:1 400 Gb/s".
+        ports: of RDMA cards, those that are down too.
+        verbs: whether a process can open one of these cards.
         gpudirect: by what network cards can read a GPU's memory, as far as can be seen; empty: by nothing.
         net_plugin: the file of a network's plugin that NCCL will load; empty: there is none.
     """
@@ -145,7 +170,8 @@ class Host:
     gpus: tuple[Gpu, ...] = ()
     gpus_seen: int = 0
     links: tuple[str, ...] = ()
-    infiniband: tuple[str, ...] = ()
+    ports: tuple[Port, ...] = ()
+    verbs: bool = True
     gpudirect: str = ""
     net_plugin: str = ""
     cores: int = 1
@@ -154,8 +180,25 @@ class Host:
     memory_free_gib: float = 0.0
     shared_memory_gib: float = 0.0
     locked_memory_kib: int | None = None  # None: no limit
+    open_files: tuple[int, int] | None = None  # the soft limit and the hard one; below 0 there is none
     machine: str = ""  # differs between two starts of any two kernels
     port: int = 0  # where it listens for the others to try
+
+    @property
+    def rdma(self) -> tuple[Port, ...]:
+        """The ports that NCCL takes without a plugin."""
+        return tuple(port for port in self.ports if port.of_nccl) if self.verbs else ()
+
+    @property
+    def rdma_name(self) -> str:
+        """`InfiniBand`, `RoCE`, or both; empty where there is none."""
+        names = {"InfiniBand": "InfiniBand", "Ethernet": "RoCE"}
+        return " and ".join(name for layer, name in names.items() if any(port.layer == layer for port in self.rdma))
+
+    @property
+    def efa(self) -> bool:
+        """Whether it has cards of AWS, which NCCL knows by a plugin alone."""
+        return any(port.driver == "efa" for port in self.ports)
 
     @property
     def settings(self) -> dict[str, str]:

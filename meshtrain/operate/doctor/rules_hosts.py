@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterator, Mapping
 
+from meshtrain.environment import OWN_DESCRIPTORS
 from meshtrain.layout import Layout, LayoutError
 from meshtrain.operate.doctor.finding import Finding, by_value, error, labels, note, odd_ones, some, told, warning
 from meshtrain.operate.doctor.record import Host, Seen
@@ -226,7 +227,7 @@ def _room(seen: Seen) -> Iterator[Finding]:
                 (name,),
                 "start the container with --shm-size=16g or --ipc=host",
             )
-        if host.infiniband and host.locked_memory_kib is not None:
+        if host.ports and host.locked_memory_kib is not None:
             yield warning(
                 "locked-memory-limited",
                 f"a process on {name} may lock {host.locked_memory_kib} KiB of memory, and InfiniBand needs much more",
@@ -240,7 +241,27 @@ def _room(seen: Seen) -> Iterator[Finding]:
                 (name,),
                 "look for other people's or left-over processes (top)",
             )
+    yield from _descriptors(seen)
     yield from _disks(seen)
+
+
+def _descriptors(seen: Seen) -> Iterator[Finding]:
+    """The process that serves the job's store has one for each rank: on the first host."""
+    name, first, world = labels(seen)[0], seen.hosts[0], sum(host.processes for host in seen.hosts)
+    soft, hard = first.open_files or (-1, -1)
+    needed = world + OWN_DESCRIPTORS
+    raise_ = f"before the job's command: ulimit -n {needed}"
+    if 0 <= hard < needed:
+        raise_ = "raise it by LimitNOFILE of the service that starts jobs, or nofile in /etc/security/limits.conf"
+    elif not (0 <= soft < needed and first.place.launcher.startswith("torchrun")):
+        return  # a process of meshtrain raises its own limit as far as it may
+    yield (error if 0 <= hard < needed else warning)(
+        "few-descriptors",
+        f"on {name} a process may open {hard if 0 <= hard < needed else soft} files, and the one that serves the "
+        f"store to {world} ranks needs {needed}",
+        (name,),
+        raise_,
+    )
 
 
 def _disks(seen: Seen) -> Iterator[Finding]:

@@ -1,6 +1,8 @@
 """PURE: names, interfaces and ports between the hosts."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 
 from meshtrain.operate.doctor.finding import Finding, error, labels, note, own, several_machines, some, warning
 from meshtrain.operate.doctor.interfaces import communicates_by, interface_of, is_loopback
@@ -139,10 +141,16 @@ def _interfaces(seen: Seen) -> Iterator[Finding]:
         tried = [one for one in _reaches(seen) if one.target == i and one.address in addresses]
         shut = [one for one in tried if one.how != "open"]
         picks = f"{variable}={asked}" if asked else f"{variable} is not set, which"
-        yield (error if shut or not asked or not tried else warning)(
+        if tried and not shut:
+            continue  # the hosts reach each other by it: InfiniBand's, beside an interface for names and logins
+        yield (error if shut else warning)(
             "interface-wrong",
             f"{picks} takes {_told(chosen[0])} of {name}, and the route to the other hosts goes by {_told(by_route)}"
-            + (f"; {shut[0].address} {HOW.get(shut[0].how, 'is another host')} from the other hosts" if shut else ""),
+            + (
+                f"; {shut[0].address} {HOW.get(shut[0].how, 'is another host')} from the other hosts"
+                if shut
+                else "; nobody has tried whether the other hosts reach it"
+            ),
             (name,),
             f"export {variable}={by_route.name} on {name}",
         )
@@ -188,30 +196,88 @@ def _ports(seen: Seen) -> Iterator[Finding]:
 
 def _infiniband(seen: Seen) -> Iterator[Finding]:
     names = labels(seen)
-    without = [name for name, host in zip(names, seen.hosts, strict=True) if not host.infiniband]
+    without = [name for name, host in zip(names, seen.hosts, strict=True) if not host.rdma]
     if without and len(without) < len(names):
+        kind = next(host.rdma_name for host in seen.hosts if host.rdma)
         yield warning(
             "infiniband-differs",
-            f"{some(without)} has no active InfiniBand port, and the other hosts have: NCCL would hang or fall back "
+            f"{some(without)} has no active {kind} port, and the other hosts have: NCCL would hang or fall back "
             "to sockets",
             without,
             "look at ibstat there, or leave that host out, or set NCCL_IB_DISABLE=1 on all",
         )
+    have = {name: host for name, host in zip(names, seen.hosts, strict=True) if host.rdma}
+    for name, slow in _slow_ports(have).items():
+        yield warning(
+            "infiniband-differs",
+            f"{name} has less to send by than the other hosts: {some(slow)}. Every rank waits for it",
+            (name,),
+            "look at ibstat there, at the cable and at the switch's port; or leave that host out",
+        )
+    no_gid = [
+        f"{port.name} of {name}"
+        for name, host in have.items()
+        for port in host.rdma
+        if port.layer == "Ethernet" and not port.roce_v2
+    ]
+    if no_gid:
+        yield warning(
+            "roce-gid-missing",
+            f"{some(no_gid)} has no address (GID) of RoCE v2, without which NCCL's packets are not routed, or are not "
+            "sent at all",
+            [name for name, host in have.items() if any(f"{port.name} of {name}" in no_gid for port in host.rdma)],
+            "give its interface an IP address and look at show_gids; in a container, start it in the host's network",
+        )
+    closed = [name for name, host in zip(names, seen.hosts, strict=True) if host.ports and not host.verbs]
+    if closed:
+        yield warning(
+            "rdma-not-given",
+            f"{some(closed)} has RDMA cards, and nothing in /dev/infiniband by which a process could use them: hosts "
+            "would talk by sockets",
+            closed,
+            "give the container the devices: --device=/dev/infiniband, or on Kubernetes the resource of the cluster's "
+            "device plugin (rdma/..., vpc.amazonaws.com/efa)",
+        )
     direct = [
         name
         for name, host in zip(names, seen.hosts, strict=True)
-        if host.infiniband and host.gpus_seen and not host.gpudirect and not host.net_plugin
+        if host.rdma and host.gpus_seen and not host.gpudirect and not host.net_plugin
     ]
     if direct:
         yield note(
             "no-gpudirect",
-            f"{some(direct)} has InfiniBand, and nothing can be seen there by which its cards read a GPU's memory: "
-            "neither the kernel module nvidia_peermem, nor DMA-BUF (Linux 5.12 and NVIDIA's open kernel modules). Data "
-            "then goes through the host's memory",
+            f"{some(direct)} has {have[direct[0]].rdma_name}, and nothing can be seen there by which its cards read a "
+            "GPU's memory: neither the kernel module nvidia_peermem, nor DMA-BUF (Linux 5.12 and NVIDIA's open kernel "
+            "modules). Data then goes through the host's memory",
             direct,
             "look for GDRDMA in what NCCL_DEBUG=INFO tells of its channels; if it is not there: modprobe "
             "nvidia_peermem, or install NVIDIA's open kernel modules",
         )
+
+
+def _slow_ports(hosts: Mapping[str, Host]) -> dict[str, list[str]]:
+    """Of each host that has less than another: its ports that are down, or slower than those of that name on most.
+
+    The rates are compared first: names differ between healthy hosts, and one may have a port more, for storage.
+    """
+    rates = {name: {port.name: port.gbit * port.of_nccl for port in host.ports} for name, host in hosts.items()}
+    most = [max(column) for column in zip_longest(*map(_ordered, rates.values()), fillvalue=0.0)]
+    found: dict[str, list[str]] = {}
+    for name, of_host in rates.items():
+        if _ordered(of_host) == most:
+            continue
+        for port, rate in sorted(of_host.items()):
+            counts = Counter(others[port] for others in rates.values() if port in others)
+            usual = max(counts, key=lambda each: (counts[each], each))
+            if rate < usual:
+                how = f"has {rate:.0f} instead of" if rate else "is not active, and elsewhere has"
+                found.setdefault(name, []).append(f"{port} {how} {usual:.0f} Gb/s")
+    return found
+
+
+def _ordered(rates: Mapping[str, float]) -> list[float]:
+    """Those of active ports, the fastest first."""
+    return sorted(filter(None, rates.values()), reverse=True)
 
 
 def _plugins(seen: Seen) -> Iterator[Finding]:
@@ -226,6 +292,14 @@ def _plugins(seen: Seen) -> Iterator[Finding]:
                 f"NCCL_NET={network} asks on {name} for a network of a plugin, and there is no plugin: NCCL would end",
                 (name,),
                 f"{fix}, or unset NCCL_NET",
+            )
+        elif host.efa and not host.rdma:
+            yield error(
+                "plugin-missing",
+                f"{name} has cards of EFA, which NCCL knows by the plugin aws-ofi-nccl alone, and there is none: hosts "
+                "would talk by sockets, many times slower",
+                (name,),
+                "install aws-ofi-nccl, and let LD_LIBRARY_PATH or ldconfig lead to its libnccl-net.so",
             )
         elif asked := plugins_asked(host.settings):
             yield warning(

@@ -29,7 +29,7 @@ def transport(hosts: Sequence[Host]) -> list[str]:
 def slow_switches(host: Host) -> dict[str, str]:
     """`NAME=value` of the settings that make a job slower on this host -> how."""
     found = host.settings
-    network = host.infiniband or host.net_plugin
+    network = host.rdma or host.net_plugin
     means = {
         _is(found, "NCCL_P2P_DISABLE", 1) or _off(found, "NCCL_P2P_LEVEL"): (
             "GPUs of a host do not copy to each other directly"
@@ -37,7 +37,7 @@ def slow_switches(host: Host) -> dict[str, str]:
         _is(found, "NCCL_SHM_DISABLE", 1): (
             "processes of a host do not share memory: GPUs that cannot copy directly talk by the network"
         ),
-        _on(found, "NCCL_IB_DISABLE") if host.infiniband else "": "InfiniBand is not used",
+        _on(found, "NCCL_IB_DISABLE") if host.rdma else "": f"{host.rdma_name} is not used",
         _sockets(found) if network else "": "hosts talk by sockets, whatever else there is",
         _off(found, "NCCL_NET_GDR_LEVEL") if network else "": "network cards do not read a GPU's memory",
         _on(found, "CUDA_LAUNCH_BLOCKING"): "every kernel is waited for",
@@ -84,18 +84,18 @@ def _between(host: Host) -> str:
         return f"what the plugin {host.net_plugin} offers, if it loads (NCCL_NET_PLUGIN=none switches it off)"
     names = ", ".join(one.name for one in communicates_by(host)[2]) or "no interface"
     sockets = f"TCP sockets on {names}"
-    if not host.infiniband:
-        return sockets
+    if not host.rdma:
+        return sockets + ", because EFA is by the plugin aws-ofi-nccl alone, and there is none" * host.efa
     if no_infiniband := _on(settings, "NCCL_IB_DISABLE") or _sockets(settings):
         return f"{sockets}, because of {no_infiniband}"
     if never := _off(settings, "NCCL_NET_GDR_LEVEL"):
-        return f"InfiniBand without GPUDirect, because of {never}"
+        return f"{host.rdma_name} without GPUDirect, because of {never}"
     if host.gpudirect:
         return (
-            f"InfiniBand with GPUDirect by {host.gpudirect} if the cards' driver has it, as far apart as "
+            f"{host.rdma_name} with GPUDirect by {host.gpudirect} if the cards' driver has it, as far apart as "
             "NCCL_NET_GDR_LEVEL allows"
         )
-    return "InfiniBand, as far as can be seen without GPUDirect"
+    return f"{host.rdma_name}, as far as can be seen without GPUDirect"
 
 
 def _number(settings: Mapping[str, str], name: str) -> int:

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     fits = checked(arguments.config, arguments.overrides, request)
     words = [arguments.config, *arguments.overrides]
     script = script_of(words, request, fits)
-    path = _written(Path(fits.config.train.output), script)
+    path = _written(Path(fits.config.train.output).expanduser(), script)
     lines = [*fits.about, *(f"note: {note}" for note in fits.notes)]
     if arguments.dry_run:
         print(script, end="")
@@ -57,7 +57,7 @@ def script_of(words: Sequence[str], request: Request, fits: Checked) -> str:
     """
     template = locate.bundled(TEMPLATES) / request.template
     here = Path.cwd()
-    output = here / fits.config.train.output / "logs" / "slurm-%j.out"
+    output = here / Path(fits.config.train.output).expanduser() / "logs" / "slurm-%j.out"
     directives = directives_of(request, default_name=fits.config.name) | {
         "chdir": str(here),
         "output": str(output.parent).replace("%", "%%") + f"/{output.name}",

@@ -1,0 +1,10 @@
+"""For all tests of checkpoints: what is missing is missing, and not waited for."""
+
+import pytest
+
+from meshtrain.checkpoint import retry
+
+
+@pytest.fixture(autouse=True)
+def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "PAUSES_S", (0.0, 0.0))

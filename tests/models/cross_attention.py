@@ -1,0 +1,54 @@
+"""A llama whose layers look at the embedding's output too: keys and values read another tensor than queries."""
+
+from dataclasses import dataclass
+
+from einops import rearrange
+from torch import Tensor, nn
+
+from meshtrain.attention import attention
+from meshtrain.locate import model_file
+
+llama = model_file("llama")
+init_plan = llama.init_plan
+tp_plan = {
+    **llama.tp_plan,
+    "model.layers.*.cross.[qkv]_proj": "colwise",
+    "model.layers.*.cross.o_proj": "rowwise",
+}
+
+
+@dataclass(frozen=True)
+class Config(llama.Config):
+    pass
+
+
+class Cross(llama.Attention):
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        q, k, v = (
+            rearrange(project(read), "b s (h e) -> b h s e", e=self.head_dim)
+            for project, read in ((self.q_proj, x), (self.k_proj, memory), (self.v_proj, memory))
+        )
+        return self.o_proj(rearrange(attention(q, k, v, None), "b h s e -> b s (h e)"))
+
+
+class Layer(llama.Layer):
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.cross, self.cross_norm = Cross(config), nn.RMSNorm(config.hidden_size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, memory: Tensor) -> Tensor:
+        return super().forward(x + self.cross(self.cross_norm(x), memory), cos, sin, mask)
+
+
+class Model(llama.Model):
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.model.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+
+    def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
+        memory = x = self.model.embed_tokens(tokens)
+        angles = positions[..., None, None] * llama.rotary_frequencies(self.config, tokens.device)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for layer in self.model.layers:
+            x = layer(x, cos, sin, None, memory)
+        return self.lm_head(self.model.norm(x))

@@ -1,0 +1,14 @@
+"""A llama whose embedding and head are not split: nothing gives a rank its part of the sequence."""
+
+from dataclasses import dataclass
+
+from meshtrain.locate import model_file
+
+llama = model_file("llama")
+Model, init_plan = llama.Model, llama.init_plan
+tp_plan = {name: style for name, style in llama.tp_plan.items() if name.startswith("model.layers.")}
+
+
+@dataclass(frozen=True)
+class Config(llama.Config):
+    pass

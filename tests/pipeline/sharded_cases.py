@@ -1,0 +1,75 @@
+"""Run under torchrun on 4 processes: pipelines with split backwards in 16 bits, whose stages are sharded, against those
+whose stages are copied: the same bits. Prints what failed."""
+
+import os
+
+import torch
+
+from meshtrain.data.batch import Batch
+from meshtrain.environment import read_environment
+from meshtrain.layout import Layout
+from meshtrain.leaving import leaving
+from meshtrain.mesh import build_mesh
+from meshtrain.optim import Optimizer
+from meshtrain.parallel import data
+from meshtrain.parts import local_part
+from meshtrain.pipeline.actions import Kind
+from meshtrain.pipeline.schedule import NAMES, build
+from meshtrain.runtime import join
+from meshtrain.step import Trainer
+from meshtrain.timing import StepClock
+from tests.pipeline.engine_cases import CPU, Engine, Step, config
+
+SCHEDULES = {name: build(name, ranks=2, microbatches=2) for name in NAMES}
+SPLIT = [name for name, one in SCHEDULES.items() if any(a.kind is Kind.WEIGHT_GRAD for a in one.flat(0))]
+# Weight gradients that all come after the last input gradient of their stage, and several in a row between two of them.
+CASES = (("float16", 2), ("bfloat16", 5))
+LAYERS = "model.num_hidden_layers=3"
+
+
+class Sharded(Engine):
+    def trained(self, axis: str, schedule: str, m: int, precision: str) -> tuple[dict, list[float]]:
+        """This rank's parameters' gradients in the first of three steps, and the loss of each."""
+        more = (f"train.precision={precision}", "optimizer.clip_norm=null", "optimizer.warmup_steps=0", LAYERS)
+        layout = {"pp": 2, axis: 2}
+        model = self.pipeline(layout, schedule, m, *more)
+        cfg = config(layout, schedule, m, *more)
+        optimizer = Optimizer(model, cfg.optimizer, self.mesh, 10)
+        trainer = Trainer(model, optimizer, cfg, self.mesh, CPU, task="language", clock=StepClock(CPU))
+        losses, gradients = [], {}
+        for step in (1, 2, 3):
+            work = Step(m, seed=10 * step + self.mesh.index(axis))
+            trainer.accumulate(step, [Batch(work.inputs(i), tokens) for i, tokens in enumerate(work.tokens)])
+            if step == 1:
+                for name, p in model.named_parameters():
+                    assert p.grad is not None
+                    part, where = local_part(p.grad)
+                    gradients[name] = part.clone(), where
+            losses.append(trainer.update(step)().loss)
+        return gradients, losses
+
+    def compare(self, schedule: str, m: int, precision: str) -> None:
+        whole, losses = self.trained("dp_replicate", schedule, m, precision)
+        parts, found = self.trained("dp_shard", schedule, m, precision)
+        what = f"{schedule}, {m} microbatches, {precision}"
+        self.equal(found, losses, f"{what}: losses")
+        self.equal(parts.keys(), whole.keys(), f"{what}: which have gradients")
+        for name, (part, where) in parts.items():
+            self.equal(torch.equal(part, whole[name][0][where]), True, f"{what}: bits of {name}")
+
+
+def main() -> None:
+    job = join(read_environment(os.environ))
+    with leaving(job):
+        job.connect(300)
+        data.SMALL = 0  # every block is gathered by itself
+        torch.set_num_threads(1)
+        cases = Sharded(build_mesh(Layout({"pp": job.world_size})))
+        for schedule in SPLIT:
+            for precision, m in CASES:
+                cases.compare(schedule, m, precision)
+        cases.tell()
+
+
+if __name__ == "__main__":
+    main()

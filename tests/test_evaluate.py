@@ -1,0 +1,39 @@
+"""Which held-out samples an evaluation takes."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from meshtrain.data import Samples, eval_batches
+from meshtrain.evaluate import evaluation_set
+from tests.data.test_loader import Numbers, values
+
+
+@dataclass(frozen=True)
+class Held:
+    """As much of OpenData as an evaluation looks at."""
+
+    validation: Samples
+    task: str
+
+
+@pytest.mark.parametrize(("n", "most", "count"), [(50, 17, 17), (17, 17, 17), (16, 17, 16), (50, None, 50)])
+def test_an_evaluation_takes_the_same_samples_on_every_number_of_ranks(n: int, most: int | None, count: int) -> None:
+    held = Held(Numbers(n), "language")
+    chosen = evaluation_set(held, most)
+    assert (chosen is held.validation) == (count == n), "small sets are what they were"
+    reference = values(eval_batches(chosen, micro_size=4, rank=0, ranks=1))
+    assert len(reference) == len(set(reference)) == count
+    assert set(reference) <= set(range(n))
+    for ranks in (2, 3, 7):
+        parts = (values(eval_batches(chosen, micro_size=4, rank=rank, ranks=ranks)) for rank in range(ranks))
+        assert [value for part in parts for value in part] == reference
+
+
+def test_an_evaluation_has_a_limit_by_default_where_samples_are_tokens() -> None:
+    assert len(evaluation_set(Held(Numbers(5000), "language"), None)) == 2048
+    assert len(evaluation_set(Held(Numbers(5000), "classification"), None)) == 5000
+    assert len(evaluation_set(Held(Numbers(5000), "classification"), 100)) == 100
+    spread = np.array(evaluation_set(Held(Numbers(5000), "language"), 1000).indices)
+    assert abs(np.histogram(spread, 5, (0, 5000))[0] - 200).max() < 50, "from all over the set"

@@ -1,0 +1,341 @@
+"""A disk that is full, over its quota or gone for a moment ends no run for the sake of a file beside its work."""
+
+import errno
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import meshtrain.report
+import meshtrain.results
+from meshtrain import metrics, plot, side_file, stopping
+from meshtrain.metrics import Metrics, MetricsFile, read
+from meshtrain.operate import goodput
+from meshtrain.operate.goodput import Ledger
+from meshtrain.run_folder import RunFolder
+from meshtrain.side_file import SideFile
+from tests.checkpoint.going_on import Case, alone, small_run
+
+NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO, errno.EROFS)
+
+
+class Disk:
+    """In place of `os.fdopen` and what it gives: refuses to write while `number` says why, after a few bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.number: int | None = None
+        self.room = 0  # bytes that it takes all the same
+        self.fdopen = os.fdopen
+        monkeypatch.setattr(side_file.os, "fdopen", self.opened)
+
+    def opened(self, descriptor: int, mode: str, **more: Any) -> Any:
+        disk, file = self, self.fdopen(descriptor, mode, **more)
+        if mode != "r+b":
+            return file
+
+        class File:
+            def write(self, data: Any) -> int:
+                if disk.number is None:
+                    return file.write(data)
+                room, disk.room = disk.room, 0
+                if room == 0:
+                    raise OSError(disk.number, os.strerror(disk.number))
+                return file.write(data[:room])
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(file, name)
+
+        return File()
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=os.strerror)
+@pytest.mark.parametrize("room", [0, 5])
+def test_lines_wait_for_the_disk(
+    disk: Disk, tmp_path: Path, number: int, room: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = SideFile(tmp_path / "lines")
+    file.append(b"first\n")
+    file.replace_last(b"first, and more\n")
+    disk.number, disk.room = number, room
+    file.append(b"second\n")
+    assert (tmp_path / "lines").read_bytes() == b"first, and more\n", "half a line does not stay"
+    disk.room = room
+    file.append(b"third\n")
+    file.replace_last(b"third, again\n")
+    disk.number = None
+    file.append(b"fourth\n")
+    file.replace_last(b"4\n")
+    file.close()
+    assert (tmp_path / "lines").read_bytes() == b"first, and more\nsecond\nthird, again\n4\n"
+    told = capsys.readouterr().err.splitlines()
+    assert told == [
+        f"warning: {tmp_path}/lines cannot be written ({os.strerror(number)}); its lines are kept, and tried again",
+        f"warning: {tmp_path}/lines is written again",
+    ]
+
+
+def test_what_waits_is_bounded_and_the_gap_is_said(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(side_file, "MOST_WAITING", 3)
+    file = SideFile(tmp_path / "lines")
+    disk.number = errno.ENOSPC
+    for i in range(8):
+        file.append(b"%d\n" % i)
+    disk.number = None
+    file.append(b"8\n")
+    assert (tmp_path / "lines").read_bytes() == b"6\n7\n8\n"
+    assert "is written again; 6 lines of it are lost" in capsys.readouterr().err
+    disk.number = errno.ENOSPC
+    file.append(b"9\n")
+    file.close()
+    assert "lacks its last 1 lines" in capsys.readouterr().err
+
+
+def test_two_writers_destroy_nothing_of_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As two jobs whose folder is not locked between their hosts."""
+    path = tmp_path / "lines"
+    one, other = SideFile(path), SideFile(path, end=None)
+    one.append(b"one 1\n")
+    other.append(b"other 1\n")
+    one.append(b"one 2\n")
+    other.replace_last(b"other 1, and more\n")
+    one.append(b"one 3\n")
+    one.replace_last(b"one 3, and more\n")
+    assert path.read_bytes() == b"one 1\nother 1\none 2\nother 1, and more\none 3, and more\n"
+    assert capsys.readouterr().err.count(f"somebody else has written to {path}") == 2, "each says it once"
+
+
+def test_what_is_cut_off_under_a_writer_leaves_no_hole(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    file = SideFile(path)
+    file.append(b"first\n")
+    os.truncate(path, 0)
+    file.append(b"second\n")
+    os.truncate(path, 0)
+    file.replace_last(b"third\n")
+    assert path.read_bytes() == b"third\n"
+
+
+@pytest.mark.parametrize("change", [b"", b"first\nsomebody\n"])
+def test_a_file_that_changes_while_the_disk_refuses_keeps_what_is_there(
+    disk: Disk, tmp_path: Path, change: bytes
+) -> None:
+    path = tmp_path / "lines"
+    file = SideFile(path)
+    file.append(b"first\n")
+    disk.number, disk.room = errno.ENOSPC, 3
+    file.append(b"second\n")
+    path.write_bytes(change)
+    file.append(b"third\n")
+    disk.number = None
+    file.append(b"fourth\n")
+    assert path.read_bytes() == change + b"second\nthird\nfourth\n"
+
+
+def test_a_file_that_was_closed_is_opened_again(tmp_path: Path) -> None:
+    file = SideFile(tmp_path / "lines")
+    file.append(b"first\n")
+    file.close()
+    file.close()
+    file.append(b"second\n")
+    file.close()
+    assert (tmp_path / "lines").read_bytes() == b"first\nsecond\n"
+
+
+def test_a_file_that_cannot_be_read_is_added_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in it is not cut off."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refused)
+        file = MetricsFile(path)
+        file.drop_after(1)
+    file.row({"step": 2})
+    file.amend(2, {"eval_loss": 1.0})
+    assert read(path) == [{"step": 1}, {"step": 2, "eval_loss": 1.0}]
+
+
+def refused(*arguments: Any, **more: Any) -> Any:
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), "somewhere")
+
+
+def test_a_stop_file_that_cannot_be_looked_at_asks_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "LOOK_EVERY_S", 0.0)
+    requests = stopping.Requests(stopping.Signals())
+    requests.watch(tmp_path, None, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", refused)
+        assert requests.reason(1.0, 1.0) is None
+    (tmp_path / "STOP").touch()
+    assert requests.reason(1.0, 1.0) == f"the file {tmp_path}/STOP"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refused)
+        requests.obeyed()
+    requests.obeyed()
+    assert not (tmp_path / "STOP").exists()
+
+
+@pytest.mark.parametrize("text", [b"", b"\0" * 80, b"[1]", b'{"step": "1"}', b"[" * 100_000])
+def test_a_damaged_exit_json_is_moved_away(tmp_path: Path, text: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "exit.json").write_bytes(text)
+    folder = RunFolder(tmp_path)
+    assert folder.last_exit() is None
+    assert os.listdir(tmp_path) == ["exit.json.damaged"]
+    assert "exit.json is damaged" in capsys.readouterr().err
+    assert folder.last_exit() is None
+    folder.write_exit("done", 0, "all steps are done", 3)
+    assert folder.last_exit() == {"status": "done", "code": 0, "reason": "all steps are done", "step": 3}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda folder: RunFolder(folder).write_exit("done", 0, "all steps are done", 3),
+        lambda folder: Ledger(folder, 0, 0.0),
+    ],
+)
+def test_what_is_written_anew_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], Any]
+) -> None:
+    order: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (order.append("fsync"), fsync(file))[1])
+    monkeypatch.setattr(Path, "replace", lambda *paths: (order.append("replace"), replace(*paths))[1])
+    write(tmp_path)
+    assert order == ["fsync", "replace"]
+
+
+def test_tensorboard_and_the_picture_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Writer:
+        def add_scalar(self, *arguments: Any) -> None:
+            refused()
+
+    monkeypatch.setattr(metrics, "_open_writer", lambda *_: Writer())
+    watch = Metrics(tmp_path, task="language", steps=2, tensorboard=True, console=Console(file=StringIO()))
+    watch.row({"step": 1, "loss": 1.0})
+    watch.row({"step": 2, "loss": 1.0})
+    watch.close()
+    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert capsys.readouterr().err.count("TensorBoard") == 1
+    monkeypatch.setattr(plot.metrics, "read", refused)
+    assert plot.plot_loss(tmp_path, "a").startswith("no loss plot: [Errno 116]")
+
+
+def test_the_ledger_goes_on(disk: Disk, tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, 0, 0.0)
+    disk.number = errno.EDQUOT
+    ledger.begin()
+    ledger.saved()
+    disk.number = None
+    ledger.end("done")
+    (job,), note = goodput.read(tmp_path / "goodput.jsonl")
+    assert note is None
+    assert [mark.end for mark in job.marks] == [None, None, "done"]
+
+
+def test_a_job_ends_its_ledger_once(tmp_path: Path) -> None:
+    """The watchdog ends it for a rank that is stuck, which then fails on its own."""
+    ledger = Ledger(tmp_path, 0, 0.0)
+    ledger.end("failed")
+    ledger.saved()
+    ledger.end("stopped")
+    (job,), note = goodput.read(tmp_path / "goodput.jsonl")
+    assert ([mark.end for mark in job.marks], note) == (["failed"], None)
+
+
+# A whole run ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    monkeypatch.setattr(meshtrain.report, "sample_flops", lambda *_: (None, "FLOPs are not counted"))
+    monkeypatch.setattr(meshtrain.report, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s"))
+    monkeypatch.setattr(meshtrain.results, "plot_loss", lambda *_: "no picture is drawn")
+    monkeypatch.setattr(stopping, "LOOK_EVERY_S", 0.0)
+    config = str(small_run(tmp_path))
+    return lambda *overrides: alone(Case(config, (f"train.output={tmp_path}/run", "data.workers=0", *overrides)))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with little room in place of the run's folder."""
+    place = tmp_path / "run"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=512k", "none", place]
+    mounted = subprocess.run(command, check=False, capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def fill_up(path: Path) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+    with suppress(OSError):
+        while True:
+            os.write(descriptor, b"x" * 4096)
+    os.close(descriptor)
+
+
+def test_a_run_comes_to_its_end_on_a_full_disk(
+    go: Callable[..., dict[str, Any]],
+    small_disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its last state cannot be saved, which is said in one sentence; the end that it cannot write down is said, too."""
+    begin = Ledger.begin
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "begin", lambda ledger: (fill_up(small_disk / "others"), begin(ledger))[1])
+        result = go("train.steps=8", "checkpoint.every=2")
+    assert result["status"] == 1
+    assert result["error"].startswith("8 steps of 8 are done and not saved: it needs ")
+    told = capsys.readouterr().err
+    assert f"{small_disk}/metrics.jsonl cannot be written (No space left on device)" in told
+    assert "there is no exit.json, which would say {" in told
+    assert '"status": "failed", "code": 1' in told
+    (small_disk / "others").unlink()
+    assert go("train.steps=8", "checkpoint.every=2") == {"status": 0}
+    assert json.loads((small_disk / "exit.json").read_text())["status"] == "done"
+    assert [row["step"] for row in read(small_disk / "metrics.jsonl")] == list(range(1, 9))
+
+
+def test_a_damaged_side_file_refuses_no_resume(go: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    assert go("train.steps=4") == {"status": 0}
+    (tmp_path / "run/exit.json").write_bytes(b"")
+    with (tmp_path / "run/metrics.jsonl").open("ab") as file:
+        file.write(b"\0" * 4096 + b"\n")
+    assert go("train.steps=6") == {"status": 0}
+    assert [row["step"] for row in read(tmp_path / "run/metrics.jsonl")] == list(range(1, 7))
+    assert {path.name for path in (tmp_path / "run").glob("*.damaged")} == {
+        "metrics.jsonl.damaged",
+        "exit.json.damaged",
+    }
+
+
+def test_a_run_without_its_small_files(
+    go: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(RunFolder, "write", refused)
+    assert go("train.steps=2") == {"status": 0}
+    told = capsys.readouterr().err
+    for what in ("config.yaml could not be written", "layout.txt could not be written", "there is no exit.json"):
+        assert f"warning: {what}" in told, told

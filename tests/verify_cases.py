@@ -1,0 +1,358 @@
+"""Run under torchrun, on 2 processes: what the check of a split model finds, and what it leaves alone."""
+
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshtrain
+from meshtrain.errors import AgreedError, InputError
+from meshtrain.layout import Layout
+from meshtrain.locate import model_file
+from meshtrain.loss import sample_losses
+from meshtrain.parallel import products, swap, tensor, verify
+from meshtrain.parts import local_part
+from meshtrain.split import REPLICATED
+from tests.parity.experiments import MODELS
+from tests.tensor_parallel_cases import B, Cases, D, S, V, llama, small_llama
+
+AROUND = {"words": "embedding_rowwise", "head": "colwise_gather_output"}
+PARTS = {**AROUND, "inner.[qkv]": "colwise", "inner.o": "rowwise"}
+NORMS = {"inner.[qk]_norm": REPLICATED}
+
+
+class Attention(nn.Module):
+    """With norms of q and k: of each head, of all heads together, or none."""
+
+    def __init__(self, norm: str) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D, bias=False) for _ in range(4))
+        self.norm = norm
+        if norm == "head":
+            self.q_norm, self.k_norm = nn.RMSNorm(5), nn.RMSNorm(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.norm == "all":
+            q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
+        q, k, v = (one.unflatten(-1, (-1, 5)).transpose(1, 2) for one in (q, k, v))
+        if self.norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(D, 2 * D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.q(x).chunk(2, -1)
+        return self.o(F.silu(gate) * up)
+
+
+class Vector(nn.Module):
+    """A number for each feature between up and down: it would have to be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o, self.scale = nn.Linear(D, D), nn.Linear(D, D), nn.Parameter(torch.ones(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.q(x) * self.scale)
+
+
+class Around(nn.Module):
+    """A model around one part, of one block."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.words, self.norm, self.inner = nn.Embedding(V, D), nn.RMSNorm(D), inner
+        self.head = nn.Linear(D, V, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        return self.head(x + self.inner(self.norm(x)))
+
+
+class Pooled(Around):
+    def __init__(self) -> None:
+        super().__init__(Attention("none"))
+        self.head = nn.Linear(D, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        return self.head((x + self.inner(self.norm(x))).mean(1))
+
+
+class Normed(nn.Module):
+    """One input, and three readings of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(D, D) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q(x) + self.k(x * 2) + self.v(x * 3)
+
+
+class Cross(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(D, D, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return self.q(x) + self.k(memory) + self.v(memory)
+
+
+class Changing(nn.Module):
+    """A block with a buffer, named arguments and several outputs, which changes tensors in place."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.norm, self.up, self.down = number, nn.LayerNorm(D), nn.Linear(D, 7), nn.Linear(7, D)
+        self.register_buffer("table", torch.linspace(1, 2, number))
+
+    def forward(self, x: Tensor, *, turns: Tensor) -> tuple[Tensor, None, dict[str, Tensor]]:
+        y = self.down(F.gelu(self.up(self.norm(x))) * turns.imag.sum() * self.table.sum())
+        y += x
+        return y, None, {"half": y / 2}
+
+
+class Unusual(nn.Module):
+    """Blocks like that, one of them run twice, tied weights, complex numbers, and a parameter outside of all blocks."""
+
+    plan: ClassVar = {**AROUND, "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(V, D), nn.Linear(D, V, bias=False)
+        self.head.weight = self.words.weight
+        self.layers = nn.ModuleList(Changing(number) for number in (2, 3))
+        self.scale = nn.Parameter(torch.ones(D))
+        self.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0)))
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.words, *self.layers, self.head]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens) * self.scale
+        for layer in [*self.layers, self.layers[0]]:
+            y, _, more = layer(x, turns=self.turns)
+            x = x + y
+            x += more["half"]
+        return self.head(x)
+
+
+class Rows(nn.Sequential):
+    """A model of features, and not of sequences of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dim() == 2
+        return super().forward(x)
+
+
+class Verified(Cases):
+    def split(self, make: Callable[[], nn.Module], plan: dict[str, str], **options: Any) -> nn.Module:
+        torch.manual_seed(0)
+        return meshtrain.parallelize(make(), self.mesh, precision="float64", tp_plan=plan, **options)
+
+    def refused(self, what: str, words: list[str], make: Callable[[], nn.Module], plan: Any, **options: Any) -> None:
+        """Every rank is told the same; and it is the check that says so, unless that is off."""
+        said = ""
+        try:
+            self.split(make, plan, **options)
+        except InputError as error:
+            said = str(error)
+            self.equal(isinstance(error, AgreedError), options.get("verify", True), f"{what}: agreed")
+        self.equal([word for word in words if word not in said], [], f"{what}: said {said!r}, which lacks")
+
+    def exact(self, what: str, make: Callable[[], nn.Module], plan: dict[str, str], **options: Any) -> None:
+        model = self.split(make, plan, **options)
+        torch.manual_seed(0)
+        plain, tokens = make().double(), torch.randint(V, (B, S))
+        targets = tokens if plain(tokens).dim() == 3 else tokens[:, 0] % 3
+        losses = [sample_losses(one(tokens), targets) for one in (model, plain)]
+        for loss in losses:
+            loss.sum().backward()
+        self.same(losses[0], losses[1], f"{what}: losses")
+        for (name, parameter), known in zip(model.named_parameters(), plain.parameters(), strict=True):
+            self.gradient(parameter, known, f"{what}: gradient of {name}")
+
+    def parameters_between(self) -> None:
+        for sequence in (True, False):
+            how = {"sequence_parallel": sequence}
+            self.exact(f"norms of heads, {how}", lambda: Around(Attention("head")), PARTS | NORMS, **how)
+            for plan in (PARTS, PARTS | {"inner": REPLICATED}):
+                self.refused(
+                    f"a norm over all heads, {how}", ["differs by"], lambda: Around(Attention("all")), plan, **how
+                )
+            vector = {**AROUND, "inner.q": "colwise", "inner.o": "rowwise"}
+            self.refused(f"a vector, {how}", ["the model", "RuntimeError"], lambda: Around(Vector()), vector, **how)
+        self.exact("norms of heads that are summed anyway", lambda: Around(Attention("head")), PARTS)
+        make, whole = lambda: Around(Attention("head")), {"sequence_parallel": False}
+        words = ["gradient of inner.q_norm.weight", f"give it the style {REPLICATED}"]
+        self.refused("norms of heads that nobody sums", words, make, PARTS, **whole)
+        words = ["inner.q_norm.weight, inner.k_norm.weight", f"give it the style {REPLICATED}"]
+        self.refused("the same, unverified", words, make, PARTS, verify=False, **whole)
+        self.exact("the same, with the style, unverified", make, PARTS | NORMS, verify=False, **whole)
+        self.refused(
+            "a norm that is no part", ["gradient of norm.weight"], make, PARTS | NORMS | {"norm": REPLICATED}, **whole
+        )
+
+    def other_models(self) -> None:
+        plan = {**AROUND, "inner.q": "colwise", "inner.o": "rowwise"}
+        for sequence in (True, False):
+            self.refused("fused", ["differs by"], lambda: Around(Fused()), plan, sequence_parallel=sequence)
+        pooled = {name: style for name, style in PARTS.items() if name != "head"}
+        self.refused("pooled", ["the model's output", "sequence_parallel: false, which passes"], Pooled, pooled)
+        self.exact("pooled, whole samples", Pooled, pooled, sequence_parallel=False)
+        mixing = model_file(str(MODELS / "mixing.py"))
+        for learned, words in ((0, ["blocks_.0: input 0 differs by"]), (16, ["what comes behind words fails"])):
+            config = mixing.Config(vocab_size=V, hidden_size=D, learned_positions=learned)
+            sample = (torch.randint(V, (2, 8)), torch.arange(8).expand(2, 8))
+            words = [*words, "sequence_parallel: false, which passes"]
+            make: Callable[[], nn.Module] = lambda config=config: mixing.Model(config)  # noqa: E731
+            self.refused(f"mixing, {learned}", words, make, mixing.tp_plan, sample=sample)
+        sharded = {"0": "embedding_rowwise", "2": "colwise_gather_output"}
+        self.refused(
+            "a batch norm",
+            ["1 is a BatchNorm1d", "with sequence_parallel"],
+            lambda: nn.Sequential(nn.Embedding(V, D), nn.BatchNorm1d(D), nn.Linear(D, V)),
+            sharded,
+        )
+        for sequence in (True, False):
+            self.exact(f"unusual, {sequence}", Unusual, Unusual.plan, sequence_parallel=sequence)
+        frozen = small_llama()
+        frozen.model.layers.requires_grad_(False)
+        self.split(lambda: frozen, llama.tp_plan)
+
+    def nothing_to_split_the_sequence(self) -> None:
+        def make() -> nn.Module:
+            return nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
+
+        plan = {"0": "colwise", "2": "rowwise"}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self.split(make, plan)
+            told = [str(one.message) for one in caught if "sequence_parallel is off" in str(one.message)]
+        self.equal(len(told), int(self.mesh.rank == 0), "lines about sequence_parallel")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self.split(make, plan, sequence_parallel=False, sample=(torch.randn(2, D),))
+            self.equal([str(one.message) for one in caught], [], "warnings")
+            self.split(lambda: Rows(*make()), plan, sequence_parallel=False)
+            told = [str(one.message) for one in caught if "was not compared" in str(one.message)]
+        self.equal(len(told), int(self.mesh.rank == 0), "lines about a sample that the model does not take")
+        said = raised(lambda: self.split(make, plan, sequence_parallel=True))
+        self.equal("no embedding_rowwise layer" in said, True, f"sequence_parallel=True is refused: {said}")
+        said = raised(lambda: self.split(make, plan, sequence_parallel=False, sample=(torch.randn(2, D + 1),)))
+        self.equal("the plain model does not take" in said, True, f"a given sample is taken: {said}")
+
+    def faults(self) -> None:
+        """One rank that computes something else is enough, and the others hear of it; so is a sum that is not made."""
+        row, rank = tensor.RowParallelLinear.forward, self.mesh.rank
+        tensor.RowParallelLinear.forward = lambda layer, x: row(layer, x) * (1 + 0.01 * rank)  # type: ignore[method-assign]
+        said = raised(lambda: self.split(small_llama, llama.tp_plan))
+        self.equal("model.layers.0: output 0 differs by 0.0" in said, True, f"a wrong rank: {said}")
+        tensor.RowParallelLinear.forward = row  # type: ignore[method-assign]
+        known = swap.partial_parameters
+        verify.partial_parameters = lambda model, sequence: known(model, False)
+        said = raised(lambda: self.split(small_llama, llama.tp_plan))
+        self.equal("norm.weight differs by" in said, True, f"norms that are not summed: {said}")
+        verify.partial_parameters = known
+
+    def leaves_all_alone(self) -> None:
+        """No generator, no weight; blocks that are alike run once in each of the two models."""
+        calls: list[int] = []
+        torch.manual_seed(7)
+        gc.collect()  # what earlier refusals hold
+        gc.disable()
+        forward, before = llama.Layer.forward, torch.get_rng_state()
+        llama.Layer.forward = lambda *args: (calls.append(1), forward(*args))[1]
+        plain = small_llama(num_hidden_layers=6).double()
+        weights = {name: value.clone() for name, value in plain.state_dict().items()}
+        torch.set_rng_state(before)
+        model = meshtrain.parallelize(plain, self.mesh, precision="float64")
+        llama.Layer.forward = forward
+        self.equal(sum(isinstance(one, verify._Run) for one in gc.get_objects()), 0, "runs of the check that are held")
+        gc.enable()
+        self.equal(len(calls), 2, "forwards of alike blocks")
+        self.equal(torch.equal(torch.get_rng_state(), before), True, "the generator's state")
+        for name, value in model.named_parameters():
+            self.same(tensor.local(value.detach()), weights[name][local_part(value)[1]], f"weight {name}")
+            self.equal(value.grad, None, f"gradient of {name}")
+
+    def families(self) -> None:
+        """Layers that read two tensors: a product for each, nothing kept; and none of a forward without gradients."""
+        made, product = [], products.forward_product
+        products.forward_product = lambda x, weight: (made.append(1), product(x, weight))[1]
+        how: dict[str, Any] = {"verify": False, "sequence_parallel": False}
+        x, memory = (torch.randn(1, 4, D, dtype=torch.float64) for _ in range(2))
+        cross = self.split(Cross, {"[qkv]": "colwise"}, **how)
+        torch.manual_seed(0)
+        plain = Cross().double()
+        cross(x, memory).sum().backward()
+        plain(x, memory).sum().backward()
+        self.equal(len(made), 3, "products of a cross attention")
+        for name, parameter in cross.named_parameters():
+            self.gradient(parameter, plain.get_parameter(name), name)
+        made.clear()
+        self.split(Normed, {"[qkv]": "colwise"}, **how)(x)
+        self.equal(len(made), 5, "products of layers that read what a forward makes of one tensor")
+        made.clear()
+        cross(x, x)
+        self.equal(len(made), 3, "products of layers that read one tensor")
+        with torch.no_grad():
+            cross.q.family.begin([x])
+            cross.q(x)
+            cross.q.family.end()
+        self.equal(cross.k(x).requires_grad, True, "what is computed anew after no_grad")
+        gc.collect()
+        kept = [
+            one for one in gc.get_objects() if isinstance(one, tensor.Family) and (one._ready or one._input is not None)
+        ]
+        self.equal(kept, [], "families that keep something")
+        products.forward_product = product
+
+    def uneven_heads(self) -> None:
+        """No tensor is made from numbers of the host in a forward."""
+        few = {"num_attention_heads": 12, "num_key_value_heads": 3}
+        model = meshtrain.parallelize(small_llama(**few), self.mesh, precision="float64")
+        attention: Any = model.model.layers[0].self_attn
+        self.equal(attention.k_proj.heads.repeated is not None, True, "heads are uneven")
+        made, make = [], torch.tensor
+        torch.tensor = lambda *args, **named: (made.append(args), make(*args, **named))[1]
+        attention.k_proj(torch.randn(1, 4, 24, dtype=torch.float64))
+        torch.tensor = make
+        self.equal(made, [], "tensors made from numbers")
+
+
+def raised(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except InputError as error:
+        return str(error)
+    return "nothing"
+
+
+def main() -> None:
+    torch.set_default_dtype(torch.float64)
+    with meshtrain.start() as job:
+        cases = Verified(meshtrain.build_mesh(Layout({"tp": job.world_size})))
+        cases.parameters_between()
+        cases.other_models()
+        cases.nothing_to_split_the_sequence()
+        cases.faults()
+        cases.leaves_all_alone()
+        cases.families()
+        cases.uneven_heads()
+        cases.tell()
+
+
+if __name__ == "__main__":
+    main()
