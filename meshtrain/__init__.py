@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 from meshtrain.layout import Layout
 
 if TYPE_CHECKING:
+    from meshtrain.job.watchdog.session import start
     from meshtrain.mesh import build_mesh
-    from meshtrain.operate.start import start
-    from meshtrain.parallel.apply import parallelize
+    from meshtrain.parallel.parallelize import parallelize
 
 __all__ = ["Layout", "build_mesh", "parallelize", "start"]
 
 _ROOMS = {
     "build_mesh": "meshtrain.mesh",
-    "parallelize": "meshtrain.parallel.apply",
-    "start": "meshtrain.operate.start",
+    "parallelize": "meshtrain.parallel.parallelize",
+    "start": "meshtrain.job.watchdog.session",
 }
 
 

@@ -15,53 +15,45 @@ from torch import Tensor, nn
 class Dropout(nn.Module):
     """Sets elements to 0 with probability p and multiplies the others by 1 / (1 - p), in training only.
 
-    In a plain model it is `nn.Dropout`. In a model that `place_dropouts` has seen (`parallelize` calls it) its masks
+    In a plain model it is `nn.Dropout`. In a model that `bind_dropout` has seen (`parallelize` calls it) its masks
     are those of the run, and `set_dropout` says before each forward which.
 
-    For tensors of which every rank has whole samples or, with sequence parallelism, a contiguous part of each sequence:
-    the residual stream, which is the embedding's output and what attention and feed-forward parts add to it. Not for
-    what lies between a colwise and a rowwise layer: there the features are split over `tp`, and every rank would drop
-    the same ones of its own. A module used in two places drops the same elements in both: give each place its own.
+    For the residual stream, of which every rank has whole samples or, with sequence parallelism, a contiguous part of
+    each sequence. Not for features between a colwise and a rowwise layer: every rank of `tp` would drop the same ones
+    of its own. A module used in two places drops the same elements in both.
     """
 
     def __init__(self, p: float) -> None:
-        """
-        Raises:
-            ValueError: p is not a probability below 1.
-        """
+        """Raises ValueError: p is not a probability below 1."""
         super().__init__()
         if not 0 <= p < 1:
             raise ValueError(f"dropout with probability {p}: expected 0 <= p < 1")
         self.p = p
-        self.placed = False
-        self.part = 0  # which part of the sequence this rank has, counted in parts of the length that it sees
+        self.bound = False
+        self.part = 0  # which part of the sequence (the second dim) this rank has, counted in parts of what it sees
         # (b), one hash for each sample of the microbatch. A tensor, and no buffer: the compiler takes it as an input,
         # so neither a step nor another layer compiles anew, and checkpoints and FSDP have nothing to do with it.
         self.keys: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (b, s, d), or any (b, ...), of which `part` counts along the second dim.
-
-        Raises:
-            RuntimeError: nobody said which samples of which step these are.
-        """
+        """x: (b, s, d), or any (b, ...). Raises RuntimeError: nobody said which samples of which step these are."""
         if self.p == 0 or not self.training:
             return x
-        if not self.placed:
+        if not self.bound:
             return F.dropout(x, self.p)
         if self.keys is None or self.keys.shape[0] != x.shape[0]:
-            known = 0 if self.keys is None else self.keys.shape[0]
+            count = 0 if self.keys is None else self.keys.shape[0]
             raise RuntimeError(
-                f"dropout of a batch of {x.shape[0]} samples, but set_dropout told of {known}: call "
+                f"dropout of a batch of {x.shape[0]} samples, but set_dropout told of {count}: call "
                 "set_dropout(model, seed=..., step=..., samples=...) before each forward in training"
             )
-        return torch.where(kept(self.keys.to(x.device), x.shape, self.part, self.p), x * (1 / (1 - self.p)), 0)
+        return torch.where(keep_mask(self.keys.to(x.device), x.shape, self.part, self.p), x * (1 / (1 - self.p)), 0)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
 
 
-def place_dropouts(model: nn.Module, part: int = 0) -> None:
+def bind_dropout(model: nn.Module, part: int = 0) -> None:
     """Makes every `Dropout` of a model take the masks that `set_dropout` sets.
 
     Args:
@@ -69,17 +61,17 @@ def place_dropouts(model: nn.Module, part: int = 0) -> None:
         part: with sequence parallelism the index on `tp`: rank i sees the i-th of equal parts of each sequence. 0 where
             every rank sees whole sequences.
     """
-    placed = {name: module for name, module in model.named_modules() if isinstance(module, Dropout)}
-    for module in placed.values():
-        module.placed, module.part = True, part
-    model.dropout_masks = _Masks(placed)  # type: ignore[assignment]  # as any attribute that is no module
+    dropouts = {name: module for name, module in model.named_modules() if isinstance(module, Dropout)}
+    for module in dropouts.values():
+        module.bound, module.part = True, part
+    model.dropout_masks = _DropoutKeys(dropouts)  # type: ignore[assignment]  # as any attribute that is no module
 
 
 def set_dropout(model: nn.Module, *, seed: int, step: int, samples: range) -> None:
     """Says what the next forward is of; a loop of one's own calls it before each forward in training.
 
-    Nothing waits for the device. Where a block runs again in backward (`recompute`), this holds until that backward is
-    done; whoever runs several forwards before their backwards sets it again before each backward.
+    Where a block runs again in backward (`recompute`), this holds until that backward is done; whoever runs several
+    forwards before their backwards sets it again before each backward. Nothing waits for the device.
 
     Args:
         model: whole and parallelized, or plain.
@@ -88,29 +80,24 @@ def set_dropout(model: nn.Module, *, seed: int, step: int, samples: range) -> No
     """
     masks = getattr(model, "dropout_masks", None)
     if masks is None:
-        place_dropouts(model)
+        bind_dropout(model)
         masks = model.dropout_masks
-    assert isinstance(masks, _Masks)
-    if masks.needed():
-        first = next(model.parameters(), None)
-        masks.set(seed, step, samples, torch.device("cpu") if first is None else first.device)
+    assert isinstance(masks, _DropoutKeys)
+    first = next(model.parameters(), None)
+    masks.set(seed, step, samples, torch.device("cpu") if first is None else first.device)
 
 
-class _Masks:
-    """The keys of all dropouts of a model: one table (n, b), a row for each.
-
-    Each forward has a table of its own: a compiled block that computes again keeps its row for the backward.
-    """
+class _DropoutKeys:
+    """The keys of all dropouts of a model: a table (n, b) for each forward, as a compiled block keeps its row."""
 
     def __init__(self, dropouts: dict[str, Dropout]) -> None:
         self._dropouts = list(dropouts.values())
         self._hashes = [[_hash64(f"meshtrain dropout {name}")] for name in dropouts]
         self._names = torch.empty(0)  # (n, 1) on the device
 
-    def needed(self) -> bool:
-        return any(dropout.p > 0 for dropout in self._dropouts)
-
     def set(self, seed: int, step: int, samples: range, device: torch.device) -> None:
+        if all(dropout.p == 0 for dropout in self._dropouts):
+            return
         if self._names.numel() == 0 or self._names.device != device:
             self._names = torch.tensor(self._hashes, dtype=torch.int64, device=device)
         hashes = [_hash64(f"meshtrain dropout {seed} {step} {sample}") for sample in samples]
@@ -119,39 +106,32 @@ class _Masks:
             dropout.keys = row
 
 
-def kept(keys: Tensor, shape: torch.Size, part: int, p: float) -> Tensor:
+def keep_mask(keys: Tensor, shape: torch.Size, part: int, p: float) -> Tensor:
     """The elements that stay, as booleans of `shape` (b, ..., d): each with probability 1 - p, to 2^-32.
 
     Rows of d elements are numbered through the sample, those of part i behind those of the parts before it. SplitMix64
-    started at each sample's key gives 64 bits for every two elements of a row, 32 for each.
-
-    Args:
-        keys: (b) int64 on the device.
+    started at each sample's key, (b) int64, gives 64 bits for every two elements of a row, 32 for each.
     """
     b, width = shape[0], shape[-1] if len(shape) > 1 else 1
     rows, words = shape[1:-1].numel(), (width + 1) // 2
     numbers = torch.arange(rows * words, device=keys.device) + part * (rows * words)
-    bits = _mix(_mix(keys)[:, None] + numbers * _GOLDEN).view(b, rows, words, 1)
+    bits = _mix(_mix(keys)[:, None] + numbers * _GAMMA).view(b, rows, words, 1)
     # Not `view(torch.int32)`: torch 2.13 compiles that and the slice to code that writes past its memory on a CPU.
     halves = torch.cat((bits, bits >> 32), dim=-1) & (2**32 - 1)
     return (halves >= round(p * 2**32)).flatten(2)[..., :width].reshape(shape)
-
-
-def _signed(value: int) -> int:
-    """The int64 with the same 64 bits."""
-    return value - 2**64 if value >= 2**63 else value
 
 
 def _hash64(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
-_GOLDEN, _FIRST, _SECOND = (_signed(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+# SplitMix64's increment and the multipliers of its finalizer, as int64: torch computes with no unsigned integers.
+_GAMMA, _MIX_1, _MIX_2 = (bits - 2**64 for bits in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def _mix(x: Tensor) -> Tensor:
     """The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA
     2014) of each int64: products wrap around, and a mask makes the shifts logical."""
-    x = (x ^ ((x >> 30) & (2**34 - 1))) * _FIRST
-    x = (x ^ ((x >> 27) & (2**37 - 1))) * _SECOND
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * _MIX_1
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * _MIX_2
     return x ^ ((x >> 31) & (2**33 - 1))

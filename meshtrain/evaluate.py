@@ -20,17 +20,11 @@ TOKEN_SAMPLES = 2048  # of a language model's evaluation, unless the config says
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sums over the whole evaluation set.
+    """The result over the whole evaluation set."""
 
-    Attributes:
-        loss: mean cross entropy over its valid targets, in nats.
-        targets: how many these are.
-        correct: how many of them have the largest logit.
-    """
-
-    loss: float
-    targets: int
-    correct: int
+    loss: float  # mean cross entropy over its valid targets, in nats
+    targets: int  # how many these are
+    correct: int  # how many of them have the largest logit
 
     def numbers(self, task: str, bytes_per_target: float | None) -> dict[str, float]:
         """What people compare: perplexity and bits per byte of a language model, accuracy (a share) of a classifier."""
@@ -45,10 +39,7 @@ class Evaluation:
 def evaluation_set(data: OpenData, most: int | None) -> Samples | None:
     """The held-out samples of which every evaluation of a run is made: all, or `most` that a permutation picks.
 
-    The pick follows from the number of held-out samples alone: the seed and the layout of a run do not change it.
-
-    Args:
-        most: None: 2,048 samples of tokens, or all images.
+    The pick follows from the number of held-out samples alone. `most`: None: 2,048 samples of tokens, or all images.
     """
     held_out = data.validation
     limit = TOKEN_SAMPLES if most is None and data.task == "language" else most
@@ -59,7 +50,7 @@ def evaluation_set(data: OpenData, most: int | None) -> Samples | None:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; afterwards what trained trains again, and what was frozen by `eval()` does not."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -72,15 +63,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def evaluate(
     model: nn.Module, batches: Iterable[Batch], mesh: Mesh, device: torch.device, dtype: torch.dtype
 ) -> Evaluation:
-    """Runs a parallelized model, which computes in `dtype`, over this rank's share of the evaluation set.
-
-    Every rank has the same number of batches.
-
-    Raises:
-        AgreedError: no batch of any rank has a valid target.
-    """
+    """Runs a parallelized model, which computes in `dtype`, over this rank's share of the evaluation set; every rank
+    has the same number of batches. Raises AgreedError: no batch of any rank has a valid target."""
     sums = torch.zeros(3, dtype=torch.float64, device=device)
-    with evaluating(model):
+    with evaluation_mode(model):
         for batch in batches:
             inputs, targets = batch.to(device, dtype)
             logits = model(*inputs)

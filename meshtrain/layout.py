@@ -7,6 +7,9 @@ Ranks are numbered row-major over the axes as they are written: neighbouring ran
 of some axes is the set of ranks that differ in those axes only. An axis that a layout does not name has size 1
 everywhere in this file, so callers may ask for `tp` without asking first whether there is any.
 
+*Derived axes* are further names for ranks: products of axes (`VIEWS`), and a second factorization of the same ranks for
+experts (`EXPERT_AXES`). They stand wherever ranks are asked for, but not in `axes`, `sizes` or a config.
+
 (The same idea, without torch: Megatron-LM's `hyper_comm_grid.py`, DeepSpeed's `runtime/pipe/topology.py`.)
 """
 
@@ -15,26 +18,32 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # in the usual order
 DATA_AXES = ("dp_replicate", "dp_shard")  # ranks that differ in these see different samples
+LOSS_AXES = (*DATA_AXES, "cp")  # ... see different tokens of the batch: losses and gradients are sums over these
+FSDP_AXES = ("dp_shard", "cp")  # ... share one copy of the parameters
+
+# Products of axes that have groups of their own, by name.
+VIEWS = {"data": DATA_AXES, "loss": LOSS_AXES, "fsdp": FSDP_AXES}
+# With `pp` a second factorization of the ranks: copies of an expert, shards of one copy, and parts of the experts.
+EXPERT_AXES = ("edp_replicate", "efsdp", "ep")
+
+# A factor of the world: (stride, size), ranks that are `stride` apart. Disjoint factors of a row-major numbering are
+# disjoint intervals [stride, stride * size), and a group is a product of factors.
+Factor = tuple[int, int]
 
 # What these axes are called elsewhere, for "did you mean".
 _ELSEWHERE = {
-    "dp": ("dp_replicate", "dp_shard"),
-    "data": ("dp_replicate", "dp_shard"),
-    "ddp": ("dp_replicate",),
-    "replicate": ("dp_replicate",),
-    "fsdp": ("dp_shard",),
-    "shard": ("dp_shard",),
-    "tensor": ("tp",),
-    "model": ("tp",),
-    "mp": ("tp",),
-    "pipeline": ("pp",),
-    "pipe": ("pp",),
+    **dict.fromkeys(("dp", "data"), DATA_AXES),
+    **dict.fromkeys(("ddp", "replicate"), ("dp_replicate",)),
+    **dict.fromkeys(("fsdp", "shard"), ("dp_shard",)),
+    **dict.fromkeys(("tensor", "model", "mp"), ("tp",)),
+    **dict.fromkeys(("pipeline", "pipe"), ("pp",)),
     "context": ("cp",),
-    "ep": (),  # experts are split over ranks of the data axes, never a factor of the world
+    "ep": (),  # experts are dealt out over ranks of other axes: never a factor of the world
 }
 
 
@@ -54,44 +63,40 @@ class Run:
 
 @dataclass(frozen=True, init=False, repr=False)
 class Layout:
-    """Sizes of the mesh's axes, outermost first, and optionally the hosts on which its ranks run.
-
-    Layouts are values: hashable, equal when axes (in order), sizes and hosts are equal.
-    """
+    """Sizes of the mesh's axes, and optionally the hosts on which its ranks run: a value, hashable."""
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
     hosts: tuple[str, ...]  # names in order of first appearance; empty until the layout is placed with `on_hosts`
     runs: tuple[Run, ...]  # in rank order
-    world_size: int = field(compare=False)  # the product of the shape
-    _strides: tuple[int, ...] = field(compare=False)  # how far apart neighbours on each axis are
-    _starts: tuple[int, ...] = field(compare=False)  # the first rank of each run
+    experts: int  # ranks over which the experts of a layer are dealt out: the size of `ep`
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
-        """`sizes`: axis -> number of ranks along it, at least 1, in the order of the mesh.
-
-        Raises:
-            LayoutError: an unknown axis, or a size that is no integer of at least 1.
-        """
+        """`sizes`: axis -> number of ranks along it, outermost first. LayoutError: one that no layout can have."""
         _check(sizes, free_allowed=False)
-        self._set(tuple(sizes), tuple(sizes.values()), (), ())
+        self.__dict__.update(axes=tuple(sizes), shape=tuple(sizes.values()), hosts=(), runs=(), experts=1)
 
-    def _set(
-        self, axes: tuple[str, ...], shape: tuple[int, ...], hosts: tuple[str, ...], runs: tuple[Run, ...]
-    ) -> None:
-        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        starts = tuple(run.start for run in runs)
-        for name, value in zip(
-            self.__dataclass_fields__, (axes, shape, hosts, runs, math.prod(shape), strides, starts), strict=True
-        ):
-            object.__setattr__(self, name, value)  # the one place that writes to this frozen value
+    def _with(self, **fields: object) -> "Layout":
+        changed = Layout.__new__(Layout)
+        changed.__dict__.update({name: getattr(self, name) for name in self.__dataclass_fields__} | fields)
+        return changed
+
+    @cached_property
+    def world_size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def mesh_dims(self) -> tuple[str, ...]:
+        """The dims of torch's mesh: the axes larger than 1 in the usual order, which HSDP needs. FSDP takes one dim, so
+        with `cp` it is `fsdp` that stands for `dp_shard` and `cp`."""
+        dims = AXES if self.size("cp") == 1 else ("pp", "dp_replicate", "fsdp", "tp")
+        return tuple(dim for dim in dims if self.size(dim) > 1)
 
     @classmethod
     def resolve(cls, sizes: Mapping[str, int], world_size: int) -> "Layout":
         """The layout of `world_size` processes; at most one size may be -1, which becomes whatever is left.
 
-        Raises:
-            LayoutError: the sizes do not multiply to `world_size`; the message names sizes that would.
+        Raises LayoutError: the sizes do not multiply to `world_size`; the message names sizes that would.
         """
         _check(sizes, free_allowed=True)
         if not _is_count(world_size):
@@ -131,78 +136,112 @@ class Layout:
 
     def size(self, *axes: str) -> int:
         """How many ranks a group of these axes has: 1 for an axis that the layout does not name."""
-        return math.prod(self.shape[i] for i in self._places(axes))
+        return math.prod(size for _, size in self._factors_of(axes))
 
-    def coordinate(self, rank: int) -> dict[str, int]:
-        """The position of a rank on every axis of the layout, outermost first."""
+    def coordinate(self, rank: int, *axes: str) -> dict[str, int]:
+        """The position of a rank on every axis of the layout, outermost first; or on these, derived ones too."""
         self._check_rank(rank)
-        return {
-            axis: rank // stride % size for axis, stride, size in zip(self.axes, self._strides, self.shape, strict=True)
-        }
+        return {axis: _index(rank, self._factors_of((axis,))) for axis in axes or self.axes}
 
     def rank(self, **coordinate: int) -> int:
-        """The rank at a coordinate: the inverse of `coordinate`.
+        """The rank at a coordinate: the inverse of `coordinate`, of all axes or of derived ones in their place.
 
-        Every axis of the layout must be given; another known axis only as 0.
-
-        Raises:
-            LayoutError: an axis is missing or unknown, or a position lies outside its axis.
+        Raises LayoutError: an axis is missing or unknown, or a position lies outside its axis.
         """
-        self._places(tuple(coordinate))
-        missing = [axis for axis in self.axes if axis not in coordinate]
-        if missing:
+        if self.size(*coordinate) != self.world_size:
+            missing = [axis for axis in self.axes if not self.covers(tuple(coordinate), axis)]
             raise LayoutError(f"layout {self}: rank(...) needs a position on every axis; missing: {', '.join(missing)}")
-        for axis, position in coordinate.items():
-            last = self.size(axis) - 1
-            if not 0 <= position <= last:
-                raise LayoutError(f"layout {self}: there is no {axis}={position}; {axis} goes from 0 to {last}")
-        return sum(coordinate[axis] * stride for axis, stride in zip(self.axes, self._strides, strict=True))
+        return self.rank_of_copy(0, **coordinate)
 
     # Groups ---------------------------------------------------------------------------------------------------------
 
     def group(self, rank: int, *axes: str) -> list[int]:
-        """The ranks that differ from `rank` in `axes` only, ascending, itself among them.
-
-        Takes time in the size of the group, not of the world. Axes that the layout does not name add nothing, so the
-        answer is `[rank]` when it names none of them.
-        """
+        """The ranks that differ from `rank` in `axes` only, ascending, itself among them, in time of their number."""
         self._check_rank(rank)
-        places = self._places(axes)
-        first = rank - sum(rank // self._strides[i] % self.shape[i] * self._strides[i] for i in places)
-        return [first + offset for offset in self._offsets(places)]
+        factors = self._factors_of(axes)
+        first = rank - sum(rank // stride % size * stride for stride, size in factors)
+        return [first + offset for offset in self._offsets(factors)]
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Every group of `axes`, ordered by first rank; together they hold each rank once.
-
-        Several axes give combined groups: one per coordinate on the remaining axes.
-        """
-        places = self._places(axes)
-        offsets = self._offsets(places)
-        firsts = self._offsets([i for i in range(len(self.axes)) if i not in places])
-        return [[first + offset for offset in offsets] for first in firsts]
+        """Every group of `axes`, ordered by first rank: one per coordinate on the remaining axes."""
+        factors = self._factors_of(axes)
+        offsets = self._offsets(factors)
+        return [[first + offset for offset in offsets] for first in self._offsets(self._rest(factors))]
 
     def index(self, rank: int, *axes: str) -> int:
         """The position of a rank in `group(rank, *axes)`."""
         self._check_rank(rank)
-        position = 0
-        for i in self._places(axes):
-            position = position * self.shape[i] + rank // self._strides[i] % self.shape[i]
-        return position
+        return _index(rank, self._factors_of(axes))
 
-    def _places(self, axes: Sequence[str]) -> list[int]:
-        """Where the named axes stand in the layout, outermost first."""
+    def copy(self, rank: int, *axes: str) -> int:
+        """The position of a rank among those, ascending, that have its positions on these axes."""
+        self._check_rank(rank)
+        return _index(rank, self._rest(self._factors_of(axes)))
+
+    def rank_of_copy(self, copy: int, **coordinate: int) -> int:
+        """The rank at a coordinate on some axes whose `copy` is this one.
+
+        Raises LayoutError: an axis is unknown, two of them overlap, or a position lies outside its axis.
+        """
+        rest = self._rest(self._factors_of(tuple(coordinate)))
+        rank = _offset(copy, rest)
+        for axis, position in coordinate.items():
+            factors = self._named_factors[axis]
+            last = math.prod(size for _, size in factors) - 1
+            if not 0 <= position <= last:
+                raise LayoutError(f"layout {self}: there is no {axis}={position}; {axis} goes from 0 to {last}")
+            rank += _offset(position, factors)
+        return rank
+
+    # Factors --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _named_factors(self) -> dict[str, tuple[Factor, ...]]:
+        """Axis, derived ones too -> its factors larger than 1, outermost first."""
+        strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
+        own = zip(self.axes, strides, self.shape, strict=True)
+        factors = dict.fromkeys(AXES, ()) | {axis: _outermost_first([(stride, size)]) for axis, stride, size in own}
+        views = {
+            view: _outermost_first(each for axis in axes for each in factors[axis]) for view, axes in VIEWS.items()
+        }
+        folded = _fold(factors, self.experts)
+        assert folded is not None  # with_experts() has refused what does not fold
+        return factors | views | dict(zip(EXPERT_AXES, folded, strict=True))
+
+    def _factors_of(self, axes: Sequence[str]) -> tuple[Factor, ...]:
         for axis in axes:
-            if axis not in AXES:
-                raise LayoutError(_unknown(axis))
-        if len(set(axes)) != len(axes):
+            if axis not in self._named_factors:
+                raise LayoutError(unknown_axis(axis))
+        if len(axes) == 1:
+            return self._named_factors[axes[0]]
+        factors = _outermost_first(factor for axis in axes for factor in self._named_factors[axis])
+        overlap = any(stride < below * size for (stride, _), (below, size) in itertools.pairwise(factors))
+        if overlap or len(set(axes)) != len(axes):
             raise LayoutError(f"an axis is named twice: {', '.join(axes)}")
-        return [i for i, axis in enumerate(self.axes) if axis in axes]
+        return factors
 
-    def _offsets(self, places: Sequence[int]) -> list[int]:
-        """The ranks of the group of rank 0, ascending (row-major over axes in the layout's order)."""
+    def _rest(self, factors: Sequence[Factor]) -> list[Factor]:
+        """What these factors, outermost first, leave of the world; neighbouring axes make one factor."""
+        rest, end = [], self.world_size
+        for stride, size in (*factors, (1, 1)):
+            if stride * size < end:
+                rest.append((stride * size, end // (stride * size)))
+            end = stride
+        return rest
+
+    def covers(self, outer: Sequence[str], axis: str) -> bool:
+        """Whether each group of `axis` lies in one group of the axes `outer`."""
+        factors = self._factors_of(outer)
+        return all(
+            any(start <= stride and stride * size <= start * n for start, n in factors)
+            for stride, size in self._factors_of((axis,))
+        )
+
+    def _offsets(self, factors: Sequence[Factor]) -> list[int]:
+        """The ranks of the group of rank 0, ascending."""
         offsets = [0]
-        for i in places:
-            steps = range(0, self.shape[i] * self._strides[i], self._strides[i])
+        for stride, size in factors:
+            steps = range(0, size * stride, stride)
             offsets = [offset + step for offset in offsets for step in steps]
         return offsets
 
@@ -210,16 +249,30 @@ class Layout:
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise LayoutError(f"layout {self}: there is no rank {rank!r}; ranks go from 0 to {self.world_size - 1}")
 
+    # Experts --------------------------------------------------------------------------------------------------------
+
+    def with_experts(self, ranks: int) -> "Layout":
+        """This layout with the experts of a layer dealt out over `ranks` ranks each.
+
+        `ep` takes whole axes from the inside, in the usual order, and a divisor of the next one, so that every group is
+        a product of factors. What is left shards one copy of the experts where parameters are sharded (`efsdp`), and
+        holds copies of them (`edp_replicate`). Raises LayoutError: no group of so many ranks is made of whole axes and
+        a divisor of the next.
+        """
+        if not _is_count(ranks) or _fold(self._named_factors, ranks) is None:
+            within = self.world_size // self.size("pp")
+            fits = [n for n in range(1, within + 1) if within % n == 0 and _fold(self._named_factors, n) is not None]
+            raise LayoutError(f"layout {self}: experts cannot be dealt out over {ranks!r} ranks; use one of {fits}")
+        return self._with(experts=ranks)
+
     # Hosts ----------------------------------------------------------------------------------------------------------
 
     def on_hosts(self, counts: Sequence[int], names: Sequence[str] | None = None) -> "Layout":
         """This layout with its ranks placed on hosts, in rank order: the first `counts[0]` ranks on the first, ...
 
         `names` default to `host 0`, `host 1`, ... A name may come back later: names a, b, a, b with counts of 1 deal
-        the ranks out in turn, as SLURM's cyclic distribution does.
-
-        Raises:
-            LayoutError: a count below 1, names that do not fit, or counts that do not add up to the world.
+        the ranks out in turn, as SLURM's cyclic distribution does. Raises LayoutError: a count below 1, names that do
+        not fit, or counts that do not add up to the world.
         """
         if not counts:
             raise LayoutError(f"layout {self} needs at least one host; found none")
@@ -242,19 +295,13 @@ class Layout:
         start = 0
         for name, count in zip(names, counts, strict=True):
             host, local = index.setdefault(name, len(index)), used.get(name, 0)
-            if runs and runs[-1].host == host:
-                last = runs.pop()
-                runs.append(Run(host, last.start, last.count + count, last.local))
-            else:
-                runs.append(Run(host, start, count, local))
+            run = runs.pop() if runs and runs[-1].host == host else Run(host, start, 0, local)
+            runs.append(replace(run, count=run.count + count))
             used[name] = local + count
             start += count
-        placed = Layout.__new__(Layout)
-        placed._set(self.axes, self.shape, tuple(index), tuple(runs))
-        return placed
+        return self._with(hosts=tuple(index), runs=tuple(runs))
 
     def host(self, rank: int) -> str:
-        """The name of the host of a rank."""
         return self.hosts[self._run(rank).host]
 
     def host_index(self, rank: int) -> int:
@@ -274,22 +321,16 @@ class Layout:
         return counts
 
     def crosses_hosts(self, ranks: Iterable[int]) -> bool:
-        """Whether these ranks lie on more than one host."""
-        hosts = (self._run(rank).host for rank in ranks)
-        first = next(hosts, None)
-        return any(host != first for host in hosts)
+        return len({self._run(rank).host for rank in ranks}) > 1
 
     def _run(self, rank: int) -> Run:
         self._check_rank(rank)
         if not self.runs:
             raise LayoutError(f"layout {self} is not placed on hosts: call on_hosts(counts) first")
-        return self.runs[bisect_right(self._starts, rank) - 1]
+        return self.runs[bisect_right(self.runs, rank, key=lambda run: run.start) - 1]
 
     def warnings(self) -> list[str]:
-        """What is allowed and probably a mistake, as sentences: groups of tp that cross hosts.
-
-        dp and pp groups that cross hosts are normal and raise no warning. Empty for a layout without hosts.
-        """
+        """What is allowed and probably a mistake, as sentences: groups of tp that cross hosts."""
         if self.size("tp") == 1 or len(self.hosts) < 2:
             return []
         crossing = [group for group in self.groups("tp") if self.crosses_hosts(group)]
@@ -334,23 +375,62 @@ def _why_tp_crosses(layout: Layout) -> str:
     )
 
 
+def _outermost_first(factors: Iterable[Factor]) -> tuple[Factor, ...]:
+    return tuple(sorted((factor for factor in factors if factor[1] > 1), reverse=True))
+
+
+def _index(rank: int, factors: Sequence[Factor]) -> int:
+    """The position of a rank along factors, outermost first."""
+    position = 0
+    for stride, size in factors:
+        position = position * size + rank // stride % size
+    return position
+
+
+def _offset(position: int, factors: Sequence[Factor]) -> int:
+    """The other way round: how far the rank at this position is from the first."""
+    offset = 0
+    for stride, size in reversed(factors):
+        position, index = divmod(position, size)
+        offset += index * stride
+    return offset
+
+
+def _fold(factors: Mapping[str, Sequence[Factor]], experts: int) -> tuple[tuple[Factor, ...], ...] | None:
+    """The factors of each of the `EXPERT_AXES`; None where `experts` is no product of whole axes and a divisor."""
+    inside: list[Factor] = []
+    outside: dict[str, Factor] = {}
+    for axis in ("tp", "cp", "dp_shard", "dp_replicate"):
+        [(stride, size)] = factors[axis] or [(1, 1)]
+        own = min(experts, size)
+        if experts % own or size % own:
+            return None
+        experts //= own
+        inside.append((stride, own))
+        outside[axis] = stride * own, size // own
+    if experts > 1:
+        return None
+    copies, shards = [outside.pop("dp_replicate")], list(outside.values())
+    if not (factors["dp_shard"] or factors["cp"]):  # parameters are copied and not sharded
+        copies, shards = copies + shards, []
+    return _outermost_first(copies), _outermost_first(shards), _outermost_first(inside)
+
+
 # Sizes that work ----------------------------------------------------------------------------------------------------
 
 
 def nearest(sizes: Mapping[str, int], world_size: int, limit: int = 2) -> list[dict[str, int]]:
     """Layouts of exactly `world_size` ranks that are near to `sizes`, nearest first; there is always one.
 
-    Layouts that change one axis come first, then those that change two, and more only where two are not enough. Among
-    them the nearer sizes come first; the data axes are easier to change than the others, whose sizes have to fit
-    the model: they rather become a multiple or a divisor of what they were. A size of -1 changes freely, and a layout
-    without a data axis may get one.
+    Fewer changed axes come first, then nearer sizes. The data axes are easier to change than the others, whose sizes
+    have to fit the model. A size of -1 changes freely, and a layout without a data axis may get one.
     """
     base = dict(sizes) if any(axis in sizes for axis in DATA_AXES) else add_axis(sizes, "dp_shard", 1)
     free = tuple(axis for axis, size in base.items() if size == -1)
     fixed = [axis for axis in base if axis not in free]
-    found: list[dict[str, int]] = []
+    layouts: list[dict[str, int]] = []
     for changes in range(len(fixed) + 1):
-        near = []
+        candidates = []
         for axes in itertools.combinations(fixed, changes):
             rest = math.prod(base[axis] for axis in fixed if axis not in axes)
             if world_size % rest:
@@ -358,12 +438,12 @@ def nearest(sizes: Mapping[str, int], world_size: int, limit: int = 2) -> list[d
             for factors in _factorizations(world_size // rest, len(axes + free)):
                 new = base | dict(zip(axes + free, factors, strict=True))
                 if all(new[axis] != base[axis] for axis in axes):
-                    near.append(new)
-        found += sorted(near, key=lambda new: _distance(base, new))
-        if found and (changes >= 2 or len(found) >= limit):
+                    candidates.append(new)
+        layouts += sorted(candidates, key=lambda new: _distance(base, new))
+        if layouts and (changes >= 2 or len(layouts) >= limit):
             break
     # An added axis that stayed at 1 is not worth naming.
-    return [{axis: size for axis, size in new.items() if axis in sizes or size > 1} for new in found[:limit]]
+    return [{axis: size for axis, size in new.items() if axis in sizes or size > 1} for new in layouts[:limit]]
 
 
 def add_axis(sizes: Mapping[str, int], axis: str, size: int) -> dict[str, int]:
@@ -423,7 +503,7 @@ def _check(sizes: Mapping[str, int], free_allowed: bool) -> None:
     wrong = []
     for axis, size in sizes.items():
         if axis not in AXES:
-            wrong.append(_unknown(axis))
+            wrong.append(unknown_axis(axis))
         if not _is_count(size) and not (free_allowed and _is_free(size)):
             or_free = ", or -1 for whatever is left" if free_allowed else ""
             wrong.append(f"{axis} is {size!r} (expected an integer of at least 1{or_free})")
@@ -434,6 +514,19 @@ def _check(sizes: Mapping[str, int], free_allowed: bool) -> None:
         raise LayoutError(f"layout {written(sizes)}: " + "; ".join(wrong))
 
 
+def world_sizes_text(sizes: Mapping[str, int]) -> str:
+    """How many processes a layout as written can be made of, for people."""
+
+    def multiples(count: int) -> str:
+        return "any number" if count == 1 else f"{count}, {2 * count}, {3 * count}, ... processes"
+
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if -1 in sizes.values():
+        return f"{multiples(fixed)} can form it"
+    axis = next((axis for axis in reversed(DATA_AXES) if axis in sizes), "dp_shard")
+    return f"{fixed} processes can form it, and with {axis}: -1 {multiples(fixed // sizes.get(axis, 1))} can"
+
+
 def _is_count(size: object) -> bool:
     return isinstance(size, int) and not isinstance(size, bool) and size >= 1
 
@@ -442,7 +535,8 @@ def _is_free(size: object) -> bool:
     return isinstance(size, int) and size == -1
 
 
-def _unknown(axis: object) -> str:
+def unknown_axis(axis: object) -> str:
+    """`there is no axis 'fsdp' (did you mean dp_shard?)`."""
     name = str(axis).lower()
     meant = _ELSEWHERE[name] if name in _ELSEWHERE else difflib.get_close_matches(name, AXES, n=1, cutoff=0.5)
     hint = f"did you mean {' or '.join(meant)}?" if meant else f"the axes are {', '.join(AXES)}"

@@ -1,8 +1,14 @@
 """The loss of a step: the sum over all valid targets of the global batch, divided by their number.
 
 It is a sum over a count, and never an average of averages. So it does not matter which rank or microbatch holds which
-sample, how many valid targets each has, or that a rank has none at all.
+sample, how many valid targets each has, or that a rank has none at all. Modules add terms to it in the same way, with
+`attach`, and log statistics with `record`.
 """
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,8 +17,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshtrain.data.batch import IGNORE
+from meshtrain.errors import AgreedError
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.vocabulary import argmax, token_losses
+from meshtrain.parallel.cross_entropy import argmax, token_losses
+from meshtrain.parallel.torch_private import backward_is_running, never_compiled
 
 
 def sample_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -58,7 +66,6 @@ class GlobalCount:
         self._work = dist.all_reduce(self._total, group=group, async_op=True) if group is not None else None
 
     def total(self) -> Tensor:
-        """A scalar in float64."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -67,3 +74,154 @@ class GlobalCount:
     def value(self) -> Tensor:
         """The same, but at least 1, to divide by: a batch without any valid target has a loss of 0."""
         return self.total().clamp(min=1)
+
+
+# Terms and statistics of modules ------------------------------------------------------------------------------------
+
+
+class _Attach(torch.autograd.Function):
+    """x, whose backward gives `term` its gradient: the factor of the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, term: Tensor, factor: Callable[[], Tensor]) -> Tensor:
+        ctx.factor, ctx.dtype = factor, term.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, ctx.factor().to(ctx.dtype), None
+
+
+@never_compiled
+def attach(x: Tensor, name: str, term: Tensor) -> Tensor:
+    """Adds a term to the loss from inside of a model, for instance a router's load balancing.
+
+    The loss that is trained becomes `loss` + the sum of `term` over the global batch / its number of valid targets,
+    on every layout: the term's gradient enters where x's passes, also in a pipeline stage that has no loss, and what is
+    recomputed counts once. metrics.jsonl gets the term as `loss/NAME`; `loss` stays the cross entropy.
+
+    With `tp`, attach between the tensor-parallel layers (the residual stream, norms, a router), where a rank has all
+    features of a part of the tokens, or without sequence parallelism of all of them, which then count once; each number
+    of `term` has to follow from its own token. Without sequence parallelism, terms that differ between ranks of `tp`
+    are refused in the first step.
+
+    Args:
+        x: what the model goes on with: its gradient has to be computed.
+        name: the same in every step; a name used in several places is one sum.
+        term: (b, ...), a number for each sample or token; samples that are padding are left out here.
+
+    Returns:
+        x. Outside of a training step (evaluation, generation, a loop without `StepTerms`) nothing is added.
+
+    Raises:
+        ValueError: `term` has no number for each sample.
+    """
+    if _forward is None or not torch.is_grad_enabled():
+        return x
+    total = _forward.total(name, term)
+    _forward.add(f"loss/{name}", total)
+    return _Attach.apply(x, total, _forward.terms.factor)
+
+
+@never_compiled
+def record(name: str, values: Tensor, counts: Tensor | None = None) -> None:
+    """Logs a statistic over the global batch of each step: the sum of `values` as `sum/NAME`, or divided by that of
+    `counts` as `mean/NAME`. Nothing happens outside of a training step; where to call it with `tp`: see `attach`.
+
+    Args:
+        values, counts: (b, ...), a number for each sample or token.
+
+    Raises:
+        ValueError: they have no number for each sample.
+    """
+    if _forward is None:
+        return
+    total = _forward.total(name, values.detach().double())
+    if counts is None:
+        _forward.add(f"sum/{name}", total)
+    else:
+        _forward.add(f"mean/{name}", total, _forward.total(name, counts.detach().double()))
+
+
+class StepTerms:
+    """What `attach` and `record` of this rank's modules come to in one step: (sum, count) pairs by field of a row."""
+
+    def __init__(self, count: GlobalCount, scale: Tensor | None = None) -> None:
+        """`scale`: float16's factor of the loss."""
+        self.count, self.scale = count, scale
+        self.sums: dict[str, Tensor] = {}  # field -> (2,) float64 on the device
+
+    @contextmanager
+    def of_microbatch(self, size: int, real: int) -> Iterator[None]:
+        """Around a forward and around its backward, which may compute it again, of `size` samples; the first `real` of
+        them are no padding."""
+        global _forward  # noqa: PLW0603
+        before, _forward = _forward, _Forward(self, size, real)
+        try:
+            yield
+        finally:
+            _forward = before
+
+    def factor(self) -> Tensor:
+        """What the gradient of a sum over tokens is multiplied by."""
+        return (1 if self.scale is None else self.scale.double()) / self.count.value()
+
+    def stack(self, fields: Sequence[str]) -> Tensor:
+        """(2 n,) in float64: the sum and the count of each field; zeros where no module of this rank has any."""
+        nothing = self.count.total().new_zeros(2)
+        return torch.cat([self.sums.get(field, nothing) for field in fields]) if fields else nothing[:0]
+
+
+@dataclass(frozen=True)
+class _Forward:
+    terms: StepTerms
+    size: int
+    real: int
+
+    def total(self, name: str, values: Tensor) -> Tensor:
+        """Over the samples that are no padding, in float32 at least."""
+        if isinstance(values, DTensor) or values.dim() == 0 or values.shape[0] != self.size:
+            raise ValueError(
+                f"{name} is of shape {tuple(values.shape)}: expected a plain tensor with a number for each of the "
+                f"{self.size} samples of the microbatch, or for each of their tokens"
+            )
+        return (values.float() if values.dtype.itemsize < 4 else values)[: self.real].sum()
+
+    def add(self, field: str, total: Tensor, count: Tensor | None = None) -> None:
+        if backward_is_running():
+            return  # a block that is computed again has been counted
+        total = total.detach().double()
+        pair = torch.stack([total, torch.zeros_like(total) if count is None else count])
+        sums = self.terms.sums
+        sums[field] = sums[field] + pair if field in sums else pair
+
+
+_forward: _Forward | None = None  # backward runs in threads of its own, so this is no thread's or context's variable
+
+
+def agree_on_fields(terms: StepTerms, mesh: Mesh, *, same_tokens: bool) -> list[str]:
+    """The fields of all ranks, in one order: stages of a pipeline have different ones. All ranks call it once.
+
+    Args:
+        same_tokens: the ranks of `tp` have seen the same tokens, and must have computed the same.
+
+    Raises:
+        AgreedError: on every rank: they have not.
+    """
+    own = {field: pair.tolist() for field, pair in terms.sums.items()}
+    every: list[Any] = [own]
+    if mesh.world is not None:
+        every = [None] * mesh.layout.world_size
+        dist.all_gather_object(every, own, group=mesh.world)
+    fields = sorted({field for sums in every for field in sums})
+    for group in mesh.layout.groups("tp") if same_tokens else ():
+        first = every[group[0]]
+        for field in fields:
+            values = torch.tensor([every[rank].get(field, (torch.nan, torch.nan)) for rank in group])
+            if field in first and not torch.allclose(values, values[0], rtol=1e-6, atol=0, equal_nan=True):
+                raise AgreedError(
+                    f"{field} differs between ranks {', '.join(map(str, group))}, which have the same tokens: without "
+                    "sequence parallelism attach and record belong between the tensor-parallel layers, where every "
+                    "rank of tp has all features"
+                )
+    return fields

@@ -4,6 +4,7 @@ torch accepts a mesh that does not cover the world and lets a rank call a collec
 are errors here. Axes of size 1 get no group and no dim: whoever asks for such a group is told None and does nothing.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -13,60 +14,68 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from meshtrain.layout import AXES, DATA_AXES, Layout, LayoutError
-from meshtrain.traffic import Traffic
-
-# Combined groups that training asks for, created in this order on every rank: the ranks that share the samples of a
-# batch, those among which the loss is summed, and those that share the parameters.
-COMBINED = (DATA_AXES, ("dp_replicate", "dp_shard", "cp"), ("dp_shard", "cp"))
+from meshtrain.layout import AXES, VIEWS, Layout, LayoutError
 
 # Devices whose backend runs all that a group sends and receives strictly one after the other (NCCL, each group on a
 # stream of its own): there neighbours on `pp` have a group for each direction.
 IN_TURN = ("cuda",)
 
 
-@dataclass(frozen=True)
-class Mesh:
-    """This rank's place in the layout, and the groups it belongs to.
+class CommBytes:
+    """Bytes that this rank sent, counted where they are sent.
 
-    Attributes:
-        layout: what the mesh was made from.
-        rank: this process's global rank.
-        device_type: "cpu" or "cuda".
-        device_mesh: torch's mesh of the axes larger than 1, in torch's usual order; None in a world of one.
-        traffic: counts what this rank sends over it.
+    An all-gather or a reduce-scatter of n bytes over t ranks sends n (t - 1) / t from each, an all-reduce twice that:
+    as much as any way to do it must (Chan et al., https://doi.org/10.1002/cpe.1206).
     """
 
+    def __init__(self) -> None:
+        self._sent: Counter[tuple[str, str]] = Counter()
+
+    def add(self, axis: str, kind: str, sent: float) -> None:
+        """`kind`: "all_gather", "reduce_scatter" or "all_reduce"."""
+        self._sent[axis, kind] += round(sent)
+
+    def restart(self) -> None:
+        self._sent.clear()
+
+    def by_axis(self) -> dict[str, int]:
+        """axis -> bytes sent over it so far, of every kind."""
+        return {axis: sum(self.by_kind(axis).values()) for axis, _ in self._sent}
+
+    def by_kind(self, axis: str) -> dict[str, int]:
+        """kind -> bytes sent over this axis so far."""
+        return {kind: sent for (of, kind), sent in self._sent.items() if of == axis}
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place in the layout, and the groups it belongs to."""
+
     layout: Layout
-    rank: int
-    device_type: str
-    device_mesh: DeviceMesh | None
+    rank: int  # this process's global rank
+    device_type: str  # "cpu" or "cuda"
+    device_mesh: DeviceMesh | None  # torch's mesh with the layout's `mesh_dims`; None in a world of one
     _groups: dict[tuple[int, ...], dist.ProcessGroup]  # by the ranks in them: one group per distinct set
-    traffic: Traffic = field(default_factory=Traffic)
+    comm_bytes: CommBytes = field(default_factory=CommBytes)  # that this rank sends over the mesh
     _links: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)  # by source and target
 
     def size(self, *axes: str) -> int:
-        """How many ranks the group of these axes has."""
         return self.layout.size(*axes)
 
     def index(self, *axes: str) -> int:
-        """This rank's position in its group of these axes."""
         return self.layout.index(self.rank, *axes)
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """This rank's group over one or several axes; None when the group is this rank alone.
 
-        Raises:
-            LayoutError: an axis that no layout has, or a combination for which no group was made.
+        Raises LayoutError: an axis that no layout has, or a combination for which no group was made.
         """
         ranks = tuple(self.layout.group(self.rank, *axes))
         if len(ranks) == 1:
             return None
         if ranks not in self._groups:
-            raise LayoutError(
-                f"no group was made over {' x '.join(axes)}: the mesh has one per axis and over "
-                + ", ".join(" x ".join(combined) for combined in COMBINED)
-            )
+            views = ", ".join(" x ".join(view) for view in VIEWS.values())
+            raise LayoutError(f"no group was made over {' x '.join(axes)}: the mesh has one per axis and over {views}")
         return self._groups[ranks]
 
     def link(self, source: int, target: int) -> dist.ProcessGroup | None:
@@ -75,20 +84,27 @@ class Mesh:
         return self._links.get((source, target)) or self.group("pp")
 
     def submesh(self, *axes: str) -> DeviceMesh | None:
-        """torch's mesh of those of the given axes that are larger than 1; None if there is none.
+        """torch's mesh over some axes, derived ones too: of its dims larger than 1; None if there is none.
 
-        Raises:
-            LayoutError: an axis that no layout has.
+        Raises LayoutError: an axis that no layout has, or one that has no dim of its own.
         """
-        kept = tuple(axis for axis in AXES if axis in axes and self.layout.size(axis) > 1)
-        for axis in axes:
-            self.layout.size(axis)  # an axis nobody knows is an error, not an empty mesh
-        return self.device_mesh[kept] if kept and self.device_mesh is not None else None
+        if self.size(*axes) == 1 or self.device_mesh is None:
+            return None
+        assert self.device_mesh.mesh_dim_names is not None  # build_mesh() has named them
+        dims = tuple(dim for dim in self.device_mesh.mesh_dim_names if self.layout.covers(axes, dim))
+        if self.size(*dims) != self.size(*axes):
+            raise LayoutError(f"the mesh has the dims {', '.join(self.device_mesh.mesh_dim_names)}: none for {axes}")
+        return self.device_mesh[dims]
 
     @property
     def speaks_for_samples(self) -> bool:
         """Whether it is this one, of the ranks that see the same tokens and have the same loss, that counts them."""
         return self.index("tp") == 0
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """Whether ranks share one copy of the parameters."""
+        return self.size("fsdp") > 1
 
     @property
     def world(self) -> dist.ProcessGroup | None:
@@ -102,11 +118,7 @@ class Mesh:
         return tensor
 
     def set_timeout(self, seconds: float) -> None:
-        """From now on a collective of any group that takes longer than this fails.
-
-        Starting needs a long limit (hosts come one by one, kernels compile), a running step a short one: a cut link
-        is noticed only by this clock.
-        """
+        """From now on a collective of any group that takes longer than this fails: so a cut link is noticed."""
         for group in (*self._groups.values(), *self._links.values()):
             _set_pg_timeout(timedelta(seconds=seconds), group)
 
@@ -115,13 +127,7 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
     """The mesh of a layout over the running world; every rank calls it, with the same layout.
 
     Works on gloo, NCCL and torch's fake backend. Without a process group it makes the mesh of a world of one.
-
-    Args:
-        layout: its world size must be that of the job.
-        device_type: "cpu" or "cuda"; by default what the job's backend serves.
-
-    Raises:
-        LayoutError: the layout does not cover the world.
+    `device_type` is by default what the backend serves. Raises LayoutError: the layout does not cover the world.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if layout.world_size != world_size:
@@ -133,50 +139,41 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
         return Mesh(layout, 0, device_type or "cpu", None, {})
     rank = dist.get_rank()
     device_type = device_type or ("cuda" if dist.get_backend() == "nccl" else "cpu")
-    device_mesh = DeviceMesh(device_type, _ranks_in_usual_order(layout), mesh_dim_names=_large_axes(layout))
+    dims = layout.mesh_dims
+    device_mesh = DeviceMesh(device_type, _ranks_by_dim(layout, dims), mesh_dim_names=dims)
     assert dist.group.WORLD is not None  # the job has several processes, so it has joined them
     groups = {tuple(range(world_size)): dist.group.WORLD}
-    for axis in _large_axes(layout):
-        groups.setdefault(tuple(layout.group(rank, axis)), device_mesh.get_group(axis))
-    for axes in COMBINED:
-        if tuple(layout.group(rank, *axes)) not in groups and layout.size(*axes) > 1:
-            groups[tuple(layout.group(rank, *axes))] = _make_group(list(layout.groups(*axes)), rank, "_".join(axes))
+    for dim in dims:
+        groups.setdefault(tuple(layout.group(rank, dim)), device_mesh.get_group(dim))
+    for axis in (*AXES, *VIEWS):  # in one order on every rank
+        ranks = tuple(layout.group(rank, axis))
+        if len(ranks) > 1 and ranks not in groups:
+            groups[ranks] = _make_group(layout.groups(axis), rank, "_".join(VIEWS.get(axis, (axis,))))
     links = _make_links(layout, rank) if device_type in IN_TURN else {}
     return Mesh(layout, rank, device_type, device_mesh, groups, _links=links)
 
 
-def _large_axes(layout: Layout) -> tuple[str, ...]:
-    return tuple(axis for axis in AXES if layout.size(axis) > 1)
+def _ranks_by_dim(layout: Layout, dims: tuple[str, ...]) -> torch.Tensor:
+    """The ranks as an array with these dims; along each they ascend, as in torch's groups."""
+    ranks = torch.zeros([1] * len(dims), dtype=torch.int64)
+    for i, dim in enumerate(dims):
+        ranks = ranks + torch.tensor(layout.group(0, dim)).view([-1 if j == i else 1 for j in range(len(dims))])
+    return ranks
 
 
-def _ranks_in_usual_order(layout: Layout) -> torch.Tensor:
-    """The ranks as an array with one dimension per axis larger than 1, in the usual order of the axes.
-
-    A layout may name its axes in any order. torch's HSDP slices a mesh only in the usual order, so it is the array of
-    ranks that is permuted, not the layout.
-    """
-    ranks = torch.arange(layout.world_size).reshape([layout.size(axis) for axis in layout.axes])
-    order = [layout.axes.index(axis) for axis in AXES if axis in layout.axes]
-    return ranks.permute(order).squeeze()
-
-
-def _make_group(every: list[list[int]], rank: int, description: str) -> dist.ProcessGroup:
+def _make_group(partition: list[list[int]], rank: int, description: str) -> dist.ProcessGroup:
     """Creates groups that partition the world, and returns this rank's own.
 
     All ranks create all groups: that is what keeps the order of creation the same on every rank. NCCL splits the world
     into all of them at once, where it has connected; one by one each costs the whole world a round.
     """
     if _splits(dist.group.WORLD):
-        split = dist.split_group(split_ranks=[sorted(ranks) for ranks in every], group_desc=description)
-        assert split is not None  # the groups partition the world
-        return split
-    mine = None
-    for ranks in every:
-        group = dist.new_group(ranks, group_desc=description)
-        if rank in ranks:
-            mine = group
-    assert mine is not None  # the groups partition the world
-    return mine
+        own = dist.split_group(split_ranks=[sorted(ranks) for ranks in partition], group_desc=description)
+    else:
+        groups = [dist.new_group(ranks, group_desc=description) for ranks in partition]
+        own = next(group for group, ranks in zip(groups, partition, strict=True) if rank in ranks)
+    assert own is not None  # this rank is in one of them
+    return own
 
 
 def _splits(world: Any) -> bool:
@@ -186,15 +183,11 @@ def _splits(world: Any) -> bool:
 
 
 def rounds(ranks: int) -> list[list[tuple[int, ...]]]:
-    """Every pair of neighbours on a ring, in rounds that have each rank once: two rounds, or three if the number of
-    ranks is odd. A rank that has nobody to pair with is alone."""
+    """Every pair of neighbours on a ring, in rounds that have each rank once (some alone): two, or three if odd."""
     pairs = [(i, (i + 1) % ranks) for i in range(ranks if ranks > 2 else ranks - 1)]
     last = [pairs.pop()] if ranks % 2 and ranks > 1 else []
-    made: list[list[tuple[int, ...]]] = []
-    for some in (pairs[::2], pairs[1::2], last):
-        alone = set(range(ranks)).difference(*some)
-        made += [[*some, *((rank,) for rank in sorted(alone))]] if some else []
-    return made
+    of_round = [chosen for chosen in (pairs[::2], pairs[1::2], last) if chosen]
+    return [[*chosen, *((i,) for i in range(ranks) if not any(i in pair for pair in chosen))] for chosen in of_round]
 
 
 def _make_links(layout: Layout, rank: int) -> dict[tuple[int, int], dist.ProcessGroup]:
@@ -205,10 +198,10 @@ def _make_links(layout: Layout, rank: int) -> dict[tuple[int, int], dist.Process
     """
     links = {}
     for pairs in rounds(layout.size("pp")):
-        every = [[column[i] for i in pair] for column in layout.groups("pp") for pair in pairs]
-        mine = next(tuple(ranks) for ranks in every if rank in ranks)
-        for direction in (mine, mine[::-1]):
-            group = _make_group(every, rank, "pp_link")
+        partition = [[column[i] for i in pair] for column in layout.groups("pp") for pair in pairs]
+        own = next(tuple(ranks) for ranks in partition if rank in ranks)
+        for direction in (own, own[::-1]):
+            group = _make_group(partition, rank, "pp_link")
             if len(direction) == 2:
                 links[direction[0], direction[1]] = group
     return links

@@ -85,22 +85,13 @@ def check(config: Config) -> list[tuple[str, str]]:
     halvings = len(config.channels) - 1
     if config.image_size < 2**halvings:
         most = config.image_size.bit_length()
-        return [
-            (
-                "channels",
-                f"{len(config.channels)} stages halve the image {halvings} times, and {config.image_size} pixels "
-                f"allow {most - 1}: use at most {most} stages",
-            )
-        ]
+        halved = f"{len(config.channels)} stages halve the image {halvings} times"
+        return [("channels", f"{halved}, and {config.image_size} pixels allow {most - 1}: use at most {most} stages")]
     return []
 
 
 # First values, by the first pattern that matches: "kaiming" is normal with variance 2 / (inputs of one output).
-init_plan = {
-    "*norm?.weight": "ones",
-    "*.bias": "zeros",
-    "*": "kaiming",
-}
+init_plan = {"*norm?.weight": "ones", "*.bias": "zeros", "*": "kaiming"}
 
 # Nothing is split over `tp`.
 tp_plan: dict[str, str] = {}

@@ -1,7 +1,8 @@
 """Llama, as single-device PyTorch: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-The parameters bear Hugging Face's names, so that weights need no table of names. Nothing here knows of a mesh; the two
-small tables at the end say how the weights start (`init_plan`) and how they split over `tp` (`tp_plan`).
+The parameters bear Hugging Face's names, so that weights need no table of names. Nothing here knows of a mesh; the
+small tables at the end say how the weights start (`init_plan`), how they split over `tp` (`tp_plan`), and which modules
+mix the tokens of a sequence (`cp_plan`).
 """
 
 import math
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from meshtrain.attention import attention, document_mask
+from meshtrain.attention import AttentionContext, attention
 from meshtrain.dropout import Dropout
 
 
@@ -86,14 +87,14 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(d, config.kv_heads * e, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * e, d, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
         q, k, v = (
             rearrange(project(x), "b s (h e) -> b s h e", e=self.head_dim)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         q, k, v = (rearrange(t, "b s h e -> b h s e") for t in (q, k, v))
-        y = attention(q, k, v, mask)
+        y = attention(q, k, v, context)
         return self.o_proj(rearrange(y, "b h s e -> b s (h e)"))
 
 
@@ -119,8 +120,8 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
         self.mlp_dropout = Dropout(config.hidden_dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self.self_attn_dropout(self.self_attn(self.input_layernorm(x), cos, sin, mask))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+        x = x + self.self_attn_dropout(self.self_attn(self.input_layernorm(x), cos, sin, context))
         return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)))
 
 
@@ -148,22 +149,25 @@ class Model(nn.Module):
         """The modules in the order in which they run; any run of them can be a stage."""
         return [self.model.embed_tokens, *self.model.layers, self.model.norm, self.lm_head]
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: AttentionContext | Tensor | None = None
+    ) -> Tensor:
         """Tokens (b, s) to logits (b, s, v).
 
         Args:
             tokens: token ids.
             positions: (b, s), each token's place for the rotary angles; None counts from 0.
             documents: (b, s), the document of each token; none attends across documents. None: one document a row.
+                A batch brings the record that attention takes.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         x = self.model.dropout(self.model.embed_tokens(tokens))
         angles = positions[..., None, None] * rotary_frequencies(self.config, tokens.device)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        mask = None if documents is None else document_mask(documents)
-        for layer in self.model.layers:
-            x = layer(x, cos, sin, mask)
+        context = AttentionContext.of(documents)
+        for i, layer in enumerate(self.model.layers):
+            x = layer(x, cos, sin, context.at(i))
         return self.lm_head(self.model.norm(x))
 
 
@@ -181,10 +185,10 @@ COUNTS = {  # at least 1, and at most what no model comes near to: a mistyped nu
 
 def check(config: Config) -> list[tuple[str, str]]:
     """Combinations of keys that make no model: (key, what is wrong and what would work)."""
-    given = {key: getattr(config, key) for key in COUNTS}
+    counts = {key: getattr(config, key) for key in COUNTS}
     problems = [
         (key, f"{key} is {value}: use at {'least 1' if value < 1 else f'most {COUNTS[key]:,}'}")
-        for key, value in given.items()
+        for key, value in counts.items()
         if value is not None and not 1 <= value <= COUNTS[key]
     ]
     if problems:
@@ -194,12 +198,8 @@ def check(config: Config) -> list[tuple[str, str]]:
     h, k, d = config.num_attention_heads, config.kv_heads, config.hidden_size
     if config.head_dim is None and d % h:
         near = [n for n in range(1, d + 1) if d % n == 0]
-        problems.append(
-            (
-                "num_attention_heads",
-                f"hidden_size {d} does not divide into {h} heads: use {nearest(near, h)} heads, or set head_dim",
-            )
-        )
+        heads = f"use {nearest(near, h)} heads, or set head_dim"
+        problems.append(("num_attention_heads", f"hidden_size {d} does not divide into {h} heads: {heads}"))
     elif config.head_width % 2:
         problems.append(("head_dim", f"rotary positions turn pairs of features: head width {config.head_width} is odd"))
     if h % k:
@@ -212,10 +212,10 @@ def check(config: Config) -> list[tuple[str, str]]:
     return problems + [(key, problem) for key in ("rope_scaling", "rope_parameters") for problem in _rope(config, key)]
 
 
-def nearest(working: list[int], wanted: int) -> str:
+def nearest(working: list[int], value: int) -> str:
     """The one or two numbers that work and lie next to the one that does not."""
-    below = [n for n in working if n < wanted][-1:]
-    above = [n for n in working if n > wanted][:1]
+    below = [n for n in working if n < value][-1:]
+    above = [n for n in working if n > value][:1]
     return " or ".join(str(n) for n in below + above)
 
 
@@ -314,9 +314,9 @@ _LEFT_OUT: dict[str, Any] = {
 }
 
 
-def from_hugging_face(found: dict[str, Any]) -> dict[str, Any]:
+def from_hugging_face(keys: dict[str, Any]) -> dict[str, Any]:
     """Our keys for those of a config.json; each of the two values in `rope_parameters` can then be given anew."""
-    keys = _LEFT_OUT | found
+    keys = _LEFT_OUT | keys
     rope = keys.pop("rope_parameters", None)
     if rope is not None:
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
@@ -327,9 +327,9 @@ def from_hugging_face(found: dict[str, Any]) -> dict[str, Any]:
 
 def to_hugging_face(config: Config) -> dict[str, Any]:
     """A config.json that describes a model, for transformers 5 (`rope_parameters`) and those before it."""
-    theta, given = config.rope
-    scaling = {key: value for key, value in (given or {}).items() if key not in ("rope_theta", "type")}
-    scaling["rope_type"] = (given or {}).get("rope_type", (given or {}).get("type")) or "default"
+    theta, rope = config.rope[0], config.rope[1] or {}
+    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "type")}
+    scaling["rope_type"] = rope.get("rope_type", rope.get("type")) or "default"
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": model_type,
@@ -346,10 +346,7 @@ def to_hugging_face(config: Config) -> dict[str, Any]:
 
 
 # First values, by the first pattern that matches: "normal" has the standard deviation `initializer_range`.
-init_plan = {
-    "*norm.weight": "ones",
-    "*": "normal",
-}
+init_plan = {"*norm.weight": "ones", "*": "normal"}
 
 # How the weights split over `tp`, in Hugging Face's words.
 tp_plan = {
@@ -363,3 +360,7 @@ tp_plan = {
     "model.layers.*.mlp.down_proj": "rowwise",
     "lm_head": "colwise_gather_output",
 }
+
+# The modules in which tokens see each other, all of them through `meshtrain.attention`. A model that has this table
+# takes an `AttentionContext` in the place of `documents`.
+cp_plan = {"model.layers.*.self_attn": "attention"}

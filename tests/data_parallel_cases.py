@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 import meshtrain
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
-from meshtrain.parallel import data
-from meshtrain.parallel.data import last_microbatch
+from meshtrain.parallel import ddp, fsdp
+from meshtrain.parallel.grad_sync import set_is_last_backward
 
-data.SMALL = 0  # each block by itself
-data.BUCKET_BYTES = 200  # several buckets
+fsdp.MIN_UNIT_SIZE = 0  # each block by itself
+ddp.BUCKET_BYTES = 200  # several buckets
 
 # (rank, microbatch) -> whether the second block is used, and whether the gain of the third
 Use = Callable[[int, int], tuple[bool, bool]]
@@ -106,7 +106,7 @@ def step(
         elif p.grad is not None:
             p.grad.zero_()
     for microbatch in range(microbatches):
-        last_microbatch(model, microbatch == microbatches - 1)
+        set_is_last_backward(model, microbatch == microbatches - 1)
         x = inputs(mesh.rank, microbatch).to(dtype)
         model(x, *use(mesh.rank, microbatch)).double().square().sum().backward()
 
@@ -156,7 +156,7 @@ class Cases:
         for _ in range(2):
             model.zero_grad()
             for microbatch in range(2):
-                last_microbatch(model, microbatch == 1)
+                set_is_last_backward(model, microbatch == 1)
                 y = checkpoint(model, inputs(mesh.rank, microbatch), True, True, use_reentrant=False)
                 y.square().sum().backward()
         self.same(model, expected(mesh.layout.world_size, 2, USES["all"]), str(mesh.layout), "recomputed")
@@ -173,7 +173,7 @@ class Cases:
             model.b.weight.data.zero_()
             model.b.turned.zero_()
         meshtrain.parallelize(model, mesh, precision="float64")
-        last_microbatch(model, True)
+        set_is_last_backward(model, True)
         (model(inputs(0, 0), True, True).square().sum() / mesh.layout.world_size).backward()
         torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
         found = model.b.weight.full_tensor() if isinstance(model.b.weight, DTensor) else model.b.weight
@@ -213,7 +213,7 @@ class Cases:
         """`torch.autograd.grad` through the model, of any rank and at any time, is no backward of the step."""
         model = meshtrain.parallelize(fresh(), mesh, precision="float64")
         for microbatch in range(2):
-            last_microbatch(model, microbatch == 1)
+            set_is_last_backward(model, microbatch == 1)
             x = inputs(mesh.rank, microbatch).requires_grad_()
             y = model(x, True, True)
             torch.autograd.grad(y.sum(), [x, model.b.weight], retain_graph=True)
@@ -253,7 +253,7 @@ class Cases:
             self.failures.append(["buckets are not as large as the parameters"])
         for last in (True, False, False, True):
             model.zero_grad()
-            last_microbatch(model, last)
+            set_is_last_backward(model, last)
             model(inputs(mesh.rank, 0), True, True).sum().backward()
             if {p.grad.untyped_storage().data_ptr() for p in model.parameters()} != flats:
                 self.failures.append(["gradients outside of the buckets", last])

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 import meshtrain
 import meshtrain.mesh
-from meshtrain.layout import Layout
-from meshtrain.mesh import COMBINED
+from meshtrain.layout import VIEWS, Layout
 
 meshtrain.mesh.IN_TURN = ("cpu",)
 with meshtrain.start(60) as job:
@@ -19,7 +18,7 @@ with meshtrain.start(60) as job:
         layout = Layout(sizes)
         mesh = meshtrain.build_mesh(layout)
         seen = []
-        for axes in [(axis,) for axis in layout.axes] + list(COMBINED):
+        for axes in [(axis,) for axis in layout.axes] + list(VIEWS.values()):
             group = mesh.group(*axes)
             if group is None:
                 continue

@@ -10,6 +10,8 @@ the checkpoint and compares again.
 import json
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +21,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import meshtrain
-from meshtrain import export, export_folder, huggingface
-from meshtrain.build import build_model, plain_model
 from meshtrain.checkpoint import weights as checkpoint_weights
 from meshtrain.config import Config
+from meshtrain.config.locate import model_file
 from meshtrain.errors import AgreedError
+from meshtrain.huggingface import export as export_folder
+from meshtrain.huggingface import load as huggingface
+from meshtrain.job.process import Job
 from meshtrain.layout import Layout
-from meshtrain.locate import model_file
 from meshtrain.mesh import Mesh
-from meshtrain.parts import local_part
+from meshtrain.modeling.build import build_model, plain_model
+from meshtrain.parallel.sharding import local_part
 from meshtrain.pipeline.engine import Pipeline
-from meshtrain.runtime import Job
+from meshtrain.run import weights_export as export
 
 LAYOUTS: dict[int, list[tuple[dict[str, int], str]]] = {  # with the schedule of a pipeline
     2: [({"dp_shard": 2}, ""), ({"dp_replicate": 2}, ""), ({"tp": 2}, ""), ({"pp": 2}, "1f1b"), ({"pp": 2}, "zbv")],
@@ -83,18 +87,21 @@ def parts(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
 def read_their_parts_only(models: list[nn.Module], whole: nn.Module, name: str) -> bool:
     """Loads once more, with every file counted."""
     files: list[Counted] = []
-    really = huggingface._fill
+    really = huggingface.safe_open
 
-    def fill(file: Any, name: str, tensor: Tensor, *, again: bool) -> None:
-        files.append(Counted(file))
-        really(files[-1], name, tensor, again=again)
+    @contextmanager
+    def counted(*arguments: Any, **options: Any) -> Iterator[Counted]:
+        with really(*arguments, **options) as file:
+            files.append(Counted(file))
+            yield files[-1]
 
-    huggingface._fill = fill
+    huggingface.safe_open = counted
     try:
         for model in models:
-            huggingface.load_weights(model, folder / name / "weights", whole)
+            with huggingface.open_folder(folder / name / "weights") as source:
+                huggingface.load_weights(model, source, whole)
     finally:
-        huggingface._fill = really
+        huggingface.safe_open = really
     tensors = [tensor for model in models for tensor in huggingface.named_tensors(model).values()]
     held = sum(local_part(tensor)[0].numel() for tensor in tensors)
     return sum(file.read for file in files) == held

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-MARK = "MESHTRAIN_TEST_JOB"  # in the environment of every process of a job, by which stragglers are found
+MARK = "meshtrainTEST_JOB"  # in the environment of every process of a job, by which stragglers are found
 LAUNCHERS = (
     "RANK",
     "LOCAL_RANK",

@@ -12,10 +12,10 @@ from meshtrain.layout import Layout
 from meshtrain.loss import sample_losses
 from meshtrain.mesh import Mesh
 from meshtrain.optim import clip_gradients, param_groups
-from meshtrain.parallel import data
+from meshtrain.parallel import fsdp
 from tests.tensor_parallel_cases import small_llama
 
-data.SMALL = 0  # each block by itself
+fsdp.MIN_UNIT_SIZE = 0  # each block by itself
 KINDS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.AdamW, {"foreach": True}),
     (torch.optim.AdamW, {"fused": True}),

@@ -9,11 +9,11 @@ import sys
 from torch import nn
 
 import meshtrain
-from meshtrain.build import build_model
 from meshtrain.config import Config
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
-from meshtrain.parts import local_part
+from meshtrain.modeling.build import build_model
+from meshtrain.parallel.sharding import local_part
 from meshtrain.pipeline.engine import Pipeline
 
 

@@ -34,7 +34,7 @@ class Fused(Cases):
         # The plain one first: ranks that have been made to share memory go on sharing it.
         for fused in (False, True):
             model = meshtrain.parallelize(small_llama(**SIZES).to(device), self.mesh, symmetric_memory=fused)
-            self.equal({layer.channel.fused for layer in layers_of(model)}, {fused}, "which kernels are used")
+            self.equal({layer.axis_group.fused for layer in layers_of(model)}, {fused}, "which kernels are used")
             found.append(self.step(model, device))
         plain, symmetric = found
         self.equal(plain.keys(), symmetric.keys(), "gradients that are there")

@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import meshtrain
+from meshtrain.config.locate import model_file
 from meshtrain.layout import Layout
-from meshtrain.locate import model_file
 from meshtrain.loss import correct_predictions, sample_losses
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.data import last_microbatch
-from meshtrain.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from meshtrain.parallel.vocabulary import whole
-from meshtrain.parts import local_part
+from meshtrain.parallel.cross_entropy import gather_logits
+from meshtrain.parallel.grad_sync import set_is_last_backward
+from meshtrain.parallel.sharding import local_part
+from meshtrain.parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 B, S, D, V = 2, 12, 10, 11  # samples, tokens, width, vocabulary
 llama = model_file("llama")
@@ -71,7 +71,7 @@ class Cases:
         e = VocabParallelEmbedding(words, self.mesh, sequence_parallel=sequence)
         g, u = (ColumnParallelLinear(x, self.mesh, sequence_parallel=sequence, regather=regather) for x in (gate, up))
         d = RowParallelLinear(down, self.mesh, sequence_parallel=sequence)
-        h = ColumnParallelLinear(head, self.mesh, sequence_parallel=sequence, whole=True)
+        h = ColumnParallelLinear(head, self.mesh, sequence_parallel=sequence, use_local_output=False)
 
         x0 = words(tokens)
         y0 = x0 + down(F.silu(gate(x0)) * up(x0))
@@ -88,7 +88,7 @@ class Cases:
         self.same(x, self.part(x0, 1) if sequence else x0, how + "embedding")
         self.same(y, self.part(y0, 1) if sequence else y0, how + "row")
         self.equal(tuple(logits.shape), (B, S, V), how + "shape of the logits")
-        self.same(whole(logits), logits0.detach(), how + "logits")
+        self.same(gather_logits(logits), logits0.detach(), how + "logits")
         self.same(losses, losses0, how + "losses")
         self.equal(int(correct_predictions(logits, targets)), int(correct_predictions(logits0, targets)), how + "hits")
         for name, layer, plain in (
@@ -111,20 +111,20 @@ class Cases:
         head, x, targets = nn.Linear(D, V, bias=False), torch.randn(B, S, D), torch.randint(V, (B, S))
         head.weight.data *= 10_000
         expected = F.cross_entropy(head(x).flatten(0, 1), targets.flatten(), reduction="none").view(B, S).sum(1)
-        logits = ColumnParallelLinear(head, self.mesh, sequence_parallel=False, whole=True)(x)
+        logits = ColumnParallelLinear(head, self.mesh, sequence_parallel=False, use_local_output=False)(x)
         self.same(sample_losses(logits, targets), expected, "losses of large logits")
 
     def bytes_of_a_step(self, **options: Any) -> None:
         """What two microbatches of a small Llama send, by the counter, by torch, and by the formulas of the docs."""
         model = meshtrain.parallelize(small_llama(num_hidden_layers=3), self.mesh, precision="float64", **options)
-        self.mesh.traffic.restart()
+        self.mesh.comm_bytes.restart()
         tokens = torch.randint(V, (B, S))
         with Sent() as sent:
             for i in range(2):
-                last_microbatch(model, i == 1)
+                set_is_last_backward(model, i == 1)
                 sample_losses(model(tokens), tokens).sum().backward()
         t = self.mesh.size("tp")
-        found = self.mesh.traffic.by_kind("tp")
+        found = self.mesh.comm_bytes.by_kind("tp")
         norms = 7 * 24
         few = 3 * 2 * 12 * 24 if t > 2 else 0  # key/value weights that all ranks hold
         n = B * S * 24

@@ -17,18 +17,18 @@ from torch._dynamo.utils import counters
 
 import meshtrain
 from meshtrain.config import Config
-from meshtrain.environment import read_environment
 from meshtrain.errors import InputError
 from meshtrain.generate import generate
+from meshtrain.job.environment import read_environment
+from meshtrain.job.exit import job_exit
+from meshtrain.job.process import Job, join
 from meshtrain.layout import DATA_AXES, Layout
-from meshtrain.leaving import leaving
 from meshtrain.loss import sample_losses
 from meshtrain.mesh import Mesh
-from meshtrain.optim import Optimizer
-from meshtrain.parallel import tensor
-from meshtrain.parallel.data import last_microbatch
-from meshtrain.parallel.precision import Copies
-from meshtrain.runtime import Job, join
+from meshtrain.optim.optimizer import Optimizer
+from meshtrain.parallel import tensor_parallel as tensor
+from meshtrain.parallel.grad_sync import set_is_last_backward
+from meshtrain.parallel.mixed_precision import ComputeCopies
 from meshtrain.train import run
 from tests.parity.experiments import QUICKSTART, SMALL
 from tests.tensor_parallel_cases import Cases, D, S, V, small_llama
@@ -95,7 +95,7 @@ class Models(Cases):
             model.zero_grad()
             plain.zero_grad()
             for last in (False, True):
-                last_microbatch(model, last)
+                set_is_last_backward(model, last)
                 self.losses(model, plain, f"{what}, step {step}")
             for parameter in plain.parameters():
                 assert parameter.grad is not None  # both models use all of theirs
@@ -111,9 +111,9 @@ class Models(Cases):
                 counters.clear()
                 model = self.split(small_llama(), compile=compiled, **options)
                 plain, what = small_llama().double(), f"compile={compiled}, {options}"
-                self.mesh.traffic.restart()
+                self.mesh.comm_bytes.restart()
                 self.losses(model, plain, what)
-                sent.append(self.mesh.traffic.by_axis()["tp"])
+                sent.append(self.mesh.comm_bytes.by_axis()["tp"])
                 self.gradients(model, plain, what)
                 self.equal(counters["stats"]["unique_graphs"], int(compiled), f"{what}: graphs")
             # The compiler sees that nobody needs the last sum of a block that runs again.
@@ -157,12 +157,12 @@ class Models(Cases):
         for shared in (True, False):
             model = meshtrain.parallelize(small_llama(), self.mesh, precision="bfloat16")
             if not shared:
-                model.gradient_syncs = [one for one in model.gradient_syncs if not isinstance(one, Copies)]
+                model.gradient_syncs = [one for one in model.gradient_syncs if not isinstance(one, ComputeCopies)]
             optimizer = Optimizer(model, keys, self.mesh, 9)
             for step in (1, 2, 3):
                 optimizer.zero_grad()
                 for last in (False, False, True):
-                    last_microbatch(model, last)
+                    set_is_last_backward(model, last)
                     losses = sample_losses(model(tokens), tokens)
                     losses.sum().backward()
                     found.append(losses.tolist())
@@ -204,7 +204,7 @@ def train(job: Job, folder: str, layout: str) -> None:
 
 def main() -> None:
     job = join(read_environment(os.environ))
-    with leaving(job):
+    with job_exit(job):
         job.connect(300)
         cases = Models(meshtrain.build_mesh(Layout({"tp": job.world_size})), job.device)
         for vocabulary in (V, 5):  # of 5 tokens the last of 4 ranks has none

@@ -8,9 +8,10 @@ from torch import nn
 
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
-from meshtrain.parallel import data
-from meshtrain.parallel.apply import parallelize
-from meshtrain.parallel.data import _split, _units
+from meshtrain.parallel import ddp, fsdp
+from meshtrain.parallel.ddp import _group_into_buckets
+from meshtrain.parallel.fsdp import _group_into_units
+from meshtrain.parallel.parallelize import parallelize
 from tests.launching import forked
 
 SCRIPT = Path(__file__).parent / "data_parallel_cases.py"
@@ -29,21 +30,21 @@ def test_gradients_are_summed_whatever_the_loop_does() -> None:
 
 def test_buckets_are_full_and_of_one_type() -> None:
     parameters = [nn.Parameter(torch.zeros(n)) for n in (10, 20, 30)] + [nn.Parameter(torch.zeros(5).double())]
-    assert [len(bucket) for bucket in _split(parameters)] == [3, 1]
-    large = nn.Parameter(torch.zeros(data.BUCKET_BYTES // 4))
-    assert [len(bucket) for bucket in _split([parameters[0], large, parameters[1]])] == [1, 1, 1]
+    assert [len(bucket) for bucket in _group_into_buckets(parameters)] == [3, 1]
+    large = nn.Parameter(torch.zeros(ddp.BUCKET_BYTES // 4))
+    assert [len(bucket) for bucket in _group_into_buckets([parameters[0], large, parameters[1]])] == [1, 1, 1]
 
 
 def test_units_gather_together(monkeypatch) -> None:
     """Small blocks join the next one, large ones stand alone, what is shared or left over stays with the model."""
-    monkeypatch.setattr(data, "SMALL", 100)
+    monkeypatch.setattr(fsdp, "MIN_UNIT_SIZE", 100)
     blocks = [nn.Linear(n, 1, bias=False) for n in (60, 60, 200, 30, 80, 10)]
     model = nn.Sequential(*blocks)
-    assert _units(model, blocks) == [[blocks[0], blocks[1]], [blocks[2]], [blocks[3], blocks[4]]]
+    assert _group_into_units(model, blocks) == [[blocks[0], blocks[1]], [blocks[2]], [blocks[3], blocks[4]]]
     blocks[2].weight = nn.Parameter(torch.zeros(1, 60))
     blocks[0].weight = blocks[2].weight
-    assert _units(model, blocks) == [[blocks[1], blocks[3], blocks[4]]]
-    assert _units(model, [model]) == []
+    assert _group_into_units(model, blocks) == [[blocks[1], blocks[3], blocks[4]]]
+    assert _group_into_units(model, [model]) == []
 
 
 def test_batch_norm_is_refused_on_several_data_ranks(tmp_path: Path) -> None:

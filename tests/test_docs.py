@@ -56,8 +56,8 @@ NOT_RUN = {
     "--rdzv-backend=c10d --rdzv-endpoint=host-a:29500 --rdzv-id=long -m meshtrain.train my_run.yaml": (
         "hosts are lost and come in hosts/test_elastic.py"
     ),
-    "meshtrain doctor --local --nproc-per-node=2 configs/quickstart.yaml": "run in operate/test_doctor_hosts.py",
-    "torchrun --standalone --nproc-per-node=2 -m meshtrain.operate.doctor configs/quickstart.yaml": "there too",
+    "meshtrain doctor --local --nproc-per-node=2 configs/quickstart.yaml": "run in doctor/test_hosts.py",
+    "torchrun --standalone --nproc-per-node=2 -m meshtrain.doctor configs/quickstart.yaml": "there too",
     "tensorboard --logdir runs": "a server that runs until somebody stops it",
 }
 # Commands that are shown with their output, after a `$`.

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from meshtrain.config.locate import model_file
 from meshtrain.data.order import mix
-from meshtrain.dropout import Dropout, kept, place_dropouts, set_dropout
-from meshtrain.locate import model_file
-from meshtrain.parallel.compiled import compiled
-from meshtrain.parallel.recompute import recomputed
+from meshtrain.dropout import Dropout, bind_dropout, keep_mask, set_dropout
+from meshtrain.parallel.activation_checkpoint import checkpoint_block
+from meshtrain.parallel.compile import compile_block
 
 llama = model_file("llama")
 
@@ -34,7 +34,7 @@ def masks(
 ) -> list[Tensor]:
     """Where the two dropouts keep, as booleans."""
     model = Two(p)
-    place_dropouts(model, part)
+    bind_dropout(model, part)
     set_dropout(model, seed=seed, step=step, samples=range(first, first + shape[0]))
     return [y != 0 for y in model(torch.ones(shape))]
 
@@ -100,7 +100,7 @@ def test_parts_and_microbatches_make_the_whole(rows: int, width: int, parts: int
 @given(key=st.integers(-(2**63), 2**63 - 1), part=st.integers(0, 5), p=st.floats(0, 1, exclude_max=True))
 def test_it_is_splitmix64_of_the_element(key: int, part: int, p: float) -> None:
     """Against integers of Python, which do not wrap around; signed tensors must not show."""
-    found = kept(torch.tensor([key]), torch.Size((1, 3, 5)), part, p)
+    found = keep_mask(torch.tensor([key]), torch.Size((1, 3, 5)), part, p)
     start = mix(0, key % 2**64)
     for row in range(3):
         for feature in range(5):
@@ -134,7 +134,7 @@ def test_without_keys_it_is_torchs_own() -> None:
 def test_nothing_is_dropped_in_evaluation_nor_with_0() -> None:
     x = torch.rand(3, 5, 8)
     placed = Two()
-    place_dropouts(placed)
+    bind_dropout(placed)
     assert all(y is x for y in (Dropout(0.0)(x), Dropout(0.3).eval()(x), *placed.eval()(x)))
     none = Two(0.0)
     set_dropout(none, seed=0, step=1, samples=range(3))
@@ -144,7 +144,7 @@ def test_nothing_is_dropped_in_evaluation_nor_with_0() -> None:
 
 def test_a_placed_model_wants_to_know_the_samples() -> None:
     model = Two()
-    place_dropouts(model)
+    bind_dropout(model)
     with pytest.raises(RuntimeError, match="call set_dropout"):
         model(torch.ones(2, 3))
     set_dropout(model, seed=0, step=1, samples=range(1))
@@ -186,7 +186,7 @@ def two_steps(model: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_a_block_that_runs_again_drops_the_same(recompute: str) -> None:
-    again = two_steps(small_llama(lambda forward: recomputed(forward, recompute)))
+    again = two_steps(small_llama(lambda forward: checkpoint_block(forward, recompute)))
     for found, expected in zip(again, two_steps(small_llama()), strict=True):
         assert torch.equal(found, expected)
 
@@ -250,7 +250,7 @@ def test_compiled_blocks_compute_again_what_is_under_way(recompute: str, monkeyp
         torch.manual_seed(0)
         block = nn.Sequential(nn.Linear(8, 8), Dropout(0.3)).double()
         if compile_it:
-            block.forward = compiled(block, recomputed(block.forward, recompute))
+            block.forward = compile_block(block, checkpoint_block(block.forward, recompute))
         x, losses = torch.randn(4, 3, 8, dtype=torch.float64, requires_grad=True), []
         parts = (range(0, 2), range(2, 4))
         for samples in parts:

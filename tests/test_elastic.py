@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshtrain import run_folder
-from meshtrain.checkpoint.folder import locked
+from meshtrain.checkpoint.directory import lock_folder as locked
 from meshtrain.config import Config, ConfigErrors
-from meshtrain.elastic import stale_store, started_before, told_before, which_worlds
-from meshtrain.environment import read_environment
 from meshtrain.errors import InputError
-from meshtrain.run_folder import RunFolder
-from meshtrain.runtime import Job, _own_address
+from meshtrain.job.environment import already_printed, read_environment, stale_store, started_before
+from meshtrain.job.process import Job, _own_address
+from meshtrain.layout import world_sizes_text
+from meshtrain.run import run_folder
+from meshtrain.run.run_folder import RunFolder
 from tests.launching import ROOT
 
 
@@ -37,14 +37,14 @@ def test_without_an_agents_folder_nothing_is_known(file: str) -> None:
     variables = {"TORCHELASTIC_ERROR_FILE": file}
     for _ in range(2):
         assert not started_before(variables)
-        assert not told_before("wrong", variables)
+        assert not already_printed("wrong", variables)
     assert not started_before({})
 
 
 def test_an_input_error_is_told_once_and_another_one_too(tmp_path: Path) -> None:
-    assert not told_before("the layout does not fit 3", worker(tmp_path, 0))
-    assert told_before("the layout does not fit 3", worker(tmp_path, 1))
-    assert not told_before("the layout does not fit 2", worker(tmp_path, 2))
+    assert not already_printed("the layout does not fit 3", worker(tmp_path, 0))
+    assert already_printed("the layout does not fit 3", worker(tmp_path, 1))
+    assert not already_printed("the layout does not fit 2", worker(tmp_path, 2))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_an_input_error_is_told_once_and_another_one_too(tmp_path: Path) -> None
     ],
 )
 def test_which_worlds_a_layout_can_be_made_of(sizes: dict[str, int], said: str) -> None:
-    assert which_worlds(sizes) == said
+    assert world_sizes_text(sizes) == said
 
 
 def test_a_job_that_was_started_again_is_told_which_worlds_would_do() -> None:
@@ -95,13 +95,13 @@ def test_a_job_that_was_started_again_waits_for_the_folder(
     folder = RunFolder(tmp_path)
     with ExitStack() as before:
         before.enter_context(locked(tmp_path))
-        with pytest.raises(InputError, match="in use by process"), folder.held(first):
+        with pytest.raises(InputError, match="in use by process"), folder.lock(first):
             pass
         lets_go = threading.Timer(0.7, before.pop_all().close)
         lets_go.start()
-        with folder.held(again):
+        with folder.lock(again):
             lets_go.join()
     assert capsys.readouterr().out.count("starting: the folder") == 1, "it says why it waits, once"
     monkeypatch.setattr(run_folder, "LOST_S", 0.2)
-    with locked(tmp_path), pytest.raises(InputError, match="in use by process"), folder.held(again):
+    with locked(tmp_path), pytest.raises(InputError, match="in use by process"), folder.lock(again):
         pass

@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshtrain.environment import first_host, read_environment
 from meshtrain.errors import InputError
+from meshtrain.job.environment import expand_hosts, first_host, read_environment
 
 TORCHRUN = {
     "RANK": "5",
@@ -143,13 +143,28 @@ def test_the_shell_of_a_batch_script_is_a_world_of_one() -> None:
         ("n[01-16]", "n01"),
         ("rack[1-2]node[01-04,07],login", "rack1node01"),
         ("host.domain.org,other", "host.domain.org"),
+        ("rack[1-2]gpu[007-012,020],login1", "rack1gpu007"),
     ],
 )
 def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-@pytest.mark.parametrize("nodes", ["", "[1-2]", "gpu[", "gpu[]"])
+def test_all_hosts_of_a_node_list() -> None:
+    """Several brackets in a name go like digits, the last one fastest."""
+    assert expand_hosts("rack[1-2]gpu[007-008,020],login1") == (
+        "rack1gpu007", "rack1gpu008", "rack1gpu020", "rack2gpu007", "rack2gpu008", "rack2gpu020", "login1",
+    )  # fmt: skip
+    assert expand_hosts("n[09-11]-ib") == ("n09-ib", "n10-ib", "n11-ib")
+    assert expand_hosts(" ") == ()
+
+
+@pytest.mark.parametrize("nodes", ["", "[1-2]", "gpu[", "gpu[]", "a,,b", "gpu[1-]"])
 def test_a_broken_node_list_is_an_error(nodes: str) -> None:
     with pytest.raises(InputError, match="node list"):
         first_host(nodes)
+
+
+def test_a_long_name_with_a_broken_list_is_refused_at_once() -> None:
+    with pytest.raises(InputError, match="is not of SLURM's form"):
+        expand_hosts(100 * "gpu-cluster-node-" + "[01-0x]")

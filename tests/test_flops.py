@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshtrain.flops import mfu, peak_flops, readable, sample_flops, table_flops
-from meshtrain.locate import model_file
+from meshtrain.config.locate import model_file
+from meshtrain.modeling.flops import mfu, peak_flops, readable, sample_flops, table_flops
 
 CPU = torch.device("cpu")
 

@@ -13,17 +13,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshtrain import cli, weights
-from meshtrain.build import plain_model
+from meshtrain.cli import main as cli
 from meshtrain.config import Config, ConfigErrors
-from meshtrain.environment import read_environment
+from meshtrain.config.locate import model_file
 from meshtrain.errors import InputError
-from meshtrain.export import export, turns
-from meshtrain.huggingface import check_weights, load_weights, named_tensors
+from meshtrain.huggingface import safetensors as weights
+from meshtrain.huggingface.load import check_weights, load_weights, named_tensors, open_folder
+from meshtrain.job.environment import read_environment
+from meshtrain.job.process import Job
 from meshtrain.layout import Layout
-from meshtrain.locate import model_file
 from meshtrain.mesh import build_mesh
-from meshtrain.runtime import Job
+from meshtrain.modeling.build import plain_model
+from meshtrain.run.weights_export import export, turns
 from tests.checkpoint.by_hand import write_checkpoint
 from tests.launching import ROOT, forked
 
@@ -86,7 +87,8 @@ def ours(config: Config) -> nn.Module:
     model = plain_model(config).to_empty(device="cpu")
     if config.model.keys.get("tie_word_embeddings"):
         model.lm_head.weight = model.model.embed_tokens.weight  # to_empty parts them
-    load_weights(model, config.model.weights)
+    with open_folder(config.model.weights) as source:
+        load_weights(model, source)
     return model
 
 
@@ -260,14 +262,15 @@ def test_folders_that_are_refused(plain: Path) -> None:
 def test_tensors_that_do_not_fit(change: Callable[[dict[str, Any]], Any], says: str, plain: Path) -> None:
     broken(plain, change)
     config = read(plain)
-    with pytest.raises(InputError, match=says):
-        check_weights(plain_model(config), plain, config.model.keys)
+    with pytest.raises(InputError, match=says), open_folder(plain) as source:
+        check_weights(plain_model(config), source, config.model.keys)
 
 
 def test_a_key_that_contradicts_the_tensors_is_named(plain: Path) -> None:
     config = read(plain, "model.vocab_size=300")
-    with pytest.raises(InputError, match=r"vocab_size \(there 256, here 300\): take those keys away"):
-        check_weights(plain_model(config), plain, config.model.keys)
+    says = r"vocab_size \(there 256, here 300\): take those keys away"
+    with pytest.raises(InputError, match=says), open_folder(plain) as source:
+        check_weights(plain_model(config), source, config.model.keys)
 
 
 # Writing ------------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshtrain.init import BLOCK_ELEMENTS, initialise, materialise
-from meshtrain.locate import model_file
+from meshtrain.config.locate import model_file
+from meshtrain.modeling.init import BLOCK_ELEMENTS, initialise, materialise
 
 PLAN = {"*.bias": "zeros", "norm.weight": "ones", "deep.weight": "kaiming", "*": "normal"}
 ROWS = 3 * BLOCK_ELEMENTS // 64 + 17  # several blocks of rows and a part of one

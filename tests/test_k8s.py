@@ -19,10 +19,10 @@ from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 from torch.distributed.run import get_args_parser
 
 from meshtrain.config import Config
+from meshtrain.doctor.torchrun_options import read_place
 from meshtrain.layout import Layout
-from meshtrain.operate.doctor.options import read_place
+from tests.doctor.test_torchrun_options import parse
 from tests.launching import TORCHRUN, free_port, run_together
-from tests.operate.test_doctor_options import parse
 
 K8S = Path(__file__).resolve().parent.parent / "tools" / "k8s"
 SHORT = ["train.steps=2", "train.eval_every=0", "train.sample_tokens=0", "batch.global_size=4", "data.workers=0"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.metrics import read
+from meshtrain.metrics.logger import read
 from tests.launching import (
     ROOT,
     TORCHRUN,
@@ -134,6 +134,7 @@ def test_a_run_and_its_folder(small: tuple[str, ...], tmp_path: Path) -> None:
     assert ended.pop("goodput")["jobs"] == 1
     assert ended == {
         "status": "done",
+        "kind": "done",
         "code": 0,
         "reason": "all steps are done",
         "step": 3,
@@ -159,7 +160,7 @@ def test_a_run_and_its_folder(small: tuple[str, ...], tmp_path: Path) -> None:
 def test_two_runs_do_not_share_a_folder(small: tuple[str, ...], tmp_path: Path) -> None:
     output = f"train.output={tmp_path}"
     command = [sys.executable, *MAIN, *small, output, "train.steps=100000", "layout={dp_shard: -1}"]
-    holder = subprocess.Popen(command, cwd=ROOT, env=environment(MESHTRAIN_TEST_JOB="holder"), stdout=subprocess.PIPE)
+    holder = subprocess.Popen(command, cwd=ROOT, env=environment(meshtrainTEST_JOB="holder"), stdout=subprocess.PIPE)
     try:
         wait_for(tmp_path / "metrics.jsonl")
         other = run(command)

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshtrain.layout import AXES, Layout, LayoutError, add_axis, nearest
+from meshtrain.layout import AXES, EXPERT_AXES, VIEWS, Layout, LayoutError, add_axis, nearest
 
 PERMUTATIONS = [list(axes) for n in range(len(AXES) + 1) for axes in itertools.permutations(AXES, n)]
 
@@ -81,6 +81,7 @@ def test_coordinates_and_ranks_are_inverse(layout: Layout) -> None:
         assert layout.rank(**layout.coordinate(rank)) == rank
 
 
+@settings(deadline=None)
 @given(layouts(), st.sets(st.sampled_from(AXES)), st.randoms())
 def test_groups_partition_the_world(layout: Layout, axes: set[str], random) -> None:
     asked = list(axes)
@@ -96,6 +97,7 @@ def test_groups_partition_the_world(layout: Layout, axes: set[str], random) -> N
             assert layout.index(rank, *asked) == position
 
 
+@settings(deadline=None)
 @given(layouts(), st.sets(st.sampled_from(AXES)), st.data())
 def test_groups_are_those_of_brute_force(layout: Layout, axes: set[str], data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, layout.world_size - 1))
@@ -145,6 +147,109 @@ def test_one_group_of_a_large_job_builds_no_other(monkeypatch: pytest.MonkeyPatc
     assert layout.host(131_071) == "host 16383"
     assert layout.warnings() == []
     assert len(layout.groups("dp_replicate", "dp_shard")) == 128
+
+
+# Derived axes -------------------------------------------------------------------------------------------------------
+
+DENSE = ("dp_replicate", "dp_shard", "cp", "tp")
+EXPERTS = ("pp", *EXPERT_AXES)
+
+
+def folded_by_hand(layout: Layout, experts: int) -> tuple[int, int, int] | None:
+    """Sizes of the second factorization: `ep` takes the inner ranks, by whole axes and a divisor of the next one."""
+    copies, shard, cp, tp = (layout.size(axis) for axis in DENSE)
+    left = experts
+    for size in (tp, cp, shard, copies):
+        if left <= size:
+            left = 1 if size % left == 0 else 0
+            break
+        if left % size:
+            return None
+        left //= size
+    if left != 1:
+        return None
+    inner = shard * cp * tp
+    shards = (inner // experts if experts <= inner else 1) if shard * cp > 1 else 1
+    return copies * inner // experts // shards, shards, experts
+
+
+@settings(deadline=None)
+@given(layouts(), st.data())
+def test_experts_are_a_second_factorization_of_the_same_ranks(layout: Layout, data: st.DataObject) -> None:
+    within = layout.world_size // layout.size("pp")
+    experts = data.draw(st.integers(1, within))
+    sizes = folded_by_hand(layout, experts)
+    if sizes is None:
+        with pytest.raises(LayoutError, match=f"experts cannot be dealt out over {experts} ranks; use "):
+            layout.with_experts(experts)
+        return
+    folded = layout.with_experts(experts)
+    assert tuple(folded.size(axis) for axis in EXPERT_AXES) == sizes
+    assert (folded.axes, folded.sizes, folded.coordinate(0)) == (layout.axes, layout.sizes, layout.coordinate(0))
+    seen = set()
+    for rank in range(layout.world_size):
+        place = folded.coordinate(rank, *EXPERTS)
+        assert folded.rank(**place) == rank
+        assert place["pp"] == layout.coordinate(rank).get("pp", 0)
+        seen.add(tuple(place.values()))
+        if layout.axes == tuple(axis for axis in AXES if axis in layout.axes):  # numbered as in the usual order
+            n = layout.index(rank, *DENSE)
+            assert tuple(place.values())[1:] == (n // experts // sizes[1], n // experts % sizes[1], n % experts)
+        if experts <= within // layout.size("dp_replicate") and layout.size("fsdp") > 1:
+            assert place["edp_replicate"] == layout.index(rank, "dp_replicate"), "a copy stays a copy"
+    assert len(seen) == layout.world_size
+    for axes in (("ep",), ("efsdp",), ("edp_replicate",), ("efsdp", "ep"), ("pp", "ep")):
+        groups = folded.groups(*axes)
+        assert sorted(itertools.chain(*groups)) == list(range(layout.world_size))
+        assert all(group == folded.group(rank, *axes) for group in groups for rank in group)
+        others = [axis for axis in EXPERTS if axis not in axes]
+        assert all(len({tuple(folded.coordinate(rank, *others).values()) for rank in group}) == 1 for group in groups)
+
+
+@settings(deadline=None)
+@given(layouts(), st.sampled_from(list(VIEWS)), st.data())
+def test_a_view_is_the_product_of_its_axes(layout: Layout, view: str, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, layout.world_size - 1))
+    assert layout.group(rank, view) == brute_group(layout, rank, VIEWS[view])
+    assert layout.groups(view) == layout.groups(*VIEWS[view])
+    assert layout.index(rank, view) == layout.index(rank, *VIEWS[view]) == layout.group(rank, view).index(rank)
+    others = [axis for axis in AXES if axis not in VIEWS[view]]
+    place = layout.coordinate(rank, view, *others)
+    assert layout.rank(**place) == rank
+    del place[others[-1]]
+    copies = [other for other in range(layout.world_size) if layout.coordinate(other, *place) == place]
+    assert copies[layout.copy(rank, *place)] == rank
+    assert [layout.rank_of_copy(copy, **place) for copy in range(len(copies))] == copies
+
+
+def test_derived_axes_of_131072_ranks() -> None:
+    layout = Layout({"pp": 8, "dp_replicate": 4, "dp_shard": 256, "cp": 2, "tp": 8}).with_experts(64)
+    assert layout.world_size == 131_072
+    assert [layout.size(axis) for axis in EXPERT_AXES] == [4, 64, 64]
+    assert layout.coordinate(131_071, *EXPERTS) == {"pp": 7, "edp_replicate": 3, "efsdp": 63, "ep": 63}
+    assert layout.group(131_071, "ep") == list(range(131_008, 131_072))
+    assert (layout.size("fsdp"), layout.index(131_071, "fsdp")) == (512, 511)
+    for rank in range(0, layout.world_size, 131):
+        assert layout.rank(**layout.coordinate(rank, *EXPERTS)) == rank
+        assert layout.rank(**layout.coordinate(rank, "pp", "dp_replicate", "fsdp", "tp")) == rank
+    assert layout != Layout(layout.sizes)
+    assert layout.on_hosts([8] * 16384).experts == 64
+
+
+def test_what_derived_axes_cannot_answer() -> None:
+    layout = Layout({"dp_shard": 4, "cp": 2, "tp": 2}).with_experts(4)
+    for question, sentence in [
+        (lambda: layout.groups("fsdp", "cp"), "an axis is named twice: fsdp, cp"),
+        (lambda: layout.group(0, "ep", "tp"), "an axis is named twice: ep, tp"),
+        (lambda: layout.rank(fsdp=1), "needs a position on every axis; missing: tp"),
+        (lambda: layout.rank(fsdp=8, tp=0), "there is no fsdp=8; fsdp goes from 0 to 7"),
+        (lambda: layout.with_experts(3), "experts cannot be dealt out over 3 ranks; use one of [1, 2, 4, 8, 16]"),
+        (lambda: layout.with_experts(0), "experts cannot be dealt out over 0 ranks"),
+        (lambda: Layout({"fsdp": 2}), "there is no axis 'fsdp' (did you mean dp_shard?)"),
+        (lambda: Layout({"efsdp": 2}), "there is no axis 'efsdp'"),
+    ]:
+        with pytest.raises(LayoutError, match=re.escape(sentence)):
+            question()
 
 
 def test_layout_needs_nothing_but_the_standard_library() -> None:

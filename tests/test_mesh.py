@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshtrain.layout import Layout, LayoutError
-from meshtrain.mesh import COMBINED, _splits, build_mesh, rounds
+from meshtrain.layout import VIEWS, Layout, LayoutError
+from meshtrain.mesh import _splits, build_mesh, rounds
 from tests.launching import forked, two_hosts
 
 SCRIPT = Path(__file__).parent / "gather_groups.py"
@@ -35,7 +35,7 @@ def check_gathered(printed: str, layouts: list[dict[str, int]]) -> None:
         for axes, ranks in row["groups"]:
             assert ranks == layout.group(row["rank"], *axes), (layout, row["rank"], axes)
         assert {tuple(axes) for axes, _ in row["groups"]} == {
-            axes for axes in [(axis,) for axis in layout.axes] + list(COMBINED) if layout.size(*axes) > 1
+            axes for axes in [(axis,) for axis in layout.axes] + list(VIEWS.values()) if layout.size(*axes) > 1
         }
         distinct = {tuple(ranks) for _, ranks in row["groups"]} | {tuple(range(world))}
         assert row["created"] == len(distinct), "one group per distinct set of ranks"
@@ -78,7 +78,7 @@ def fake_world() -> object:
 def test_the_mesh_of_4096_ranks_in_one_process() -> None:
     layout = Layout({"pp": 8, "dp_replicate": 4, "dp_shard": 16, "tp": 8})
     mesh = build_mesh(layout, "cpu")
-    for axes in [(axis,) for axis in layout.axes] + list(COMBINED):
+    for axes in [(axis,) for axis in layout.axes] + list(VIEWS.values()):
         group = mesh.group(*axes)
         assert group is not None
         assert dist.get_process_group_ranks(group) == layout.group(2049, *axes)
@@ -89,6 +89,25 @@ def test_the_mesh_of_4096_ranks_in_one_process() -> None:
     assert submesh.mesh.flatten().tolist() == layout.group(2049, "dp_replicate", "dp_shard")
     assert mesh.group("cp") is None, "an axis of size 1 has no group"
     assert (mesh.size("dp_shard"), mesh.index("dp_shard")) == (16, layout.coordinate(2049)["dp_shard"])
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize("order", [("dp_replicate", "dp_shard", "cp", "tp"), ("cp", "tp", "dp_shard", "dp_replicate")])
+def test_fsdp_takes_one_dim_over_dp_shard_and_cp(order: tuple[str, ...]) -> None:
+    sizes = {"dp_replicate": 4, "dp_shard": 64, "cp": 2, "tp": 8}
+    layout = Layout({axis: sizes[axis] for axis in order})
+    mesh = build_mesh(layout, "cpu")
+    submesh = mesh.submesh("dp_replicate", "fsdp")
+    assert submesh is not None
+    assert submesh.mesh_dim_names == ("dp_replicate", "fsdp")
+    assert submesh["fsdp"].mesh.tolist() == layout.group(2049, "fsdp")
+    assert tuple(submesh.get_coordinate()) == (mesh.index("dp_replicate"), mesh.index("fsdp"))
+    group = mesh.group("fsdp")
+    assert group is not None
+    assert dist.get_process_group_ranks(group) == layout.group(2049, "dp_shard", "cp")
+    assert mesh.uses_fsdp
+    with pytest.raises(LayoutError, match="the mesh has the dims dp_replicate, fsdp, tp"):
+        mesh.submesh("dp_shard")
 
 
 @pytest.mark.usefixtures("fake_world")

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from meshtrain import metrics
 from meshtrain.errors import InputError
-from meshtrain.metrics import Metrics, MetricsFile, NoMetrics, read
+from meshtrain.metrics import logger as metrics
+from meshtrain.metrics.logger import Metrics, MetricsFile, NoMetrics, read
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:

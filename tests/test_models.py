@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshtrain.locate import model_file
+from meshtrain.config.locate import model_file
 
 llama = model_file("llama")
 convnet = model_file("convnet")

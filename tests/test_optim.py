@@ -1,6 +1,7 @@
 """The learning rate, clipping, skipping, and which parameters decay."""
 
 import math
+import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,13 +10,20 @@ import pytest
 import torch
 from torch import nn
 
-from meshtrain import optim
+from meshtrain.cli.memory import held_by_ranks
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
-from meshtrain.numerics import sum_dtype, sum_dtype_of
-from meshtrain.optim import Optimizer, clip_factor, clip_gradients, learning_rate
-from meshtrain.step import LossScale
-from tests.launching import forked
+from meshtrain.metrics.logger import read
+from meshtrain.optim import Optimizer, clip_gradients, grad_norm
+from meshtrain.optim.grad_norm import clip_factor, local_parameters
+from meshtrain.optim.lr_schedule import learning_rate
+from meshtrain.optim.optimizer import GroupOptions, UpdateRule
+from meshtrain.optim.registry import OPTIMIZERS, update_rule
+from meshtrain.parallel.mixed_precision import sum_dtype, sum_dtype_of
+from meshtrain.parallel.sharding import ParameterSpec
+from meshtrain.trainer import LossScale
+from tests.launching import TORCHRUN, forked, run
+from tests.parity.experiments import SMALL
 from tests.test_tensor_parallel import assert_none_failed
 
 MESH = build_mesh(Layout({"dp_shard": 1}))
@@ -23,6 +31,7 @@ MESH = build_mesh(Layout({"dp_shard": 1}))
 
 def settings(**keys: object) -> SimpleNamespace:
     values = {
+        "name": "adamw",
         "lr": 1.0,
         "min_lr": 0.1,
         "betas": (0.9, 0.95),
@@ -100,13 +109,16 @@ def test_a_skipped_update_changes_nothing() -> None:
     optimizer.squared_norm()
     optimizer.update(1, None, torch.tensor(False))
     before = [p.detach().clone() for p in model.parameters()]
-    state = {key: value.clone() for key, value in optimizer._adamw.state[optimizer._held[0].local].items()}
+    state = {
+        key: value.clone()
+        for key, value in optimizer.rule._adamw.state[optimizer.param_groups[0].parameters[0].local].items()
+    }
     for p in model.parameters():
         p.grad = torch.full_like(p, float("nan"))
     optimizer.squared_norm()
     optimizer.update(2, torch.tensor(1.0), torch.tensor(True))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
-    for key, value in optimizer._adamw.state[optimizer._held[0].local].items():
+    for key, value in optimizer.rule._adamw.state[optimizer.param_groups[0].parameters[0].local].items():
         assert torch.equal(value, state[key]), key
 
 
@@ -149,7 +161,7 @@ def test_a_norm_summed_in_float32_keeps_the_tolerance(monkeypatch, also: torch.d
         p.grad = (torch.rand(p.shape) ** 8).to(p.dtype)
     exact = torch.cat([p.grad.double() for p in model]).norm()
     assert squared_norm(model).sqrt().item() == pytest.approx(exact.item(), rel=1e-13)
-    monkeypatch.setattr(optim, "sum_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(grad_norm, "sum_dtype", lambda device: torch.float32)
     found = squared_norm(model)
     assert found.dtype == torch.float64
     assert found.sqrt().item() == pytest.approx(exact.item(), rel=1e-5 if also == torch.float32 else 1e-13)
@@ -157,7 +169,7 @@ def test_a_norm_summed_in_float32_keeps_the_tolerance(monkeypatch, also: torch.d
 
 
 def squared_norm(model: nn.Module) -> torch.Tensor:
-    return optim._squared_norm(optim._held_by(model, MESH), torch.device("cpu"))
+    return grad_norm.squared_norm(local_parameters(model, MESH), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -177,3 +189,76 @@ def test_the_loss_scale_halves_on_overflow_and_doubles_after_good_steps() -> Non
     assert scale.value == LossScale.FIRST
     scale.update(torch.tensor(False))
     assert scale.value == LossScale.FIRST, "the count begins anew"
+
+
+def test_groups_have_learning_rates_and_decays_of_their_own() -> None:
+    def options(spec: ParameterSpec) -> GroupOptions:
+        return GroupOptions(0.25, lr_scale=0.5) if spec.name.startswith("1") else GroupOptions(0.0)
+
+    ours, theirs = model_with_gradients(), model_with_gradients()
+    config = settings(schedule="constant", warmup_steps=0)
+    optimizer = Optimizer(ours, config, MESH, 10, options)
+    assert [[p.spec.name for p in group.parameters] for group in optimizer.param_groups] == [
+        ["0.weight", "0.bias"],
+        ["1.weight", "1.bias"],
+    ]
+    optimizer.squared_norm()
+    assert optimizer.update(1, None, torch.tensor(False)) == 1.0
+    groups = [
+        {"params": list(theirs[0].parameters()), "lr": 1.0, "weight_decay": 0.0},
+        {"params": list(theirs[1].parameters()), "lr": 0.5, "weight_decay": 0.25},
+    ]
+    torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8).step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> type[UpdateRule]:
+    monkeypatch.setitem(OPTIMIZERS, "normalized", "tests.toy_optimizer:NormalizedMomentum")
+    return update_rule("normalized")
+
+
+def test_what_another_optimizer_keeps_is_known_without_a_job(toy: type[UpdateRule]) -> None:
+    matrix, vector = ParameterSpec("w", (6, 10)), ParameterSpec("b", (6,))
+    held = held_by_ranks([matrix, vector], Layout({}), "float32", "normalized")
+    assert (held.weight_bytes, held.optimizer_bytes) == (66 * 4, 60 * 4 + 8)
+    optimizer = Optimizer(nn.Linear(10, 6), settings(name="normalized"), MESH, 10)
+    kept = [kind for p in optimizer.param_groups[0].parameters for kind in optimizer.state(p.parameter)]
+    assert kept == ["momentum", "largest"]
+
+
+def test_a_skipped_update_of_another_optimizer_changes_nothing(toy: type[UpdateRule]) -> None:
+    model = model_with_gradients()
+    optimizer = Optimizer(model, settings(name="normalized"), MESH, 10)
+    optimizer.squared_norm()
+    optimizer.update(1, None, torch.tensor(False))
+    tensors = [t for group in optimizer.param_groups for p in group.parameters for t in (p.local, *p.state.values())]
+    before = [t.detach().clone() for t in tensors]
+    assert all(t.abs().sum() > 0 for t in tensors)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float("nan"))
+    optimizer.squared_norm()
+    optimizer.update(2, torch.tensor(1.0), torch.tensor(True))
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+    assert optimizer.updates == 1
+
+
+@pytest.mark.timeout(400)
+def test_another_optimizer_trains_and_resumes_on_any_layout(tmp_path: Path) -> None:
+    """One class and one line of the registry: the config's check, the norm, checkpoints and layouts follow."""
+    script = str(Path(__file__).parent / "toy_optimizer.py")
+    two = [*TORCHRUN, "--standalone", "--nproc-per-node=2"]
+
+    def train(command: list[str], output: str, steps: int, *overrides: str) -> list[tuple[float, float]]:
+        keys = [*SMALL, "train.precision=float64", "optimizer.name=normalized", "optimizer.schedule=constant"]
+        keys += [f"train.steps={steps}", f"train.output={tmp_path}/{output}", "checkpoint.every=3", *overrides]
+        run([*command, script, "configs/quickstart.yaml", *keys]).check()
+        return [(row["loss"], row["grad_norm"]) for row in read(tmp_path / output / "metrics.jsonl")]
+
+    expected = train([sys.executable], "one", 6)
+    assert expected[-1][0] < expected[0][0]
+    train(two, "two", 3)
+    rows = train(two, "two", 6, "layout={tp: 2}")  # resumed on another layout
+    assert [row[0] for row in rows] == pytest.approx([row[0] for row in expected], rel=1e-9)
+    assert [row[1] for row in rows] == pytest.approx([row[1] for row in expected], rel=1e-9)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.operate.pulse import state_of
+from meshtrain.job.watchdog.status_server import process_state
 from tests.checkpoint.going_on import small_run
 from tests.launching import MARK, ROOT, TORCHRUN, environment, kill_marked, marked, wait_until_gone
 from tests.slurm import cluster
@@ -87,7 +87,9 @@ def test_a_signal_while_torch_is_imported_ends_the_run_afterwards(tmp_path: Path
     job.send_signal(signal.SIGTERM)
     rest = job.stdout.read()
     assert job.wait(60) == 128 + signal.SIGTERM
-    assert "import 'meshtrain.train'" in rest or "import 'meshtrain.timing'" in rest, "all imports were made"
+    assert "import 'meshtrain.train'" in rest or "import 'meshtrain.metrics.step_timer'" in rest, (
+        "all imports were made"
+    )
     assert "Traceback" not in rest
     assert not (tmp_path / "r").exists()
 
@@ -99,7 +101,7 @@ def test_a_task_of_srun_dies_with_the_process_that_watches_over_it(tmp_path: Pat
     """And with nothing else: the first job ends by itself."""
     script = tmp_path / "task.py"
     script.write_text(
-        "import os, sys, time\nfrom meshtrain.orphans import end_with_launcher\nend_with_launcher(os.environ)\n"
+        "import os, sys, time\nfrom meshtrain.job.signals import end_with_launcher\nend_with_launcher(os.environ)\n"
         "print('began', flush=True)\ntime.sleep(float(sys.argv[1]))\nprint('ended', flush=True)\n"
     )
     with cluster.Cluster(tmp_path) as slurm:
@@ -116,6 +118,6 @@ def test_a_task_of_srun_dies_with_the_process_that_watches_over_it(tmp_path: Pat
         assert len(found) == 1
         parent = int(Path(f"/proc/{found[0]}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(parent, signal.SIGKILL)
-        wait_for(lambda: state_of(found[0]) in ("", "Z"), 10)
+        wait_for(lambda: process_state(found[0]) in ("", "Z"), 10)
         job.kill()
         job.wait()

@@ -11,11 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshtrain import cli
+from meshtrain.cli import main as cli
+from meshtrain.cli.memory import fsdp_cut, held_by_ranks, parameters_of, table
+from meshtrain.config.locate import model_file
+from meshtrain.config.model_spec import model_spec
 from meshtrain.layout import Layout
-from meshtrain.locate import model_file
-from meshtrain.parameters import Parameter, held_by_ranks, parameters_of, table
+from meshtrain.parallel.sharding import Cut, ParameterSpec
 from tests.launching import forked
+from tests.parity.experiments import SMALL
 
 SCRIPT = Path(__file__).parent / "parameters_cases.py"
 
@@ -58,56 +61,76 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path / "own.py")
 
 
+ALONE = Layout({})
+
+
 def test_parameters_of_a_model_without_its_memory(model: str) -> None:
-    found = {one.name: one for one in parameters_of(model, {"width": 6})}
-    assert found["parts.0.1.up.weight"] == Parameter("parts.0.1.up.weight", (13, 6), "Linear")
-    assert len(found) == 1 + 2 * 6 + 2
-    tied = parameters_of(model, {"tied": True})
-    assert tied[0] == Parameter("words.weight", (5, 6), "Embedding", tied=("head.weight",))
-    assert [one.name for one in tied] == [name for name in found if name != "head.weight"]
-    assert parameters_of(model, {"width": 10**6})[1].shape == (2 * 10**6 + 1, 10**6)  # 8 TB if it were real
+    specs = {each.name: each for each in parameters_of(model_spec(model, {"width": 6}), ALONE)}
+    assert specs["parts.0.1.up.weight"] == ParameterSpec("parts.0.1.up.weight", (13, 6), layer="Linear")
+    assert len(specs) == 1 + 2 * 6 + 2
+    tied = parameters_of(model_spec(model, {"tied": True}), ALONE)
+    assert tied[0] == ParameterSpec("words.weight", (5, 6), layer="Embedding", tied=("head.weight",))
+    assert [each.name for each in tied] == [name for name in specs if name != "head.weight"]
+    large = parameters_of(model_spec(model, {"width": 10**6}), ALONE)
+    assert large[1].shape == (2 * 10**6 + 1, 10**6)  # 8 TB if it were real
 
 
-def test_what_tp_makes_of_them(model: str) -> None:
-    found = {one.name.removeprefix("parts.0.0."): (one.layer, one.dim) for one in parameters_of(model, {}, tp=2)}
+def test_what_tp_and_fsdp_make_of_them(model: str) -> None:
+    specs = parameters_of(model_spec(model, {}), Layout({"dp_shard": 3, "tp": 2}))
+    assert all(each.cuts[-1] == Cut("dp_shard", 0, 3) for each in specs)
+    seen = {each.name.removeprefix("parts.0.0."): (each.layer, each.cuts[:-1]) for each in specs}
+    rows, columns = (Cut("tp", 0, 2),), (Cut("tp", 1, 2),)
     assert (
-        found.items()
+        seen.items()
         >= {
-            "words.weight": ("VocabParallelEmbedding", 0),
-            "up.weight": ("ColumnParallelLinear", 0),
-            "up.bias": ("ColumnParallelLinear", 0),
-            "down.weight": ("RowParallelLinear", 1),
-            "down.bias": ("RowParallelLinear", None),
-            "norm.weight": ("LayerNorm", None),
-            "head.weight": ("ColumnParallelLinear", 0),
+            "words.weight": ("VocabParallelEmbedding", rows),
+            "up.weight": ("ColumnParallelLinear", rows),
+            "up.bias": ("ColumnParallelLinear", rows),
+            "down.weight": ("RowParallelLinear", columns),
+            "down.bias": ("RowParallelLinear", ()),
+            "norm.weight": ("LayerNorm", ()),
+            "head.weight": ("ColumnParallelLinear", rows),
         }.items()
     )
 
 
+def test_fsdp_takes_cp_too() -> None:
+    assert fsdp_cut(Layout({"dp_shard": 3, "cp": 2})) == [Cut("fsdp", 0, 6)]
+    assert fsdp_cut(Layout({"cp": 4})) == [Cut("fsdp", 0, 4)]
+    assert fsdp_cut(Layout({"tp": 4, "dp_replicate": 2})) == []
+
+
+def spec_on(layout: Layout, shape: tuple[int, ...], dim: int | None = None, **more: object) -> ParameterSpec:
+    """A parameter that `tp` cuts along `dim`."""
+    tp = [] if dim is None or layout.size("tp") == 1 else [Cut("tp", dim, layout.size("tp"))]
+    return ParameterSpec("", shape, (*tp, *fsdp_cut(layout)), **more)
+
+
 @st.composite
-def parameters(draw: st.DrawFn) -> Parameter:
+def parameters(draw: st.DrawFn, layout: Layout) -> tuple[ParameterSpec, int | None]:
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
-    return Parameter("", shape, "", draw(st.sampled_from([None, *range(min(len(shape), 2))])))
+    dim = draw(st.sampled_from([None, *range(min(len(shape), 2))]))
+    return spec_on(layout, shape, dim), dim
 
 
-@given(st.lists(parameters(), max_size=6), st.integers(1, 12), st.integers(1, 5))
-def test_parts_are_those_of_torch(given: list[Parameter], shards: int, tp: int) -> None:
+@given(st.data(), st.integers(1, 12), st.integers(1, 5))
+def test_parts_are_those_of_torch(data: st.DataObject, shards: int, tp: int) -> None:
+    layout = Layout({"dp_replicate": 2, "dp_shard": shards, "tp": tp})
+    drawn = data.draw(st.lists(parameters(layout), max_size=6))
     counts = [0] * shards * tp
-    for one in given:
-        shapes = []
+    for spec, dim in drawn:
+        shapes, after_tp = [], set()
         for i in range(tp):
-            whole = torch.empty(one.shape, device="meta")
-            left = whole if one.dim is None else chunks(whole, tp, one.dim)[i]
+            whole = torch.empty(spec.shape, device="meta")
+            left = whole if dim is None else chunks(whole, tp, dim)[i]
+            after_tp.add(tuple(left.shape))
             shapes += [tuple(part.shape) for part in chunks(left, shards, 0)]
-            assert one.after_tp(tp)[i] == tuple(left.shape)
+        assert spec.shapes("tp") == after_tp
+        assert spec.shapes() == set(shapes)
         counts = [count + math.prod(shape) for count, shape in zip(counts, shapes, strict=True)]
-        ends = [[op(sizes) for sizes in zip(*shapes, strict=True)] for op in (min, max)]
-        found = one.on_ranks(tp, shards)
-        assert found <= set(shapes)
-        assert [[op(sizes) for sizes in zip(*found, strict=True)] for op in (min, max)] == ends
-    held = held_by_ranks(given, Layout({"dp_replicate": 2, "dp_shard": shards, "tp": tp}), "float32")
+    held = held_by_ranks([spec for spec, _ in drawn], layout, "float32", "adamw")
     assert (held.fewest, held.most) == (min(counts), max(counts))
-    assert held.total == sum(math.prod(one.shape) for one in given)
+    assert held.total == sum(math.prod(spec.shape) for spec, _ in drawn)
 
 
 def chunks(whole: torch.Tensor, parts: int, dim: int) -> list[torch.Tensor]:
@@ -119,22 +142,25 @@ def chunks(whole: torch.Tensor, parts: int, dim: int) -> list[torch.Tensor]:
 
 
 def test_bytes_of_a_rank() -> None:
-    layout, one = Layout({"dp_shard": 4}), [Parameter("", (6, 10), "")]
-    held = held_by_ranks(one, layout, "bfloat16")  # rows 2, 2, 2, 0
+    layout = Layout({"dp_shard": 4})
+    held = held_by_ranks([spec_on(layout, (6, 10))], layout, "bfloat16", "adamw")  # rows 2, 2, 2, 0
     assert (held.fewest, held.most) == (0, 20)
     assert (held.weight_bytes, held.gradient_bytes, held.optimizer_bytes) == (80, 80, 160)
-    assert held_by_ranks(one, layout, "float64").optimizer_bytes == 320
-    assert held_by_ranks(one, Layout({"dp_replicate": 4}), "float32").fewest == 60
+    assert held_by_ranks([spec_on(layout, (6, 10))], layout, "float64", "adamw").optimizer_bytes == 320
+    frozen = spec_on(layout, (6, 10), trainable=False)
+    assert held_by_ranks([frozen], layout, "float32", "adamw").optimizer_bytes == 0
+    copies = Layout({"dp_replicate": 4})
+    assert held_by_ranks([spec_on(copies, (6, 10))], copies, "float32", "adamw").fewest == 60
 
 
 def test_stages_are_counted_where_they_are() -> None:
-    words, block = Parameter("words", (10,), "", stages=(0, 3)), Parameter("block", (6, 4), "", 0, stages=(1,))
     layout = Layout({"pp": 2, "dp_shard": 2, "tp": 2})
-    held = held_by_ranks([words, block], layout, "float32", placement=(0, 1, 1, 0))
+    words, block = spec_on(layout, (10,), stages=(0, 3)), spec_on(layout, (6, 4), 0, stages=(1,))
+    held = held_by_ranks([words, block], layout, "float32", "adamw", placement=(0, 1, 1, 0))
     assert held.total == 34
     assert held.by_pp == ((10, 10), (4, 8))  # rank 0 has two copies of the words; 3 rows after tp are 2 and 1
     assert (held.fewest, held.most, held.weight_bytes) == (4, 10, 40)
-    held = held_by_ranks([words, block], layout, "float32", placement=(0, 0, 1, 1))
+    held = held_by_ranks([words, block], layout, "float32", "adamw", placement=(0, 0, 1, 1))
     assert held.by_pp == ((9, 13), (5, 5))
 
 
@@ -142,7 +168,8 @@ def test_stages_are_counted_where_they_are() -> None:
 
 
 def test_equal_layers_are_one_row(model: str) -> None:
-    rows = table(parameters_of(model, {"depth": 3, "tied": True}, tp=2), Layout({"dp_shard": 2, "tp": 2}))
+    layout = Layout({"dp_shard": 2, "tp": 2})
+    rows = table(parameters_of(model_spec(model, {"depth": 3, "tied": True}), layout), layout)
     assert rows[0] == ["parameter", "", "whole", "layer", "over tp", "after tp", "after dp_shard"]
     assert [row[0] for row in rows[1:]] == [
         "words.weight",
@@ -159,8 +186,8 @@ def test_equal_layers_are_one_row(model: str) -> None:
 
 
 def test_rows_are_of_one_stage() -> None:
-    given = [Parameter(f"layers.{i}.up.weight", (4, 4), "Linear", stages=(i // 2,)) for i in range(4)]
-    tied = Parameter("words", (4,), "Norm", tied=("head",), stages=(0, 1))
+    given = [ParameterSpec(f"layers.{i}.up.weight", (4, 4), layer="Linear", stages=(i // 2,)) for i in range(4)]
+    tied = ParameterSpec("words", (4,), layer="Norm", tied=("head",), stages=(0, 1))
     assert table([tied, *given], Layout({"pp": 2})) == [
         ["parameter", "", "stage", "whole", "layer"],
         ["words", "", "0 and 1", "4", "Norm", "also head"],
@@ -171,8 +198,8 @@ def test_rows_are_of_one_stage() -> None:
 
 def test_layers_that_differ_keep_their_rows() -> None:
     widths = [4, 4, 8, 4, 4, 8]
-    given = [Parameter(f"layers.{i}.up.weight", (width, 4), "Linear") for i, width in enumerate(widths)]
-    tied = Parameter("shared.0", (4,), "Norm", tied=("shared.1", "shared.2"))
+    given = [ParameterSpec(f"layers.{i}.up.weight", (width, 4), layer="Linear") for i, width in enumerate(widths)]
+    tied = ParameterSpec("shared.0", (4,), layer="Norm", tied=("shared.1", "shared.2"))
     rows = table([*given, tied], Layout({"dp_replicate": 2}))
     assert rows[1:] == [
         ["layers.{0-1,3-4}.up.weight", "x4", "4 x 4", "Linear", ""],
@@ -193,9 +220,10 @@ def test_the_table_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_large_model_is_a_screen() -> None:
     llama = model_file("llama")
-    found = parameters_of("llama", llama.presets["llama-3.1-405b"], tp=8)
-    assert len(found) == 126 * 9 + 3
-    assert len(table(found, Layout({"dp_shard": 64, "tp": 8}))) == 9 + 3 + 1
+    layout = Layout({"dp_shard": 64, "tp": 8})
+    specs = parameters_of(model_spec("llama", llama.presets["llama-3.1-405b"]), layout)
+    assert len(specs) == 126 * 9 + 3
+    assert len(table(specs, layout)) == 9 + 3 + 1
 
 
 # Against a job ------------------------------------------------------------------------------------------------------
@@ -249,7 +277,35 @@ def compare(plan: dict, ranks: list[dict]) -> None:
         assert set(held) <= {one["name"] for one in plan["each"]}
     for one in plan["each"]:
         found = [each for held in ranks for each in held.get(one["name"], ())]
-        assert {layer for layer, _, _ in found} - {"Absent"} == {one["layer"]}  # what holds another stage's tied weight
+        layers = {layer for layer, _, _ in found} - {"OtherStageBlock"}  # which holds another stage's tied weight
+        assert layers == {one["layer"]}
         assert all(shape == part for _, shape, part in found)
         sizes = list(zip(*(shape for _, shape, _ in found), strict=True))
         assert one["on_a_rank"] == {"largest": [*map(max, sizes)], "smallest": [*map(min, sizes)]}, one["name"]
+
+
+COUNTED = """
+import os
+from pathlib import Path
+from meshtrain.config.locate import model_file
+
+llama = model_file("llama")
+Config, tp_plan, init_plan = llama.Config, llama.tp_plan, llama.init_plan
+
+class Model(llama.Model):
+    def __init__(self, config):
+        super().__init__(config)
+        with open(Path(__file__).with_suffix(f".rank{os.environ['RANK']}"), "a") as file:
+            file.write("built\\n")
+"""
+
+
+def test_a_start_builds_the_model_once_to_ask_it(tmp_path: Path) -> None:
+    """Config checks, balance of stages, FLOPs and what is printed ask one meta model. Besides: the forward that is
+    checked without its blocks, and the stage that is trained."""
+    own = tmp_path / "counted.py"
+    own.write_text(COUNTED)
+    keys = [*SMALL, f"model.name={own}", "layout={pp: 2}", "train.steps=1", f"train.output={tmp_path}/run"]
+    forked(2, "-m", "meshtrain.train", "configs/quickstart.yaml", *keys).check()
+    for rank in range(2):
+        assert own.with_suffix(f".rank{rank}").read_text().split() == ["built"] * 3

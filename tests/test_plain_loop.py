@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from meshtrain.config.locate import model_file
 from meshtrain.data.order import batch_samples
-from meshtrain.init import initialise
-from meshtrain.locate import model_file
-from meshtrain.metrics import read
+from meshtrain.metrics.logger import read
+from meshtrain.modeling.init import initialise
 from tests.launching import forked, run
 
 SEQ, BATCH, STEPS, SEED = 32, 10, 10, 3

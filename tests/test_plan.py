@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshtrain import cli
-from meshtrain.batch import BatchShape, describe_batch
-from meshtrain.data.order import share
+from meshtrain.cli import main as cli
+from meshtrain.cli.plan import make_plan, read_hosts
+from meshtrain.data.order import BatchSplit, describe_batch, share
 from meshtrain.errors import InputError
 from meshtrain.layout import Layout
-from meshtrain.plan import describe_hosts, layout_text, make_plan, read_hosts
+from meshtrain.run.rank_table import describe_hosts, layout_text
 
 MODEL = """
 from dataclasses import dataclass
@@ -92,7 +92,7 @@ def test_the_line_of_the_batch(numbers: tuple[int, int, int], line: str) -> None
 
 @given(st.integers(1, 500), st.integers(1, 20), st.integers(1, 60))
 def test_the_numbers_of_the_batch_are_those_of_the_ranks(global_size: int, micro_size: int, data_ranks: int) -> None:
-    batch = BatchShape(global_size, micro_size, data_ranks)
+    batch = BatchSplit(global_size, micro_size, data_ranks)
     counts = [len(share(global_size, data_ranks, part)) for part in range(data_ranks)]
     assert batch.shares == (min(counts), max(counts))
     slots = batch.accumulation * micro_size * data_ranks
@@ -171,7 +171,7 @@ def test_the_plan_of_a_config_on_uneven_hosts(config: Path, capsys: pytest.Captu
         in output
     )
     assert "84 parameters, 28 per rank" in output
-    assert "a rank keeps 448 B in float32: weights 112 B, gradients 112 B, AdamW 224 B" in output
+    assert "a rank keeps 448 bytes in float32: weights 112 bytes, gradients 112 bytes, AdamW 224 bytes" in output
     assert re.search(r"^4 +host 1 +0 +1 +1$", output, re.MULTILINE)
     assert "[1, 4]  crosses hosts: host 0, host 1" in output
 
@@ -236,7 +236,7 @@ def test_a_plan_warns_of_tp_across_hosts(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("layout", "on_top"),
     [
-        ("{pp: 2}", "activations and a copy of the weights in bfloat16, 84 B, come on top"),
+        ("{pp: 2}", "activations and a copy of the weights in bfloat16, 84 bytes, come on top"),
         ("{dp_shard: 2}", "activations come on top"),
     ],
 )
@@ -244,7 +244,7 @@ def test_a_plan_in_16_bits(layout: str, on_top: str, tmp_path: Path, capsys: pyt
     """FSDP gathers the weights in 16 bits; without it a rank has a copy of its own."""
     config = write_config(tmp_path, layout)
     assert cli.main(["plan", str(config), "train.precision=bfloat16"]) == 0
-    assert f"AdamW 336 B; {on_top}\n" in capsys.readouterr().out
+    assert f"AdamW 336 bytes; {on_top}\n" in capsys.readouterr().out
 
 
 def test_a_plan_of_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,7 +253,8 @@ def test_a_plan_of_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.splitlines()[1:] == [
         "global batch 64 = 4 per rank x 2 data ranks x 8 accumulation",
         "84 parameters, 7 to 14 per rank",
-        "a rank keeps 224 B in float32: weights 56 B, gradients 56 B, AdamW 112 B; activations come on top",
+        "a rank keeps 224 bytes in float32: weights 56 bytes, gradients 56 bytes, AdamW 112 bytes; activations come on "
+        "top",
         "",
         "pipeline 1f1b, 8 microbatches; 2 blocks in 2 stages: 1 + 1, the largest stage less than 1 % above the mean; "
         "11.1 % idle",
@@ -384,15 +385,15 @@ def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 def test_the_command_line_starts_without_torch() -> None:
-    code = "import sys, meshtrain.cli, meshtrain.plan; print(*sys.modules)"
+    code = "import sys, meshtrain.cli.main, meshtrain.cli.plan; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert "meshtrain.plan" in modules
+    assert "meshtrain.cli.plan" in modules
     assert "torch" not in modules
 
 
 def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     config = write_config(tmp_path, "{dp_shard: 2000}")
-    command = [sys.executable, "-m", "meshtrain.cli", "plan", str(config), "--json"]
+    command = [sys.executable, "-m", "meshtrain.cli.main", "plan", str(config), "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stderr is not None

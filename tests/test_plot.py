@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshtrain.plot import plot_loss, smooth
+from meshtrain.metrics.plot import plot_loss, smooth
 
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="needs the extra meshtrain[plot]"
@@ -59,7 +59,7 @@ def test_any_run_gives_a_picture(tmp_path: Path, rows: list[dict[str, Any]]) -> 
 
 @needs_matplotlib
 def test_the_picture_names_the_run_and_its_last_validation(tmp_path: Path) -> None:
-    from meshtrain.plot import _draw
+    from meshtrain.metrics.plot import _draw
 
     rows = [{"step": s, "loss": 3.0, "lr": 0.1, "grad_norm": 1.0} for s in range(1, 5)]
     rows[1]["eval_loss"] = 2.5

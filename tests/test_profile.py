@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshtrain.profile import Profiler
+from meshtrain.metrics.profiler import Profiler
 
 CPU = torch.device("cpu")
 

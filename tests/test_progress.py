@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from meshtrain.progress import (
+from meshtrain.metrics.progress import (
     LiveLine,
-    Pace,
     PlainLines,
+    StepTimeAverage,
     duration,
     epoch_line,
     evaluation_line,
@@ -72,7 +72,7 @@ def test_durations(seconds: float, text: str) -> None:
 
 
 def test_the_pace_forgets_the_first_step() -> None:
-    pace = Pace()
+    pace = StepTimeAverage()
     assert pace.left(10) is None
     pace.add(60.0)  # compiling
     assert pace.left(10) == 600

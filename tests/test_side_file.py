@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-import meshtrain.report
-import meshtrain.results
-from meshtrain import metrics, plot, side_file, stopping
-from meshtrain.metrics import Metrics, MetricsFile, read
-from meshtrain.operate import goodput
-from meshtrain.operate.goodput import Ledger
-from meshtrain.run_folder import RunFolder
-from meshtrain.side_file import SideFile
+import meshtrain.run.results
+import meshtrain.run.step_logger
+from meshtrain import storage as side_file
+from meshtrain.job import signals as stopping
+from meshtrain.metrics import goodput, plot
+from meshtrain.metrics import logger as metrics
+from meshtrain.metrics.goodput import GoodputTracker
+from meshtrain.metrics.logger import Metrics, MetricsFile, read
+from meshtrain.run.run_folder import RunFolder
+from meshtrain.storage import SideFile
 from tests.checkpoint.going_on import Case, alone, small_run
 
 NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO, errno.EROFS)
@@ -174,17 +176,19 @@ def refused(*arguments: Any, **more: Any) -> Any:
 
 def test_a_stop_file_that_cannot_be_looked_at_asks_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopping, "LOOK_EVERY_S", 0.0)
-    requests = stopping.Requests(stopping.Signals())
+    requests = stopping.StopRequest(stopping.Signals())
     requests.watch(tmp_path, None, {})
     with monkeypatch.context() as patch:
         patch.setattr(Path, "stat", refused)
         assert requests.reason(1.0, 1.0) is None
     (tmp_path / "STOP").touch()
-    assert requests.reason(1.0, 1.0) == f"the file {tmp_path}/STOP"
+    reason = requests.reason(1.0, 1.0)
+    assert reason is not None
+    assert reason.text == f"the file {tmp_path}/STOP"
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", refused)
-        requests.obeyed()
-    requests.obeyed()
+        requests.clear()
+    requests.clear()
     assert not (tmp_path / "STOP").exists()
 
 
@@ -196,15 +200,16 @@ def test_a_damaged_exit_json_is_moved_away(tmp_path: Path, text: bytes, capsys: 
     assert os.listdir(tmp_path) == ["exit.json.damaged"]
     assert "exit.json is damaged" in capsys.readouterr().err
     assert folder.last_exit() is None
-    folder.write_exit("done", 0, "all steps are done", 3)
-    assert folder.last_exit() == {"status": "done", "code": 0, "reason": "all steps are done", "step": 3}
+    folder.write_exit("done", 0, "all steps are done", 3, kind="done")
+    said = {"status": "done", "code": 0, "reason": "all steps are done", "kind": "done", "step": 3}
+    assert folder.last_exit() == said
 
 
 @pytest.mark.parametrize(
     "write",
     [
-        lambda folder: RunFolder(folder).write_exit("done", 0, "all steps are done", 3),
-        lambda folder: Ledger(folder, 0, 0.0),
+        lambda folder: RunFolder(folder).write_exit("done", 0, "all steps are done", 3, kind="done"),
+        lambda folder: GoodputTracker(folder, 0, 0.0),
     ],
 )
 def test_what_is_written_anew_is_on_disk_before_it_has_its_name(
@@ -237,7 +242,7 @@ def test_tensorboard_and_the_picture_are_left_out(
 
 
 def test_the_ledger_goes_on(disk: Disk, tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path, 0, 0.0)
+    ledger = GoodputTracker(tmp_path, 0, 0.0)
     disk.number = errno.EDQUOT
     ledger.begin()
     ledger.saved()
@@ -250,7 +255,7 @@ def test_the_ledger_goes_on(disk: Disk, tmp_path: Path) -> None:
 
 def test_a_job_ends_its_ledger_once(tmp_path: Path) -> None:
     """The watchdog ends it for a rank that is stuck, which then fails on its own."""
-    ledger = Ledger(tmp_path, 0, 0.0)
+    ledger = GoodputTracker(tmp_path, 0, 0.0)
     ledger.end("failed")
     ledger.saved()
     ledger.end("stopped")
@@ -263,9 +268,9 @@ def test_a_job_ends_its_ledger_once(tmp_path: Path) -> None:
 
 @pytest.fixture
 def go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    monkeypatch.setattr(meshtrain.report, "sample_flops", lambda *_: (None, "FLOPs are not counted"))
-    monkeypatch.setattr(meshtrain.report, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s"))
-    monkeypatch.setattr(meshtrain.results, "plot_loss", lambda *_: "no picture is drawn")
+    monkeypatch.setattr(meshtrain.run.step_logger, "sample_flops", lambda *_: (None, "FLOPs are not counted"))
+    monkeypatch.setattr(meshtrain.run.step_logger, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s"))
+    monkeypatch.setattr(meshtrain.run.results, "plot_loss", lambda *_: "no picture is drawn")
     monkeypatch.setattr(stopping, "LOOK_EVERY_S", 0.0)
     config = str(small_run(tmp_path))
     return lambda *overrides: alone(Case(config, (f"train.output={tmp_path}/run", "data.workers=0", *overrides)))
@@ -299,9 +304,9 @@ def test_a_run_comes_to_its_end_on_a_full_disk(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Its last state cannot be saved, which is said in one sentence; the end that it cannot write down is said, too."""
-    begin = Ledger.begin
+    begin = GoodputTracker.begin
     with monkeypatch.context() as patch:
-        patch.setattr(Ledger, "begin", lambda ledger: (fill_up(small_disk / "others"), begin(ledger))[1])
+        patch.setattr(GoodputTracker, "begin", lambda ledger: (fill_up(small_disk / "others"), begin(ledger))[1])
         result = go("train.steps=8", "checkpoint.every=2")
     assert result["status"] == 1
     assert result["error"].startswith("8 steps of 8 are done and not saved: it needs ")

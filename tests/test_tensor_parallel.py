@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshtrain.metrics import read
+from meshtrain.metrics.logger import read
 from tests.launching import Finished, forked, torchrun
 from tests.parity.experiments import QUICKSTART
 

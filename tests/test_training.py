@@ -13,14 +13,15 @@ from torch import nn
 
 from meshtrain.config import Config
 from meshtrain.data import Batch
-from meshtrain.environment import Environment
 from meshtrain.evaluate import evaluate
+from meshtrain.job.environment import Environment
+from meshtrain.job.exit import job_exit
+from meshtrain.job.process import join
 from meshtrain.layout import Layout
-from meshtrain.leaving import leaving
 from meshtrain.mesh import build_mesh
-from meshtrain.metrics import read
-from meshtrain.runtime import join
-from meshtrain.train import COLLECT_EVERY, between_steps, run
+from meshtrain.metrics.logger import read
+from meshtrain.run.phase_monitor import COLLECT_EVERY, PhaseMonitor
+from meshtrain.train import run
 from tests.launching import forked
 from tests.launching import run as run_command
 from tests.parity.experiments import SMALL, write_ragged
@@ -37,7 +38,7 @@ def train(shared: Path, folder: Path, *overrides: str, config: str = "configs/qu
     loaded = Config.load(config, [*small, *overrides, f"train.output={folder}"], world_size=1, for_training=True)
     job = join(Environment("none", 0, 1, 0, "here", None))
     job.device = torch.device("cpu")
-    with leaving(job):
+    with job_exit(job):
         run(loaded, job)
     return read(folder / "metrics.jsonl")
 
@@ -151,21 +152,26 @@ def test_cycles_that_outlive_a_collection_are_collected_later() -> None:
 
     def nothing(*_: object) -> None: ...
 
-    silent = SimpleNamespace(step=nothing, close=nothing, at=nothing, at_step=nothing)
-    with between_steps(silent, silent, silent) as at_step:  # type: ignore[arg-type]
+    def step(number: int) -> None:
+        with monitor.step(number):
+            pass
+
+    names = ("step", "close", "enter_phase", "at_step", "restart", "begin", "adapt_deadline")
+    silent = SimpleNamespace(**dict.fromkeys(names, nothing), finished_step=0)
+    with PhaseMonitor(*[silent] * 7) as monitor:  # type: ignore[arg-type]
         node = Node()
         node.itself, gone = node, weakref.ref(node)
-        at_step(COLLECT_EVERY)
+        step(COLLECT_EVERY)
         del node
-        at_step(COLLECT_EVERY + 1)
+        step(COLLECT_EVERY + 1)
         assert gone() is not None, "in between nothing is collected"
-        at_step(2 * COLLECT_EVERY)
+        step(2 * COLLECT_EVERY)
         assert gone() is None
 
 
 def test_an_evaluation_leaves_what_is_frozen_frozen() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     model[1].eval()
-    batch = Batch((torch.randn(4, 3),), torch.tensor([0, 1, 0, 1]))
+    batch = Batch.of((torch.randn(4, 3),), torch.tensor([0, 1, 0, 1]))
     evaluate(model, [batch], build_mesh(Layout({"dp_shard": 1})), torch.device("cpu"), torch.float32)
     assert [module.training for module in model.modules()] == [True, True, False]

@@ -10,13 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshtrain
+from meshtrain.config.locate import model_file
 from meshtrain.errors import AgreedError, InputError
 from meshtrain.layout import Layout
-from meshtrain.locate import model_file
 from meshtrain.loss import sample_losses
-from meshtrain.parallel import products, swap, tensor, verify
-from meshtrain.parts import local_part
-from meshtrain.split import REPLICATED
+from meshtrain.parallel import tensor_parallel as tensor
+from meshtrain.parallel import tp_linear as products
+from meshtrain.parallel import tp_verify as verify
+from meshtrain.parallel.sharding import local_part
+from meshtrain.parallel.torch_private import to_local
+from meshtrain.parallel.tp_plan import REPLICATED
 from tests.parity.experiments import MODELS
 from tests.tensor_parallel_cases import B, Cases, D, S, V, llama, small_llama
 
@@ -260,7 +263,7 @@ class Verified(Cases):
         said = raised(lambda: self.split(small_llama, llama.tp_plan))
         self.equal("model.layers.0: output 0 differs by 0.0" in said, True, f"a wrong rank: {said}")
         tensor.RowParallelLinear.forward = row  # type: ignore[method-assign]
-        known = swap.partial_parameters
+        known = tensor.partial_parameters
         verify.partial_parameters = lambda model, sequence: known(model, False)
         said = raised(lambda: self.split(small_llama, llama.tp_plan))
         self.equal("norm.weight differs by" in said, True, f"norms that are not summed: {said}")
@@ -284,13 +287,13 @@ class Verified(Cases):
         self.equal(len(calls), 2, "forwards of alike blocks")
         self.equal(torch.equal(torch.get_rng_state(), before), True, "the generator's state")
         for name, value in model.named_parameters():
-            self.same(tensor.local(value.detach()), weights[name][local_part(value)[1]], f"weight {name}")
+            self.same(to_local(value.detach()), weights[name][local_part(value)[1]], f"weight {name}")
             self.equal(value.grad, None, f"gradient of {name}")
 
-    def families(self) -> None:
+    def shared_gathers(self) -> None:
         """Layers that read two tensors: a product for each, nothing kept; and none of a forward without gradients."""
-        made, product = [], products.forward_product
-        products.forward_product = lambda x, weight: (made.append(1), product(x, weight))[1]
+        made, product = [], products.linear_forward
+        products.linear_forward = lambda x, weight: (made.append(1), product(x, weight))[1]
         how: dict[str, Any] = {"verify": False, "sequence_parallel": False}
         x, memory = (torch.randn(1, 4, D, dtype=torch.float64) for _ in range(2))
         cross = self.split(Cross, {"[qkv]": "colwise"}, **how)
@@ -308,16 +311,18 @@ class Verified(Cases):
         cross(x, x)
         self.equal(len(made), 3, "products of layers that read one tensor")
         with torch.no_grad():
-            cross.q.family.begin([x])
+            cross.q.shared_gather.begin([x])
             cross.q(x)
-            cross.q.family.end()
+            cross.q.shared_gather.end()
         self.equal(cross.k(x).requires_grad, True, "what is computed anew after no_grad")
         gc.collect()
         kept = [
-            one for one in gc.get_objects() if isinstance(one, tensor.Family) and (one._ready or one._input is not None)
+            one
+            for one in gc.get_objects()
+            if isinstance(one, tensor.SharedGather) and (one._outputs or one._input is not None)
         ]
-        self.equal(kept, [], "families that keep something")
-        products.forward_product = product
+        self.equal(kept, [], "gathers that keep something")
+        products.linear_forward = product
 
     def uneven_heads(self) -> None:
         """No tensor is made from numbers of the host in a forward."""
@@ -349,7 +354,7 @@ def main() -> None:
         cases.nothing_to_split_the_sequence()
         cases.faults()
         cases.leaves_all_alone()
-        cases.families()
+        cases.shared_gathers()
         cases.uneven_heads()
         cases.tell()
 

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, whatever layouts wrote them: tensors are compared as wholes, block by block."""
+"""Diff of two checkpoints, whatever layouts wrote them: whole tensors are compared, block by block, without torch."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain.checkpoint.folder import open_manifest
+from meshtrain.checkpoint.directory import open_manifest
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.checkpoint.opened import Opened
 from meshtrain.checkpoint.placement import Placement, overlap, pieces, shape_of, within
-from meshtrain.cuts import Part
-from meshtrain.weights import SIZES
+from meshtrain.checkpoint.shard_file import ShardReader
+from meshtrain.huggingface.safetensors import SIZES
+from meshtrain.parallel.sharding import Part
 
 BLOCK = 16 * 2**20  # bytes of a tensor that are compared at a time
 STATE = ("step", "samples", "tokens", "data", "rng")  # what a run goes on from, besides the tensors
@@ -23,38 +23,23 @@ _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor that is not the same in both.
-
-    Attributes:
-        name: of the tensor.
-        what: in words.
-        elements: that have other bits; None if the two cannot be compared.
-        largest: difference between two elements, as far as that is a number.
-        at: the index of these two.
-    """
+    """A tensor that is not the same in both."""
 
     name: str
-    what: str
-    elements: int | None = None
-    largest: float | None = None
-    at: tuple[int, ...] | None = None
+    what: str  # differs, for people
+    elements: int | None = None  # that have other bits; None: the two cannot be compared
+    largest: float | None = None  # difference between two elements, as far as that is a number
+    at: tuple[int, ...] | None = None  # the index of these two
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Two checkpoints side by side.
+    """Two checkpoints side by side; `state` and `about` are key -> both values, where they differ."""
 
-    Attributes:
-        compared: how many tensors both have.
-        tensors: those that are not bit-equal, in the order of the first checkpoint's.
-        state: key -> values of the rest that a run goes on from, where they differ.
-        about: key -> values of what tells how it came to that, where they differ: no difference of state.
-    """
-
-    compared: int
-    tensors: list[TensorDifference]
-    state: dict[str, tuple[Any, Any]]
-    about: dict[str, tuple[Any, Any]]
+    compared: int  # tensors that both have
+    tensors: list[TensorDifference]  # those that are not bit-equal, in the order of the first checkpoint's
+    state: dict[str, tuple[Any, Any]]  # of the rest that a run goes on from
+    about: dict[str, tuple[Any, Any]]  # of what tells how it came to that: no difference of state
 
     @property
     def same(self) -> bool:
@@ -63,42 +48,37 @@ class Difference:
 
 
 def diff(a: Path, b: Path) -> Difference:
-    """Compares two checkpoints.
-
-    Raises:
-        DamagedError: one of them is not intact where it was read.
-        InputError: one of them is none.
-    """
-    with Opened(a, open_manifest(a)[0]) as one, Opened(b, open_manifest(b)[0]) as other:
-        names = [*one.manifest.tensors, *(name for name in other.manifest.tensors if name not in one.manifest.tensors)]
-        tensors = [found for name in names if (found := _tensor(name, one, other)) is not None]
-        compared = sum(name in one.manifest.tensors and name in other.manifest.tensors for name in names)
-        state, about = (_values(one.manifest, other.manifest, keys) for keys in (STATE, ABOUT))
+    """Compares two checkpoints; DamagedError if one is not intact where it was read, InputError if one is none."""
+    with ShardReader(a, open_manifest(a)[0]) as first, ShardReader(b, open_manifest(b)[0]) as second:
+        names = dict.fromkeys([*first.manifest.tensors, *second.manifest.tensors])
+        tensors = [difference for name in names if (difference := _compare(name, first, second)) is not None]
+        compared = len(first.manifest.tensors.keys() & second.manifest.tensors.keys())
+        state, about = (_values(first.manifest, second.manifest, keys) for keys in (STATE, ABOUT))
         return Difference(compared, tensors, state, about)
 
 
-def _tensor(name: str, one: Opened, other: Opened) -> TensorDifference | None:
-    a, b = one.manifest.tensors.get(name), other.manifest.tensors.get(name)
+def _compare(name: str, first: ShardReader, second: ShardReader) -> TensorDifference | None:
+    a, b = first.manifest.tensors.get(name), second.manifest.tensors.get(name)
     if a is None or b is None:
-        return TensorDifference(name, f"is only in {(one if b is None else other).checkpoint}")
+        return TensorDifference(name, f"is only in {(first if b is None else second).checkpoint}")
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return TensorDifference(name, f"{a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}")
     different, largest, at, values = 0, -1.0, None, (math.nan, math.nan)
     for box in _boxes(tuple(slice(0, size) for size in a.dims), SIZES[a.dtype]):
-        x, y = _bits(one, name, a, box), _bits(other, name, b, box)
-        where = np.flatnonzero(x != y)
-        if not len(where):
+        x, y = _bits(first, name, a, box), _bits(second, name, b, box)
+        differing = np.flatnonzero(x != y)
+        if not len(differing):
             continue
-        different += len(where)
-        u, v = _numbers(x[where], a.dtype), _numbers(y[where], a.dtype)
+        different += len(differing)
+        u, v = _numbers(x[differing], a.dtype), _numbers(y[differing], a.dtype)
         with np.errstate(invalid="ignore", over="ignore"):
             distance = np.abs(u - v)
         distance[np.isnan(distance)] = math.inf  # a NaN is farther from a number than any other number
         most = int(distance.argmax())
         if distance[most] > largest:
             largest, values = float(distance[most]), (float(u[most]), float(v[most]))
-            inside = np.unravel_index(int(where[most]), shape_of(box))
-            at = tuple(int(i) + each.start for i, each in zip(inside, box, strict=True))[: len(a.shape)]
+            inside = np.unravel_index(int(differing[most]), shape_of(box))
+            at = tuple(int(i) + span.start for i, span in zip(inside, box, strict=True))[: len(a.shape)]
     if not different:
         return None
     place = f" at {list(at)}" if at else ""
@@ -116,28 +96,27 @@ def _boxes(whole: Part, size: int) -> Iterator[Part]:
         yield whole
         return
     dim = next(index for index, n in enumerate(shape) if n > 1)
-    each = max(1, shape[dim] * BLOCK // nbytes)
-    for start in range(whole[dim].start, whole[dim].stop, each):
-        rows = slice(start, min(start + each, whole[dim].stop))
+    step = max(1, shape[dim] * BLOCK // nbytes)
+    for start in range(whole[dim].start, whole[dim].stop, step):
+        rows = slice(start, min(start + step, whole[dim].stop))
         yield from _boxes((*whole[:dim], rows, *whole[dim + 1 :]), size)
 
 
-def _bits(checkpoint: Opened, name: str, tensor: Placement, box: Part) -> np.ndarray:
+def _bits(checkpoint: ShardReader, name: str, tensor: Placement, box: Part) -> np.ndarray:
     """A box of a tensor, flat, as unsigned integers.
 
-    What a piece has of it lies in one stretch of the piece's bytes, since a box takes all of the dims after the one
-    that it cuts, and one index of those before.
+    A box takes all of the dims after the one that it cuts and one index of those before: one stretch of a piece.
     """
     size = SIZES[tensor.dtype]
-    found = np.empty(shape_of(box), f"<u{size}")
+    bits = np.empty(shape_of(box), f"<u{size}")
     for rank, piece in pieces(tensor, checkpoint.manifest.layout, box):
-        shard = checkpoint.holding(name, rank, piece)
+        shard = checkpoint.shard_with(name, rank, piece)
         both = overlap(piece, box)
-        stretch = np.empty(shape_of(both), found.dtype)
-        begin = size * int(np.ravel_multi_index([each.start for each in within(both, piece)], shape_of(piece)))
+        stretch = np.empty(shape_of(both), bits.dtype)
+        begin = size * int(np.ravel_multi_index([span.start for span in within(both, piece)], shape_of(piece)))
         shard.read_bytes(name, begin, stretch.data.cast("B"), begin + stretch.nbytes)
-        found[within(both, box)] = stretch
-    return found.reshape(-1)
+        bits[within(both, box)] = stretch
+    return bits.reshape(-1)
 
 
 def _numbers(bits: np.ndarray, dtype: str) -> np.ndarray:
@@ -148,9 +127,9 @@ def _numbers(bits: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _values(a: Manifest, b: Manifest, keys: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:
-    one, other = (dict(_flat("", {key: _plain(manifest, key) for key in keys})) for manifest in (a, b))
-    names = dict.fromkeys([*one, *other])
-    return {name: (one.get(name), other.get(name)) for name in names if repr(one.get(name)) != repr(other.get(name))}
+    of_a, of_b = (dict(_flat("", {key: _plain(manifest, key) for key in keys})) for manifest in (a, b))
+    pairs = {name: (of_a.get(name), of_b.get(name)) for name in dict.fromkeys([*of_a, *of_b])}
+    return {name: (x, y) for name, (x, y) in pairs.items() if repr(x) != repr(y)}  # a NaN is equal to itself
 
 
 def _plain(manifest: Manifest, key: str) -> Any:
@@ -162,5 +141,5 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, Mapping):
         yield name, value
         return
-    for key, each in value.items():
-        yield from _flat(f"{name}.{key}" if name else str(key), each)
+    for key, member in value.items():
+        yield from _flat(f"{name}.{key}" if name else str(key), member)

@@ -1,11 +1,8 @@
-"""What a checkpoint says of itself: manifest.json, which makes sense of the files beside it.
+"""The manifest of a checkpoint, manifest.json: one line per tensor and one per file, and nothing per tensor and rank.
 
-It holds one line per tensor and one per file and nothing per tensor and rank: where a slice lies follows from the
-tensor's placement and the layout (placement.py). So the manifest of a model of 405 billion parameters on 4,096 ranks
-is half a megabyte. Its JSON Schema is beside this file.
-
-Whoever reads one need not trust it. Files have the names of the layout's ranks and no others, sizes are bounded by
-those of the files, and text that is printed is printable.
+Where a slice lies follows from the tensor's placement and the layout (placement.py), so the manifest of 405 billion
+parameters on 4,096 ranks is half a megabyte. Its JSON Schema is beside this file. A reader need not trust it: files
+have the names of the layout's ranks, their sizes bound those of tensors, and text that is printed is printable.
 """
 
 import json
@@ -17,22 +14,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from meshtrain.checkpoint import strict
-from meshtrain.checkpoint.placement import Placement, shape_of, written_part
-from meshtrain.checkpoint.strict import is_count
+from meshtrain.checkpoint.placement import Placement, fits, part_to_write, shape_of
 from meshtrain.errors import DamagedError, InputError
+from meshtrain.formatting import join_some
+from meshtrain.huggingface.safetensors import MAX_DIMS, METADATA, SIZES, Entry
 from meshtrain.layout import Layout, LayoutError
-from meshtrain.weights import SIZES, Entry, some
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 MAX_BYTES = 2**25  # of a manifest: ten times what 131,072 ranks need
-MAX_DIMS = 64  # as in torch
 
 _CRC32 = re.compile(r"[0-9a-f]{8}")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)", re.ASCII)
 _FIELDS = ("step", "samples", "tokens", "written", "layout", "versions", "rng", "data", "evaluation", "books", "config")
 _OBJECTS = ("versions", "rng", "data", "books", "config")
+_ATTRIBUTES = {"books": "counters"}  # of Manifest, where the file has another word
 
 
 @dataclass(frozen=True)
@@ -45,37 +41,21 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in a checkpoint.
+    """What is in a checkpoint."""
 
-    Attributes:
-        step: optimizer updates done.
-        samples: samples used since the start of the run.
-        tokens: valid target tokens of these.
-        layout: that wrote it.
-        tensors: name -> shape, type and placement.
-        files: name -> size and checksum, one file for each rank of the layout.
-        config: as resolved: section -> key -> value.
-        data: what the run trains on: fingerprint and sizes.
-        versions: of what wrote it.
-        rng: from what the random numbers of each step follow.
-        books: what the run's report needs to go on.
-        evaluation: of just this step, if there was one.
-        written: when, in ISO 8601, UTC.
-    """
-
-    step: int
-    samples: int
-    tokens: int
-    layout: Layout
-    tensors: Mapping[str, Placement]
-    files: Mapping[str, File]
-    config: Mapping[str, Any]
-    data: Mapping[str, Any]
-    versions: Mapping[str, str]
-    rng: Mapping[str, Any]
-    books: Mapping[str, Any]
-    evaluation: Mapping[str, float] | None
-    written: str
+    step: int  # optimizer updates done
+    samples: int  # used since the start of the run
+    tokens: int  # valid target tokens of these
+    layout: Layout  # that wrote it
+    tensors: Mapping[str, Placement]  # name -> shape, type and placement
+    files: Mapping[str, File]  # name -> size and checksum, one file for each rank of the layout
+    config: Mapping[str, Any]  # as resolved: section -> key -> value
+    data: Mapping[str, Any]  # fingerprint and sizes
+    versions: Mapping[str, str]  # of what wrote it
+    rng: Mapping[str, Any]  # from what the random numbers of each step follow
+    counters: Mapping[str, Any]  # what the step logger goes on from; `books` in the file
+    evaluation: Mapping[str, float] | None  # of just this step, if there was one
+    written: str  # when, in ISO 8601, UTC
 
     @property
     def total_bytes(self) -> int:
@@ -84,16 +64,13 @@ class Manifest:
 
     def entries(self, rank: int) -> dict[str, Entry]:
         """What a rank's file holds: its written part of each tensor, by name."""
-        parts = ((name, tensor, written_part(tensor, self.layout, rank)) for name, tensor in self.tensors.items())
+        parts = ((name, tensor, part_to_write(tensor, self.layout, rank)) for name, tensor in self.tensors.items())
         return {name: Entry(name, tensor.dtype, shape_of(part)) for name, tensor, part in parts if part is not None}
 
     def to_json(self) -> str:
-        """The text of manifest.json, which `parse` takes.
-
-        Raises:
-            DamagedError: the manifest is none that `parse` would take.
-        """
-        head = {"format": FORMAT} | {name: getattr(self, name) for name in _FIELDS} | {"layout": self.layout.sizes}
+        """The text of manifest.json; DamagedError if it is none that `parse` would take."""
+        fields = {name: getattr(self, _ATTRIBUTES.get(name, name)) for name in _FIELDS}
+        head = {"format": FORMAT} | fields | {"layout": self.layout.sizes}
         tensors = {name: _about(tensor) for name, tensor in self.tensors.items()}
         files = {name: {"size": file.size, "crc32": file.crc32} for name, file in self.files.items()}
         tables = [_table("tensors", tensors), _table("files", files)]
@@ -102,24 +79,19 @@ class Manifest:
         return text
 
     @classmethod
-    def parse(cls, text: str | bytes, where: Path) -> "Manifest":
-        """The manifest of this text; `where` is its file, for messages.
-
-        Raises:
-            DamagedError: it is no manifest.
-            InputError: a newer meshtrain has written it.
-        """
-        found = strict.parse(text, where)
-        if not isinstance(found, dict):
-            raise DamagedError(where, "is no JSON object, as a manifest is")
-        if type(version := found.get("format")) is int and version > FORMAT:
+    def parse(cls, text: str | bytes, path: Path) -> "Manifest":
+        """The manifest in the text of `path`. DamagedError: it is none. InputError: it is of a newer meshtrain."""
+        fields = parse_json(text, path)
+        if not isinstance(fields, dict):
+            raise DamagedError(path, "is no JSON object, as a manifest is")
+        if type(version := fields.get("format")) is int and version > FORMAT:
             raise InputError(
-                f"{where} has format {version}, and this meshtrain reads up to format {FORMAT}: use a newer one"
+                f"{path} has format {version}, and this meshtrain reads up to format {FORMAT}: use a newer one"
             )
         try:
-            return _manifest(cls, found)
+            return _parse(cls, fields)
         except (_WrongError, LayoutError) as error:
-            raise DamagedError(where, str(error)) from None
+            raise DamagedError(path, str(error)) from None
 
 
 def file_of(rank: int) -> str:
@@ -141,41 +113,42 @@ def _table(name: str, rows: Mapping[str, Any]) -> str:
 
 
 def _line(name: str, value: Any) -> str:
-    return f"{json.dumps(name)}: {strict.dumps(value)}"
+    return f"{json.dumps(name)}: {dumps(value)}"
 
 
 # From JSON ----------------------------------------------------------------------------------------------------------
 
 
-def _manifest(cls: type[Manifest], found: dict[str, Any]) -> Manifest:
+def _parse(cls: type[Manifest], fields: dict[str, Any]) -> Manifest:
     known = {"format", "tensors", "files", *_FIELDS}
-    _nothing(known - found.keys(), "lacks")
-    _nothing(found.keys() - known, f"holds, which format {FORMAT} does not have:")
-    _expect(type(found["format"]) is int and found["format"] == FORMAT, "format", str(FORMAT), found["format"])
+    _expect_none(known - fields.keys(), "lacks")
+    _expect_none(fields.keys() - known, f"holds, which format {FORMAT} does not have:")
+    _expect(type(fields["format"]) is int and fields["format"] == FORMAT, "format", str(FORMAT), fields["format"])
     for name in ("step", "samples", "tokens"):
-        _expect(is_count(found[name]), name, "a count", found[name])
+        _expect(is_count(fields[name]), name, "a count", fields[name])
     for name in ("layout", "tensors", "files", *_OBJECTS):
-        _expect(isinstance(found[name], dict), name, "an object", found[name])
-    written = found["written"]
+        _expect(isinstance(fields[name], dict), name, "an object", fields[name])
+    written = fields["written"]
     _expect(isinstance(written, str) and bool(_TIME.fullmatch(written)), "written", "a time in UTC", written)
-    for name, version in found["versions"].items():
+    for name, version in fields["versions"].items():
         _expect(_is_word(name) and _is_word(version), f"versions.{name!a}", "a text", version)
-    layout = Layout(found["layout"])
-    files = _files(found["files"], layout)
-    tensors = {name: _tensor(name, about, layout) for name, about in found["tensors"].items()}
-    _fit(tensors, files)
-    plain = {name: found[name] for name in ("step", "samples", "tokens", "written", *_OBJECTS)}
-    return cls(layout=layout, tensors=tensors, files=files, evaluation=_evaluation(found["evaluation"]), **plain)
+    layout = Layout(fields["layout"])
+    files = _parse_files(fields["files"], layout)
+    tensors = {name: _parse_tensor(name, about, layout) for name, about in fields["tensors"].items()}
+    _check_total(tensors, files)
+    evaluation = _parse_evaluation(fields["evaluation"])
+    plain = {_ATTRIBUTES.get(name, name): fields[name] for name in ("step", "samples", "tokens", "written", *_OBJECTS)}
+    return cls(layout=layout, tensors=tensors, files=files, evaluation=evaluation, **plain)
 
 
-def _files(found: dict[str, Any], layout: Layout) -> dict[str, File]:
+def _parse_files(rows: dict[str, Any], layout: Layout) -> dict[str, File]:
     """A file for each rank and nothing else, so that no name leads anywhere."""
-    if len(found) != layout.world_size:
-        raise _WrongError(f"names {len(found)} files, and its layout {layout} has {layout.world_size} ranks")
-    strange = found.keys() - {file_of(rank) for rank in range(layout.world_size)}
-    _nothing(strange, f"names files that are not {file_of(0)} and so on, one for each rank:")
+    if len(rows) != layout.world_size:
+        raise _WrongError(f"names {len(rows)} files, and its layout {layout} has {layout.world_size} ranks")
+    foreign = rows.keys() - {file_of(rank) for rank in range(layout.world_size)}
+    _expect_none(foreign, f"names files that are not {file_of(0)} and so on, one for each rank:")
     files = {}
-    for name, about in found.items():
+    for name, about in rows.items():
         good = isinstance(about, dict) and about.keys() == {"size", "crc32"} and is_count(about["size"])
         good = good and isinstance(about["crc32"], str) and bool(_CRC32.fullmatch(about["crc32"]))
         _expect(good, name, "a size and a crc32 of 8 hexadecimal digits", about)
@@ -183,8 +156,8 @@ def _files(found: dict[str, Any], layout: Layout) -> dict[str, File]:
     return files
 
 
-def _tensor(name: str, about: Any, layout: Layout) -> Placement:
-    _expect(_is_word(name) and name != "__metadata__", "tensors", "names that can be printed", name)
+def _parse_tensor(name: str, about: Any, layout: Layout) -> Placement:
+    _expect(_is_word(name) and name != METADATA, "tensors", "names that can be printed", name)
     good = isinstance(about, dict) and about.keys() == {"dtype", "shape", "cuts", "stages"}
     _expect(good, name, "dtype, shape, cuts and stages", about)
     dtype, shape, cuts, stages = (about[key] for key in ("dtype", "shape", "cuts", "stages"))
@@ -192,52 +165,110 @@ def _tensor(name: str, about: Any, layout: Layout) -> Placement:
     good = isinstance(shape, list) and len(shape) <= MAX_DIMS and all(map(is_count, shape))
     _expect(good, name, "a shape", shape)
     _expect(is_count(math.prod(shape) * SIZES[dtype]), name, "a shape of less than 2^63 bytes", shape)
-    good = isinstance(cuts, list) and all(_is_cut(each, shape, layout) for each in cuts)
-    good = good and len({axis for axis, _ in cuts}) == len(cuts)
+    good = isinstance(cuts, list) and all(_is_cut(cut, shape) for cut in cuts)
+    good = good and fits(Placement((), dtype, tuple((axis, dim) for axis, dim in cuts)), layout)
     _expect(good, name, f"cuts of its {max(1, len(shape))} dims by axes of the layout {layout}, each once", cuts)
-    good = (
-        isinstance(stages, list) and len(stages) > 0 and all(is_count(each, layout.size("pp") - 1) for each in stages)
-    )
-    good = good and all(one < next_one for one, next_one in pairwise(stages))
-    _expect(good, name, f"stages from 0 to {layout.size('pp') - 1}, ascending", stages)
+    last = layout.size("pp") - 1
+    good = isinstance(stages, list) and len(stages) > 0 and all(is_count(stage, last) for stage in stages)
+    good = good and all(stage < following for stage, following in pairwise(stages))
+    _expect(good, name, f"stages from 0 to {last}, ascending", stages)
     return Placement(tuple(shape), dtype, tuple((axis, dim) for axis, dim in cuts), tuple(stages))
 
 
-def _is_cut(found: Any, shape: list[int], layout: Layout) -> bool:
-    if not isinstance(found, list) or len(found) != 2:
+def _is_cut(cut: Any, shape: list[int]) -> bool:
+    if not isinstance(cut, list) or len(cut) != 2:
         return False
-    axis, dim = found
-    known = isinstance(axis, str) and axis in layout.axes and axis != "pp"
-    return known and is_count(dim, max(1, len(shape)) - 1)
+    axis, dim = cut
+    return isinstance(axis, str) and is_count(dim, max(1, len(shape)) - 1)
 
 
-def _fit(tensors: Mapping[str, Placement], files: Mapping[str, File]) -> None:
-    """Each byte of each tensor is in some file, so nobody has to make room for more than there is."""
+def _check_total(tensors: Mapping[str, Placement], files: Mapping[str, File]) -> None:
+    """Each byte of each tensor is in some file: no reader allocates more memory than the files have bytes."""
     needed = sum(math.prod(tensor.shape) * SIZES[tensor.dtype] for tensor in tensors.values())
-    there = sum(file.size for file in files.values())
-    if needed > there:
-        raise _WrongError(f"names tensors of {needed:,} bytes and files of {there:,} bytes")
+    stored = sum(file.size for file in files.values())
+    if needed > stored:
+        raise _WrongError(f"names tensors of {needed:,} bytes and files of {stored:,} bytes")
 
 
-def _evaluation(found: Any) -> dict[str, float] | None:
-    good = found is None or (isinstance(found, dict) and all(map(_is_word, found)))
-    good = good and all(isinstance(each, int | float) and not isinstance(each, bool) for each in (found or {}).values())
-    _expect(good, "evaluation", "null, or names and numbers", found)
-    return None if found is None else {name: float(each) for name, each in found.items()}
+def _parse_evaluation(values: Any) -> dict[str, float] | None:
+    good = values is None or (isinstance(values, dict) and all(map(_is_word, values)))
+    good = good and all(isinstance(n, int | float) and not isinstance(n, bool) for n in (values or {}).values())
+    _expect(good, "evaluation", "null, or names and numbers", values)
+    return None if values is None else {name: float(value) for name, value in values.items()}
 
 
-def _is_word(found: Any) -> bool:
+def _is_word(value: Any) -> bool:
     """Text that can be printed to a terminal without harm."""
-    return isinstance(found, str) and found.isprintable() and found != ""
+    return isinstance(value, str) and value.isprintable() and value != ""
 
 
-def _nothing(names: set[str], wrong: str) -> None:
+def _expect_none(names: set[str], problem: str) -> None:
     if names:
-        raise _WrongError(f"{wrong} {some([f'{name[:80]!a}' for name in sorted(names)])}")
+        raise _WrongError(f"{problem} {join_some([f'{name[:80]!a}' for name in sorted(names)])}")
 
 
-def _expect(good: bool, name: str, expected: str, found: Any) -> None:
+def _expect(good: bool, name: str, expected: str, value: Any) -> None:
     if not good:
-        text = ascii(found)
+        text = ascii(value)
         text = text if len(text) <= 80 else text[:77] + "..."
         raise _WrongError(f"{name if _is_word(name) else ascii(name)}: expected {expected}; found {text}")
+
+
+# JSON ---------------------------------------------------------------------------------------------------------------
+
+MAX_DEPTH = 50  # of objects in objects; what was read can be walked through without care
+
+
+def parse_json(text: str | bytes, path: Path) -> Any:
+    """The value of a text as `dumps` makes it; DamagedError, which names `path`, if it is another."""
+    try:
+        text = text if isinstance(text, str) else text.decode()
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_number, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(path, f"is no JSON as meshtrain writes it ({error})" if text else "is empty") from None
+    if not _is_shallow(value, MAX_DEPTH):
+        raise DamagedError(path, f"nests values more than {MAX_DEPTH} deep")
+    return value
+
+
+def dumps(value: Any) -> str:
+    """JSON on one line. It has no infinity, which a config may hold, and no NaN, which a loss can be: `$float` here."""
+    return json.dumps(_with_floats(value), separators=(",", ":"), allow_nan=False)
+
+
+def is_count(value: object, most: int = 2**63 - 1) -> bool:
+    """Whether this is a whole number from 0 on that counts something, which True does not."""
+    return type(value) is int and 0 <= value <= most
+
+
+def _with_floats(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"$float": str(value)}
+    if isinstance(value, Mapping):
+        return {key: _with_floats(member) for key, member in value.items()}
+    return [_with_floats(member) for member in value] if isinstance(value, list | tuple) else value
+
+
+def _is_shallow(value: Any, left: int) -> bool:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return left > 0 and all(_is_shallow(member, left - 1) for member in inside if isinstance(member, dict | list))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Any:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{max(names, key=names.count)[:80]!r} stands twice in an object")
+    if len(pairs) == 1 and value.get("$float") in ("inf", "-inf", "nan"):
+        return float(value["$float"])
+    return value
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:20]} is too large a number")
+    return number

@@ -1,80 +1,92 @@
 """Where every byte of a checkpoint lies: plain arithmetic over the layout that wrote it.
 
-The manifest says of each tensor its global shape and which axes cut it, and nothing of ranks. From that and the layout
-follows the part that each rank holds. Ranks that hold the same part share the work: its rows are cut once more, into
-as many pieces as there are of these ranks, and each of them writes one. So each byte is written once, and what a
-reader needs of which file is found without looking into any.
+The manifest says of each tensor its global shape and which axes cut it. From that and the layout follows the part that
+each rank holds. Ranks that hold the same part share the work: its rows are cut once more, and each rank writes one of
+the pieces. So each byte is written once, and what a reader needs of which file is found without looking into any.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from meshtrain.cuts import Part, part
-from meshtrain.layout import Layout
+from meshtrain.layout import Layout, LayoutError
+from meshtrain.parallel.sharding import Part, chunk_range, local_slice
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A tensor of a checkpoint, and how a layout's ranks hold it.
+    """A tensor of a checkpoint, and how a layout's ranks hold it."""
 
-    Attributes:
-        shape: of the whole; () for a scalar, which counts as one dim of size 1 wherever parts are meant.
-        dtype: in safetensors' words, "F32".
-        cuts: which axes cut it, in the order of their cuts, each with the dim that it cuts.
-        stages: the indices on `pp` of the ranks that hold it, ascending.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    cuts: tuple[tuple[str, int], ...] = ()
-    stages: tuple[int, ...] = (0,)
+    shape: tuple[int, ...]  # of the whole; a scalar's counts as one dim of size 1 wherever parts are meant
+    dtype: str  # in safetensors' words, "F32"
+    cuts: tuple[tuple[str, int], ...] = ()  # axis and dim of each cut, in their order
+    stages: tuple[int, ...] = (0,)  # the indices on `pp` of the ranks that hold it, ascending
 
     @property
     def dims(self) -> tuple[int, ...]:
         """The shape with a scalar as one dim."""
         return self.shape or (1,)
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes whose ranks differ in what they hold."""
+        return ("pp", *(axis for axis, _ in self.cuts))
 
-def held_part(tensor: Placement, layout: Layout, rank: int) -> Part | None:
-    """The part of the whole that a rank holds; None on the ranks of other stages. It may be empty."""
-    place = layout.coordinate(rank)
-    if place.get("pp", 0) not in tensor.stages:
+
+def fits(tensor: Placement, layout: Layout) -> bool:
+    """Whether the layout has the axes that cut a tensor, derived ones too, and none of them twice."""
+    try:
+        layout.size(*tensor.axes)
+    except LayoutError:
+        return False
+    return all(axis in layout.axes or layout.size(axis) > 1 for axis, _ in tensor.cuts)
+
+
+def part_of_rank(tensor: Placement, layout: Layout, rank: int) -> Part | None:
+    """The part of the whole that a rank holds, maybe empty; None on other stages. LayoutError: an unknown axis."""
+    if layout.index(rank, "pp") not in tensor.stages:
         return None
-    return part(tensor.dims, [(dim, layout.size(axis), place[axis]) for axis, dim in _cuts(tensor, layout)])
+    cuts = [(dim, layout.size(axis), layout.index(rank, axis)) for axis, dim in tensor.cuts]
+    return local_slice(tensor.dims, cuts)
 
 
-def written_part(tensor: Placement, layout: Layout, rank: int) -> Part | None:
+def part_to_write(tensor: Placement, layout: Layout, rank: int) -> Part | None:
     """The part that a rank writes: a share of the rows of what it holds. None if there is nothing for it to write."""
-    held = held_part(tensor, layout, rank)
-    if held is None:
+    part = part_of_rank(tensor, layout, rank)
+    if part is None:
         return None
-    piece = _shared(held, copies(tensor, layout), _copy(tensor, layout, rank))
+    stage = tensor.stages.index(layout.index(rank, "pp"))
+    copy = stage * _copies_of_a_stage(tensor, layout) + layout.copy(rank, *tensor.axes)
+    rows = chunk_range(part[0].stop - part[0].start, copies(tensor, layout), copy)
+    piece = (slice(part[0].start + rows.start, part[0].start + rows.stop), *part[1:])
     return None if is_empty(piece) else piece
 
 
 def copies(tensor: Placement, layout: Layout) -> int:
     """How many ranks hold each part of a tensor."""
-    return len(tensor.stages) * math.prod(layout.size(axis) for axis in _copying(tensor, layout))
+    return len(tensor.stages) * _copies_of_a_stage(tensor, layout)
 
 
-def pieces(tensor: Placement, layout: Layout, wanted: Part) -> Iterator[tuple[int, Part]]:
-    """The pieces that a reader of the part `wanted` needs: the rank that wrote each, and its part of the whole.
-
-    Takes time for the pieces that are found, not for the ranks of the layout.
-    """
-    cuts = _cuts(tensor, layout)
-    for indices, held in _meeting([(axis, dim, layout.size(axis)) for axis, dim in cuts], _whole(tensor), wanted):
-        place = {axis: index for (axis, _), index in zip(cuts, indices, strict=True)}
-        n = copies(tensor, layout)
-        for copy, piece in _indices(held, 0, n, wanted):
-            yield layout.rank(**place, **_coordinate(tensor, layout, copy)), piece
+def _copies_of_a_stage(tensor: Placement, layout: Layout) -> int:
+    return layout.world_size // layout.size(*tensor.axes)
 
 
-def overlap(one: Part, other: Part) -> Part:
+def pieces(tensor: Placement, layout: Layout, part: Part) -> Iterator[tuple[int, Part]]:
+    """The pieces that a reader of a part needs, rank and part of the whole, in time for these and not for all ranks."""
+    axes = [axis for axis, _ in tensor.cuts]
+    cuts = [(dim, layout.size(axis)) for axis, dim in tensor.cuts]
+    in_stage = _copies_of_a_stage(tensor, layout)
+    # The parts that ranks hold are cut once more, by rows, into what each of them writes.
+    all_cuts = [*cuts, (0, copies(tensor, layout))]
+    for (*indices, copy), piece in _overlapping(all_cuts, tuple(slice(0, size) for size in tensor.dims), part):
+        stage, number = divmod(copy, in_stage)
+        coordinate = dict(zip(axes, indices, strict=True))
+        yield layout.rank_of_copy(number, pp=tensor.stages[stage], **coordinate), piece
+
+
+def overlap(first: Part, second: Part) -> Part:
     """What two parts of a whole have in common; it may be empty."""
-    both = zip(one, other, strict=True)
-    return tuple(slice(low := max(a.start, b.start), max(low, min(a.stop, b.stop))) for a, b in both)
+    pairs = zip(first, second, strict=True)
+    return tuple(slice(low := max(a.start, b.start), max(low, min(a.stop, b.stop))) for a, b in pairs)
 
 
 def within(inner: Part, outer: Part) -> Part:
@@ -82,72 +94,28 @@ def within(inner: Part, outer: Part) -> Part:
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(inner, outer, strict=True))
 
 
-def is_empty(piece: Part) -> bool:
-    return any(each.stop <= each.start for each in piece)
+def is_empty(part: Part) -> bool:
+    return any(rows.stop <= rows.start for rows in part)
 
 
-def shape_of(piece: Part) -> tuple[int, ...]:
-    return tuple(each.stop - each.start for each in piece)
+def shape_of(part: Part) -> tuple[int, ...]:
+    return tuple(rows.stop - rows.start for rows in part)
 
 
-def _whole(tensor: Placement) -> Part:
-    return tuple(slice(0, size) for size in tensor.dims)
-
-
-def _cuts(tensor: Placement, layout: Layout) -> list[tuple[str, int]]:
-    return [(axis, dim) for axis, dim in tensor.cuts if axis in layout.axes]
-
-
-def _copying(tensor: Placement, layout: Layout) -> list[str]:
-    """The axes whose ranks hold the same part, outermost first."""
-    cutting = {axis for axis, _ in tensor.cuts}
-    return [axis for axis in layout.axes if axis != "pp" and axis not in cutting]
-
-
-def _copy(tensor: Placement, layout: Layout, rank: int) -> int:
-    """The number of a rank among those that hold the same part."""
-    place = layout.coordinate(rank)
-    number = tensor.stages.index(place.get("pp", 0))
-    for axis in _copying(tensor, layout):
-        number = number * layout.size(axis) + place[axis]
-    return number
-
-
-def _coordinate(tensor: Placement, layout: Layout, copy: int) -> dict[str, int]:
-    """The other way round: where on the axes that do not cut the rank with this number sits."""
-    place = {}
-    for axis in reversed(_copying(tensor, layout)):
-        copy, place[axis] = divmod(copy, layout.size(axis))
-    if "pp" in layout.axes:
-        place["pp"] = tensor.stages[copy]
-    return place
-
-
-def _shared(held: Part, n: int, index: int) -> Part:
-    """The `index`-th of n pieces of a part, by rows."""
-    rows = part([held[0].stop - held[0].start], [(0, n, index)])[0]
-    return slice(held[0].start + rows.start, held[0].start + rows.stop), *held[1:]
-
-
-def _meeting(cuts: Sequence[tuple[str, int, int]], left: Part, wanted: Part) -> Iterator[tuple[tuple[int, ...], Part]]:
-    """The parts after these cuts that have something in common with `wanted`, each with its index on every cut."""
+def _overlapping(cuts: Sequence[tuple[int, int]], whole: Part, part: Part) -> Iterator[tuple[tuple[int, ...], Part]]:
+    """The parts of a whole after cuts, (dim, parts) each, that overlap with `part`, and their index on every cut."""
     if not cuts:
-        if not is_empty(overlap(left, wanted)):
-            yield (), left
+        if not is_empty(overlap(whole, part)):
+            yield (), whole
         return
-    _, dim, parts = cuts[0]
-    for index, piece in _indices(left, dim, parts, wanted):
-        for others, found in _meeting(cuts[1:], piece, wanted):
-            yield (index, *others), found
-
-
-def _indices(left: Part, dim: int, parts: int, wanted: Part) -> Iterator[tuple[int, Part]]:
-    """Of the parts of one cut those that meet `wanted` in that dim; they are as long as cuts.py makes them."""
-    start, size = left[dim].start, left[dim].stop - left[dim].start
+    dim, parts = cuts[0]
+    start, size = whole[dim].start, whole[dim].stop - whole[dim].start
     if size == 0:
         return
-    each = -(-size // parts)
-    low, high = max(wanted[dim].start, start) - start, min(wanted[dim].stop, left[dim].stop) - start
-    for index in range(low // each, min(parts, -(-high // each))):
-        piece = slice(start + index * each, min(start + (index + 1) * each, left[dim].stop))
-        yield index, (*left[:dim], piece, *left[dim + 1 :])
+    chunk = chunk_range(size, parts, 0).stop
+    low, high = max(part[dim].start, start) - start, min(part[dim].stop, whole[dim].stop) - start
+    for index in range(low // chunk, min(parts, -(-high // chunk))):
+        rows = chunk_range(size, parts, index)
+        left = (*whole[:dim], slice(start + rows.start, start + rows.stop), *whole[dim + 1 :])
+        for others, piece in _overlapping(cuts[1:], left, part):
+            yield (index, *others), piece

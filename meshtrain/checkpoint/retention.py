@@ -1,53 +1,94 @@
-"""Which checkpoints stay: plain rules over steps and evaluations, for a run as for `meshtrain checkpoint prune`."""
+"""Retention: which checkpoints stay, for a run as for `meshtrain checkpoint prune`, and the deletion of the others."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import disk_usage
 
-BEST = (
-    ("accuracy", False),
-    ("eval_loss", True),
-)  # what an evaluation is judged by if it has it, and if lower is better
+from meshtrain.checkpoint.directory import TakenError, complete_steps, name_of, read_manifest, remove
+from meshtrain.errors import InputError
+from meshtrain.formatting import bytes_text
+
+BEST = (("accuracy", False), ("eval_loss", True))  # the metric of an evaluation, if it has it; whether lower is better
 SAMPLES = "eval_samples"  # of how many samples an evaluation in a manifest was made; older ones do not say
 
 
-def judged_by(evaluations: Iterable[Mapping[str, float]]) -> tuple[str, bool]:
-    """The number by which the best of these evaluations is found, and whether lower is better."""
-    there = {name for values in evaluations for name in values}
-    return next(((name, lower) for name, lower in BEST if name in there), BEST[-1])
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: each that one of the rules keeps. The newest always stays."""
+
+    keep_last: int | None = 3  # how many of the newest; None keeps all
+    keep_every: int | None = None  # the multiples of this number; None keeps none for that reason
+    keep_best: bool = False  # the one with the best value, of equal ones the newest
 
 
-def which(
-    steps: Collection[int],
-    evaluations: Mapping[int, Mapping[str, float]],
-    *,
-    keep_last: int | None,
-    keep_every: int | None,
-    keep_best: bool,
-) -> set[int]:
-    """The steps whose checkpoints stay: each that one of the rules keeps. The newest always stays.
+def best_metric(evaluations: Iterable[Mapping[str, float]]) -> tuple[str, bool]:
+    """The number by which the best of these evaluations is chosen, and whether lower is better."""
+    names = {name for values in evaluations for name in values}
+    return next(((name, lower) for name, lower in BEST if name in names), BEST[-1])
 
-    Args:
-        steps: of the complete checkpoints.
-        evaluations: step -> its evaluation, as a manifest has it; NaN and infinity are no values.
-        keep_last: how many of the newest; None keeps all.
-        keep_every: the multiples of this number; None keeps none for that reason.
-        keep_best: the one with the best value, of equal ones the newest. Evaluations of different numbers of samples
-            are not compared: the best of each stays.
+
+def steps_to_keep(steps: Collection[int], evaluations: Mapping[int, Mapping[str, float]], rules: Retention) -> set[int]:
+    """The steps of complete checkpoints that stay, by the evaluations that their manifests have, if any.
+
+    NaN and infinity are no values. Evaluations of different numbers of samples are not compared: each best one stays.
     """
-    if keep_last is None:
+    if rules.keep_last is None:
         return set(steps)
     ordered = sorted(steps)
-    kept = set(ordered[-max(1, keep_last) :])
-    if keep_every is not None:
-        kept |= {step for step in ordered if step % keep_every == 0}
-    if keep_best:
-        found = {step: evaluations[step] for step in ordered if step in evaluations}
-        name, lower = judged_by(found.values())
+    kept = set(ordered[-max(1, rules.keep_last) :])
+    if rules.keep_every is not None:
+        kept |= {step for step in ordered if step % rules.keep_every == 0}
+    if rules.keep_best:
+        evaluated = {step: evaluations[step] for step in ordered if step in evaluations}
+        name, lower = best_metric(evaluated.values())
         best: dict[float | None, tuple[float, int]] = {}  # samples -> value, the higher the better, and step
-        for step, evaluation in found.items():
+        for step, evaluation in evaluated.items():
             value = evaluation.get(name, math.nan)
             if math.isfinite(value):
                 samples = evaluation.get(SAMPLES)
                 best[samples] = max((-value if lower else value, step), best.get(samples, (-math.inf, step)))
         kept |= {step for _, step in best.values()}
     return kept
+
+
+class Pruner:
+    """Rank 0 deletes what no rule keeps, and warns before the disk is full."""
+
+    def __init__(self, folder: Path, keep: Retention, checkpoint_bytes: int) -> None:
+        self.notes: list[str] = []  # lines to print
+        self._folder, self._keep, self._checkpoint_bytes = folder, keep, checkpoint_bytes
+        self._evaluations: dict[int, dict[str, float]] = {}  # by step; empty if there was none
+        self._warned = False
+
+    def prune(self, step: int, evaluation: Mapping[str, float] | None) -> None:
+        """To be called after the checkpoint of a step is complete, with the evaluation of that step."""
+        self._evaluations[step] = dict(evaluation or {})
+        try:
+            for old in self._superfluous(step):
+                remove(self._folder / name_of(old))
+            free = disk_usage(self._folder).free
+        except (OSError, TakenError) as error:
+            self.notes.append(f"warning: an old checkpoint could not be deleted: {error}")
+            return
+        short = free < 2 * self._checkpoint_bytes
+        if short and not self._warned:
+            self.notes.append(
+                f"warning: the file system of {self._folder.absolute()} has {bytes_text(free)} free, "
+                f"which is not enough for two more checkpoints of {bytes_text(self._checkpoint_bytes)} each"
+            )
+        self._warned = short
+
+    def _superfluous(self, step: int) -> set[int]:
+        steps = complete_steps(self._folder)
+        if self._keep.keep_best:  # those that an earlier job has written are read
+            self._evaluations |= {old: self._read_evaluation(old) for old in steps if old not in self._evaluations}
+        return set(steps) - steps_to_keep(steps, self._evaluations, self._keep) - {step}
+
+    def _read_evaluation(self, step: int) -> dict[str, float]:
+        try:
+            manifest, _ = read_manifest(self._folder / name_of(step))
+        except InputError:  # it is damaged, and so it is not the best one
+            return {}
+        return dict(manifest.evaluation or {})

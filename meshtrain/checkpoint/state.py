@@ -5,26 +5,26 @@ layout every rank knows who holds which part of what; nothing is ever listed per
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from meshtrain import weights
-from meshtrain.checkpoint.placement import Placement, held_part, is_empty
-from meshtrain.cuts import Part
+from meshtrain.checkpoint.placement import Placement, is_empty, part_of_rank, shape_of
 from meshtrain.errors import InputError
-from meshtrain.huggingface import KINDS, named_tensors
+from meshtrain.huggingface import safetensors as weights
+from meshtrain.huggingface.load import KINDS, named_tensors
+from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
-from meshtrain.optim import AVERAGES, Optimizer
-from meshtrain.parts import cut_axes, local_part
+from meshtrain.optim.optimizer import Optimizer
+from meshtrain.parallel.sharding import ParameterSpec, Part, local_part, tensor_spec
 from meshtrain.pipeline.engine import Pipeline
-from meshtrain.runtime import Job
 
 if TYPE_CHECKING:
-    from meshtrain.step import LossScale
+    from meshtrain.trainer import LossScale
 
 MODEL, OPTIMIZER = "model", "optimizer"
 UPDATES = f"{OPTIMIZER}.step"
@@ -32,20 +32,13 @@ LOSS_SCALE = ("loss_scale.value", "loss_scale.good")
 
 
 @dataclass(frozen=True)
-class Held:
-    """A tensor of which this rank holds a part.
-
-    Attributes:
-        placement: of the whole.
-        part: where in the whole this rank's part lies; a scalar counts as one dim of size 1.
-        compared: whether all ranks with the same part must have the same bits. Buffers that a forward changes (running
-            statistics) follow from the samples that a rank sees, and may differ.
-    """
+class LocalShard:
+    """A tensor of which this rank holds a part."""
 
     name: str
-    placement: Placement
-    part: Part
-    compared: bool
+    placement: Placement  # of the whole
+    part: Part  # where in the whole it lies; a scalar counts as one dim of size 1
+    compared: bool  # copies must have the same bits, unlike running statistics, which follow from a rank's samples
     _live: Callable[[], Tensor]
 
     @property
@@ -56,33 +49,30 @@ class Held:
 
 
 class State:
-    """All that a run goes on from: the model, the optimizer, and in float16 the loss scale.
-
-    Attributes:
-        placements: every tensor of the whole model by name, in the order of a file; the same on all ranks.
-        held: what this rank has of them, without empty parts. A tied weight of two stages of this rank comes twice.
-    """
+    """All that a run goes on from: the model, the optimizer, and in float16 the loss scale."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, mesh: Mesh, job: Job, scale: "LossScale | None" = None
     ) -> None:
-        """All ranks make theirs together.
-
-        Raises:
-            InputError: a tensor has a type that files cannot hold.
-        """
+        """All ranks make theirs together. InputError: a tensor has a type that files cannot hold."""
         self.layout = mesh.layout
         self._optimizer = optimizer
-        found = [*_of_model(model, optimizer), *_for_all(optimizer, scale)]
-        self.placements = spread({one.name: one.like for one in found}, job, mesh.layout)
-        self.held = list(self._kept(found, job.rank))
+        tensors = [*_of_model(model, optimizer), *_of_run(optimizer, scale)]
+        # Every tensor of the whole model by name, in the order of a file; the same on all ranks.
+        self.placements = _gather({tensor.spec.name: tensor.spec for tensor in tensors}, job, mesh.layout)
+        # What this rank has of them, without empty parts. A tied weight of two stages of this rank comes twice.
+        self.held = list(self._local_shards(tensors, job.rank))
 
-    def _kept(self, found: "list[_Found]", rank: int) -> Iterator[Held]:
-        for one in found:
-            placement, part = self.placements[one.name], local_part(one.like.detach())[1]
-            assert part == held_part(placement, self.layout, rank), one.name  # one rule for training and for files
+    def _local_shards(self, tensors: "list[_StateTensor]", rank: int) -> Iterator[LocalShard]:
+        for tensor in tensors:
+            name, live = tensor.spec.name, tensor.live().detach()
+            placement = self.placements[name]
+            part, own = part_of_rank(placement, self.layout, rank), local_part(live)[1]
+            assert part is not None, name  # this rank's stages have it
+            # One rule for training and for files.
+            assert own == part if isinstance(live, DTensor) else shape_of(own) == shape_of(part), name
             if not is_empty(part):
-                yield Held(one.name, placement, part, one.compared, one.live)
+                yield LocalShard(name, placement, part, tensor.compared, tensor.live)
 
     def loaded(self) -> None:
         """What was held has new values."""
@@ -90,65 +80,63 @@ class State:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A tensor that is here. `like`: the parameter that has its shape and lies as it does."""
+class _StateTensor:
+    """A tensor of which this rank has a part: a DTensor, or the part as a plain tensor."""
 
-    name: str
-    like: Tensor
+    spec: ParameterSpec
     live: Callable[[], Tensor]
     compared: bool = True
 
 
-def _of_model(model: nn.Module, optimizer: Optimizer) -> Iterator[_Found]:
-    """Parameters, AdamW's averages of those that are trained, and the buffers that are part of a model's state."""
+def _of_model(model: nn.Module, optimizer: Optimizer) -> Iterator[_StateTensor]:
+    """Parameters, the optimizer's state of those that are trained, and the buffers that are part of a model's state."""
     for stage in model.stages() if isinstance(model, Pipeline) else [model]:
         for (name, *_), tensor in named_tensors(stage).items():
+            spec = tensor_spec(f"{MODEL}.{name}", tensor)
             if not isinstance(tensor, nn.Parameter):
                 # A forward may put another tensor in the place of a buffer.
-                yield _Found(f"{MODEL}.{name}", tensor, partial(stage.get_buffer, name), compared=False)
+                yield _StateTensor(spec, partial(stage.get_buffer, name), compared=False)
                 continue
-            yield _Found(f"{MODEL}.{name}", tensor, partial(_same, tensor))
-            for average in AVERAGES if optimizer.trains(tensor) else ():
-                live = partial(optimizer.average, tensor, average)
-                yield _Found(f"{OPTIMIZER}.{name}.{average}", tensor, live)
+            yield _StateTensor(spec, tensor.detach)
+            for kind, (own, local) in optimizer.state(tensor).items() if optimizer.trains(tensor) else ():
+                own = replace(own, name=f"{OPTIMIZER}.{name}.{kind}", dtype=local.dtype)
+                yield _StateTensor(own, local.detach)
 
 
-def _for_all(optimizer: Optimizer, scale: "LossScale | None") -> Iterator[_Found]:
-    """What every rank has."""
-    yield _Found(UPDATES, optimizer.updates, partial(_same, optimizer.updates))
+def _of_run(optimizer: Optimizer, scale: "LossScale | None") -> Iterator[_StateTensor]:
+    yield _StateTensor(tensor_spec(UPDATES, optimizer.updates), optimizer.updates.detach)
     if scale is not None:
         for name, tensor in zip(LOSS_SCALE, (scale.value, scale.good), strict=True):
-            yield _Found(name, tensor, partial(_same, tensor))
+            yield _StateTensor(tensor_spec(name, tensor), tensor.detach)
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def spread(tensors: Mapping[str, Tensor], job: Job, layout: Layout) -> dict[str, Placement]:
+def gather_placements(tensors: Mapping[str, Tensor], job: Job, layout: Layout) -> dict[str, Placement]:
     """Where all tensors of the whole model lie, in the order of their names, also those that only other ranks hold.
 
-    Of the ranks with one index on `pp`, whose tensors are the same, the first tells. All ranks call it together and
-    get the same answer.
-
-    Raises:
-        InputError: a tensor has a type that files cannot hold.
+    All ranks call it together and get the same. InputError: a tensor has a type that files cannot hold.
     """
-    told = None
+    return _gather({name: tensor_spec(name, tensor) for name, tensor in tensors.items()}, job, layout)
+
+
+def _gather(specs: Mapping[str, ParameterSpec], job: Job, layout: Layout) -> dict[str, Placement]:
+    rows = None
     if not any(i for axis, i in layout.coordinate(job.rank).items() if axis != "pp"):
-        told = [[name, _kind(name, one), list(one.shape), cut_axes(one)] for name, one in tensors.items()]
-    found: dict[str, Placement] = {}
-    for rank, there in enumerate(job.gather("comparing where tensors lie", told)):
-        index = layout.coordinate(rank).get("pp", 0)
-        for name, kind, shape, cuts in there or ():
-            stages = {index, *found[name].stages} if name in found else {index}
+        rows = [
+            [name, _kind(spec), list(spec.shape), [(cut.axis, cut.dim) for cut in spec.cuts]]
+            for name, spec in specs.items()
+        ]
+    placements: dict[str, Placement] = {}
+    for rank, of_stage in enumerate(job.gather("comparing where tensors lie", rows)):
+        index = layout.index(rank, "pp")
+        for name, kind, shape, cuts in of_stage or ():
+            stages = {index, *placements[name].stages} if name in placements else {index}
             axes = tuple((axis, dim) for axis, dim in cuts)
-            found[name] = Placement(tuple(shape), kind, axes, tuple(sorted(stages)))
-    return {name: found[name] for name in sorted(found, key=weights.by_numbers)}
+            placements[name] = Placement(tuple(shape), kind, axes, tuple(sorted(stages)))
+    return {name: placements[name] for name in sorted(placements, key=weights.by_numbers)}
 
 
-def _kind(name: str, tensor: Tensor) -> str:
-    if tensor.dtype not in KINDS:
+def _kind(spec: ParameterSpec) -> str:
+    if spec.dtype not in KINDS:
         types = ", ".join(str(dtype).removeprefix("torch.") for dtype in KINDS)
-        raise InputError(f"{name} has the type {tensor.dtype}, and files of weights hold {types}: convert it")
-    return KINDS[tensor.dtype]
+        raise InputError(f"{spec.name} has the type {spec.dtype}, and files of weights hold {types}: convert it")
+    return KINDS[spec.dtype]

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is just what was written: every byte of it is read, and torch is not needed."""
+"""Verification of a checkpoint: every byte is read and compared with its checksum, without torch."""
 
 import os
 from collections.abc import Iterator
@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshtrain.checkpoint.folder import read_manifest
+from meshtrain.checkpoint.directory import read_manifest
 from meshtrain.checkpoint.manifest import Manifest, file_of
-from meshtrain.checkpoint.shards import Shard
+from meshtrain.checkpoint.shard_file import Shard
 from meshtrain.errors import DamagedError, UnreadableError
 
 MOST_THREADS = 8
@@ -27,21 +27,17 @@ class Problem:
 
 
 def verify(checkpoint: Path) -> list[Problem]:
-    """All that is wrong with a checkpoint; nothing if it is intact. Files are read side by side.
-
-    Raises:
-        InputError: there is no such folder, or a newer meshtrain has written it.
-    """
+    """All that is wrong with a checkpoint; nothing if it is intact. InputError: it is none, or of a newer meshtrain."""
     try:
         manifest, _ = read_manifest(checkpoint)
     except (DamagedError, UnreadableError) as error:
         return [_problem(error)]
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as readers:
-        found = readers.map(lambda rank: _told(checkpoint, manifest, rank), range(len(manifest.files)))
-        return [problem for problems in found for problem in problems]
+        per_file = readers.map(lambda rank: _verify_file(checkpoint, manifest, rank), range(len(manifest.files)))
+        return [problem for problems in per_file for problem in problems]
 
 
-def _told(checkpoint: Path, manifest: Manifest, rank: int) -> list[Problem]:
+def _verify_file(checkpoint: Path, manifest: Manifest, rank: int) -> list[Problem]:
     try:
         return list(problems_of(checkpoint, manifest, rank))
     except UnreadableError as error:
@@ -49,11 +45,7 @@ def _told(checkpoint: Path, manifest: Manifest, rank: int) -> list[Problem]:
 
 
 def problems_of(checkpoint: Path, manifest: Manifest, rank: int) -> Iterator[Problem]:
-    """What is wrong with a rank's file.
-
-    Raises:
-        UnreadableError: it cannot be read now.
-    """
+    """What is wrong with a rank's file; UnreadableError if it cannot be read now."""
     path = checkpoint / file_of(rank)
     try:
         shard = Shard(path, manifest.files[path.name])
@@ -62,11 +54,11 @@ def problems_of(checkpoint: Path, manifest: Manifest, rank: int) -> Iterator[Pro
         return
     with shard:
         yield from map(_problem, shard.verify())
-        yield from _strangers(path, shard, manifest, rank)
+        yield from _contradictions(path, shard, manifest, rank)
 
 
-def _strangers(path: Path, shard: Shard, manifest: Manifest, rank: int) -> Iterator[Problem]:
-    """Where a file that is intact does not hold what the manifest says: whoever wrote it was wrong."""
+def _contradictions(path: Path, shard: Shard, manifest: Manifest, rank: int) -> Iterator[Problem]:
+    """Where an intact file does not hold what the manifest says, which is a mistake of the writer."""
     expected = manifest.entries(rank)
     for name in sorted(expected.keys() | shard.entries.keys()):
         if name not in shard.entries:
@@ -74,8 +66,8 @@ def _strangers(path: Path, shard: Shard, manifest: Manifest, rank: int) -> Itera
         elif name not in expected:
             yield Problem(path.name, name, "is in the file, and by the manifest it should not be")
         elif expected[name] != shard.entries[name]:
-            here, there = shard.entries[name], expected[name]
-            what = f"is {here.dtype} {list(here.shape)}, and by the manifest {there.dtype} {list(there.shape)}"
+            entry, other = shard.entries[name], expected[name]
+            what = f"is {entry.dtype} {list(entry.shape)}, and by the manifest {other.dtype} {list(other.shape)}"
             yield Problem(path.name, name, what)
 
 

@@ -1,82 +1,84 @@
 """The weights alone of a checkpoint: for a plain model, and for a run that starts from them on any layout."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from meshtrain import weights
-from meshtrain.checkpoint.folder import open_manifest
-from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.checkpoint.named import needed
-from meshtrain.checkpoint.opened import Opened
-from meshtrain.checkpoint.reader import read_part
-from meshtrain.errors import InputError
-from meshtrain.huggingface import fill, must_fit, named_tensors
-from meshtrain.parts import local_part
+from meshtrain.checkpoint.directory import find_checkpoint, open_manifest, require_checkpoint
+from meshtrain.checkpoint.placement import overlap, pieces, shape_of, within
+from meshtrain.checkpoint.shard_file import Shard, ShardReader
+from meshtrain.huggingface import load
+from meshtrain.huggingface.load import DTYPES, WeightSource, open_folder
+from meshtrain.huggingface.safetensors import Entry, by_numbers
+from meshtrain.parallel.sharding import Part
 
 PREFIX = "model."  # of the weights in a manifest
 
 
-def stored(manifest: Manifest) -> dict[str, weights.Entry]:
-    """The weights of a checkpoint by the names that they have in the model; tied ones have their first name only."""
-    found = {name.removeprefix(PREFIX): one for name, one in manifest.tensors.items() if name.startswith(PREFIX)}
-    return {name: weights.Entry(name, one.dtype, one.shape) for name, one in found.items()}
+@contextmanager
+def open_checkpoint(checkpoint: str | Path) -> Iterator[WeightSource]:
+    """The weights of a checkpoint, or of the newest of a run's folder, by the names that they have in the model.
 
-
-def check_weights(model: nn.Module, checkpoint: str | Path, keys: Mapping[str, Any] | None = None) -> None:
-    """Whether the weights of a checkpoint are those of a model; reads its manifest only.
-
-    Args:
-        model: on any device, the meta device too.
-        checkpoint: one, or a run's folder with some.
-        keys: of the model's Config, if the message is to name those in which the checkpoint's differ.
-
-    Raises:
-        DamagedError: it is not complete, or its manifest is not what was written. InputError: names what is missing,
-            too much, of another shape or of a type that cannot be read.
+    Tied ones have their first name only. DamagedError: it is not complete, or its manifest is not what was written.
+    InputError: there is none.
     """
-    path = needed(checkpoint)
-    _check(model, path, open_manifest(path)[0], keys or {})
+    path = require_checkpoint(checkpoint)
+    manifest, _ = open_manifest(path)
+    names = [name.removeprefix(PREFIX) for name in manifest.tensors if name.startswith(PREFIX)]
+    tensors = {name: manifest.tensors[PREFIX + name] for name in sorted(names, key=by_numbers)}
+    entries = {name: Entry(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    with ShardReader(path, manifest) as files:
+        yield WeightSource(
+            path,
+            entries,
+            keys=lambda: manifest.config.get("model", {}),
+            read=lambda name, part: read_part(files, PREFIX + name, part),
+        )
 
 
-def _check(model: nn.Module, path: Path, manifest: Manifest, keys: Mapping[str, Any]) -> None:
-    must_fit(named_tensors(model), stored(manifest), path, keys, lambda: manifest.config.get("model", {}))
+def open_weights(path: str | Path) -> AbstractContextManager[WeightSource]:
+    """What `model.weights` names: a checkpoint, a run's folder, or a Hugging Face directory."""
+    return open_folder(path) if find_checkpoint(path) is None else open_checkpoint(path)
 
 
 def load_weights(checkpoint: str | Path, model: nn.Module, whole: nn.Module | None = None) -> None:
-    """Fills a model from a checkpoint that any layout wrote.
-
-    The model may be plain, as on a single device, or parallelized: then each rank reads the parts that it holds. It
-    needs memory (`to_empty` gives it to one on the meta device). Values are cast from the stored floating type to the
-    model's.
+    """Fills a model, plain or parallelized, from a checkpoint that any layout wrote; each rank reads its parts.
 
     Args:
         checkpoint: one, or a run's folder: its newest complete one is taken.
+        model: with memory; `to_empty` gives it to one on the meta device. Its floating types need not be the stored.
         whole: the model, on any device, of which `model` may be a stage; by default `model` itself.
 
     Raises:
         DamagedError: the checkpoint is not what was written; names file and tensor. InputError: there is none, or its
             tensors are not the model's: names those that are missing, too many, or of another shape or type.
     """
-    path = needed(checkpoint)
-    manifest, _ = open_manifest(path)
-    _check(model if whole is None else whole, path, manifest, {})
-    tensors = named_tensors(model)
-    without = [names[0] for names, tensor in tensors.items() if tensor.is_meta]
-    if without:
-        raise InputError(f"{weights.some(without)} of the model have no memory: model.to_empty(device=...) gives it")
-    by_name = {name: (names, tensor) for names, tensor in tensors.items() for name in names}
-    filled: set[tuple[str, ...]] = set()
-    with Opened(path, manifest) as files, torch.no_grad():
-        for name in sorted(stored(manifest), key=weights.by_numbers):
-            if name not in by_name:
-                continue  # another stage's
-            names, tensor = by_name[name]
-            local, part = local_part(tensor)
-            if local.numel() > 0:
-                found = read_part(files, PREFIX + name, part)
-                fill(local, found.view(local.shape), name, again=names in filled)
-            filled.add(names)
+    with open_checkpoint(checkpoint) as source:
+        load.load_weights(model, source, whole)
+
+
+def read_part(files: ShardReader, name: str, part: Part) -> Tensor:
+    """A part of a tensor in its stored type; a scalar counts as one dim of size 1. DamagedError: a file is damaged."""
+    placement = files.manifest.tensors[name]
+    result = torch.empty(shape_of(part), dtype=DTYPES[placement.dtype])
+    for rank, piece in pieces(placement, files.manifest.layout, part):
+        read_piece(files.shard_with(name, rank, piece), name, piece, overlap(piece, part), result, part)
+    return result
+
+
+@torch.no_grad()
+def read_piece(file: Shard, name: str, piece: Part, part: Part, target: Tensor, held: Part) -> None:
+    """Reads a part of a tensor from the file with a piece of it into `target`, of the stored type, which holds `held`.
+
+    All three are parts of the whole tensor; `part` lies in both others.
+    """
+    rows, *columns = within(part, piece)
+    into, widths = target[within(part, held)], shape_of(piece)[1:]
+    in_place = into.device.type == "cpu" and into.is_contiguous() and tuple(into.shape[1:]) == widths
+    values = into if in_place else torch.empty((rows.stop - rows.start, *widths), dtype=into.dtype, device="cpu")
+    file.read_into(name, values.view(-1).view(torch.uint8).numpy().data, rows)
+    if not in_place:
+        into.copy_(values[(slice(None), *columns)])

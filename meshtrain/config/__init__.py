@@ -1,14 +1,11 @@
 """The YAML of a run: its sections as dataclasses, and how it is read.
 
-The dataclasses of `config.sections` are the schema. Each key stands once, with its type, default, limits and
-documentation; from them come the checks, docs/configuration.md and configs/schema.json (`python -m
-meshtrain.config.docs` writes both).
+The dataclasses of `schema` are the schema: the checks, docs/configuration.md and configs/schema.json come from them.
 
     config = Config.load("configs/quickstart.yaml", ["train.steps=50", "layout.tp=2"])
 
-reads the file, lays the overrides over it and checks everything. Whatever is wrong is raised once, as `ConfigErrors`:
-each error with file and line, and a way out. The rooms behind it: `config.nodes` (text to nodes that know their line),
-`config.values` (nodes to values), `config.rules` and `config.model` (what values must keep to together).
+reads the file, lays the overrides over it and checks everything. The files behind it: `yaml_reader` (text to nodes that
+know their line), `convert` (nodes to values), `model` (a model's own keys), `checks` (rules about several values).
 """
 
 import os
@@ -17,48 +14,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshtrain import locate
-from meshtrain.config.errors import ConfigError, ConfigErrors, nearest, written
-from meshtrain.config.faults import Fault, check_chaos
+from meshtrain.config import checks, locate, schema
+from meshtrain.config.convert import keys_of, read_section
+from meshtrain.config.errors import ConfigError, ConfigErrors, nearest, yaml_text
 from meshtrain.config.model import read_model
-from meshtrain.config.nodes import Node, apply_overrides, read_file, write
-from meshtrain.config.rules import Draft, check_device, check_files, check_layout, check_rules, read_layout
-from meshtrain.config.sections import (
-    NAMES,
-    SECTIONS,
-    Batch,
-    Checkpoint,
-    Data,
-    Metrics,
-    ModelSection,
-    Optimizer,
-    Parallel,
-    Pipeline,
-    Train,
-)
+from meshtrain.config.schema import NAMES, SECTIONS, Data, Fault, ModelSection, Optimizer
 from meshtrain.config.stages import check_stages
 from meshtrain.config.tensor import check_split
-from meshtrain.config.values import keys_of, read_section
+from meshtrain.config.yaml_reader import Node, apply_overrides, read_file, write
 from meshtrain.errors import InputError
-from meshtrain.layout import AXES
+from meshtrain.layout import AXES, Layout
 
-__all__ = [
-    "NAMES",
-    "SECTIONS",
-    "Batch",
-    "Checkpoint",
-    "Config",
-    "ConfigError",
-    "ConfigErrors",
-    "Data",
-    "Fault",
-    "Metrics",
-    "ModelSection",
-    "Optimizer",
-    "Parallel",
-    "Pipeline",
-    "Train",
-]
+__all__ = ["Config", "ConfigErrors", "Data", "Fault"]
 
 
 @dataclass(frozen=True)
@@ -68,13 +35,14 @@ class Config:
     model: ModelSection
     data: Data
     layout: dict[str, int]  # axis -> size, outermost first, as written: one may be -1
-    batch: Batch
-    parallel: Parallel
-    pipeline: Pipeline
+    batch: schema.Batch
+    parallel: schema.Parallel
+    pipeline: schema.Pipeline
     optimizer: Optimizer
-    train: Train
-    checkpoint: Checkpoint
-    metrics: Metrics
+    train: schema.Train
+    checkpoint: schema.Checkpoint
+    metrics: schema.Metrics
+    resolved: Layout | None = field(default=None, compare=False)  # of all processes; None: a size is still open
     name: str = field(default="", compare=False)  # of the file, without its ending
     file: str = field(default="", compare=False)  # as errors name it
     overrides: tuple[str, ...] = field(default=(), compare=False)  # each with its origin, one line to print
@@ -97,39 +65,39 @@ class Config:
             overrides: `section.key=value`, each value YAML; the last one for a key wins.
             world_size: the number of processes, which the layout has to make; None where that is not known yet.
             for_training: also refuses what cannot be trained now: files that are missing, axes that are not built.
-            device: what the processes compute on, "cpu" or "cuda"; None where that is not known yet.
-            again: this is not the first start of the job: fewer processes may be left than its faults were planted for.
+            device: "cpu" or "cuda"; None where that is not known yet.
+            again: the launcher has started the job again: fewer processes may be left than its faults were planted for.
 
         Raises:
             InputError: there is no such file.
             ConfigErrors: everything that is wrong with the config.
         """
+        errors: list[ConfigError] = []
         try:
             path = locate.config_path(name)
-            shown = _shown(path)
-            errors: list[ConfigError] = []
-            root = read_file(path, shown, errors)
+            file = _relative(path)
+            root = read_file(path, file, errors)
         except OSError as error:
             raise InputError(str(error)) from error
         if root is None:
-            raise ConfigErrors(shown, errors)
-        applied = apply_overrides(root, overrides, errors)
-        draft = _read(root, errors)
-        own = keys_of(ModelSection)
-        model_keys = [path[6:] for path in draft.values if path.startswith("model.") and path[6:] not in own]
-        layout = read_layout(draft)
-        if layout is not None:
-            check_layout(draft, layout, world_size, for_training, again)
-            check_split(draft, layout, world_size, model_keys)
-            check_stages(draft, layout, world_size, model_keys)
-            check_device(draft, layout, world_size, device)
-        check_rules(draft)
-        check_chaos(draft, None if again else world_size)
+            raise ConfigErrors(file, errors)
+        applied = tuple(apply_overrides(root, overrides, errors))
+        draft = _read_sections(root, errors)
+        sizes = checks.read_layout(draft)
+        layout = None if sizes is None else checks.resolve_layout(draft, sizes, world_size, again)
+        if sizes is not None and (layout is not None or world_size is None):
+            _check_layout(draft, sizes if layout is None else layout.sizes, for_training, device)
+        checks.check_rules(draft)
+        checks.check_chaos(draft, None if again else world_size)
         if for_training:
-            check_files(draft)
-        if errors or layout is None:
-            raise ConfigErrors(shown, errors)
-        return _made(draft, layout, path.stem, shown, tuple(map(str, applied)))
+            checks.check_files(draft)
+        if errors or sizes is None:
+            raise ConfigErrors(file, errors)
+        draft.values["train.output"] = draft.values["train.output"].replace("{name}", path.stem)
+        sections = {section: keys(**draft.section(section)) for section, keys in SECTIONS.items()}
+        own = draft.section("model")
+        model = ModelSection(own.pop("name"), own.pop("preset"), own.pop("weights"), own)
+        return cls(model, layout=sizes, resolved=layout, name=path.stem, file=file, overrides=applied, **sections)
 
     def plain(self) -> dict[str, dict[str, Any]]:
         """The sections as a file would give them, in their order: section -> key -> value, defaults included."""
@@ -145,64 +113,45 @@ class Config:
         return "".join(f"# {' '.join(line.split())}\n" for line in head) + write(self.plain())
 
 
-def _read(root: Node, errors: list[ConfigError]) -> Draft:
+def _check_layout(draft: checks.ConfigDraft, sizes: dict[str, int], for_training: bool, device: str | None) -> None:
+    """Checks what depends on the sizes of the axes, of which one may still be -1."""
+    model_keys = [key for key in draft.section("model") if key not in keys_of(ModelSection)]
+    if for_training:
+        checks.check_built(draft, sizes)
+    check_split(draft, sizes, model_keys)
+    check_stages(draft, sizes, model_keys)
+    checks.check_device(draft, sizes, device)
+
+
+def _read_sections(root: Node, errors: list[ConfigError]) -> checks.ConfigDraft:
     """Every section but the layout, value by value."""
     sections = {section: keys_of(cls) for section, cls in SECTIONS.items()}
     elsewhere = {axis: f"layout.{axis}" for axis in AXES}
-    declared = [(section, one) for section, keys in sections.items() for one in keys.values()]
-    for section, one in declared:
-        elsewhere.setdefault(one.name, f"{section}.{one.name}")
-    for section, one in declared:
-        elsewhere |= {other: f"{section}.{one.name}" for other in one.also if other not in elsewhere}
-    draft = Draft(root, errors, elsewhere)
+    declared = [(section, key) for section, keys in sections.items() for key in keys.values()]
+    for section, key in declared:
+        elsewhere.setdefault(key.name, f"{section}.{key.name}")
+    for section, key in declared:
+        elsewhere |= {other: f"{section}.{key.name}" for other in key.also if other not in elsewhere}
+    draft = checks.ConfigDraft(root, errors, elsewhere)
     for section, node in root.value.items():
         if section not in NAMES:
             errors.append(ConfigError(node.key_at, _unknown_section(section, elsewhere)))
-    own = keys_of(ModelSection)
-    del own["keys"]
-    read_model(draft, own)
+    read_model(draft, {name: key for name, key in keys_of(ModelSection).items() if name != "keys"})
     for section, keys in sections.items():
-        node = root.value.get(section) or Node({}, root.at, root.at)
-        values = read_section(node, section, keys, elsewhere, errors)
-        draft.values |= {f"{section}.{one}": value for one, value in values.items()}
+        values = read_section(root.value.get(section) or Node({}, root.at, root.at), section, keys, elsewhere, errors)
+        draft.values |= {f"{section}.{name}": value for name, value in values.items()}
     return draft
 
 
 def _unknown_section(section: str, elsewhere: dict[str, str]) -> str:
-    meant = nearest(section, NAMES) or elsewhere.get(section)
+    unknown = f"there is no section {yaml_text(section)}: "
     if ":" in section:
-        return f"there is no section {written(section)}: a colon needs a space after it"
-    return f"there is no section {written(section)}: " + (
-        f"did you mean {meant}?" if meant else f"the sections are {', '.join(NAMES)}"
-    )
+        return f"{unknown}a colon needs a space after it"
+    meant = nearest(section, NAMES) or elsewhere.get(section)
+    return unknown + (f"did you mean {meant}?" if meant else f"the sections are {', '.join(NAMES)}")
 
 
-def _made(draft: Draft, layout: dict[str, int], name: str, file: str, overrides: tuple[str, ...]) -> Config:
-    def values(section: str) -> dict[str, Any]:
-        start = f"{section}."
-        return {path.removeprefix(start): value for path, value in draft.values.items() if path.startswith(start)}
-
-    model = values("model")
-    train = values("train")
-    train["output"] = train["output"].replace("{name}", name)
-    return Config(
-        model=ModelSection(model.pop("name"), model.pop("preset"), model.pop("weights"), model),
-        data=Data(**values("data")),
-        layout=layout,
-        batch=Batch(**values("batch")),
-        parallel=Parallel(**values("parallel")),
-        pipeline=Pipeline(**values("pipeline")),
-        optimizer=Optimizer(**values("optimizer")),
-        train=Train(**train),
-        checkpoint=Checkpoint(**values("checkpoint")),
-        metrics=Metrics(**values("metrics")),
-        name=name,
-        file=file,
-        overrides=overrides,
-    )
-
-
-def _shown(path: Path) -> str:
+def _relative(path: Path) -> str:
     """A path as errors name it: relative where the file lies under the working directory."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

@@ -1,23 +1,24 @@
 """Writes docs/configuration.md and configs/schema.json from the dataclasses: `python -m meshtrain.config.docs`.
 
-The schema lets editors complete and check a config as it is typed. With the YAML language server (VS Code, Neovim, ...)
-a config asks for it at its top: `# yaml-language-server: $schema=schema.json`.
+The schema lets editors complete and check a config as it is typed.
 """
 
+import ast
 import dataclasses
 import inspect
 import json
 import re
 import types
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from meshtrain import locate
-from meshtrain.config import NAMES, SECTIONS, ModelSection
-from meshtrain.config.errors import written
-from meshtrain.config.model import model_keys
-from meshtrain.config.values import Key, Limits, expected, is_mapping, keys_of
-from meshtrain.layout import AXES
+from meshtrain.config import locate
+from meshtrain.config.convert import NO_LIMITS, Key, Limits, describe_type, is_mapping, keys_of
+from meshtrain.config.errors import yaml_text
+from meshtrain.config.schema import NAMES, SECTIONS, ModelSection
 
 _AXES = {
     "pp": "Pipeline stages: each holds some of the blocks.",
@@ -63,7 +64,7 @@ def schema() -> dict[str, Any]:
 
 
 def _section_schema(cls: type) -> dict[str, Any]:
-    keys = keys_of(cls)
+    keys = _documented(cls)
     required = [name for name, key in keys.items() if key.required]
     return {
         "description": inspect.cleandoc(cls.__doc__ or ""),
@@ -77,10 +78,10 @@ def _model_schema() -> dict[str, Any]:
     own = {name: _key_schema(key) for name, key in _own_keys().items()}
     kinds: list[dict[str, Any]] = []
     for name, module in _models().items():
-        keys, presets = model_keys(module), getattr(module, "presets", {})
+        keys, presets = _documented(module.Config), getattr(module, "presets", {})
         properties = {"name": {"enum": [name]}, "preset": {"enum": [*presets, None]}}
         properties |= {"weights": own["weights"]}
-        properties |= {key: _key_schema(_documented(one, module)) for key, one in keys.items()}
+        properties |= {name: _key_schema(key) for name, key in keys.items()}
         properties |= {key: {"enum": [value]} for key, value in getattr(module, "only", {}).items() if key not in keys}
         kind: dict[str, Any] = {"title": f"models/{name}.py", "properties": properties, "additionalProperties": False}
         if name != own["name"]["default"]:
@@ -100,14 +101,12 @@ def _model_schema() -> dict[str, Any]:
 
 
 def _key_schema(key: Key) -> dict[str, Any]:
-    found = {"description": key.doc} if key.doc else {}
-    found |= value_schema(key.hint, key.limits)
-    return found if key.required else found | {"default": key.default}
+    schema = ({"description": key.doc} if key.doc else {}) | value_schema(key.hint, key.limits)
+    return schema if key.required else schema | {"default": key.default}
 
 
-def value_schema(hint: Any, limits: Limits | None = None) -> dict[str, Any]:
+def value_schema(hint: Any, limits: Limits = NO_LIMITS) -> dict[str, Any]:
     """The JSON Schema of the values that an annotation and its limits allow."""
-    limits = limits or Limits()
     kind, args = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, types.UnionType):
         options = [value_schema(option, limits) for option in args]
@@ -115,17 +114,17 @@ def value_schema(hint: Any, limits: Limits | None = None) -> dict[str, Any]:
     if kind is Literal:
         return {"enum": list(args)}
     if kind in (int, float):
-        named = {"minimum": "minimum", "above": "exclusiveMinimum", "maximum": "maximum", "below": "exclusiveMaximum"}
-        bounds = {word: getattr(limits, name) for name, word in named.items() if getattr(limits, name) is not None}
+        words = {"minimum": "minimum", "above": "exclusiveMinimum", "maximum": "maximum", "below": "exclusiveMaximum"}
+        bounds = {word: getattr(limits, name) for name, word in words.items() if getattr(limits, name) is not None}
         return {"type": "integer" if kind is int else "number"} | bounds
     if kind is str and limits.names:
         names = {"enum": list(limits.names)}
         file = {"type": "string", "pattern": re.escape(limits.suffix or "") + "$"}
         return {"anyOf": [names, file]} if limits.suffix else names
     if kind in (list, tuple):
-        inner = [value_schema(one, limits) for one in args if one is not Ellipsis]
+        inner = [value_schema(argument, limits) for argument in args if argument is not Ellipsis]
         fixed = {"minItems": len(args), "maxItems": len(args)} if kind is tuple and args and ... not in args else {}
-        different = [one for i, one in enumerate(inner) if one not in inner[:i]]
+        different = [argument for i, argument in enumerate(inner) if argument not in inner[:i]]
         items = {"items": different[0] if len(different) == 1 else {"anyOf": different}} if different else {}
         return {"type": "array"} | items | fixed
     if is_mapping(kind):
@@ -140,8 +139,8 @@ def value_schema(hint: Any, limits: Limits | None = None) -> dict[str, Any]:
 
 
 def markdown() -> str:
-    """docs/configuration.md."""
-    parts = [_HEAD]
+    """docs/configuration.md: its text up to the first section, which is written by hand, and the sections."""
+    parts = [_published().read_text(encoding="utf-8").partition("\n## model\n")[0]]
     for name in NAMES:
         parts.append(f"## {name}\n")
         if name == "layout":
@@ -151,39 +150,39 @@ def markdown() -> str:
             parts += _model_parts()
         else:
             parts.append(inspect.cleandoc(SECTIONS[name].__doc__) + "\n")
-            keys = keys_of(SECTIONS[name])
-            parts.append(_table([_row(key) for key in keys.values()]))
+            keys = _documented(SECTIONS[name])
+            parts.append(_table(map(_row, keys.values())))
             for key in keys.values():
                 for cls in filter(is_mapping, get_args(key.hint)):
                     parts.append(f"### {name}.{key.name}\n\n{inspect.cleandoc(cls.__doc__ or '')}\n")
-                    parts.append(_table([_row(one) for one in keys_of(cls).values()]))
+                    parts.append(_table(map(_row, _documented(cls).values())))
     return "\n".join(parts)
 
 
 def _model_parts() -> list[str]:
     parts = [inspect.cleandoc(ModelSection.__doc__ or "") + "\n"]
-    parts.append(_table([_row(key) for key in _own_keys().values()]))
+    parts.append(_table(map(_row, _own_keys().values())))
     parts.append(_MODEL)
     for name, module in _models().items():
         parts.append(f"### {name}\n")
         parts.append((module.__doc__ or "").split("\n\n")[0].replace("\n", " ") + "\n")
-        parts.append(_table([_row(_documented(key, module)) for key in model_keys(module).values()]))
+        parts.append(_table(map(_row, _documented(module.Config).values())))
         if getattr(module, "presets", {}):
-            parts.append(f"Presets: {_listed(module.presets)}.\n")
+            parts.append(f"Presets: {_join_names(module.presets)}.\n")
         if getattr(module, "only", {}):
-            built = [f"{key}: {written(value)}" for key, value in module.only.items()]
-            parts.append(f"Accepted with the one value that is built: {_listed(built)}.\n")
+            built = [f"{key}: {yaml_text(value)}" for key, value in module.only.items()]
+            parts.append(f"Accepted with the one value that is built: {_join_names(built)}.\n")
         if getattr(module, "passed_over", ()):
-            parts.append(f"Passed over, since they change nothing here: {_listed(sorted(module.passed_over))}.\n")
+            parts.append(f"Passed over, since they change nothing here: {_join_names(sorted(module.passed_over))}.\n")
     return parts
 
 
 def _row(key: Key) -> tuple[str, str, str, str]:
-    default = "to be given" if key.required else f"`{written(key.default)}`"
-    return key.name, expected(key.hint, key.limits), default, key.doc
+    default = "to be given" if key.required else f"`{yaml_text(key.default)}`"
+    return key.name, describe_type(key.hint, key.limits), default, key.doc
 
 
-def _table(rows: list[tuple[str, str, str, str]]) -> str:
+def _table(rows: Iterable[tuple[str, str, str, str]]) -> str:
     lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
     for name, value, default, doc in rows:
         cells = [f"`{name}`", value, default, doc]
@@ -191,20 +190,23 @@ def _table(rows: list[tuple[str, str, str, str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _listed(names: Any) -> str:
+def _join_names(names: Any) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _documented(key: Key, module: ModuleType) -> Key:
-    """A key of a model with the comment behind its field, for model files that know nothing of `key(...)`."""
-    if key.doc:
-        return key
-    match = re.search(rf"^\s+{key.name}\s*:[^#\n]*#\s*(.+)$", inspect.getsource(module.Config), re.MULTILINE)
-    return dataclasses.replace(key, doc=match[1] if match else "")
+def _documented(cls: type) -> dict[str, Key]:
+    """The keys of a dataclass with their documentation: the text below a field, or in model files a comment behind."""
+    source = inspect.getsource(cls)
+    docs = dict(re.findall(r"^\s+(\w+)\s*:[^#\n]*#\s*(.+)$", source, re.MULTILINE))
+    for node, below in pairwise(ast.walk(ast.parse(source))):
+        match node, below:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                docs[name] = " ".join(text.split())
+    return {name: dataclasses.replace(key, doc=key.doc or docs.get(name, "")) for name, key in keys_of(cls).items()}
 
 
 def _own_keys() -> dict[str, Key]:
-    keys = keys_of(ModelSection)
+    keys = _documented(ModelSection)
     own = {name: keys[name] for name in ("name", "preset", "weights")}
     names = tuple(_models())
     return own | {"name": dataclasses.replace(own["name"], limits=Limits(names=names, suffix=".py"))}
@@ -214,42 +216,6 @@ def _models() -> dict[str, ModuleType]:
     names = sorted(locate.names("models", ".py"), key=lambda name: name != ModelSection.name)  # the default comes first
     return {name: locate.model_file(name) for name in names}
 
-
-_HEAD = """# Configuration
-
-<!-- Generated by `python -m meshtrain.config.docs` from the dataclasses in meshtrain/config/: change those. -->
-
-A run is one YAML file. Its sections and their keys are listed below; what a file leaves out has the default. At the
-least a config names a model, the sizes of the batch, and the length of the run:
-
-```yaml
-model: {name: llama, hidden_size: 256, num_hidden_layers: 4}
-batch: {global_size: 32, micro_size: 8}
-train: {steps: 200}
-```
-
-**Overrides.** Any key can be set on the command line, after the file: `train.steps=50 optimizer.lr=1e-3`. The values
-are YAML. `layout.tp=2` adds an axis where the usual order has it (@AXES@), and
-`layout='{dp_shard: 2, tp: 2}'` replaces the whole section. `data.path=null` takes a value away. A run shows which of
-its values come from the command line, and writes the whole config, defaults included, as `config.yaml` into its folder;
-that file can be run again.
-
-**Numbers** are those of YAML 1.2: `3e-4` is a number, `yes` and `on` are texts (write `true`), and `1_000` is a text
-(write `1000`). Texts are never read as numbers, so a number has no quotes. An integer is fine where a number is asked
-for, but `50.0` is no integer. A key may stand once. Tags, anchors, aliases and merge keys are refused.
-
-**Errors** are found before any process talks to another, and are reported together. Each names the file and the line,
-or the override on the command line:
-
-```
-configs/mine.yaml: 2 errors
-configs/mine.yaml:7: there is no key optimizer.learning_rate: did you mean lr?
-command line: train.steps=abc: train.steps: expected an integer of at least 1, or null, found the text 'abc'
-```
-
-**Editors** complete and check a config as you type when a comment at its top says
-`# yaml-language-server: $schema=schema.json` (the path of `configs/schema.json`, as seen from the file).
-""".replace("@AXES@", ", ".join(AXES))
 
 _MODEL = """The other keys of the section are those of the model. They are Hugging Face's, so a `config.json` can be
 pasted whole (JSON is YAML). A model file of your own has a dataclass `Config`, whose fields become the keys of this
@@ -262,9 +228,12 @@ those.
 
 def main() -> None:
     """Writes both files into the repository that this package lies in."""
-    configs = locate.bundled("configs")
-    (configs / "schema.json").write_text(schema_text(), encoding="utf-8")
-    (configs.parent / "docs" / "configuration.md").write_text(markdown(), encoding="utf-8")
+    (locate.bundled("configs") / "schema.json").write_text(schema_text(), encoding="utf-8")
+    _published().write_text(markdown(), encoding="utf-8")
+
+
+def _published() -> Path:
+    return locate.bundled("configs").parent / "docs" / "configuration.md"
 
 
 def schema_text() -> str:

@@ -1,7 +1,6 @@
 """What is wrong with a config: each error with its place, all of them together.
 
-A config is read to its end whatever is wrong with it, so that a person mends it once and not once per error. Errors are
-collected in a list that is passed along; only `Config.load` raises.
+Errors are collected in a list that is passed along; only `Config.load` raises.
 """
 
 import difflib
@@ -27,7 +26,7 @@ class Place:
 
     @classmethod
     def on_command_line(cls, number: int, override: str) -> "Place":
-        return cls(number, 0, 0, f"command line: {shortened(override)}")
+        return cls(number, 0, 0, f"command line: {shorten(override)}")
 
     def __str__(self) -> str:
         return self.text
@@ -35,8 +34,6 @@ class Place:
 
 @dataclass(frozen=True, order=True)
 class ConfigError:
-    """One thing that is wrong, and a way out of it."""
-
     where: Place
     message: str
 
@@ -60,23 +57,23 @@ class ConfigErrors(InputError):  # noqa: N818 it is several
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that a misspelt one most likely means, or None."""
-    plain = {one.lower().replace("-", "_"): one for one in known}
+    plain = {candidate.lower().replace("-", "_"): candidate for candidate in known}
     match = difflib.get_close_matches(name.lower().replace("-", "_"), plain, n=1, cutoff=0.6)
     return plain[match[0]] if match else None
 
 
-def written(value: Any) -> str:
+def yaml_text(value: Any) -> str:
     """A value as it stands in YAML, on one line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(written, value)) + "]"
+        return "[" + ", ".join(map(yaml_text, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {written(one)}" for key, one in value.items()) + "}"
-    return shortened(str(value)) if value != "" else '""'
+        return "{" + ", ".join(f"{key}: {yaml_text(item)}" for key, item in value.items()) + "}"
+    return shorten(str(value)) if value != "" else '""'
 
 
-def shortened(text: str, most: int = 100) -> str:
+def shorten(text: str, most: int = 100) -> str:
     """Text on one line, cut where it is longer than a person wants to read in a message."""
     line = " ".join(text.split())
     return line if len(line) <= most else line[: most - 3] + "..."

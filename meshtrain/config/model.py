@@ -1,10 +1,8 @@
 """The section `model`: its keys are those of the chosen model file's own `Config`, and of its presets.
 
-The keys are Hugging Face's, so a config.json can be pasted whole. A model file may say which of its keys change nothing
-here (`passed_over`), which have one value that is built (`only`), and which combinations make no model (`check`).
-
-With `model.weights` the config.json beside the weights, or a checkpoint's manifest, gives the keys that the config does
-not.
+A model file may say which of Hugging Face's keys change nothing here (`passed_over`), which have one value that is
+built (`only`), and which combinations make no model (`check`). With `model.weights` the config.json beside the weights,
+or a checkpoint's manifest, gives the keys that the config does not.
 """
 
 import dataclasses
@@ -13,42 +11,39 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from meshtrain import locate, weights
-from meshtrain.checkpoint.folder import open_manifest
-from meshtrain.checkpoint.manifest import MANIFEST
-from meshtrain.checkpoint.named import named
-from meshtrain.config.errors import Place, nearest, written
-from meshtrain.config.nodes import Node, described, read_text
-from meshtrain.config.rules import Draft
-from meshtrain.config.values import INVALID, Key, convert, expected, keys_of, meant_key, unknown_key
+from meshtrain.checkpoint.directory import MANIFEST, find_checkpoint, open_manifest
+from meshtrain.config import locate
+from meshtrain.config.checks import ConfigDraft
+from meshtrain.config.convert import INVALID, Key, convert, describe_type, describe_unknown_key, keys_of, meant_key
+from meshtrain.config.errors import Place, nearest, yaml_text
+from meshtrain.config.yaml_reader import Node, describe, read_text
 from meshtrain.errors import InputError
+from meshtrain.huggingface import safetensors as weights
 
 
-def read_model(draft: Draft, own: dict[str, Key]) -> None:
-    """Reads the section into `draft.values`: its own keys (`model.name`, ...), and those of the model's `Config`.
-
-    `own`: the keys of the section itself.
-    """
+def read_model(draft: ConfigDraft, own: dict[str, Key]) -> None:
+    """Reads the section into `draft.values`: its `own` keys (`model.name`, ...), and those of the model's `Config`."""
     node = draft.root.get("model")
     if node is None:
         draft.report(draft.root.at, "the section model is missing: add `model: {name: llama}`, and the sizes you want")
         return
-    if not node.broken and not isinstance(node.value, dict):
-        found = described(node.value)
-        draft.report(node.at, f"model is a section: expected keys, such as `model: {{name: llama}}`, found {found}")
-    if node.broken or not isinstance(node.value, dict):
+    if node.broken:
         return
-    for key, one in own.items():
-        child = node.get(key)
-        read = one.default if child is None else convert(child, one.hint, f"model.{key}", draft.errors, one.limits)
-        draft.values[f"model.{key}"] = read
+    if not isinstance(node.value, dict):
+        message = f"expected keys, such as `model: {{name: llama}}`, found {describe(node.value)}"
+        draft.report(node.at, f"model is a section: {message}")
+        return
+    for name, key in own.items():
+        child = node.get(name)
+        value = key.default if child is None else convert(child, key.hint, f"model.{name}", draft.errors, key.limits)
+        draft.values[f"model.{name}"] = value
     module = _load(draft, draft.values["model.name"])
     if module is not None:
         _read_keys(draft, node, module, own)
 
 
 def model_keys(module: ModuleType) -> dict[str, Key]:
-    """The keys of a model file's `Config`. A comment behind a field is its documentation.
+    """The keys of a model file's `Config`.
 
     Raises:
         TypeError: the file has no such dataclass, or a field of a type that no YAML value has.
@@ -63,155 +58,152 @@ def model_keys(module: ModuleType) -> dict[str, Key]:
     return keys
 
 
-def _load(draft: Draft, name: Any) -> ModuleType | None:
+def _load(draft: ConfigDraft, name: Any) -> ModuleType | None:
     if name is INVALID:
         return None
-    where = draft.place("model.name")
+    place = draft.place("model.name")
     try:
         module = locate.model_file(name)
         model_keys(module)
     except SyntaxError as error:
-        draft.report(where, f"{error.filename}:{error.lineno}: this is not Python: {error.msg}")
+        draft.report(place, f"{error.filename}:{error.lineno}: this is not Python: {error.msg}")
     except FileNotFoundError as error:
         near = nearest(name, locate.names("models", ".py"))
-        draft.report(where, f"model.name: {error}" + (f" (did you mean {near}?)" if near else ": mend the path"))
+        draft.report(place, f"model.name: {error}" + (f" (did you mean {near}?)" if near else ": mend the path"))
     except (ImportError, OSError, TypeError) as error:
-        draft.report(where, f"the model file {name} cannot be used: {error}")
+        draft.report(place, f"the model file {name} cannot be used: {error}")
     except (Exception, SystemExit) as error:  # it is the user's, and may raise anything while it is being imported
-        draft.report(where, f"the model file {name} cannot be used: {locate.raised(error)}")
+        draft.report(place, f"the model file {name} cannot be used: {locate.raised(error)}")
     else:
         if callable(getattr(module, "Model", None)):
             return module
-        draft.report(where, f"the model file {name} cannot be used: it has no `Model`, a class that takes a Config")
+        draft.report(place, f"the model file {name} cannot be used: it has no `Model`, a class that takes a Config")
     return None
 
 
-def _read_keys(draft: Draft, node: Node, module: ModuleType, own: dict[str, Key]) -> None:
+def _read_keys(draft: ConfigDraft, node: Node, module: ModuleType, own: dict[str, Key]) -> None:
     keys = model_keys(module)
-    found = len(draft.errors)
-    given = _given(draft, node, module, keys, own)
-    preset = _preset(draft, module, keys) | _beside_weights(draft, module, keys)
+    before = len(draft.errors)
+    given = _read_given_keys(draft, node, module, keys, own)
+    preset = _preset_values(draft, module, keys) | _weights_values(draft, module, keys)
     missing = [name for name, key in keys.items() if key.required and name not in given | preset]
     if missing and draft.values["model.weights"] is not INVALID and draft.values["model.preset"] is not INVALID:
-        what = ", ".join(f"{name} ({expected(keys[name].hint)})" for name in missing)
+        needed = ", ".join(f"{name} ({describe_type(keys[name].hint)})" for name in missing)
         presets = getattr(module, "presets", {})
         out = f"give {'it' if len(missing) == 1 else 'them'}" + (f", or a preset: {', '.join(presets)}" * bool(presets))
-        draft.report(node.key_at, f"the model needs {what}: {out}")
-    if len(draft.errors) > found or any(value is INVALID for value in given.values()):  # what was no YAML was reported
+        draft.report(node.key_at, f"the model needs {needed}: {out}")
+    if len(draft.errors) > before or any(value is INVALID for value in given.values()):  # what was no YAML was reported
         values = {name: given.get(name, INVALID) for name in keys}
     else:
         defaults = {name: key.default for name, key in keys.items()}
-        values = _made(draft, node, module, defaults | preset | given)
+        values = _build_config(draft, node, module, defaults | preset | given)
     draft.values |= {f"model.{name}": value for name, value in values.items()}
 
 
-def _given(draft: Draft, node: Node, module: ModuleType, keys: dict[str, Key], own: dict[str, Key]) -> dict[str, Any]:
-    """The values of the model's keys that the config gives."""
+def _read_given_keys(
+    draft: ConfigDraft, node: Node, module: ModuleType, keys: dict[str, Key], own: dict[str, Key]
+) -> dict[str, Any]:
     passed_over: frozenset[str] = getattr(module, "passed_over", frozenset())
     only: dict[str, Any] = getattr(module, "only", {})
     values = {}
     for name, child in node.value.items():
         if name in own or name in passed_over or child.broken:
             continue
-        if name in only and not _same(child.plain, only[name]):
-            built = written(only[name])
-            message = f"model.{name}: {written(child.plain)} is not built, only {built} is: use that, or leave it out"
+        value = child.plain
+        if name in only and (value != only[name] or isinstance(value, bool) != isinstance(only[name], bool)):
+            built = yaml_text(only[name])
+            message = f"model.{name}: {yaml_text(value)} is not built, only {built} is: use that, or leave it out"
             draft.report(child.at, message)
         elif name in keys:
             key = keys[name]
             values[name] = convert(child, key.hint, f"model.{name}", draft.errors, key.limits, key.default)
         elif name not in only:
-            draft.report(child.key_at, unknown_key(name, "model", own | keys, draft.elsewhere))
+            draft.report(child.key_at, describe_unknown_key(name, "model", own | keys, draft.elsewhere))
             meant = meant_key(name, own | keys)
             if meant in keys and meant not in node.value:
                 values[meant] = INVALID
     return values
 
 
-def _preset(draft: Draft, module: ModuleType, keys: dict[str, Key]) -> dict[str, Any]:
-    """The values of the named preset; none where there is no such preset, which is reported."""
+def _preset_values(draft: ConfigDraft, module: ModuleType, keys: dict[str, Key]) -> dict[str, Any]:
     name, presets = draft.values["model.preset"], getattr(module, "presets", {})
     if name is None or name is INVALID:
         return {}
-    where = draft.place("model.preset")
+    place = draft.place("model.preset")
     if name not in presets:
         near = nearest(name, presets)
         known = f"its presets are {', '.join(presets)}" if presets else "it has no presets: take the key away"
-        draft.report(where, f"the model has no preset {written(name)}: " + (f"did you mean {near}?" if near else known))
+        meant = f"did you mean {near}?" if near else known
+        draft.report(place, f"the model has no preset {yaml_text(name)}: {meant}")
         draft.values["model.preset"] = INVALID
         return {}
     strange = sorted(set(presets[name]) - set(keys))
     if strange:
         message = f"the preset {name} gives {', '.join(strange)}, which the model's Config does not have: mend the file"
-        draft.report(where, message)
+        draft.report(place, message)
     return dict(presets[name])
 
 
-def _beside_weights(draft: Draft, module: ModuleType, keys: dict[str, Key]) -> dict[str, Any]:
-    """The values that stand beside the weights; none without weights, or where they cannot be used.
-
-    A run's folder becomes its newest complete checkpoint here, once: the resolved config names it.
-    """
+def _weights_values(draft: ConfigDraft, module: ModuleType, keys: dict[str, Key]) -> dict[str, Any]:
+    """The values beside the weights. A run's folder becomes its newest checkpoint: the resolved config names it."""
     name = draft.values["model.weights"]
     if name is None or name is INVALID:
         return {}
-    where, found = draft.place("model.weights"), len(draft.errors)
+    place, before = draft.place("model.weights"), len(draft.errors)
     folder = Path(name).expanduser()
     values: dict[str, Any] = {}
     if draft.values["model.preset"] is not None:
-        draft.report(where, "model.preset and model.weights both give the sizes: take one of them away")
+        draft.report(place, "model.preset and model.weights both give the sizes: take one of them away")
     try:
-        checkpoint = named(folder)
+        checkpoint = find_checkpoint(folder)
         if checkpoint is not None:
-            values = _of_checkpoint(draft, where, checkpoint, module, keys)
+            values = _checkpoint_values(draft, place, checkpoint, module, keys)
             draft.values["model.weights"] = str(checkpoint)
         elif hasattr(module, "from_hugging_face"):
-            values = _of_config_json(draft, where, folder, module, keys)
+            values = _config_json_values(draft, place, folder, module, keys)
     except InputError as error:
-        draft.report(where, f"model.weights: {error}")
-    if len(draft.errors) > found:
+        draft.report(place, f"model.weights: {error}")
+    if len(draft.errors) > before:
         draft.values["model.weights"] = INVALID
         return {}
     return values
 
 
-def _of_checkpoint(
-    draft: Draft, where: Place, checkpoint: Path, module: ModuleType, keys: dict[str, Key]
+def _checkpoint_values(
+    draft: ConfigDraft, where: Place, checkpoint: Path, module: ModuleType, keys: dict[str, Key]
 ) -> dict[str, Any]:
     """The keys of the run that wrote a checkpoint, by the rules of those that are given."""
-    found = open_manifest(checkpoint)[0].config.get("model")
-    section = found if isinstance(found, dict) else {}
+    written = open_manifest(checkpoint)[0].config.get("model")
+    section = written if isinstance(written, dict) else {}
     name, mine = section.get("name"), draft.values["model.name"]
     if name != mine and {name, mine} & set(locate.names("models", ".py")):  # a file of a user's own may have moved
-        draft.report(where, f"model.weights: {checkpoint} holds the model {written(name)}, and model.name is {mine}")
+        draft.report(where, f"model.weights: {checkpoint} holds the model {yaml_text(name)}, and model.name is {mine}")
         return {}
     given = {key: value for key, value in section.items() if key not in ("name", "preset", "weights")}
     place = Place(0, 0, 0, f"{checkpoint / MANIFEST}: config")
-    before = len(draft.errors)
     node = read_text(json.dumps(given, ensure_ascii=False), lambda line, column: place, draft.errors)
-    values = {} if node is None or node.broken else _given(draft, node, module, keys, {})
-    return {} if len(draft.errors) > before else values
+    return {} if node is None or node.broken else _read_given_keys(draft, node, module, keys, {})
 
 
-def _of_config_json(
-    draft: Draft, where: Place, folder: Path, module: ModuleType, keys: dict[str, Key]
+def _config_json_values(
+    draft: ConfigDraft, place: Place, folder: Path, module: ModuleType, keys: dict[str, Key]
 ) -> dict[str, Any]:
     """The keys of a config.json, by the rules of those that are pasted; what is wrong names that file and its line."""
-    text, file, found = weights.read_config(folder), str(folder / weights.CONFIG), len(draft.errors)
+    text, file, before = weights.read_config(folder), str(folder / weights.CONFIG), len(draft.errors)
     node = read_text(text.replace("\t", " "), lambda line, column: Place.in_file(file, line), draft.errors)
     if node is None or node.broken:
         return {}
     kind = node.get("model_type")
     if kind is None or kind.plain != module.model_type:
-        is_written = "is missing" if kind is None else f"is {written(kind.plain)}"
+        is_written = "is missing" if kind is None else f"is {yaml_text(kind.plain)}"
         message = f"model.weights: model_type {is_written} in {file}: model.name {draft.values['model.name']} takes "
-        draft.report(where, f"{message}{module.model_type} only")
+        draft.report(place, f"{message}{module.model_type} only")
         return {}
-    values = _given(draft, node, module, keys, {})
-    return {} if len(draft.errors) > found else module.from_hugging_face(values)
+    values = _read_given_keys(draft, node, module, keys, {})
+    return {} if len(draft.errors) > before else module.from_hugging_face(values)
 
 
-def _made(draft: Draft, node: Node, module: ModuleType, values: dict[str, Any]) -> dict[str, Any]:
+def _build_config(draft: ConfigDraft, node: Node, module: ModuleType, values: dict[str, Any]) -> dict[str, Any]:
     """The keys as the model's Config holds them once it is made, after asking it for impossible combinations."""
     try:
         config = module.Config(**values)
@@ -221,11 +213,7 @@ def _made(draft: Draft, node: Node, module: ModuleType, values: dict[str, Any]) 
         return dict.fromkeys(values, INVALID)
     for key, problem in problems:
         origin = next((of for of in ("preset", "weights") if draft.values[f"model.{of}"]), key)
-        where = draft.place(f"model.{key if node.get(key) is not None else origin}")
-        draft.report(where, f"model.{key}: {problem}")
+        place = draft.place(f"model.{key if node.get(key) is not None else origin}")
+        draft.report(place, f"model.{key}: {problem}")
     wrong = {key for key, _ in problems}  # reported already: no rule, and no model, is to be made of them
     return {name: INVALID if name in wrong else getattr(config, name) for name in values}
-
-
-def _same(found: Any, built: Any) -> bool:
-    return found == built and isinstance(found, bool) == isinstance(built, bool)

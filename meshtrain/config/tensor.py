@@ -1,33 +1,23 @@
 """Whether the model of a config can be split over the layout's `tp`: asked of the model itself, without its memory."""
 
-from meshtrain.config.plain import plain_model
-from meshtrain.config.rules import OF_TOKENS, Draft
-from meshtrain.config.values import INVALID
-from meshtrain.layout import Layout, LayoutError
-from meshtrain.split import NO_SEQUENCE, SplitError, shards_sequence, split_layers
+from meshtrain.config.checks import OF_TOKENS, ConfigDraft
+from meshtrain.config.convert import INVALID
+from meshtrain.config.model_spec import draft_model
+from meshtrain.parallel.tp_plan import NO_SEQUENCE, SplitError, shards_sequence, split_layers
 
 
-def check_split(draft: Draft, sizes: dict[str, int], world_size: int | None, keys: list[str]) -> None:
-    """Reports what cannot be split over `tp`. It is not judged while its size, or the model, is not known.
-
-    Args:
-        sizes: the layout as written. keys: the names of the model's own keys.
-    """
-    try:
-        sizes = sizes if world_size is None else Layout.resolve(sizes, world_size).sizes
-    except LayoutError:  # reported already
-        return
+def check_split(draft: ConfigDraft, sizes: dict[str, int], keys: list[str]) -> None:
+    """Reports what cannot be split over `tp`, if its size and the model are known. `keys`: names of the model's own."""
     tp = sizes.get("tp", 1)
-    found = plain_model(draft, keys) if tp > 1 else None
-    if found is None:
+    spec = draft_model(draft, keys) if tp > 1 else None
+    if spec is None:
         return
-    module, model = found
-    where = draft.place("layout.tp")
-    plan = getattr(module, "tp_plan", None)
+    place = draft.place("layout.tp")
+    plan = getattr(spec.module, "tp_plan", None)
     if not plan:
         name = draft.values["model.name"]
         draft.report(
-            where, f"layout.tp is {tp}, and the model {name} has no tp_plan, which says how it splits: use tp: 1"
+            place, f"layout.tp is {tp}, and the model {name} has no tp_plan, which says how it splits: use tp: 1"
         )
         return
     asked = draft.values["parallel.sequence_parallel"]
@@ -37,13 +27,13 @@ def check_split(draft: Draft, sizes: dict[str, int], world_size: int | None, key
     elif asked is True or (asked is None and shards_sequence(plan)):
         _check_sequence(draft, tp)
     try:
-        split_layers(model, plan, tp)
+        split_layers(spec.meta, plan, tp)
     except SplitError as error:
         for problem in error.problems:
-            draft.report(where, f"layout.tp: {problem}")
+            draft.report(place, f"layout.tp: {problem}")
 
 
-def _check_sequence(draft: Draft, tp: int) -> None:
+def _check_sequence(draft: ConfigDraft, tp: int) -> None:
     length, source = draft.values["data.seq_len"], draft.values["data.source"]
     if INVALID in (length, source) or source not in OF_TOKENS:
         return

@@ -1,7 +1,6 @@
 """Data: what a step trains on, the same whatever the layout.
 
-`order` alone is pure, and commands that only plan use it; so the rest of the room, which needs torch, is imported when
-one of its names is first used.
+Commands that only plan use the pure `order`, so what needs torch is imported when one of its names is first used.
 """
 
 import importlib
@@ -10,33 +9,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshtrain.data.batch import IGNORE, Batch, Samples
     from meshtrain.data.loader import EvalBatches, eval_batches, train_batches
-    from meshtrain.data.open import OpenData, open_data, prepare_data
+    from meshtrain.data.sources import OpenData, open_data, prepare_data
     from meshtrain.data.tokens import Document, write
 
-__all__ = [
-    "IGNORE",
-    "Batch",
-    "Document",
-    "EvalBatches",
-    "OpenData",
-    "Samples",
-    "eval_batches",
-    "open_data",
-    "prepare_data",
-    "train_batches",
-    "write",
-]
+__all__ = (
+    "IGNORE", "Batch", "Document", "EvalBatches", "OpenData", "Samples", "eval_batches", "open_data", "prepare_data",
+    "train_batches", "write",
+)  # fmt: skip
 
-_ROOMS = {
+_MODULES = {
     "batch": ("IGNORE", "Batch", "Samples"),
     "loader": ("EvalBatches", "eval_batches", "train_batches"),
-    "open": ("OpenData", "open_data", "prepare_data"),
+    "sources": ("OpenData", "open_data", "prepare_data"),
     "tokens": ("Document", "write"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    for room, names in _ROOMS.items():
+    for module, names in _MODULES.items():
         if name in names:
-            return getattr(importlib.import_module(f"meshtrain.data.{room}"), name)
+            return getattr(importlib.import_module(f"meshtrain.data.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,39 +1,99 @@
 """What a data set gives and what a model gets: samples, and microbatches of them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from meshtrain.attention import AttentionContext, cumulative_lengths
 from meshtrain.errors import InputError
 
 IGNORE = -100  # the target of a position that carries no loss; torch's own default of `ignore_index`
 
 Item = tuple[tuple[Tensor | None, ...], Tensor]
+Input = Tensor | AttentionContext | None
+
+LANGUAGE = ("tokens", "positions", "documents")  # what a language model takes, in its order; a classifier takes images
+SEQUENCE_DIM = {"tokens": 1, "positions": 1, "documents": 1, "targets": 1}  # the dim of named tensors along a sequence
 
 
-class Batch(NamedTuple):
+@dataclass(frozen=True)
+class Batch:
     """One microbatch: `model(*inputs)` gives logits for `targets`.
 
-    Of a language model: inputs tokens (b, s), positions (b, s), documents (b, s) or None, targets (b, s), all int64.
-    Of a classifier: inputs images (b, c, height, width) float32, targets (b,) int64.
-    Targets are IGNORE where there is no loss; a row of padding has no other.
+    Attributes:
+        tensors: what the model takes, by name and in its order. Of a language model tokens and positions (b, s), and
+            documents: (b, s), None, or the record of them (`with_context`); int64. Of a classifier images
+            (b, c, height, width) float32.
+        targets: (b, s) or (b,) int64; IGNORE where there is no loss. A row of padding has no other.
     """
 
-    inputs: tuple[Tensor | None, ...]
+    tensors: Mapping[str, Input]
     targets: Tensor
+
+    @classmethod
+    def of(cls, inputs: Sequence[Input], targets: Tensor) -> "Batch":
+        """Of inputs in the model's order: those of a language model where there is a target for each token."""
+        names = LANGUAGE if targets.ndim == 2 else ("images",)
+        return cls({names[i] if i < len(names) else f"input_{i}": x for i, x in enumerate(inputs)}, targets)
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        return tuple(self.tensors.values())
+
+    def __iter__(self) -> Iterator[Any]:
+        """`inputs, targets = batch`"""
+        return iter((self.inputs, self.targets))
+
+    def apply(self, function: Callable[[Any], Any]) -> "Batch":
+        """The batch with a function of each of its tensors and records."""
+        tensors = {name: None if x is None else function(x) for name, x in self.tensors.items()}
+        return Batch(tensors, function(self.targets))
+
+    def along_sequence(self, function: Callable[[Tensor, int], Tensor]) -> "Batch":
+        """The batch with a function of each tensor that lies along the sequence, and of the dim in which it does."""
+        length = self.targets.shape[-1]
+
+        def changed(name: str, x: Input) -> Any:
+            # A further input of the targets' shape, of a user's own data, lies along the sequence as they do.
+            is_text = self.targets.ndim == 2 and isinstance(x, Tensor) and x.shape == self.targets.shape
+            dim = SEQUENCE_DIM.get(name, 1 if is_text else None)
+            lies_along = isinstance(x, Tensor) and dim is not None and dim < x.ndim and x.shape[dim] == length
+            return function(x, dim) if lies_along else x  # type: ignore[arg-type]
+
+        return Batch({name: changed(name, x) for name, x in self.tensors.items()}, changed("targets", self.targets))
+
+    def with_context(self) -> "Batch":
+        """The batch for a model that takes an `AttentionContext` in the place of documents."""
+        documents = self.tensors.get("documents")
+        if "documents" not in self.tensors or isinstance(documents, AttentionContext):
+            return self
+        lengths = None
+        if documents is not None:
+            lengths = cumulative_lengths(documents)
+            lengths = lengths.pin_memory() if documents.is_pinned() else lengths
+        return Batch({**self.tensors, "documents": AttentionContext(documents, lengths)}, self.targets)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
         """The batch on a device, its floating-point inputs (images) in the type that the model computes in."""
-        inputs = (
-            None if x is None else x.to(device, dtype if x.is_floating_point() else None, non_blocking=True)
-            for x in self.inputs
-        )
-        return Batch(tuple(inputs), self.targets.to(device, non_blocking=True))
+
+        def moved(x: Any) -> Any:
+            floats = isinstance(x, Tensor) and x.is_floating_point()
+            return x.to(device, dtype if floats else None, non_blocking=True)
+
+        return self.apply(moved)
+
+    def pin_memory(self) -> "Batch":
+        """The batch in pinned memory; torch's DataLoader calls this in its pinning thread."""
+        return self.apply(lambda x: x.pin_memory())
+
+    def batch(self) -> "Batch":
+        """As of a packed one."""
+        return self
 
 
 class Packed(Protocol):
@@ -64,10 +124,10 @@ class Samples(ABC):
             RuntimeError: reading a sample failed; says which one.
         """
         rows = [self._row(index, epoch) for epoch, index in items]
-        inputs = tuple(_stacked(column) for column in zip(*(inputs for inputs, _ in rows), strict=True))
+        inputs = tuple(_stack(column) for column in zip(*(inputs for inputs, _ in rows), strict=True))
         targets = torch.stack([target for _, target in rows])
         targets[valid:] = IGNORE
-        return Batch(inputs, targets)
+        return Batch.of(inputs, targets)
 
     def _row(self, index: int, epoch: int) -> Item:
         try:
@@ -82,8 +142,6 @@ class Samples(ABC):
 
 @dataclass(frozen=True)
 class Subset(Samples):
-    """Some samples of a data set, in ascending order."""
-
     name: str
     base: Samples
     indices: Sequence[int] | np.ndarray
@@ -98,6 +156,6 @@ class Subset(Samples):
         return self.base.read([(epoch, int(self.indices[index])) for epoch, index in items], valid)
 
 
-def _stacked(column: tuple[Tensor | None, ...]) -> Tensor | None:
+def _stack(column: tuple[Tensor | None, ...]) -> Tensor | None:
     present = [tensor for tensor in column if tensor is not None]
     return torch.stack(present) if present else None

@@ -11,36 +11,36 @@ import struct
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from meshtrain.data.batch import IGNORE, Batch, Item, Samples, Subset
-from meshtrain.data.files import Files, files_below
-from meshtrain.data.split import held_out
+from meshtrain.data.fingerprint import Files, data_path, files_below
+from meshtrain.data.split import held_out_mask
 from meshtrain.errors import InputError
 
+if TYPE_CHECKING:
+    from meshtrain.config import Data
+
 _SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
+SAMPLES_BY_HASH = "chosen by a hash of the sample's number"
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-@dataclass(frozen=True)
-class Augment:
-    """Draws what happens to a sample."""
-
-    seed: int
-
-    def draw(self, epoch: int, sample: int) -> random.Random:
-        return random.Random(f"{self.seed} {epoch} {sample}")  # a string is hashed with SHA-512, the same everywhere
+def _generator(seed: int, epoch: int, sample: int) -> random.Random:
+    return random.Random(f"{seed} {epoch} {sample}")  # a string is hashed with SHA-512, the same everywhere
 
 
 @dataclass(frozen=True)
 class ArrayImages(Samples):
     """Grey images that lie in memory. Augmented, they are moved by up to an eighth of their size; never mirrored."""
 
+    channels: ClassVar = 1
     name: str
     pixels: np.ndarray  # (n, height, width) uint8, 0 to `white`
     labels: np.ndarray  # (n,) int64
@@ -48,7 +48,7 @@ class ArrayImages(Samples):
     mean: float
     std: float
     image_size: int
-    augment: Augment | None = None
+    augment_seed: int | None = None  # None: not augmented
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -56,24 +56,23 @@ class ArrayImages(Samples):
     def item(self, index: int, epoch: int) -> Item:
         """An image (1, image_size, image_size) float32, normalised, and its class."""
         (images,), targets = self.read([(epoch, index)], 1)
-        assert images is not None
         return (images[0],), targets[0]
 
     def read(self, items: Sequence[tuple[int, int]], valid: int) -> Batch:
         indices = [index for _, index in items]
         pixels = self.pixels[indices]
-        if self.augment is not None:
+        if self.augment_seed is not None:
             for row, (epoch, index) in enumerate(items):
-                pixels[row] = _moved(pixels[row], self.augment.draw(epoch, index))
+                pixels[row] = _shift(pixels[row], _generator(self.augment_seed, epoch, index))
         images = torch.from_numpy(pixels).to(torch.float32).unsqueeze(1).div_(self.white)
         if images.shape[2:] != (self.image_size, self.image_size):
             images = F.interpolate(images, size=(self.image_size, self.image_size), mode="bilinear", antialias=True)
         targets = torch.from_numpy(self.labels[indices])
         targets[valid:] = IGNORE
-        return Batch(((images - self.mean) / self.std,), targets)
+        return Batch({"images": (images - self.mean) / self.std}, targets)
 
 
-def _moved(image: np.ndarray, draw: random.Random) -> np.ndarray:
+def _shift(image: np.ndarray, draw: random.Random) -> np.ndarray:
     reach = max(1, len(image) // 8)
     down, right = draw.randint(0, 2 * reach), draw.randint(0, 2 * reach)
     padded = np.pad(image, reach)
@@ -84,12 +83,13 @@ def _moved(image: np.ndarray, draw: random.Random) -> np.ndarray:
 class FolderImages(Samples):
     """Colour images in files: the middle square of each; augmented, a random square, mirrored half of the time."""
 
+    channels: ClassVar = 3
     name: str
     root: Path
     files: list[str]  # relative to root
     labels: list[int]
     image_size: int
-    augment: Augment | None = None
+    augment_seed: int | None = None  # None: not augmented
 
     def __len__(self) -> int:
         return len(self.files)
@@ -99,7 +99,7 @@ class FolderImages(Samples):
         from PIL import Image
 
         path = self.root / self.files[index]
-        draw = self.augment.draw(epoch, index) if self.augment is not None else None
+        draw = _generator(self.augment_seed, epoch, index) if self.augment_seed is not None else None
         try:
             with Image.open(path) as file:
                 box, mirrored = _square(*file.size, draw)
@@ -130,51 +130,57 @@ class ImageSets:
     train: Samples
     validation: Samples | None
     shape: tuple[int, int, int]  # (c, height, width)
-    classes: list[str]
-    how: str  # how the validation was chosen
+    classes: int
+    selection: str  # how the validation was chosen, for people
     fingerprint: str
-    files: Mapping[str, Files] = field(default_factory=dict)  # by a name for people
+    files: Mapping[str, Files]  # by a name for people
 
 
-def open_digits(image_size: int | None, part: float | str, augment: Augment | None) -> ImageSets:
-    """scikit-learn's digits: 1,797 images of 8 x 8, 10 classes.
+class _Source(NamedTuple):
+    train: "ArrayImages | FolderImages"
+    validation: "ArrayImages | FolderImages"  # the same samples where a share of them is held out
+    classes: int
+    fingerprint: str
+    files: Mapping[str, Files] = {}
 
-    Raises:
-        InputError: scikit-learn is not installed, or `validation` is a path.
-    """
+
+def open_images(config: "Data", seed: int) -> ImageSets:
+    """The images of a `data` section; those to train on are augmented if it says so. Raises InputError: it has none."""
+    source = SOURCES[config.source](config)
+    train, other = replace(source.train, augment_seed=seed if config.augment else None), source.validation
+    split: tuple[Samples, Samples | None] = train, other if len(other) else None
+    selection = f"from {config.validation}"
+    if not isinstance(config.validation, str):
+        split, selection = split_samples(train, other, config.validation), SAMPLES_BY_HASH
+    shape = train.channels, train.image_size, train.image_size
+    return ImageSets(*split, shape, source.classes, selection, source.fingerprint, source.files)
+
+
+def _open_digits(config: "Data") -> _Source:
+    """scikit-learn's digits: 1,797 images of 8 x 8, 10 classes."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise InputError(
             "data.source digits needs the package scikit-learn: pip install 'meshtrain[digits]'"
         ) from error
-    if isinstance(part, str):
-        raise InputError(f"data.validation is the path {part}: with data.source digits it is a share, such as 0.2")
-    found = load_digits()
-    images = ArrayImages(
-        name="digits",
-        pixels=found.images.astype(np.uint8),
-        labels=found.target.astype(np.int64),
-        white=16,
-        mean=0.305,
-        std=0.376,
-        image_size=image_size or 8,
-    )
-    return _array_sets(images, images, part, augment)
+    if isinstance(config.validation, str):
+        raise InputError(
+            f"data.validation is the path {config.validation}: with data.source digits it is a share, such as 0.2"
+        )
+    digits = load_digits()
+    pixels, labels = digits.images.astype(np.uint8), digits.target.astype(np.int64)
+    images = ArrayImages("digits", pixels, labels, 16, 0.305, 0.376, config.image_size or 8)
+    return _array_source(images, images)
 
 
-def open_mnist(path: Path, image_size: int | None, part: float | str, augment: Augment | None) -> ImageSets:
-    """MNIST's own files in a folder: train-images-idx3-ubyte and train-labels-idx1-ubyte, as they are or with .gz.
-
-    Args:
-        part: a share of these to hold out, or the folder (usually the same) with the t10k files.
-
-    Raises:
-        InputError: a file is missing, truncated or not of this kind, or images and labels differ in number.
-    """
-    train = _read_mnist(path.expanduser(), "train", image_size)
-    held = _read_mnist(Path(part).expanduser(), "t10k", image_size) if isinstance(part, str) else train
-    return _array_sets(train, held, part, augment)
+def _open_mnist(config: "Data") -> _Source:
+    """MNIST's own files in a folder, as they are or with .gz; a validation path is the folder with the t10k files."""
+    folder = data_path(config, "the folder with MNIST's own files")
+    train = _read_mnist(folder.expanduser(), "train", config.image_size)
+    if not isinstance(config.validation, str):
+        return _array_source(train, train)
+    return _array_source(train, _read_mnist(Path(config.validation).expanduser(), "t10k", config.image_size))
 
 
 def _read_mnist(folder: Path, stem: str, image_size: int | None) -> ArrayImages:
@@ -186,15 +192,8 @@ def _read_mnist(folder: Path, stem: str, image_size: int | None) -> ArrayImages:
         )
     if pixels.shape[1] != pixels.shape[2]:
         raise InputError(f"{folder}: the images of {stem} are {pixels.shape[1]} x {pixels.shape[2]}: expected squares")
-    return ArrayImages(
-        name=f"{folder} {stem}",
-        pixels=pixels,
-        labels=labels.astype(np.int64),
-        white=255,
-        mean=0.1307,
-        std=0.3081,
-        image_size=image_size or pixels.shape[1],
-    )
+    size = image_size or pixels.shape[1]
+    return ArrayImages(f"{folder} {stem}", pixels, labels.astype(np.int64), 255, 0.1307, 0.3081, size)
 
 
 def _read_idx(folder: Path, name: str, dims: int) -> np.ndarray:
@@ -216,50 +215,37 @@ def _read_idx(folder: Path, name: str, dims: int) -> np.ndarray:
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * dims).reshape(shape)
 
 
-def _array_sets(train: ArrayImages, held: ArrayImages, part: float | str, augment: Augment | None) -> ImageSets:
-    sets = [train] if held is train else [train, held]
-    fingerprint = " ".join(hashlib.sha256(one.pixels.tobytes() + one.labels.tobytes()).hexdigest() for one in sets)
-    classes = max(int(train.labels.max(initial=-1)), int(held.labels.max(initial=-1))) + 1
-    return _sets(
-        replace(train, augment=augment),
-        held,
-        part,
-        (1, train.image_size, train.image_size),
-        [str(label) for label in range(classes)],
-        fingerprint,
-    )
+def _array_source(train: ArrayImages, other: ArrayImages) -> _Source:
+    sets = [train] if other is train else [train, other]
+    fingerprint = " ".join(hashlib.sha256(x.pixels.tobytes() + x.labels.tobytes()).hexdigest() for x in sets)
+    return _Source(train, other, max(int(x.labels.max(initial=-1)) for x in sets) + 1, fingerprint)
 
 
-def open_folder(path: Path, image_size: int | None, part: float | str, augment: Augment | None) -> ImageSets:
-    """Images as folder/class/file; classes are numbered in the order of their names.
-
-    Args:
-        part: a share of the files to hold out, or another folder with the same classes.
-
-    Raises:
-        InputError: no such folder, no classes, a class without images, other classes in the validation's folder, no
-            `data.image_size`, or Pillow is not installed.
-    """
+def _open_folder(config: "Data") -> _Source:
+    """Images as folder/class/file, classes in the order of their names; a validation path is such a folder, too."""
+    path, validation = data_path(config, "a folder with one folder of images per class"), config.validation
     try:
         import PIL  # noqa: F401
     except ImportError as error:
         raise InputError("data.source images needs the package Pillow: pip install 'meshtrain[images]'") from error
-    if image_size is None:
+    if config.image_size is None:
         raise InputError("data.source images needs data.image_size: the images are resized to that many pixels squared")
-    train, classes = _list_images(path.expanduser(), image_size)
-    held = train
-    if isinstance(part, str):
-        held, others = _list_images(Path(part).expanduser(), image_size)
-        if others != classes:
-            raise InputError(f"{part} has the classes {', '.join(others)}; {path} has {', '.join(classes)}")
-    files = {"images": _sized(train)} | ({"images (validation)": _sized(held)} if held is not train else {})
-    named = (list(zip(one.names, one.sizes, strict=True)) for one in files.values())
-    fingerprint = " ".join(hashlib.sha256(repr(one).encode()).hexdigest() for one in named)
-    found = _sets(replace(train, augment=augment), held, part, (3, image_size, image_size), classes, fingerprint)
-    return replace(found, files=files)
+    train, classes = _list_images(path.expanduser(), config.image_size)
+    other, files = train, {"images": _with_sizes(train)}
+    if isinstance(validation, str):
+        other, its_classes = _list_images(Path(validation).expanduser(), config.image_size)
+        if its_classes != classes:
+            raise InputError(f"{validation} has the classes {', '.join(its_classes)}; {path} has {', '.join(classes)}")
+        files["images (validation)"] = _with_sizes(other)
+    listings = (list(zip(listing.names, listing.sizes, strict=True)) for listing in files.values())
+    fingerprint = " ".join(hashlib.sha256(repr(listing).encode()).hexdigest() for listing in listings)
+    return _Source(train, other, len(classes), fingerprint, files)
 
 
-def _sized(images: FolderImages) -> Files:
+SOURCES = {"digits": _open_digits, "mnist": _open_mnist, "images": _open_folder}
+
+
+def _with_sizes(images: FolderImages) -> Files:
     sizes = array("q", ((images.root / file).stat().st_size for file in images.files))  # there may be millions
     return Files(images.root, images.files, sizes)
 
@@ -272,32 +258,22 @@ def _list_images(root: Path, image_size: int) -> tuple[FolderImages, list[str]]:
         raise InputError(f"{root} has no folders in it: data.source images expects folder/class/file (data.path)")
     files, labels = [], []
     for label, name in enumerate(classes):
-        own = sorted(
+        images = sorted(
             str(file.relative_to(root)) for file in files_below(root / name) if file.suffix.lower() in _SUFFIXES
         )
-        if not own:
+        if not images:
             raise InputError(f"{root / name} has no images in it ({' '.join(sorted(_SUFFIXES))})")
-        files.extend(own)
-        labels.extend([label] * len(own))
+        files.extend(images)
+        labels.extend([label] * len(images))
     return FolderImages(str(root), root, files, labels, image_size), classes
 
 
-def _sets(
-    train: Samples, held: Samples, part: float | str, shape: tuple[int, int, int], classes: list[str], digest: str
-) -> ImageSets:
-    """Splits `held` off: `train` and `held` are the same samples unless `part` is a path."""
-    if isinstance(part, str):
-        return ImageSets(train, held if len(held) else None, shape, classes, f"from {part}", digest)
-    split, kept = split_samples(train, held, part)
-    return ImageSets(split, kept, shape, classes, "chosen by a hash of the sample's number", digest)
-
-
-def split_samples(train: Samples, held: Samples, part: float) -> tuple[Samples, Samples | None]:
-    """The samples of `train` that are not held out, and those of `held` that are."""
-    chosen = held_out(part, len(train))
-    if not chosen.any():
+def split_samples(train: Samples, other: Samples, share: float) -> tuple[Samples, Samples | None]:
+    """The samples of `train` that are not held out, and those of `other` that are."""
+    mask = held_out_mask(share, len(train))
+    if not mask.any():
         return train, None
     return (
-        Subset(f"{train.name} (training)", train, np.flatnonzero(~chosen)),
-        Subset(f"{held.name} (validation)", held, np.flatnonzero(chosen)),
+        Subset(f"{train.name} (training)", train, np.flatnonzero(~mask)),
+        Subset(f"{other.name} (validation)", other, np.flatnonzero(mask)),
     )

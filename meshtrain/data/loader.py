@@ -8,16 +8,26 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from meshtrain.data import order, order_numpy
 from meshtrain.data.batch import Batch, Packed, Samples
 from meshtrain.errors import InputError
-from meshtrain.orphans import end_with_parent
+from meshtrain.job.pending import Resource, waiting
+from meshtrain.job.signals import end_with_parent
+
+
+class Reading(TypedDict, total=False):
+    """How batches are read; nothing of it but `context` changes what they are."""
+
+    workers: int  # processes that read ahead; 0, the default, reads in this one
+    prefetch: int  # microbatches that each worker reads ahead (2); more where all together have less than a step
+    pin_memory: bool  # give tensors in pinned memory, where there is a GPU
+    context: bool  # the model takes an `AttentionContext` in the place of documents; its file has a `cp_plan`
 
 
 class Slots(NamedTuple):
@@ -37,9 +47,7 @@ def train_batches(
     micro_size: int,
     rank: int,
     ranks: int,
-    workers: int = 0,
-    prefetch: int = 2,
-    pin_memory: bool = False,
+    **reading: Unpack[Reading],
 ) -> Iterator[list[Batch]]:
     """The microbatches of one data rank, a list for each step of range(first_step, steps).
 
@@ -49,50 +57,47 @@ def train_batches(
     Args:
         seed, first_step, steps: the run's seed, the step to begin with (from 0) and the step to end before.
         rank, ranks: the position among the data ranks, and their number.
-        workers: processes that read ahead; 0 reads in this one.
-        prefetch: microbatches that each worker reads ahead; more where all of them together have less than a step.
-        pin_memory: give tensors in pinned memory, where there is a GPU.
 
     Raises:
         InputError: what the data holds cannot be trained on, wherever it was read.
         RuntimeError: a sample could not be read; names it, with the traceback of the process that read it.
     """
-    slots = _TrainSlots(len(dataset), seed, range(first_step, steps), global_size, micro_size, rank, ranks)
     count = order.microbatches(global_size, micro_size, ranks)
-    ahead = max(prefetch, -(-count // max(workers, 1)))  # a step takes all of its microbatches before it begins
-    batches = iter(_Loader(dataset, slots, workers, ahead, pin_memory, persistent=False))
+    share = order.share(global_size, ranks, rank)
+
+    def slots() -> Iterator[Slots]:
+        for first in range(first_step * global_size, steps * global_size, global_size):
+            own = order_numpy.items(seed, range(first + share.start, first + share.stop), len(dataset))
+            filler = own[0] if own else order.items(seed, range(first, first + 1), len(dataset))[0]
+            yield from _fill(own, filler, count, micro_size)
+
+    # A step takes all of its microbatches before it begins.
+    ahead = max(reading.get("prefetch", 2), -(-count // max(reading.get("workers", 0), 1)))
+    whole_steps: Reading = {**reading, "prefetch": ahead}
+    batches = iter(_Loader(dataset, slots(), persistent=False, **whole_steps))
     for _ in range(first_step, steps):
         yield [next(batches) for _ in range(count)]
 
 
 def eval_batches(
-    dataset: Samples,
-    *,
-    micro_size: int,
-    rank: int,
-    ranks: int,
-    workers: int = 0,
-    prefetch: int = 2,
-    pin_memory: bool = False,
+    dataset: Samples, *, micro_size: int, rank: int, ranks: int, **reading: Unpack[Reading]
 ) -> "EvalBatches":
     """One data rank's share of a data set, each sample once over the ranks, in the data set's order.
 
     The result can be gone through again and again, and keeps its worker processes in between. The number of batches,
     its `len`, is the same on every rank; rows that fill up the last ones have all targets IGNORE.
     """
-    return EvalBatches(dataset, micro_size, rank, ranks, workers, prefetch, pin_memory)
+    return EvalBatches(dataset, micro_size, rank, ranks, reading)
 
 
 class EvalBatches:
     """What `eval_batches` gives; `samples`: how many there are, over all ranks."""
 
-    def __init__(
-        self, dataset: Samples, micro_size: int, rank: int, ranks: int, workers: int, prefetch: int, pin_memory: bool
-    ) -> None:
+    def __init__(self, dataset: Samples, micro_size: int, rank: int, ranks: int, reading: Reading) -> None:
         self.samples = len(dataset)
         slots = _EvalSlots(self.samples, micro_size, rank, ranks)
-        self._count = len(slots)
-        self._loader = _Loader(dataset, slots, workers, prefetch, pin_memory, persistent=True)
+        self._count = slots.count
+        self._loader = _Loader(dataset, slots, persistent=True, **reading)
 
     def __len__(self) -> int:
         return self._count
@@ -101,40 +106,19 @@ class EvalBatches:
         return iter(self._loader)
 
 
-class _TrainSlots(Sampler[Slots]):
-    def __init__(
-        self, n_samples: int, seed: int, steps: range, global_size: int, micro_size: int, rank: int, ranks: int
-    ) -> None:
-        self.n_samples, self.seed, self.steps = n_samples, seed, steps
-        self.global_size, self.micro_size = global_size, micro_size
-        self.share = order.share(global_size, ranks, rank)
-        self.count = order.microbatches(global_size, micro_size, ranks)
-
-    def __iter__(self) -> Iterator[Slots]:
-        for step in self.steps:
-            first = step * self.global_size
-            positions = range(first + self.share.start, first + self.share.stop)
-            own = order_numpy.items(self.seed, positions, self.n_samples)
-            filler = own[0] if own else order.items(self.seed, range(first, first + 1), self.n_samples)[0]
-            yield from _filled(own, filler, self.count, self.micro_size)
-
-
-class _EvalSlots(Sampler[Slots]):
+class _EvalSlots:
     def __init__(self, n_samples: int, micro_size: int, rank: int, ranks: int) -> None:
         self.share, self.micro_size = order.share(n_samples, ranks, rank), micro_size
         self.count = order.microbatches(n_samples, micro_size, ranks)
 
-    def __len__(self) -> int:
-        return self.count
-
     def __iter__(self) -> Iterator[Slots]:
-        return _filled([(0, sample) for sample in self.share], (0, 0), self.count, self.micro_size)
+        return _fill([(0, sample) for sample in self.share], (0, 0), self.count, self.micro_size)
 
 
-def _filled(own: Sequence[tuple[int, int]], filler: tuple[int, int], count: int, micro_size: int) -> Iterator[Slots]:
+def _fill(own: Sequence[tuple[int, int]], filler: tuple[int, int], count: int, micro_size: int) -> Iterator[Slots]:
     for start in range(0, count * micro_size, micro_size):
-        taken = list(own[start : start + micro_size])
-        yield Slots(taken + [filler] * (micro_size - len(taken)), len(taken))
+        items = list(own[start : start + micro_size])
+        yield Slots(items + [filler] * (micro_size - len(items)), len(items))
 
 
 class _Failure(NamedTuple):
@@ -171,15 +155,24 @@ class _Reader(torch.utils.data.Dataset):
 
 class _Loader:
     def __init__(
-        self, dataset: Samples, slots: Sampler[Slots], workers: int, prefetch: int, pin_memory: bool, persistent: bool
+        self,
+        dataset: Samples,
+        slots: Iterable[Slots],
+        *,
+        persistent: bool,
+        workers: int = 0,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+        context: bool = False,
     ) -> None:
+        self._context = context
         # fork: a user's own data set comes from a file loaded by path, which no other start method can send; and a
         # worker is there at once, where a fresh Python would first import torch for seconds.
-        ahead = {"prefetch_factor": prefetch, "multiprocessing_context": "fork", "worker_init_fn": _quiet_worker}
+        ahead = {"prefetch_factor": prefetch, "multiprocessing_context": "fork", "worker_init_fn": _start_worker}
         self._loader: DataLoader = DataLoader(
             _Reader(dataset),
             batch_sampler=slots,  # type: ignore[arg-type]  # torch hands what it yields to __getitems__ as it is
-            collate_fn=_as_it_is,
+            collate_fn=lambda batch: batch,
             num_workers=workers,
             persistent_workers=persistent and workers > 0,
             pin_memory=pin_memory and torch.cuda.is_available(),
@@ -191,19 +184,19 @@ class _Loader:
     def __iter__(self) -> Iterator[Batch]:
         batches = iter(self._loader)
         try:
-            for found in batches:
-                if isinstance(found, _Failure):
-                    raise found.error()
-                yield found if isinstance(found, Batch) else found.batch()
+            while True:
+                with waiting("the next batch", resource=Resource.DATA):
+                    read = next(batches, None)
+                if read is None:
+                    return
+                if isinstance(read, _Failure):
+                    raise read.error()
+                yield read.batch().with_context() if self._context else read.batch()
         finally:
             del batches  # ends the workers now, and not when the traceback goes
 
 
-def _as_it_is(found: object) -> object:
-    return found
-
-
-def _quiet_worker(_: int) -> None:
+def _start_worker(_: int) -> None:
     """A worker leaves signals to the process it works for, and ends with it.
 
     Ctrl-C, torchrun and SLURM signal whole process groups. A run that is asked to stop finishes its step, and needs

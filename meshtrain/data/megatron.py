@@ -13,9 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain.data.files import Files
-from meshtrain.data.packing import Corpus
-from meshtrain.data.tokens import MappedArray, check_size
+from meshtrain.data.fingerprint import Files
+from meshtrain.data.tokens import Corpus, MappedArray, check_size
 from meshtrain.errors import InputError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -26,23 +25,18 @@ _HASHED_BYTES = 1 << 20  # of either end of the .bin; the .idx is hashed whole
 
 
 def open_megatron(prefix: str) -> Corpus:
-    """Opens PREFIX.bin and PREFIX.idx; the tokens stay in the file.
-
-    Raises:
-        InputError: a file is missing, truncated or not of this kind, the two do not belong together, or the tokens are
-            of a type that is no id.
-    """
+    """Opens PREFIX.bin and PREFIX.idx; the tokens stay in the file. InputError: no such pair, or damaged."""
     if prefix.endswith((".bin", ".idx")):
         prefix = prefix[:-4]
     index, data = Path(f"{prefix}.idx").expanduser(), Path(f"{prefix}.bin").expanduser()
     dtype, sequences, bounds, start = _read_header(index)
     lengths = MappedArray(index, "int32", sequences, start).array.astype(np.int64)
-    places = MappedArray(index, "int64", sequences, start + 4 * sequences).array
+    offsets = MappedArray(index, "int64", sequences, start + 4 * sequences).array
     documents = MappedArray(index, "int64", bounds, start + 12 * sequences).array
     size = np.dtype(dtype).itemsize
-    if (lengths < 0).any() or (places < 0).any() or (places % size).any():
+    if (lengths < 0).any() or (offsets < 0).any() or (offsets % size).any():
         raise InputError(f"{index} is damaged: it holds negative lengths or places; {_REMEDY}")
-    end = int((places + lengths * size).max()) if sequences else 0
+    end = int((offsets + lengths * size).max()) if sequences else 0
     check_size(data, end, _REMEDY)
     if end == 0:
         raise InputError(f"{data} holds no tokens: there is nothing to train on")
@@ -54,11 +48,12 @@ def open_megatron(prefix: str) -> Corpus:
         name=str(data),
         tokens=MappedArray(data, dtype, end // size),
         loss=None,
-        starts=places // size,
+        starts=offsets // size,
         lengths=lengths,
         bounds=np.asarray(documents, np.int64),
         text_bytes=None,
         largest_id=None,
+        tokenizer=None,
         fingerprint=_fingerprint(index, data, end),
         files=(Files.of(data, end),),
     )

@@ -1,4 +1,4 @@
-"""Which samples a step takes, as a function of the step alone.
+"""Order of the samples: which ones a step takes, as a function of the step alone, and which rank has which.
 
 The order of a run is part of the experiment and the layout is not, so it is computed, never kept: position
 `p = step * global_batch + i` of the run lies in epoch `p // n_samples`, and a permutation of that epoch says which
@@ -11,6 +11,7 @@ Pure: no torch, no numpy, no I/O, nothing of the project's.
 import hashlib
 import struct
 from collections.abc import Iterable
+from dataclasses import dataclass
 from math import isqrt
 
 # Each round mixes one half into the other. Four make a Feistel network a pseudo-random permutation (Luby and Rackoff,
@@ -22,34 +23,27 @@ _MASK = (1 << 64) - 1
 def batch_samples(seed: int, step: int, global_batch: int, n_samples: int) -> list[int]:
     """The samples of the global batch of `step` (counted from 0), in order; O(global_batch) whatever `n_samples` is.
 
-    Every sample stands exactly once in each epoch; a batch that reaches over the end of an epoch goes on with the
-    next one.
-
-    Raises:
-        ValueError: a size that is not positive, or a negative step.
+    Every sample stands exactly once in each epoch; a batch that reaches over its end goes on with the next epoch.
+    ValueError: a size below 1, or a step below 0.
     """
-    return [sample for _, sample in batch_items(seed, step, global_batch, n_samples)]
-
-
-def batch_items(seed: int, step: int, global_batch: int, n_samples: int) -> list[tuple[int, int]]:
-    """As `batch_samples`, as pairs (epoch, sample)."""
     if global_batch < 1 or step < 0:
         raise ValueError(f"a global batch of {global_batch} samples in step {step}: expected at least 1, from 0 on")
-    return items(seed, range(step * global_batch, (step + 1) * global_batch), n_samples)
+    positions = range(step * global_batch, (step + 1) * global_batch)
+    return [sample for _, sample in items(seed, positions, n_samples)]
 
 
 def items(seed: int, positions: range, n_samples: int) -> list[tuple[int, int]]:
     """The pairs (epoch, sample) at these positions of the run: what one rank needs of a batch, and no more."""
     if n_samples < 1:
         raise ValueError(f"there are {n_samples} samples to take batches from: expected at least 1")
-    found = []
+    pairs = []
     epoch, permutation = -1, None
     for position in positions:
         if permutation is None or position // n_samples != epoch:
             epoch = position // n_samples
             permutation = Permutation(n_samples, seed, epoch)
-        found.append((epoch, permutation[position % n_samples]))
-    return found
+        pairs.append((epoch, permutation[position % n_samples]))
+    return pairs
 
 
 class Permutation:
@@ -99,10 +93,7 @@ def mix(value: int, key: int) -> int:
 def share(count: int, parts: int, part: int) -> range:
     """The positions 0 <= i < count that belong to one of `parts` ranks: together all of them, each once.
 
-    Sizes differ by at most one, so 512 samples on 6 ranks are 85, 85, 86, 85, 85, 86.
-
-    Raises:
-        ValueError: `part` is not one of the parts, or a count below 0.
+    Sizes differ by at most one: 512 samples on 6 ranks are 85, 85, 86, 85, 85, 86. ValueError: no such part.
     """
     if not 0 <= part < parts or count < 0:
         raise ValueError(f"part {part} of {count} samples in {parts} parts: expected 0 <= part < {parts}, count >= 0")
@@ -122,5 +113,52 @@ def microbatches(global_size: int, micro_size: int, parts: int) -> int:
 
 def samples_digest(indices: Iterable[int]) -> str:
     """16 hex digits that name a batch: the start of SHA-256 over the indices as little-endian 64-bit integers."""
-    listed = list(indices)
-    return hashlib.sha256(struct.pack(f"<{len(listed)}q", *listed)).hexdigest()[:16]
+    values = list(indices)
+    return hashlib.sha256(struct.pack(f"<{len(values)}q", *values)).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class BatchSplit:
+    """A step of `global_size` samples on `data_ranks` ranks, in forwards of `micro_size` samples on each.
+
+    The global batch is part of the experiment and the layout is not, so nothing has to divide: a rank's share and the
+    accumulation follow from the number of data ranks, and what does not fit is padding without valid tokens.
+    """
+
+    global_size: int
+    micro_size: int
+    data_ranks: int
+
+    @property
+    def accumulation(self) -> int:
+        """Forwards per step, the same on every rank."""
+        return microbatches(self.global_size, self.micro_size, self.data_ranks)
+
+    @property
+    def shares(self) -> tuple[int, int]:
+        """The samples of the rank with the fewest and of the rank with the most."""
+        fewest, left = divmod(self.global_size, self.data_ranks)
+        return fewest, fewest + (left > 0)
+
+    @property
+    def idle(self) -> float:
+        """The share of the computed samples that are padding, from 0 to 1."""
+        return 1 - self.global_size / (self.data_ranks * self.accumulation * self.micro_size)
+
+
+def describe_batch(global_size: int, micro_size: int, data_ranks: int) -> str:
+    """One line: `global batch 512 = 8 per rank x 32 data ranks x 2 accumulation`, 8 being the samples of a forward.
+
+    Where shares are uneven, or no multiple of `micro_size`, the line says what a rank has and how much is padding.
+    ValueError: a number below 1.
+    """
+    split = BatchSplit(global_size, micro_size, data_ranks)
+    accumulation, (fewest, most) = split.accumulation, split.shares
+    ranks = f"{data_ranks} data rank{'s' * (data_ranks != 1)}"
+    if split.idle == 0:
+        return f"global batch {global_size} = {micro_size} per rank x {ranks} x {accumulation} accumulation"
+    samples = f"{fewest} or {most} samples" if most > fewest else f"{most} sample{'s' * (most != 1)}"
+    return (
+        f"global batch {global_size} over {ranks}: {samples} a rank, {accumulation} accumulation of {micro_size}, "
+        f"{100 * split.idle:.2g} % of the slots idle"
+    )

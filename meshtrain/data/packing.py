@@ -1,93 +1,16 @@
-"""Documents packed into samples: sample i is tokens i*s to i*s+s of the concatenated documents of a split.
+"""Packing documents into samples: sample i is tokens i*s to i*s+s of the concatenated documents of a split.
 
 The concatenation is never made. A split is a list of runs of the token file, and a sample is one slice of it, or a few
 where it reaches over the end of a run.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from meshtrain.data.batch import IGNORE, Batch, Item, Samples
-from meshtrain.data.files import Files
-from meshtrain.data.tokens import MappedArray, TokenFolder
-from meshtrain.errors import InputError
-
-_FIRST_LOOK_BYTES = 4 << 20  # of a file that does not say its largest id
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """A token file and where its documents lie: D documents of S sequences, each of which is contiguous in the file."""
-
-    name: str
-    tokens: MappedArray
-    loss: MappedArray | None  # 0 where a token, as a target, carries no loss
-    starts: np.ndarray  # (S,) where each sequence begins in the file, in tokens
-    lengths: np.ndarray  # (S,) in tokens
-    bounds: np.ndarray  # (D + 1,) document d is sequences bounds[d] to bounds[d + 1]
-    text_bytes: np.ndarray | None  # (D,) bytes of text that the tokens with a loss stand for
-    largest_id: int | None  # None: the file does not say
-    fingerprint: str
-    files: tuple[Files, ...] = ()  # one each
-
-    @property
-    def documents(self) -> int:
-        return len(self.bounds) - 1
-
-    @classmethod
-    def of_folder(cls, folder: TokenFolder) -> "Corpus":
-        offsets = folder.documents
-        return cls(
-            name=str(folder.path),
-            tokens=folder.tokens,
-            loss=folder.loss,
-            starts=offsets[:-1],
-            lengths=np.diff(offsets),
-            bounds=np.arange(len(offsets)),
-            text_bytes=folder.text_bytes,
-            largest_id=folder.header.largest_id,
-            fingerprint=folder.header.fingerprint,
-            files=folder.files,
-        )
-
-    def check_ids(self, n_outputs: int | None) -> None:
-        """Raises InputError if the file has an id outside the vocabulary, as far as its header or beginning shows."""
-        if n_outputs is not None and self.largest_id is not None and self.largest_id >= n_outputs:
-            raise _outside(self.name, self.largest_id, n_outputs, None)
-        first = self.tokens.array[: _FIRST_LOOK_BYTES // self.tokens.dtype.itemsize]
-        for found in (int(first.max()), int(first.min())):
-            if found < 0 or found >= self.limit(n_outputs):
-                raise _outside(self.name, found, n_outputs, self.largest_id)
-
-    def limit(self, n_outputs: int | None) -> float:
-        """Ids of whole files lie below it: the vocabulary's size, or less where the header knows better."""
-        known = math.inf if self.largest_id is None else self.largest_id + 1
-        return known if n_outputs is None else min(known, n_outputs)
-
-    def stream(self, chosen: np.ndarray) -> "Stream":
-        """The chosen documents, (D,) bool, one after the other."""
-        sequences = np.repeat(chosen, np.diff(self.bounds))
-        ends = np.concatenate([[0], np.cumsum(self.lengths)])
-        sizes = np.diff(ends[self.bounds])[chosen]
-        return Stream(self, self.starts[sequences], self.lengths[sequences], np.cumsum(sizes) - sizes)
-
-
-def _outside(where: str, found: int, n_outputs: int | None, largest_id: int | None) -> InputError:
-    if largest_id is not None and found > largest_id:
-        return InputError(
-            f"{where} holds the token id {found}, and its header says that {largest_id} is the largest: the file is "
-            "damaged; copy or prepare it anew"
-        )
-    if found < 0:
-        return InputError(f"{where} holds the token id {found}: expected ids from 0 on; is the file what it should be?")
-    return InputError(
-        f"{where} holds the token id {found}, but model.vocab_size is {n_outputs}: set it to at least {found + 1}, or "
-        "use the tokenizer that the model was made for"
-    )
+from meshtrain.data.batch import IGNORE, LANGUAGE, Batch, Item, Samples
+from meshtrain.data.tokens import Corpus, MappedArray, outside_vocabulary
 
 
 class Stream:
@@ -100,21 +23,29 @@ class Stream:
             documents: where documents begin, ascending, counted in this stream.
         """
         starts, lengths = starts[lengths > 0], lengths[lengths > 0]
-        opens = np.ones(len(starts), bool)  # where a run begins that does not go on from the one before
-        opens[1:] = starts[1:] != starts[:-1] + lengths[:-1]
+        is_first = np.ones(len(starts), bool)  # where a run begins that does not go on from the one before
+        is_first[1:] = starts[1:] != starts[:-1] + lengths[:-1]
         self.corpus = corpus
         self.documents = documents
         ends = np.cumsum(lengths)
         self.size = int(ends[-1]) if len(ends) else 0
         # Run r covers the positions [begins[r], begins[r + 1]) of the stream; position p of it is p + shifts[r] in the
         # file.
-        self.begins = np.append((ends - lengths)[opens], self.size)
-        self.shifts = starts[opens] - self.begins[:-1]
+        self.begins = np.append((ends - lengths)[is_first], self.size)
+        self.shifts = starts[is_first] - self.begins[:-1]
+
+    @classmethod
+    def of(cls, corpus: Corpus, selected: np.ndarray) -> "Stream":
+        """The selected documents, (D,) bool, one after the other."""
+        sequences = np.repeat(selected, np.diff(corpus.bounds))
+        ends = np.concatenate([[0], np.cumsum(corpus.lengths)])
+        sizes = np.diff(ends[corpus.bounds])[selected]
+        return cls(corpus, corpus.starts[sequences], corpus.lengths[sequences], np.cumsum(sizes) - sizes)
 
     def __len__(self) -> int:
         return self.size
 
-    def part(self, start: int, stop: int) -> "Stream":
+    def slice(self, start: int, stop: int) -> "Stream":
         """The positions [start, stop) of this stream as a stream."""
         begins, ends = np.clip(self.begins[:-1], start, stop), np.clip(self.begins[1:], start, stop)
         inside = (self.documents >= start) & (self.documents < stop)
@@ -126,8 +57,8 @@ class Stream:
         run = int(np.searchsorted(self.begins, position, "right")) - 1
         while filled < len(out):
             take = min(int(self.begins[run + 1]) - position, len(out) - filled)
-            place = position + int(self.shifts[run])
-            out[filled : filled + take] = array[place : place + take]
+            offset = position + int(self.shifts[run])
+            out[filled : filled + take] = array[offset : offset + take]
             filled, position, run = filled + take, position + take, run + 1
 
     def targets(self) -> int:
@@ -136,8 +67,8 @@ class Stream:
         if loss is None:
             return max(self.size - 1, 0)
         runs = zip(self.begins[:-1] + self.shifts, self.begins[1:] + self.shifts, strict=True)
-        carried = sum(int(np.count_nonzero(loss.array[start:stop])) for start, stop in runs)
-        return carried - int(loss.array[self.shifts[0]] != 0) if self.size else 0
+        count = sum(int(np.count_nonzero(loss.array[start:stop])) for start, stop in runs)
+        return count - int(loss.array[self.shifts[0]] != 0) if self.size else 0
 
 
 class PackedTokens:
@@ -161,14 +92,11 @@ class PackedTokens:
         if self.begins is not None:
             documents = torch.from_numpy(np.cumsum(self.begins, axis=1) - 1)
             positions = positions - np.maximum.accumulate(np.where(self.begins, positions, 0), axis=1)
-        inputs = (torch.from_numpy(tokens), torch.from_numpy(np.array(positions)), documents)
-        return Batch(inputs, torch.from_numpy(targets))
+        inputs = torch.from_numpy(tokens), torch.from_numpy(np.array(positions)), documents
+        return Batch(dict(zip(LANGUAGE, inputs, strict=True)), torch.from_numpy(targets))
 
     def pin_memory(self) -> Batch:
-        """The batch in pinned memory; torch's DataLoader calls this in its pinning thread."""
-        inputs, targets = self.batch()
-        pinned = tuple(None if tensor is None else tensor.pin_memory() for tensor in inputs)
-        return Batch(pinned, targets.pin_memory())
+        return self.batch().pin_memory()
 
 
 class TokenSamples(Samples):
@@ -178,8 +106,8 @@ class TokenSamples(Samples):
         self.name, self.stream, self.seq_len, self.mask_documents = name, stream, seq_len, mask_documents
         self.n_outputs = n_outputs
         self.limit = stream.corpus.limit(n_outputs)
-        held = np.iinfo(stream.corpus.tokens.dtype)
-        self.checked = held.min < 0 or held.max >= self.limit  # whether the type of the file holds wrong ids at all
+        values = np.iinfo(stream.corpus.tokens.dtype)
+        self.checked = values.min < 0 or values.max >= self.limit  # whether the type of the file holds wrong ids at all
 
     def __len__(self) -> int:
         return max(len(self.stream) - 1, 0) // self.seq_len
@@ -214,5 +142,5 @@ class TokenSamples(Samples):
         if not self.checked or (int(rows.max()) < self.limit and int(rows.min()) >= 0):
             return
         row, column = np.argwhere((rows >= self.limit) | (rows < 0))[0]
-        where = f"{self.stream.corpus.name}: sample {items[row][1]} ({self.name})"
-        raise _outside(where, int(rows[row, column]), self.n_outputs, self.stream.corpus.largest_id)
+        source = f"{self.stream.corpus.name}: sample {items[row][1]} ({self.name})"
+        raise outside_vocabulary(source, int(rows[row, column]), self.n_outputs, self.stream.corpus.largest_id)

@@ -4,7 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.data.packing import Corpus, Stream
+from meshtrain.data.order_numpy import mix
+from meshtrain.data.packing import Stream
+from meshtrain.data.tokens import Corpus
 from meshtrain.errors import InputError
 
 
@@ -13,76 +15,69 @@ class Split(NamedTuple):
 
     train: Stream
     validation: Stream | None
-    held: np.ndarray  # (D,) bool: the documents that the validation is taken from
-    how: str
+    held_out: np.ndarray  # (D,) bool: the documents that the validation is taken from
+    selection: str  # how it was chosen
 
 
-def held_out(part: float, count: int) -> np.ndarray:
-    """Which of `count` documents or samples are held out, (count,) bool: those whose hash falls below the share `part`.
+def held_out_mask(share: float, count: int) -> np.ndarray:
+    """Which of `count` documents or samples are held out, (count,) bool: those whose hash falls below `share`.
 
     A hash of the position alone (SplitMix64): appending documents moves none of the others. Where there are two or
-    more and `part` is above 0, at least one is held out and at least one is left.
-
-    Raises:
-        InputError: `part` is not a share.
+    more and `share` is above 0, at least one is held out and at least one is left. InputError: not 0 <= `share` < 1.
     """
-    _check_share(part)
-    value = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x6D657368747261)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    value ^= value >> np.uint64(31)
-    chosen = value < np.uint64(int(part * 2**53) << 11)
-    if part > 0 and count > 1:
-        chosen[value.argmin()] = True
-        chosen[value.argmax()] = False
-    return chosen
+    _check_share(share)
+    value = mix(np.arange(count, dtype=np.uint64), np.uint64(0x6D657368747261))
+    mask = value < np.uint64(int(share * 2**53) << 11)
+    if share > 0 and count > 1:
+        mask[value.argmin()] = True
+        mask[value.argmax()] = False
+    return mask
 
 
-def _check_share(part: float) -> None:
-    if not 0 <= part < 1:
+def _check_share(share: float) -> None:
+    if not 0 <= share < 1:
         raise InputError(
-            f"data.validation is {part}: expected a path, or a share of the documents or samples (0 or more, below 1)"
+            f"data.validation is {share}: expected a path, or a share of the documents or samples (0 or more, below 1)"
         )
 
 
-def split_by_hash(corpus: Corpus, part: float) -> Split:
+def split_by_hash(corpus: Corpus, share: float) -> Split:
     """Holds documents out by a hash of their number; a single document is split at its end instead."""
-    _check_share(part)
-    if part > 0 and corpus.documents == 1:
-        return _split_tokens(corpus, part)
-    return _split_documents(corpus, held_out(part, corpus.documents), "chosen by a hash of the document's number")
+    _check_share(share)
+    if share > 0 and corpus.documents == 1:
+        return _split_tokens(corpus, share)
+    return _split_documents(corpus, held_out_mask(share, corpus.documents), "chosen by a hash of the document's number")
 
 
-def split_at_end(corpus: Corpus, part: float) -> Split:
+def split_at_end(corpus: Corpus, share: float) -> Split:
     """Holds the last documents out, as is usual for token files that come from elsewhere."""
-    _check_share(part)
-    if part > 0 and corpus.documents == 1:
-        return _split_tokens(corpus, part)
-    last = min(max(1, round(part * corpus.documents)), corpus.documents - 1) if part > 0 else 0
+    _check_share(share)
+    if share > 0 and corpus.documents == 1:
+        return _split_tokens(corpus, share)
+    last = min(max(1, round(share * corpus.documents)), corpus.documents - 1) if share > 0 else 0
     return _split_documents(corpus, np.arange(corpus.documents) >= corpus.documents - last, "the last of the file")
 
 
-def whole(corpus: Corpus) -> Stream:
-    """All documents of a corpus."""
-    return corpus.stream(np.ones(corpus.documents, bool))
+def all_documents(corpus: Corpus) -> Stream:
+    return Stream.of(corpus, np.ones(corpus.documents, bool))
 
 
-def _split_documents(corpus: Corpus, chosen: np.ndarray, how: str) -> Split:
-    if not chosen.any():
-        return Split(whole(corpus), None, chosen, "")
-    return Split(corpus.stream(~chosen), corpus.stream(chosen), chosen, how)
+def _split_documents(corpus: Corpus, held_out: np.ndarray, selection: str) -> Split:
+    if not held_out.any():
+        return Split(all_documents(corpus), None, held_out, "")
+    return Split(Stream.of(corpus, ~held_out), Stream.of(corpus, held_out), held_out, selection)
 
 
-def _split_tokens(corpus: Corpus, part: float) -> Split:
-    stream = whole(corpus)
-    cut = len(stream) - max(1, round(part * len(stream)))
-    how = "the end of the only document, as there is no second one to hold out"
-    return Split(stream.part(0, cut), stream.part(cut, len(stream)), np.array([True]), how)
+def _split_tokens(corpus: Corpus, share: float) -> Split:
+    stream = all_documents(corpus)
+    end = len(stream) - max(1, round(share * len(stream)))
+    selection = "the end of the only document, as there is no second one to hold out"
+    return Split(stream.slice(0, end), stream.slice(end, len(stream)), np.array([True]), selection)
 
 
-def bytes_per_target(corpus: Corpus, chosen: np.ndarray) -> float | None:
-    """Bytes of text per predicted token in the chosen documents, (D,) bool; None where the token file does not say."""
-    targets = corpus.stream(chosen).targets()
+def bytes_per_target(corpus: Corpus, selected: np.ndarray) -> float | None:
+    """Bytes of text per predicted token in the selected documents, (D,) bool; None where the file does not say."""
+    targets = Stream.of(corpus, selected).targets()
     if corpus.text_bytes is None or targets == 0:
         return None
-    return float(corpus.text_bytes[chosen].sum()) / targets
+    return float(corpus.text_bytes[selected].sum()) / targets

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshtrain.data.files import files_below
+from meshtrain.data.fingerprint import files_below
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.data.tokens import FORMAT, Document
 from meshtrain.errors import InputError
@@ -31,7 +31,7 @@ class Text(NamedTuple):
     """The text of one document, or a part of it."""
 
     chunks: Iterable[str]  # one after the other; gone through once
-    where: str  # for messages: the file, or the file and line
+    source: str  # for messages: the file, or the file and line
     loss: bool = True  # whether its tokens carry one
     ends: bool = True  # whether the document ends with it
 
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
     text: str
     start: int  # characters of its Text before it
-    where: str
+    source: str
     loss: bool
     ends: bool
 
@@ -60,11 +60,7 @@ class TextSource(NamedTuple):
 
 
 def python_stdlib() -> TextSource:
-    """The .py files of the running Python's own standard library, each a document: some 8 MB on every machine.
-
-    Raises:
-        InputError: this Python keeps its library in no folder.
-    """
+    """The .py files of the running Python's own standard library, each a document: some 8 MB on every machine."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(_modules(root))
     if not files:
@@ -74,11 +70,11 @@ def python_stdlib() -> TextSource:
 
 
 def _modules(folder: Path) -> Iterator[Path]:
-    for found in folder.iterdir():
-        if found.suffix == ".py" and not found.name.startswith("_sysconfigdata"):
-            yield found
-        elif found.is_dir() and found.name not in _PASSED_OVER and not found.name.startswith("config-"):
-            yield from _modules(found)
+    for path in folder.iterdir():
+        if path.suffix == ".py" and not path.name.startswith("_sysconfigdata"):
+            yield path
+        elif path.is_dir() and path.name not in _PASSED_OVER and not path.name.startswith("config-"):
+            yield from _modules(path)
 
 
 def _read_module(path: Path) -> Iterator[Text]:
@@ -87,11 +83,7 @@ def _read_module(path: Path) -> Iterator[Text]:
 
 
 def text_files(path: Path) -> TextSource:
-    """A file, or a folder's .txt and .md files at any depth, sorted; each file is a document.
-
-    Raises:
-        InputError: nothing there.
-    """
+    """A file, or a folder's .txt and .md files at any depth, sorted; each is a document. Raises InputError: none."""
     return TextSource(str(path), _files(path, (".txt", ".md"), "text"), _read_text)
 
 
@@ -110,7 +102,7 @@ def _files(path: Path, suffixes: tuple[str, ...], source: str) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise InputError(f"data.source {source}: there is no file or folder {path} (data.path)")
-    files = sorted(found for found in files_below(path) if found.suffix.lower() in suffixes and found.is_file())
+    files = sorted(file for file in files_below(path) if file.suffix.lower() in suffixes and file.is_file())
     if not files:
         raise InputError(f"data.source {source}: there are no {' or '.join(suffixes)} files in {path} (data.path)")
     return files
@@ -118,10 +110,10 @@ def _files(path: Path, suffixes: tuple[str, ...], source: str) -> list[Path]:
 
 def _read_text(path: Path) -> Iterator[Text]:
     if path.stat().st_size:
-        yield Text(_decoded(path), str(path))
+        yield Text(_decode(path), str(path))
 
 
-def _decoded(path: Path) -> Iterator[str]:
+def _decode(path: Path) -> Iterator[str]:
     decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
     with open(path, "rb") as file:
         while True:
@@ -146,37 +138,37 @@ def _read_jsonl(path: Path) -> Iterator[Text]:
         while line := file.readline():
             number += 1
             if not line.isspace():
-                where = f"{path}:{number}"
+                source = f"{path}:{number}"
                 try:
                     text = line.decode("utf-8-sig")
                     del line  # which may be long, as what comes of it
-                    found = json.loads(text)
+                    record = json.loads(text)
                 except (ValueError, RecursionError) as error:
-                    raise InputError(f"{where}: not JSON in UTF-8 ({error}); expected one object a line") from None
+                    raise InputError(f"{source}: not JSON in UTF-8 ({error}); expected one object a line") from None
                 del text
-                yield from _of_object(found, where)
+                yield from _from_object(record, source)
 
 
-def _of_object(found: Any, where: str) -> Iterator[Text]:
-    keys = set(found) & {"text", "prompt", "completion"} if isinstance(found, dict) else set()
+def _from_object(record: Any, source: str) -> Iterator[Text]:
+    keys = set(record) & {"text", "prompt", "completion"} if isinstance(record, dict) else set()
     if keys not in ({"text"}, {"prompt", "completion"}):
+        instead = f"the keys {', '.join(map(repr, record))}" if isinstance(record, dict) else f"{record!r:.40}"
         raise InputError(
-            f"{where}: expected an object with the key `text`, or with `prompt` and `completion`; "
-            + (f"found the keys {', '.join(map(repr, found))}" if isinstance(found, dict) else f"found {found!r:.40}")
+            f"{source}: expected an object with the key `text`, or with `prompt` and `completion`; found {instead}"
         )
     for key in keys:
-        if not isinstance(found[key], str):
-            raise InputError(f"{where}: `{key}` is {found[key]!r:.40}, expected a string")
+        if not isinstance(record[key], str):
+            raise InputError(f"{source}: `{key}` is {record[key]!r:.40}, expected a string")
         try:
-            for part in _slices(found[key]):
+            for part in _slices(record[key]):
                 part.encode()
         except UnicodeEncodeError as error:
-            raise InputError(f"{where}: holds half of a surrogate pair, which is no character ({error})") from None
-    prompt, text = found.get("prompt", ""), found["text" if "text" in found else "completion"]
+            raise InputError(f"{source}: holds half of a surrogate pair, which is no character ({error})") from None
+    prompt, text = record.get("prompt", ""), record["text" if "text" in record else "completion"]
     if prompt:
-        yield Text(_slices(prompt), where, loss=False, ends=False)
+        yield Text(_slices(prompt), source, loss=False, ends=False)
     if prompt or text:
-        yield Text(_slices(text), where)
+        yield Text(_slices(text), source)
 
 
 def _slices(text: str) -> Iterator[str]:
@@ -187,9 +179,7 @@ def documents(source: TextSource, tokenizer: Tokenizer) -> Iterator[Document]:
     """The documents of a source as tokens, each ended by the tokenizer's end-of-document token; empty ones left out.
 
     Of a long document no more is in memory at once than the tokenizer needs to find a place where it can be cut.
-
-    Raises:
-        InputError: a file that cannot be read as what it should be, with its name and the place in it.
+    InputError: a file is not what it should be; names it and the place in it.
     """
     waiting: list[Part] = []
     size = 0
@@ -199,9 +189,9 @@ def documents(source: TextSource, tokenizer: Tokenizer) -> Iterator[Document]:
                 waiting.append(part)
                 size += len(part.text)
                 if size >= _BATCH_CHARACTERS:
-                    yield from _encoded(waiting, tokenizer)
+                    yield from _encode(waiting, tokenizer)
                     waiting, size = [], 0
-    yield from _encoded(waiting, tokenizer)
+    yield from _encode(waiting, tokenizer)
 
 
 def _parts(text: Text, tokenizer: Tokenizer) -> Iterator[Part]:
@@ -209,23 +199,23 @@ def _parts(text: Text, tokenizer: Tokenizer) -> Iterator[Part]:
     for chunk in text.chunks:
         rest += chunk
         if len(rest) >= _BATCH_CHARACTERS:
-            place = tokenizer.cut(rest)
-            if place:
-                yield Part(rest[:place], start, text.where, text.loss, False)
-                rest, start = rest[place:], start + place
+            end = tokenizer.cut(rest)
+            if end:
+                yield Part(rest[:end], start, text.source, text.loss, False)
+                rest, start = rest[end:], start + end
             elif len(rest) > _MOST_WHOLE:
                 raise InputError(
-                    f"{text.where} has {len(rest):,} characters and more in which data.tokenizer finds no place to cut "
-                    "them: give shorter documents, for instance as lines of JSONL"
+                    f"{text.source} has {len(rest):,} characters and more in which data.tokenizer finds no place to "
+                    "cut them: give shorter documents, for instance as lines of JSONL"
                 )
-    yield Part(rest, start, text.where, text.loss, text.ends)
+    yield Part(rest, start, text.source, text.loss, text.ends)
 
 
-def _encoded(parts: Sequence[Part], tokenizer: Tokenizer) -> Iterator[Document]:
+def _encode(parts: Sequence[Part], tokenizer: Tokenizer) -> Iterator[Document]:
     for part in parts:
-        refusal = tokenizer.refuses(part.text, part.start)
-        if refusal:
-            raise InputError(f"{part.where} {refusal}")
+        problem = tokenizer.problem(part.text, part.start)
+        if problem:
+            raise InputError(f"{part.source} {problem}")
     for part, ids in zip(parts, tokenizer.encode_batch([part.text for part in parts]), strict=True):
         ids = np.append(ids, ids.dtype.type(tokenizer.end)) if part.ends else ids
         loss = None if part.loss else np.zeros(len(ids), np.uint8)

@@ -12,17 +12,9 @@ from meshtrain.errors import InputError
 
 _LOOK, _AROUND = 4096, 256  # characters in which a cut is looked for, and that are compared on both sides of one
 _END_NAMES = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|eos|>",
-    "<|endofdocument|>",
-    "<|im_end|>",
-    "<|eot_id|>",
-    "[EOS]",
-    "[SEP]",
-)
+    "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|endofdocument|>", "<|im_end|>", "<|eot_id|>",
+    "[EOS]", "[SEP]",
+)  # fmt: skip
 
 
 class Tokenizer(Protocol):
@@ -32,29 +24,22 @@ class Tokenizer(Protocol):
     vocab_size: int  # ids lie in [0, vocab_size)
     end: int  # the id that ends a document
 
-    def refuses(self, text: str, start: int) -> str | None:
+    def problem(self, text: str, start: int) -> str | None:
         """Why what stands at `start` of a document cannot be encoded, as the end of a sentence; None: it can."""
-        ...
 
     def cut(self, text: str) -> int:
         """Where to cut a part of a document, near its end: the ids of both sides are those of the whole. 0: nowhere."""
-        ...
 
     def encode(self, text: str) -> list[int]: ...
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
         """The ids of each text, in the type that they have in a token file."""
-        ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or the path of a tokenizer.json.
-
-    Raises:
-        InputError: no such file, not a tokenizer, no token that ends a document, or `tokenizers` is not installed.
-    """
+    """`bytes`, or the path of a tokenizer.json. Raises InputError: it is neither, or `tokenizers` is not installed."""
     return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(name).expanduser())
 
 
@@ -65,14 +50,13 @@ class ByteTokenizer:
     vocab_size = 256
     end = 0
 
-    def refuses(self, text: str, start: int) -> str | None:
-        where = text.find("\0")
-        if where < 0:
+    def problem(self, text: str, start: int) -> str | None:
+        index = text.find("\0")
+        if index < 0:
             return None
-        place = f"{start + where:,}"
         return (
-            f"holds the character U+0000 at {place}, and the byte 0 ends a document with the tokenizer `bytes`: is "
-            "it text at all? Otherwise remove the character, or use a tokenizer.json"
+            f"holds the character U+0000 at {start + index:,}, and the byte 0 ends a document with the tokenizer "
+            "`bytes`: is it text at all? Otherwise remove the character, or use a tokenizer.json"
         )
 
     def cut(self, text: str) -> int:
@@ -125,7 +109,7 @@ class FileTokenizer:
         self._path, self._dtype = path, smallest_dtype(self.vocab_size)
         self.identity = f"{path.name} sha256:{hashlib.sha256(content).hexdigest()[:16]}"
 
-    def refuses(self, text: str, start: int) -> str | None:
+    def problem(self, text: str, start: int) -> str | None:
         return None
 
     def cut(self, text: str) -> int:
@@ -134,29 +118,29 @@ class FileTokenizer:
         A model merges nothing over the end of a word, and what finds words looks at few characters around it.
         """
         base = max(0, len(text) - _LOOK)
-        (seen,) = self._encoded([text[base:]])
-        for i in range(len(seen.ids) - 1, 0, -1):
-            place = base + seen.offsets[i - 1][1]
-            if seen.word_ids[i] == seen.word_ids[i - 1] or not _AROUND <= place <= len(text) - _AROUND:
+        (tail,) = self._encode([text[base:]])
+        for i in range(len(tail.ids) - 1, 0, -1):
+            end = base + tail.offsets[i - 1][1]
+            if tail.word_ids[i] == tail.word_ids[i - 1] or not _AROUND <= end <= len(text) - _AROUND:
                 continue
-            sides = text[place - _AROUND : place], text[place : place + _AROUND]
-            whole, left, right = (one.ids for one in self._encoded(["".join(sides), *sides]))
+            sides = text[end - _AROUND : end], text[end : end + _AROUND]
+            whole, left, right = (encoding.ids for encoding in self._encode(["".join(sides), *sides]))
             if whole == left + right:
-                return place
+                return end
         return 0
 
     def encode(self, text: str) -> list[int]:
-        return self._encoded([text])[0].ids
+        return self._encode([text])[0].ids
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
-        return (np.array(one.ids, self._dtype) for one in self._encoded(texts))
+        return (np.array(encoding.ids, self._dtype) for encoding in self._encode(texts))
 
-    def _encoded(self, texts: Sequence[str]) -> list[Any]:
+    def _encode(self, texts: Sequence[str]) -> list[Any]:
         try:
             return self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises Exception itself
             raise InputError(f"the tokenizer {self._path} cannot encode the text: {error}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
-        known = [token for token in ids if token < self.vocab_size]  # a model's vocabulary may be padded
-        return self._tokenizer.decode(known, skip_special_tokens=False)
+        ids = [token for token in ids if token < self.vocab_size]  # a model's vocabulary may be padded
+        return self._tokenizer.decode(ids, skip_special_tokens=False)

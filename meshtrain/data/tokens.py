@@ -12,6 +12,7 @@ is ever executed or unpickled.
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import socket
@@ -23,13 +24,14 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from meshtrain.data.files import Files
-from meshtrain.disk import fsync_folder
+from meshtrain.data.fingerprint import Files
 from meshtrain.errors import InputError
+from meshtrain.storage import fsync_folder, write_whole
 
 FORMAT = 1
 _DTYPES = ("uint8", "uint16", "uint32")
 _ONE = np.uint8(1)
+_FIRST_LOOK_BYTES = 4 << 20  # of a file that does not say its largest id
 _PART = 1 << 20  # values that are written at once where they do not lie in memory
 
 
@@ -68,9 +70,6 @@ class MappedArray:
         self.path, self.dtype, self.count, self.offset = path, np.dtype(dtype).newbyteorder("<"), count, offset
         self._array: np.ndarray | None = None
 
-    def __len__(self) -> int:
-        return self.count
-
     @property
     def array(self) -> np.ndarray:
         if self._array is None:
@@ -84,20 +83,57 @@ class MappedArray:
 
 
 @dataclass(frozen=True)
-class TokenFolder:
-    """An opened folder of token files."""
+class Corpus:
+    """A token file and where its documents lie: D documents of S sequences, each of which is contiguous in the file."""
 
-    path: Path
-    header: Header
+    name: str
     tokens: MappedArray
-    documents: np.ndarray  # (documents + 1,) int64
-    text_bytes: np.ndarray | None  # (documents,) int64
-    loss: MappedArray | None
-    files: tuple[Files, ...]  # one each: all but the header
+    loss: MappedArray | None  # 0 where a token, as a target, carries no loss
+    starts: np.ndarray  # (S,) where each sequence begins in the file, in tokens
+    lengths: np.ndarray  # (S,) in tokens
+    bounds: np.ndarray  # (D + 1,) document d is sequences bounds[d] to bounds[d + 1]
+    text_bytes: np.ndarray | None  # (D,) bytes of text that the tokens with a loss stand for
+    largest_id: int | None  # None: the file does not say
+    tokenizer: str | None  # its identity; None: the file does not say
+    fingerprint: str
+    files: tuple[Files, ...] = ()  # one each
+
+    @property
+    def documents(self) -> int:
+        return len(self.bounds) - 1
+
+    def check_ids(self, n_outputs: int | None) -> None:
+        """Raises InputError if the file has an id outside the vocabulary, as far as its header or beginning shows."""
+        if n_outputs is not None and self.largest_id is not None and self.largest_id >= n_outputs:
+            raise outside_vocabulary(self.name, self.largest_id, n_outputs, None)
+        first = self.tokens.array[: _FIRST_LOOK_BYTES // self.tokens.dtype.itemsize]
+        for token in (int(first.max()), int(first.min())):
+            if token < 0 or token >= self.limit(n_outputs):
+                raise outside_vocabulary(self.name, token, n_outputs, self.largest_id)
+
+    def limit(self, n_outputs: int | None) -> float:
+        """Ids of whole files lie below it: the vocabulary's size, or less where the header knows better."""
+        limit = math.inf if self.largest_id is None else self.largest_id + 1
+        return limit if n_outputs is None else min(limit, n_outputs)
+
+
+def outside_vocabulary(source: str, token: int, n_outputs: int | None, largest_id: int | None) -> InputError:
+    if largest_id is not None and token > largest_id:
+        return InputError(
+            f"{source} holds the token id {token}, and its header says that {largest_id} is the largest: the file is "
+            "damaged; copy or prepare it anew"
+        )
+    if token < 0:
+        return InputError(
+            f"{source} holds the token id {token}: expected ids from 0 on; is the file what it should be?"
+        )
+    return InputError(
+        f"{source} holds the token id {token}, but model.vocab_size is {n_outputs}: set it to at least {token + 1}, or "
+        "use the tokenizer that the model was made for"
+    )
 
 
 def smallest_dtype(vocab_size: int) -> str:
-    """The smallest token type that holds ids below `vocab_size`."""
     return next(name for name in _DTYPES if vocab_size - 1 <= np.iinfo(name).max)
 
 
@@ -137,7 +173,7 @@ def _write_files(folder: Path, documents: Iterable[Document], vocab_size: int, t
     offsets, text_bytes, sized = array("q", [0]), array("q"), True
     number = tokens_seen = size_seen = 0
     largest, masked = -1, False
-    carried: list[np.ndarray] = []  # of the document so far
+    losses_so_far: list[np.ndarray] = []  # of the document
     digest = hashlib.sha256(dtype.name.encode())
     with open(folder / "tokens.bin", "wb") as tokens, open(folder / "loss.bin", "wb") as losses:
         for ids, loss, size, ends in documents:
@@ -148,22 +184,22 @@ def _write_files(folder: Path, documents: Iterable[Document], vocab_size: int, t
                         f"document {number} of {source} holds the token id {high if low >= 0 else low}; "
                         f"expected 0 to {vocab_size - 1}, as {tokenizer} has {vocab_size} ids"
                     )
-                carried.append(np.broadcast_to(_ONE, len(ids)) if loss is None else np.asarray(loss, np.uint8))
-                masked |= loss is not None and not carried[-1].all()
+                losses_so_far.append(np.broadcast_to(_ONE, len(ids)) if loss is None else np.asarray(loss, np.uint8))
+                masked |= loss is not None and not losses_so_far[-1].all()
                 largest = max(largest, high)
                 digest.update(_put(tokens, np.ascontiguousarray(ids, dtype)))
                 tokens_seen += len(ids)
                 size_seen += size or 0
                 sized &= size is not None
-            if ends and carried:
-                for part in carried:
+            if ends and losses_so_far:
+                for part in losses_so_far:
                     for start in range(0, len(part), _PART):
                         digest.update(_put(losses, np.ascontiguousarray(part[start : start + _PART])))
                 offsets.append(tokens_seen)
                 text_bytes.append(size_seen)
-                carried, size_seen = [], 0
+                losses_so_far, size_seen = [], 0
             number += ends
-        if carried:
+        if losses_so_far:
             raise ValueError(f"the last document of {source} does not end")
         _flush(tokens)
         _flush(losses)
@@ -186,9 +222,7 @@ def _write_files(folder: Path, documents: Iterable[Document], vocab_size: int, t
         tokenizer=tokenizer,
         source=source,
     )
-    with open(folder / "header.json", "wb") as file:
-        file.write(json.dumps(asdict(header), indent=1).encode() + b"\n")
-        _flush(file)
+    write_whole(folder / "header.json", json.dumps(asdict(header), indent=1) + "\n")
     return header
 
 
@@ -210,12 +244,8 @@ def _flush(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def open_tokens(folder: Path) -> TokenFolder:
-    """Opens a prepared folder; only the small files are read.
-
-    Raises:
-        InputError: not such a folder, a newer format, or files that do not have the sizes that the header says.
-    """
+def open_tokens(folder: Path) -> Corpus:
+    """Opens a prepared folder; only the small files are read. Raises InputError: it is none, newer, or damaged."""
     header = _read_header(folder)
     tokens = MappedArray(folder / "tokens.bin", header.dtype, header.tokens)
     offsets = MappedArray(folder / "documents.bin", "int64", header.documents + 1)
@@ -230,30 +260,41 @@ def open_tokens(folder: Path) -> TokenFolder:
         raise InputError(
             f"{offsets.path} is damaged: expected offsets that rise from 0 to {header.tokens}; prepare the folder again"
         )
-    text_bytes = sizes.array if sizes is not None else None
-    return TokenFolder(folder, header, tokens, documents, text_bytes, loss, files)
+    return Corpus(
+        name=str(folder),
+        tokens=tokens,
+        loss=loss,
+        starts=documents[:-1],
+        lengths=np.diff(documents),
+        bounds=np.arange(len(documents)),
+        text_bytes=None if sizes is None else sizes.array,
+        largest_id=header.largest_id,
+        tokenizer=header.tokenizer,
+        fingerprint=header.fingerprint,
+        files=files,
+    )
 
 
 def check_size(path: Path, expected: int, remedy: str) -> None:
     """Raises InputError unless the file has the expected size in bytes."""
     try:
-        found = path.stat().st_size
+        size = path.stat().st_size
     except FileNotFoundError:
         raise InputError(f"there is no file {path}: expected one of {expected:,} bytes; {remedy}") from None
-    if found != expected:
-        what = "is truncated" if found < expected else "is too long"
-        raise InputError(f"{path} {what}: it has {found:,} bytes, expected {expected:,}; {remedy}")
+    if size != expected:
+        problem = "is truncated" if size < expected else "is too long"
+        raise InputError(f"{path} {problem}: it has {size:,} bytes, expected {expected:,}; {remedy}")
 
 
 def _read_header(folder: Path) -> Header:
     path = folder / "header.json"
     try:
-        found = json.loads(path.read_text("utf-8"))
+        header = json.loads(path.read_text("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"{folder} is not a folder of prepared tokens: there is no {path}") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON ({error}); prepare the folder again") from None
-    version = found.get("format") if isinstance(found, dict) else None
+    version = header.get("format") if isinstance(header, dict) else None
     if not isinstance(version, int):
         raise InputError(f"{path} is not a header of prepared tokens: it has no `format`")
     if version > FORMAT:
@@ -261,10 +302,10 @@ def _read_header(folder: Path) -> Header:
             f"{path} has format {version}, and this meshtrain reads up to {FORMAT}: use a newer meshtrain, or prepare "
             "the folder again"
         )
-    wrong = [field.name for field in fields(Header) if not _fits(field.type, found.get(field.name))]
-    if wrong or found["dtype"] not in _DTYPES or found["tokens"] < 1:
+    wrong = [field.name for field in fields(Header) if not _fits(field.type, header.get(field.name))]
+    if wrong or header["dtype"] not in _DTYPES or header["tokens"] < 1:
         raise InputError(f"{path} is damaged (wrong or missing: {', '.join(wrong) or 'dtype or tokens'})")
-    return Header(**{field.name: found[field.name] for field in fields(Header)})
+    return Header(**{field.name: header[field.name] for field in fields(Header)})
 
 
 def _fits(kind: Any, value: Any) -> bool:

@@ -1,1 +1,1 @@
-"""What keeps a long job on many hosts alive."""
+"""The first edition's place of the doctor."""

@@ -1,50 +1,50 @@
-"""The collectives that a model's forward and backward make over one axis of the mesh, counted as they are sent.
+"""All-gather, reduce-scatter and all-reduce of a model's forward and backward over one axis of the mesh.
 
-Nowhere else does a forward communicate. Each is an operator of torch's besides, because that is what torch.compile can
-carry through a graph and what selective recomputation can name: a compiler passes no Python objects on, so an operator
-finds its channel by the name of its group. All of them work on the first dim of contiguous tensors.
+Only here does a forward communicate; bytes are counted as they are sent. Each collective is also an operator of torch,
+which torch.compile and selective recomputation can handle. Operators get no Python objects, so they find their
+`AxisGroup` by the name of its process group. All of them work on the first dim of contiguous tensors.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from meshtrain.errors import InputError
 from meshtrain.mesh import Mesh
-from meshtrain.parallel import exchange
+from meshtrain.parallel import gloo_collectives as gloo
 from meshtrain.parallel.torch_private import enable_symmetric_memory
-from meshtrain.parallel.waiting import Waiting
 
-# Group name -> its channel, as torch itself finds a group by its name. A channel lives as long as its layers do.
-_channels: WeakValueDictionary[str, "Channel"] = WeakValueDictionary()
+Waiting = Callable[[], AbstractContextManager]  # entered where a rank waits for others, to measure the time
+
+# By the process group's name, as torch itself finds one. An entry lives as long as the layers that use it do.
+_axis_groups: WeakValueDictionary[str, "AxisGroup"] = WeakValueDictionary()
 
 
-class Pending:
+class AsyncResult:
     """A collective under way."""
 
-    def __init__(self, channel: "Channel", works: Sequence[dist.Work], result: Callable[[], Tensor]) -> None:
-        self.group, self._waiting = channel.group, channel.waiting  # whoever looks at a hang finds the group here
+    def __init__(self, axis_group: "AxisGroup", works: Sequence[dist.Work], result: Callable[[], Tensor]) -> None:
+        self.group, self._waiting = axis_group.group, axis_group.waiting
         self._works, self._result = works, result
 
     def wait(self) -> Tensor:
         """The result, once it is there (on CUDA: once the current stream waits for it)."""
         with self._waiting():
-            exchange.wait(self._works)
+            gloo.wait(self._works, self.group)
             return self._result()
 
 
-class Channel:
+class AxisGroup:
     """This rank's group over one axis, and the collectives over it.
 
     Attributes:
         size: the number t of its ranks. index: which of them this one is.
         name: by which operators find it.
-        waiting: entered while this rank waits for the others.
         fused: products and collectives by the kernels of torch's symmetric memory that do both at once (CUDA only).
     """
 
@@ -53,79 +53,75 @@ class Channel:
         group = mesh.group(axis)
         if group is None:
             raise ValueError(f"the axis {axis} has size 1 in {mesh.layout}: there is nobody to talk to")
-        self.group, self.axis, self.traffic = group, axis, mesh.traffic
+        self.group, self.axis, self.comm_bytes = group, axis, mesh.comm_bytes
         self.size, self.index = mesh.size(axis), mesh.index(axis)
         self.on_cpu = mesh.device_type == "cpu"
         self.waiting: Waiting = nullcontext
         self.fused = False
         self.name: str = group.group_name
-        _channels[self.name] = self
+        _axis_groups[self.name] = self
 
     def fuse(self) -> None:
-        """From now on products and collectives of sequence sharding run as one kernel, where torch has one.
-
-        Raises:
-            InputError: not on CUDA, where alone such kernels exist.
-        """
+        """From now on products and collectives of sequence sharding are one kernel. Raises InputError: not on CUDA."""
         if self.on_cpu:
             raise InputError("parallel.symmetric_memory needs GPUs: leave it false on CPUs")
         enable_symmetric_memory(self.group)
         self.fused = True
 
-    def start_all_gather(self, part: Tensor) -> Pending:
+    def start_all_gather(self, part: Tensor) -> AsyncResult:
         """(m, ...) of every rank -> (t·m, ...)."""
         output = part.new_empty(self.size * part.shape[0], *part.shape[1:])
         self._count("all_gather", output)
         if self.on_cpu:
-            works = exchange.start_all_gather(output, part, self.group)
+            works = gloo.start_all_gather(output, part, self.group)
         else:
             works = _started(dist.all_gather_into_tensor(output, part, group=self.group, async_op=True))
-        return Pending(self, works, lambda: output)
+        return AsyncResult(self, works, lambda: output)
 
-    def start_reduce_scatter(self, whole: Tensor) -> Pending:
+    def start_reduce_scatter(self, whole: Tensor) -> AsyncResult:
         """(t·m, ...) of every rank -> the sum of this rank's part of them (m, ...)."""
         self._count("reduce_scatter", whole)
         output = whole.new_empty(whole.shape[0] // self.size, *whole.shape[1:])
         if self.on_cpu:
-            works, received = exchange.start_reduce_scatter(whole.chunk(self.size), self.group)
-            return Pending(self, works, lambda: exchange.add_up(received, output))
+            works, received = gloo.start_reduce_scatter(whole.chunk(self.size), self.group)
+            return AsyncResult(self, works, lambda: gloo.ordered_sum(received, output))
         works = _started(dist.reduce_scatter_tensor(output, whole, group=self.group, async_op=True))
-        return Pending(self, works, lambda: output)
+        return AsyncResult(self, works, lambda: output)
 
-    def start_all_reduce(self, tensor: Tensor) -> Pending:
+    def start_all_reduce(self, tensor: Tensor) -> AsyncResult:
         """The sum of a tensor over the ranks; `tensor` is left as it is."""
         self._count("all_reduce", tensor, times=2)
         if not self.on_cpu:
             output = tensor.clone()
             works = _started(dist.all_reduce(output, group=self.group, async_op=True))
-            return Pending(self, works, lambda: output)
+            return AsyncResult(self, works, lambda: output)
         parts = tensor.flatten().tensor_split(self.size)
-        works, received = exchange.start_reduce_scatter(parts, self.group)
-        return Pending(self, works, lambda: self._share_sums(received, tensor))
+        works, received = gloo.start_reduce_scatter(parts, self.group)
+        return AsyncResult(self, works, lambda: self._gather_sums(received, tensor))
 
-    def _share_sums(self, received: Sequence[Tensor], tensor: Tensor) -> Tensor:
+    def _gather_sums(self, received: Sequence[Tensor], tensor: Tensor) -> Tensor:
         """The second half of an all-reduce: every rank has the sum of its part and sends it to all others."""
         output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         parts = output.view(-1).tensor_split(self.size)
-        mine = exchange.add_up(received, parts[self.index])
-        exchange.wait(exchange.start_exchange([mine] * self.size, parts, self.group))
+        mine = gloo.ordered_sum(received, parts[self.index])
+        gloo.wait(gloo.start_exchange([mine] * self.size, parts, self.group), self.group)
         return output
 
     def _count(self, kind: str, whole: Tensor, times: int = 1) -> None:
         sent = times * whole.numel() * whole.element_size() * (self.size - 1) / self.size
-        self.traffic.add(self.axis, kind, sent)
+        self.comm_bytes.add(self.axis, kind, sent)
 
 
-def channel(mesh: Mesh, axis: str) -> Channel:
-    """This rank's channel over an axis of the mesh: the one there is, or a new one."""
+def axis_group(mesh: Mesh, axis: str) -> AxisGroup:
+    """That of this rank over an axis of the mesh: the one there is, or a new one."""
     group = mesh.group(axis)
-    known = None if group is None else _channels.get(group.group_name)
-    return known if known is not None and known.traffic is mesh.traffic else Channel(mesh, axis)
+    existing = None if group is None else _axis_groups.get(group.group_name)
+    return existing if existing is not None and existing.comm_bytes is mesh.comm_bytes else AxisGroup(mesh, axis)
 
 
-def named(name: str) -> Channel:
-    """The channel of this name, for an operator."""
-    return _channels[name]
+def axis_group_by_name(name: str) -> AxisGroup:
+    """For an operator, by the name of its process group."""
+    return _axis_groups[name]
 
 
 def _started(work: dist.Work | None) -> list[dist.Work]:
@@ -133,72 +129,49 @@ def _started(work: dist.Work | None) -> list[dist.Work]:
     return [work]
 
 
-# Operators: (name, arguments) -> what they return ------------------------------------------------------------------
-
 library = torch.library.Library("meshtrain", "DEF")
 
 
-def operator(schema: str, run: Callable, shapes: Callable) -> None:
-    """Makes `meshtrain::NAME` of a schema: `run` on any device, `shapes` where tensors have no values."""
-    name = schema.partition("(")[0]
-    library.define(schema)
+def operator(name: str, run: Callable, shapes: Callable) -> None:
+    """Makes `meshtrain::NAME` of two functions: `run` on any device, `shapes` where tensors have no values."""
+    library.define(name + torch.library.infer_schema(run, mutates_args=()))
     library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"meshtrain::{name}", shapes, lib=library)
 
 
-def _all_gather(x: Tensor, channel: str) -> Tensor:
-    return named(channel).start_all_gather(x.contiguous()).wait()
+def _collective(name: str, shapes: Callable) -> None:
+    def run(x: Tensor, group: str) -> Tensor:
+        return getattr(axis_group_by_name(group), f"start_{name}")(x.contiguous()).wait()
+
+    operator(name, run, shapes)
 
 
-def _reduce_scatter(x: Tensor, channel: str) -> Tensor:
-    return named(channel).start_reduce_scatter(x.contiguous()).wait()
-
-
-def _all_reduce(x: Tensor, channel: str) -> Tensor:
-    return named(channel).start_all_reduce(x.contiguous()).wait()
-
-
-operator(
-    "all_gather(Tensor x, str channel) -> Tensor",
-    _all_gather,
-    lambda x, channel: x.new_empty(x.shape[0] * named(channel).size, *x.shape[1:]),
-)
-operator(
-    "reduce_scatter(Tensor x, str channel) -> Tensor",
-    _reduce_scatter,
-    lambda x, channel: x.new_empty(x.shape[0] // named(channel).size, *x.shape[1:]),
-)
-operator(
-    "all_reduce(Tensor x, str channel) -> Tensor",
-    _all_reduce,
-    lambda x, channel: torch.empty_like(x, memory_format=torch.contiguous_format),
-)
+_collective("all_gather", lambda x, group: x.new_empty(x.shape[0] * axis_group_by_name(group).size, *x.shape[1:]))
+_collective("reduce_scatter", lambda x, group: x.new_empty(x.shape[0] // axis_group_by_name(group).size, *x.shape[1:]))
+_collective("all_reduce", lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format))
 ops = torch.ops.meshtrain
-
-
-# With a backward ----------------------------------------------------------------------------------------------------
 
 
 class ReduceScatter(torch.autograd.Function):
     """(t·m, ...) -> (m, ...): ranks' addends become parts of the sum; backward gathers the parts of the gradient."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, channel: str) -> Tensor:
-        ctx.channel = channel  # type: ignore[attr-defined]
-        return ops.reduce_scatter(x, channel)
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return ops.reduce_scatter(x, group)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        return ops.all_gather(grad, ctx.channel), None  # type: ignore[attr-defined]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ops.all_gather(grad, ctx.group), None
 
 
 class AllReduce(torch.autograd.Function):
     """Ranks' addends become the sum on each; its gradient, the same on each, is that of every addend."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, channel: str) -> Tensor:
-        return ops.all_reduce(x, channel)
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        return ops.all_reduce(x, group)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None

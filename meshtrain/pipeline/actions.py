@@ -1,4 +1,4 @@
-"""What a pipeline schedule is made of: for every rank, the actions that it runs, in order.
+"""Pipeline schedules as data: for every rank, the actions that it runs, in order.
 
 A *stage* is a piece of the model, and a rank holds one or more of them. A *microbatch* passes every stage forwards, and
 then every stage backwards. The backward of a stage is two computations that may be done at different times: the
@@ -10,6 +10,7 @@ ask (what an action waits for, what is sent to whom) is answered here, once. (Sc
 `runtime/pipe/schedule.py`.)
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -29,6 +30,16 @@ class Kind(StrEnum):
     BACKWARD = "B"  # I and W at once
 
     @property
+    def tensor(self) -> str:
+        """What an action of this kind takes from one neighbouring stage and makes for the other."""
+        return "activation" if self is Kind.FORWARD else "gradient"
+
+    @property
+    def direction(self) -> int:
+        """From the stage of an action to the one that takes what it makes."""
+        return 1 if self is Kind.FORWARD else -1
+
+    @property
     def gives_input_grad(self) -> bool:
         return self in (Kind.INPUT_GRAD, Kind.BACKWARD)
 
@@ -45,6 +56,12 @@ class Action:
     kind: Kind
     stage: int
     microbatch: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Action | None":
+        """Of what `str` gives; None: it is no action."""
+        match = re.fullmatch(r"(\d+)([FIWB])(\d+)", text)
+        return cls(Kind(match[2]), int(match[1]), int(match[3])) if match else None
 
     @property
     def parts(self) -> "tuple[Action, ...]":
@@ -93,6 +110,12 @@ class Schedule:
     actions: tuple[tuple[Action | Pair, ...], ...] = field(repr=False)  # per rank, in the order in which it runs them
 
     @property
+    def title(self) -> str:
+        """`zbv, 4 ranks x 8 microbatches, 2 stages each`."""
+        stages = f", {self.stages_per_rank} stages each" if self.stages_per_rank > 1 else ""
+        return f"{self.name}, {self.ranks} ranks x {self.microbatches} microbatches{stages}"
+
+    @property
     def ranks(self) -> int:
         return len(self.actions)
 
@@ -112,14 +135,14 @@ class Schedule:
         """The stages of a rank, in the order of the model."""
         return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
 
-    def flat(self, rank: int) -> tuple[Action, ...]:
+    def actions_of(self, rank: int) -> tuple[Action, ...]:
         """The actions of a rank with every pair as its two parts, one after the other."""
         return tuple(part for action in self.actions[rank] for part in action.parts)
 
     @cached_property
     def _input_grads(self) -> dict[tuple[int, int], Action]:
         """(stage, microbatch) -> the action that gives the gradient of that stage's input."""
-        every = (action for rank in range(self.ranks) for action in self.flat(rank))
+        every = (action for rank in range(self.ranks) for action in self.actions_of(rank))
         return {(action.stage, action.microbatch): action for action in every if action.kind.gives_input_grad}
 
     def needs(self, action: Action) -> tuple[Action, ...]:
@@ -140,36 +163,18 @@ class Schedule:
 
     def sends(self, action: Action | Pair) -> tuple[Transfer, ...]:
         """What leaves this action's rank when it is done. Stages of one rank hand over without a transfer."""
-        return self._between_ranks(_handed_on(part) for part in action.parts)
+        return self._between_ranks((part, part.stage, part.stage + part.kind.direction) for part in action.parts)
 
     def receives(self, action: Action | Pair) -> tuple[Transfer, ...]:
         """What has to have come from other ranks before this action can start."""
-        return self._between_ranks(_handed_over(part) for part in action.parts)
+        return self._between_ranks((part, part.stage - part.kind.direction, part.stage) for part in action.parts)
 
-    def _between_ranks(self, edges: Iterable[tuple[str, int, int, int]]) -> tuple[Transfer, ...]:
+    def _between_ranks(self, edges: Iterable[tuple[Action, int, int]]) -> tuple[Transfer, ...]:
+        """Of (action, stage that makes its tensor, stage that takes it). What weight gradients need and make stays."""
         transfers = []
-        for kind, source, target, microbatch in edges:
-            if 0 <= source < self.stages and 0 <= target < self.stages:
+        for action, source, target in edges:
+            if action.kind is not Kind.WEIGHT_GRAD and 0 <= source < self.stages and 0 <= target < self.stages:
                 ranks = self.rank_of(source), self.rank_of(target)
                 if ranks[0] != ranks[1]:
-                    transfers.append(Transfer(kind, target, microbatch, *ranks))
+                    transfers.append(Transfer(action.kind.tensor, target, action.microbatch, *ranks))
         return tuple(transfers)
-
-
-def _handed_on(action: Action) -> tuple[str, int, int, int]:
-    """(kind of tensor, stage that makes it, stage that takes it, microbatch): what an action makes for a neighbour.
-
-    The stage that takes it may be outside of the model: nobody does. A weight gradient stays where it is.
-    """
-    if action.kind is Kind.FORWARD:
-        return "activation", action.stage, action.stage + 1, action.microbatch
-    taker = action.stage - 1 if action.kind.gives_input_grad else -1
-    return "gradient", action.stage, taker, action.microbatch
-
-
-def _handed_over(action: Action) -> tuple[str, int, int, int]:
-    """The same for what an action takes: (kind of tensor, stage that makes it, this stage, microbatch)."""
-    if action.kind is Kind.FORWARD:
-        return "activation", action.stage - 1, action.stage, action.microbatch
-    maker = action.stage + 1 if action.kind.gives_input_grad else -1
-    return "gradient", maker, action.stage, action.microbatch

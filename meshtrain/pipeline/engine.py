@@ -1,4 +1,4 @@
-"""Runs a schedule on the stages of this rank: one small interpreter for every schedule.
+"""Pipeline engine: runs a schedule on the stages of this rank, one small interpreter for every schedule.
 
 It does what the schedule's lists say, action by action. A tensor from another rank is waited for when an action needs
 it; everything else (sends, the posting of receives) goes on beside the actions. What an action leaves is held until
@@ -9,31 +9,32 @@ gradients need until those are computed.
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.tensor import DTensor
 
+from meshtrain.job.pending import waiting
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.data import accumulate_gradients, last_microbatch, reduce_gradients
-from meshtrain.parallel.later import Due, Later, compute
-from meshtrain.parallel.waiting import Waiting
+from meshtrain.parallel.collectives import Waiting
+from meshtrain.parallel.grad_sync import accumulate_gradients, reduce_gradients, set_is_last_backward
+from meshtrain.parallel.torch_private import to_local
+from meshtrain.parallel.weight_grad import DeferredWeightGrad, WeightGradQueue, run_weight_grads
 from meshtrain.pipeline.actions import Action, Kind, Schedule, Transfer
+from meshtrain.pipeline.p2p import AXIS, Transfers, sends_confirmed_by, transfer_order
 from meshtrain.pipeline.simulate import Event
-from meshtrain.pipeline.transfers import AXIS, Transfers, acknowledged, in_order
 
 
-class Work(Protocol):
+class MicrobatchSource(Protocol):
     """A step's microbatches, and what is computed of them."""
 
     def shapes(self, microbatch: int) -> tuple[tuple[int, ...] | None, ...]:
         """Those of `inputs`, of which nothing need be on the device yet."""
 
-    def inputs(self, microbatch: int) -> tuple[Tensor | None, ...]:
-        """What the model's forward takes, on the device."""
+    def inputs(self, microbatch: int) -> tuple[Any, ...]:
+        """What the model's forward takes, on the device. Every stage gets all but the first, which it receives."""
 
     def loss(self, microbatch: int, output: Tensor) -> Tensor:
         """From the model's output to the scalar whose backward is run."""
@@ -42,11 +43,17 @@ class Work(Protocol):
         """Entered around every action: sets what a forward depends on, measures."""
 
 
+class _SavedGraph(NamedTuple):
+    """What a stage's forward of a microbatch leaves for its backward."""
+
+    received: Tensor | None  # from the stage before; its `.grad` goes back there
+    output: Tensor | GradientEdge | None  # where the backward starts: the loss, or the graph of what was handed on
+
+
 class Pipeline(nn.Module):
     """The stages of this rank, as one module whose parameters have the names of the whole model.
 
-    `run` takes the microbatches of a step through the schedule and ends with summed gradients. Called as a model it
-    computes a forward only: logits on the ranks of the last stage, None on others.
+    `run` is a step: forwards, backwards and sums of gradients. Called as a model it computes a forward only.
     """
 
     def __init__(
@@ -56,114 +63,103 @@ class Pipeline(nn.Module):
         mesh: Mesh,
         device: torch.device,
         *,
-        holding: Mapping[str, tuple[int, ...]],
-        later: Later | None = None,
+        parameter_stages: Mapping[str, tuple[int, ...]],
+        weight_grads: WeightGradQueue | None = None,
         waiting: Waiting = nullcontext,
         about: str = "",
     ) -> None:
         """
         Args:
             stages: of this rank, by their number; each parallelized.
-            schedule: for as many ranks as the mesh's `pp` has.
-            holding: parameter -> the stages that hold it; of a tied one several.
-            later: where the stages leave weight gradients; needed if the schedule splits backwards.
-            waiting: entered while this rank waits for others.
+            parameter_stages: parameter -> the stages that hold it; of a tied one several.
+            weight_grads: where the stages leave weight gradients; needed if the schedule splits backwards.
             about: a line for people about the stages.
         """
         super().__init__()
         self.about = about
-        self.schedule, self.holding = schedule, holding
+        self.schedule, self.parameter_stages = schedule, parameter_stages
         self.recorded: list[Event] | None = None  # of the actions of the next runs, if it is a list
         self._stages = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
-        self._mesh, self._device, self._later = mesh, device, later
-        self._rank = mesh.index(AXIS)
+        self._mesh, self._device, self._queue = mesh, device, weight_grads
+        self._rank, self._last_rank = mesh.index(AXIS), schedule.rank_of(schedule.stages - 1)
         self._transfers = Transfers(mesh, device, waiting)
-        self._order, self._learnt = in_order(schedule), acknowledged(schedule, self._rank)
+        self._order, self._confirmed = transfer_order(schedule), sends_confirmed_by(schedule, self._rank)
         self._forwards = tuple(
             Transfer("activation", stage, 0, schedule.rank_of(stage - 1), schedule.rank_of(stage))
             for stage in range(1, schedule.stages)
             if schedule.rank_of(stage - 1) != schedule.rank_of(stage)
         )
-        self._actions = schedule.flat(self._rank)
+        self._actions = schedule.actions_of(self._rank)
         self._received = {action: transfer for action in self._actions for transfer in schedule.receives(action)}
         self._sent = {action: transfer for action in self._actions for transfer in schedule.sends(action)}
         self._last = {action.stage: i for i, action in enumerate(self._actions)}
-        self._here: dict[tuple[str, int, int], Tensor] = {}  # handed on between stages of this rank
-        self._held: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge | None]] = {}
-        self._due: dict[tuple[int, int], list[Due]] = {}
+        # By stage and microbatch; between stages of this rank by what is handed on, and the stage that takes it.
+        self._local_handoff: dict[tuple[str, int, int], Tensor] = {}
+        self._saved_graphs: dict[tuple[int, int], _SavedGraph] = {}
+        self._weight_grads: dict[tuple[int, int], list[DeferredWeightGrad]] = {}
 
     def stage(self, number: int) -> nn.Module:
         return self._stages[str(number)]
 
     def stages(self) -> list[nn.Module]:
-        """Those of this rank."""
         return list(self._stages.values())
-
-    @property
-    def has_last(self) -> bool:
-        """Whether this rank has the last stage, and so the loss."""
-        return self.schedule.rank_of(self.schedule.stages - 1) == self._rank
-
-    def copies(self, name: str) -> int:
-        """How many stages hold a parameter."""
-        return len(self.holding[name])
 
     def named_parameters(self, *args: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Under the names of the whole model. A tied parameter of two stages of this rank comes twice."""
         for stage in self._stages.values():
             yield from stage.named_parameters(*args, **named)
 
-    def run(self, work: Work) -> None:
+    def run(self, source: MicrobatchSource) -> None:
         """Forwards and backwards of all microbatches of a step; the gradients are then whole."""
         for stage in self._stages.values():
-            last_microbatch(stage, False)  # sums are made where the schedule ends with a stage
-        keys = [work.shapes(i) for i in range(self.schedule.microbatches)]
-        self._transfers.begin(self._order, keys, self._learnt)
+            set_is_last_backward(stage, False)  # sums are made where the schedule ends with a stage
+        keys = [source.shapes(i) for i in range(self.schedule.microbatches)]
+        self._transfers.begin(self._order, keys, self._confirmed)
         for i, action in enumerate(self._actions):
-            self._act(action, work)
+            self._act(action, source)
             if self._last[action.stage] == i:
                 reduce_gradients(self.stage(action.stage))
         self._transfers.end()
         self._sum_tied()
 
-    def _act(self, action: Action, work: Work) -> None:
+    def _act(self, action: Action, source: MicrobatchSource) -> None:
         stage = self.stage(action.stage)
-        taken = self._take(action)  # to wait for it is no part of the action
-        with self._recording(action), work.around(stage, action):
+        received = self._take(action)  # to wait for it is no part of the action
+        with self._recording(action), source.around(stage, action):
             if action.kind is Kind.FORWARD:
-                self._forward(action, stage, work, taken)
+                self._forward(action, stage, source, received)
             elif action.kind is Kind.WEIGHT_GRAD:
-                compute(self._due.pop((action.stage, action.microbatch)))
+                run_weight_grads(self._weight_grads.pop(_key(action)))
                 accumulate_gradients(stage)
             else:
-                self._backward(action, taken)
+                self._backward(action, received)
 
-    def _forward(self, action: Action, stage: nn.Module, work: Work, received: Tensor | None) -> None:
-        inputs = work.inputs(action.microbatch)
+    def _forward(self, action: Action, stage: nn.Module, source: MicrobatchSource, received: Tensor | None) -> None:
+        inputs = source.inputs(action.microbatch)
         if received is not None:
             inputs = (received.requires_grad_(), *inputs[1:])
         output = stage(*inputs)
         if action.stage == self.schedule.stages - 1:
-            loss = work.loss(action.microbatch, output)
-            self._held[action.stage, action.microbatch] = received, loss
+            loss = source.loss(action.microbatch, output)
+            self._saved_graphs[_key(action)] = _SavedGraph(received, loss)
             return
         # The graph is held, and not the output: its memory is free when it has been sent.
         edge = get_gradient_edge(output) if output.requires_grad else None
-        self._held[action.stage, action.microbatch] = received, edge
-        self._give(action, output.detach())
+        self._saved_graphs[_key(action)] = _SavedGraph(received, edge)
+        self._hand_on(action, output.detach())
 
     def _backward(self, action: Action, grad: Tensor | None) -> None:
-        received, output = self._held.pop((action.stage, action.microbatch))
+        received, output = self._saved_graphs.pop(_key(action))
         if action.kind is Kind.INPUT_GRAD:
-            assert self._later is not None  # the schedule splits backwards
-            with self._later.collected() as due:
+            assert self._queue is not None  # the schedule splits backwards
+            with self._queue.record() as weight_grads:
                 _run_backward(output, grad)
-            self._due[action.stage, action.microbatch] = due
+            self._weight_grads[_key(action)] = weight_grads
         else:
             _run_backward(output, grad)
         if received is not None:
             assert received.grad is not None
-            self._give(action, received.grad)
+            self._hand_on(action, received.grad)
 
     def _take(self, action: Action) -> Tensor | None:
         """What the neighbouring stage has made for this action, once it is there.
@@ -173,18 +169,17 @@ class Pipeline(nn.Module):
         transfer = self._received.get(action)
         if transfer is not None:
             return self._transfers.receive(transfer)
-        return self._here.pop(("activation" if action.kind is Kind.FORWARD else "gradient", *_place(action)), None)
+        return self._local_handoff.pop((action.kind.tensor, *_key(action)), None)
 
-    def _give(self, action: Action, tensor: Tensor) -> None:
+    def _hand_on(self, action: Action, tensor: Tensor) -> None:
         transfer = self._sent.get(action)
         if transfer is not None:
             self._transfers.send(transfer, tensor)
             return
-        forward = action.kind is Kind.FORWARD
-        target = action.stage + 1 if forward else action.stage - 1
-        self._here["activation" if forward else "gradient", target, action.microbatch] = tensor
+        kind = action.kind
+        self._local_handoff[kind.tensor, action.stage + kind.direction, action.microbatch] = tensor
 
-    def forward(self, *inputs: Tensor | None) -> Tensor | None:
+    def forward(self, *inputs: Any) -> Tensor | None:
         """The model's output on the ranks that have the last stage; None on all others. All ranks call it together."""
         self._transfers.begin(self._forwards, [shapes_of(inputs)])
         output = None
@@ -193,19 +188,17 @@ class Pipeline(nn.Module):
             received = self._take(action)
             output = self.stage(number)(*(inputs if received is None else (received, *inputs[1:])))
             if number < self.schedule.stages - 1:
-                self._give(action, output)
+                self._hand_on(action, output)
         self._transfers.end()
-        return output if self.has_last else None
+        return output if self._rank == self._last_rank else None
 
     def from_last(self, number: int) -> int:
         """A number that the ranks of the last stage have, on all ranks."""
-        told = torch.tensor(number, device=self._device)
-        last = self.schedule.rank_of(self.schedule.stages - 1)
-        dist.broadcast(told, group_src=last, group=self._mesh.group(AXIS))
-        return int(told)
+        value = torch.tensor(number, device=self._device)
+        dist.broadcast(value, group_src=self._last_rank, group=self._mesh.group(AXIS))
+        return int(value)
 
     def state_dict(self, *args: Any, **named: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Of all stages of this rank, under the names of the whole model."""
         return {name: value for stage in self._stages.values() for name, value in stage.state_dict(**named).items()}
 
     @contextmanager
@@ -224,7 +217,7 @@ class Pipeline(nn.Module):
 
     def _sum_tied(self) -> None:
         """A weight that several stages hold has one gradient: the sum over them, in their order, on each of them."""
-        for name, stages in self.holding.items():
+        for name, stages in self.parameter_stages.items():
             ranks = [self.schedule.rank_of(stage) for stage in stages]
             if len(stages) == 1 or self._rank not in ranks:
                 continue
@@ -232,22 +225,22 @@ class Pipeline(nn.Module):
                 self._sum_over_stages(name, stages, ranks)
 
     def _sum_over_stages(self, name: str, stages: tuple[int, ...], ranks: list[int]) -> None:
-        own = {
-            stage: self._gradient(stage, name) for stage, rank in zip(stages, ranks, strict=True) if rank == self._rank
-        }
-        group, any_own = self._mesh.group(AXIS), next(iter(own.values()))
+        own_stages = [stage for stage, rank in zip(stages, ranks, strict=True) if rank == self._rank]
+        own = {stage: self._gradient(stage, name) for stage in own_stages}
+        group, like = self._mesh.group(AXIS), own[own_stages[0]]
         works, addends = [], []
         for stage, rank in zip(stages, ranks, strict=True):
-            addends.append(own[stage].clone() if stage in own else torch.empty_like(any_own))
+            addends.append(own[stage].clone() if stage in own else torch.empty_like(like))
             if stage not in own:
                 works.append(dist.irecv(addends[-1], group=group, group_src=rank))
             else:
                 others = sorted(set(ranks) - {self._rank})
                 works += [dist.isend(addends[-1], group=group, group_dst=other) for other in others]
-                self._mesh.traffic.add(AXIS, "send", addends[-1].nbytes * len(others))
-        for work in works:
-            assert work is not None  # this rank is in the group
-            work.wait()
+                self._mesh.comm_bytes.add(AXIS, "send", addends[-1].nbytes * len(others))
+        with waiting("gradients of a tied weight", group):
+            for work in works:
+                assert work is not None  # this rank is in the group
+                work.wait()
         for gradient in own.values():
             gradient.copy_(addends[0])
             for addend in addends[1:]:
@@ -261,7 +254,7 @@ class Pipeline(nn.Module):
         parameter = self._parameter(stage, name)
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        return to_local(parameter.grad)
 
 
 def _run_backward(output: Tensor | GradientEdge | None, grad: Tensor | None) -> None:
@@ -269,10 +262,10 @@ def _run_backward(output: Tensor | GradientEdge | None, grad: Tensor | None) -> 
         torch.autograd.backward(output, grad)
 
 
-def _place(action: Action) -> tuple[int, int]:
+def _key(action: Action) -> tuple[int, int]:
     return action.stage, action.microbatch
 
 
-def shapes_of(inputs: tuple[Tensor | None, ...]) -> tuple[tuple[int, ...] | None, ...]:
-    """What the forms of a microbatch's activations depend on."""
+def shapes_of(inputs: tuple[Any, ...]) -> tuple[tuple[int, ...] | None, ...]:
+    """What the shapes of a microbatch's activations depend on: those of its inputs, tensors and records of them."""
     return tuple(None if x is None else tuple(x.shape) for x in inputs)

@@ -1,7 +1,6 @@
 """Pipeline schedules by name and from CSV files, and what a schedule has to keep to before it trains.
 
     build("1f1b", ranks=4, microbatches=8)      -> Schedule: for every rank the actions that it runs, in order
-    peak_bound("1f1b", 4, 8)                    -> 4: the stage forwards that a rank holds at most
     read_csv("my_schedule.csv")                 -> Schedule, checked
 
 A new schedule is one function from (ranks, microbatches, stages per rank) to a `Schedule`, and one row of the table
@@ -18,73 +17,61 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshtrain.pipeline import generators, vshapes
+from meshtrain.pipeline import loop_schedules, v_schedules
 from meshtrain.pipeline.actions import Action, Kind, Pair, Schedule, ScheduleError
 from meshtrain.pipeline.simulate import simulate
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class _ScheduleSpec:
     make: Callable[[int, int, int], Schedule]  # of (ranks, microbatches, stages per rank)
-    peak: Callable[[int, int, int], int]  # of the same: the stage forwards that a rank holds at most
     stages: int  # per rank, unless other counts are asked for and allowed
     more_stages: str | None = None  # where more stages are allowed: what one stage per rank would be
 
 
-# p ranks, m microbatches, v stages per rank; g is the largest group of microbatches that goes through one stage before
-# any of it goes through the rank's next one: from p to 2p - 1, or m where m is smaller than p.
-_RECIPES = {
-    "gpipe": _Recipe(generators.gpipe, lambda p, m, v: m, 1),
-    "1f1b": _Recipe(generators.one_f_one_b, lambda p, m, v: min(m, p), 1),
-    "interleaved-1f1b": _Recipe(
-        generators.interleaved_1f1b,
-        lambda p, m, v: min(v * m, (v - 1) * generators.largest_group(m, p) + 2 * p - 1),
-        2,
-        "1f1b",
-    ),
-    "looped-bfs": _Recipe(generators.looped_bfs, lambda p, m, v: v * m, 2, "gpipe"),
-    "zb-h1": _Recipe(generators.zb_h1, lambda p, m, v: min(m, p), 1),
-    "zb-h2": _Recipe(generators.zb_h2, lambda p, m, v: min(m, 2 * p - 1), 1),
-    "interleaved-zb": _Recipe(
-        generators.interleaved_zb,
-        lambda p, m, v: min(v * m, (v - 1) * generators.largest_group(m, p) + p),
-        2,
-        "zb-h1",
-    ),
-    "zbv": _Recipe(vshapes.zbv, lambda p, m, v: min(2 * m, vshapes.ZBV.room(p)), 2),
-    "v-half": _Recipe(vshapes.v_half, lambda p, m, v: min(2 * m, vshapes.V_HALF.room(p)), 2),
-    "v-min": _Recipe(vshapes.v_min, lambda p, m, v: min(2 * m, vshapes.V_MIN.room(p)), 2),
-    "dualpipev": _Recipe(vshapes.dualpipev, lambda p, m, v: min(2 * m, 2 * p + 1), 2),
+_SPECS = {
+    "gpipe": _ScheduleSpec(loop_schedules.gpipe, 1),
+    "1f1b": _ScheduleSpec(loop_schedules.one_f_one_b, 1),
+    "interleaved-1f1b": _ScheduleSpec(loop_schedules.interleaved_1f1b, 2, "1f1b"),
+    "looped-bfs": _ScheduleSpec(loop_schedules.looped_bfs, 2, "gpipe"),
+    "zb-h1": _ScheduleSpec(loop_schedules.zb_h1, 1),
+    "zb-h2": _ScheduleSpec(loop_schedules.zb_h2, 1),
+    "interleaved-zb": _ScheduleSpec(loop_schedules.interleaved_zb, 2, "zb-h1"),
+    "zbv": _ScheduleSpec(v_schedules.zbv, 2),
+    "v-half": _ScheduleSpec(v_schedules.v_half, 2),
+    "v-min": _ScheduleSpec(v_schedules.v_min, 2),
+    "dualpipev": _ScheduleSpec(v_schedules.dualpipev, 2),
 }
-NAMES = tuple(_RECIPES)
+NAMES = tuple(_SPECS)
 MOST_PASSES = 1 << 19  # of a microbatch through a stage
 
 
 def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
     """The named schedule. Every count of microbatches works: no multiple of the ranks, and fewer than ranks, too.
 
-    Raises:
-        ScheduleError: an unknown name, or counts that do not work; says which do.
+    Raises ScheduleError: an unknown name, or counts that do not work; says which do.
     """
-    recipe = _recipe(name)
-    for what, count in (("ranks", ranks), ("microbatches", microbatches)):
+    if name not in _SPECS:
+        near = difflib.get_close_matches(name.lower(), NAMES, n=1)
+        hint = f"did you mean {near[0]}? There are " if near else "there are "
+        raise ScheduleError(f"there is no schedule {name!r}: {hint}{', '.join(NAMES)}")
+    for noun, count in (("ranks", ranks), ("microbatches", microbatches)):
         if count < 1:
-            raise ScheduleError(f"schedule {name} works with any number of {what} from 1 on; found {count}")
-    each = _stages_per_rank(name, recipe, stages_per_rank)
-    passes = ranks * each * microbatches
+            raise ScheduleError(f"schedule {name} works with any number of {noun} from 1 on; found {count}")
+    per_rank = _stages_per_rank(name, stages_per_rank)
+    passes = ranks * per_rank * microbatches
     if passes > MOST_PASSES:
         raise ScheduleError(
-            f"{microbatches:,} microbatches through {ranks * each:,} stages are {passes:,} passes, and a schedule "
+            f"{microbatches:,} microbatches through {ranks * per_rank:,} stages are {passes:,} passes, and a schedule "
             f"of at most {MOST_PASSES:,} is made: use fewer microbatches (a larger batch.micro_size), or fewer ranks"
         )
-    return recipe.make(ranks, microbatches, each)
+    return _SPECS[name].make(ranks, microbatches, per_rank)
 
 
 def load(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
     """The schedule that a config names: one of NAMES, or the path of a CSV file.
 
-    Raises:
-        ScheduleError: there is no such schedule, or it does not work with these counts; says what does.
+    Raises ScheduleError: there is no such schedule, or it does not work with these counts; says what does.
     """
     if not name.endswith(".csv"):
         return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
@@ -96,37 +83,16 @@ def load(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | Non
     return schedule
 
 
-def default_stages_per_rank(name: str) -> int:
-    """How many stages a rank holds when nothing else is asked for. Raises ScheduleError: an unknown name."""
-    return _recipe(name).stages
-
-
-def peak_bound(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> int:
-    """The stage forwards that any rank holds at most, each from its forward until its weight gradient is done.
-
-    Stages differ in size: one of a schedule with two stages per rank is half as large as one of a schedule with one.
-    """
-    recipe = _recipe(name)
-    return recipe.peak(ranks, microbatches, _stages_per_rank(name, recipe, stages_per_rank))
-
-
-def _recipe(name: str) -> _Recipe:
-    if name not in _RECIPES:
-        near = difflib.get_close_matches(name.lower(), NAMES, n=1)
-        known = f"did you mean {near[0]}? There are " if near else "there are "
-        raise ScheduleError(f"there is no schedule {name!r}: {known}{', '.join(NAMES)}")
-    return _RECIPES[name]
-
-
-def _stages_per_rank(name: str, recipe: _Recipe, asked: int | None) -> int:
-    if asked is None or asked == recipe.stages:
-        return recipe.stages
-    if recipe.more_stages is None:
-        raise ScheduleError(f"schedule {name} has {_stages(recipe.stages)} per rank; found {asked}")
-    if asked < 2:
-        instead = f": one is {recipe.more_stages}" if asked == 1 else ""
-        raise ScheduleError(f"schedule {name} has 2 stages per rank or more; found {asked}{instead}")
-    return asked
+def _stages_per_rank(name: str, requested: int | None) -> int:
+    spec = _SPECS[name]
+    if requested is None or requested == spec.stages:
+        return spec.stages
+    if spec.more_stages is None:
+        raise ScheduleError(f"schedule {name} has {_stages(spec.stages)} per rank; found {requested}")
+    if requested < 2:
+        instead = f": one is {spec.more_stages}" if requested == 1 else ""
+        raise ScheduleError(f"schedule {name} has 2 stages per rank or more; found {requested}{instead}")
+    return requested
 
 
 def _stages(count: int) -> str:
@@ -141,7 +107,7 @@ def check(schedule: Schedule) -> None:
 
     Raises:
         ScheduleError: a microbatch does not pass every stage once each way, or on the wrong rank.
-        Stuck: it could not finish; says which actions wait for what.
+        DeadlockError: it could not finish; says which actions wait for what.
     """
     if not schedule.placement or schedule.microbatches < 1:
         raise ScheduleError(f"schedule {schedule.name} has no stages or no microbatches")
@@ -150,7 +116,7 @@ def check(schedule: Schedule) -> None:
             raise ScheduleError(f"schedule {schedule.name}: rank {rank} has no stage; every rank needs one")
     counts: Counter[Action] = Counter()
     for rank in range(schedule.ranks):
-        for action in schedule.flat(rank):
+        for action in schedule.actions_of(rank):
             _check_place(schedule, rank, action)
             counts[action] += 1
     for stage in range(schedule.stages):
@@ -160,31 +126,30 @@ def check(schedule: Schedule) -> None:
 
 
 def _check_place(schedule: Schedule, rank: int, action: Action) -> None:
-    where = f"schedule {schedule.name}: rank {rank} has {action}"
+    text = f"schedule {schedule.name}: rank {rank} has {action}"
     if not 0 <= action.stage < schedule.stages:
-        raise ScheduleError(f"{where}, and the stages are 0 to {schedule.stages - 1}")
+        raise ScheduleError(f"{text}, and the stages are 0 to {schedule.stages - 1}")
     if not 0 <= action.microbatch < schedule.microbatches:
-        raise ScheduleError(f"{where}, and the microbatches are 0 to {schedule.microbatches - 1}")
+        raise ScheduleError(f"{text}, and the microbatches are 0 to {schedule.microbatches - 1}")
     if schedule.rank_of(action.stage) != rank:
-        raise ScheduleError(f"{where}, and stage {action.stage} is on rank {schedule.rank_of(action.stage)}")
+        raise ScheduleError(f"{text}, and stage {action.stage} is on rank {schedule.rank_of(action.stage)}")
 
 
 def _check_passes(schedule: Schedule, stage: int, microbatch: int, counts: Counter[Action]) -> None:
     """Once forwards, and once backwards, whole or in two."""
-    found = {kind: counts[Action(kind, stage, microbatch)] for kind in Kind}
-    backward = {kind: n for kind, n in found.items() if n and kind is not Kind.FORWARD}
+    passes = {kind: counts[Action(kind, stage, microbatch)] for kind in Kind}
+    backward = {kind: n for kind, n in passes.items() if n and kind is not Kind.FORWARD}
     whole, halves = {Kind.BACKWARD: 1}, {Kind.INPUT_GRAD: 1, Kind.WEIGHT_GRAD: 1}
-    if found[Kind.FORWARD] != 1 or backward not in (whole, halves):
-        told = ", ".join(f"{n} of {kind}" for kind, n in found.items() if n) or "nothing"
+    if passes[Kind.FORWARD] != 1 or backward not in (whole, halves):
+        listing = ", ".join(f"{n} of {kind}" for kind, n in passes.items() if n) or "nothing"
         raise ScheduleError(
             f"schedule {schedule.name}: microbatch {microbatch} passes stage {stage} on rank {schedule.rank_of(stage)} "
-            f"with {told}; expected one F, and one B or one I and one W"
+            f"with {listing}; expected one F, and one B or one I and one W"
         )
 
 
 # CSV: what torch.distributed.pipelining writes as "compute_only" -----------------------------------------------------
 
-_ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
@@ -194,22 +159,17 @@ def read_csv(path: str | os.PathLike[str], *, ranks: int | None = None, microbat
     A row per rank and an action per cell: `2F7` is stage 2, forward, microbatch 7. B is a whole backward, I and W are
     its input and its weight gradients, `(0F1;3B2)OVERLAP_F_B` is a pair; empty cells say nothing.
 
-    `ranks`, `microbatches`: what the schedule has to be for.
-
-    Raises:
-        ScheduleError: a file that cannot be read, is for other counts, or whose schedule does not pass `check`.
+    Raises ScheduleError: the file cannot be read, is for other `ranks` or `microbatches`, or does not pass `check`.
     """
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(f"cannot read the schedule {os.fspath(path)}: {error}") from error
     schedule = parse_csv(text, Path(path).stem)
-    for what, found, expected in (
-        ("ranks", schedule.ranks, ranks),
-        ("microbatches", schedule.microbatches, microbatches),
-    ):
-        if expected not in (None, found):
-            raise ScheduleError(f"the schedule {os.fspath(path)} is for {found} {what}; this is for {expected}")
+    counts = ("ranks", schedule.ranks, ranks), ("microbatches", schedule.microbatches, microbatches)
+    for noun, count, expected in counts:
+        if expected not in (None, count):
+            raise ScheduleError(f"the schedule {os.fspath(path)} is for {count} {noun}; this is for {expected}")
     return schedule
 
 
@@ -217,8 +177,10 @@ def parse_csv(text: str, name: str) -> Schedule:
     """The schedule in a file's text, checked. Raises ScheduleError: says in which row and cell."""
     rows = []
     for rank, cells in enumerate(csv.reader(io.StringIO(text))):
-        written = ((column, cell.strip()) for column, cell in enumerate(cells) if cell.strip())
-        rows.append(tuple(_parsed(cell, f"schedule {name}, row {rank + 1}, cell {c + 1}") for c, cell in written))
+        cells_with_text = ((column, cell.strip()) for column, cell in enumerate(cells) if cell.strip())
+        rows.append(
+            tuple(_parse_cell(cell, f"schedule {name}, row {rank + 1}, cell {c + 1}") for c, cell in cells_with_text)
+        )
     holders: dict[int, int] = {}
     microbatches = 0
     for rank, row in enumerate(rows):
@@ -239,15 +201,15 @@ def to_csv(schedule: Schedule) -> str:
     return "".join(",".join(map(str, row)) + "\n" for row in schedule.actions)
 
 
-def _parsed(cell: str, where: str) -> Action | Pair:
+def _parse_cell(cell: str, location: str) -> Action | Pair:
     pair = _PAIR.fullmatch(cell)
-    actions = [_ACTION.fullmatch(part.strip()) for part in (pair.groups() if pair else (cell,))]
-    parts = [Action(Kind(match[2]), int(match[1]), int(match[3])) for match in actions if match]
-    if len(parts) < len(actions):
+    texts = pair.groups() if pair else (cell,)
+    parts = [action for text in texts if (action := Action.parse(text.strip()))]
+    if len(parts) < len(texts):
         hint = "; sends, receives and the like are not written, they follow" if re.match(r"\d+[A-Z]{2}", cell) else ""
-        raise ScheduleError(f"{where}: expected an action like 2F7, with F, I, W or B; found {cell!r}{hint}")
+        raise ScheduleError(f"{location}: expected an action like 2F7, with F, I, W or B; found {cell!r}{hint}")
     if pair is None:
         return parts[0]
     if parts[0].kind is not Kind.FORWARD or not parts[1].kind.gives_input_grad:
-        raise ScheduleError(f"{where}: a pair is a forward and then a backward, B or I; found {cell!r}")
+        raise ScheduleError(f"{location}: a pair is a forward and then a backward, B or I; found {cell!r}")
     return Pair(*parts)

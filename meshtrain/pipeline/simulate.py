@@ -1,4 +1,4 @@
-"""Runs a schedule on a clock: when every action starts and ends, who idles, how much is held, or why it cannot finish.
+"""Simulation of a schedule: when every action starts and ends, who idles, how much is held, or why it cannot finish.
 
 The rule is the one that the engine keeps to. A rank runs its list in order, one action at a time, and an action starts
 as soon as what it needs is there: the work of its neighbours, and the time that a tensor takes to come from another
@@ -60,7 +60,7 @@ class Timeline:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Time in which a rank runs anything; where two measured actions overlap it counts once."""
-        return tuple(_covered(row) for row in self.events)
+        return tuple(_busy_time(row) for row in self.events)
 
     @cached_property
     def idle(self) -> tuple[float, ...]:
@@ -85,7 +85,7 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class BlockedRank:
     """Why a rank cannot go on: its next action needs one that is not done."""
 
     rank: int
@@ -96,17 +96,17 @@ class Wait:
     missing_position: int | None  # of it in that list
 
 
-class Stuck(ScheduleError):  # noqa: N818  a state, as StopIteration is
+class DeadlockError(ScheduleError):
     """A schedule that cannot finish. `waits`: one for every action that a blocked rank waits for.
 
     `cycle`: ranks each of which waits for the next, and the last for the first; empty where what is missing is in
     nobody's list.
     """
 
-    def __init__(self, schedule: Schedule, waits: tuple[Wait, ...], cycle: tuple[int, ...]) -> None:
+    def __init__(self, schedule: Schedule, waits: tuple[BlockedRank, ...], cycle: tuple[int, ...]) -> None:
         self.waits = waits
         self.cycle = cycle
-        super().__init__(_told(schedule, waits, cycle))
+        super().__init__(_deadlock_message(schedule, waits, cycle))
 
 
 def simulate(
@@ -119,7 +119,7 @@ def simulate(
     rank has what it made.
 
     Raises:
-        Stuck: the schedule cannot finish; says which ranks wait for what.
+        DeadlockError: the schedule cannot finish; says which ranks wait for what.
         ScheduleError: costs that are negative, or are not one for each stage.
     """
     costs = {
@@ -130,7 +130,7 @@ def simulate(
     costs[Kind.BACKWARD] = tuple(map(sum, zip(costs[Kind.INPUT_GRAD], costs[Kind.WEIGHT_GRAD], strict=True)))
     if transfer < 0:
         raise ScheduleError(f"a transfer takes a time of at least 0; found {transfer}")
-    lists = [schedule.flat(rank) for rank in range(schedule.ranks)]
+    lists = [schedule.actions_of(rank) for rank in range(schedule.ranks)]
     rows: list[list[Event]] = [[] for _ in lists]
     done: dict[Action, Event] = {}
     waiting: dict[Action, list[int]] = defaultdict(list)  # action that is not done -> blocked ranks
@@ -150,7 +150,7 @@ def simulate(
             rows[rank].append(done[action])
             able += waiting.pop(action, ())
     if any(len(row) < len(actions) for row, actions in zip(rows, lists, strict=True)):
-        raise _stuck(schedule, lists, [len(row) for row in rows], done.keys())
+        raise _deadlock(schedule, lists, [len(row) for row in rows], done.keys())
     return Timeline(tuple(map(tuple, rows)))
 
 
@@ -163,7 +163,7 @@ def _per_stage(name: str, cost: Cost, stages: int) -> tuple[float, ...]:
     return costs
 
 
-def _covered(row: Sequence[Event]) -> float:
+def _busy_time(row: Sequence[Event]) -> float:
     """How much time the events cover; they are in order of their starts."""
     total: float = 0
     reach = row[0].start if row else 0
@@ -174,16 +174,18 @@ def _covered(row: Sequence[Event]) -> float:
 
 
 def _peak(row: Sequence[Event]) -> int:
-    held = peak = 0
+    live = peak = 0
     for event in row:
-        held += event.action.kind is Kind.FORWARD
-        peak = max(peak, held)
-        held -= event.action.kind.gives_weight_grad
+        live += event.action.kind is Kind.FORWARD
+        peak = max(peak, live)
+        live -= event.action.kind.gives_weight_grad
     return peak
 
 
-def _stuck(schedule: Schedule, lists: Sequence[Sequence[Action]], reached: Sequence[int], done: Set[Action]) -> Stuck:
-    """What every blocked rank waits for. `reached`: per rank, the position in its list at which it stands."""
+def _deadlock(
+    schedule: Schedule, lists: Sequence[Sequence[Action]], reached: Sequence[int], done: Set[Action]
+) -> DeadlockError:
+    """`reached`: per rank, the position in its list at which it stands."""
     ahead = {
         actions[position]: (rank, position)
         for rank, actions in enumerate(lists)
@@ -196,11 +198,11 @@ def _stuck(schedule: Schedule, lists: Sequence[Sequence[Action]], reached: Seque
             for missing in schedule.needs(action):
                 if missing not in done:
                     holder, position = ahead.get(missing, (None, None))
-                    waits.append(Wait(rank, action, reached[rank], missing, holder, position))
-    return Stuck(schedule, tuple(waits), _cycle(waits))
+                    waits.append(BlockedRank(rank, action, reached[rank], missing, holder, position))
+    return DeadlockError(schedule, tuple(waits), _cycle(waits))
 
 
-def _cycle(waits: Sequence[Wait]) -> tuple[int, ...]:
+def _cycle(waits: Sequence[BlockedRank]) -> tuple[int, ...]:
     """Ranks that wait for each other in a circle, from its lowest on; empty where there is none.
 
     Every blocked rank waits for a blocked rank, or for an action that is in no list. So a walk from rank to rank ends
@@ -223,18 +225,18 @@ def _cycle(waits: Sequence[Wait]) -> tuple[int, ...]:
     return ()
 
 
-def _told(schedule: Schedule, waits: Sequence[Wait], cycle: Sequence[int]) -> str:
+def _deadlock_message(schedule: Schedule, waits: Sequence[BlockedRank], cycle: Sequence[int]) -> str:
     lines = [f"schedule {schedule.name} cannot finish:"]
     for wait in waits:
         if wait.missing_position is None:
-            why = "which is in no rank's list"
+            reason = "which is in no rank's list"
         elif wait.holder == wait.rank:
-            why = f"which comes later in its own list, as number {wait.missing_position + 1}"
+            reason = f"which comes later in its own list, as number {wait.missing_position + 1}"
         else:
-            why = f"number {wait.missing_position + 1} of rank {wait.holder}, which has not come to it"
+            reason = f"number {wait.missing_position + 1} of rank {wait.holder}, which has not come to it"
         lines.append(
             f"  rank {wait.rank} stands before {wait.action}, number {wait.position + 1} of its actions, "
-            f"and waits for {wait.missing}, {why}"
+            f"and waits for {wait.missing}, {reason}"
         )
     if len(cycle) > 1:
         lines.append("  they wait in a circle: rank " + " -> ".join(map(str, (*cycle, cycle[0]))))

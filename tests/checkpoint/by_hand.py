@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshtrain.checkpoint import folder
+from meshtrain.checkpoint import directory as folder
 from meshtrain.checkpoint.manifest import Manifest, file_of
-from meshtrain.checkpoint.placement import Placement, written_part
-from meshtrain.checkpoint.shards import write_shard
-from meshtrain.huggingface import KINDS
+from meshtrain.checkpoint.placement import Placement, part_to_write
+from meshtrain.checkpoint.shard_file import write_shard
+from meshtrain.huggingface.load import KINDS
+from meshtrain.huggingface.safetensors import Entry
 from meshtrain.layout import Layout
-from meshtrain.weights import Entry
 
 Cuts = tuple[tuple[str, int], ...]
 
@@ -39,7 +39,7 @@ def write_checkpoint(
     unfinished = folder.begin(where, step)
     files = {}
     for rank in range(layout.world_size):
-        parts = {name: written_part(placement, layout, rank) for name, placement in placements.items()}
+        parts = {name: part_to_write(placement, layout, rank) for name, placement in placements.items()}
         rows = []
         for name, part in parts.items():
             if part is not None:
@@ -59,7 +59,7 @@ def write_checkpoint(
         data={},
         versions={"meshtrain": "0.1.0"},
         rng={"seed": 0},
-        books={},
+        counters={},
         evaluation=None,
         written="2026-01-01T00:00:00Z",
     )

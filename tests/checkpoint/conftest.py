@@ -2,9 +2,9 @@
 
 import pytest
 
-from meshtrain.checkpoint import retry
+from meshtrain import storage
 
 
 @pytest.fixture(autouse=True)
 def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(storage, "PAUSES_S", (0.0, 0.0))

@@ -17,18 +17,18 @@ from typing import Any
 
 import torch
 
-import meshtrain.report
-import meshtrain.results
+import meshtrain.run.results
+import meshtrain.run.step_logger
 import meshtrain.train
-from meshtrain import stopping
-from meshtrain.checkpoint import retry
+from meshtrain import storage
 from meshtrain.config import Config
 from meshtrain.data.batch import IGNORE, Batch
-from meshtrain.environment import Environment, read_environment
 from meshtrain.errors import InputError, TrainingError
-from meshtrain.leaving import leaving
-from meshtrain.runtime import Job, join
-from meshtrain.stopping import Signals
+from meshtrain.job import signals as stopping
+from meshtrain.job.environment import Environment, read_environment
+from meshtrain.job.exit import job_exit
+from meshtrain.job.process import Job, join
+from meshtrain.job.signals import Signals
 
 # A model and its data so small that a step takes milliseconds. It draws random numbers of all three kinds.
 MODEL = """
@@ -116,7 +116,7 @@ def alone(case: Case) -> dict[str, Any]:
     job.device = torch.device("cpu")
     before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
     try:
-        return run_case(case, job, Signals.heard())
+        return run_case(case, job, Signals.install())
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -132,16 +132,16 @@ def interrupted(case: Case, rank: int, output: Path) -> Iterator[None]:
     plain = meshtrain.train.Trainer
 
     class Interrupted(plain):
-        def accumulate(self, step: int, microbatches: list[Batch]) -> None:
+        def forward_backward(self, step: int, microbatches: list[Batch]) -> None:
             self.latest = microbatches
-            super().accumulate(step, microbatches)
+            super().forward_backward(step, microbatches)
 
-        def update(self, step: int, stop_asked: bool = False) -> Callable:
+        def optimizer_step(self, step: int, stop_asked: bool = False) -> Callable:
             if case.record is not None:
                 write_down(Path(case.record) / f"rank_{rank}", step, self.latest)
             if case.interrupt is not None and step == case.at and rank == case.rank:
                 interrupt(case.interrupt, output)
-            return super().update(step, stop_asked)
+            return super().optimizer_step(step, stop_asked)
 
     meshtrain.train.Trainer = Interrupted  # type: ignore[misc]
     try:
@@ -178,19 +178,19 @@ def written_down(folder: Path) -> list[str]:
 
 def faster() -> None:
     """What a run does once, because it is long, is left out; and a file STOP is looked for in each step."""
-    meshtrain.report.sample_flops = lambda *_: (None, "FLOPs are not counted")  # type: ignore[assignment]
-    meshtrain.report.peak_flops = lambda *_: (1.0, "a peak of 1 FLOP/s")  # type: ignore[assignment]
-    meshtrain.results.plot_loss = lambda *_: "no picture is drawn"  # type: ignore[assignment]
+    meshtrain.run.step_logger.sample_flops = lambda *_: (None, "FLOPs are not counted")  # type: ignore[assignment]
+    meshtrain.run.step_logger.peak_flops = lambda *_: (1.0, "a peak of 1 FLOP/s")  # type: ignore[assignment]
+    meshtrain.run.results.plot_loss = lambda *_: "no picture is drawn"  # type: ignore[assignment]
     stopping.LOOK_EVERY_S = 0.0
-    retry.PAUSES_S = (0.01, 0.01)
+    storage.PAUSES_S = (0.01, 0.01)
 
 
 def main() -> None:
     faster()
     job = join(read_environment(os.environ))
-    signals = Signals.heard()
+    signals = Signals.install()
     results = []
-    with leaving(job):
+    with job_exit(job):
         for case in json.loads(Path(sys.argv[1]).read_text()):
             signals.request = None
             results.append(run_case(Case(**case), job, signals))

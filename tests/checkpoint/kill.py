@@ -30,8 +30,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from meshtrain import metrics  # noqa: E402
-from meshtrain.checkpoint.folder import complete_steps, name_of  # noqa: E402
+from meshtrain.checkpoint.directory import complete_steps, name_of  # noqa: E402
+from meshtrain.metrics import logger as metrics  # noqa: E402
 from tests.checkpoint.going_on import small_run  # noqa: E402
 from tests.launching import MARK, TORCHRUN, environment, kill_marked, wait_until_gone  # noqa: E402
 
@@ -208,7 +208,7 @@ def compare(run: Run, whole: Run, steps: int) -> None:
         assert row == expected, f"{row} where the run that was not killed has {expected}"
     assert run.unfinished() == []
     last = [str(each.checkpoints / name_of(steps)) for each in (run, whole)]
-    diff = [sys.executable, "-m", "meshtrain.cli", "checkpoint", "diff", *last]
+    diff = [sys.executable, "-m", "meshtrain.cli.main", "checkpoint", "diff", *last]
     done = subprocess.run(diff, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tensors are equal to the bit" in done.stdout, done.stdout

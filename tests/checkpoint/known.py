@@ -6,17 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshtrain.build import build_model
 from meshtrain.checkpoint.placement import Placement
 from meshtrain.checkpoint.state import UPDATES, State
 from meshtrain.config import Config
-from meshtrain.environment import Environment
-from meshtrain.huggingface import DTYPES
+from meshtrain.huggingface.load import DTYPES
+from meshtrain.job.environment import Environment
+from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh, build_mesh
-from meshtrain.optim import Optimizer
-from meshtrain.runtime import Job
-from meshtrain.step import LossScale
+from meshtrain.modeling.build import build_model
+from meshtrain.optim.optimizer import Optimizer
+from meshtrain.trainer import LossScale
 from tests.parity.experiments import QUICKSTART
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ ABOUT: dict[str, Any] = {
     "data": {},
     "versions": {},
     "rng": {},
-    "books": {},
+    "counters": {},
     "evaluation": None,
 }
 
@@ -94,7 +94,7 @@ def wrong(state: State) -> list[str]:
         for held in state.held
         if not torch.equal(held.local.detach(), whole(held.name, held.placement)[held.part])
     ]
-    counted = {one["step"].item() for one in state._optimizer._adamw.state.values()}
+    counted = {one["step"].item() for one in state._optimizer.rule._adamw.state.values()}
     return (
         names if counted == {whole(UPDATES, state.placements[UPDATES]).item()} else [*names, f"AdamW is at {counted}"]
     )

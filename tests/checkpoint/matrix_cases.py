@@ -10,19 +10,19 @@ from pathlib import Path
 
 import meshtrain.train
 from meshtrain.config import Config
-from meshtrain.environment import read_environment
-from meshtrain.leaving import leaving
-from meshtrain.parallel import data
-from meshtrain.runtime import join
-from meshtrain.saving import Saving
+from meshtrain.job.environment import read_environment
+from meshtrain.job.exit import job_exit
+from meshtrain.job.process import join
+from meshtrain.parallel import fsdp
+from meshtrain.run.checkpointing import Checkpointer
 from tests.checkpoint.going_on import faster
 
 
-class SavingAtOnce(Saving):
+class SavingAtOnce(Checkpointer):
     """Writes the state with which a run goes on, as this layout holds it, before the first step."""
 
-    def __enter__(self) -> Saving:
-        if self.report.step > 0:
+    def __enter__(self) -> Checkpointer:
+        if self._monitor.finished_step > 0:
             self.finish()
             self.check()
         return super().__enter__()
@@ -30,10 +30,10 @@ class SavingAtOnce(Saving):
 
 def main() -> None:
     faster()
-    meshtrain.train.Saving = SavingAtOnce  # type: ignore[misc]
-    data.SMALL = 0  # FSDP gathers each block by itself, as it does with larger ones
+    meshtrain.train.Checkpointer = SavingAtOnce  # type: ignore[misc]
+    fsdp.MIN_UNIT_SIZE = 0  # FSDP gathers each block by itself, as it does with larger ones
     job = join(read_environment(os.environ))
-    with leaving(job):
+    with job_exit(job):
         for name, overrides in json.loads(Path(sys.argv[1]).read_text()):
             config = Config.load(name, overrides, world_size=job.world_size, for_training=True)
             assert meshtrain.train.run(config, job) == 0

@@ -20,19 +20,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshtrain.build import build_model
-from meshtrain.checkpoint import attempt, folder
+from meshtrain.checkpoint import commit
+from meshtrain.checkpoint import directory as folder
 from meshtrain.checkpoint.load import restore
 from meshtrain.checkpoint.placement import shape_of
-from meshtrain.checkpoint.save import Retention, Saver
-from meshtrain.checkpoint.shards import Shard, write_shard
+from meshtrain.checkpoint.retention import Retention
+from meshtrain.checkpoint.save import Saver
+from meshtrain.checkpoint.shard_file import Shard, write_shard
 from meshtrain.checkpoint.state import State
 from meshtrain.config import Config
-from meshtrain.environment import read_environment
+from meshtrain.job.environment import read_environment
+from meshtrain.job.exit import job_exit
+from meshtrain.job.process import Job, join
 from meshtrain.layout import Layout
-from meshtrain.leaving import leaving
 from meshtrain.mesh import Mesh, build_mesh
-from meshtrain.runtime import Job, join
+from meshtrain.modeling.build import build_model
 from tests.checkpoint.known import ABOUT, CPU, MODEL, OF_4, clear, fill, on, wrong
 from tests.parity.experiments import QUICKSTART
 from tests.tensor_parallel_cases import Cases
@@ -87,12 +89,12 @@ class Ranks(Cases):
         answers: list[Any] = []
 
         def in_thread() -> None:
-            second.give(self.job.rank)
+            second.put(self.job.rank)
             if self.job.rank == 0:
-                second.answer({"sum": sum(second.collect())})
-            answers.append(second.answered())
+                second.broadcast({"sum": sum(second.gather())})
+            answers.append(second.receive())
             if self.job.rank == 0:
-                third.collect()
+                third.gather()
 
         def given_up() -> None:
             try:
@@ -103,7 +105,7 @@ class Ranks(Cases):
         thread = threading.Thread(target=given_up)
         thread.start()
         self.equal(self.job.gather("meeting meanwhile", self.job.rank), [0, 1, 2, 3], "another meeting")
-        first.give(None)
+        first.put(None)
         while not answers:
             time.sleep(0.01)
         self.equal(answers[0], {"sum": 6}, "the answer")
@@ -124,7 +126,7 @@ class Ranks(Cases):
         state = on(self.job, OF_4["HSDP"])
         fill(state)
         saver = self.saver(state, "slow")
-        with replaced(attempt, "write_shard", slowly if self.job.rank == 1 else write_shard):
+        with replaced(commit, "write_shard", slowly if self.job.rank == 1 else write_shard):
             saver.save(7, ABOUT)
             for _ in range(50):
                 dist.all_reduce(torch.ones(100))
@@ -204,8 +206,8 @@ class Ranks(Cases):
     def buffers_may_differ(self) -> None:
         """Running statistics follow from a rank's own samples."""
         import meshtrain
-        from meshtrain.config.sections import Optimizer as Keys
-        from meshtrain.optim import Optimizer
+        from meshtrain.config.schema import Optimizer as Keys
+        from meshtrain.optim.optimizer import Optimizer
 
         torch.manual_seed(0)
         norm = nn.BatchNorm1d(5).eval()
@@ -228,7 +230,7 @@ class Ranks(Cases):
             assert go.wait(60)
             return plain(*arguments)
 
-        module, name = (folder, "begin") if stage == "begin" else (attempt, "write_shard")
+        module, name = (folder, "begin") if stage == "begin" else (commit, "write_shard")
         plain, where = getattr(module, name), f"late_{rank}_{stage}"
         state = on(self.job, OF_4["FSDP"])
         fill(state)
@@ -294,7 +296,7 @@ class Ranks(Cases):
         state = on(self.job, OF_4["FSDP"])
         saver = self.saver(state, "killed")
         saver.save(1, ABOUT, wait=True)
-        with replaced(attempt, "write_shard", die if self.job.rank == 3 else write_shard):
+        with replaced(commit, "write_shard", die if self.job.rank == 3 else write_shard):
             saver.save(2, ABOUT, wait=True)
 
 
@@ -355,7 +357,7 @@ RUNS: dict[str, Callable[[Ranks], None]] = {
 
 if __name__ == "__main__":
     job = join(read_environment(os.environ))
-    with leaving(job):
+    with job_exit(job):
         job.connect(120)
         cases = Ranks(job, Path(sys.argv[1]))
         RUNS[sys.argv[2]](cases)

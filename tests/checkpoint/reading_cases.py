@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshtrain.checkpoint import shards
+from meshtrain.checkpoint import shard_file as shards
 from meshtrain.checkpoint.manifest import file_of
-from meshtrain.environment import read_environment
-from meshtrain.leaving import leaving
-from meshtrain.runtime import join
+from meshtrain.job.environment import read_environment
+from meshtrain.job.exit import job_exit
+from meshtrain.job.process import join
 from tests.checkpoint.going_on import Case, faster, run_case
 
 NEWEST = "step_0000004"
@@ -57,7 +57,7 @@ def main(config: str, folder: str) -> None:
     job.environment = replace(job.environment, host=f"n{job.rank}", local_rank=0)
     options = (f"train.output={folder}/run", "data.workers=0", "checkpoint.every=2", "layout={dp_shard: 2}")
     results = []
-    with leaving(job):
+    with job_exit(job):
         results.append(run_case(Case(config, (*options, "train.steps=4")), job))
         for rank, how, times in CASES:
             case = Case(config, (*options, "train.steps=5"))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshtrain.checkpoint.folder import COMPLETE, LOCK, complete_steps, locked
+from meshtrain.checkpoint.directory import COMPLETE, LOCK, complete_steps, lock_folder
 from meshtrain.checkpoint.manifest import MANIFEST, Manifest
-from meshtrain.cli import main
+from meshtrain.cli.main import main
 from tests.checkpoint.by_hand import write_checkpoint
 
 LOSSES = {100: 3.0, 200: 2.5, 300: 2.75, 400: math.nan}
@@ -199,7 +199,7 @@ def test_prune_never_counts_a_damaged_one_as_kept(run_folder: Path, typed: Any) 
 
 @pytest.mark.parametrize("inside", ["", "checkpoints"])
 def test_prune_leaves_the_folder_of_a_running_job_alone(run_folder: Path, typed: Any, inside: str) -> None:
-    with locked(run_folder / inside):
+    with lock_folder(run_folder / inside):
         for path in (run_folder, run_folder / "checkpoints"):
             status, _, err = typed("prune", path, "--keep-last", 1)
             assert status == 2

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshtrain.checkpoint import diff as room
 from meshtrain.checkpoint.diff import TensorDifference, diff
-from meshtrain.checkpoint.folder import begin, finish
+from meshtrain.checkpoint.directory import begin, finish
 from meshtrain.checkpoint.manifest import file_of
 from meshtrain.errors import DamagedError
 from tests.checkpoint.by_hand import Cuts, write_checkpoint

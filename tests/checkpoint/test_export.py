@@ -12,17 +12,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from meshtrain import cli, weights
-from meshtrain.checkpoint import export as checkpoint_export
 from meshtrain.checkpoint import load_weights
-from meshtrain.environment import read_environment
+from meshtrain.checkpoint import weights as checkpoint_weights
+from meshtrain.cli import export as checkpoint_export
+from meshtrain.cli import main as cli
+from meshtrain.config.locate import bundled, model_file
 from meshtrain.errors import DamagedError, InputError
-from meshtrain.export import export as export_of_run
-from meshtrain.huggingface import named_tensors
+from meshtrain.huggingface import safetensors as weights
+from meshtrain.huggingface.load import named_tensors
+from meshtrain.job.environment import read_environment
+from meshtrain.job.process import Job
 from meshtrain.layout import Layout
-from meshtrain.locate import bundled, model_file
 from meshtrain.mesh import build_mesh
-from meshtrain.runtime import Job
+from meshtrain.run.weights_export import export as export_of_run
 from tests.checkpoint.by_hand import Cuts, write_checkpoint
 
 SIZES: dict[str, Any] = {
@@ -93,7 +95,7 @@ def test_the_same_bytes_as_a_run_writes(
     layout: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = made(tie_word_embeddings=tied)
-    monkeypatch.setattr("meshtrain.checkpoint.opened.MOST_OPEN", 2 if layout == "FSDP" else 64)
+    monkeypatch.setattr("meshtrain.checkpoint.shard_file.MOST_OPEN", 2 if layout == "FSDP" else 64)
     checkpoint = write_checkpoint(tmp_path, tensors_of(model), config=config_of(model, "bfloat16"), **LAYOUTS[layout])
     for most in (2**30, 20_000):
         checkpoint_export.export(checkpoint, tmp_path / "ours", file_bytes=most)
@@ -129,7 +131,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 USERS_OWN = """
 import pathlib
 pathlib.Path({marker!r}).touch()
-from meshtrain.locate import model_file
+from meshtrain.config.locate import model_file
 from dataclasses import dataclass
 Model = model_file("llama").Model
 @dataclass(frozen=True)
@@ -288,14 +290,14 @@ def test_one_row_block_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Nothing larger than a block is asked of the reader."""
     monkeypatch.setattr(checkpoint_export, "BLOCK", 2000)
     asked: list[int] = []
-    really = checkpoint_export.read_part
+    really = checkpoint_weights.read_part
 
     def read(*arguments: Any) -> Tensor:
         found = really(*arguments)
         asked.append(found.nbytes)
         return found
 
-    monkeypatch.setattr(checkpoint_export, "read_part", read)
+    monkeypatch.setattr(checkpoint_weights, "read_part", read)
     config = {"model": {"name": "x.py"}, "train": {"precision": "float32"}}
     checkpoint = write_checkpoint(
         tmp_path, {"model.w": torch.randn(1000, 3), "model.b": torch.randn(5000)}, config=config

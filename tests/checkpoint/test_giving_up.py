@@ -13,15 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshtrain.checkpoint import attempt, folder, save
-from meshtrain.checkpoint.attempt import Attempt
+from meshtrain.checkpoint import commit, save
+from meshtrain.checkpoint import directory as folder
+from meshtrain.checkpoint.commit import CheckpointWrite
 from meshtrain.checkpoint.save import Saver
-from meshtrain.checkpoint.shards import write_shard
-from meshtrain.environment import Environment
-from meshtrain.operate.deadlines import Clock
-from meshtrain.operate.inquest import decide
-from meshtrain.operate.testimony import Seen, Statement, Wait
-from meshtrain.runtime import Job
+from meshtrain.checkpoint.shard_file import write_shard
+from meshtrain.job.environment import Environment
+from meshtrain.job.process import Job
+from meshtrain.job.watchdog.deadlines import DeadlineClock
+from meshtrain.job.watchdog.diagnose import diagnose
+from meshtrain.job.watchdog.records import PendingCollective, RankReport, RankStatus, Reach
 from tests.checkpoint.going_on import small_run
 from tests.checkpoint.known import ABOUT, alone, fill, on
 from tests.launching import forked
@@ -49,7 +50,7 @@ class Hanging:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
-        monkeypatch.setattr(attempt, "write_shard", self)
+        monkeypatch.setattr(commit, "write_shard", self)
 
     def __call__(self, *arguments: Any) -> Any:
         assert self.go.wait(60)
@@ -114,11 +115,11 @@ def no_memory(*arguments: Any) -> Any:
 def test_too_little_memory_is_a_failed_save(saver: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch) -> None:
     one = saver()
     with monkeypatch.context() as patch:
-        patch.setattr(attempt, "write_shard", no_memory)
+        patch.setattr(commit, "write_shard", no_memory)
         one.save(1, ABOUT, wait=True)
     assert one.problem == "rank 0 on host here: MemoryError"
     with monkeypatch.context() as patch:
-        patch.setattr(attempt.Attempt, "_manifest", no_memory)
+        patch.setattr(commit.CheckpointWrite, "_manifest", no_memory)
         one.save(2, ABOUT, wait=True)
     assert one.problem == "rank 0 on host here: MemoryError"
     one.save(3, ABOUT, wait=True)
@@ -129,28 +130,28 @@ def of_two(rank: int, store: dist.Store | None) -> Job:
     return Job(Environment("none", rank, 2, rank, "here", None), torch.device("cpu"), store)
 
 
-def attempt_of(job: Job, place: Path, **how: Any) -> Attempt:
+def attempt_of(job: Job, place: Path, **how: Any) -> CheckpointWrite:
     state: Any = SimpleNamespace(placements={}, layout=None)
-    apart: Any = SimpleNamespace(digests=lambda: {}, apart=lambda: ["w"], of=lambda _: {})
-    return Attempt(state, place, job, 1, ABOUT, SimpleNamespace(wait=lambda: 0.0), apart, **how)  # type: ignore[arg-type]
+    sums: Any = SimpleNamespace(digests=lambda: {}, inconsistent_ties=lambda: ["w"], of_kind=lambda _: {})
+    return CheckpointWrite(state, place, job, 1, ABOUT, SimpleNamespace(wait=lambda: 0.0), sums, **how)  # type: ignore[arg-type]
 
 
 def test_a_rank_that_is_stuck_when_ranks_have_diverged_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the run ends for it: what it holds is not what it should hold."""
-    monkeypatch.setattr(attempt, "suspicions", lambda *_: [])
+    monkeypatch.setattr(commit, "find_divergence", lambda *_: [])
     store = dist.HashStore()
     first, stuck = (attempt_of(of_two(rank, store), tmp_path, limit_s=0.0) for rank in (0, 1))
     thread = threading.Thread(target=first.run, args=[None], daemon=True)
     thread.start()
-    stuck._opening.give([{}, []])
-    assert stuck._opening.answered()["apart"] == [[0, ["w"]]]
+    stuck._prepare_round.put([{}, []])
+    assert stuck._prepare_round.receive()["apart"] == [[0, ["w"]]]
     deadline = time.monotonic() + 20
-    while first._collecting is not first._telling and time.monotonic() < deadline:
+    while first._gathering is not first._divergence_round and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert first.look()
-    assert stuck.look()
+    assert first.poll()
+    assert stuck.poll()
     thread.join(60)
     assert first.done.is_set()
     assert stuck.problem == first.problem
@@ -169,10 +170,10 @@ def test_a_save_is_given_up_before_its_word_is_out(tmp_path: Path, monkeypatch: 
     """The thread that hears it must know what to leave; and it may end its wait while the main thread looks."""
     one = attempt_of(of_two(0, dist.HashStore()), tmp_path, limit_s=0.0)
     known: list[bool] = []
-    monkeypatch.setattr(one._closing, "answer", lambda _: known.append(one.given_up))
-    seen = iter([one._opening, None])
-    monkeypatch.setattr(Attempt, "_collecting", property(lambda _: next(seen)), raising=False)
-    assert one.look()
+    monkeypatch.setattr(one._commit_round, "broadcast", lambda _: known.append(one.given_up))
+    seen = iter([one._prepare_round, None])
+    monkeypatch.setattr(CheckpointWrite, "_gathering", property(lambda _: next(seen)), raising=False)
+    assert one.poll()
     assert known == [True]
     assert str(one.problem).endswith("rank 0, 1 has not begun to write")
 
@@ -184,7 +185,7 @@ def test_who_has_no_thread_gives_a_save_up_as_well(tmp_path: Path, monkeypatch: 
     state = on(alone(), {})
     fill(state)
     one = Saver(state, tmp_path, of_two(0, dist.HashStore()), limit_s=0.3, say=lambda _: None)
-    give_up = threading.Timer(30, lambda: one._attempt and one._attempt.cancel())
+    give_up = threading.Timer(30, lambda: one._current and one._current.cancel())
     give_up.daemon = True
     give_up.start()
     with monkeypatch.context() as patch:
@@ -222,10 +223,10 @@ def test_where_no_thread_can_be_started(saver: Callable[..., Saver], monkeypatch
 def test_who_writes_is_late_when_the_save_was_not_given_up_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline itself is the usual one: by then a rank that is stopped, gone or out of reach is noticed."""
     now = [0.0]
-    monkeypatch.setattr("meshtrain.operate.deadlines.time", SimpleNamespace(monotonic=lambda: now[0]))
-    clock = Clock()
+    monkeypatch.setattr("meshtrain.job.watchdog.deadlines.time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock = DeadlineClock()
     clock.deadlines.save_s, clock.deadlines.save_limit_s = 1.0, 1800.0
-    clock.at("saving")
+    clock.enter_phase("saving")
     seen = []
     for now[0] in (299.0, 301.0, 3800.0, 3901.0):
         seen.append((clock.missed(), clock.late()))
@@ -233,20 +234,20 @@ def test_who_writes_is_late_when_the_save_was_not_given_up_either(monkeypatch: p
     assert clock.deadlines.hangs("saving", 1)
 
 
-def ranks_in_a_save(**two: Any) -> list[Seen]:
+def ranks_in_a_save(**two: Any) -> list[RankReport]:
     """Ranks 0 and 1 wait for the file of rank 2."""
-    meeting = Wait("the meeting 'round 31' at the store", "", (0, 1, 2), None, (2,))
-    said = [Statement("saving", 4, 400.0, patient=True, wait=meeting if rank < 2 else None) for rank in range(3)]
-    seen = [Seen(rank, "a", f"rank {rank} on host a", 7, "answers", one) for rank, one in enumerate(said)]
+    meeting = PendingCollective("the meeting 'round 31' at the store", "", (0, 1, 2), None, (2,))
+    said = [RankStatus("saving", 4, 400.0, patient=True, wait=meeting if rank < 2 else None) for rank in range(3)]
+    seen = [RankReport(rank, "a", f"rank {rank} on host a", 7, Reach.ANSWERS, one) for rank, one in enumerate(said)]
     return [*seen[:2], replace(seen[2], **two)]
 
 
 def test_a_rank_that_waits_for_its_disk_is_not_lost_and_one_that_is_gone_is() -> None:
-    assert decide(ranks_in_a_save(), hangs=True) is None
+    assert diagnose(ranks_in_a_save(), hangs=True) is None
     for reach in ("gone", "unreachable", "silent"):
-        found = decide(ranks_in_a_save(reach=reach, statement=None), hangs=True)
+        found = diagnose(ranks_in_a_save(reach=Reach(reach), status=None), hangs=True)
         assert found is not None
-        assert (found.what, found.ranks) == (reach, (2,))
+        assert (found.kind, found.ranks) == (reach, (2,))
 
 
 @pytest.mark.parametrize("in_background", [True, False])

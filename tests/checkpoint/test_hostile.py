@@ -19,16 +19,16 @@ from typing import Any
 
 import pytest
 
-import meshtrain.report
-import meshtrain.results
+import meshtrain.run.results
+import meshtrain.run.step_logger
 import meshtrain.train
-from meshtrain import cli
 from meshtrain.checkpoint import load_weights
-from meshtrain.checkpoint.folder import complete_steps, locked
+from meshtrain.checkpoint.directory import complete_steps, lock_folder
+from meshtrain.cli import main as cli
+from meshtrain.config.locate import model_file
 from meshtrain.errors import InputError
-from meshtrain.locate import model_file
-from meshtrain.metrics import read
-from meshtrain.stopping import Signals
+from meshtrain.job.signals import Signals
+from meshtrain.metrics.logger import read
 from tests.checkpoint.going_on import small_run
 
 SHARD, MANIFEST, COMPLETE = "rank_00000.safetensors", "manifest.json", "COMPLETE"
@@ -166,9 +166,9 @@ class Desk:
 @pytest.fixture(scope="module", autouse=True)
 def _quickly() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meshtrain.report, "sample_flops", lambda *_: (None, "FLOPs are not counted"))
-        patch.setattr(meshtrain.report, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s"))
-        patch.setattr(meshtrain.results, "plot_loss", lambda *_: "no picture is drawn")
+        patch.setattr(meshtrain.run.step_logger, "sample_flops", lambda *_: (None, "FLOPs are not counted"))
+        patch.setattr(meshtrain.run.step_logger, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s"))
+        patch.setattr(meshtrain.run.results, "plot_loss", lambda *_: "no picture is drawn")
         yield
 
 
@@ -321,7 +321,7 @@ def test_a_full_disk_costs_no_step_and_no_earlier_checkpoint(
 ) -> None:
     if in_the_middle:  # somebody else fills it after the room was checked
         free = disk_usage(desk.folder)
-        monkeypatch.setattr("meshtrain.checkpoint.attempt.disk_usage", lambda path: free)
+        monkeypatch.setattr("meshtrain.checkpoint.commit.disk_usage", lambda path: free)
     place = ["train.steps=6", f"checkpoint.path={disk}", "checkpoint.keep_last=9"]
     ended = desk.train(*place, output="full")
     assert ended.status == 1
@@ -356,7 +356,7 @@ def test_a_read_only_folder_can_be_read(desk: Desk, disk: Path) -> None:
 def test_two_runs_on_one_folder(desk: Desk, tmp_path: Path) -> None:
     checkpoints = desk.run / "checkpoints"
     for folder, output in ((desk.run, "run"), (checkpoints, "other")):
-        with locked(folder):
+        with lock_folder(folder):
             before = tree(desk.run)
             ended = desk.train(f"checkpoint.path={checkpoints}", output=output)
             assert ended.status == 2

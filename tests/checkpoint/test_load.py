@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from meshtrain.checkpoint import load
-from meshtrain.checkpoint.folder import complete_steps, open_manifest
+from meshtrain.checkpoint.directory import complete_steps, open_manifest
 from meshtrain.checkpoint.load import differences, restore
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.placement import Placement, shape_of
 from meshtrain.checkpoint.save import Saver
-from meshtrain.checkpoint.shards import Shard
-from meshtrain.checkpoint.state import Held
+from meshtrain.checkpoint.shard_file import Shard
+from meshtrain.checkpoint.state import LocalShard
 from meshtrain.checkpoint.verify import verify
 from meshtrain.errors import DamagedError, InputError
 from tests.checkpoint.by_hand import write_checkpoint
@@ -52,7 +52,7 @@ def part_of(tensors: dict[str, torch.Tensor], wanted: dict[str, tuple[slice, ...
     held = []
     for name, part in wanted.items():
         target = torch.zeros(shape_of(part))
-        held.append(Held(name, placements[name], part, True, lambda target=target: target))
+        held.append(LocalShard(name, placements[name], part, True, lambda target=target: target))
     return SimpleNamespace(placements=placements, held=held, loaded=lambda: None)
 
 

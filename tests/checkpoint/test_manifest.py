@@ -36,7 +36,7 @@ def made(layout: Layout, tensors: dict[str, Placement], **about: Any) -> Manifes
         data={"fingerprint": "ab", "train": 10},
         versions={"torch": "2.13.0"},
         rng={"seed": 0, "rule": "(seed, step, data rank)"},
-        books={},
+        counters={},
         evaluation={"eval_loss": 3.25},
         written="2026-01-02T03:04:05Z",
     )
@@ -53,12 +53,12 @@ JSON = st.recursive(
 @settings(max_examples=40, deadline=None)
 @given(st.data(), st.dictionaries(st.text(), JSON, max_size=3), st.none() | st.dictionaries(st.just("x"), st.floats()))
 def test_what_is_written_is_read(
-    data: st.DataObject, books: dict[str, Any], evaluation: dict[str, float] | None
+    data: st.DataObject, counters: dict[str, Any], evaluation: dict[str, float] | None
 ) -> None:
     layout = data.draw(layouts())
     names = data.draw(st.sets(st.text(st.characters(categories=["L", "N", "P"]), min_size=1), max_size=4))
     tensors = {name: data.draw(placements(layout)) for name in sorted(names)}
-    written = made(layout, tensors, books=books, evaluation=evaluation)
+    written = made(layout, tensors, counters=counters, evaluation=evaluation)
     text = written.to_json()
     found = Manifest.parse(text, WHERE)
     assert repr(found) == repr(written)  # NaN is not equal to itself
@@ -69,12 +69,12 @@ def test_what_is_written_is_read(
 
 def test_infinity_and_nan_are_json_that_any_program_reads() -> None:
     written = made(
-        Layout({}), {}, books={"loss": math.nan}, config={"clip": [math.inf, -math.inf]}, evaluation={"l": math.inf}
+        Layout({}), {}, counters={"loss": math.nan}, config={"clip": [math.inf, -math.inf]}, evaluation={"l": math.inf}
     )
     plain = json.loads(written.to_json(), parse_constant=pytest.fail)
     assert plain["books"] == {"loss": {"$float": "nan"}}
     found = Manifest.parse(written.to_json(), WHERE)
-    assert math.isnan(found.books["loss"])
+    assert math.isnan(found.counters["loss"])
     assert found.config == {"clip": [math.inf, -math.inf]}
     assert found.evaluation == {"l": math.inf}
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from meshtrain.checkpoint.diff import diff
-from meshtrain.checkpoint.folder import name_of, open_manifest
-from meshtrain.metrics import read
+from meshtrain.checkpoint.directory import name_of, open_manifest
+from meshtrain.metrics.logger import read
 from tests.checkpoint import matrix_cases
 from tests.launching import forked
 from tests.parity.experiments import QUICKSTART, SMALL

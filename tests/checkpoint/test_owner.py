@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-import meshtrain.report
-import meshtrain.results
+import meshtrain.run.results
+import meshtrain.run.step_logger
 import meshtrain.train
-from meshtrain import stopping
-from meshtrain.checkpoint import folder
-from meshtrain.checkpoint.folder import TakenError, complete_steps, locked
+from meshtrain.checkpoint import directory as folder
+from meshtrain.checkpoint.directory import TakenError, complete_steps, lock_folder
 from meshtrain.checkpoint.save import Saver
-from meshtrain.cli import main
-from meshtrain.environment import TORCHRUN, read_environment
+from meshtrain.cli.main import main
 from meshtrain.errors import InputError
-from meshtrain.metrics import read
-from meshtrain.operate.goodput import Ledger
+from meshtrain.job import signals as stopping
+from meshtrain.job.environment import TORCHRUN, read_environment
+from meshtrain.metrics.goodput import GoodputTracker
+from meshtrain.metrics.logger import read
 from tests.checkpoint.going_on import Case, alone, small_run
 from tests.checkpoint.known import ABOUT, fill, on
 from tests.checkpoint.known import alone as job_alone
@@ -54,7 +54,7 @@ def take(place: Path) -> None:
 def test_nothing_is_touched_in_a_folder_that_another_job_has(tmp_path: Path, act: Callable[[Path], Any]) -> None:
     (tmp_path / "step_0000001").mkdir()
     (tmp_path / ".step_0000001.tmp").mkdir()
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         take(tmp_path)
         before = sorted(os.listdir(tmp_path))
         with pytest.raises(TakenError, match=r"was taken by another job meanwhile \(process 7 on host b\)"):
@@ -68,10 +68,10 @@ def test_nothing_is_touched_in_a_folder_that_another_job_has(tmp_path: Path, act
 
 @pytest.mark.usefixtures("_no_lock")
 def test_the_second_job_has_it(tmp_path: Path) -> None:
-    first = locked(tmp_path)
+    first = lock_folder(tmp_path)
     first.__enter__()
     token = folder._OWNED[tmp_path]
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         folder.check_owner()
         folder._OWNED[tmp_path] = token  # as the first one's process has it
         assert str(folder.owner_changed()).startswith(
@@ -84,28 +84,28 @@ def test_the_second_job_has_it(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("_no_lock")
 def test_a_job_that_lost_its_folder_and_is_started_again_does_not_take_it_back(tmp_path: Path) -> None:
     """torchrun starts the job that stopped again, and that would stop the other one, and so on."""
-    with locked(tmp_path, launch="a"):
+    with lock_folder(tmp_path, launch="a"):
         pass
-    with locked(tmp_path, launch="a", again=True):
+    with lock_folder(tmp_path, launch="a", again=True):
         folder.check_owner()
-    with locked(tmp_path, launch="b"):
+    with lock_folder(tmp_path, launch="b"):
         token = (tmp_path / folder.OWNER).read_bytes()
         since = pytest.raises(TakenError, match=r"taken by another job since this one was first started \(process")
-        with since, locked(tmp_path, launch="a", again=True):
+        with since, lock_folder(tmp_path, launch="a", again=True):
             pass
         assert (tmp_path / folder.OWNER).read_bytes() == token
-    with locked(tmp_path, launch="b", again=True), locked(tmp_path, launch="c", again=True):
+    with lock_folder(tmp_path, launch="b", again=True), lock_folder(tmp_path, launch="c", again=True):
         pass  # it was lost before it had the folder: nobody has taken that from it
-    with locked(tmp_path, launch="a"):
+    with lock_folder(tmp_path, launch="a"):
         pass  # somebody has submitted it anew
-    with locked(tmp_path, launch="a", again=True):
+    with lock_folder(tmp_path, launch="a", again=True):
         folder.check_owner()
-    with locked(tmp_path), pytest.raises(TakenError), locked(tmp_path, launch="a", again=True):
+    with lock_folder(tmp_path), pytest.raises(TakenError), lock_folder(tmp_path, launch="a", again=True):
         pass
     for i in range(20):
-        with locked(tmp_path, launch=f"{i}" + "\N{SNOWMAN}" * 500):
+        with lock_folder(tmp_path, launch=f"{i}" + "\N{SNOWMAN}" * 500):
             folder.check_owner()
-    with pytest.raises(TakenError), locked(tmp_path, launch="18" + "\N{SNOWMAN}" * 500, again=True):
+    with pytest.raises(TakenError), lock_folder(tmp_path, launch="18" + "\N{SNOWMAN}" * 500, again=True):
         pass
 
 
@@ -125,7 +125,7 @@ def test_a_saver_stops_the_run(tmp_path: Path) -> None:
     state = on(job_alone(), {})
     fill(state)
     one = Saver(state, tmp_path, job_alone(), on_failure="continue")
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         one.save(1, ABOUT, wait=True)
         take(tmp_path)
         one.save(2, ABOUT, wait=True)
@@ -136,9 +136,9 @@ def test_a_saver_stops_the_run(tmp_path: Path) -> None:
 
 @pytest.fixture
 def go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    monkeypatch.setattr(meshtrain.report, "sample_flops", lambda *_: (None, "FLOPs are not counted"))
-    monkeypatch.setattr(meshtrain.report, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s"))
-    monkeypatch.setattr(meshtrain.results, "plot_loss", lambda *_: "no picture is drawn")
+    monkeypatch.setattr(meshtrain.run.step_logger, "sample_flops", lambda *_: (None, "FLOPs are not counted"))
+    monkeypatch.setattr(meshtrain.run.step_logger, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s"))
+    monkeypatch.setattr(meshtrain.run.results, "plot_loss", lambda *_: "no picture is drawn")
     monkeypatch.setattr(stopping, "LOOK_EVERY_S", 0.0)
     config = str(small_run(tmp_path))
     return lambda *overrides: alone(Case(config, (f"train.output={tmp_path}/run", "data.workers=0", *overrides)))
@@ -151,9 +151,9 @@ def test_a_run_whose_folder_was_taken_ends_and_leaves_it_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Within a step or two, and not with its next checkpoint: what it would write besides is the other job's."""
-    begin = Ledger.begin
+    begin = GoodputTracker.begin
     with monkeypatch.context() as patch:
-        patch.setattr(Ledger, "begin", lambda ledger: (take(tmp_path / "run"), begin(ledger))[1])
+        patch.setattr(GoodputTracker, "begin", lambda ledger: (take(tmp_path / "run"), begin(ledger))[1])
         result = go("train.steps=100", "checkpoint.every=50")
     assert result["status"] == 1
     assert f"the folder {tmp_path}/run was taken by another job meanwhile (process 7 on host b)" in result["error"]
@@ -173,7 +173,7 @@ def test_a_file_system_without_locks_is_a_warning(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refused)
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         folder.check_owner()
         take(tmp_path)
         with pytest.raises(TakenError):
@@ -187,7 +187,7 @@ def test_another_failure_to_lock_is_none(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(fcntl, "flock", refused)
-    with pytest.raises(InputError, match="cannot be locked"), locked(tmp_path):
+    with pytest.raises(InputError, match="cannot be locked"), lock_folder(tmp_path):
         pass
 
 
@@ -195,7 +195,7 @@ def test_another_failure_to_lock_is_none(tmp_path: Path, monkeypatch: pytest.Mon
 def test_prune_takes_no_folder_from_a_job(go: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     assert go("checkpoint.every=2") == {"status": 0}
     place = tmp_path / "run/checkpoints"
-    with locked(place):
+    with lock_folder(place):
         assert main(["checkpoint", "prune", str(place), "--keep-last", "1"]) == 0
         folder.check_owner()
     assert complete_steps(place) == [8]

@@ -5,22 +5,24 @@ import math
 import zlib
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshtrain.checkpoint.crc import combine
 from meshtrain.checkpoint.placement import (
     Placement,
     copies,
-    held_part,
+    fits,
     is_empty,
     overlap,
+    part_of_rank,
+    part_to_write,
     pieces,
     shape_of,
-    written_part,
 )
-from meshtrain.cuts import Part
-from meshtrain.layout import AXES, Layout
+from meshtrain.checkpoint.shard_file import combine
+from meshtrain.layout import AXES, EXPERT_AXES, Layout, LayoutError
+from meshtrain.parallel.sharding import Part
 
 
 @st.composite
@@ -32,9 +34,22 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 @st.composite
+def with_experts(draw: st.DrawFn) -> Layout:
+    layout = draw(layouts())
+    try:
+        return layout.with_experts(draw(st.sampled_from([1, 2, 3, 4, 6, 8])))
+    except LayoutError:
+        return layout
+
+
+@st.composite
 def placements(draw: st.DrawFn, layout: Layout, smallest: int = 1) -> Placement:
     shape = tuple(draw(st.lists(st.integers(smallest, 7), max_size=3)))
-    axes = draw(st.permutations([axis for axis in layout.axes if axis != "pp"]))
+    # Axes of the layout, some of which a derived one may stand for; or, with experts, those of the other factorization.
+    dense = [*(axis for axis in layout.axes if axis not in ("pp", "dp_shard", "cp")), "fsdp"]
+    kinds = [[axis for axis in layout.axes if axis != "pp"], dense, EXPERT_AXES if layout.experts > 1 else dense]
+    known = [axis for axis in draw(st.sampled_from(kinds)) if axis in layout.axes or layout.size(axis) > 1]
+    axes = draw(st.permutations(known))
     cuts = tuple((axis, draw(st.integers(0, max(0, len(shape) - 1)))) for axis in axes[: draw(st.integers(0, 4))])
     stages = draw(st.sets(st.integers(0, layout.size("pp") - 1), min_size=1))
     return Placement(shape, "F32", cuts, tuple(sorted(stages)))
@@ -47,12 +62,12 @@ def elements(part: Part) -> set[tuple[int, ...]]:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_each_element_is_written_once_by_one_who_holds_it(data: st.DataObject) -> None:
-    layout = data.draw(layouts())
+    layout = data.draw(with_experts())
     tensor = data.draw(placements(layout, smallest=0))
     written: Counter[tuple[int, ...]] = Counter()
     held: Counter[tuple[int, ...]] = Counter()
     for rank in range(layout.world_size):
-        mine, part = held_part(tensor, layout, rank), written_part(tensor, layout, rank)
+        mine, part = part_of_rank(tensor, layout, rank), part_to_write(tensor, layout, rank)
         assert part is None or (mine is not None and elements(part) <= elements(mine) and not is_empty(part))
         held.update(() if mine is None else elements(mine))
         written.update(() if part is None else elements(part))
@@ -63,14 +78,23 @@ def test_each_element_is_written_once_by_one_who_holds_it(data: st.DataObject) -
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_reader_is_told_all_pieces_that_it_needs_and_no_other(data: st.DataObject) -> None:
-    layout = data.draw(layouts())
+    layout = data.draw(with_experts())
     tensor = data.draw(placements(layout))
     starts = [data.draw(st.integers(0, size - 1)) for size in tensor.dims]
     ends = [st.integers(start + 1, size) for start, size in zip(starts, tensor.dims, strict=True)]
     wanted = tuple(slice(start, data.draw(end)) for start, end in zip(starts, ends, strict=True))
-    written = ((rank, written_part(tensor, layout, rank)) for rank in range(layout.world_size))
+    written = ((rank, part_to_write(tensor, layout, rank)) for rank in range(layout.world_size))
     expected = [(rank, part) for rank, part in written if part and not is_empty(overlap(part, wanted))]
     assert sorted(pieces(tensor, layout, wanted), key=str) == sorted(expected, key=str)
+
+
+def test_an_axis_that_no_layout_has_is_refused() -> None:
+    layout = Layout({"dp_shard": 2})
+    with pytest.raises(LayoutError, match="there is no axis 'fsdp2'"):
+        part_of_rank(Placement((4,), "F32", (("fsdp2", 0),)), layout, 0)
+    assert fits(Placement((4,), "F32", (("fsdp", 0),)), layout)
+    for axes in (("fsdp2",), ("cp",), ("pp",), ("dp_shard", "dp_shard"), ("fsdp", "dp_shard")):
+        assert not fits(Placement((4,), "F32", tuple((axis, 0) for axis in axes)), layout)
 
 
 def test_pieces_of_a_large_layout_are_found_without_a_walk_over_its_ranks() -> None:

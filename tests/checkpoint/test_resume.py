@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-import meshtrain.report
-import meshtrain.results
+import meshtrain.run.results
+import meshtrain.run.step_logger
 import meshtrain.train
-from meshtrain import stopping
-from meshtrain.checkpoint.folder import complete_steps, locked, open_manifest
+from meshtrain.checkpoint.directory import complete_steps, lock_folder, open_manifest
 from meshtrain.data import OpenData
-from meshtrain.metrics import read
+from meshtrain.job import signals as stopping
+from meshtrain.metrics.logger import read
 from tests.checkpoint import going_on
 from tests.checkpoint.going_on import Case, alone, as_json, small_run, written_down
 from tests.launching import forked
@@ -31,9 +31,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meshtrain.report, "sample_flops", lambda *_: (None, "FLOPs are not counted"))
-    monkeypatch.setattr(meshtrain.report, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s"))
-    monkeypatch.setattr(meshtrain.results, "plot_loss", lambda *_: "no picture is drawn")
+    monkeypatch.setattr(meshtrain.run.step_logger, "sample_flops", lambda *_: (None, "FLOPs are not counted"))
+    monkeypatch.setattr(meshtrain.run.step_logger, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s"))
+    monkeypatch.setattr(meshtrain.run.results, "plot_loss", lambda *_: "no picture is drawn")
     monkeypatch.setattr(stopping, "LOOK_EVERY_S", 0.0)
 
 
@@ -281,7 +281,7 @@ def test_another_validation_of_the_same_training_data_is_other_data(
 
 def test_two_runs_do_not_share_checkpoints(go: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     path = f"checkpoint.path={tmp_path}/shared"
-    with locked(tmp_path / "shared"):
+    with lock_folder(tmp_path / "shared"):
         refused = go(path)
     assert refused["status"] == 2
     assert "the folder of the checkpoints" in refused["error"]

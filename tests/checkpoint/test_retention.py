@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshtrain.checkpoint.retention import judged_by, which
+from meshtrain.checkpoint.retention import Retention, best_metric, steps_to_keep
 
 STEPS = [100, 200, 300, 400, 500]
 LOSSES = {100: 3.0, 200: 1.0, 300: math.nan, 400: 1.0, 500: 2.0}
@@ -30,36 +30,39 @@ def named(name: str, values: dict[int, float]) -> dict[int, dict[str, float]]:
 )
 def test_rules(last: int | None, every: int | None, best: bool, lower: bool, kept: set[int]) -> None:
     evaluations = named("eval_loss" if lower else "accuracy", LOSSES)
-    assert which(STEPS, evaluations, keep_last=last, keep_every=every, keep_best=best) == kept
+    assert steps_to_keep(STEPS, evaluations, Retention(last, every, best)) == kept
 
 
 def test_only_evaluations_of_the_same_number_of_samples_are_compared() -> None:
     """Older checkpoints do not say how many; the best of each number stays."""
-    rules = {"keep_last": 1, "keep_every": None, "keep_best": True}
+    rules = Retention(keep_last=1, keep_best=True)
     losses = {1: 2.0, 2: 1.0, 3: 5.0, 4: 4.0, 5: 3.0, 6: 9.0}
     samples = {3: 8, 4: 8, 5: 20, 6: 20}
     evaluations = {step: {"eval_loss": loss} for step, loss in losses.items()}
-    assert which(losses, evaluations, **rules) == {2, 6}
+    assert steps_to_keep(losses, evaluations, rules) == {2, 6}
     for step, count in samples.items():
         evaluations[step]["eval_samples"] = count
-    assert which(losses, evaluations, **rules) == {2, 4, 5, 6}
+    assert steps_to_keep(losses, evaluations, rules) == {2, 4, 5, 6}
 
 
 def test_accuracy_is_judged_by_where_there_is_one() -> None:
-    assert judged_by([{}, {"eval_loss": 1.0, "perplexity": 2.7}]) == ("eval_loss", True)
-    assert judged_by([{"eval_loss": 1.0}, {"eval_loss": 1.0, "accuracy": 0.5}]) == ("accuracy", False)
-    assert judged_by([]) == ("eval_loss", True)
+    assert best_metric([{}, {"eval_loss": 1.0, "perplexity": 2.7}]) == ("eval_loss", True)
+    assert best_metric([{"eval_loss": 1.0}, {"eval_loss": 1.0, "accuracy": 0.5}]) == ("accuracy", False)
+    assert best_metric([]) == ("eval_loss", True)
 
 
 def test_a_value_that_is_no_number_is_not_the_best() -> None:
-    rules = {"keep_last": 1, "keep_every": None, "keep_best": True}
-    assert which([1, 2, 3, 4], named("eval_loss", {1: math.nan, 2: -math.inf, 3: 1.0, 4: 2.0}), **rules) == {3, 4}
-    assert which([1, 2], named("eval_loss", {1: math.nan, 2: math.nan}), **rules) == {2}
+    rules = Retention(keep_last=1, keep_best=True)
+    assert steps_to_keep([1, 2, 3, 4], named("eval_loss", {1: math.nan, 2: -math.inf, 3: 1.0, 4: 2.0}), rules) == {
+        3,
+        4,
+    }
+    assert steps_to_keep([1, 2], named("eval_loss", {1: math.nan, 2: math.nan}), rules) == {2}
 
 
 def test_the_newest_stays_whatever_the_rules_say() -> None:
-    assert which([1, 2, 3], {}, keep_last=0, keep_every=None, keep_best=False) == {3}
-    assert which([], {}, keep_last=0, keep_every=2, keep_best=True) == set()
+    assert steps_to_keep([1, 2, 3], {}, Retention(0, None, False)) == {3}
+    assert steps_to_keep([], {}, Retention(0, 2, True)) == set()
 
 
 @settings(max_examples=60, deadline=None)
@@ -74,7 +77,8 @@ def test_what_is_true_of_any_rules(
     steps: set[int], values: dict[int, float], last: int, every: int | None, best: bool
 ) -> None:
     evaluations = named("eval_loss", values)
-    kept = which(steps, evaluations, keep_last=last, keep_every=every, keep_best=best)
+    rules = Retention(last, every, best)
+    kept = steps_to_keep(steps, evaluations, rules)
     newest = sorted(steps)[-last:]
     assert kept <= steps
     assert set(newest) <= kept
@@ -84,5 +88,5 @@ def test_what_is_true_of_any_rules(
     assert len(others) <= (1 if best and known else 0)
     if best and known:
         assert min(known[step] for step in kept if step in known) == min(known.values())
-    again = which(kept, evaluations, keep_last=last, keep_every=every, keep_best=best)
+    again = steps_to_keep(kept, evaluations, rules)
     assert again == kept, "what stays once stays when nothing was added"

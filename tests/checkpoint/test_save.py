@@ -14,14 +14,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshtrain.checkpoint import attempt, folder, save
-from meshtrain.checkpoint.attempt import needed, size
+from meshtrain.checkpoint import commit, retention, save
+from meshtrain.checkpoint import directory as folder
+from meshtrain.checkpoint.commit import checkpoint_bytes
 from meshtrain.checkpoint.placement import Placement
-from meshtrain.checkpoint.replicas import Sums, bit_sum, suspicions, verdict
-from meshtrain.checkpoint.save import Retention, Saver
-from meshtrain.checkpoint.shards import write_shard
+from meshtrain.checkpoint.replica_check import Sums, bit_sum, describe_divergence, find_divergence
+from meshtrain.checkpoint.retention import Retention
+from meshtrain.checkpoint.save import Saver
+from meshtrain.checkpoint.shard_file import write_shard
 from meshtrain.checkpoint.state import State
 from meshtrain.checkpoint.verify import verify
+from meshtrain.formatting import bytes_text
 from meshtrain.layout import Layout
 from tests.checkpoint.known import ABOUT, alone, clear, fill, on, whole
 from tests.launching import forked
@@ -88,7 +91,7 @@ def test_a_checkpoint_is_whole_and_readable_by_others(
     assert tensors.keys() == state.placements.keys()
     for name, placement in state.placements.items():
         assert torch.equal(tensors[name], whole(name, placement)), name
-    written = size((checkpoint / "rank_00000.safetensors").stat().st_size)
+    written = bytes_text((checkpoint / "rank_00000.safetensors").stat().st_size)
     assert len(one.said) == 1
     assert one.said[0].startswith(f"checkpoint step_0000100: {written} in ")
     assert "training waited" in one.said[0]
@@ -98,7 +101,7 @@ def test_training_goes_on_while_its_state_is_written(
     saver: Callable[..., Saver], state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = Slow()
-    monkeypatch.setattr(attempt, "write_shard", slow)
+    monkeypatch.setattr(commit, "write_shard", slow)
     one = saver()
     one.save(1, ABOUT)
     assert slow.begun.wait(60)
@@ -115,7 +118,7 @@ def test_training_goes_on_while_its_state_is_written(
 
 def test_at_most_one_save_is_under_way(saver: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow()
-    monkeypatch.setattr(attempt, "write_shard", slow)
+    monkeypatch.setattr(commit, "write_shard", slow)
     one = saver()
     one.save(1, ABOUT)
     threading.Timer(0.3, slow.go.set).start()
@@ -132,7 +135,7 @@ def test_a_run_that_fails_does_not_wait_for_its_save(
     saver: Callable[..., Saver], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = Slow()
-    monkeypatch.setattr(attempt, "write_shard", slow)
+    monkeypatch.setattr(commit, "write_shard", slow)
     monkeypatch.setattr(save, "CLOSING_S", 0.1)
     one = saver()
     one.save(1, ABOUT)
@@ -146,20 +149,21 @@ def test_too_little_room_is_found_before_anything_is_written(
 ) -> None:
     one = saver()
     one.save(1, ABOUT, wait=True)
-    need = needed(state.placements, 1)
+    need = checkpoint_bytes(state.placements, 1)
     there = sum(path.stat().st_size for path in (tmp_path / "step_0000001").glob("rank*"))
     assert there <= need <= 1.2 * there
-    monkeypatch.setattr(attempt, "disk_usage", lambda path: Usage(0, 0, need - 1))
+    monkeypatch.setattr(commit, "disk_usage", lambda path: Usage(0, 0, need - 1))
     one.save(2, ABOUT, wait=True)
     assert one.problem is not None
     assert (
-        f"it needs {size(need)}, and the file system of {tmp_path} has {size(need - 1)} free: make room" in one.problem
+        f"it needs {bytes_text(need)}, and the file system of {tmp_path} has {bytes_text(need - 1)} free: make room"
+        in one.problem
     )
     assert one.wants_stop is None
     assert one.said[-1].startswith("there is no checkpoint of step 2: it needs ")
     assert one.said[-1].endswith("training goes on, and the checkpoints before it are there")
     assert os.listdir(tmp_path) == ["step_0000001"]
-    monkeypatch.setattr(attempt, "disk_usage", lambda path: Usage(0, 0, need))
+    monkeypatch.setattr(commit, "disk_usage", lambda path: Usage(0, 0, need))
     one.save(3, ABOUT, wait=True)
     assert (one.saved, one.problem) == (3, None)
 
@@ -168,15 +172,15 @@ def test_a_warning_comes_before_the_disk_is_full(
     saver: Callable[..., Saver], state: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, and again only if there was room in between."""
-    need, one, warned = needed(state.placements, 1), saver(), []
+    need, one, warned = checkpoint_bytes(state.placements, 1), saver(), []
     for step, free in enumerate((2 * need, 2 * need - 1, need, 3 * need, need), start=1):
-        monkeypatch.setattr(save, "disk_usage", lambda path, free=free: Usage(0, 0, free))
+        monkeypatch.setattr(retention, "disk_usage", lambda path, free=free: Usage(0, 0, free))
         one.save(step, ABOUT, wait=True)
         one._thread.join()
         one.poll()
         warned.append(sum(line.startswith("warning: the file system of ") for line in one.said))
     assert warned == [0, 1, 1, 1, 2]
-    assert any(f"not enough for two more checkpoints of {size(need)} each" in line for line in one.said)
+    assert any(f"not enough for two more checkpoints of {bytes_text(need)} each" in line for line in one.said)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +246,7 @@ def test_a_disk_that_gets_full_in_the_middle(
 ) -> None:
     """Somebody else fills it after the room was checked. The third save has no room, and the next one again has."""
     one = saver(small_disk, keep=Retention(keep_last=None), on_failure="continue")
-    monkeypatch.setattr(attempt, "disk_usage", lambda path: Usage(0, 0, 2**30))
+    monkeypatch.setattr(commit, "disk_usage", lambda path: Usage(0, 0, 2**30))
     for step in (1, 2, 3):
         one.save(step, ABOUT, wait=True)
     assert one.saved == 2, one.said
@@ -278,7 +282,7 @@ def test_a_fault_of_the_program_is_no_failed_save(
     saver: Callable[..., Saver], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends the run: it would come again with each save."""
-    monkeypatch.setattr(attempt, "write_shard", lambda *_: 1 / 0)
+    monkeypatch.setattr(commit, "write_shard", lambda *_: 1 / 0)
     one = saver()
     with pytest.raises(ZeroDivisionError):
         one.save(1, ABOUT, wait=True)
@@ -304,24 +308,24 @@ def test_the_majority_is_right_and_few_are_asked() -> None:
     layout = Layout({"dp_replicate": 8, "tp": 2})
     placements = {"a": Placement((4,), "F32"), "b": Placement((4,), "F32", (("tp", 0),))}
     digests = [{"0": "same", "1": f"half {rank % 2}"} for rank in range(16)]
-    assert suspicions(placements, layout, digests) == []
+    assert find_divergence(placements, layout, digests) == []
     for rank in (3, 5, 7, 9, 11, 13):
         digests[rank]["1"] = f"other {rank}"
-    (found,) = suspicions(placements, layout, digests)
+    (found,) = find_divergence(placements, layout, digests)
     assert (found.kind, found.group, found.odd) == (1, tuple(range(1, 16, 2)), tuple(range(1, 16, 2)))
     assert found.asked == (1, 3, 5, 7), "nobody has a majority"
     digests[3]["1"] = digests[5]["1"] = digests[7]["1"] = "half 1"
-    (found,) = suspicions(placements, layout, digests)
+    (found,) = find_divergence(placements, layout, digests)
     assert (found.odd, found.asked) == ((9, 11, 13), (9, 11, 13, 1))
     sums = {9: {"b": [1], "c": [5]}, 11: {"b": [2], "c": [5]}, 13: {"b": [3], "c": [5]}, 1: {"b": [4], "c": [5]}}
-    said = verdict(found, sums, [f"rank {rank}" for rank in range(16)])
+    said = describe_divergence(found, sums, [f"rank {rank}" for rank in range(16)])
     assert said == "rank 9 and rank 11 and rank 13 differ from the 5 other ranks that hold the same part, in b"
 
 
 def test_nothing_is_summed_up_where_nobody_else_holds_the_same(state: State) -> None:
     sums = Sums(state)
     assert sums.digests() == {}
-    assert sums.apart() == []
+    assert sums.inconsistent_ties() == []
 
 
 @pytest.mark.timeout(400)

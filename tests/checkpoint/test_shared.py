@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshtrain.checkpoint import shared
-from meshtrain.checkpoint.shared import prove_shared
-from meshtrain.environment import Environment
 from meshtrain.errors import InputError
-from meshtrain.runtime import Job
+from meshtrain.job.environment import Environment
+from meshtrain.job.process import Job
+from meshtrain.run import run_folder as shared
+from meshtrain.run.run_folder import check_shared_filesystem
 
 
 def prove(folders: list[Path], hosts: list[str]) -> list[str | None]:
@@ -25,7 +25,7 @@ def prove(folders: list[Path], hosts: list[str]) -> list[str | None]:
 
     def one(rank: int) -> str | None:
         try:
-            prove_shared(jobs[rank], folders[rank])
+            check_shared_filesystem(jobs[rank], folders[rank])
         except InputError as error:
             return str(error)
         return None

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from meshtrain.checkpoint.placement import Placement
-from meshtrain.checkpoint.state import State, spread
-from meshtrain.config.sections import Optimizer as Keys
+from meshtrain.checkpoint.state import State, gather_placements
+from meshtrain.config.schema import Optimizer as Keys
 from meshtrain.errors import InputError
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
-from meshtrain.optim import Optimizer
-from meshtrain.step import LossScale
+from meshtrain.optim.optimizer import Optimizer
+from meshtrain.trainer import LossScale
 from tests.checkpoint.known import alone
 from tests.launching import forked
 from tests.test_tensor_parallel import assert_none_failed
@@ -78,7 +78,7 @@ def test_the_memory_is_that_of_the_training() -> None:
     assert found["optimizer.step"].item() == 2, "a skipped update does not count"
     assert found["loss_scale.value"].item() == LossScale.FIRST / 2
     assert found["loss_scale.good"].item() == 1
-    (adamw,) = [s for p, s in optimizer._adamw.state.items() if p.shape == (3, 3)]
+    (adamw,) = [s for p, s in optimizer.rule._adamw.state.items() if p.shape == (3, 3)]
     assert adamw["step"].item() == 2
     assert found["optimizer.a.weight.exp_avg"].data_ptr() == adamw["exp_avg"].data_ptr()
     assert found["optimizer.a.weight.exp_avg"].abs().sum() > 0
@@ -113,10 +113,17 @@ def test_a_state_that_is_put_back_goes_on_with_the_same_bits() -> None:
 
 def test_a_type_that_no_file_holds_is_refused() -> None:
     with pytest.raises(InputError, match=r"w has the type torch.complex64, and files of weights hold float64, float32"):
-        spread({"w": torch.zeros(2, dtype=torch.complex64)}, alone(), Layout({}))
+        gather_placements({"w": torch.zeros(2, dtype=torch.complex64)}, alone(), Layout({}))
 
 
 @pytest.mark.timeout(400)
 def test_parts_on_every_layout_of_4_ranks(tmp_path: Path) -> None:
     job = forked(4, "-m", "tests.checkpoint.ranks", str(tmp_path), "state", timeout=300)
     assert_none_failed(job, 4, 1000)
+
+
+@pytest.mark.timeout(400)
+def test_parameters_that_are_sharded_over_a_derived_axis(tmp_path: Path) -> None:
+    """Files name it, each rank writes its part once, and any other layout reads it."""
+    job = forked(4, "-m", "tests.checkpoint.derived_cases", str(tmp_path), timeout=300)
+    assert_none_failed(job, 4, 50)

@@ -13,14 +13,18 @@ from typing import Any
 
 import pytest
 
-import meshtrain.report
-import meshtrain.results
-from meshtrain.checkpoint import folder, opened, resume, retry, shards
-from meshtrain.checkpoint.command import _about
-from meshtrain.checkpoint.folder import complete_steps
+import meshtrain.run.results
+import meshtrain.run.step_logger
+from meshtrain import storage
+from meshtrain.checkpoint import directory as folder
+from meshtrain.checkpoint import resume
+from meshtrain.checkpoint import shard_file as opened
+from meshtrain.checkpoint import shard_file as shards
+from meshtrain.checkpoint.directory import complete_steps
 from meshtrain.checkpoint.verify import verify
-from meshtrain.cli import main
-from meshtrain.data import files
+from meshtrain.cli.checkpoint import _about
+from meshtrain.cli.main import main
+from meshtrain.data import fingerprint as files
 from meshtrain.errors import MissingError, UnreadableError
 from tests.checkpoint.going_on import Case, alone, small_run
 from tests.launching import forked
@@ -30,9 +34,9 @@ NUMBERS = (errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ENOMEM, er
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meshtrain.report, "sample_flops", lambda *_: (None, "FLOPs are not counted"))
-    monkeypatch.setattr(meshtrain.report, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s"))
-    monkeypatch.setattr(meshtrain.results, "plot_loss", lambda *_: "no picture is drawn")
+    monkeypatch.setattr(meshtrain.run.step_logger, "sample_flops", lambda *_: (None, "FLOPs are not counted"))
+    monkeypatch.setattr(meshtrain.run.step_logger, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s"))
+    monkeypatch.setattr(meshtrain.run.results, "plot_loss", lambda *_: "no picture is drawn")
 
 
 @pytest.fixture
@@ -149,7 +153,7 @@ def test_as_many_files_stay_open_as_the_limit_allows_by_then(
     monkeypatch.setattr(opened, "Shard", lambda *_: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     manifest: Any = SimpleNamespace(files=defaultdict(str))
-    with opened.Opened(Path("/a"), manifest) as files:
+    with opened.ShardReader(Path("/a"), manifest) as files:
         for rank in range(1100):
             files._shard(rank)
         assert len(files._open) == most
@@ -163,7 +167,7 @@ def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         raise OSError(errno.EIO, "Input/output error", "/a")
 
     with pytest.raises(UnreadableError, match="cannot read /a: Input/output error"):
-        retry.retried(read)
+        storage.with_retries(read)
     assert len(tried) == 3
     assert capsys.readouterr().err.count(f"warning: on host {socket.gethostname()}: [Errno 5]") == 2
 
@@ -172,10 +176,10 @@ def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         raise MissingError(Path("/a"))
 
     with pytest.raises(MissingError):
-        retry.retried(missing)
+        storage.with_retries(missing)
     assert len(tried) == 4, "that alone is no failure"
     with pytest.raises(MissingError):
-        retry.retried(missing, MissingError)
+        storage.with_retries(missing, MissingError)
     assert len(tried) == 7
 
 

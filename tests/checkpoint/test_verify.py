@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshtrain.checkpoint.folder import COMPLETE, begin, finish
+from meshtrain.checkpoint.directory import COMPLETE, begin, finish
 from meshtrain.checkpoint.manifest import MANIFEST, File, Manifest, file_of
-from meshtrain.checkpoint.shards import write_shard
+from meshtrain.checkpoint.shard_file import write_shard
 from meshtrain.checkpoint.verify import Problem, verify
-from meshtrain.weights import Entry
+from meshtrain.huggingface.safetensors import Entry
 from tests.checkpoint.by_hand import write_checkpoint
 
 FLIPS = 1000
@@ -109,7 +109,7 @@ def test_a_shard_that_is_whole_and_not_what_the_manifest_says(tmp_path: Path) ->
 def test_it_does_not_import_torch(checkpoint: Path) -> None:
     """Nor numpy: in a process of its own, through the command."""
     code = (
-        "import sys\nfrom meshtrain.cli import main\n"
+        "import sys\nfrom meshtrain.cli.main import main\n"
         f"status = main(['checkpoint', 'verify', {str(checkpoint)!r}])\n"
         "print(status, sorted({'torch', 'numpy'} & set(sys.modules)))\n"
     )

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshtrain.build import build_model, check_start
 from meshtrain.checkpoint import load_weights
-from meshtrain.checkpoint.folder import open_manifest
-from meshtrain.checkpoint.opened import Opened
-from meshtrain.checkpoint.reader import read_part
+from meshtrain.checkpoint.directory import open_manifest
+from meshtrain.checkpoint.shard_file import ShardReader
+from meshtrain.checkpoint.weights import read_part
 from meshtrain.config import Config, ConfigErrors
+from meshtrain.config.locate import model_file
 from meshtrain.errors import DamagedError, InputError
-from meshtrain.huggingface import named_tensors
+from meshtrain.huggingface.load import named_tensors
 from meshtrain.layout import Layout
-from meshtrain.locate import model_file
 from meshtrain.mesh import build_mesh
+from meshtrain.modeling.build import build_model, check_start
 from tests.checkpoint.by_hand import write_checkpoint
 
 SIZES: dict[str, Any] = {
@@ -63,7 +63,7 @@ def test_any_part_of_a_tensor(tmp_path: Path) -> None:
     whole = torch.arange(7.0 * 11 * 3).view(7, 11, 3)
     sizes = {"dp_replicate": 2, "dp_shard": 2, "tp": 3}
     path = write_checkpoint(tmp_path, {"w": whole}, sizes=sizes, cuts=lambda *_: (("tp", 1), ("dp_shard", 0)))
-    with Opened(path, open_manifest(path)[0]) as files:
+    with ShardReader(path, open_manifest(path)[0]) as files:
         for top, bottom in combinations(range(8), 2):
             for left, right in combinations(range(12), 2):
                 part = (slice(top, bottom), slice(left, right), slice(1, 3))

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from meshtrain.build import outputs, plain_model
 from meshtrain.config import Config
 from meshtrain.data import Document, open_data, train_batches, write
+from meshtrain.modeling.build import outputs, plain_model
 from tests.data.test_images import write_folder, write_mnist
 from tests.data.test_megatron import write_pair
 

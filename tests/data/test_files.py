@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from meshtrain.data import Document, OpenData, write
-from meshtrain.data import files as files_room
-from meshtrain.data.files import SAMPLE_BYTES, SAMPLES, Files, sampled_digest
+from meshtrain.data import fingerprint as files_room
+from meshtrain.data.fingerprint import SAMPLE_BYTES, SAMPLES, Files, sampled_digest
 from meshtrain.errors import InputError
 from tests.data.test_images import write_folder, write_mnist
 from tests.data.test_megatron import write_pair

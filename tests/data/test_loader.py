@@ -15,8 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshtrain.attention import AttentionContext, cumulative_lengths
 from meshtrain.data import IGNORE, Batch, OpenData, Samples, eval_batches, loader, train_batches
-from meshtrain.data.order import batch_items, batch_samples, microbatches
+from meshtrain.data.order import batch_samples, items, microbatches
 from meshtrain.errors import InputError
 
 Opener = Callable[..., OpenData]
@@ -55,7 +56,8 @@ def test_the_ranks_together_have_the_global_batch(n: int, size: int, micro: int,
     keys = {"seed": 5, "first_step": first_step, "steps": first_step + 3, "global_size": size, "micro_size": micro}
     shares = [list(train_batches(Numbers(n), **keys, rank=rank, ranks=ranks)) for rank in range(ranks)]
     for number in range(3):
-        expected = [1000 * epoch + sample for epoch, sample in batch_items(5, first_step + number, size, n)]
+        positions = range((first_step + number) * size, (first_step + number + 1) * size)
+        expected = [1000 * epoch + sample for epoch, sample in items(5, positions, n)]
         assert [value for share in shares for value in values(share[number])] == expected
         for share in shares:
             assert len(share[number]) == microbatches(size, micro, ranks)
@@ -100,8 +102,8 @@ def test_workers_change_nothing(opened: Opener, tmp_path: Path, workers: int) ->
 def test_a_whole_step_is_read_ahead(monkeypatch, workers: int, prefetch: int, ahead: int) -> None:
     """And no more than that, or than what was asked for: what is asked of the workers has to fit into memory."""
     asked = []
-    filled = loader._filled
-    monkeypatch.setattr(loader, "_filled", lambda *given: (asked.append(slots) or slots for slots in filled(*given)))
+    filled = loader._fill
+    monkeypatch.setattr(loader, "_fill", lambda *given: (asked.append(slots) or slots for slots in filled(*given)))
     keys = {"seed": 0, "first_step": 0, "steps": 9, "global_size": 16, "micro_size": 2, "rank": 0, "ranks": 1}
     batches = train_batches(Numbers(99), **keys, workers=workers, prefetch=prefetch)
     for step in (1, 2, 3):
@@ -300,3 +302,49 @@ def test_batches_are_pinned_where_there_is_a_gpu(opened: Opener, workers: int) -
         for a, b in zip((*one.inputs, one.targets), (*other.inputs, other.targets), strict=True):
             assert b.is_pinned()
             assert torch.equal(a, b)
+
+
+def test_a_model_with_a_cp_plan_gets_the_record_in_the_place_of_documents(opened: Opener) -> None:
+    keys = {"seed": 0, "first_step": 0, "steps": 2, "global_size": 4, "micro_size": 2, "rank": 0, "ranks": 1}
+    for masked in (True, False):
+        data = opened(seq_len=32, mask_documents=masked)
+        plain, records = (flat(train_batches(data.train, **keys, context=context)) for context in (False, True))
+        for one, other in zip(plain, records, strict=True):
+            tokens, positions, documents = one.inputs
+            context = other.inputs[2]
+            assert isinstance(context, AttentionContext)
+            assert torch.equal(other.inputs[0], tokens)
+            assert torch.equal(other.inputs[1], positions)
+            assert torch.equal(other.targets, one.targets)
+            assert (context.documents is None) is (documents is None) is not masked
+            if masked:
+                assert torch.equal(context.documents, documents)
+                assert torch.equal(context.lengths, cumulative_lengths(documents))
+            assert other.to(torch.device("meta"), torch.bfloat16).inputs[2].shape == context.shape
+            assert other.with_context() is other
+    evaluated = eval_batches(data.train, micro_size=2, rank=0, ranks=1, context=True)
+    assert isinstance(next(iter(evaluated)).inputs[2], AttentionContext)
+
+
+def test_tensors_have_names_and_some_of_them_lie_along_the_sequence() -> None:
+    tokens = torch.arange(12).view(2, 6)
+    batch = Batch.of((tokens, torch.arange(6).expand(2, 6), None, torch.zeros(2, 3)), tokens)
+    assert list(batch.tensors) == ["tokens", "positions", "documents", "input_3"]
+    assert batch.inputs[0] is tokens
+    halves = batch.along_sequence(lambda x, dim: x.narrow(dim, 0, 3))
+    assert [None if x is None else tuple(x.shape) for x in halves.inputs] == [(2, 3), (2, 3), None, (2, 3)]
+    assert halves.targets.tolist() == tokens[:, :3].tolist()
+    images = Batch.of((torch.zeros(2, 1, 8, 8), torch.zeros(2, 2)), torch.zeros(2, dtype=torch.int64))
+    assert list(images.tensors) == ["images", "input_1"]
+    assert images.along_sequence(lambda x, dim: x.narrow(dim, 0, 1)).inputs[1].shape == (2, 2)
+    assert images.with_context() is images
+    inputs, targets = images.to(torch.device("meta"), torch.bfloat16)
+    assert (inputs[0].dtype, targets.dtype) == (torch.bfloat16, torch.int64)
+
+
+def test_a_further_text_input_lies_along_the_sequence() -> None:
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    cut = Batch.of((tokens, tokens, None, tokens), tokens).along_sequence(lambda x, dim: x.narrow(dim, 0, 8))
+    assert [None if x is None else tuple(x.shape) for x in (*cut.inputs, cut.targets)] == [
+        (2, 8), (2, 8), None, (2, 8), (2, 8)
+    ]  # fmt: skip

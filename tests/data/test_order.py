@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from meshtrain.data import order_numpy
 from meshtrain.data.order import (
     Permutation,
-    batch_items,
     batch_samples,
     items,
     microbatches,
@@ -56,7 +55,7 @@ def test_refuses_an_index_outside(index: int) -> None:
 def test_every_sample_once_per_epoch_over_batches_that_straddle(n: int, batch: int, seed: int) -> None:
     epochs = 4
     steps = -(-epochs * n // batch)
-    run = [item for step in range(steps) for item in batch_items(seed, step, batch, n)]
+    run = items(seed, range(steps * batch), n)
     assert [epoch for epoch, _ in run] == [position // n for position in range(steps * batch)]
     for epoch in range(epochs):
         assert sorted(sample for e, sample in run if e == epoch) == list(range(n))
@@ -64,8 +63,8 @@ def test_every_sample_once_per_epoch_over_batches_that_straddle(n: int, batch: i
 
 @given(st.integers(1, 50), st.integers(1, 50), st.integers(0, 40), st.integers(0, 20))
 def test_a_batch_depends_on_its_positions_only(n: int, batch: int, step: int, cut: int) -> None:
-    whole = batch_items(3, step, batch, n)
     first = step * batch
+    whole = items(3, range(first, first + batch), n)
     middle = first + min(cut, batch)
     assert items(3, range(first, middle), n) + items(3, range(middle, first + batch), n) == whole
     assert batch_samples(3, step, batch, n) == [sample for _, sample in whole]

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from meshtrain.data import OpenData
 from meshtrain.data.batch import IGNORE
-from meshtrain.data.packing import Corpus, Stream, TokenSamples
-from meshtrain.data.split import held_out, split_at_end
+from meshtrain.data.packing import Stream, TokenSamples
+from meshtrain.data.split import held_out_mask, split_at_end
 from meshtrain.data.tokenizer import open_tokenizer
-from meshtrain.data.tokens import Document, MappedArray, write
+from meshtrain.data.tokens import Corpus, Document, MappedArray, write
 from meshtrain.errors import InputError
 
 Opener = Callable[..., OpenData]
@@ -247,7 +247,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: 
 
 @given(st.floats(0, 1, exclude_max=True), st.integers(0, 400))
 def test_held_out_leaves_something_on_both_sides(part: float, count: int) -> None:
-    chosen = held_out(part, count)
+    chosen = held_out_mask(part, count)
     if part > 0 and count > 1:
         assert 1 <= np.count_nonzero(chosen) < count
     elif part == 0:
@@ -255,7 +255,7 @@ def test_held_out_leaves_something_on_both_sides(part: float, count: int) -> Non
 
 
 def test_held_out_is_near_its_share_and_moves_nothing_when_documents_come() -> None:
-    few, many = held_out(0.1, 10_000), held_out(0.1, 20_000)
+    few, many = held_out_mask(0.1, 10_000), held_out_mask(0.1, 20_000)
     assert abs(few.mean() - 0.1) < 0.015
     assert np.count_nonzero(few != many[:10_000]) == 0
 
@@ -266,7 +266,7 @@ def test_the_split_is_of_whole_documents(opened: Opener, tmp_path: Path) -> None
     found = opened(source="text", path=str(folder), validation=0.2, seq_len=1, seed=1)
     train, validation = read_all(found.train)[0], read_all(found.validation)[0]
     assert not set(train) & set(validation) - {0}
-    held = np.flatnonzero(held_out(0.2, 26))
+    held = np.flatnonzero(held_out_mask(0.2, 26))
     assert bytes(validation) == b"".join(texts[i].encode() + b"\0" for i in held)[:-1]
     assert bytes(train) == b"".join(texts[i].encode() + b"\0" for i in range(26) if i not in held)[:-1]
 
@@ -292,6 +292,7 @@ def corpus_of(tmp_path: Path, documents: list[list[int]]) -> Corpus:
         bounds=np.arange(len(documents) + 1),
         text_bytes=None,
         largest_id=None,
+        tokenizer=None,
         fingerprint="",
     )
 
@@ -304,10 +305,10 @@ def test_samples_are_slices_of_the_concatenated_documents(
     documents = [[next(numbers) for _ in range(size)] for size in sizes]
     corpus = corpus_of(tmp_path_factory.mktemp("packing"), documents)
     chosen = np.array(data.draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes))))
-    stream = corpus.stream(chosen)
+    stream = Stream.of(corpus, chosen)
     flat = [(d, token) for d, document in enumerate(documents) if chosen[d] for token in document]
     start = data.draw(st.integers(0, len(flat)))
-    stream, flat = stream.part(start, len(flat)), flat[start:]
+    stream, flat = stream.slice(start, len(flat)), flat[start:]
     check_samples(stream, flat, seq_len)
 
 

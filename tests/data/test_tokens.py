@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshtrain.data import prepare
-from meshtrain.data.prepare import cache_folder, prepared
+from meshtrain.data import cache
+from meshtrain.data.cache import cache_folder, prepare_once
 from meshtrain.data.tokens import Document, open_tokens, smallest_dtype, write
 from meshtrain.errors import InputError
 
@@ -34,13 +34,14 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     found = open_tokens(some(tmp_path / "a"))
     assert found.tokens.array.tolist() == [5, 6, 299, 1, 2, 3, 4]
     assert found.tokens.array.dtype == np.uint16
-    assert found.documents.tolist() == [0, 3, 7]
+    assert [*found.starts, *found.lengths] == [0, 3, 3, 4]
     assert found.loss is not None
     assert found.loss.array.tolist() == [1, 1, 1, 0, 0, 1, 1]
     assert found.text_bytes is not None
     assert found.text_bytes.tolist() == [11, 7]
-    header = found.header
-    assert (header.tokens, header.documents, header.largest_id, header.text_bytes) == (7, 2, 299, 18)
+    assert (found.tokens.count, found.documents, found.largest_id) == (7, 2, 299)
+    header = json.loads((tmp_path / "a" / "header.json").read_text())
+    assert [header[key] for key in ("tokens", "documents", "largest_id", "text_bytes")] == [7, 2, 299, 18]
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
         "bytes.bin",
         "documents.bin",
@@ -55,7 +56,7 @@ def test_files_that_say_nothing_are_not_written(tmp_path: Path) -> None:
     found = open_tokens(make(tmp_path / "a", [Document(np.array([1, 2]))]))
     assert found.loss is None
     assert found.text_bytes is None
-    assert found.header.text_bytes is None
+    assert json.loads((tmp_path / "a" / "header.json").read_text())["text_bytes"] is None
     assert not (tmp_path / "a" / "loss.bin").exists()
 
 
@@ -74,9 +75,9 @@ def test_the_fingerprint_names_the_content(tmp_path: Path) -> None:
         make(tmp_path / "d", [Document(np.array([5, 6, 299])), Document(np.array([1, 2, 3, 4]))]),
         make(tmp_path / "e", [Document(np.array([5, 6, 298])), Document(np.array([1, 2, 3, 4]))]),
     ]
-    fingerprints = [open_tokens(folder).header.fingerprint for folder in [one, *others]]
+    fingerprints = [open_tokens(folder).fingerprint for folder in [one, *others]]
     assert len(set(fingerprints)) == 4
-    assert open_tokens(same).header.fingerprint == fingerprints[0]
+    assert open_tokens(same).fingerprint == fingerprints[0]
 
 
 @pytest.mark.parametrize(("ids", "found"), [([1, 300], "300"), ([-1, 4], "-1")])
@@ -163,9 +164,9 @@ def prepare_slowly(folder: Path, log: Path, seconds: float) -> None:
 
 
 def take_part(folder: Path, log: Path, seconds: float, say_every: float, lines: "multiprocessing.Queue[str]") -> None:
-    prepare._SAY_EVERY_S = say_every
-    prepared(folder, lambda: prepare_slowly(folder, log, seconds), lines.put)
-    assert open_tokens(folder).header.tokens == 3
+    cache._SAY_EVERY_S = say_every
+    prepare_once(folder, lambda: prepare_slowly(folder, log, seconds), lines.put)
+    assert open_tokens(folder).tokens.count == 3
 
 
 def test_one_of_several_processes_prepares_while_the_others_say_that_they_wait(tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ def test_leaves_the_fresh_work_of_another_host_alone(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "tokens.bin").touch()
         os.utime(folder / "tokens.bin", (time.time() - age,) * 2)
-    prepared(tmp_path / "x", lambda: prepare_slowly(tmp_path / "x", tmp_path / "log", 0), print)
+    prepare_once(tmp_path / "x", lambda: prepare_slowly(tmp_path / "x", tmp_path / "log", 0), print)
     assert fresh.exists()
     assert not stale.exists()
 
@@ -220,9 +221,9 @@ def test_a_failed_preparation_is_everyones_to_see_and_to_try_again(tmp_path: Pat
 
     for _ in range(2):
         with pytest.raises(InputError, match=r"no such text"):
-            prepared(tmp_path / "x", fail, print)
-    prepared(tmp_path / "x", lambda: prepare_slowly(tmp_path / "x", tmp_path / "log", 0), print)
-    prepared(tmp_path / "x", fail, print)  # not called: the folder is there
+            prepare_once(tmp_path / "x", fail, print)
+    prepare_once(tmp_path / "x", lambda: prepare_slowly(tmp_path / "x", tmp_path / "log", 0), print)
+    prepare_once(tmp_path / "x", fail, print)  # not called: the folder is there
 
 
 def test_a_host_that_was_first_in_spite_of_the_lock_is_no_error(tmp_path: Path) -> None:
@@ -230,7 +231,7 @@ def test_a_host_that_was_first_in_spite_of_the_lock_is_no_error(tmp_path: Path) 
         some(tmp_path / "x")
         some(tmp_path / "x")  # finds the folder of the other
 
-    assert open_tokens(prepared(tmp_path / "x", twice, print)).header.tokens == 7
+    assert open_tokens(prepare_once(tmp_path / "x", twice, print)).tokens.count == 7
     assert sorted(path.name for path in tmp_path.iterdir()) == [".x.lock", "x"]
 
 
@@ -239,14 +240,14 @@ def test_a_folder_made_between_the_look_and_the_lock_is_taken(tmp_path: Path, mo
         some(tmp_path / "x")
         return True
 
-    monkeypatch.setattr(prepare, "_try_lock", lock_too_late)
-    prepared(tmp_path / "x", lambda: pytest.fail("prepared again"), print)
+    monkeypatch.setattr(cache, "_try_lock", lock_too_late)
+    prepare_once(tmp_path / "x", lambda: pytest.fail("prepared again"), print)
 
 
 def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"cache .* cannot be written .*data\.cache"):
-        prepared(tmp_path / "file" / "x", lambda: None, print)
+        prepare_once(tmp_path / "file" / "x", lambda: None, print)
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.metrics import read
+from meshtrain.metrics.logger import read
 from tests.launching import ROOT, TORCHRUN, environment
 from tests.nethosts import Network, why_not
 

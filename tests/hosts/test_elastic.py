@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.batch import describe_batch
-from meshtrain.operate.watchdog import VERDICT_S
+from meshtrain.data.order import describe_batch
+from meshtrain.job.watchdog.watchdog import DIAGNOSIS_S
 from tests.hosts.agents import Agents, needs_hosts, rows, same_as, small_run
 from tests.launching import run
 from tests.nethosts import Network
@@ -118,7 +118,7 @@ def test_a_cut_link_is_reported_within_the_deadline(small: str, tmp_path: Path) 
     said = f"rank 0 on host node1 (dp_shard 0) stops, because host node2 {lost} (host node2: rank 1"
     assert said in here.printed, here.printed
     assert lost in ended(agents)["reason"]  # either side may have written it: here the disk is still shared
-    assert seconds < 10 + VERDICT_S, f"the deadline of a step, and what it may take to find out who\n{here.printed}"
+    assert seconds < 10 + DIAGNOSIS_S, f"the deadline of a step, and what it may take to find out who\n{here.printed}"
 
 
 def test_a_link_is_cut_and_the_run_goes_on_without_that_host(small: str, alone: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from meshtrain.attention import attention
-from meshtrain.locate import model_file
+from meshtrain.config.locate import model_file
 
 llama = model_file("llama")
 init_plan = {"*scale": "ones", **llama.init_plan}

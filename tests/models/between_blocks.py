@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from meshtrain.locate import model_file
+from meshtrain.config.locate import model_file
 
 llama = model_file("llama")
 init_plan, tp_plan, check = llama.init_plan, llama.tp_plan, llama.check

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from meshtrain.locate import model_file
+from meshtrain.config.locate import model_file
 
 llama = model_file("llama")
 init_plan, tp_plan, check = llama.init_plan, llama.tp_plan, llama.check

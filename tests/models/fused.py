@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshtrain.locate import model_file
+from meshtrain.config.locate import model_file
 
 llama = model_file("llama")
 init_plan = llama.init_plan

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshtrain.locate import model_file
+from meshtrain.config.locate import model_file
 
 tp_plan = {
     "words": "embedding_rowwise",

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshtrain.locate import model_file
+from meshtrain.config.locate import model_file
 
 llama = model_file("llama")
 Config, init_plan, tp_plan = llama.Config, llama.init_plan, llama.tp_plan

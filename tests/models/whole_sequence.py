@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from meshtrain.locate import model_file
+from meshtrain.config.locate import model_file
 
 llama = model_file("llama")
 Model, init_plan = llama.Model, llama.init_plan

@@ -19,8 +19,8 @@ import yaml
 
 from meshtrain.config import Config, ConfigErrors, Fault
 from meshtrain.config.docs import schema
-from meshtrain.metrics import read
-from meshtrain.operate.chaos import Chaos, PlantedError, describe
+from meshtrain.metrics.logger import read
+from meshtrain.run.fault_injection import FaultInjector, PlantedError, describe
 from tests.launching import MARK, ROOT, environment, forked, kill_marked, marked, torchrun
 from tests.operate.test_stragglers import SMALL
 
@@ -148,9 +148,9 @@ KILL = Fault("kill", 7, 1)
 SLOW = Fault("slow", 3, 1, seconds=0.5, until=5)
 
 
-def chaos(*faults: Fault, rank: int = 1, again: bool = False, slept: list[float] | None = None) -> Chaos:
+def chaos(*faults: Fault, rank: int = 1, again: bool = False, slept: list[float] | None = None) -> FaultInjector:
     job = SimpleNamespace(rank=rank, again=again)
-    return Chaos(faults, job, sleep=([] if slept is None else slept).append)  # type: ignore[arg-type]
+    return FaultInjector(faults, job, sleep=([] if slept is None else slept).append)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("fault", "number"), [("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)])

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import meshtrain.report
-import meshtrain.results
+import meshtrain.run.results
+import meshtrain.run.step_logger
 import meshtrain.train
-from meshtrain import stopping
-from meshtrain.metrics import read as read_metrics
-from meshtrain.operate import goodput
-from meshtrain.operate.goodput import FILE, PARTS, Ledger, read
+from meshtrain.job import signals as stopping
+from meshtrain.metrics import goodput
+from meshtrain.metrics.goodput import FILE, PARTS, GoodputTracker, read
+from meshtrain.metrics.logger import read as read_metrics
 from tests.checkpoint.going_on import Case, alone, small_run
 from tests.launching import torchrun
 
@@ -31,24 +31,24 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.folder, self.clock = folder, 0.0
 
-    def job(self, first: int, *, waited: float = 0.0, startup: float = 3.0) -> Ledger:
+    def job(self, first: int, *, waited: float = 0.0, startup: float = 3.0) -> GoodputTracker:
         """The next job, after no job for so long; its first step begins."""
         self.clock += waited
         since = self.clock
         self.clock += startup / 3  # imports
-        ledger = Ledger(self.folder, first, since, monotonic=lambda: self.clock, now=lambda: START + self.clock)
+        ledger = GoodputTracker(self.folder, first, since, monotonic=lambda: self.clock, now=lambda: START + self.clock)
         self.clock += startup / 3 * 2
         ledger.begin()
         return ledger
 
-    def steps(self, ledger: Ledger, first: int, last: int, seconds: float = 1.0, data: float = 0.25) -> None:
+    def steps(self, ledger: GoodputTracker, first: int, last: int, seconds: float = 1.0, data: float = 0.25) -> None:
         """Steps that take so long each, of which so much is waiting for data."""
         for step in range(first, last + 1):
             self.clock += seconds
-            ledger.step(step, data)
+            ledger.finish_step(step, data)
 
-    def save(self, ledger: Ledger, seconds: float = 0.5) -> None:
-        with ledger.spent("saving"):
+    def save(self, ledger: GoodputTracker, seconds: float = 0.5) -> None:
+        with ledger.phase("saving"):
             self.clock += seconds
         ledger.saved()
 
@@ -58,21 +58,21 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
-def parts(ledger: Ledger) -> dict[str, float]:
-    return {part: round(seconds, 6) for part, seconds in ledger.account().seconds.items() if seconds}
+def parts(ledger: GoodputTracker) -> dict[str, float]:
+    return {part: round(seconds, 6) for part, seconds in ledger.summary().seconds.items() if seconds}
 
 
 def test_one_job(world: World) -> None:
     ledger = world.job(0)
     world.steps(ledger, 1, 4)
-    with ledger.spent("evaluation"):
+    with ledger.phase("evaluation"):
         world.clock += 2
     world.save(ledger)
     world.steps(ledger, 5, 6)
     assert parts(ledger) == {"startup": 3, "training": 4.5, "data": 1.5, "evaluation": 2, "saving": 0.5}
-    assert ledger.account().wall_s == pytest.approx(world.clock)
-    assert ledger.account().goodput == pytest.approx(4.5 / 11.5)
-    assert str(ledger.account()) == (
+    assert ledger.summary().wall_s == pytest.approx(world.clock)
+    assert ledger.summary().goodput == pytest.approx(4.5 / 11.5)
+    assert str(ledger.summary()) == (
         "wall time 12s in 1 job: training 39.1 % (goodput), start-up 26.1 %, waiting for data 13.0 %, "
         "evaluation 17.4 %, saving 4.3 %"
     )
@@ -90,8 +90,8 @@ def test_a_job_that_was_killed_and_one_that_goes_on(world: World) -> None:
     world.steps(ledger, 5, 8)
     ledger.end("done")
     assert parts(ledger) == {"startup": 6, "training": 6, "data": 2, "saving": 0.5, "between": 12.75}
-    assert ledger.account().wall_s == pytest.approx(world.clock)
-    assert ledger.account().jobs == 2
+    assert ledger.summary().wall_s == pytest.approx(world.clock)
+    assert ledger.summary().jobs == 2
 
 
 def test_steps_that_are_done_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_steps_that_are_done_again(world: World, monkeypatch: pytest.MonkeyPatch
     world.steps(ledger, 1, 4)
     world.save(ledger)
     world.steps(ledger, 5, 6)
-    with ledger.spent("evaluation"):
+    with ledger.phase("evaluation"):
         world.clock += 2
     world.clock += 100  # it waits for a rank that does not come
     ledger.end("failed")
@@ -109,7 +109,7 @@ def test_steps_that_are_done_again(world: World, monkeypatch: pytest.MonkeyPatch
         **{"startup": 6, "training": 3, "data": 1, "saving": 0.5},
         **{"repeated": 2 + 2 + 100, "between": 10},
     }
-    assert "lost to restarts: steps done again 83.5 %, between jobs 8.0 %" in str(ledger.account())
+    assert "lost to restarts: steps done again 83.5 %, between jobs 8.0 %" in str(ledger.summary())
 
 
 def test_what_a_job_spent_on_failing_is_no_training(world: World) -> None:
@@ -138,7 +138,7 @@ def test_a_run_that_goes_back_to_an_older_checkpoint(world: World) -> None:
         **{"startup": 9, "training": 1.5, "data": 0.5, "saving": 0.5},
         **{"repeated": 4 + 2 * 0.5 + 2 + 0.5, "between": 2},
     }
-    assert ledger.account().wall_s == pytest.approx(world.clock)
+    assert ledger.summary().wall_s == pytest.approx(world.clock)
 
 
 def test_a_run_that_was_done_has_not_waited_for_the_job_that_takes_it_further(world: World) -> None:
@@ -153,17 +153,17 @@ def test_a_host_whose_clock_is_behind_gives_no_time_back(world: World) -> None:
     ledger = world.job(0)
     world.steps(ledger, 1, 4)
     ledger.end("stopped")
-    later = Ledger(world.folder, 4, 50.0, monotonic=lambda: 60.0, now=lambda: START - 1000)
+    later = GoodputTracker(world.folder, 4, 50.0, monotonic=lambda: 60.0, now=lambda: START - 1000)
     assert parts(later) == {"startup": 13, "training": 3, "data": 1}
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    ledger = Ledger(None, 0, time.monotonic())
+    ledger = GoodputTracker(None, 0, time.monotonic())
     ledger.begin()
-    ledger.step(1, 0.0)
+    ledger.finish_step(1, 0.0)
     ledger.saved()
     ledger.end("done")
-    assert ledger.account().wall_s >= 0
+    assert ledger.summary().wall_s >= 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -171,7 +171,7 @@ def test_the_ledger_of_a_long_job_is_short(world: World) -> None:
     ledger = world.job(0)
     for step in range(1, 200_001):
         world.clock += 10
-        ledger.step(step, 0.0)
+        ledger.finish_step(step, 0.0)
     assert len((world.folder / FILE).read_text().splitlines()) < 8000
     written = read(world.folder / FILE)[0][0].marks[-1]
     assert written.elapsed > 0.998 * world.clock, "what a killed job has not written is a thousandth of it"
@@ -203,7 +203,7 @@ def test_the_parts_add_up_and_no_step_counts_twice(
             world.save(ledger, seconds)
             saved.append(step)
         elif what == "evaluation":
-            with ledger.spent("evaluation"):
+            with ledger.phase("evaluation"):
                 world.clock += seconds
         else:
             world.clock += seconds / 10
@@ -211,7 +211,7 @@ def test_the_parts_add_up_and_no_step_counts_twice(
                 ledger.end(what)
             step = sorted(saved)[-1 - min(count, len(saved) - 1)]
             ledger = world.job(step, waited=seconds, startup=1.0 + count)
-    account = ledger.account()
+    account = ledger.summary()
     assert set(account.seconds) == set(PARTS)
     assert account.wall_s == pytest.approx(world.clock, abs=1e-6)
     assert all(seconds >= -1e-6 for seconds in account.seconds.values())
@@ -233,7 +233,7 @@ def test_a_line_that_was_cut_off_is_left_out_without_a_word(world: World) -> Non
     world.clock = 100
     for cut in range(len(last)):
         (world.folder / FILE).write_bytes(GOOD.encode() + last[:cut])
-        ledger = Ledger(world.folder, 4, 100.0, monotonic=lambda: 100.0, now=lambda: START + 100)
+        ledger = GoodputTracker(world.folder, 4, 100.0, monotonic=lambda: 100.0, now=lambda: START + 100)
         assert ledger.note is None
         assert parts(ledger) == {"startup": 3, "training": 3, "data": 1, "saving": 0.5, "between": 92.5}
         assert (world.folder / FILE).read_text() == GOOD + '{"started": 1700000100.0, "step": 4}\n'
@@ -286,7 +286,7 @@ HOSTILE = {
 @pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE)
 def test_a_line_that_is_none_of_a_ledger_is_left_out_and_said(world: World, line: bytes) -> None:
     (world.folder / FILE).write_bytes(GOOD.encode() + line + b"\n")
-    ledger = Ledger(world.folder, 4, 0.0, monotonic=lambda: 0.0, now=lambda: START + 7.5)
+    ledger = GoodputTracker(world.folder, 4, 0.0, monotonic=lambda: 0.0, now=lambda: START + 7.5)
     assert "lines that are none of a ledger" in str(ledger.note)
     assert next(ledger.about()) == ledger.note
     assert parts(ledger) == {"startup": 3, "training": 3, "data": 1, "saving": 0.5}
@@ -295,7 +295,7 @@ def test_a_line_that_is_none_of_a_ledger_is_left_out_and_said(world: World, line
 
 def test_marks_without_a_job_count_for_nothing(world: World) -> None:
     (world.folder / FILE).write_bytes(mark() + b"\n")
-    assert parts(Ledger(world.folder, 0, 0.0, monotonic=lambda: 0.0)) == {}
+    assert parts(GoodputTracker(world.folder, 0, 0.0, monotonic=lambda: 0.0)) == {}
 
 
 @settings(deadline=None)
@@ -336,9 +336,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def go(small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """Trains in this process."""
-    monkeypatch.setattr(meshtrain.report, "sample_flops", lambda *_: (None, "FLOPs are not counted"))
-    monkeypatch.setattr(meshtrain.report, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s"))
-    monkeypatch.setattr(meshtrain.results, "plot_loss", lambda *_: "no picture is drawn")
+    monkeypatch.setattr(meshtrain.run.step_logger, "sample_flops", lambda *_: (None, "FLOPs are not counted"))
+    monkeypatch.setattr(meshtrain.run.step_logger, "peak_flops", lambda *_: (1.0, "a peak of 1 FLOP/s"))
+    monkeypatch.setattr(meshtrain.run.results, "plot_loss", lambda *_: "no picture is drawn")
     monkeypatch.setattr(stopping, "LOOK_EVERY_S", 0.0)
     options = (f"train.output={tmp_path}/run", "data.workers=0", "data.validation=0.2", "train.eval_every=3")
 

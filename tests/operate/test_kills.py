@@ -100,7 +100,7 @@ def test_rank_0_of_srun_takes_the_store_along_and_is_named(small: str, tmp_path:
 def test_a_rank_that_fails_is_the_story(small: str, tmp_path: Path) -> None:
     job = forked(3, *command(small, tmp_path / "run", "train.chaos=[{fault: raise, rank: 1, step: 5}]"))
     assert job.status == 1
-    why = "rank 1 on host .* failed: meshtrain.operate.chaos.PlantedError: planted by train.chaos"
+    why = "rank 1 on host .* failed: meshtrain.run.fault_injection.PlantedError: planted by train.chaos"
     for other in (0, 2):
         assert re.search(rf"^rank {other} on host .* stops, because {why}", job.err, re.MULTILINE), job.err
     assert job.err.count("Traceback (most recent call last)") == 1, job.err
@@ -116,6 +116,6 @@ def test_a_rank_that_is_busy_elsewhere_did_not_arrive(small: str, tmp_path: Path
     assert job.status != 0
     told = re.search(r"^rank 0 on host .* stops, because (rank 2 on host .* did not arrive at .*)$", job.err, re.M)
     assert told, job.err
-    assert re.search(r"over dp_shard \(ranks 0-2\), where ranks 0, 1 waited for \d+ s: rank 2 is in step 6", told[1])
-    assert re.search(r"^      meshtrain/operate/chaos\.py:\d+ at_step$", job.err, re.MULTILINE), job.err
+    assert re.search(r"over dp_shard \(ranks 0-2\), where ranks 0-1 waited for \d+ s: rank 2 is in step 6", told[1])
+    assert re.search(r"^      meshtrain/run/fault_injection\.py:\d+ at_step$", job.err, re.MULTILINE), job.err
     assert json.loads((tmp_path / "run/exit.json").read_text())["reason"] == told[1]

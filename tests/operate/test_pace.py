@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshtrain.operate.pace import LEAST_S, LOOKS, SHARE, Looks, Pace, slow
+from meshtrain.metrics.straggler import LEAST_S, LOOKS, SHARE, RankPace, StragglerTest, slow
 
 
-def steady(own: float, *, step: float = 0.5, host: str = "a", queued: float = 0.0) -> Pace:
+def steady(own: float, *, step: float = 0.5, host: str = "a", queued: float = 0.0) -> RankPace:
     everything = own + queued
-    return Pace(own, own, own, everything, everything, everything, step, 0.0, host, 1.0, 8)
+    return RankPace(own, own, own, everything, everything, everything, step, 0.0, host, 1.0, 8)
 
 
-def measured(own: list[float], queued: list[float] | None = None, host: str = "a") -> Pace:
+def measured(own: list[float], queued: list[float] | None = None, host: str = "a") -> RankPace:
     """A look at steps in which a rank took `own` seconds, `queued` of them without a core; another took 0.1 more."""
     waits = queued or [0.0] * len(own)
     steps = [
         {"time_own_s": one, "time_queued_s": wait, "step_time_s": max(own) + 0.1, "time_data_s": 0.01}
         for one, wait in zip(own, waits, strict=True)
     ]
-    return Pace.of(steps, host, 1.0, 8)
+    return RankPace.of(steps, host, 1.0, 8)
 
 
 def test_a_look_is_made_of_quartiles() -> None:
@@ -82,30 +82,30 @@ def test_overlapping_times_are_noise() -> None:
 def test_the_same_noise_on_all_ranks_names_nobody(seed: int, ranks: int) -> None:
     """Each step of each rank takes between one and five times as long, by chance; nobody stays slow for long."""
     chance = random.Random(seed)
-    looks = Looks([range(ranks)])
+    looks = StragglerTest([range(ranks)])
     for _ in range(2 * LOOKS):
-        new, _ = looks.see([measured([0.1 * chance.uniform(1, 5) for _ in range(20)]) for _ in range(ranks)])
+        new, _ = looks.update([measured([0.1 * chance.uniform(1, 5) for _ in range(20)]) for _ in range(ranks)])
         assert new == []
 
 
 @given(st.integers(0, 10**6), st.integers(2, 8), st.data())
 def test_a_slow_rank_is_found_in_noise(seed: int, ranks: int, data: st.DataObject) -> None:
     chance, culprit = random.Random(seed), data.draw(st.integers(0, ranks - 1))
-    looks, named = Looks([range(ranks)]), []
+    looks, named = StragglerTest([range(ranks)]), []
     for _ in range(LOOKS):
         own = [[0.1 * chance.uniform(1, 3) + 0.5 * (rank == culprit) for _ in range(20)] for rank in range(ranks)]
-        named += looks.see(list(map(measured, own)))[0]
+        named += looks.update(list(map(measured, own)))[0]
     assert [straggler.rank for straggler in named] == [culprit]
 
 
-def seen(looks: Looks, *slow_ranks: int) -> tuple[list[int], list[int]]:
+def seen(looks: StragglerTest, *slow_ranks: int) -> tuple[list[int], list[int]]:
     paces = [steady(0.4 if rank in slow_ranks else 0.2) for rank in range(5)]
-    new, recovered = looks.see(paces)
+    new, recovered = looks.update(paces)
     return [straggler.rank for straggler in new], recovered
 
 
 def test_only_who_stays_slow_is_named_and_only_once() -> None:
-    looks = Looks([range(5)])
+    looks = StragglerTest([range(5)])
     assert [seen(looks, 3) for _ in range(LOOKS - 1)] == [([], [])] * (LOOKS - 1)
     assert looks.suspects == {3}
     assert seen(looks, 3) == ([3], [])
@@ -113,53 +113,53 @@ def test_only_who_stays_slow_is_named_and_only_once() -> None:
 
 
 def test_a_good_look_in_between_starts_the_count_again() -> None:
-    looks = Looks([range(5)])
+    looks = StragglerTest([range(5)])
     for _ in range(5):
         assert [seen(looks, 3), seen(looks, 3), seen(looks)] == [([], [])] * 3
 
 
 def test_who_recovers_is_said_once_and_may_be_named_again() -> None:
-    looks = Looks([range(5)])
+    looks = StragglerTest([range(5)])
     said = [seen(looks, *((1,) if i % 10 < 5 else ())) for i in range(20)]
     assert [i for i, (new, _) in enumerate(said) if new] == [LOOKS - 1, 10 + LOOKS - 1]
     assert [i for i, (_, recovered) in enumerate(said) if recovered] == [5 + LOOKS - 1, 15 + LOOKS - 1]
 
 
 def test_a_single_good_look_is_no_recovery() -> None:
-    looks = Looks([range(5)])
+    looks = StragglerTest([range(5)])
     for _ in range(LOOKS):
         seen(looks, 1)
     assert [seen(looks), seen(looks, 1), seen(looks), seen(looks), seen(looks, 1)] == [([], [])] * 5
 
 
 def test_two_stragglers_at_once() -> None:
-    looks = Looks([range(5)])
+    looks = StragglerTest([range(5)])
     said = [seen(looks, 0), seen(looks, 0, 4), seen(looks, 0, 4), seen(looks, 0, 4)]
     assert said == [([], []), ([], []), ([0], []), ([4], [])]
 
 
 def test_stages_without_peers_are_compared_with_their_own_first_look() -> None:
     """Two stages of one rank each take unequal times: that is the split's, until one of them changes."""
-    looks = Looks([[0], [1]])
+    looks = StragglerTest([[0], [1]])
     for _ in range(3 * LOOKS):
-        assert looks.see([steady(0.1), steady(0.3)]) == ([], [])
+        assert looks.update([steady(0.1), steady(0.3)]) == ([], [])
     for _ in range(2 * LOOKS):
-        assert looks.see([steady(0.15), steady(0.45)]) == ([], []), "all became slower: longer sequences, perhaps"
-    named = [looks.see([steady(0.25), steady(0.3)])[0] for _ in range(LOOKS)][-1]
+        assert looks.update([steady(0.15), steady(0.45)]) == ([], []), "all became slower: longer sequences, perhaps"
+    named = [looks.update([steady(0.25), steady(0.3)])[0] for _ in range(LOOKS)][-1]
     assert [(one.rank, one.peers, one.own, one.others) for one in named] == [(0, 0, 0.25, 0.1)]
 
 
 def test_what_is_said_of_a_straggler_is_measured_against_the_others() -> None:
-    looks = Looks([range(4)])
+    looks = StragglerTest([range(4)])
     paces = [steady(0.2), steady(0.9), steady(0.22), steady(0.5)]
     paces = [replace(pace, load=float(rank)) for rank, pace in enumerate(paces)]
-    named = [looks.see(paces)[0] for _ in range(LOOKS)][-1]
+    named = [looks.update(paces)[0] for _ in range(LOOKS)][-1]
     assert [(one.rank, one.own, one.peers, one.load) for one in named] == [(1, 0.9, 3, 1.0), (3, 0.5, 3, 1.0)]
     assert [one.others for one in named] == pytest.approx([0.21, 0.21]), "of those that are not slow themselves"
 
 
 def test_of_a_starved_host_all_of_its_time_is_told() -> None:
-    looks = Looks([range(3)])
+    looks = StragglerTest([range(3)])
     paces = [steady(0.1), steady(0.1, host="b"), steady(0.1, host="c", queued=0.3)]
-    named = [looks.see(paces)[0] for _ in range(LOOKS)][-1]
+    named = [looks.update(paces)[0] for _ in range(LOOKS)][-1]
     assert [(one.rank, one.own, one.others, one.excess) for one in named] == [(2, 0.4, 0.1, pytest.approx(0.3))]

@@ -15,16 +15,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshtrain.environment import Environment
+from meshtrain.doctor import facts
+from meshtrain.doctor.records import Gpu
+from meshtrain.job.environment import Environment
+from meshtrain.job.process import Job
 from meshtrain.layout import Layout
-from meshtrain.metrics import read
-from meshtrain.operate.doctor import facts
-from meshtrain.operate.doctor.record import Gpu
-from meshtrain.operate.pace import LOOKS, Pace, Straggler
-from meshtrain.operate.smi import CONDITION, condition, gpu_condition, throttle_reasons
-from meshtrain.operate.stragglers import RANKS_PER_STEP, WARM_UP, Stragglers, advice, describe
-from meshtrain.parallel.data import hidden_waits
-from meshtrain.runtime import Job
+from meshtrain.metrics.logger import read
+from meshtrain.metrics.nvidia_smi import CONDITION, condition, gpu_condition, throttle_reasons
+from meshtrain.metrics.straggler import (
+    LOOKS,
+    RANKS_PER_STEP,
+    WARM_UP,
+    RankPace,
+    Straggler,
+    StragglerDetector,
+    advice,
+    describe,
+)
+from meshtrain.parallel.fsdp import unmeasured_wait_phases
 from tests.launching import forked
 
 SMALL = (
@@ -42,7 +50,7 @@ SMALL = (
     "train.eval_every=0",
     "checkpoint.every=0",
 )
-PACE = Pace(0.9, 1.0, 1.1, 0.95, 1.05, 1.15, 1.2, 0.01, "b", 2.0, 8)
+PACE = RankPace(0.9, 1.0, 1.1, 0.95, 1.05, 1.15, 1.2, 0.01, "b", 2.0, 8)
 STRAGGLER = Straggler(2, PACE, 3, 1.0, 0.4, 2.0)
 
 
@@ -65,22 +73,22 @@ class CountingStore:
         return self.store.multi_get(keys)
 
 
-def ranks(world_size: int, store: object, said: list[str], first: int = 1) -> list[Stragglers]:
+def ranks(world_size: int, store: object, said: list[str], first: int = 1) -> list[StragglerDetector]:
     layout = Layout({"dp_shard": world_size}).on_hosts([world_size], ["a"])
     jobs = [
         Job(Environment("none", rank, world_size, rank, "a", None), torch.device("cpu"), store, layout=layout)  # type: ignore[arg-type]
         for rank in range(world_size)
     ]
-    return [Stragglers(job, first, said.append) for job in jobs]
+    return [StragglerDetector(job, first, said.append) for job in jobs]
 
 
 def times(own: float) -> dict[str, float]:
     return {"time_own_s": own, "time_queued_s": 0.0, "step_time_s": 1.0, "time_data_s": 0.0}
 
 
-def take(each: list[Stragglers], step: int, slow: int | None) -> dict[str, float]:
+def take(each: list[StragglerDetector], step: int, slow: int | None) -> dict[str, float]:
     """All ranks look, rank 0 first, as late as the others may be."""
-    found = [one.look(step, times(0.5 if rank == slow else 0.1)) for rank, one in enumerate(each)]
+    found = [one.finish_step(step, times(0.5 if rank == slow else 0.1)) for rank, one in enumerate(each)]
     assert not any(found[1:])
     return found[0]
 
@@ -117,7 +125,7 @@ def test_a_large_world_looks_more_seldom() -> None:
     world = 40 * RANKS_PER_STEP
     one = ranks(world, store, [])[5]
     for step in range(1, 81):
-        one.look(step, times(0.1))
+        one.finish_step(step, times(0.1))
     assert store.calls == 2
 
 
@@ -134,20 +142,9 @@ def test_the_first_steps_and_looks_at_too_few_do_not_count() -> None:
     assert WARM_UP == 3
 
 
-def test_a_step_that_was_measured_is_not_measured_again() -> None:
-    store = CountingStore()
-    each = ranks(2, store, [])
-    for step in range(1, 20):
-        take(each, step, None)
-        take(each, step, 0)  # the result of no other step has been taken since
-        take(each, step, 0)
-    take(each, 20, None)
-    assert take(each, 21, None)["own_time_max_s"] == 0.1
-
-
 def test_alone_there_is_nothing_to_compare() -> None:
     one = ranks(1, None, [])[0]
-    assert [one.look(step, times(1.0)) for step in range(1, 50)] == [{}] * 49
+    assert [one.finish_step(step, times(1.0)) for step in range(1, 50)] == [{}] * 49
 
 
 @pytest.mark.parametrize(
@@ -161,8 +158,8 @@ def test_alone_there_is_nothing_to_compare() -> None:
     ],
 )
 def test_where_fsdp_waits_unseen(device: str, sizes: dict[str, int], expected: tuple[str, ...]) -> None:
-    mesh = SimpleNamespace(device_type=device, size=Layout(sizes).size)
-    assert hidden_waits(mesh) == expected  # type: ignore[arg-type]
+    mesh = SimpleNamespace(device_type=device, size=Layout(sizes).size, uses_fsdp="dp_shard" in sizes)
+    assert unmeasured_wait_phases(mesh) == expected  # type: ignore[arg-type]
 
 
 # What is said -------------------------------------------------------------------------------------------------------
@@ -170,7 +167,9 @@ def test_where_fsdp_waits_unseen(device: str, sizes: dict[str, int], expected: t
 
 def test_a_straggler_is_told_in_three_lines() -> None:
     gpu = "GPU 3 at 1230 of 1980 MHz, held down by heat (hardware), 88 °C"
-    text = describe(replace(STRAGGLER, pace=replace(PACE, gpu=gpu)), "rank 2 on host b (dp_shard 2)", 60)
+    text = describe(
+        replace(STRAGGLER, pace=replace(PACE, gpu=gpu, throttled=True)), "rank 2 on host b (dp_shard 2)", 60
+    )
     assert text.splitlines() == [
         "warning: rank 2 on host b (dp_shard 2) is slow: for 60 steps now it has taken 1000 ms of its own for each, "
         "the other 3 ranks with the same work take 400 ms. All ranks wait for it",
@@ -183,8 +182,8 @@ def test_a_straggler_is_told_in_three_lines() -> None:
     ("pace", "expected"),
     [
         ({"data": 0.5}, "data.workers or data.prefetch a larger"),
-        ({"data": 0.5, "gpu": "GPU 0, held down by heat (software)"}, "data.workers or data.prefetch a larger"),
-        ({"gpu": "GPU 0, held down by heat (software)", "load": 30.0}, "cooling"),
+        ({"data": 0.5, "throttled": True}, "data.workers or data.prefetch a larger"),
+        ({"throttled": True, "load": 30.0}, "cooling"),
         ({"gpu": "GPU 0 at 1980 of 1980 MHz", "load": 30.0}, "look with top"),
         ({"load": 9.0}, "look with top"),
         ({"load": 7.0}, "meshtrain doctor --local"),  # it has 8 cores
@@ -218,7 +217,7 @@ def test_a_load_that_its_peers_have_too_is_no_reason() -> None:
     ],
 )
 def test_the_condition_of_a_gpu(line: str, expected: str) -> None:
-    assert condition([cell.strip() for cell in line.split(",")]) == expected
+    assert condition([cell.strip() for cell in line.split(",")]) == (expected, "held down" in expected)
 
 
 def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, says: str) -> None:
@@ -232,7 +231,7 @@ def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, says: str) -> None
 def test_the_gpu_is_asked_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi(tmp_path, monkeypatch, 'echo "2, 900, 1980, 50, 300.0, 300.0, 0x4"')
     told = gpu_condition("GPU-77aa")
-    assert told == "GPU 2 at 900 of 1980 MHz, held down by the power limit, 50 °C, 300 of 300 W"
+    assert told == ("GPU 2 at 900 of 1980 MHz, held down by the power limit, 50 °C, 300 of 300 W", True)
     asked = (tmp_path / "asked").read_text()
     fields = ",".join((*CONDITION, "clocks_event_reasons.active"))
     assert asked.split() == ["--id=GPU-77aa", "--format=csv,noheader,nounits", f"--query-gpu={fields}"]
@@ -262,13 +261,13 @@ def test_a_field_that_a_driver_does_not_know_costs_no_other(
 
 def test_an_nvidia_smi_that_fails_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi(tmp_path, monkeypatch, "echo 'Unable to determine the device handle: Unknown Error'")
-    assert gpu_condition("GPU-77aa") == ""
+    assert gpu_condition("GPU-77aa") == ("", False)
     assert facts._gpus() == ()
 
 
 def test_without_nvidia_smi_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpu_condition("GPU-77aa") == ""
+    assert gpu_condition("GPU-77aa") == ("", False)
     assert throttle_reasons("0x0") == ""
 
 

@@ -36,6 +36,7 @@ OWN_MODELS: dict[str, tuple[str, ...]] = {
     "mixing": ("parallel.sequence_parallel=false",),
     "whole_sequence": (),
 }
+TP_MODELS = ("attached", *OWN_MODELS)
 
 # Blocks for 8 stages that are not of one size, and microbatches that cost next to nothing: there are many of them.
 STAGED = (
@@ -45,6 +46,8 @@ STAGED = (
     "data.seq_len=32",
     "batch.global_size=15",
 )
+
+ATTACHED = ("model.name=tests/models/attached.py",)  # the first layer adds a term to the loss, and statistics
 
 BRIEF = ("model.num_hidden_layers=2", "train.steps=8")
 
@@ -176,6 +179,10 @@ def experiments(folder: Path) -> dict[str, Experiment]:
             Experiment(name, QUICKSTART, (*SMALL, cache, f64, f"model.name={MODELS / name}.py", *more), 1e-9)
             for name, more in OWN_MODELS.items()
         ),
+        *(
+            Experiment(name, QUICKSTART, (*SMALL, *BRIEF, cache, f64, *ragged_keys, *ATTACHED, *more), 1e-9)
+            for name, more in {"attached": (), "attached, recomputed": ("parallel.recompute=full",)}.items()
+        ),
         Experiment("digits", "configs/digits.yaml", digits, 1e-9),
         # Which ranks and microbatches use a layer depends on their samples.
         Experiment(
@@ -203,12 +210,12 @@ def write_ragged(path: Path) -> Path:
 LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
     2: [
         ("{dp_replicate: 2}", ("float32", "float64", "ragged")),
-        ("{dp_shard: 2}", ("float32", "float64", "selective", "rare")),
+        ("{dp_shard: 2}", ("float32", "float64", "selective", "rare", "attached, recomputed")),
         (
             "{tp: 2}",
-            ("float32", "float64", "ragged", "tied, masked, recomputed", "selective", "uneven", "dropout", *OWN_MODELS),
+            ("float32", "float64", "ragged", "tied, masked, recomputed", "selective", "uneven", "dropout", *TP_MODELS),
         ),
-        ("{pp: 2}", ("float32", "staged", "staged, tied", "digits", *STAGED_MODELS)),
+        ("{pp: 2}", ("float32", "staged", "staged, tied", "digits", "attached, recomputed", *STAGED_MODELS)),
     ],
     3: [
         ("{dp_replicate: 3}", ("float32", "float64", "dropout")),
@@ -262,14 +269,14 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
         kept = "dp_shard" in sizes and name == "float64" and world in (2, 4)
         return [(), ("parallel.reshard_after_forward=false",)] if kept else [()]
     # Two microbatches in every step: one process has more of them, and each costs many exchanges here.
-    samples = 7 if name in ("ragged", "tied, masked, recomputed") else 14
+    samples = 7 if name in ("ragged", "tied, masked, recomputed", "attached") else 14
     share = -(-samples * sizes["tp"] // world)
     own = f"batch.micro_size={-(-share // 2)}"
     if layout.startswith("{tp: 2, "):  # the other order of the axes
         return [(own,)]
     found: list[tuple[str, ...]] = [(own,)]
     tried = name == "float64" and (world <= 4 or len(sizes) > 2)  # on 8 ranks once
-    if tried or (len(sizes) == 1 and name in ("float32", "uneven", "few heads", "between")):
+    if tried or (len(sizes) == 1 and name in ("float32", "uneven", "few heads", "between", "attached")):
         found.append((own, "parallel.sequence_parallel=false"))
     if name == "float64" and world <= 4:
         found.append((own, "parallel.regather=true"))
@@ -281,7 +288,7 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
 def pipelines(sizes: dict[str, int], name: str) -> list[tuple[str, ...]]:
     """What a layout with `pp` is trained with: (schedule, more overrides ...)."""
     p, data = sizes["pp"], sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
-    samples = {"float32": 14, "float64": 14, "staged, tied": 7, "digits": 21}.get(name, 15)
+    samples = {"float32": 14, "float64": 14, "staged, tied": 7, "attached, recomputed": 7, "digits": 21}.get(name, 15)
 
     def cut(microbatches: int) -> str:
         """A `micro_size` that gives so many, or fewer where there are not that many samples."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshtrain.metrics import read
+from meshtrain.metrics.logger import read
 from tests.parity.cells import assert_same, train
 from tests.parity.experiments import Experiment, experiments
 

@@ -18,16 +18,16 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-import meshtrain.build
-import meshtrain.report
-import meshtrain.results
+import meshtrain.modeling.build
+import meshtrain.run.results
+import meshtrain.run.step_logger
 import meshtrain.train
 from meshtrain.config import Config
-from meshtrain.environment import read_environment
-from meshtrain.flops import block_flops
-from meshtrain.leaving import leaving
-from meshtrain.parallel import data
-from meshtrain.runtime import join
+from meshtrain.job.environment import read_environment
+from meshtrain.job.exit import job_exit
+from meshtrain.job.process import join
+from meshtrain.modeling.flops import block_flops
+from meshtrain.parallel import fsdp
 
 counted: dict[tuple, tuple[list[float], str]] = {}
 
@@ -40,13 +40,13 @@ def counted_once(model: nn.Module, blocks: Sequence[nn.Module], inputs: tuple[Te
     return counted[key]
 
 
-meshtrain.build.block_flops = counted_once
-meshtrain.report.sample_flops = lambda *_: (None, "FLOPs are not counted")
-meshtrain.report.peak_flops = lambda *_: (1.0, "a peak of 1 FLOP/s")
-meshtrain.results.plot_loss = lambda *_: "no picture is drawn"
+meshtrain.modeling.build.block_flops = counted_once
+meshtrain.run.step_logger.sample_flops = lambda *_: (None, "FLOPs are not counted")
+meshtrain.run.step_logger.peak_flops = lambda *_: (1.0, "a peak of 1 FLOP/s")
+meshtrain.run.results.plot_loss = lambda *_: "no picture is drawn"
 
 job = join(read_environment(os.environ))
-with leaving(job):
+with job_exit(job):
     for name, overrides, small in json.loads(Path(sys.argv[1]).read_text()):
-        data.SMALL = small
+        fsdp.MIN_UNIT_SIZE = small
         meshtrain.train.run(Config.load(name, overrides, world_size=job.world_size, for_training=True), job)

@@ -19,31 +19,31 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from meshtrain.build import build_model, plain_model
 from meshtrain.config import Config
+from meshtrain.config.locate import model_file
 from meshtrain.data.batch import Batch
-from meshtrain.environment import read_environment
 from meshtrain.generate import generate
-from meshtrain.init import initialise, materialise
+from meshtrain.job.environment import read_environment
+from meshtrain.job.exit import job_exit
+from meshtrain.job.process import join
 from meshtrain.layout import Layout
-from meshtrain.leaving import leaving
-from meshtrain.locate import model_file
 from meshtrain.loss import sample_losses
 from meshtrain.mesh import Mesh, build_mesh
-from meshtrain.numerics import master_dtype
-from meshtrain.optim import Optimizer
-from meshtrain.parallel import data
-from meshtrain.parallel.apply import Options, split_over_tp, spread_over_data
-from meshtrain.parallel.data import last_microbatch, reduce_gradients
-from meshtrain.parallel.later import Later, compute, defer
-from meshtrain.parts import local_part
+from meshtrain.metrics.step_timer import StepTimer
+from meshtrain.modeling.build import build_model, plain_model
+from meshtrain.modeling.init import initialise, materialise
+from meshtrain.optim.optimizer import Optimizer
+from meshtrain.parallel import fsdp
+from meshtrain.parallel.grad_sync import reduce_gradients, set_is_last_backward
+from meshtrain.parallel.mixed_precision import master_dtype
+from meshtrain.parallel.parallelize import ParallelOptions, apply_data_parallel, apply_tensor_parallel
+from meshtrain.parallel.sharding import local_part
+from meshtrain.parallel.weight_grad import WeightGradQueue, defer_weight_grads, run_weight_grads
 from meshtrain.pipeline.actions import Action, Kind, Schedule
 from meshtrain.pipeline.engine import Pipeline, shapes_of
 from meshtrain.pipeline.schedule import NAMES, build, to_csv
 from meshtrain.pipeline.simulate import simulate
-from meshtrain.runtime import join
-from meshtrain.step import Trainer
-from meshtrain.timing import StepClock
+from meshtrain.trainer import Trainer
 from tests.parity.experiments import QUICKSTART
 from tests.tensor_parallel_cases import Cases, Created
 
@@ -174,12 +174,12 @@ class Engine(Cases):
             work = Step(m, *shape, seed=sum(shape))
             model.run(work)
             self.gradients(model, self.expected(work, *more), f"{schedule} {more}, {shape}")
-            self.equal(len(work.losses), m if model.has_last else 0, f"{schedule}: losses")
+            self.equal(len(work.losses), m if model._rank == model._last_rank else 0, f"{schedule}: losses")
         for shape in shapes[:2]:
             inputs = Step(1, *shape).inputs(0)
             with torch.no_grad():
                 found = model(*inputs)
-            self.equal(found is not None, model.has_last, f"{schedule}: who has the logits")
+            self.equal(found is not None, model._rank == model._last_rank, f"{schedule}: who has the logits")
             if found is not None:
                 self.same(found, self.plain(*more)(*inputs).detach(), f"{schedule}: forward of {shape}")
 
@@ -212,7 +212,7 @@ class Engine(Cases):
             self.equal(outputs <= held, True, f"{schedule}: {outputs} outputs alive after {action}, with {held} graphs")
             peak = max(peak, graphs)
         self.equal(peak <= plan.peak_activations[rank], True, f"{schedule}: {peak} graphs, {plan.peak_activations}")
-        if all(action.kind is not Kind.WEIGHT_GRAD for action in model.schedule.flat(rank)):
+        if all(action.kind is not Kind.WEIGHT_GRAD for action in model.schedule.actions_of(rank)):
             self.equal(peak, plan.peak_activations[rank], f"{schedule}: the most graphs at once")
         work.losses.clear()
         self.equal(created.held(), 0, f"{schedule}: bytes that outlive the step")
@@ -223,10 +223,10 @@ class Engine(Cases):
         model = self.pipeline(layout, schedule, m, *more)
         work = Step(m)
         model.run(work)  # finds the shapes
-        self.mesh.traffic.restart()
+        self.mesh.comm_bytes.restart()
         with Sent() as sent:
             model.run(work)
-        own = self.mesh.traffic.by_kind("pp").get("send", 0)
+        own = self.mesh.comm_bytes.by_kind("pp").get("send", 0)
         total = torch.tensor(own)
         dist.all_reduce(total, group=self.mesh.group("pp"))
         ranks = [model.schedule.rank_of(stage) for stage in range(model.schedule.stages)]
@@ -260,13 +260,13 @@ class Engine(Cases):
         work = Step(6)
         for _ in range(2):
             model.zero_grad()
-            self.mesh.traffic.restart()
+            self.mesh.comm_bytes.restart()
             model.run(work)
             size = sum(p.numel() for p in model.parameters()) * 8
             kinds = {"all_reduce": size} if axis == "dp_replicate" else {"all_gather": size // 2}
             if axis == "dp_shard":
                 kinds["reduce_scatter"] = size // 2
-            self.equal(self.mesh.traffic.by_kind(axis), kinds, f"{axis} {schedule}: bytes by kind")
+            self.equal(self.mesh.comm_bytes.by_kind(axis), kinds, f"{axis} {schedule}: bytes by kind")
         twice = {name: 2 * grad for name, grad in self.expected(work).items()}  # both data ranks have the same samples
         self.gradients(model, twice, f"{axis} {schedule}")
 
@@ -279,17 +279,17 @@ class Engine(Cases):
         model = self.pipeline(layout, schedule, 3, *more)
         cfg = config(layout, schedule, 3, *more)
         optimizer = Optimizer(model, cfg.optimizer, self.mesh, 10)
-        trainer = Trainer(model, optimizer, cfg, self.mesh, CPU, task="language", clock=StepClock(CPU))
+        trainer = Trainer(model, optimizer, cfg, self.mesh, CPU, task="language", timer=StepTimer(CPU))
         plain = self.plain(*more, *alone)
         known = Trainer(
-            plain, Optimizer(plain, cfg.optimizer, ALONE, 10), cfg, ALONE, CPU, task="language", clock=StepClock(CPU)
+            plain, Optimizer(plain, cfg.optimizer, ALONE, 10), cfg, ALONE, CPU, task="language", timer=StepTimer(CPU)
         )
-        batches = [Batch(work.inputs(i), tokens) for i, tokens in enumerate(work.tokens)]
+        batches = [Batch.of(work.inputs(i), tokens) for i, tokens in enumerate(work.tokens)]
         for step in range(1, 5):
             results = []
             for one in (trainer, known):
-                one.accumulate(step, batches)
-                results.append(one.update(step)())
+                one.forward_backward(step, batches)
+                results.append(one.optimizer_step(step)())
             for what in ("loss", "grad_norm"):
                 found, expected = (torch.tensor(getattr(result, what)) for result in results)
                 self.same(found, expected, f"{layout} {schedule} {more}: {what} of step {step}")
@@ -349,16 +349,18 @@ class Engine(Cases):
         self.mesh = build_mesh(Layout({"tp": 2}))
         what, found = f"later, {kv} key/value heads, {precision}, frozen {frozen}, {how}", []
         for split in (False, True):
-            later = Later()
+            later = WeightGradQueue()
             keys = [f"model.num_key_value_heads={kv}", "model.num_attention_heads=4", "model.hidden_size=16"]
             keys += ["model.name=tests/models/frozen.py"] * frozen
-            model = split_and_deferred(self.mesh, keys, Options(precision=precision, **how), later if split else None)
-            last_microbatch(model, False)
+            model = split_and_deferred(
+                self.mesh, keys, ParallelOptions(precision=precision, **how), later if split else None
+            )
+            set_is_last_backward(model, False)
             losses = [sample_losses(model(tokens), tokens).sum() for tokens in Step(2).tokens]
             dues = []
             for loss in losses:
                 if split:
-                    with later.collected() as due:
+                    with later.record() as due:
                         loss.backward()
                     dues.append(due)
                 else:
@@ -367,7 +369,7 @@ class Engine(Cases):
             for due in dues:
                 leads = [grad for one in due for grad in one.compute() if grad.requires_grad]
                 self.equal(len(leads), 0, f"{what}: what is left leads back into the forward")
-                compute(due)
+                run_weight_grads(due)
             reduce_gradients(model)
             if split:
                 bad = sorted(name for name in early if "proj" in name or "lm_head" in name)
@@ -380,17 +382,19 @@ class Engine(Cases):
             self.equal(torch.equal(found[1][name], grad), True, f"{what}: bits of {name}")
 
 
-def split_and_deferred(mesh: Mesh, keys: Sequence[str], how: Options, later: Later | None) -> nn.Module:
+def split_and_deferred(
+    mesh: Mesh, keys: Sequence[str], how: ParallelOptions, later: WeightGradQueue | None
+) -> nn.Module:
     """A model over tp as `build_model` makes a stage of it."""
     cfg = config({}, "1f1b", 1, *keys)
     model = plain_model(cfg)
     model.to(master_dtype(how.precision))
-    how = split_over_tp(model, mesh, how)
+    how = apply_tensor_parallel(model, mesh, how)
     if later is not None:
-        defer(model, later)
+        defer_weight_grads(model, later)
     materialise(model, CPU)
     initialise(model, model_file("llama").init_plan, seed=0, std=0.2)
-    return spread_over_data(model, mesh, how)
+    return apply_data_parallel(model, mesh, how)
 
 
 def local_shape(mesh: Mesh, model: Pipeline, name: str) -> tuple[int, ...]:
@@ -446,9 +450,9 @@ def four(cases: Engine, folder: Path) -> None:
 
 def main() -> None:
     job = join(read_environment(os.environ))
-    with leaving(job):
+    with job_exit(job):
         job.connect(300)
-        data.SMALL = 0  # every block is gathered by itself
+        fsdp.MIN_UNIT_SIZE = 0  # every block is gathered by itself
         torch.set_num_threads(1)
         cases = Engine(build_mesh(Layout({"pp": job.world_size})))
         (two if job.world_size == 2 else four)(cases, Path(sys.argv[1]))

@@ -6,22 +6,22 @@ import os
 import torch
 
 from meshtrain.data.batch import Batch
-from meshtrain.environment import read_environment
+from meshtrain.job.environment import read_environment
+from meshtrain.job.exit import job_exit
+from meshtrain.job.process import join
 from meshtrain.layout import Layout
-from meshtrain.leaving import leaving
 from meshtrain.mesh import build_mesh
-from meshtrain.optim import Optimizer
-from meshtrain.parallel import data
-from meshtrain.parts import local_part
+from meshtrain.metrics.step_timer import StepTimer
+from meshtrain.optim.optimizer import Optimizer
+from meshtrain.parallel import fsdp
+from meshtrain.parallel.sharding import local_part
 from meshtrain.pipeline.actions import Kind
 from meshtrain.pipeline.schedule import NAMES, build
-from meshtrain.runtime import join
-from meshtrain.step import Trainer
-from meshtrain.timing import StepClock
+from meshtrain.trainer import Trainer
 from tests.pipeline.engine_cases import CPU, Engine, Step, config
 
 SCHEDULES = {name: build(name, ranks=2, microbatches=2) for name in NAMES}
-SPLIT = [name for name, one in SCHEDULES.items() if any(a.kind is Kind.WEIGHT_GRAD for a in one.flat(0))]
+SPLIT = [name for name, one in SCHEDULES.items() if any(a.kind is Kind.WEIGHT_GRAD for a in one.actions_of(0))]
 # Weight gradients that all come after the last input gradient of their stage, and several in a row between two of them.
 CASES = (("float16", 2), ("bfloat16", 5))
 LAYERS = "model.num_hidden_layers=3"
@@ -35,17 +35,17 @@ class Sharded(Engine):
         model = self.pipeline(layout, schedule, m, *more)
         cfg = config(layout, schedule, m, *more)
         optimizer = Optimizer(model, cfg.optimizer, self.mesh, 10)
-        trainer = Trainer(model, optimizer, cfg, self.mesh, CPU, task="language", clock=StepClock(CPU))
+        trainer = Trainer(model, optimizer, cfg, self.mesh, CPU, task="language", timer=StepTimer(CPU))
         losses, gradients = [], {}
         for step in (1, 2, 3):
             work = Step(m, seed=10 * step + self.mesh.index(axis))
-            trainer.accumulate(step, [Batch(work.inputs(i), tokens) for i, tokens in enumerate(work.tokens)])
+            trainer.forward_backward(step, [Batch.of(work.inputs(i), tokens) for i, tokens in enumerate(work.tokens)])
             if step == 1:
                 for name, p in model.named_parameters():
                     assert p.grad is not None
                     part, where = local_part(p.grad)
                     gradients[name] = part.clone(), where
-            losses.append(trainer.update(step)().loss)
+            losses.append(trainer.optimizer_step(step)().loss)
         return gradients, losses
 
     def compare(self, schedule: str, m: int, precision: str) -> None:
@@ -60,9 +60,9 @@ class Sharded(Engine):
 
 def main() -> None:
     job = join(read_environment(os.environ))
-    with leaving(job):
+    with job_exit(job):
         job.connect(300)
-        data.SMALL = 0  # every block is gathered by itself
+        fsdp.MIN_UNIT_SIZE = 0  # every block is gathered by itself
         torch.set_num_threads(1)
         cases = Sharded(build_mesh(Layout({"pp": job.world_size})))
         for schedule in SPLIT:

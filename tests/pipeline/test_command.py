@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from meshtrain import cli
-from meshtrain.pipeline.command import measured_costs
-from meshtrain.pipeline.generators import largest_group
-from meshtrain.pipeline.record import Record, read_timeline, timeline_json
-from meshtrain.pipeline.schedule import NAMES, build, default_stages_per_rank, peak_bound, to_csv
+from meshtrain.cli import main as cli
+from meshtrain.pipeline.schedule import NAMES, build, to_csv
 from meshtrain.pipeline.simulate import Event, Timeline, simulate
+from meshtrain.pipeline.timeline_io import Record, measured_costs, read_timeline, timeline_json
+from tests.pipeline.formulas import default_stages, largest_group, peak_bound
 
 SIZES = ("--ranks", "4", "--microbatches", "8")
 
@@ -197,7 +196,7 @@ def test_the_documented_schedules_are_all() -> None:
 def test_the_documented_costs_are_those_of_the_simulator(name: str) -> None:
     stages, idle, small, large, peak, held = documented()[name]
     more = "more" in stages
-    v = default_stages_per_rank(name)
+    v = default_stages(name)
     assert stages.startswith(str(v))
     for said, p, m in ((small, 4, 8), (large, 8, 32)):
         timeline = simulate(build(name, ranks=p, microbatches=m))

@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
+from meshtrain.cli.pipeline_terminal import numbers, print_timelines, round_step, shade, timeline_lines
 from meshtrain.errors import InputError
 from meshtrain.pipeline.actions import Action, Kind
-from meshtrain.pipeline.draw import numbers, print_timelines, round_step, shade, timeline_lines
-from meshtrain.pipeline.record import FORMAT, Record, read_timeline, timeline_json, trace_json
 from meshtrain.pipeline.simulate import Event, Timeline
+from meshtrain.pipeline.timeline_io import FORMAT, Record, read_timeline, timeline_json, trace_json
 
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="needs the extra meshtrain[plot]"
@@ -312,7 +312,7 @@ def test_a_trace_has_a_thread_per_rank_and_arrows_between_them() -> None:
 def test_a_picture_has_a_box_per_action(tmp_path: Path) -> None:
     from matplotlib.colors import to_hex
 
-    from meshtrain.pipeline.picture import GROUND, picture, write_picture
+    from meshtrain.cli.pipeline_picture import GROUND, picture, write_picture
 
     shown = [ONE, record("0F0 0B0", title="another", each=3)]
     axes = picture(shown).axes[0]
@@ -338,14 +338,14 @@ def test_a_picture_has_a_box_per_action(tmp_path: Path) -> None:
 @needs_matplotlib
 @pytest.mark.parametrize("name", ["picture.docx", "missing/picture.png"])
 def test_a_picture_that_cannot_be_written(tmp_path: Path, name: str) -> None:
-    from meshtrain.pipeline.picture import write_picture
+    from meshtrain.cli.pipeline_picture import write_picture
 
     with pytest.raises(InputError, match=r"cannot write a picture to .*: give a name such as schedule.png"):
         write_picture([ONE], tmp_path / name)
 
 
 def test_a_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshtrain.pipeline.picture import write_picture
+    from meshtrain.cli.pipeline_picture import write_picture
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install 'meshtrain\[plot\]'"):

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshtrain.cli.plan import make_plan
+from meshtrain.config.locate import model_file
 from meshtrain.errors import InputError
-from meshtrain.locate import model_file
-from meshtrain.parallel.probe import check_forward
-from meshtrain.plan import make_plan
+from meshtrain.pipeline.probe import check_forward
 from tests.launching import forked
 from tests.parity.experiments import QUICKSTART
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from meshtrain.pipeline import schedule as room
 from meshtrain.pipeline.actions import Action, Kind, Pair, Schedule, ScheduleError, Transfer
-from meshtrain.pipeline.schedule import NAMES, build, check, default_stages_per_rank, parse_csv, peak_bound, read_csv
-from meshtrain.pipeline.simulate import Stuck, simulate
+from meshtrain.pipeline.schedule import NAMES, build, check, parse_csv, read_csv
+from meshtrain.pipeline.simulate import DeadlockError, simulate
+from tests.pipeline.formulas import default_stages, peak_bound
 
 MORE_STAGES = ("interleaved-1f1b", "looped-bfs", "interleaved-zb")  # any number of stages per rank from 2 on
 V_SHAPES = ("zbv", "v-half", "v-min", "dualpipev")
@@ -22,7 +23,7 @@ V_SHAPES = ("zbv", "v-half", "v-min", "dualpipev")
 @st.composite
 def schedules(draw: st.DrawFn, ranks: int = 16, microbatches: int = 64) -> tuple[str, int, int, int]:
     name = draw(st.sampled_from(NAMES))
-    stages = draw(st.integers(2, 4)) if name in MORE_STAGES else default_stages_per_rank(name)
+    stages = draw(st.integers(2, 4)) if name in MORE_STAGES else default_stages(name)
     return name, draw(st.integers(1, ranks)), draw(st.integers(1, microbatches)), stages
 
 
@@ -31,7 +32,7 @@ SMALL = [
     for name in NAMES
     for ranks in range(1, 7)
     for microbatches in range(1, 3 * ranks + 2)
-    for stages in ((2, 3) if name in MORE_STAGES else (default_stages_per_rank(name),))
+    for stages in ((2, 3) if name in MORE_STAGES else (default_stages(name),))
 ]
 
 
@@ -95,7 +96,7 @@ def test_makespans_follow_formulas(name: str) -> None:
     for ranks in (*range(1, 10), 13, 16):
         for more in (0, 1, 2, ranks, 3 * ranks + 1):
             microbatches = max(1, enough(ranks)) + more
-            for stages in (2, 3) if name in MORE_STAGES else (default_stages_per_rank(name),):
+            for stages in (2, 3) if name in MORE_STAGES else (default_stages(name),):
                 timeline = simulate(made(name, ranks, microbatches, stages))
                 assert timeline.makespan == 3 * stages * microbatches + bubble(ranks), (ranks, microbatches, stages)
                 assert set(timeline.idle) == {bubble(ranks)}
@@ -138,8 +139,8 @@ def test_formulas_of_the_memory() -> None:
     }
     assert peak_bound("interleaved-1f1b", 8, 32, 4) == 3 * 8 + 2 * 8 - 1
     assert peak_bound("interleaved-zb", 8, 15, 2) == 15 + 8  # one group of 15: two of 8 are not there
-    assert {peak_bound(name, 8, 1) for name in NAMES if default_stages_per_rank(name) == 1} == {1}
-    assert {peak_bound(name, 8, 1) for name in NAMES if default_stages_per_rank(name) == 2} == {2}
+    assert {peak_bound(name, 8, 1) for name in NAMES if default_stages(name) == 1} == {1}
+    assert {peak_bound(name, 8, 1) for name in NAMES if default_stages(name) == 2} == {2}
 
 
 def test_v_shapes_hold_a_half_and_a_third_of_1f1b() -> None:
@@ -157,7 +158,7 @@ def test_v_shapes_hold_a_half_and_a_third_of_1f1b() -> None:
 def assert_sound(schedule: Schedule) -> None:
     """Runs the lists action by action, with rules of its own: every microbatch passes every stage once each way."""
     last = schedule.stages - 1
-    lists = [list(schedule.flat(rank)) for rank in range(schedule.ranks)]
+    lists = [list(schedule.actions_of(rank)) for rank in range(schedule.ranks)]
     at = [0] * schedule.ranks
     forwards: set[tuple[int, int]] = set()
     gradients: set[tuple[int, int]] = set()
@@ -194,7 +195,7 @@ def assert_sound(schedule: Schedule) -> None:
 def assert_in_order_of_the_microbatches(schedule: Schedule) -> None:
     for rank in range(schedule.ranks):
         for stage in schedule.stages_of(rank):
-            own = [action for action in schedule.flat(rank) if action.stage == stage]
+            own = [action for action in schedule.actions_of(rank) if action.stage == stage]
             for part in (Kind.FORWARD.__eq__, lambda kind: kind.gives_input_grad, lambda kind: kind.gives_weight_grad):
                 passing = [action.microbatch for action in own if part(action.kind)]
                 assert passing == list(range(schedule.microbatches))
@@ -405,5 +406,5 @@ def test_a_csv_that_is_wrong_is_told_with_its_place(text: str, told: str) -> Non
 
 
 def test_a_csv_that_cannot_finish_is_refused() -> None:
-    with pytest.raises(Stuck, match="rank 0 stands before 0B0"):
+    with pytest.raises(DeadlockError, match="rank 0 stands before 0B0"):
         parse_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "mine")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from meshtrain.pipeline.actions import Action, Kind, Pair, Schedule, ScheduleError
 from meshtrain.pipeline.schedule import NAMES, build
-from meshtrain.pipeline.simulate import Event, Stuck, Timeline, simulate
+from meshtrain.pipeline.simulate import DeadlockError, Event, Timeline, simulate
 
 F, I, W, B = Kind  # noqa: E741
 
@@ -107,7 +107,7 @@ def test_every_action_starts_when_the_last_of_what_it_needs_is_there(
     cost = {F: forward, I: input_grad, W: weight_grad, B: [i + w for i, w in zip(input_grad, weight_grad, strict=True)]}
     done = {event.action: event for row in timeline.events for event in row}
     for rank, row in enumerate(timeline.events):
-        assert tuple(event.action for event in row) == schedule.flat(rank)
+        assert tuple(event.action for event in row) == schedule.actions_of(rank)
         before = 0
         for event in row:
             assert event.duration == cost[event.action.kind][event.action.stage]
@@ -176,8 +176,8 @@ def test_a_measured_action_within_another_counts_once() -> None:
 # Stuck --------------------------------------------------------------------------------------------------------------
 
 
-def stuck(schedule: Schedule) -> Stuck:
-    with pytest.raises(Stuck) as caught:
+def stuck(schedule: Schedule) -> DeadlockError:
+    with pytest.raises(DeadlockError) as caught:
         simulate(schedule)
     return caught.value
 

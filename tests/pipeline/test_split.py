@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from meshtrain.flops import block_flops, sample_flops
-from meshtrain.locate import model_file
-from meshtrain.pipeline.split import StageSplit, StageSplitError, split_blocks
+from meshtrain.config.locate import model_file
+from meshtrain.modeling.flops import block_flops, sample_flops
+from meshtrain.pipeline.partition import StageSplit, StageSplitError, split_blocks
 
 # Whole numbers, so that sums are exact; few of them, so that there are ties; zeros, as an embedding nearly is.
 COSTS = st.lists(st.sampled_from([0, 0, 1, 1, 2, 3, 10, 47]), min_size=1, max_size=10)

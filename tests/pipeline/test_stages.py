@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshtrain.config.locate import model_file
 from meshtrain.errors import InputError
-from meshtrain.locate import model_file
-from meshtrain.parallel.stages import Absent, blocks_of, keep_blocks, stages_holding, tied
+from meshtrain.pipeline.stage import OtherStageBlock, blocks_of, keep_stage, stages_of_parameter
 
 llama = model_file("llama")
 
@@ -22,7 +22,7 @@ def small(tied_embeddings: bool = False) -> nn.Module:
 
 def stage(first: int, end: int, tied_embeddings: bool = False) -> nn.Module:
     model = small(tied_embeddings)
-    keep_blocks(model, first, end)
+    keep_stage(model, first, end)
     return model
 
 
@@ -48,8 +48,8 @@ def test_a_stage_has_no_other_parameters_than_those_of_its_blocks() -> None:
     assert names
     assert all(name.startswith(("model.layers.1.", "model.layers.2.")) for name in names)
     model = stage(2, 4)
-    assert isinstance(model.get_submodule("model.embed_tokens"), Absent)
-    assert isinstance(model.get_submodule("lm_head"), Absent)
+    assert isinstance(model.get_submodule("model.embed_tokens"), OtherStageBlock)
+    assert isinstance(model.get_submodule("lm_head"), OtherStageBlock)
     assert len(blocks_of(model)) == 6
 
 
@@ -65,8 +65,8 @@ def test_a_tied_weight_keeps_both_of_its_names() -> None:
 
 def test_a_module_in_no_block_goes_with_the_block_before_it() -> None:
     """The dropout behind the embedding: a later stage must not drop its input a second time."""
-    assert isinstance(stage(1, 6).get_submodule("model.dropout"), Absent)
-    assert not isinstance(stage(0, 1).get_submodule("model.dropout"), Absent)
+    assert isinstance(stage(1, 6).get_submodule("model.dropout"), OtherStageBlock)
+    assert not isinstance(stage(0, 1).get_submodule("model.dropout"), OtherStageBlock)
 
 
 class Loose(nn.Module):
@@ -94,38 +94,39 @@ class Loose(nn.Module):
 @pytest.mark.parametrize(("what", "named"), [("parameter", "scale"), ("module", "extra.0.weight")])
 def test_a_parameter_in_no_block_is_refused(what: str, named: str) -> None:
     with pytest.raises(InputError, match=rf"the parameter {named} is in none of the model's blocks\(\).*use pp: 1"):
-        keep_blocks(Loose(what), 0, 1)
+        keep_stage(Loose(what), 0, 1)
 
 
 @pytest.mark.parametrize("how", ["twice", "within another"])
 def test_a_block_that_is_there_twice_is_refused(how: str) -> None:
     model = Loose("")
     model.second = model.first if how == "twice" else nn.Sequential(model.first)
-    for act in (lambda: keep_blocks(model, 0, 1), lambda: stages_holding(model, [(0, 1), (1, 2)])):
+    for act in (lambda: keep_stage(model, 0, 1), lambda: stages_of_parameter(model, [(0, 1), (1, 2)])):
         with pytest.raises(InputError, match=r"blocks\(\) name first twice, or within another block.*use pp: 1"):
             act()
 
 
 def test_what_is_around_the_blocks_goes_with_the_block_before_it_or_the_first() -> None:
     first, second = Loose(""), Loose("")
-    keep_blocks(first, 0, 1)
-    keep_blocks(second, 1, 2)
+    keep_stage(first, 0, 1)
+    keep_stage(second, 1, 2)
     names = ("before", "between", "after")
-    assert [type(first.get_submodule(name)) for name in names] == [nn.SiLU, nn.SiLU, Absent]
-    assert [type(second.get_submodule(name)) for name in names] == [Absent, Absent, nn.SiLU]
+    assert [type(first.get_submodule(name)) for name in names] == [nn.SiLU, nn.SiLU, OtherStageBlock]
+    assert [type(second.get_submodule(name)) for name in names] == [OtherStageBlock, OtherStageBlock, nn.SiLU]
 
 
 def test_which_stages_hold_a_parameter() -> None:
     bounds = [(0, 2), (2, 4), (4, 6)]
-    holding = stages_holding(small(), bounds)
+    holding = stages_of_parameter(small(), bounds)
     assert set(holding) == {name for name, _ in small().named_parameters()}
     assert holding["model.embed_tokens.weight"] == (0,)
     assert holding["model.layers.0.mlp.up_proj.weight"] == (0,)
     assert holding["model.layers.2.mlp.up_proj.weight"] == (1,)
     assert holding["lm_head.weight"] == (2,)
-    assert tied(holding) == {}
-    one = stages_holding(small(tied_embeddings=True), bounds)
-    assert tied(one) == {"model.embed_tokens.weight": (0, 2)}
+    assert all(len(stages) == 1 for stages in holding.values())
+    one = stages_of_parameter(small(tied_embeddings=True), bounds)
+    tied = {name: stages for name, stages in one.items() if len(stages) > 1}
+    assert tied == {"model.embed_tokens.weight": (0, 2)}
     assert "lm_head.weight" not in one
-    both_in_one = stages_holding(small(tied_embeddings=True), [(0, 6)])
-    assert tied(both_in_one) == {}
+    both_in_one = stages_of_parameter(small(tied_embeddings=True), [(0, 6)])
+    assert all(stages == (0,) for stages in both_in_one.values())

@@ -7,12 +7,12 @@ from statistics import median
 
 import pytest
 
-from meshtrain import cli
+from meshtrain.cli import main as cli
 from meshtrain.config import Config, ConfigErrors
 from meshtrain.pipeline.actions import Kind
-from meshtrain.pipeline.record import read_timeline
 from meshtrain.pipeline.schedule import build
-from meshtrain.recording import measured
+from meshtrain.pipeline.timeline_io import read_timeline
+from meshtrain.run.pipeline_trace import measured
 from tests.launching import forked, run
 
 SLEEP_S = 0.1
@@ -67,7 +67,7 @@ def test_the_timeline_of_a_run(config: Path, tmp_path: Path, capsys: pytest.Capt
     assert record.unit == "s"
     rows = record.timeline.events
     schedule = build("1f1b", ranks=2, microbatches=4)
-    assert [tuple(event.action for event in row) for row in rows] == [schedule.flat(rank) for rank in range(2)]
+    assert [tuple(event.action for event in row) for row in rows] == [schedule.actions_of(rank) for rank in range(2)]
     assert record.timeline.start == 0
     events = {event.action: event for row in rows for event in row}
     durations = defaultdict(list)

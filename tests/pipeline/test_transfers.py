@@ -14,8 +14,8 @@ from meshtrain.errors import InputError
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
 from meshtrain.pipeline.actions import Schedule, Transfer
+from meshtrain.pipeline.p2p import DTYPES, TensorMeta, Transfers, sends_confirmed_by, transfer_order
 from meshtrain.pipeline.schedule import NAMES, build
-from meshtrain.pipeline.transfers import DTYPES, Form, Transfers, acknowledged, in_order
 
 SCHEDULES = [(name, ranks, microbatches) for name in NAMES for ranks, microbatches in product((2, 3, 4), (1, 3, 4, 9))]
 
@@ -24,7 +24,7 @@ def all_transfers(schedule: Schedule) -> set[Transfer]:
     return {
         transfer
         for rank in range(schedule.ranks)
-        for action in schedule.flat(rank)
+        for action in schedule.actions_of(rank)
         for transfer in schedule.sends(action)
     }
 
@@ -33,13 +33,13 @@ def all_transfers(schedule: Schedule) -> set[Transfer]:
 def test_messages_could_be_sent_strictly_one_after_the_other(name: str, ranks: int, microbatches: int) -> None:
     """Every rank posts its own in the order of all; a rank that comes to one waits until the other end has, too."""
     schedule = build(name, ranks=ranks, microbatches=microbatches)
-    order = in_order(schedule)
+    order = transfer_order(schedule)
     assert len(order) == len(set(order))
     assert set(order) == all_transfers(schedule)
     place = {transfer: i for i, transfer in enumerate(order)}
     done: set[object] = set()
     at = [0] * ranks
-    left = [schedule.flat(rank) for rank in range(ranks)]
+    left = [schedule.actions_of(rank) for rank in range(ranks)]
     for transfer in order:  # each in turn: its sender can come to the action that makes it without any later one
         source = transfer.source
         while transfer not in done:
@@ -54,12 +54,12 @@ def test_messages_could_be_sent_strictly_one_after_the_other(name: str, ranks: i
 def test_what_has_come_back_had_been_used(name: str, ranks: int, microbatches: int) -> None:
     schedule = build(name, ranks=ranks, microbatches=microbatches)
     for rank in range(ranks):
-        learnt = acknowledged(schedule, rank)
+        learnt = sends_confirmed_by(schedule, rank)
         told = [sent for many in learnt.values() for sent in many]
         assert len(told) == len(set(told)), "each is let go once"
         for got, many in learnt.items():
             assert got.target == rank
-            row = schedule.flat(got.source)
+            row = schedule.actions_of(got.source)
             makes = next(i for i, action in enumerate(row) if got in schedule.sends(action))
             for sent in many:
                 assert (sent.source, sent.target) == (rank, got.source)
@@ -78,8 +78,8 @@ def test_what_has_come_back_had_been_used(name: str, ranks: int, microbatches: i
 def test_a_tensor_arrives_with_its_numbers_and_its_strides(shape: list[int], seed: int, dtype: torch.dtype) -> None:
     turned = torch.randperm(len(shape), generator=torch.Generator().manual_seed(seed)).tolist()
     tensor = torch.arange(torch.Size(shape).numel()).to(dtype).view(shape).permute(turned)
-    form = Form.unpacked(Form.of(tensor).packed())
-    assert form == Form.of(tensor)
+    form = TensorMeta.unpacked(TensorMeta.of(tensor).packed())
+    assert form == TensorMeta.of(tensor)
     memory = form.empty(torch.device("cpu"))
     sent = form.lay_out(tensor)
     assert sent.is_contiguous()
@@ -94,7 +94,7 @@ def test_a_tensor_arrives_with_its_numbers_and_its_strides(shape: list[int], see
 def test_what_is_contiguous_is_not_copied() -> None:
     """The order of the sequence first, as tensor-parallel layers give it."""
     tensor = torch.zeros(6, 2, 4).transpose(0, 1)
-    assert Form.of(tensor).lay_out(tensor).data_ptr() == tensor.data_ptr()
+    assert TensorMeta.of(tensor).lay_out(tensor).data_ptr() == tensor.data_ptr()
 
 
 class Posted:
@@ -118,7 +118,7 @@ def test_each_microbatch_has_a_form_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     first, second, third = (Transfer("activation", 1, i, 0, 1) for i in range(3))
     for keys, known in (("aba", [18]), ("aaa", [])):
         transfers = Transfers(mesh, torch.device("cpu"))
-        transfers.begin(in_order(schedule), keys)
+        transfers.begin(transfer_order(schedule), keys)
         sent.shapes.clear()
         transfers.send(first, torch.zeros(2, 12, 4))
         assert sent.shapes == [[18], [2, 12, 4]], "the form goes before the tensor"

@@ -30,16 +30,16 @@ from torch import nn
 
 import meshtrain
 from harness import median_interval
-from meshtrain.checkpoint import folder as folders
+from meshtrain.checkpoint import directory as folders
 from meshtrain.checkpoint.load import THREADS, restore
 from meshtrain.checkpoint.manifest import Manifest, file_of
 from meshtrain.checkpoint.save import Retention, Saver
-from meshtrain.checkpoint.shards import BLOCK
+from meshtrain.checkpoint.shard_file import BLOCK
 from meshtrain.checkpoint.state import State
-from meshtrain.config.sections import Optimizer as Keys
+from meshtrain.config.schema import Optimizer as Keys
+from meshtrain.job.process import Job
 from meshtrain.layout import Layout
-from meshtrain.optim import Optimizer
-from meshtrain.runtime import Job
+from meshtrain.optim.optimizer import Optimizer
 from pipeline_idle import start
 
 WIDTH = 1024  # of the model: layers of 4 MiB, and as much for each of AdamW's averages
@@ -47,7 +47,7 @@ SAMPLES = 64  # of a step
 AT_LEAST = 0.8  # of the plain throughput
 ABOUT: dict[str, Any] = {
     **{"samples": 0, "tokens": 0, "evaluation": None},
-    **{name: {} for name in ("config", "data", "versions", "rng", "books")},
+    **{name: {} for name in ("config", "data", "versions", "rng", "counters")},
 }
 
 

@@ -22,7 +22,7 @@ def pipeline(who: str, kind: str, schedule: str, layout: dict[str, int]) -> Side
     others = Side("", "", layout).ranks // layout["pp"]
     shares = layout.get("dp_shard", 1)
     made = build(schedule, ranks=layout["pp"], microbatches=MICROBATCHES // shares)
-    actions = others * sum(len(made.flat(rank)) for rank in range(made.ranks))
+    actions = others * sum(len(made.actions_of(rank)) for rank in range(made.ranks))
     axes = " x ".join(f"{axis}={size}" for axis, size in layout.items())
     return Side(f"{who} {axes} {schedule}", kind, layout, (f"pipeline.schedule={schedule}",), actions=actions)
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import meshtrain
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh, build_mesh
-from meshtrain.parallel.later import Later, defer
+from meshtrain.parallel.weight_grad import WeightGradQueue, defer_weight_grads
 from meshtrain.pipeline.actions import Action, Kind, Schedule
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.pipeline.schedule import NAMES, build
@@ -111,17 +111,17 @@ def stages_of_linears(schedule: Schedule, mesh: Mesh) -> Pipeline:
     stages: dict[int, nn.Module] = {
         stage: nn.Linear(WIDTH, WIDTH, bias=False) for stage in schedule.stages_of(mesh.index("pp"))
     }
-    splits_backward = any(action.kind is Kind.WEIGHT_GRAD for action in schedule.flat(mesh.index("pp")))
-    later = Later() if splits_backward else None
+    splits_backward = any(action.kind is Kind.WEIGHT_GRAD for action in schedule.actions_of(mesh.index("pp")))
+    later = WeightGradQueue() if splits_backward else None
     if later is not None:
         for stage in stages.values():
-            defer(stage, later)
-    return Pipeline(stages, schedule, mesh, torch.device("cpu"), holding={}, later=later)
+            defer_weight_grads(stage, later)
+    return Pipeline(stages, schedule, mesh, torch.device("cpu"), parameter_stages={}, weight_grads=later)
 
 
 def gathered(schedule: Schedule, events: Sequence[Event]) -> Timeline:
     """The events of all ranks. Ranks know each other's actions, so only times are sent."""
-    actions = [schedule.flat(rank) for rank in range(schedule.ranks)]
+    actions = [schedule.actions_of(rank) for rank in range(schedule.ranks)]
     times = torch.zeros(max(map(len, actions)), 2, dtype=torch.float64)
     times[: len(events)] = torch.tensor([[event.start, event.end] for event in events], dtype=torch.float64)
     every = [torch.empty_like(times) for _ in actions]

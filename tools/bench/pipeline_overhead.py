@@ -96,7 +96,7 @@ def engines(name: str, mesh: Mesh, microbatches: int) -> tuple[Callable[[], None
     )
     first, last = (any(getattr(stage, which) for stage in stages) for which in ("is_first", "is_last"))
     given: dict[str, Any] = {"target": inputs if last else None, "return_outputs": False}
-    actions = sum(len(schedule.flat(rank)) for rank in range(schedule.ranks))
+    actions = sum(len(schedule.actions_of(rank)) for rank in range(schedule.ranks))
     return lambda: pipeline.run(Numbers(inputs)), lambda: theirs.step(*([inputs] if first else []), **given), actions
 
 

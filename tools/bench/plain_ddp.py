@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from meshtrain.config.locate import model_file
 from meshtrain.data.order import batch_samples
-from meshtrain.locate import model_file
 
 
 def train(

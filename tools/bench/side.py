@@ -19,9 +19,6 @@ from typing import Any
 import yaml
 
 from meshtrain import train as command
-from meshtrain.operate.chaos import Chaos
-from meshtrain.operate.watchdog import Watch
-from meshtrain.profile import Profiler
 
 
 class Turns:
@@ -68,19 +65,15 @@ def _readers_cpu_s() -> float:
 
 def run_meshtrain(arguments: list[str], before_step: Callable[[int], None]) -> int:
     """meshtrain's own command, whole; only what it does between two steps is preceded by `before_step`."""
-    between = command.between_steps
 
-    @contextmanager
-    def paced(profiler: Profiler, chaos: Chaos, watch: Watch) -> Iterator[Callable[[int], None]]:
-        with between(profiler, chaos, watch) as at_step:
+    class PacedMonitor(command.PhaseMonitor):
+        @contextmanager
+        def step(self, step: int) -> Iterator[None]:
+            before_step(step)
+            with super().step(step):
+                yield
 
-            def stop_and_go_on(step: int) -> None:
-                before_step(step)
-                at_step(step)
-
-            yield stop_and_go_on
-
-    command.between_steps = paced
+    command.PhaseMonitor = PacedMonitor  # type: ignore[misc]
     return command.main(arguments)
 
 

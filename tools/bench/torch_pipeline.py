@@ -27,11 +27,11 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from meshtrain.config.locate import model_file
 from meshtrain.data.order import batch_samples
-from meshtrain.flops import block_flops
-from meshtrain.locate import model_file
-from meshtrain.parallel.stages import keep_blocks
-from meshtrain.pipeline.split import split_blocks
+from meshtrain.modeling.flops import block_flops
+from meshtrain.pipeline.partition import split_blocks
+from meshtrain.pipeline.stage import keep_stage
 from plain_ddp import adamw, read
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -102,7 +102,7 @@ def own_stages(config: dict[str, Any], weights: Path) -> list[PipelineStage]:
     for number in own_numbers(name, rank, ranks):
         model = whole_model(config)
         model.load_state_dict(load_file(weights))
-        keep_blocks(model, *bounds[number])
+        keep_stage(model, *bounds[number])
         stages.append(PipelineStage(model, number, len(bounds), torch.device("cpu")))
     return stages
 

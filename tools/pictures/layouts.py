@@ -1,9 +1,10 @@
 """Draws docs/images/layouts.png: the loss of one YAML under several layouts, and how far they are from one process.
 
-    python -m meshtrain.train configs/quickstart.yaml train.steps=100 train.output=runs/one
-    torchrun --standalone --nproc-per-node=4 -m meshtrain.train configs/quickstart.yaml train.steps=100 \
-        layout='{dp_replicate: 4}' train.output=runs/ddp
-    python tools/pictures/layouts.py docs/images/layouts.png runs/one runs/ddp ...
+    SMALL="train.steps=100 model.hidden_size=96 model.intermediate_size=256 data.seq_len=64"
+    python -m meshtrain.train configs/quickstart.yaml $SMALL layout='{}' train.output=runs/one
+    torchrun --standalone --nproc-per-node=4 -m meshtrain.train configs/quickstart.yaml $SMALL \
+        layout='{pp: 2, tp: 2}' train.output=runs/pp-tp
+    python tools/pictures/layouts.py docs/images/layouts.png runs/one runs/pp-tp ...
 
 Of each precision there is a run of one process, with which the others of that precision are compared. The curves are
 those of float32; runs in float64 (train.precision=float64) show by their distance that rounding is what differs.
@@ -19,12 +20,13 @@ import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from meshtrain import metrics
+from meshtrain.metrics import logger as metrics
 
 INK, QUIET, GRID, BAND = "#1f2430", "#7a8194", "#e6e8ee", "#c9d3ea"
-COLOURS = ("#e2603b", "#2a9d8f", "#3b6fe0", "#9a6fb0")
-KINDS = {(True, False): "DDP", (False, True): "FSDP", (True, True): "HSDP"}
-DASH = 4  # its length, in widths of the line
+COLOURS = ("#e2603b", "#2a9d8f", "#3b6fe0", "#9a6fb0", "#d9a21b")
+DATA = {(True, False): "DDP", (False, True): "FSDP", (True, True): "HSDP", (False, False): ""}
+KINDS = {"pp": "pipeline", "tp": "tensor parallel"}
+DASH = 3  # its length, in widths of the line
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,13 @@ class Run:
     losses: list[float]
 
     def label(self) -> str:
-        """What the layout is, for people: `4 processes, FSDP: dp_shard 4`."""
+        """What the layout is, for people: `4 processes, FSDP + tensor parallel: dp_shard 2 x tp 2`."""
         if not self.sizes:
             return "one process"
         axes = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
-        kind = KINDS["dp_replicate" in self.sizes, "dp_shard" in self.sizes]
-        return f"{math.prod(self.sizes.values())} processes, {kind}: {axes}"
+        data = DATA["dp_replicate" in self.sizes, "dp_shard" in self.sizes]
+        kinds = [*([data] if data else []), *(kind for axis, kind in KINDS.items() if axis in self.sizes)]
+        return f"{math.prod(self.sizes.values())} processes, {' + '.join(kinds)}: {axes}"
 
 
 def read(folder: Path) -> Run:

@@ -11,10 +11,10 @@ import sys
 
 from PIL import Image
 
-from meshtrain.pipeline.picture import picture
-from meshtrain.pipeline.record import Record
+from meshtrain.cli.pipeline_picture import picture
 from meshtrain.pipeline.schedule import NAMES, build
 from meshtrain.pipeline.simulate import simulate
+from meshtrain.pipeline.timeline_io import Record
 
 RANKS, MICROBATCHES = 4, 8
 

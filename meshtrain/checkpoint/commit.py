@@ -1,0 +1,267 @@
+"""The commit protocol of one checkpoint, as a thread of each rank runs it while training goes on.
+
+The ranks talk through the job's store, so that no collective gets in the way of the training's. Three rounds:
+
+1. prepare: all compare digests of what must be equal on several ranks, and rank 0 makes the folder to write into;
+2. divergence, only if something was not equal: the ranks concerned give their sums, and the save has failed;
+3. commit: each rank has written its file, or could not; if all have, rank 0 gives the checkpoint its name.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from shutil import disk_usage
+from typing import Any
+
+from meshtrain.checkpoint import directory
+from meshtrain.checkpoint.manifest import File, Manifest, file_of
+from meshtrain.checkpoint.placement import Placement
+from meshtrain.checkpoint.replica_check import Sums, describe_divergence, find_divergence
+from meshtrain.checkpoint.shard_file import BLOCK, write_shard
+from meshtrain.checkpoint.staging import Snapshot
+from meshtrain.checkpoint.state import State
+from meshtrain.errors import DamagedError
+from meshtrain.formatting import bytes_text, join_some
+from meshtrain.huggingface.safetensors import Entry
+from meshtrain.job.process import Job
+from meshtrain.job.store import Round
+
+DIVERGED = "what must be equal on several ranks is not"
+PER_ENTRY, PER_BLOCK, PER_FILE = 120, 11, 4096  # bytes: of a header besides names; what file systems round up to
+
+# What the machine is to blame for: the save has failed, and the run may go on.
+FAILURES = (OSError, DamagedError, MemoryError, directory.TakenError)
+
+
+@dataclass
+class CheckpointWrite:
+    """One save of this rank: what it needs, and its outcome."""
+
+    state: State
+    folder: Path
+    job: Job
+    step: int
+    about: Mapping[str, Any]  # the manifest's fields that only the run knows
+    snapshot: Snapshot
+    sums: Sums
+    writing: Callable[[int, Path], None] | None = None  # called before this rank writes its file; may raise OSError
+    limit_s: float = math.inf  # after which it is given up
+    given_up: bool = False  # its thread may still wait for the disk
+    done: threading.Event = field(default_factory=threading.Event)
+    problem: str | None = None  # why there is no checkpoint, in the same words on every rank
+    diverged: bool = False  # ranks that must hold the same do not: the run has gone wrong before
+    taken: bool = False  # another job has taken the folder
+    error: BaseException | None = None  # what the thread died of; the job cannot go on
+    written_s: float = 0.0  # from the snapshot until all was on disk
+    waited_s: float = 0.0  # for which training waited for the snapshot
+    nbytes: int = 0
+    notes: list[str] = field(default_factory=list)  # lines for rank 0 to print
+
+    def __post_init__(self) -> None:
+        self._prepare_round, self._divergence_round, self._commit_round = (self.job.round() for _ in range(3))
+        self._rounds = self._prepare_round, self._divergence_round, self._commit_round
+        self._start = time.perf_counter()
+        self._outcome = threading.Lock()  # on rank 0, taken once: by the thread that decides the outcome
+        self._gathering: Round | None = None  # on rank 0: the round whose answers it waits for
+        self._file_ended = False  # this rank has written its file, or failed to
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._start
+
+    # In the main thread
+
+    def poll(self) -> bool:
+        """Whether the outcome is known. After `limit_s` rank 0 gives the save up for all."""
+        if self.done.is_set() or self.given_up:
+            return True
+        if self.elapsed_s < self.limit_s:
+            return False
+        if self.job.rank == 0:
+            if not self._outcome.acquire(blocking=False):
+                return False  # the thread is just answering
+            self.problem = f"it took longer than {self.limit_s:g} s (checkpoint.timeout_s): {self._describe_delay()}"
+            self.given_up = True  # before any rank hears of it: what the thread does then depends on it
+            self._commit_round.broadcast([self.problem, False, self.diverged, True])
+        elif self._file_ended or not self._commit_round.has_answer:
+            return False  # the thread hears it
+        else:
+            self._receive_outcome()
+        self.cancel()
+        return True
+
+    def _describe_delay(self) -> str:
+        gathering = self._gathering  # which the thread may set to None meanwhile
+        late = [] if gathering is None else gathering.missing()
+        missing = "has not begun to write"
+        if gathering is self._commit_round:
+            missing = "has not written its file"
+        elif self.diverged:
+            missing = "has not said what it holds"
+        delay = f"{self._rank_name()} has not finished it"
+        if late:
+            delay = f"rank {join_some([str(rank) for rank in late])} {missing}"
+        return f"{delay}; {DIVERGED}" if self.diverged else delay
+
+    def poll_while_waiting(self) -> None:
+        """There is no thread but the main one: it polls while it waits for other ranks."""
+        for meeting in self._rounds:
+            meeting.meanwhile = self.poll
+
+    def cancel(self) -> None:
+        """The thread stops waiting for others."""
+        for meeting in self._rounds:
+            meeting.cancel()
+
+    def forget(self) -> None:
+        """Rank 0 clears the store of what all ranks have read: they have begun another save since."""
+        for meeting in self._rounds:
+            meeting.delete()
+
+    # In the thread
+
+    def run(self, before: "CheckpointWrite | None") -> None:
+        """The whole protocol; `done` is set at its end, whatever happens."""
+        try:
+            self.waited_s += self.snapshot.wait()
+            problem = self._prepare(before) or self._write()
+            if not self.given_up:
+                self.problem, self.written_s = problem, self.elapsed_s
+        except BaseException as error:  # the main thread raises it
+            self.error = error
+        finally:
+            if self.given_up and self.job.rank == 0:
+                with suppress(OSError):
+                    directory.abandon(self.folder, self.step)
+            self.done.set()
+
+    def _prepare(self, before: "CheckpointWrite | None") -> str | None:
+        """The first round, and the second if it is needed; returns why nothing is written."""
+        self._prepare_round.put([self.sums.digests(), self.sums.inconsistent_ties()])
+        if self.job.rank == 0:
+            reports = self._gather(self._prepare_round)
+            if before is not None:
+                before.forget()
+            divergences = find_divergence(self.state.placements, self.state.layout, [digests for digests, _ in reports])
+            asked = [[divergence.kind, divergence.asked] for divergence in divergences]
+            apart = [[rank, names] for rank, (_, names) in enumerate(reports) if names]
+            self.diverged = bool(asked or apart)
+            problem = None if self.diverged else self._make_folder()
+            if problem:
+                self._claim_outcome()
+            self._prepare_round.broadcast({"asked": asked, "apart": apart, "problem": problem, "taken": self.taken})
+        answer = self._prepare_round.receive()
+        self.taken = answer["taken"]
+        if not answer["asked"] and not answer["apart"]:
+            return answer["problem"]
+        self.diverged = True
+        kinds = [kind for kind, ranks in answer["asked"] if self.job.rank in ranks]
+        self._divergence_round.put([self._rank_name(), {kind: self.sums.of_kind(kind) for kind in kinds}])
+        if self.job.rank == 0:
+            names, sums = zip(*self._gather(self._divergence_round), strict=True)
+            lines = [f"{names[rank]} holds two different copies of {join_some(tied)}" for rank, tied in apart]
+            for divergence in divergences:
+                of_kind = {rank: sums[rank].get(str(divergence.kind), {}) for rank in divergence.asked}
+                lines.append(describe_divergence(divergence, of_kind, names))
+            self._claim_outcome()
+            self._divergence_round.broadcast(f"{DIVERGED}: " + "; ".join(lines))
+        return self._divergence_round.receive()
+
+    def _make_folder(self) -> str | None:
+        """Rank 0 makes the folder to write into, if there is room for what will be in it."""
+        try:
+            path = directory.begin(self.folder, self.step)
+            needed = checkpoint_bytes(self.state.placements, self.state.layout.world_size)
+            free = disk_usage(path).free
+            if needed > free:
+                directory.abandon(self.folder, self.step)
+                return (
+                    f"it needs {bytes_text(needed)}, and the file system of {self.folder.absolute()} "
+                    f"has {bytes_text(free)} free: make room there, or name another folder with checkpoint.path"
+                )
+        except FAILURES as error:
+            return self._describe_error(error, self.folder)
+        return None
+
+    def _write(self) -> str | None:
+        """The last round: each rank writes its file, and when all have, rank 0 makes a checkpoint of them."""
+        path = directory.unfinished_path(self.folder, self.step) / file_of(self.job.rank)
+        report: dict[str, Any]
+        if self.given_up:
+            raise CancelledError("the save was given up")
+        try:
+            if self.writing is not None:
+                self.writing(self.step, path)
+            file = write_shard(path, self.snapshot.tensors())
+            report = {"size": file.size, "crc32": file.crc32}
+        except FAILURES as error:
+            report = {"problem": self._describe_error(error, path)}
+        self._commit_round.put(report)
+        self._file_ended = True
+        if self.job.rank == 0:
+            problem = self._commit(self._gather(self._commit_round))
+            self._claim_outcome()  # if it was given up just now, there is a checkpoint all the same
+            self._commit_round.broadcast([problem, self.taken, False, False])
+        return self._receive_outcome()
+
+    def _commit(self, reports: Sequence[Mapping[str, Any]]) -> str | None:
+        """Rank 0: the manifest and the name, or the end of what could not be written."""
+        problems = [report["problem"] for report in reports if "problem" in report]
+        try:
+            if not problems and not self.given_up:
+                files = {file_of(rank): File(**report) for rank, report in enumerate(reports)}
+                self.nbytes = sum(file.size for file in files.values())
+                text = self._manifest(files).to_json()
+                directory.finish(self.folder, self.step, text, self.notes.append)
+                return None
+            directory.abandon(self.folder, self.step)
+        except FAILURES as error:
+            problems.append(self._describe_error(error, self.folder))
+        return join_some(problems)
+
+    def _manifest(self, files: Mapping[str, File]) -> Manifest:
+        written = datetime.now(UTC).isoformat(timespec="seconds")
+        state = self.state
+        return Manifest(
+            step=self.step, layout=state.layout, tensors=state.placements, files=files, written=written, **self.about
+        )
+
+    # In both
+
+    def _gather(self, meeting: Round) -> list:
+        self._gathering = meeting
+        reports = meeting.gather()
+        self._gathering = None
+        return reports
+
+    def _claim_outcome(self) -> None:
+        """On rank 0, in the thread, before the answer that ends the save: there is one such answer only."""
+        if not self._outcome.acquire(blocking=False):
+            raise CancelledError("the save was given up")
+
+    def _receive_outcome(self) -> str | None:
+        self.problem, self.taken, self.diverged, given_up = self._commit_round.receive()
+        self.given_up = given_up  # after the problem: the main thread looks at this first
+        return self.problem
+
+    def _describe_error(self, error: Exception, path: Path) -> str:
+        self.taken = isinstance(error, directory.TakenError)
+        if isinstance(error, OSError) and error.strerror:
+            return f"{self._rank_name()}: {error.filename or path.absolute()}: {error.strerror}"
+        return f"{self._rank_name()}: {str(error) or type(error).__name__}"
+
+    def _rank_name(self) -> str:
+        return str(replace(self.job, layout=self.state.layout))
+
+
+def checkpoint_bytes(placements: Mapping[str, Placement], ranks: int) -> int:
+    """How many bytes a checkpoint of these tensors takes, headers included, and a little more rather than less."""
+    tensors = sum(Entry(name, tensor.dtype, tensor.shape).nbytes for name, tensor in placements.items())
+    header = PER_FILE + sum(2 * len(name) + PER_ENTRY for name in placements)
+    return tensors + tensors // BLOCK * PER_BLOCK + ranks * header

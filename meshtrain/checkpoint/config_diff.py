@@ -1,0 +1,130 @@
+"""Config diff: what may differ between the run that saved a checkpoint and the one that goes on from it.
+
+The layout and the way in which the rest is computed may differ; the model, the order of samples and the global
+batch may not.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.config.errors import yaml_text
+from meshtrain.errors import InputError
+from meshtrain.job.process import Job
+
+if TYPE_CHECKING:
+    from meshtrain.checkpoint.resume import RunSpec
+
+DATA = "the data"  # as a whole: its fingerprint and size
+_FIXED = ("model.", "data.", "batch.global_size", "train.seed")
+# Of these sections: where the run began or where its data lies and how it is read, but not what it learns from what.
+_FREE = frozenset(
+    ("model.preset", "model.weights", "data.path", "data.cache", "data.workers", "data.prefetch", "data.pin_memory")
+)
+# Of this job alone, or listed elsewhere.
+_UNLISTED = frozenset(
+    ("checkpoint.resume", "checkpoint.path", "train.output", "train.time_limit", "train.steps", "train.chaos")
+)
+# Names, or the paths of files that may have moved.
+_FILES = ("model.name", "data.source", "data.validation", "data.tokenizer")
+
+
+@dataclass
+class Changes:
+    """What differs, each as `train.seed: 0 -> 1` (then, now)."""
+
+    refused: list[str] = field(default_factory=list)  # what contradicts the checkpoint
+    listed: list[str] = field(default_factory=list)  # the rest
+    other_data: bool = False  # some of what is refused is of the data
+
+    def add(
+        self, name: str, then: Any, now: Any, *, refuse: bool = False, words: Callable[[Any], object] = lambda x: x
+    ) -> None:
+        """`words`: what people read of a value, which may be less than what is compared."""
+        if then != now:
+            line = f"{name}: {yaml_text(words(then))} -> {yaml_text(words(now))}"
+            printable = "".join(c if c.isprintable() else "?" for c in line)  # a checkpoint is not trusted
+            (self.refused if refuse else self.listed).append(printable)
+            self.other_data |= refuse and (name == DATA or name.startswith("data."))
+
+
+def compare_configs(then: Mapping[str, Any], now: Mapping[str, Any], *, other_data: bool = False) -> Changes:
+    """Two configs as section -> key -> value, as JSON gives them back; `other_data`: the section `data` may differ.
+
+    Keys that only one of them has were taken away or added by another version of meshtrain, and its default stands.
+    """
+    changes = Changes()
+    before, after = dict(_keys(then)), dict(_keys(now))
+    for name in before.keys() & after.keys() - _UNLISTED:
+        old, new = before[name], after[name]
+        if name in _FILES and Path(str(old)).name == Path(str(new)).name:
+            continue
+        fixed = name.startswith(_FIXED) and name not in _FREE and not (other_data and name.startswith("data."))
+        if name == "train.precision":  # float64 keeps float64 weights, all others float32
+            fixed = "float64" in (old, new)
+        changes.add(name, old, new, refuse=fixed)
+    changes.refused.sort()
+    changes.listed.sort()
+    return changes
+
+
+def _keys(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for section, keys in config.items():
+        if section != "layout" and isinstance(keys, Mapping):  # the layout that -1 stood for is compared, not the -1
+            yield from ((f"{section}.{key}", value) for key, value in keys.items())
+
+
+def compare(manifest: Manifest, spec: "RunSpec", job: Job) -> Changes:
+    """What is different now from what the checkpoint was written with."""
+    other_data = spec.config.checkpoint.allow_other_data
+    changes = compare_configs(manifest.config, json.loads(json.dumps(spec.config.plain())), other_data=other_data)
+    then, now = _data(manifest.data), _data(spec.data)
+    if len(then[1]) == 1:  # before images had a fingerprint of the validation
+        now = now[0], now[1][:1]
+    changes.add(DATA, then, now, refuse=not other_data, words=_data_words)
+    assert job.layout is not None
+    changes.add("layout", manifest.layout.sizes, job.layout.sizes)
+    changes.add("the last step, where the learning rate ends", manifest.counters.get("steps"), spec.steps)
+    for name, version in spec.versions.items():
+        changes.add(name, manifest.versions.get(name), version)
+    return changes
+
+
+def _data(about: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """The number of samples, and the digests of the training's data and of the validation's own."""
+    return about.get("train"), str(about.get("fingerprint")).split()
+
+
+def _data_words(data: tuple[Any, list[str]]) -> str:
+    return f"{data[0]} samples, fingerprint {' '.join(digest[:12] for digest in data[1])}"
+
+
+def check(manifest: Manifest, spec: "RunSpec", job: Job, checkpoint: Path) -> None:
+    """Raises InputError if a checkpoint is another run's: all that differs and may not is named, with both values."""
+    changes = compare(manifest, spec, job)
+    if changes.refused:
+        way = "take the values of the checkpoint, or another folder for another run with train.output=FOLDER"
+        if changes.other_data:
+            way += ", or allow other data with checkpoint.allow_other_data=true"
+        lines = "\n".join(f"  {line}" for line in changes.refused)
+        raise InputError(f"the config is not that of {checkpoint} (there -> here):\n{lines}\n{way}")
+    counters_of(manifest)
+    if manifest.step > spec.steps:
+        raise InputError(
+            f"{checkpoint} is of step {manifest.step}, and this run ends at step {spec.steps}: give it more steps, "
+            "name another folder with train.output=FOLDER, or an earlier checkpoint with checkpoint.resume=CHECKPOINT"
+        )
+
+
+def counters_of(manifest: Manifest) -> dict[str, Any]:
+    """What a run had counted, as its step logger wrote it; InputError if it is something else."""
+    counters: Mapping[str, Any] = manifest.counters
+    epoch: Any = counters.get("epoch")
+    good = type(counters.get("tokens")) is int and isinstance(epoch, dict)
+    good = good and epoch.keys() == {"loss", "targets", "correct"}
+    if not good or not all(isinstance(number, int | float | None) for number in epoch.values()):
+        raise InputError(f"the manifest of step {manifest.step} does not say what was counted: its books are broken")
+    return dict(counters)

@@ -1,0 +1,382 @@
+"""A directory of checkpoints: which are there, and how one appears in it whole or not at all.
+
+A checkpoint is written into `.step_0000100.tmp`, by all ranks. When all files are on disk, so is the manifest, and then
+COMPLETE with the manifest's checksum; only then does the folder get its name. A process that is killed anywhere on this
+way leaves a folder that no reader takes for a checkpoint.
+"""
+
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import socket
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from meshtrain.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest, dumps
+from meshtrain.checkpoint.shard_file import open_plain
+from meshtrain.errors import DamagedError, InputError, MissingError, UnreadableError
+from meshtrain.storage import fsync_folder, warn, write_whole
+
+COMPLETE = "COMPLETE"
+CHECKPOINTS = "checkpoints"  # in a run's folder
+LOCK, OWNER = ".lock", ".owner"
+MOST_LAUNCHES, MOST_OF_LAUNCH = 8, 64  # that a folder remembers, and characters of each
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # how file systems say that they have none
+_STEP = re.compile(r"step_(\d{7,18})", re.ASCII)
+_ASIDE = re.compile(r"step_\d{7,18}\.aside-\d+", re.ASCII)
+_UNFINISHED = re.compile(r"\.step_\d{7,18}(\.aside-\d+)?\.(tmp|removed)", re.ASCII)
+
+
+def name_of(step: int) -> str:
+    """`step_0000100`."""
+    return f"step_{step:07d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint's folder; None if this is no name of one."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and name == name_of(int(match[1])) else None
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps that have a folder, complete or not, ascending; links count for nothing."""
+    try:
+        with os.scandir(folder) as entries:
+            numbers = [step_of(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(step for step in numbers if step is not None)
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints that were written to their end, ascending; their bytes are not looked at."""
+    return [step for step in steps(folder) if _exists(folder / name_of(step) / COMPLETE)]
+
+
+def find_checkpoint(path: str | Path) -> Path | None:
+    """The checkpoint that a path means: its own, or the newest complete one of a run or of a folder of checkpoints.
+
+    What is in it is not looked at. None: the path means none. InputError: none of those in a folder is complete.
+    """
+    path = Path(path).expanduser()
+    if (path / MANIFEST).is_file() or step_of(path.name) is not None:
+        return path
+    for place in (path, path / CHECKPOINTS):
+        complete = complete_steps(place) if place.is_dir() else []
+        if complete:
+            return place / name_of(complete[-1])
+    if path.is_dir() and ((path / CHECKPOINTS).is_dir() or any(path.glob(".step_*")) or any(path.glob("step_*"))):
+        raise InputError(f"no checkpoint in {path} is complete: name one that is, or train until one is saved")
+    return None
+
+
+def require_checkpoint(path: str | Path) -> Path:
+    """As `find_checkpoint`, but raises InputError where the path means none."""
+    checkpoint = find_checkpoint(path)
+    if checkpoint is None:
+        is_there = "holds no checkpoint" if Path(path).expanduser().is_dir() else "is no folder"
+        raise InputError(
+            f"{path} {is_there}: name a checkpoint (RUN/{CHECKPOINTS}/{name_of(100)}), or a run's folder, whose "
+            "newest complete one is taken"
+        )
+    return checkpoint
+
+
+def _exists(path: Path) -> bool:
+    """As `os.path.lexists`, which takes any error for no; here it is an UnreadableError."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise UnreadableError(path, error.strerror) from error
+    return True
+
+
+# Reading ------------------------------------------------------------------------------------------------------------
+
+
+def open_manifest(checkpoint: Path) -> tuple[Manifest, str]:
+    """The manifest of a checkpoint and its sha256. All files that it names are there and have their sizes.
+
+    Raises:
+        DamagedError: something is missing or is not what was written.
+        InputError: there is no such folder, or a newer meshtrain has written it.
+        UnreadableError: it cannot be read now.
+    """
+    manifest, digest = read_manifest(checkpoint)
+    check_files(checkpoint, manifest)
+    return manifest, digest
+
+
+def read_manifest(checkpoint: Path) -> tuple[Manifest, str]:
+    """As `open_manifest`, but nothing is asked of the other files."""
+    if not checkpoint.is_dir():
+        raise InputError(f"there is no checkpoint {checkpoint}: expected a folder, such as {name_of(100)}")
+    if not _exists(checkpoint / COMPLETE):
+        raise DamagedError(checkpoint / COMPLETE, "is missing, so this checkpoint was never written to its end")
+    complete = read_plain(checkpoint / COMPLETE, 1000)
+    text = read_plain(checkpoint / MANIFEST, MAX_BYTES)
+    digest = hashlib.sha256(text).hexdigest()
+    if complete != _complete(digest).encode():
+        if not text:
+            raise DamagedError(checkpoint / MANIFEST, "is empty")
+        raise DamagedError(checkpoint / MANIFEST, f"and {COMPLETE} do not fit together: one of them is damaged")
+    manifest = Manifest.parse(text, checkpoint / MANIFEST)
+    if step_of(checkpoint.name) not in (None, manifest.step):
+        raise DamagedError(checkpoint / MANIFEST, f"is that of step {manifest.step}: the folder has another's name")
+    return manifest, digest
+
+
+def check_files(checkpoint: Path, manifest: Manifest) -> None:
+    """Raises DamagedError, which names the first file that is not there or has another size."""
+    for name, expected in manifest.files.items():
+        descriptor, size = open_plain(checkpoint / name)
+        os.close(descriptor)
+        if size != expected.size:
+            raise DamagedError(checkpoint / name, f"has {size:,} bytes; {expected.size:,} were written")
+
+
+def read_plain(path: Path, most: int) -> bytes:
+    """The bytes of an untrusted file; DamagedError if it has more than `most`, or is no plain file."""
+    descriptor, size = open_plain(path)
+    with open(descriptor, "rb") as file:
+        if size > most:
+            raise DamagedError(path, f"has {size:,} bytes; at most {most:,} are expected")
+        try:
+            return file.read(most)
+        except OSError as error:
+            raise UnreadableError(path, error.strerror) from error
+
+
+def _complete(digest: str) -> str:
+    return dumps({"manifest_sha256": digest}) + "\n"
+
+
+# Writing ------------------------------------------------------------------------------------------------------------
+
+
+def begin(folder: Path, step: int) -> Path:
+    """An empty folder for a checkpoint that is to be written; what an earlier try has left is removed.
+
+    This, `finish` and all that renames or removes raises TakenError if another job has taken a folder of this process.
+    """
+    check_owner()
+    folder.mkdir(parents=True, exist_ok=True)
+    abandon(folder, step)
+    unfinished = unfinished_path(folder, step)
+    unfinished.mkdir()
+    return unfinished
+
+
+def finish(folder: Path, step: int, manifest_text: str, say: Callable[[str], None] | None = None) -> Path:
+    """Makes the folder of `begin` the checkpoint of its step; `say` gets a line if another folder was in the way.
+
+    Raises:
+        DamagedError: a file of the manifest is not there.
+        OSError: the disk does not do what it should; there is no checkpoint then.
+    """
+    check_owner()
+    unfinished, checkpoint = unfinished_path(folder, step), folder / name_of(step)
+    check_files(unfinished, Manifest.parse(manifest_text, unfinished / MANIFEST))
+    write_whole(unfinished / MANIFEST, manifest_text)
+    fsync_folder(unfinished)
+    write_whole(unfinished / COMPLETE, _complete(hashlib.sha256(manifest_text.encode()).hexdigest()))
+    fsync_folder(unfinished)
+    check_owner()
+    if os.path.lexists(checkpoint):
+        aside = set_aside(checkpoint)
+        if say is not None:
+            say(f"{checkpoint} was in the way of a new checkpoint and is {aside.name} now")
+    unfinished.rename(checkpoint)
+    fsync_folder(folder)
+    return checkpoint
+
+
+def abandon(folder: Path, step: int) -> None:
+    """Removes what there is of a checkpoint that will not be finished."""
+    _remove_tree(unfinished_path(folder, step))
+
+
+def clear_unfinished(folder: Path) -> list[Path]:
+    """Removes what killed jobs have left, and returns it. Only for the holder of the folder's lock."""
+    check_owner()
+    paths = [path for path in folder.iterdir() if _UNFINISHED.fullmatch(path.name)] if folder.is_dir() else []
+    for path in paths:
+        _remove_tree(path)
+    return paths
+
+
+def remove(checkpoint: Path) -> None:
+    """Deletes a checkpoint; it is none from the first moment on."""
+    check_owner()
+    gone = checkpoint.with_name(f".{checkpoint.name}.removed")
+    _remove_tree(gone)
+    checkpoint.rename(gone)
+    fsync_folder(checkpoint.parent)
+    _remove_tree(gone)
+
+
+def set_aside(path: Path) -> Path:
+    """Renames what is in the way to `NAME.aside-1`, or to the next number that is free, and returns the new path."""
+    check_owner()
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.name}.aside-{number}")):
+        number += 1
+    path.rename(aside)
+    fsync_folder(path.parent)
+    return aside
+
+
+def list_set_aside(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if _ASIDE.fullmatch(path.name))
+
+
+def unfinished_path(folder: Path, step: int) -> Path:
+    return folder / f".{name_of(step)}.tmp"
+
+
+def _remove_tree(path: Path) -> None:
+    """Removes a folder, or what else has its name; what a link leads to stays."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
+
+
+# Owning a folder ----------------------------------------------------------------------------------------------------
+
+
+class InUseError(InputError):
+    """Another process has the lock of a folder."""
+
+
+class TakenError(InputError):
+    """Another job has taken a folder that this process held: its file system's locks do not hold between hosts."""
+
+
+_OWNED: dict[Path, bytes] = {}  # the folders that this process holds, and what it has left in each
+
+
+def check_owner() -> None:
+    """Raises TakenError if another job has taken a folder of this process; UnreadableError if it cannot be told."""
+    for folder, token in list(_OWNED.items()):  # a thread may look while a folder is let go of
+        try:
+            current = read_plain(folder / OWNER, 1000)
+        except MissingError:  # no other job has taken the folder by that
+            continue
+        if current != token:
+            raise TakenError(
+                f"the folder {folder} was taken by another job meanwhile ({_process_of(current)}): this one "
+                "writes no more to it. Its file system does not lock it between hosts: let only one job have it"
+            )
+
+
+def _process_of(token: bytes) -> str:
+    text = token.decode(errors="replace").partition("\n")[0].partition(" ")[2]
+    return text if text.isprintable() else "?"
+
+
+def owner_changed() -> str | None:
+    """What `check_owner` has to say, if it can tell."""
+    with suppress(OSError):
+        try:
+            check_owner()
+        except InputError as error:
+            return str(error)
+    return None
+
+
+@contextmanager
+def lock_folder(folder: Path, *, takes: bool = True, launch: str | None = None, again: bool = False) -> Iterator[None]:
+    """Holds the exclusive lock of a folder while the body runs. The folder is made if there is none.
+
+    Where a file system has no locks, or each host its own, the token in `.owner` shows whether another job has come.
+
+    Args:
+        takes: leaves a token, so that a job that holds the folder on another host hears of it.
+        launch: of this job, which all of its starts have in common; None: not known.
+        again: this is not its first start.
+
+    Raises:
+        TakenError: it is started again, and another launch has taken the folder from it.
+        InUseError: another process holds the folder; the message says which.
+        InputError: it cannot be locked.
+    """
+    locks = [_lock(folder)]
+
+    def close() -> None:
+        while locks:
+            os.close(locks.pop())
+
+    # A process that is forked meanwhile and outlives this one for a moment must not keep the folder locked.
+    os.register_at_fork(after_in_child=close)
+    try:
+        _write_owner(folder, locks[0], takes, launch, again)
+        yield
+    finally:
+        _OWNED.pop(folder.absolute(), None)
+        with suppress(OSError):  # to close it unlocks it, too
+            fcntl.flock(locks[0], fcntl.LOCK_UN)
+        close()
+
+
+def _write_owner(folder: Path, lock: int, takes: bool, launch: str | None, again: bool) -> None:
+    """Says in the folder who has it, and which launches had it before, the last one first: each is a line."""
+    mine = " ".join((launch or "").encode("ascii", "backslashreplace").decode().split())[:MOST_OF_LAUNCH]
+    launches = _launches(folder) if takes else []
+    if again and mine and mine in launches[1:]:
+        raise TakenError(
+            f"the folder {folder} was taken by another job since this one was first started "
+            f"({_process_of(read_plain(folder / OWNER, 1000))}): start this one anew if it is to go on there"
+        )
+    launches = [mine, *[other for other in launches if other not in ("", mine)]][:MOST_LAUNCHES]
+    process = f"process {os.getpid()} on host {socket.gethostname()}\n"
+    try:
+        os.truncate(lock, 0)
+        os.pwrite(lock, process.encode(), 0)
+        if takes:
+            token = (f"{uuid.uuid4().hex} {process}" + "".join(f"{name}\n" for name in launches)).encode()
+            temporary = folder / f"{OWNER}.tmp"
+            temporary.write_bytes(token)
+            temporary.replace(folder / OWNER)
+            _OWNED[folder.absolute()] = token
+    except OSError as error:
+        error.filename = error.filename or str(folder / LOCK)
+        raise
+
+
+def _launches(folder: Path) -> list[str]:
+    """Of the jobs that have taken a folder, the last one first; "" for one that is not known."""
+    try:
+        return read_plain(folder / OWNER, 1000).decode(errors="replace").split("\n")[1:-1]
+    except DamagedError:  # or no job has taken it yet
+        return []
+
+
+def _lock(folder: Path) -> int:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise InputError(f"the folder {folder.absolute()} cannot be used ({error.strerror})") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
+        os.close(lock)
+        raise InUseError(f"the folder {folder} is in use by {holder or 'another job'}: wait for it to end") from error
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            os.close(lock)
+            raise InputError(f"the folder {folder.absolute()} cannot be locked ({error.strerror})") from error
+        warn(
+            f"the folder {folder.absolute()} cannot be locked ({error.strerror}): of two jobs that write to it, the "
+            "first stops when it sees the second"
+        )
+    return lock

@@ -1,0 +1,130 @@
+"""Replica check: do ranks that must hold the same hold the same? Memory that fails silently shows here, in no loss.
+
+Each rank adds up the bits of every tensor that others hold too. Tensors with one placement lie alike, so one digest of
+all their sums is enough to compare; which tensor it is that differs is asked only where a digest does.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshtrain.checkpoint.placement import Placement, copies
+from meshtrain.checkpoint.state import State
+from meshtrain.formatting import join_some
+from meshtrain.job.pending import Resource, waiting
+from meshtrain.layout import Layout
+
+MOST_NAMED = 4  # ranks of one group that are asked for more
+
+Kind = tuple[tuple[tuple[str, int], ...], tuple[int, ...]]  # cuts and stages of tensors that lie alike
+
+
+class Sums:
+    """The sums of a rank's tensors as they are now. The numbers are read later; nothing here waits for the device."""
+
+    def __init__(self, state: State) -> None:
+        names = Counter(shard.name for shard in state.held)
+        compared = [
+            shard
+            for shard in state.held
+            if shard.compared and (copies(shard.placement, state.layout) > 1 or names[shard.name] > 1)
+        ]
+        self._kinds = kinds_of(state.placements)
+        self._names = [(self._kinds.index(kind_of(shard.placement)), shard.name) for shard in compared]
+        self._sums = torch.stack([bit_sum(shard.local) for shard in compared]) if compared else None
+        self._values: list[int] | None = None
+
+    def digests(self) -> dict[str, str]:
+        """Number of a kind -> one digest of all its tensors here."""
+        texts: dict[int, list[str]] = {}
+        for number, name, value in self._all():
+            texts.setdefault(number, []).append(f"{name} {value}")
+        return {str(n): hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] for n, lines in texts.items()}
+
+    def inconsistent_ties(self) -> list[str]:
+        """The tied weights of which two stages of this rank hold different values."""
+        first: dict[str, int] = {}
+        return sorted({name for _, name, value in self._all() if first.setdefault(name, value) != value})
+
+    def of_kind(self, number: int) -> dict[str, list[int]]:
+        """The sums of the tensors of a kind; of a tied weight of two stages there are two."""
+        sums: dict[str, list[int]] = {}
+        for other, name, value in self._all():
+            if other == number:
+                sums.setdefault(name, []).append(value)
+        return sums
+
+    def _all(self) -> Iterator[tuple[int, str, int]]:
+        if self._values is None:
+            with waiting("the sums of the state's bits", resource=Resource.DEVICE):
+                self._values = [] if self._sums is None else self._sums.tolist()
+        for (number, name), value in zip(self._names, self._values, strict=True):
+            yield number, name, value
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Ranks that must hold the same tensors of a kind, and do not."""
+
+    kind: int
+    group: tuple[int, ...]
+    asked: tuple[int, ...]  # for their sums
+    odd: tuple[int, ...]  # those that differ from most; with two that differ, both
+
+
+def find_divergence(
+    placements: Mapping[str, Placement], layout: Layout, digests: Sequence[Mapping[str, str]]
+) -> list[Divergence]:
+    """Where digests of ranks, in rank order, differ that should not."""
+    cuts = [axes for axes, _ in kinds_of(placements)]
+    groups: dict[tuple[int, ...], dict[int, str]] = {}  # the ranks that hold the same part of tensors of a kind
+    for rank, digest_of in enumerate(digests):
+        for number, digest in digest_of.items():
+            part = int(number), *(layout.index(rank, axis) for axis, _ in cuts[int(number)])
+            groups.setdefault(part, {})[rank] = digest
+    return [_divergence(part[0], group) for part, group in groups.items() if len(set(group.values())) > 1]
+
+
+def _divergence(kind: int, digests: Mapping[int, str]) -> Divergence:
+    common, n = Counter(digests.values()).most_common(1)[0]
+    majority = [rank for rank, digest in digests.items() if digest == common] if 2 * n > len(digests) else []
+    odd = tuple(rank for rank in digests if rank not in majority)
+    return Divergence(kind, tuple(digests), (*odd[:MOST_NAMED], *majority[:1]), odd)
+
+
+def describe_divergence(
+    divergence: Divergence, sums: Mapping[int, Mapping[str, Sequence[int]]], rank_names: Sequence[str]
+) -> str:
+    """Which ranks differ and in which tensors; `sums`: of the ranks that were asked, `rank_names`: of all."""
+    odd = [rank for rank in divergence.odd if rank in divergence.asked]
+    ranks = " and ".join(rank_names[rank] for rank in odd)
+    if len(divergence.odd) > len(odd):
+        ranks += f" and {len(divergence.odd) - len(odd)} more"
+    names = dict.fromkeys(name for rank in odd for name in sums[rank])
+    differ = [name for name in names if len({tuple(sums[rank].get(name, ())) for rank in divergence.asked}) > 1]
+    agreeing = len(divergence.group) - len(divergence.odd)
+    others = f"the {agreeing} other ranks that hold the same part" if agreeing else "each other"
+    return f"{ranks} differ{'s' * (len(divergence.odd) == 1)} from {others}, in {join_some(differ)}"
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor added up 8 at a time, modulo 2^64: a scalar on its device. One changed bit changes it."""
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    whole = len(data) // 8 * 8
+    total = data[:whole].view(torch.int64).sum()
+    return total if whole == len(data) else total + data[whole:].sum(dtype=torch.int64)
+
+
+def kind_of(tensor: Placement) -> Kind:
+    return tensor.cuts, tensor.stages
+
+
+def kinds_of(placements: Mapping[str, Placement]) -> list[Kind]:
+    """The different ways in which tensors lie, in an order that all ranks have."""
+    return list(dict.fromkeys(kind_of(tensor) for tensor in placements.values()))

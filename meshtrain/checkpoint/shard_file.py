@@ -1,0 +1,344 @@
+"""Shard file: one rank's safetensors file of a checkpoint, whose header also has the CRC-32 of each block of a tensor.
+
+A reader of some rows reads and checks the blocks in which they lie and no others. The manifest has the CRC-32 of the
+whole file, which follows from those of header and blocks: a writer reads no byte twice, and when a file is opened, the
+header and its checksums are checked without reading a tensor.
+"""
+
+import errno
+import math
+import os
+import resource
+import stat
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from meshtrain.checkpoint.manifest import File, Manifest, dumps, file_of, parse_json
+from meshtrain.checkpoint.placement import shape_of
+from meshtrain.errors import DamagedError, MissingError, UnreadableError
+from meshtrain.huggingface.safetensors import METADATA, SIZES, Entry, header_length, pack_header, parse_entry
+from meshtrain.parallel.sharding import Part
+
+FORMAT = "meshtrain checkpoint 1"
+BLOCK = 4 * 2**20  # bytes of a tensor under one checksum
+PAGE = 4096  # data begins at a multiple of it: reading at an odd place took a fifth longer
+MAX_HEADER = 2**25  # bytes; the checksums of 8 TiB take 28 million
+# A tensor may lie in hundreds of files, and to open one again takes 50 ms of arithmetic on its checksums.
+MOST_OPEN = 1024
+
+
+def write_shard(path: Path, tensors: Sequence[tuple[Entry, memoryview]]) -> File:
+    """Writes a new file with these tensors, whose bytes are in C order, and waits until it is on disk.
+
+    A helper thread sums the bytes up while they are written. The header holds the sums and has the same length
+    whatever they are, so it comes last. OSError: it cannot be written; what there is of it stays.
+    """
+    entries = [entry for entry, _ in tensors]
+    blocks = [block for entry, view in tensors for block in _blocks(entry, view)]
+    room = len(_header(entries, [0] * len(blocks)))
+    with path.open("xb", buffering=0) as file:
+        file.seek(room)
+        helper = ThreadPoolExecutor(1, thread_name_prefix="crc32")
+        try:
+            try:
+                sums = [helper.submit(zlib.crc32, block) for block in blocks]
+            except RuntimeError as error:  # no thread can be started: the machine's trouble, as a full disk is
+                raise OSError(errno.EAGAIN, str(error), str(path)) from error
+            for block in blocks:
+                _write(file.fileno(), block)
+            crcs = [future.result() for future in sums]
+        finally:
+            helper.shutdown(cancel_futures=True)
+        header = _header(entries, crcs)
+        file.seek(0)
+        _write(file.fileno(), memoryview(header))
+        os.fsync(file.fileno())
+    sizes = [len(block) for block in blocks]
+    whole = combine([(zlib.crc32(header), room), *zip(crcs, sizes, strict=True)])
+    return File(room + sum(sizes), f"{whole:08x}")
+
+
+def open_plain(path: Path) -> tuple[int, int]:
+    """Opens a file for reading: descriptor and size. A link is not followed, and nothing waits for a pipe.
+
+    DamagedError: it is missing, or is something else than a file. UnreadableError: it cannot be read now.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        about = os.fstat(descriptor)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingError(path) from error
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise DamagedError(path, "is a link, which nobody follows here") from error
+        if error.errno in (errno.ENXIO, errno.ENODEV):
+            raise DamagedError(path, "is no file") from error
+        raise UnreadableError(path, error.strerror) from error
+    if not stat.S_ISREG(about.st_mode):
+        os.close(descriptor)
+        raise DamagedError(path, "is no file")
+    return descriptor, about.st_size
+
+
+class Shard(AbstractContextManager["Shard"]):
+    """One rank's file, for reading; several threads may read at once. `entries`: name -> what it holds."""
+
+    def __init__(self, path: Path, expected: File | None) -> None:
+        """Opens a file and checks all but the bytes of tensors; `expected`: by the manifest. Raises DamagedError."""
+        self.path = path
+        self._file, size = open_plain(path)
+        try:
+            if expected is not None and size != expected.size:
+                raise DamagedError(path, f"has {size:,} bytes; {expected.size:,} were written")
+            header = self._read_header(size)
+            self.entries, self._starts, self._crcs = _parse_header(path, header, size)
+            if expected is not None and self._whole(header) != expected.crc32:
+                raise DamagedError(path, "its header or its checksums are not those that were written")
+        except BaseException:
+            self.close()
+            raise
+
+    def read_into(self, name: str, into: memoryview, rows: slice) -> None:
+        """Reads rows of an entry (`slice(0, 1)` of a scalar) into as many bytes as they have.
+
+        DamagedError: there is no such entry, or a block is not what was written. UnreadableError: not readable now.
+        """
+        begin, end = self._range(name, rows)
+        self.read_bytes(name, begin, into.cast("B") if end > begin else into[:0], end)
+
+    def read_bytes(self, name: str, begin: int, into: memoryview, end: int) -> None:
+        """The bytes from `begin` to `end` of an entry. Every block that they touch is read and proved as a whole."""
+        if len(into) != end - begin:
+            raise ValueError(f"{name}: room for {len(into)} bytes, and {end - begin} are to be read")
+        for index in range(begin // BLOCK, -(-end // BLOCK)):
+            low, high = self._block(name, index)
+            first, last = max(begin, low), min(end, high)
+            if (first, last) == (low, high):
+                self._prove(name, index, into[low - begin : high - begin])
+            else:
+                block = memoryview(bytearray(high - low))
+                self._prove(name, index, block)
+                into[first - begin : last - begin] = block[first - low : last - low]
+
+    def verify(self) -> list[DamagedError]:
+        """Reads every block; one problem for each tensor that is not what was written."""
+        problems = []
+        for name, entry in self.entries.items():
+            block = memoryview(bytearray(min(BLOCK, entry.nbytes)))
+            try:
+                for index in range(len(self._crcs[name])):
+                    low, high = self._block(name, index)
+                    self._prove(name, index, block[: high - low])
+            except DamagedError as error:
+                problems.append(error)
+        return problems
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _range(self, name: str, rows: slice) -> tuple[int, int]:
+        """Where rows of an entry lie in its bytes."""
+        entry = self.entries.get(name)
+        if entry is None:
+            raise DamagedError(self.path, "is not in the file", name)
+        height = entry.shape[0] if entry.shape else 1
+        if not 0 <= rows.start <= rows.stop <= height:
+            raise DamagedError(self.path, f"has {height} rows; {rows.start} to {rows.stop} were to be read", name)
+        row = math.prod(entry.shape[1:]) * SIZES[entry.dtype]
+        return rows.start * row, rows.stop * row
+
+    def _block(self, name: str, index: int) -> tuple[int, int]:
+        """Where a block begins and ends in the bytes of its entry."""
+        return index * BLOCK, min((index + 1) * BLOCK, self.entries[name].nbytes)
+
+    def _prove(self, name: str, index: int, into: memoryview) -> None:
+        """Reads a whole block and compares its checksum."""
+        self._read(self._starts[name] + index * BLOCK, into, name)
+        if zlib.crc32(into) != self._crcs[name][index]:
+            low, high = self._block(name, index)
+            raise DamagedError(self.path, f"its bytes {low:,} to {high:,} are not those that were written", name)
+
+    def _read(self, at: int, into: memoryview, tensor: str | None = None) -> None:
+        done = 0
+        while done < len(into):
+            try:
+                n = os.preadv(self._file, [into[done:]], at + done)
+            except OSError as error:
+                raise UnreadableError(self.path, error.strerror, tensor) from error
+            if n == 0:
+                raise DamagedError(self.path, f"ends after {at + done:,} bytes", tensor)
+            done += n
+
+    def _read_header(self, size: int) -> bytes:
+        """The length of the header and the header."""
+        prefix = bytearray(8)
+        self._read(0, memoryview(prefix))
+        try:
+            header = bytearray(8 + header_length(bytes(prefix), size, MAX_HEADER))
+        except ValueError as error:
+            raise DamagedError(self.path, str(error)) from None
+        self._read(0, memoryview(header))
+        return bytes(header)
+
+    def _whole(self, header: bytes) -> str:
+        """The CRC-32 of the file, if its blocks are what the header says."""
+        blocks = (
+            (crc, min(BLOCK, entry.nbytes - index * BLOCK))
+            for name, entry in self.entries.items()
+            for index, crc in enumerate(self._crcs[name])
+        )
+        return f"{combine([(zlib.crc32(header), len(header)), *blocks]):08x}"
+
+
+class ShardReader(AbstractContextManager["ShardReader"]):
+    """The files of one checkpoint. Those that were used last stay open, with their headers."""
+
+    def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
+        self.checkpoint = checkpoint
+        self.manifest = manifest
+        self._open: OrderedDict[int, Shard] = OrderedDict()  # by rank, the last used one last
+
+    def shard_with(self, name: str, rank: int, piece: Part) -> Shard:
+        """The file of a rank, which holds this piece of a tensor (see placement.pieces). DamagedError: it does not."""
+        shard = self._shard(rank)
+        entry, dtype, shape = shard.entries.get(name), self.manifest.tensors[name].dtype, shape_of(piece)
+        if entry is None or (entry.dtype, entry.shape) != (dtype, shape):
+            stored = "is not in the file" if entry is None else f"is {entry.dtype} {list(entry.shape)}"
+            raise DamagedError(shard.path, f"{stored}, and by the manifest it is {dtype} {list(shape)}", name)
+        return shard
+
+    def _shard(self, rank: int) -> Shard:
+        if rank not in self._open:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # a job raises it when it starts
+            if len(self._open) >= (MOST_OPEN if limit == resource.RLIM_INFINITY else min(MOST_OPEN, limit // 2)):
+                self._open.popitem(last=False)[1].close()
+            name = file_of(rank)
+            self._open[rank] = Shard(self.checkpoint / name, self.manifest.files[name])
+        self._open.move_to_end(rank)
+        return self._open[rank]
+
+    def close(self) -> None:
+        """May be called twice."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# Headers -------------------------------------------------------------------------------------------------------------
+
+
+def _parse_header(
+    path: Path, header: bytes, size: int
+) -> tuple[dict[str, Entry], dict[str, int], dict[str, list[int]]]:
+    """What a header says of the tensors: entries, where each begins in the file, the checksums of its blocks."""
+    tensors = parse_json(header[8:], path)
+    metadata = tensors.pop(METADATA, None) if isinstance(tensors, dict) else None
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT or metadata.get("block") != str(BLOCK):
+        raise DamagedError(path, f"is no file of a checkpoint: its header does not say {FORMAT!r}")
+    sums = parse_json(metadata["crc32"], path) if isinstance(metadata.get("crc32"), str) else None
+    if not isinstance(sums, dict) or sums.keys() != tensors.keys():
+        raise DamagedError(path, "its header has not the checksums of just its tensors")
+    entries, starts, crcs = {}, {}, {}
+    offset = 0
+    for name, about in tensors.items():
+        entry, begin, _ = parse_entry(name, about) or (None, 0, 0)
+        # Stricter than the format: tensors lie one after the other, and there are no other keys and types.
+        plain = entry is not None and begin == offset and entry.dtype in SIZES and len(about) == 3
+        blocks = _parse_crcs(sums[name], -(-entry.nbytes // BLOCK)) if entry is not None and plain else None
+        if entry is None or blocks is None:
+            raise DamagedError(path, f"what its header says of {name[:80]!a} cannot be")
+        entries[name], starts[name], crcs[name] = entry, len(header) + offset, blocks
+        offset += entry.nbytes
+    if len(header) + offset != size:
+        raise DamagedError(path, f"has {size:,} bytes, and its header tells of {len(header) + offset:,}")
+    return entries, starts, crcs
+
+
+def _parse_crcs(texts: Any, blocks: int) -> list[int] | None:
+    if not isinstance(texts, list) or len(texts) != blocks:
+        return None
+    if not all(isinstance(text, str) and len(text) == 8 and set(text) <= set("0123456789abcdef") for text in texts):
+        return None
+    return [int(text, 16) for text in texts]
+
+
+def _header(entries: Sequence[Entry], crcs: Sequence[int]) -> bytes:
+    """What a file with these tensors begins with; `crcs` of all their blocks in order."""
+    left = iter(crcs)
+    sums = {entry.name: [f"{next(left):08x}" for _ in range(-(-entry.nbytes // BLOCK))] for entry in entries}
+    header = pack_header(entries, {"format": FORMAT, "block": str(BLOCK), "crc32": dumps(sums)}, PAGE)
+    if len(header) - 8 > MAX_HEADER:
+        raise ValueError(f"the header of a file would have {len(header) - 8:,} bytes, more than any reader takes")
+    return header
+
+
+# Bytes ----------------------------------------------------------------------------------------------------------------
+
+
+def _blocks(entry: Entry, view: memoryview) -> Iterator[memoryview]:
+    if view.nbytes != entry.nbytes:
+        raise ValueError(f"{entry.name} has {entry.nbytes} bytes, and {view.nbytes} were given")
+    if view.nbytes == 0:
+        return
+    view = view.cast("B")
+    yield from (view[at : at + BLOCK] for at in range(0, len(view), BLOCK))
+
+
+def _write(descriptor: int, view: memoryview) -> None:
+    while len(view):
+        view = view[os.write(descriptor, view) :]
+
+
+# CRC-32 -------------------------------------------------------------------------------------------------------------
+#
+# A CRC is a remainder of polynomials over two elements, so appending n bytes multiplies what was before by x^(8n): the
+# CRC of a file follows from those of its blocks. Numbers are as zlib has them: bit 31 is the coefficient of x^0.
+# (M. Adler's `crc32_combine` in zlib, which Python does not offer.)
+
+_POLYNOMIAL = 0xEDB88320
+_ONE, _X = 1 << 31, 1 << 30
+
+
+def combine(pieces: Iterable[tuple[int, int]]) -> int:
+    """The CRC-32 of pieces one after the other: (CRC-32, bytes) of each."""
+    whole = 0
+    for crc, size in pieces:
+        whole = _times(_power(size), whole) ^ crc
+    return whole
+
+
+@lru_cache(maxsize=4096)  # a checkpoint has few lengths of blocks
+def _power(size: int) -> int:
+    """x^(8 * size)."""
+    power, square = _ONE, _X
+    exponent = 8 * size
+    while exponent:
+        if exponent & 1:
+            power = _times(square, power)
+        square = _times(square, square)
+        exponent >>= 1
+    return power
+
+
+def _times(a: int, b: int) -> int:
+    product = 0
+    while a:
+        if a & _ONE:
+            product ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product

@@ -1,0 +1,1 @@
+"""The commands of the console script `meshtrain`: what looks at a job from outside."""

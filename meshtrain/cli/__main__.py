@@ -1,0 +1,7 @@
+"""`python -m meshtrain.cli`: the console script, where its folder is not on the PATH."""
+
+import sys
+
+from meshtrain.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,165 @@
+"""`meshtrain export CHECKPOINT DIR`: the weights of a checkpoint for others to use, without a job.
+
+What comes out has the same bytes as what `train.export` writes for these weights. One tensor after the other goes from
+the checkpoint's files into the new ones, a block of rows at a time, so the memory that it takes does not grow with the
+model, and every byte that is read is proved by its checksum.
+
+A checkpoint may come from a stranger, so nothing that it names is run: its config.json is written by one of meshtrain's
+own models, or by the file that `--model` names.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshtrain.checkpoint.directory import read_manifest, read_plain
+from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.checkpoint.weights import open_checkpoint
+from meshtrain.config import locate
+from meshtrain.errors import InputError
+from meshtrain.formatting import bytes_text
+from meshtrain.huggingface.export import ExportFolder, WeightFiles, as_input_errors, config_text, plan_export
+from meshtrain.huggingface.load import DTYPES, WeightSource
+from meshtrain.huggingface.safetensors import FILE_BYTES, Entry
+from meshtrain.parallel.mixed_precision import PRECISIONS, compute_dtype
+
+BLOCK = 64 * 2**20  # bytes that are read at a time, unless a row has more
+MAX_TOKENIZER = 2**27  # bytes; those of large vocabularies have a third of that
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="a checkpoint, or a run's folder: its newest complete one is taken")
+    parser.add_argument("folder", metavar="DIR", help="a new folder, or that of an earlier export")
+    parser.add_argument("--dtype", choices=list(PRECISIONS), help="of the weights; left out: the run's precision")
+    parser.add_argument(
+        "--model",
+        metavar="FILE.py",
+        help="the run's own model file, which is run to write config.json (one that a checkpoint names never is)",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    export(options.checkpoint, options.folder, dtype=options.dtype, model=options.model, say=print)
+
+
+def export(
+    checkpoint: str | Path,
+    folder: str | Path,
+    *,
+    dtype: str | None = None,
+    model: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Writes the weights of a checkpoint as `train.export` does.
+
+    Args:
+        checkpoint: one, or a run's folder with some.
+        folder: is made, or takes the place of an earlier export.
+        dtype: of the floating tensors, in torch's words; None: that in which the run computes.
+        model: the path of a model file to be run for config.json; None: one of meshtrain's own, if the run used one.
+        say: is given lines for a person: what could not be written, and what was.
+        file_bytes: of one file at most, unless a tensor is larger.
+
+    Raises:
+        DamagedError: the checkpoint is not what was written; names file and tensor. InputError: something else is
+            wrong with it or with the folder. Nothing is left behind then.
+    """
+    with open_checkpoint(checkpoint) as source:
+        manifest, _ = read_manifest(source.path)
+        if not source.entries:
+            raise InputError(
+                f"the checkpoint of step {manifest.step} holds no weights: its tensors are none of a model"
+            )
+        kind = compute_dtype(dtype or _precision(manifest))
+        config, tokenizer = _config(manifest, model, say), _tokenizer(manifest, say)
+        files = plan_export(source.entries.values(), kind, file_bytes)
+        place = ExportFolder(folder)
+        if place.target.resolve().is_relative_to(source.path.resolve()):
+            raise InputError(f"{folder} is inside of the checkpoint {source.path}: name a folder somewhere else")
+        with as_input_errors(place.target):
+            place.make()
+            try:
+                with WeightFiles(place.making, files) as out:
+                    for file, entries in files.items():
+                        for entry in entries:
+                            out.write(file, entry, _blocks(source, entry))
+                place.finish(files, config_text(config, kind), tokenizer)
+            finally:
+                place.drop()
+    sizes = [entry.nbytes for entries in files.values() for entry in entries]
+    say(f"weights of step {manifest.step} in {folder}: {len(sizes)} tensors, {bytes_text(sum(sizes))}")
+
+
+def _blocks(source: WeightSource, entry: Entry) -> Iterator[memoryview]:
+    """A tensor's bytes, a block of rows after the other."""
+    dims, kind = entry.shape or (1,), DTYPES[entry.dtype]
+    columns = tuple(slice(0, size) for size in dims[1:])
+    rows = max(1, BLOCK // max(1, math.prod(dims[1:]) * 8))
+    for first in range(0, dims[0], rows):
+        values = source.read(entry.name, (slice(first, min(first + rows, dims[0])), *columns))
+        yield values.to(kind).contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+# What stands beside the weights -------------------------------------------------------------------------------------
+
+
+def _precision(manifest: Manifest) -> str:
+    precision = _section(manifest, "train").get("precision")
+    if precision not in PRECISIONS:
+        raise InputError(f"the checkpoint's config has no train.precision that is known ({precision!r}): give --dtype")
+    return precision
+
+
+def _section(manifest: Manifest, name: str) -> Mapping[str, Any]:
+    section = manifest.config.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _config(manifest: Manifest, model: str | None, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """What config.json holds; None where it cannot be known, which is said."""
+    section = _section(manifest, "model")
+    name = section.get("name") if model is None else model
+    if model is None and name not in locate.names("models", ".py"):
+        say(
+            f"config.json is not written: the run's model is the file {name!r}, and a file that a checkpoint names is "
+            "not run. --model FILE.py says which file may be."
+        )
+        return None
+    try:
+        module = locate.model_file(str(name))
+    except FileNotFoundError as error:
+        raise InputError(f"--model: {error}") from error
+    if not hasattr(module, "to_hugging_face"):
+        say(f"config.json is not written: the model {name} has no Hugging Face form")
+        return None
+    keys = {key: value for key, value in section.items() if key not in ("name", "preset", "weights")}
+    try:
+        return module.to_hugging_face(module.Config(**keys))
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise InputError(f"the model {name} refuses the keys in the checkpoint's config: {error}") from error
+
+
+def _tokenizer(manifest: Manifest, say: Callable[[str], None]) -> str | None:
+    """The run's tokenizer.json, if it is there and is one: a checkpoint must not have another file read."""
+    name = _section(manifest, "data").get("tokenizer", "bytes")
+    if name == "bytes":
+        return None
+    problem = "it is none"
+    try:
+        path = Path(str(name)).expanduser()
+        if path.suffix == ".json":
+            text = read_plain(path.resolve(), MAX_TOKENIZER).decode()
+            tokenizer = json.loads(text)
+            if isinstance(tokenizer, dict) and isinstance(tokenizer.get("model"), dict):
+                return text
+    except (OSError, ValueError, RuntimeError) as error:  # a home folder that is not, a recursion: the last
+        problem = str(error)
+    shown = "".join(each if each.isprintable() else "?" for each in str(name))
+    say(f"tokenizer.json is not written: the run's tokenizer is {shown}, and {problem}")
+    return None

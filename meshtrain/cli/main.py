@@ -1,0 +1,82 @@
+"""The console script `meshtrain`: commands that look at a job from outside. Training is `python -m meshtrain.train`.
+
+A command is a line in the table below and a module with `add_arguments(parser)` and `run(arguments)`, which may return
+an exit status. It is imported when it is asked for, so that `meshtrain --help` answers at once.
+"""
+
+import argparse
+import difflib
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+
+from meshtrain.errors import InputError, UnreadableError
+from meshtrain.layout import LayoutError
+
+# name -> (module, what it does)
+COMMANDS = {
+    "plan": ("meshtrain.cli.plan", "what a config would do on given hosts, computed without starting anything"),
+    "doctor": ("meshtrain.doctor.command", "what is wrong with these nodes, run on each in torchrun's place"),
+    "launch": ("meshtrain.launch.command", "a job for SLURM: checks its config, writes its script, submits it"),
+    "pipeline": ("meshtrain.cli.pipeline", "a pipeline schedule as a timeline: who computes what when, who idles"),
+    "checkpoint": ("meshtrain.cli.checkpoint", "lists, shows, verifies, compares and prunes checkpoints"),
+    "explain": ("meshtrain.explain.command", "why a job has failed, by its logs, and what to do"),
+    "export": ("meshtrain.cli.export", "the weights of a checkpoint as a Hugging Face directory"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status: the command's own, as a rule 0; 2 the user's input is wrong."""
+    argv = sys.argv[1:] if argv is None else argv
+    status = 0
+    try:
+        status = _run(argv)
+        sys.stdout.flush()
+    except (InputError, LayoutError, UnreadableError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader has seen enough (`meshtrain plan ... | head`). Python flushes stdout once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return status
+
+
+def _run(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if argv[0] == "--version":
+        print(f"meshtrain {importlib.metadata.version('meshtrain')}")
+        return 0
+    name, rest = argv[0], argv[1:]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}"
+        raise InputError(f"meshtrain has no command {name!r} ({hint})")
+    module_name, about = COMMANDS[name]
+    module = importlib.import_module(module_name)
+    parser = argparse.ArgumentParser(prog=f"meshtrain {name}", description=about, allow_abbrev=False)
+    module.add_arguments(parser)
+    if getattr(module, "HAS_ACTIONS", False):  # parsers of their own, which take their arguments in order
+        return module.run(parser.parse_args(rest))
+    # Options may stand between the overrides, as people write them.
+    return module.run(parser.parse_intermixed_args(rest)) or 0
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    return "\n".join(
+        [
+            "usage: meshtrain COMMAND ... | --version | --help",
+            "",
+            *(f"  {name.ljust(width)}  {about}" for name, (_, about) in COMMANDS.items()),
+            "",
+            "`meshtrain COMMAND --help` tells more. Training: python -m meshtrain.train CONFIG [key.path=value ...]",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""What a config would do on given hosts, computed without a job: `meshtrain plan configs/quickstart.yaml --hosts 4,2`.
+
+Which rank lies where, which groups cross hosts, how the batch is shared, and what a rank holds in memory.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshtrain.cli.memory import MemoryUse, held_by_ranks, parameter_json, parameters_of, table
+from meshtrain.config import Config
+from meshtrain.config.model_spec import model_spec
+from meshtrain.data.order import BatchSplit, describe_batch
+from meshtrain.errors import InputError
+from meshtrain.formatting import bytes_text
+from meshtrain.layout import DATA_AXES, Layout
+from meshtrain.optim.registry import update_rule
+from meshtrain.parallel.sharding import ParameterSpec
+from meshtrain.pipeline.actions import Schedule
+from meshtrain.pipeline.partition import StageSplit
+from meshtrain.pipeline.simulate import Timeline, simulate
+from meshtrain.run.rank_table import columns, describe_hosts, grouped_axes, layout_text, without_middle
+
+MOST_LINES = 16  # of the table in a terminal, and half of it per axis; `--json` and layout.txt hold everything
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """What runs over `pp`. `timeline` is simulated; `about` is a line for people."""
+
+    about: str
+    schedule: Schedule
+    split: StageSplit
+    holding: dict[str, tuple[int, ...]]  # parameter -> the stages that hold it
+    timeline: Timeline
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A config on hosts. `layout` is placed; `pipeline` is None without one; `notes` say what was assumed."""
+
+    config: str
+    layout: Layout
+    batch: BatchSplit
+    precision: str
+    parameters: tuple[ParameterSpec, ...]
+    held: MemoryUse
+    optimizer: str  # its title
+    pipeline: PipelinePlan | None = None
+    notes: tuple[str, ...] = ()
+
+
+def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | None = None) -> Plan:
+    """The plan of a config on hosts with so many processes each; without them on one, as small as the layout allows.
+
+    Raises:
+        InputError, LayoutError: the config is wrong, or its layout does not fit the hosts.
+    """
+    config = Config.load(name, list(overrides), world_size=sum(hosts) if hosts else None)
+    notes = []
+    if not hosts:
+        fixed = Layout({axis: max(size, 1) for axis, size in config.layout.items()})
+        hosts = (fixed.world_size,)
+        smallest = "the smallest world that this layout fits" if -1 in config.layout.values() else "all on one host"
+        notes.append(f"no --hosts given: {smallest}, {describe_hosts(fixed.on_hosts(hosts))}")
+        config = Config.load(name, list(overrides), world_size=fixed.world_size)  # what was left open is checked now
+    assert config.resolved is not None  # it was loaded for this number of processes
+    layout = config.resolved.on_hosts(hosts)
+    batch = BatchSplit(config.batch.global_size, config.batch.micro_size, layout.size(*DATA_AXES))
+    pipeline = _pipeline(config, layout) if layout.size("pp") > 1 else None
+    stages = None if pipeline is None else pipeline.holding
+    parameters = tuple(parameters_of(model_spec(config.model.name, config.model.keys), layout, stages))
+    placement = (0,) if pipeline is None else pipeline.schedule.placement
+    precision, rule = config.train.precision, config.optimizer.name
+    held = held_by_ranks(parameters, layout, precision, rule, placement)
+    return Plan(name, layout, batch, precision, parameters, held, update_rule(rule).title, pipeline, tuple(notes))
+
+
+def _pipeline(config: Config, layout: Layout) -> PipelinePlan:
+    from meshtrain.modeling.build import check_stages, describe_pipeline, spec_of, stages_of  # they bring torch
+    from meshtrain.pipeline.stage import stages_of_parameter
+
+    schedule, split = stages_of(config, layout)
+    check_stages(config, split)
+    costs = split.costs  # of a forward: the gradients of inputs and those of weights are as many products each
+    timeline = simulate(schedule, forward=costs, input_grad=costs, weight_grad=costs)
+    holding = stages_of_parameter(spec_of(config).meta, split.bounds)
+    return PipelinePlan(describe_pipeline(schedule, split), schedule, split, holding, timeline)
+
+
+# Text ---------------------------------------------------------------------------------------------------------------
+
+
+def plan_text(plan: Plan, each_parameter: bool = False) -> str:
+    """The plan for a person: short, whatever the number of ranks; with parameters instead of ranks if asked."""
+    shape, layout = plan.batch, plan.layout
+    if each_parameter:
+        below = [f"layout {layout} on {describe_hosts(layout)}", "", *columns(table(plan.parameters, layout)), ""]
+    else:
+        below = [layout_text(layout, MOST_LINES)]
+    lines = [
+        f"plan of {plan.config}",
+        describe_batch(shape.global_size, shape.micro_size, shape.data_ranks),
+        *_memory_lines(plan),
+        *(() if plan.pipeline is None else _pipeline_lines(plan.pipeline, plan.held)),
+        "",
+        *below,
+        *(f"note: {note}" for note in plan.notes),
+        *(f"warning: {warning}" for warning in plan.layout.warnings()),
+    ]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The whole plan for a program: every rank and every group."""
+    layout, batch = plan.layout, plan.batch
+    return {
+        "config": plan.config,
+        "world_size": layout.world_size,
+        "layout": layout.sizes,
+        "hosts": layout.host_counts(),
+        "ranks": [
+            {
+                "rank": rank,
+                "host": layout.host(rank),
+                "local_rank": layout.local_rank(rank),
+                "coordinate": layout.coordinate(rank),
+            }
+            for rank in range(layout.world_size)
+        ],
+        "groups": [
+            {
+                "axes": list(axes),
+                "groups": [
+                    {"ranks": ranks, "crosses_hosts": layout.crosses_hosts(ranks)} for ranks in layout.groups(*axes)
+                ],
+            }
+            for axes in grouped_axes(layout)
+        ],
+        "batch": {
+            **asdict(batch),
+            "accumulation": batch.accumulation,
+            "samples_per_rank": list(batch.shares),
+            "idle": batch.idle,
+            "line": describe_batch(batch.global_size, batch.micro_size, batch.data_ranks),
+        },
+        "precision": plan.precision,
+        "parameters": {**asdict(plan.held), "each": [parameter_json(parameter) for parameter in plan.parameters]},
+        "pipeline": None if plan.pipeline is None else _pipeline_json(plan.pipeline, plan.held),
+        "warnings": layout.warnings(),
+        "notes": list(plan.notes),
+    }
+
+
+def _pipeline_json(pipeline: PipelinePlan, held: MemoryUse) -> dict[str, Any]:
+    schedule, timeline = pipeline.schedule, pipeline.timeline
+    return {
+        "schedule": schedule.name,
+        "microbatches": schedule.microbatches,
+        "line": pipeline.about,
+        "stages": [
+            {"pp": schedule.rank_of(stage), "blocks": list(bounds), "cost": cost}
+            for stage, (bounds, cost) in enumerate(zip(pipeline.split.bounds, pipeline.split.costs, strict=True))
+        ],
+        "idle_share": timeline.idle_share,
+        "ranks": [
+            {
+                "pp": rank,
+                "stages": list(schedule.stages_of(rank)),
+                "fewest_parameters": held.by_pp[rank][0],
+                "most_parameters": held.by_pp[rank][1],
+                "idle_share": timeline.idle[rank] / timeline.makespan,
+                "peak_activations": timeline.peak_activations[rank],
+            }
+            for rank in range(schedule.ranks)
+        ],
+    }
+
+
+def _memory_lines(plan: Plan) -> list[str]:
+    held, precision = plan.held, plan.precision
+    nbytes = held.weight_bytes, held.gradient_bytes, held.optimizer_bytes
+    weights, gradients, optimizer, together = map(bytes_text, (*nbytes, sum(nbytes)))
+    kept = "float64" if precision == "float64" else "float32"
+    copy = (
+        ""
+        if precision == kept or plan.layout.size("fsdp") > 1
+        else f" and a copy of the weights in {precision}, {bytes_text(held.weight_bytes // 2)},"
+    )
+    return [
+        f"{held.total:,} parameters, {_from_to(held.fewest, held.most)} per rank",
+        f"a rank keeps {together} in {kept}: weights {weights}, gradients {gradients}, {plan.optimizer} {optimizer}; "
+        f"activations{copy} come on top",
+    ]
+
+
+def _pipeline_lines(pipeline: PipelinePlan, held: MemoryUse) -> list[str]:
+    schedule, timeline = pipeline.schedule, pipeline.timeline
+    rows: list[list[str]] = [["pp", "stages", "blocks", "parameters of a rank", "idle", "stage forwards held"]]
+    for rank in without_middle(range(schedule.ranks), MOST_LINES):
+        if isinstance(rank, range):
+            rows.append([f"... {len(rank)} more ..."])
+            continue
+        stages = schedule.stages_of(rank)
+        blocks = [pipeline.split.bounds[stage] for stage in stages]
+        rows.append(
+            [
+                str(rank),
+                ", ".join(map(str, stages)),
+                ", ".join(str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in blocks),
+                _from_to(*held.by_pp[rank]),
+                f"{100 * timeline.idle[rank] / timeline.makespan:.1f} %",
+                str(timeline.peak_activations[rank]),
+            ]
+        )
+    assumed = "a stage's input gradients and its weight gradients take as long as its forward each, transfers nothing"
+    return ["", f"{pipeline.about}; {100 * timeline.idle_share:.1f} % idle", *columns(rows), f"(simulated: {assumed})"]
+
+
+def _from_to(fewest: int, most: int) -> str:
+    return f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
+
+
+# The command --------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="a YAML file, or the name of one of meshtrain's own")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="as for training: layout.tp=2")
+    parser.add_argument(
+        "--hosts", metavar="COUNTS", help="processes on each host: 4,2 (two hosts), 4x8 (four hosts of 8), 4x8,2"
+    )
+    parser.add_argument("--parameters", action="store_true", help="tell what each parameter becomes")
+    parser.add_argument("--json", action="store_true", help="print all of it as one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    hosts = None if arguments.hosts is None else read_hosts(arguments.hosts)
+    plan = make_plan(arguments.config, arguments.overrides, hosts)
+    text = json.dumps(plan_json(plan)) + "\n" if arguments.json else plan_text(plan, arguments.parameters)
+    print(text, end="")
+
+
+def read_hosts(text: str) -> tuple[int, ...]:
+    """`4,2` is two hosts with 4 and 2 processes; `4x8` is four hosts with 8 each; both can be mixed.
+
+    Raises:
+        InputError: anything else.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        count = re.fullmatch(r"(?:([1-9]\d*)\s*x\s*)?([1-9]\d*)", part.strip())
+        if count is None:
+            raise InputError(
+                f"--hosts {text}: {part.strip()!r} is no number of processes; give one per host, such as 4,2, "
+                "or 4x8 for four hosts of 8"
+            )
+        counts += [int(count[2])] * int(count[1] or 1)
+    return tuple(counts)

@@ -1,0 +1,376 @@
+"""What the keys of a config must keep to together: each rule a small function of a few values.
+
+A rule yields what is wrong and a way out. It is skipped where one of its values has been reported already.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshtrain.checkpoint.directory import find_checkpoint
+from meshtrain.config.convert import INVALID, convert, seconds
+from meshtrain.config.errors import ConfigError, Place, any_of, nearest
+from meshtrain.config.schema import SOURCES, Fault
+from meshtrain.config.yaml_reader import Node, describe
+from meshtrain.errors import InputError
+from meshtrain.huggingface import safetensors as weights
+from meshtrain.layout import AXES, Layout, LayoutError, unknown_axis, world_sizes_text
+
+_OF_TEXT = ("python-stdlib", "text", "jsonl")  # a tokenizer reads them
+OF_TOKENS = (*_OF_TEXT, "tokens", "megatron")
+RESUME = ("latest", "none")  # what checkpoint.resume may be besides a folder
+
+
+@dataclass
+class ConfigDraft:
+    """A config while it is being read: its nodes, the values that are right so far, and the errors."""
+
+    root: Node
+    errors: list[ConfigError]
+    elsewhere: dict[str, str]  # "steps" -> "train.steps": where keys belong, for "did you mean"
+    values: dict[str, Any] = field(default_factory=dict)  # "train.steps" -> its value, default, or INVALID
+
+    def place(self, path: str) -> Place:
+        """Where a key stands; where it is not given, where its section stands, else the top of the file."""
+        section = path.partition(".")[0]
+        node = self.root.get(*path.split(".")) or self.root.get(section)
+        return node.key_at if node is not None else self.root.at
+
+    def place_of_any(self, paths: tuple[str, ...]) -> Place:
+        """Where an error about several keys belongs: at an override if there is one, else at the first one given."""
+        given = [path for path in paths if self.root.get(*path.split(".")) is not None]
+        overridden = [path for path in given if self.place(path).override]
+        return self.place((overridden or given or list(paths))[0])
+
+    def section(self, name: str) -> dict[str, Any]:
+        return {path.partition(".")[2]: value for path, value in self.values.items() if path.startswith(f"{name}.")}
+
+    def report(self, place: Place, message: str) -> None:
+        self.errors.append(ConfigError(place, message))
+
+
+Problems = Iterator[str]
+RULES: list[tuple[tuple[str, ...], Callable[..., Problems]]] = []
+
+
+def rule(*paths: str) -> Callable[[Callable[..., Problems]], Callable[..., Problems]]:
+    """Makes a function a rule about the values of these keys."""
+
+    def add(function: Callable[..., Problems]) -> Callable[..., Problems]:
+        RULES.append((paths, function))
+        return function
+
+    return add
+
+
+def check_rules(draft: ConfigDraft) -> None:
+    for paths, function in RULES:
+        values = [draft.values.get(path, INVALID) for path in paths]
+        for problem in function(*values) if INVALID not in values else ():
+            draft.report(draft.place_of_any(paths), problem)
+
+
+@rule("train.steps", "train.epochs")
+def one_length(steps: int | None, epochs: int | None) -> Problems:
+    if steps is None and epochs is None:
+        yield "the length of the run is missing: give train.steps or train.epochs"
+    if steps is not None and epochs is not None:
+        yield (
+            f"train.steps is {steps} and train.epochs is {epochs}, and a run has one length: take one of them away "
+            "(on the command line with train.steps=null or train.epochs=null)"
+        )
+
+
+@rule("batch.micro_size", "batch.global_size")
+def micro_batch_fits(micro_size: int, global_size: int) -> Problems:
+    if micro_size > global_size:
+        yield (
+            f"batch.micro_size {micro_size} is more than batch.global_size {global_size}, all samples of a step: "
+            f"use a micro_size of at most {global_size}"
+        )
+
+
+@rule("optimizer.min_lr", "optimizer.lr")
+def lr_falls(min_lr: float, lr: float) -> Problems:
+    if min_lr > lr:
+        yield f"optimizer.min_lr {min_lr:g} is above optimizer.lr {lr:g}: lower min_lr, at which the run ends"
+
+
+@rule("optimizer.decay_steps", "optimizer.schedule", "optimizer.warmup_steps", "train.steps")
+def decay_fits(decay_steps: int | None, schedule: str, warmup_steps: int, steps: int | None) -> Problems:
+    if decay_steps is not None and schedule != "wsd":
+        yield (
+            f"optimizer.decay_steps is the final decay of the schedule wsd, and the schedule is {schedule}: "
+            "take it away (on the command line with optimizer.decay_steps=null), or use schedule: wsd"
+        )
+    elif decay_steps is not None and steps is not None and warmup_steps <= steps < warmup_steps + decay_steps:
+        yield (
+            f"optimizer.warmup_steps {warmup_steps} and optimizer.decay_steps {decay_steps} are more than "
+            f"train.steps {steps} together: use a decay_steps of at most {steps - warmup_steps}"
+        )
+
+
+@rule("metrics.profile", "train.steps")
+def profile_in_run(profile: tuple[int, int] | None, steps: int | None) -> Problems:
+    first, last = profile or (0, 0)
+    if first > last:
+        yield f"metrics.profile goes from step {first} to step {last}: write the first step first, [{last}, {first}]"
+    elif steps is not None and last > steps:
+        yield f"metrics.profile ends at step {last} and the run at step {steps}: end it at {steps} or before"
+
+
+@rule("metrics.timeline", "train.steps")
+def timeline_in_run(timeline: int | None, steps: int | None) -> Problems:
+    if timeline is not None and steps is not None and timeline > steps:
+        yield f"metrics.timeline is step {timeline} and the run ends at step {steps}: name one of its steps"
+
+
+@rule("data.path", "data.source")
+def path_for_source(path: str | None, source: str) -> Problems:
+    needed = SOURCES.get(source)  # a user's own file: its business
+    if source in SOURCES and needed is None and path is not None:
+        others = [name for name, needs in SOURCES.items() if needs]
+        yield f"data.source {source} takes no data.path: take it away, or use one of {any_of(others)}"
+    if needed is not None and not path:
+        yield f"data.source {source} needs data.path: {needed}"
+
+
+@rule("data.validation", "data.source")
+def validation_of_source(validation: float | str, source: str) -> Problems:
+    if source == "digits" and isinstance(validation, str):
+        problem = f"data.validation is the path {validation}, and data.source digits has no files"
+        yield f"{problem}: give a share, such as 0.2"
+
+
+@rule("data.image_size", "data.source")
+def images_have_a_size(image_size: int | None, source: str) -> Problems:
+    if source == "images" and image_size is None:
+        yield "data.source images needs data.image_size: the pixels to which height and width are resized, such as 224"
+
+
+@rule("data.seq_len", "model.max_position_embeddings", "data.source")
+def sequence_fits_model(seq_len: int, most: int, source: str) -> Problems:
+    if source in OF_TOKENS and seq_len > most:
+        yield (
+            f"data.seq_len {seq_len} is more than model.max_position_embeddings {most}: "
+            f"shorten the sequences to {most}, or raise the model's key to {seq_len}"
+        )
+
+
+@rule("model.vocab_size", "data.tokenizer", "data.source")
+def bytes_fit_model(vocab_size: int, tokenizer: str, source: str) -> Problems:
+    if source in _OF_TEXT and tokenizer == "bytes" and vocab_size < 256:
+        yield f"model.vocab_size {vocab_size} is less than the 256 tokens of data.tokenizer bytes: use at least 256"
+
+
+@rule("train.time_limit")
+def time_limit_reads(time_limit: str | float | None) -> Problems:
+    try:
+        if time_limit is not None and seconds(time_limit) <= 0:
+            yield f"train.time_limit {time_limit!r} leaves no time at all: write it as 3h50m, 90s or 2d"
+    except ValueError as error:
+        yield f"train.time_limit: {error}"
+
+
+@rule("checkpoint.keep_every", "checkpoint.every")
+def keep_every_is_saved(keep_every: int | None, every: int | str) -> Problems:
+    if keep_every is not None and (not isinstance(every, int) or not every):
+        when = "only at the end" if every == 0 else "at the ends of epochs"
+        yield (
+            f"checkpoint.keep_every counts steps, and checkpoint.every {every} saves {when}: take keep_every away, or "
+            "give every a number of steps"
+        )
+    elif keep_every is not None and isinstance(every, int) and keep_every % every:
+        yield (
+            f"checkpoint.keep_every {keep_every} is no multiple of checkpoint.every {every}, so few of these steps are "
+            f"saved: use {max(1, round(keep_every / every)) * every}"
+        )
+
+
+@rule("checkpoint.keep_best", "checkpoint.every", "train.eval_every", "data.validation")
+def best_is_known(keep_best: bool, every: Any, eval_every: Any, validation: float | str) -> Problems:
+    """Each checkpoint needs an evaluation of just its step; else the best one would often be none of them."""
+    if not keep_best:
+        return
+    both_steps = isinstance(every, int) and isinstance(eval_every, int)
+    if eval_every == 0 or validation == 0:
+        key = "train.eval_every" if eval_every == 0 else "data.validation"
+        yield f"checkpoint.keep_best needs evaluations, and {key} is 0: set it, or take keep_best away"
+    elif every == 0:
+        yield "checkpoint.keep_best needs several checkpoints, and checkpoint.every is 0: set it, such as to 100"
+    elif not (every == eval_every == "epoch" or (both_steps and every % eval_every == 0)):
+        multiple = f" or {max(1, round(every / eval_every)) * eval_every}" if both_steps else ""
+        yield (
+            f"checkpoint.keep_best needs an evaluation with each checkpoint, and checkpoint.every {every} saves where "
+            f"train.eval_every {eval_every} does not evaluate: for instance checkpoint.every={eval_every}{multiple}"
+        )
+
+
+# Faults -------------------------------------------------------------------------------------------------------------
+
+
+def check_chaos(draft: ConfigDraft, world_size: int | None) -> None:
+    """Reports faults that no run would meet. `world_size` is None where the faults were not written for it."""
+    faults, node = draft.values["train.chaos"], draft.root.get("train", "chaos")
+    if faults is INVALID or node is None or not isinstance(node.value, list):
+        return
+    steps, every = draft.values["train.steps"], draft.values["checkpoint.every"]
+    known = steps if isinstance(steps, int) else None
+    for i, (fault, item) in enumerate(zip(faults, node.value, strict=True)):
+        for name, problem in _problems(fault, known, every, world_size):
+            draft.report((item.get(name) or item).at, f"train.chaos[{i}]: {problem}")
+
+
+def _problems(fault: Fault, steps: int | None, every: object, world_size: int | None) -> Iterator[tuple[str, str]]:
+    """What is wrong with a fault: key, sentence."""
+    if fault.rank is None and fault.fault != "fail-save":
+        yield "fault", f"{fault.fault} needs a rank: say whose, such as rank: 1"
+    if fault.rank is not None and world_size is not None and fault.rank >= world_size:
+        ranks = "is rank 0 alone" if world_size == 1 else f"has ranks 0 to {world_size - 1}"
+        yield "rank", f"there is no rank {fault.rank}: this job {ranks}"
+    if steps is not None and fault.step > steps:
+        yield "step", f"step {fault.step} is beyond the run, which ends at step {steps}: name one of its steps"
+    elif fault.in_save and isinstance(every, int) and not _is_saved(fault.step, steps, every):
+        when = f"every {every} steps, and " if every else ""
+        yield (
+            "step",
+            f"no checkpoint is written after step {fault.step}: checkpoint.every {every} writes one {when}"
+            "at the end of the run",
+        )
+    if fault.fault == "slow" and fault.seconds is None:
+        yield "fault", "slow needs seconds: how much longer each step takes, such as seconds: 0.5"
+    for name, value in (("seconds", fault.seconds), ("until", fault.until)):
+        if fault.fault != "slow" and value is not None:
+            yield name, f"{name} is for slow, and this fault is {fault.fault}: take it away"
+    if fault.until is not None and fault.in_save:
+        yield "until", "until is for slow steps, and during: save slows one save: take one of the two away"
+    if fault.until is not None and fault.until < fault.step:
+        yield "until", f"until {fault.until} is before step {fault.step}, the first slow one: raise it, or leave it out"
+
+
+def _is_saved(step: int, steps: int | None, every: int) -> bool:
+    """Whether a checkpoint is written after a step; of a run of unknown length the last one is anywhere."""
+    return steps is None or step == steps or (every > 0 and step % every == 0)
+
+
+# Files --------------------------------------------------------------------------------------------------------------
+
+
+def check_files(draft: ConfigDraft) -> None:
+    """Reports files and folders that the config names and that are not there."""
+    source, path, validation, tokenizer = (
+        draft.values.get(f"data.{key}", INVALID) for key in ("source", "path", "validation", "tokenizer")
+    )
+    if isinstance(source, str) and source not in SOURCES:
+        _report_missing(draft, "data.source", source, ("",))
+    endings = (".bin", ".idx") if source == "megatron" else ("",)
+    if isinstance(path, str) and isinstance(source, str) and SOURCES.get(source):
+        _report_missing(draft, "data.path", path, endings)
+    if isinstance(validation, str) and isinstance(source, str) and source in SOURCES:
+        _report_missing(draft, "data.validation", validation, endings)
+    if isinstance(tokenizer, str) and tokenizer != "bytes" and source in OF_TOKENS:
+        _report_missing(draft, "data.tokenizer", tokenizer, ("",))
+
+    start = draft.values.get("model.weights", INVALID)
+    if isinstance(start, str):
+        try:
+            if find_checkpoint(start) is None:  # of a checkpoint the manifest is read where the keys are
+                weights.stored(Path(start).expanduser())
+        except InputError as error:
+            draft.report(draft.place("model.weights"), f"model.weights: {error}")
+    _check_export(draft, draft.values.get("train.export"), start)
+    resume = draft.values.get("checkpoint.resume")
+    if isinstance(resume, str) and resume not in RESUME:
+        _report_missing(draft, "checkpoint.resume", resume, ("",), nearest(resume, RESUME))
+
+
+def _check_export(draft: ConfigDraft, export: Any, start: Any) -> None:
+    if not isinstance(export, str):
+        return
+    folder = Path(export).expanduser().absolute()
+    problem = weights.export_problem(folder)
+    if isinstance(start, str) and folder.resolve() == Path(start).expanduser().resolve():
+        problem = f"{folder} is the folder of model.weights, with which the run starts: name another one"
+    if problem:
+        draft.report(draft.place("train.export"), f"train.export: {problem}")
+
+
+def _report_missing(
+    draft: ConfigDraft, key: str, name: str, endings: tuple[str, ...], meant: str | None = None
+) -> None:
+    if endings != ("",) and name.endswith(endings):
+        name = name[:-4]  # one file of the pair stands for both
+    for ending in endings:
+        path = Path(name + ending).expanduser().absolute()
+        if not path.exists():
+            above = next((parent for parent in path.parents if parent.is_dir()), path.parent)
+            hint = "" if above == path.parent else f"; the folder {above} is there, what follows is not"
+            way = f"did you mean {meant}?" if meant else "mend the path or create the file"
+            draft.report(draft.place(key), f"{key}: there is no {path}{hint}: {way}")
+            return
+
+
+# Layout -------------------------------------------------------------------------------------------------------------
+
+
+def read_layout(draft: ConfigDraft) -> dict[str, int] | None:
+    """The layout as written, outermost axis first; None where something is wrong with it, which is reported."""
+    node = draft.root.get("layout")
+    if node is None or (node.value is None and not node.broken):
+        return {"dp_shard": -1}
+    if node.broken:
+        return None
+    if not isinstance(node.value, dict):
+        message = f"expected axes and their sizes, such as {{dp_shard: 4}}, found {describe(node.value)}"
+        draft.report(node.at, f"layout: {message}")
+        return None
+    sizes: dict[str, int] = {}
+    for axis, child in node.value.items():
+        if axis not in AXES:
+            hint = "; a colon needs a space after it" if ":" in axis else ""
+            draft.report(child.key_at, f"layout: {unknown_axis(axis)}{hint}")
+            continue
+        size = convert(child, int, f"layout.{axis}", draft.errors)
+        if size is INVALID:
+            continue
+        if size < 1 and size != -1:
+            message = f"expected an integer of at least 1, or -1 for whatever is left, found {size}"
+            draft.report(child.at, f"layout.{axis}: {message}")
+        elif size == -1 and -1 in sizes.values():
+            first = next(name for name in sizes if sizes[name] == -1)
+            draft.report(child.at, f"layout.{axis}: only one axis can be -1, and {first} is: give one of them a size")
+        else:
+            sizes[axis] = size
+    return sizes if len(sizes) == len(node.value) else None
+
+
+def resolve_layout(draft: ConfigDraft, sizes: dict[str, int], world_size: int | None, again: bool) -> Layout | None:
+    """The layout of the processes; None where a size is still open, or it does not fit them, which is reported."""
+    if world_size is None:
+        return None if -1 in sizes.values() else Layout(sizes)
+    try:
+        return Layout.resolve(sizes, world_size)
+    except LayoutError as error:
+        suggestion = f". This job was started again with {world_size}: {world_sizes_text(sizes)}" if again else ""
+        draft.report(draft.place_of_any(("layout", *(f"layout.{axis}" for axis in sizes))), f"{error}{suggestion}")
+        return None
+
+
+def check_built(draft: ConfigDraft, sizes: dict[str, int]) -> None:
+    """Reports axes that training does not build. A size of -1 is not judged."""
+    if sizes.get("cp", 1) > 1:
+        draft.report(
+            draft.place("layout.cp"),
+            f"layout.cp is {sizes['cp']}, and context-parallel training is not built yet: use cp: 1 and more dp_shard "
+            "or dp_replicate (`meshtrain plan` shows such layouts)",
+        )
+
+
+def check_device(draft: ConfigDraft, sizes: dict[str, int], device: str | None) -> None:
+    """Reports what only GPUs can do and this job, if its device is known, is to do without."""
+    if sizes.get("tp", 1) > 1 and draft.values["parallel.symmetric_memory"] is True and device == "cpu":
+        draft.report(
+            draft.place("parallel.symmetric_memory"),
+            "parallel.symmetric_memory needs GPUs, and these processes compute on CPUs: use symmetric_memory: false",
+        )

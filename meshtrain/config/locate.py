@@ -1,0 +1,113 @@
+"""Finds the files a run is made of: configs, models, and a user's own Python files.
+
+Models are loaded by path, so that `models/` need not be an importable package. In the repository they lie beside the
+package; in an installed wheel they travel inside it, in `bundled/`.
+"""
+
+import hashlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def bundled(kind: str) -> Path:
+    """The folder of the project's own `models`, `configs` or `tools/slurm`."""
+    inside = _PACKAGE / "bundled" / kind
+    return inside if inside.is_dir() else _PACKAGE.parent / kind
+
+
+def names(kind: str, suffix: str) -> list[str]:
+    """The names of the project's own models (`.py`) or configs (`.yaml`), sorted."""
+    return sorted(path.stem for path in bundled(kind).glob(f"*{suffix}"))
+
+
+def config_path(name: str) -> Path:
+    """The YAML file that `name` means: a path, or the name of one of the project's own configs.
+
+    `configs/quickstart.yaml` works outside of the repository too: it then means the one that travels with the package.
+
+    Raises:
+        FileNotFoundError: with the places looked at and the names that exist.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    own = bundled("configs") / f"{path.stem}.yaml"
+    if path.suffix in ("", ".yaml", ".yml") and str(path.parent) in (".", "configs") and own.is_file():
+        return own
+    raise FileNotFoundError(
+        f"there is no config {name} (looked at {path.absolute()}); meshtrain's own are: "
+        + ", ".join(f"configs/{stem}.yaml" for stem in names("configs", ".yaml"))
+    )
+
+
+def code() -> dict[str, str]:
+    """The Python files of meshtrain and of its models -> a digest of each."""
+    folders = {"meshtrain": _PACKAGE, "models": bundled("models")}
+    return {
+        f"{name}/{path.relative_to(folder).as_posix()}": digest(path)
+        for name, folder in folders.items()
+        for path in sorted(folder.rglob("*.py"))
+    }
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+
+
+def model_file(name: str) -> ModuleType:
+    """The module of a model: `llama` is the project's own models/llama.py, anything else the path of a user's file.
+
+    Raises:
+        FileNotFoundError: no such model or file.
+    """
+    own = bundled("models") / f"{name}.py"
+    if own.is_file():
+        return python_file(own)
+    if not name.endswith(".py"):
+        raise FileNotFoundError(
+            f"there is no model called {name!r}; meshtrain's own are: {', '.join(names('models', '.py'))}; "
+            "a model of your own is named by the path of its file, which ends in .py"
+        )
+    return python_file(Path(name))
+
+
+def raised(error: BaseException) -> str:
+    """What a user's file has raised while it was loaded, and where."""
+    return f"it raises {type(error).__name__}: {error} ({line_of(error)})"
+
+
+def line_of(error: BaseException) -> str:
+    """Where an error was raised, as `file:line`."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{place.filename}:{place.lineno}"
+
+
+def python_file(path: Path) -> ModuleType:
+    """Loads a Python file by its path; a second call with the same file gives the same module.
+
+    Raises:
+        FileNotFoundError: the file does not exist. Whatever the file itself raises passes through.
+    """
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    # A name of its own per path: two users' files may both be called model.py.
+    name = f"meshtrain_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # the path names a file
+    assert spec.loader is not None  # whose name ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up while the class is being made
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,68 @@
+"""The model of a config as a value, `ModelSpec`: its file, its keys, and the model on the meta device, built once."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from meshtrain.config import locate
+from meshtrain.config.checks import ConfigDraft
+from meshtrain.config.convert import INVALID
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class ModelSpec:
+    """A model: the module of its file, and the keys of its `Config`."""
+
+    def __init__(self, module: ModuleType, keys: Mapping[str, Any]) -> None:
+        self.module, self.keys = module, dict(keys)
+
+    @property
+    def config(self) -> Any:
+        """A new instance of the model's `Config`, which a model may change."""
+        return self.module.Config(**self.keys)
+
+    @cached_property
+    def meta(self) -> "nn.Module":
+        """The model on the meta device, shared by all who ask it: nobody may change it."""
+        return self.build()
+
+    def build(self) -> "nn.Module":
+        """A new model on the meta device."""
+        import torch  # a model's file has brought it; a config whose model is not asked does without
+
+        with torch.device("meta"):
+            return self.module.Model(self.config)
+
+
+_latest: list[ModelSpec] = []
+
+
+def model_spec(name: str, keys: Mapping[str, Any]) -> ModelSpec:
+    """The spec of a model, the same one for the same model.
+
+    Raises:
+        FileNotFoundError: as of `locate.model_file`. Whatever the model's file raises passes through.
+    """
+    module = locate.model_file(name)
+    if not any(spec.module is module and spec.keys == dict(keys) for spec in _latest):
+        _latest[:] = [ModelSpec(module, keys)]
+    return _latest[0]
+
+
+def draft_model(draft: ConfigDraft, keys: list[str]) -> ModelSpec | None:
+    """The model of a config that is being checked, with these keys of its own; None where they are wrong (reported)."""
+    name = draft.values.get("model.name", INVALID)
+    values = {key: draft.values.get(f"model.{key}", INVALID) for key in keys}
+    if name is INVALID or any(value is INVALID for value in values.values()):
+        return None
+    try:
+        spec = model_spec(name, values)
+        _ = spec.meta
+        return spec
+    except Exception as error:  # the file may be the user's; torch has several for sizes that no tensor has
+        draft.report(draft.place("model"), f"the model {name} refuses these keys: {type(error).__name__}: {error}")
+        draft.values["model.name"] = INVALID
+        return None

@@ -1,0 +1,297 @@
+"""The sections of a config as dataclasses: each key once, with its type, its default, its limits and what it means.
+
+The text below a field is its documentation, from which docs/configuration.md and configs/schema.json are written.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from meshtrain.config.convert import key, seconds
+from meshtrain.optim.registry import OPTIMIZERS
+from meshtrain.pipeline.schedule import NAMES as NAMES_OF_SCHEDULES
+
+if TYPE_CHECKING:
+    OptimizerName = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
+
+# data.source -> what data.path names, or None where there is nothing to name.
+SOURCES: dict[str, str | None] = {
+    "python-stdlib": None,
+    "text": "a text file, or a folder of .txt and .md files",
+    "jsonl": "a .jsonl file, or a folder of them",
+    "tokens": "the folder of a token file",
+    "megatron": "the prefix of a .bin and an .idx file",
+    "digits": None,
+    "mnist": "the folder of MNIST's idx files",
+    "images": "a folder with one folder of images per class",
+}
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """Which model, and its sizes. The other keys of the section are those of the model's own `Config`."""
+
+    name: str = key("llama", path=True)
+    """One of meshtrain's models, or the path of a `.py` file of your own."""
+    preset: str | None = None
+    """A named size of the model. The keys given beside it override it."""
+    weights: str | None = key(
+        None, path=True, also="pretrained pretrained_model_name_or_path model_name_or_path checkpoint init_from"
+    )
+    """A Hugging Face directory or a checkpoint to start from. Its config gives the keys that are not given here."""
+    keys: dict[str, Any] = field(default_factory=dict)  # of the model's Config: given, of preset or weights, or default
+
+
+@dataclass(frozen=True)
+class Data:
+    """What the model learns from."""
+
+    source: str = key("python-stdlib", path=True, names=tuple(SOURCES), suffix=".py", also="dataset name type")
+    """Where samples come from, or the path of a `.py` file of your own. `python-stdlib` is the text of the running
+    Python's own library, which every machine has."""
+    path: str | None = key(
+        None,
+        doc="What the source reads: "
+        + "; ".join(f"for `{name}` {what}" for name, what in SOURCES.items() if what)
+        + ".",
+        path=True,
+        also="data_path file dataset_path dir root",
+    )
+    validation: float | str = key(0.02, path=True, minimum=0, below=1, also="val valid split validation_split")
+    """What is held out to measure the model: a share of the documents or samples, the path of another set, or 0 for
+    nothing."""
+    tokenizer: str = key("bytes", names=("bytes",), suffix=".json", path=True)
+    """`bytes`, or the path of a Hugging Face `tokenizer.json`."""
+    seq_len: int = key(256, minimum=1, also="sequence_length seq_length context_length block_size max_seq_len")
+    """Tokens of a sample."""
+    mask_documents: bool = False
+    """Whether attention stays inside of a document where several share a sample."""
+    augment: bool = key(False, also="augmentation")
+    """Whether training images are shifted and mirrored at random."""
+    image_size: int | None = key(None, minimum=1)
+    """Height and width, in pixels, to which images are resized. null: as they are (`images` needs it)."""
+    workers: int = key(2, minimum=0, also="num_workers")
+    """Processes per rank that read ahead. 0 reads in the training process."""
+    prefetch: int = key(2, minimum=1, also="prefetch_factor")
+    """Microbatches that each worker reads ahead; all workers together at least those of the next step."""
+    pin_memory: bool = True
+    """Whether batches are read into pinned memory, from which GPUs copy faster."""
+    cache: str | None = key(None, path=True, also="cache_dir")
+    """The folder of prepared token files. null: `meshtrain` in the user's cache folder."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How many samples make a step, and how many go through the model at once."""
+
+    global_size: int = key(minimum=1, also="batch_size global_batch_size train_batch_size size")
+    """Samples of a step, over all ranks, whatever the layout."""
+    micro_size: int = key(minimum=1, also="micro_batch_size per_device_train_batch_size local_batch_size")
+    """Samples of one forward on one rank. The number of forwards per step follows from it."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How the model is held and run on a rank. None of it changes what is computed."""
+
+    sequence_parallel: bool | None = key(None, also="sequence_parallelism sp")
+    """With `tp`: whether activations between the parallel layers are split along the sequence. null: if the model's
+    `tp_plan` has an `embedding_rowwise` layer, which is what splits it."""
+    regather: bool = False
+    """With `tp`: whether a layer's input is gathered again in backward instead of kept."""
+    symmetric_memory: bool = key(False, also="async_tp async_tensor_parallel")
+    """With `tp` on GPUs that reach each other's memory: whether products and the communication beside them run as one
+    kernel."""
+    recompute: Literal["none", "selective", "full"] = key(
+        "none", also="activation_checkpointing gradient_checkpointing checkpoint_activations"
+    )
+    """What is computed again in backward instead of kept: `full` the inside of every block, `selective` all but its
+    expensive products."""
+    compile: bool = key(False, also="torch_compile")
+    """Whether each block is compiled with `torch.compile`."""
+    reshard_after_forward: bool = True
+    """FSDP: whether a block's gathered weights are let go after forward and gathered again in backward."""
+    verify: bool = True
+    """With `tp`: whether the split model is compared with the plain one, on a short sample, before the first step."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """With `pp`: how the blocks of the model form stages, and in which order a rank works on its stages."""
+
+    schedule: str = key(
+        "1f1b",
+        path=True,
+        names=NAMES_OF_SCHEDULES,
+        suffix=".csv",
+        also="pipeline_schedule pp_schedule pipeline_parallel_schedule",
+    )
+    """The schedule by name, or the path of a `.csv` file."""
+    stages_per_rank: int | None = key(None, minimum=1, also="virtual_stages num_virtual_stages virtual_pipeline_size")
+    """Stages that a rank holds. null: what the schedule needs, 2 for those that interleave."""
+    split: tuple[int, ...] | None = key(None, minimum=1)
+    """Blocks of each stage, first to last. null: balanced by what the blocks cost."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The optimizer, and the learning rate over the run."""
+
+    name: OptimizerName = key("adamw", also="type optimizer")  # noqa: RUF009 (a Literal)
+    """The optimizer."""
+    lr: float = key(3e-4, above=0, also="learning_rate max_lr")
+    """The highest learning rate."""
+    min_lr: float = key(0.0, minimum=0, also="lr_min final_lr")
+    """The learning rate at the end of the run."""
+    betas: tuple[float, float] = key((0.9, 0.95), minimum=0, below=1, also="beta1 beta2 adam_beta1")
+    """AdamW's two decay rates of its averages."""
+    eps: float = key(1e-8, above=0, also="epsilon adam_eps")
+    """AdamW's term in the denominator."""
+    weight_decay: float = key(0.1, minimum=0)
+    """Decay of the weights with two or more dims; the others do not decay."""
+    clip_norm: float | None = key(1.0, above=0, also="grad_clip max_grad_norm clip_grad gradient_clipping max_norm")
+    """The norm of all gradients together to which they are clipped. null: they are not."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = key(
+        "cosine", also="lr_schedule scheduler lr_scheduler lr_scheduler_type"
+    )
+    """The course of the learning rate after the warm-up. `wsd` stays at `lr` and falls in the last `decay_steps`."""
+    warmup_steps: int = key(20, minimum=0, also="warmup num_warmup_steps")
+    """Update n of the warm-up has the rate `lr` * n / `warmup_steps`."""
+    decay_steps: int | None = key(None, minimum=1, also="lr_decay_iters")
+    """`wsd`: the length of the final decay. null: a tenth of the steps."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: what happens to which rank, and when."""
+
+    fault: Literal["kill", "stop", "slow", "raise", "fail-save"] = key(also="kind type what")
+    """What happens: `kill` (SIGKILL) ends the process without a word, `stop` (SIGSTOP) makes it silent, `slow` makes
+    its steps longer, `raise` is an exception, and `fail-save` a disk that is full."""
+    step: int = key(minimum=1, also="at at_step from from_step")
+    """When: at the beginning of this step, or in the save of the checkpoint of this step. `slow`: the first slow
+    step."""
+    rank: int | None = key(None, minimum=0, also="ranks who")
+    """Whose. null is for `fail-save` alone, and means every rank."""
+    during: Literal["step", "save"] = key("step")
+    """`save`: while the rank writes its file of the checkpoint. `fail-save` is always then."""
+    seconds: float | None = key(None, above=0, also="delay sleep")
+    """`slow`: how much longer each step, or the save, takes."""
+    until: int | None = key(None, minimum=1, also="to last")
+    """`slow`: the last slow step. null: the last one of the run."""
+    again: bool = False
+    """Whether it is planted once more when the launcher starts the job anew."""
+
+    @property
+    def in_save(self) -> bool:
+        return self.during == "save" or self.fault == "fail-save"
+
+
+@dataclass(frozen=True)
+class Train:
+    """The run: how long, in which numbers, and where it writes."""
+
+    steps: int | None = key(None, minimum=1, also="max_steps num_steps iterations max_iters train_iters")
+    """Updates of the run. Give this or `epochs`."""
+    epochs: int | None = key(None, minimum=1, also="num_epochs max_epochs num_train_epochs")
+    """Passes over the training set. Give this or `steps`."""
+    seed: int = key(0, minimum=0, maximum=2**63 - 1)
+    """Fixes the first weights and the order of the samples."""
+    precision: Literal["float32", "bfloat16", "float16", "float64"] = key(
+        "float32", also="dtype torch_dtype mixed_precision bf16 fp16"
+    )
+    """The numbers of forward and backward. `bfloat16` and `float16` keep float32 weights, and `float16` scales the
+    loss; `float64` checks a layout without rounding."""
+    deterministic: bool = False
+    """Whether only kernels are used that give the same bits every time."""
+    output: str = key("runs/{name}", path=True, also="output_dir out_dir save_dir out")
+    """The run's folder. `{name}` stands for the name of the config."""
+    export: str | None = key(None, path=True, also="export_dir save_model export_path")
+    """A folder into which the weights are written at the end, as Hugging Face's transformers reads them: a new one, or
+    that of an earlier export."""
+    eval_every: int | Literal["epoch"] = key(50, minimum=0, also="eval_interval eval_steps")
+    """Steps between evaluations, `epoch` for the end of each epoch, or 0 for never."""
+    eval_samples: int | None = key(None, minimum=1, also="eval_iters eval_batches max_eval_samples limit_val_batches")
+    """At most so many of the held-out samples make an evaluation, the same in every one and on every layout. null:
+    2,048 samples of tokens, all images."""
+    on_nonfinite: Literal["stop", "skip"] = key("stop")
+    """What happens to a step whose loss or gradient is not finite: the run stops, or the update is skipped."""
+    time_limit: str | float | None = key(
+        None, above=0, also="max_time walltime timeout exit_duration_in_mins max_duration"
+    )
+    """How long a job of this run may take, from the start of its processes: `3h50m`, `90s`, `2d`, or a number of
+    seconds. It saves a checkpoint and stops before that. null: no limit, but the end of a SLURM job is one."""
+    start_timeout_s: float = key(600.0, above=0)
+    """Seconds that ranks wait for each other while the job starts."""
+    step_timeout_s: float | None = key(None, above=0)
+    """Seconds that ranks wait for each other in a step. null: chosen from measured steps."""
+    sample_tokens: int = key(200, minimum=0)
+    """Tokens of the text that a language model writes at the end; 0 for none."""
+    chaos: tuple[Fault, ...] = key((), also="faults fault_injection")
+    """Faults planted on purpose, to rehearse what happens then; the keys of each are below. They strike in the first
+    start of a job, and not when its launcher starts it anew."""
+
+    @property
+    def time_limit_s(self) -> float | None:
+        return None if self.time_limit is None else seconds(self.time_limit)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """When the state of a run is saved, which of these are kept, and with which a run begins."""
+
+    every: int | Literal["epoch"] = key(
+        100, minimum=0, also="save_steps save_interval save_every save_freq interval checkpoint_every"
+    )
+    """Steps between checkpoints, `epoch` for the end of each epoch, or 0 for the end of the run alone. A run that is
+    asked to stop saves one too."""
+    keep_last: int = key(3, minimum=1, also="save_total_limit keep_latest_k max_to_keep")
+    """How many of the newest are kept."""
+    keep_every: int | None = key(None, minimum=1, also="keep_period")
+    """Those of every so many steps are kept for good. null: none."""
+    keep_best: bool = key(False, also="save_best save_best_only load_best_model_at_end")
+    """Whether the one with the best evaluation is kept: the lowest loss, or of a classifier the highest accuracy. Of
+    evaluations of different numbers of samples the best of each."""
+    resume: str = key("latest", path=True, also="resume_from_checkpoint resume_from auto_resume load load_checkpoint")
+    """What a run goes on from: `latest` is the newest of its own that is whole (none: it begins at the first step),
+    `none` wants a fresh folder, and anything else is the path of a checkpoint, or of another run's folder."""
+    path: str | None = key(None, path=True, also="dir folder checkpoint_dir save_dir dump_folder")
+    """The folder of the checkpoints, which all hosts have to see. null: `checkpoints` in the run's folder."""
+    in_background: bool = key(True, also="async async_save async_mode")
+    """Whether training goes on while a checkpoint is written. It then waits for a copy in memory only."""
+    on_failure: Literal["continue", "stop"] = key("continue")
+    """What the run does when a checkpoint could not be written: it goes on and says so, or it stops."""
+    timeout_s: float = key(1800.0, minimum=900, also="save_timeout async_save_timeout")
+    """Seconds after which a save is given up, and training goes on: a file system that fails over takes minutes. A rank
+    that is lost meanwhile is noticed as ever."""
+    allow_other_data: bool = key(False, also="ignore_data")
+    """Whether a run may go on with other data than those of its checkpoint."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What is written for people to watch, besides the progress line and `metrics.jsonl`."""
+
+    tensorboard: bool = False
+    """Whether metrics are written for TensorBoard too."""
+    profile: tuple[int, int] | None = key(None, minimum=1)
+    """The first and the last step, counted from 1, that `torch.profiler` records."""
+    timeline: int | None = key(None, minimum=1)
+    """With `pp`: the step, counted from 1, whose measured timeline is written to `timeline.json`."""
+    memory_snapshot: bool = False
+    """Whether a snapshot of the GPU's memory is written at the end."""
+
+
+# The sections that are plain dataclasses; `model` has the keys of a model besides, and `layout` the axes of the mesh.
+SECTIONS: dict[str, Any] = {
+    "data": Data,
+    "batch": Batch,
+    "parallel": Parallel,
+    "pipeline": Pipeline,
+    "optimizer": Optimizer,
+    "train": Train,
+    "checkpoint": Checkpoint,
+    "metrics": Metrics,
+}
+NAMES = ("model", "data", "layout", *(name for name in SECTIONS if name != "data"))  # in the order they are written

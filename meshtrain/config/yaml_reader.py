@@ -1,0 +1,323 @@
+"""Reads YAML into plain nodes that know their line, and lays overrides from the command line over them.
+
+PyYAML's own loaders follow YAML 1.1 (`1e-3` is a text, `no` is False), let the last of two equal keys win, and forget
+where a value stood. So only its parser is used, and plain scalars are read by the core schema of YAML 1.2
+(https://yaml.org/spec/1.2.2/#103-core-schema). Tags, anchors, aliases and merge keys are refused.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshtrain.config.errors import ConfigError, Place, shorten, yaml_text
+from meshtrain.layout import AXES
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 32
+
+# The core schema of YAML 1.2, in the order in which it tries them.
+_NULL = re.compile(r"(null|Null|NULL|~|)\Z")
+_BOOL = re.compile(r"(true|True|TRUE|false|False|FALSE)\Z")
+_INT = re.compile(r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
+_INFINITE = re.compile(r"[-+]?\.(inf|Inf|INF)\Z|\.(nan|NaN|NAN)\Z")
+
+# What PyYAML says, and what people usually did.
+_HINTS = (
+    ("'\\t'", "indent with spaces, not with tabs"),
+    ("mapping values are not allowed here", "check the indentation, and put quotes around a value that holds ': '"),
+    ("could not find expected ':'", "a key is followed by a colon and a space"),
+    ("found character '@'", "put quotes around a value that starts with @"),
+    ("found character '`'", "put quotes around a value that starts with `"),
+    ("found character '%'", "put quotes around a value that starts with %"),
+    ("expected <block end>", "lines of one section start in the same column"),
+    ("expected ',' or '}'", "separate the keys with commas and close the brace"),
+    ("expected ',' or ']'", "separate the items with commas and close the bracket"),
+    ("while scanning a quoted scalar", "close the quotes"),
+)
+
+
+@dataclass
+class Node:
+    """A value of the config: a scalar, a list of nodes, or a mapping of nodes."""
+
+    value: Any  # None | bool | int | float | str | list[Node] | dict[str, Node]
+    at: Place
+    key_at: Place  # where its key stands; as `at` for what has no key
+    broken: bool = False  # already reported: say no more about it
+
+    def get(self, *path: str) -> "Node | None":
+        node: Node | None = self
+        for key in path:
+            node = node.value.get(key) if node is not None and isinstance(node.value, dict) else None
+        return node
+
+    @property
+    def plain(self) -> Any:
+        """The value alone, in Python's own lists and dicts. (Nodes are at most `MAX_DEPTH` deep.)"""
+        if isinstance(self.value, dict):
+            return {key: node.plain for key, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.plain for node in self.value]
+        return self.value
+
+
+def read_scalar(text: str) -> bool | int | float | str | None:
+    """The value of an unquoted scalar in YAML 1.2."""
+    if _NULL.match(text):
+        return None
+    if _BOOL.match(text):
+        return text.lower() == "true"
+    if _INT.match(text):
+        # No key wants a longer integer, and Python refuses to read integers of thousands of digits.
+        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10)) if len(text) <= 100 else text
+    if _FLOAT.match(text):
+        return float(text)
+    if _INFINITE.match(text):
+        return float(text.replace(".", ""))
+    return text
+
+
+def read_file(path: Path, name: str, errors: list[ConfigError]) -> Node | None:
+    """The top of a config file, always a mapping; None where it cannot be read at all. `name`: how errors name it."""
+    size = path.stat().st_size
+    if size > MAX_BYTES:
+        message = f"a config is at most {MAX_BYTES:,} bytes and this file has {size:,}: is it another file?"
+        errors.append(ConfigError(Place.in_file(name, 1), message))
+        return None
+    data = path.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        message = f"expected UTF-8, found the byte 0x{data[error.start]:02x}: save the file as UTF-8"
+        errors.append(ConfigError(Place.in_file(name, line), message))
+        return None
+    before = len(errors)
+    root = read_text(text, lambda line, column: Place.in_file(name, line, column), errors)
+    if root is not None and isinstance(root.value, dict):
+        return root
+    if len(errors) == before:
+        content = "nothing (the file is empty)" if root is None or root.value is None else describe(root.value)
+        place = Place.in_file(name, 1) if root is None else root.at
+        errors.append(ConfigError(place, f"expected sections such as `model:` and `train:`, found {content}"))
+    return None
+
+
+def describe(value: Any) -> str:
+    """A value as it is named in "expected ..., found ...". Takes values of nodes, and plain ones."""
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, str):
+        return f"the text {yaml_text(value)!r}" if value else "an empty text"
+    if value is None:
+        return "nothing (null)"
+    if isinstance(value, bool):
+        return yaml_text(value)
+    return f"the {'integer' if isinstance(value, int) else 'number'} {yaml_text(value)}"
+
+
+def read_text(text: str, place: Callable[[int, int], Place], errors: list[ConfigError]) -> Node | None:
+    """The node that a YAML text stands for; None when it holds no document or cannot be read on. Column 0: none."""
+    try:
+        return _Composer(place, errors).compose(yaml.parse(text, Loader=yaml.SafeLoader))
+    except yaml.MarkedYAMLError as error:
+        problem = " ".join(filter(None, (error.context, error.problem)))
+        hints = [hint for fragment, hint in _HINTS if fragment in problem]
+        mark = error.problem_mark or error.context_mark
+        where = place(mark.line + 1, mark.column + 1) if mark else place(1, 0)
+        errors.append(ConfigError(where, f"this is not YAML: {problem}" + (f" ({hints[0]})" if hints else "")))
+    except yaml.reader.ReaderError as error:
+        where = place(text.count("\n", 0, error.position) + 1, 0)
+        message = f"the character U+{error.character:04X} is not allowed in YAML: take it out"
+        errors.append(ConfigError(where, message))
+    return None
+
+
+class _Composer:
+    """Puts PyYAML's events together. A stack and no recursion, so that deep nesting cannot exhaust Python's."""
+
+    def __init__(self, place: Callable[[int, int], Place], errors: list[ConfigError]) -> None:
+        self.place = place
+        self.errors = errors
+        self.open: list[tuple[Node, list[tuple[str | None, Place]]]] = []  # collections, each with its pending key
+        self.root: Node | None = None
+        self.aliases_refused = False
+
+    def compose(self, events: Iterator[Any]) -> Node | None:
+        documents = 0
+        for event in events:
+            at = self.place(event.start_mark.line + 1, 0)
+            if isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    self.report(at, "a second document starts here: a config is one document; take the `---` away")
+                    return self.root
+            elif isinstance(event, yaml.NodeEvent):
+                if len(self.open) >= MAX_DEPTH:
+                    self.report(at, f"nested more than {MAX_DEPTH} deep: no key of a config needs that")
+                    return None
+                self.add(event, at)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                self.open.pop()
+        return self.root
+
+    def report(self, at: Place, message: str) -> None:
+        self.errors.append(ConfigError(at, message))
+
+    def add(self, event: Any, at: Place) -> None:
+        node = Node(self.value(event), at, at, broken=self.refused(event, at))
+        if not self.open:
+            self.root = node
+        else:
+            parent, pending = self.open[-1]
+            if isinstance(parent.value, list):
+                parent.value.append(node)
+            elif not pending:
+                pending.append((self.key(event, node, parent), at))
+            else:
+                key, node.key_at = pending.pop()
+                if key is not None:
+                    parent.value[key] = node
+        if isinstance(event, yaml.CollectionStartEvent):
+            self.open.append((node, []))
+
+    def value(self, event: Any) -> Any:
+        if isinstance(event, yaml.ScalarEvent):
+            return read_scalar(event.value) if event.implicit[0] else event.value
+        return {} if isinstance(event, yaml.MappingStartEvent) else []
+
+    def refused(self, event: Any, at: Place) -> bool:
+        """Whether a config may not hold this, which is reported."""
+        if event.anchor is not None:  # a definition, or an alias: PyYAML gives both the name here
+            if not self.aliases_refused:
+                self.aliases_refused = True
+                self.report(at, "anchors (&name) and aliases (*name) are refused: write the value out where it is used")
+            return True
+        if getattr(event, "tag", None) is not None:
+            tag = shorten(event.tag.replace("tag:yaml.org,2002:", "!!"))
+            self.report(at, f"tags such as {tag} are refused: leave it out, the key decides the type")
+            return True
+        if isinstance(event, yaml.ScalarEvent) and any("\ud800" <= c <= "\udfff" for c in event.value):
+            self.report(at, "an escape such as \\ud800 stands for no character: write the character itself")
+            return True
+        if isinstance(event, yaml.ScalarEvent) and "\0" in event.value:
+            self.report(at, "the character U+0000 is in no name and no path: take the escape out")
+            return True
+        return False
+
+    def key(self, event: Any, node: Node, parent: Node) -> str | None:
+        """The name that a key of a mapping gives, or None where its value is not wanted."""
+        if node.broken:
+            return None
+        name = node.value
+        if not isinstance(name, str):
+            self.report(node.at, f"a key is a name; found {describe(name)}: put quotes around it, or take it out")
+        elif name == "<<" and event.implicit[0]:
+            self.report(node.at, "merge keys (<<) are refused: write the keys out")
+        elif name in parent.value:
+            first = parent.value[name]
+            first.broken = True  # nobody knows which of the two is meant
+            self.report(node.at, f"the key {name} is given twice, first at {first.key_at}: take one of them away")
+        else:
+            return name
+        return None
+
+
+# Overrides ----------------------------------------------------------------------------------------------------------
+
+
+def apply_overrides(root: Node, overrides: Sequence[str], errors: list[ConfigError]) -> list[str]:
+    """Lays `key.path=value` over the file's nodes, in order: the last one wins. Values are YAML.
+
+    Returns:
+        A line for people on each: its value, and what it replaced.
+    """
+    applied = []
+    for number, text in enumerate(overrides, start=1):
+        place = Place.on_command_line(number, text)
+        path, equals, value = text.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys) or path.startswith("-"):
+            message = "an override reads section.key=value, without dashes in front: for example train.steps=50"
+            errors.append(ConfigError(place, message))
+            continue
+        count = len(errors)
+        node = _read_value(value, place, errors)
+        before = _put(root, keys, node, errors)
+        if before is None:
+            origin = "the file does not give it"
+        elif before.at.override:
+            origin = f"in place of {yaml_text(before.plain)} from earlier on the {before.at}"
+        else:
+            origin = f"the file says {yaml_text(before.plain)} at {before.at}"
+        if len(errors) == count:
+            applied.append(f"{'.'.join(keys)} = {yaml_text(node.plain)} (command line; {origin})")
+    return applied
+
+
+def _read_value(text: str, place: Place, errors: list[ConfigError]) -> Node:
+    before = len(errors)
+    node = read_text(text, lambda line, column: place, errors)
+    return node or Node(None, place, place, broken=len(errors) > before)
+
+
+def _put(root: Node, keys: list[str], node: Node, errors: list[ConfigError]) -> Node | None:
+    """Sets the node under `keys`, making sections on the way; returns the node that stood there before."""
+    parent = root
+    for depth, key in enumerate(keys[:-1], start=1):
+        child = parent.value.get(key)
+        if child is None or child.value is None:
+            # A file without a layout means all processes in dp_shard; an override of one axis must not take that away.
+            keys_there = {"dp_shard": Node(-1, node.at, node.at)} if keys[:depth] == ["layout"] else {}
+            child = parent.value[key] = Node(keys_there, node.at, node.at)
+        if not isinstance(child.value, dict):
+            if not child.broken:
+                name = ".".join(keys[:depth])
+                message = f"{name} is {describe(child.value)} at {child.at} and has no keys: override {name} itself"
+                errors.append(ConfigError(node.at, message))
+            return None
+        parent = child
+    before = parent.value.get(keys[-1])
+    if keys[0] == "layout" and len(keys) == 2 and before is None:
+        parent.value = _with_axis(parent.value, keys[1], node)
+    else:
+        parent.value[keys[-1]] = node
+    return before
+
+
+def _with_axis(sizes: dict[str, Node], axis: str, node: Node) -> dict[str, Node]:
+    """The sizes with one more axis, where the usual order of axes has it; an unknown axis goes last."""
+    later = AXES[AXES.index(axis) + 1 :] if axis in AXES else ()
+    items = list(sizes.items())
+    position = next((i for i, (name, _) in enumerate(items) if name in later), len(items))
+    return dict([*items[:position], (axis, node), *items[position:]])
+
+
+# Writing ------------------------------------------------------------------------------------------------------------
+
+
+def write(value: Any) -> str:
+    """YAML that `read_text` reads as the same value, and readers of YAML 1.1 too. Lists stand on one line."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    """A text that YAML 1.1 or 1.2 would take for something else gets quotes."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True  # they would be refused when read
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+for _kind in (list, tuple):
+    _Dumper.add_representer(
+        _kind, lambda dumper, items: dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)
+    )

@@ -1,0 +1,127 @@
+"""The cache of prepared corpora: each made once per host, by whichever process comes first, while the others wait.
+
+The processes of a host agree through a lock on a file in the cache (flock), not through a collective: a collective
+would end after its time limit, and preparing a large corpus may take longer than any. The kernel takes the lock away
+from a process that dies, so the next one in line goes on in its place.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+from meshtrain.data.tokens import Document, temporary_prefix
+from meshtrain.errors import InputError
+
+Say = Callable[[str], None]
+
+_POLL_S, _LONGEST_POLL_S = 0.1, 5.0  # the first and the longest pause between two looks: a file server has other work
+_SAY_EVERY_S = 10.0
+_ABANDONED_S = 3600.0  # a temporary folder of another host that nobody has written to for as long is nobody's
+
+
+def cache_folder(path: str | None) -> Path:
+    """Where prepared corpora are kept: `data.cache`, else meshtrain/ in $XDG_CACHE_HOME or ~/.cache."""
+    if path is not None:
+        return Path(path).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshtrain"
+
+
+def prepare_once(folder: Path, prepare: Callable[[], object], say: Say) -> Path:
+    """`folder`, made by one call of `prepare` on this host if it is not there yet.
+
+    `prepare` puts it there by a rename, whole or not at all; what it raises passes through, and the next process tries.
+    `say` gets a line every 10 s while another process prepares. InputError: the cache cannot be used.
+    """
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(folder.parent / f".{folder.name}.lock", "a+", encoding="utf-8")  # noqa: SIM115 closed below
+    except OSError as error:
+        raise InputError(
+            f"the cache {folder.parent} cannot be written ({error.strerror}): prepared data goes there; "
+            "name a folder on a disk of this host in data.cache"
+        ) from error
+    with lock:
+        if _lock_unless_there(lock, folder, say):
+            _clean(folder)
+            try:
+                prepare()
+            except OSError:
+                if not folder.is_dir():  # it is: another host, whose locks a shared file system keeps apart, was first
+                    raise
+    return folder
+
+
+def _lock_unless_there(lock: TextIO, folder: Path, say: Say) -> bool:
+    """Waits for the lock or for the folder; True with the lock held and no folder: it is ours to prepare."""
+    last_message, pause = time.monotonic(), _POLL_S
+    while not folder.is_dir():
+        if _try_lock(lock):
+            if folder.is_dir():  # made between the look and the lock
+                return False
+            lock.truncate(0)
+            json.dump({"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}, lock)
+            lock.flush()
+            return True
+        if time.monotonic() - last_message >= _SAY_EVERY_S:
+            last_message = time.monotonic()
+            say(f"waiting for {folder}: {_holder(lock)}")
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_POLL_S)
+    return False
+
+
+def _try_lock(lock: TextIO) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise InputError(
+            f"the file system of {lock.name} has no locks ({error.strerror}): "
+            "name a folder on a disk of this host in data.cache"
+        ) from error
+    return True
+
+
+def _holder(lock: TextIO) -> str:
+    lock.seek(0)
+    try:
+        holder = json.load(lock)
+        seconds = time.time() - holder["since"]
+        return f"process {holder['pid']} on {holder['host']} has been preparing it for {seconds:.0f} s"
+    except (ValueError, KeyError, TypeError):  # taken a moment ago, its name not yet written
+        return "another process begins to prepare it"
+
+
+def _clean(folder: Path) -> None:
+    """Removes what preparers of this folder left when they died. The caller holds the lock, so none is at work.
+
+    None on this host, that is: where a shared file system keeps each host's locks apart, another host's may be.
+    """
+    prefix = temporary_prefix(folder)
+    for leftover in folder.parent.glob(f"{prefix}*.tmp"):
+        own = leftover.name.startswith(f"{prefix}{socket.gethostname()}.")
+        newest = max((path.stat().st_mtime for path in leftover.glob("*")), default=leftover.stat().st_mtime)
+        if own or time.time() - newest > _ABANDONED_S:
+            shutil.rmtree(leftover)
+
+
+def with_progress(documents: Iterable[Document], name: str, say: Say) -> Iterator[Document]:
+    """The documents, as they are; says every 10 s how far it has come."""
+    start = last_message = time.monotonic()
+    number = tokens = 0
+    for document in documents:
+        yield document
+        tokens += len(document.ids)
+        number += document.ends
+        if time.monotonic() - last_message >= _SAY_EVERY_S:
+            last_message = time.monotonic()
+            say(f"preparing {name}: {number:,} documents, {tokens:,} tokens in {last_message - start:.0f} s")

@@ -1,0 +1,90 @@
+"""A user's own data: a Python file that exports `dataset(config, split)`.
+
+`config` is the `data` section, `split` is "train" or "validation". The function returns anything with `len()` and
+`[index]`, whose items are pairs (inputs, target), or None where there is no such split. docs/data.md has an example.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from meshtrain.config import locate
+from meshtrain.data.batch import IGNORE, Batch, Item, Packed, Samples
+from meshtrain.errors import InputError
+
+if TYPE_CHECKING:
+    from meshtrain.config import Data
+
+
+class CustomSamples(Samples):
+    """A map-style data set of the user's.
+
+    An item's inputs are a tensor or a tuple of tensors, its target a tensor or a number. An item whose target has one
+    dim is text, its inputs tokens, positions and documents (s,): tokens alone get their positions. A data set whose
+    items change from epoch to epoch (augmentation) has a method `item(index, epoch)`, called instead of `[index]`.
+    """
+
+    def __init__(self, name: str, dataset: Any, n_outputs: int | None) -> None:
+        self.name, self.n_outputs = name, n_outputs
+        self._dataset = dataset
+        self._by_epoch = hasattr(dataset, "item")
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def item(self, index: int, epoch: int) -> Item:
+        item = self._dataset.item(index, epoch) if self._by_epoch else self._dataset[index]
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            raise InputError(f"{self.name}: item {index} is {type(item).__name__}, expected a pair (inputs, target)")
+        inputs = tuple(item[0]) if isinstance(item[0], (tuple, list)) else (item[0],)
+        inputs = tuple(None if x is None else torch.as_tensor(x) for x in inputs)
+        target = torch.as_tensor(item[1]).long()
+        if target.ndim == 1 and len(inputs) == 1:
+            inputs = (inputs[0], torch.arange(len(target)), None)
+        return inputs, target
+
+    def read(self, items: Sequence[tuple[int, int]], valid: int) -> Batch | Packed:
+        batch = super().read(items, valid)
+        assert isinstance(batch, Batch)
+        wrong = (batch.targets < 0) & (batch.targets != IGNORE)
+        if self.n_outputs is not None:
+            wrong |= batch.targets >= self.n_outputs
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0, 0])
+            raise InputError(
+                f"{self.name}: the target {int(batch.targets[wrong][0])} of sample {items[row][1]} is outside of the "
+                f"model's {self.n_outputs} outputs: expected 0 to {(self.n_outputs or 0) - 1}, or {IGNORE} for no loss"
+            )
+        return batch
+
+
+def open_custom(config: "Data", n_outputs: int | None) -> tuple[CustomSamples, Samples | None]:
+    """The training and the validation data of the file that `data.source` names. Raises InputError: it has none."""
+    try:
+        module = locate.python_file(locate.Path(config.source))
+    except FileNotFoundError as error:
+        raise InputError(f"data.source: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise InputError(f"data.source {config.source} cannot be used: {locate.raised(error)}") from error
+    make = getattr(module, "dataset", None)
+    if not callable(make):
+        raise InputError(f"{config.source} exports no function `dataset(config, split)`: see docs/data.md")
+    samples: dict[str, CustomSamples | None] = {}
+    for split in ("train", "validation"):
+        try:
+            dataset = make(config, split)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+            raise InputError(
+                f"{config.source}: dataset(config, {split!r}) cannot be used: {locate.raised(error)}"
+            ) from error
+        if dataset is not None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise InputError(
+                f"{config.source}: dataset(config, {split!r}) gave {type(dataset).__name__}; expected an object with "
+                "len() and [index], or None"
+            )
+        samples[split] = None if dataset is None else CustomSamples(f"{config.source} ({split})", dataset, n_outputs)
+    train = samples["train"]
+    if train is None or len(train) == 0:
+        raise InputError(f"{config.source}: dataset(config, 'train') has no samples: there is nothing to train on")
+    return train, samples["validation"]

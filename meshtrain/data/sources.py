@@ -1,0 +1,253 @@
+"""From the `data` section of a config to the data sets of a run: every source has its function here."""
+
+import difflib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from meshtrain.data import images, text
+from meshtrain.data.batch import Samples
+from meshtrain.data.cache import Say, cache_folder, prepare_once, with_progress
+from meshtrain.data.custom import open_custom
+from meshtrain.data.fingerprint import Files, data_path, sampled_digest
+from meshtrain.data.megatron import open_megatron
+from meshtrain.data.packing import Stream, TokenSamples
+from meshtrain.data.split import Split, all_documents, bytes_per_target, split_at_end, split_by_hash
+from meshtrain.data.tokenizer import Tokenizer, open_tokenizer
+from meshtrain.data.tokens import Corpus, open_tokens, write
+from meshtrain.errors import InputError
+
+if TYPE_CHECKING:
+    from meshtrain.config import Data
+
+Task = Literal["language", "classification"]
+
+
+@dataclass(frozen=True)
+class OpenData:
+    """The data of a run."""
+
+    train: Samples
+    validation: Samples | None
+    task: Task
+    about: list[str]  # lines for people
+    fingerprint: str  # of all the data, the same on every host that has the same
+    tokenizer: Tokenizer | None = None  # to read what the model writes; None where the data does not say which
+    bytes_per_target: float | None = None  # of the validation: loss / ln 2 / this = bits per byte
+    image_shape: tuple[int, int, int] | None = None  # (c, height, width)
+    files: Mapping[str, Files] = field(default_factory=dict)  # by a name for people
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """By which it is known again: on another host, or when a run goes on later."""
+        held_out = None if self.validation is None else len(self.validation)
+        return {"fingerprint": self.fingerprint, "train": len(self.train), "validation": held_out}
+
+    def sampled(self) -> dict[str, str]:
+        """Name -> digest of samples of the files as they lie on this host; a fingerprint may be what a header says."""
+        return {name: sampled_digest(files, self.fingerprint) for name, files in self.files.items()}
+
+
+def prepare_data(config: "Data", *, say: Say) -> None:
+    """What `open_data` would do first: one process of a host calls it while the others wait, away from the files."""
+    if config.source in _TEXT:
+        tokenizer = open_tokenizer(config.tokenizer)
+        for source in _text_sources(config):
+            _prepare_corpus(source, config, tokenizer, say)
+
+
+def open_data(config: "Data", *, n_outputs: int | None, seed: int, say: Say) -> OpenData:
+    """Opens what `data.source` names, preparing it first where that has not been done on this host.
+
+    Args:
+        n_outputs: the size of the model's vocabulary, or its number of classes; None: not to be checked.
+        seed: of the augmentation of images; the order of samples is `train_batches`'s.
+        say: gets a line at a time while this waits or prepares.
+
+    Raises:
+        InputError: anything wrong with the section or the data.
+    """
+    if config.source.endswith(".py"):
+        return _open_custom(config, n_outputs)
+    if config.source in (*_TEXT, "tokens", "megatron"):
+        return _open_language(config, n_outputs, say)
+    if config.source in images.SOURCES:
+        return _open_images(config, n_outputs, seed)
+    names = sorted({*_TEXT, *images.SOURCES, "tokens", "megatron"})
+    near = difflib.get_close_matches(config.source, names, 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise InputError(
+        f"data.source is {config.source!r}: expected one of {', '.join(names)}, or the path of a .py file{hint}"
+    )
+
+
+_TEXT: dict[str, Callable[["Data"], text.TextSource]] = {
+    "python-stdlib": lambda config: text.python_stdlib(),
+    "text": lambda config: text.text_files(data_path(config, "a text file, or a folder of .txt and .md files")),
+    "jsonl": lambda config: text.jsonl_files(data_path(config, "a .jsonl file, or a folder of them")),
+}
+
+
+def _open_language(config: "Data", n_outputs: int | None, say: Say) -> OpenData:
+    """Of one corpus, or of two if `data.validation` is a path."""
+    if config.source in _TEXT:
+        tokenizer: Tokenizer | None = open_tokenizer(config.tokenizer)
+        assert tokenizer is not None
+        if n_outputs is not None and tokenizer.vocab_size > n_outputs and config.tokenizer == "bytes":
+            raise InputError(f"model.vocab_size is {n_outputs}: the tokenizer `bytes` needs at least 256")
+        corpora = [_prepare_corpus(source, config, tokenizer, say) for source in _text_sources(config)]
+    else:
+        megatron = config.source == "megatron"
+        path = data_path(config, "the prefix of .bin and .idx" if megatron else "a prepared folder")
+        paths = [path, Path(config.validation)] if isinstance(config.validation, str) else [path]
+        corpora = [open_megatron(str(path)) if megatron else open_tokens(path.expanduser()) for path in paths]
+        tokenizer = _file_tokenizer(config, corpora)
+    for corpus in corpora:
+        corpus.check_ids(n_outputs)
+    corpus, other = corpora[0], corpora[-1]
+    if isinstance(config.validation, str):
+        held_out = np.ones(other.documents, bool)
+        split = Split(all_documents(corpus), all_documents(other), held_out, f"from {config.validation}")
+    else:
+        split = (split_by_hash if config.source in _TEXT else split_at_end)(corpus, config.validation)
+    return _language_data(config, corpus, other, split, n_outputs, tokenizer)
+
+
+def _text_sources(config: "Data") -> Iterator[text.TextSource]:
+    yield _TEXT[config.source](config)
+    if isinstance(config.validation, str):
+        yield (text.jsonl_files if config.source == "jsonl" else text.text_files)(Path(config.validation))
+
+
+def _prepare_corpus(source: text.TextSource, config: "Data", tokenizer: Tokenizer, say: Say) -> Corpus:
+    folder = cache_folder(config.cache) / f"{source.name.split()[0].rsplit('/', 1)[-1]}-{source.key(tokenizer)}"
+
+    def prepare() -> None:
+        say(f"preparing {source.name}: {len(source.files):,} files into {folder}")
+        documents = with_progress(text.documents(source, tokenizer), source.name, say)
+        write(folder, documents, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.identity, source=source.name)
+
+    return open_tokens(prepare_once(folder, prepare, say))
+
+
+def _file_tokenizer(config: "Data", corpora: Sequence[Corpus]) -> Tokenizer | None:
+    """That of the files, as far as it is known; `bytes` is what a config has that says nothing."""
+    tokenizer = open_tokenizer(config.tokenizer)
+    for corpus in corpora:
+        if config.tokenizer != "bytes" and corpus.tokenizer not in (None, tokenizer.identity):
+            raise InputError(
+                f"{corpus.name} was prepared with the tokenizer {corpus.tokenizer}, and data.tokenizer is "
+                f"{tokenizer.identity}"
+            )
+    return tokenizer if config.tokenizer != "bytes" or corpora[0].tokenizer == tokenizer.identity else None
+
+
+def _language_data(
+    config: "Data", corpus: Corpus, other: Corpus, split: Split, n_outputs: int | None, tokenizer: Tokenizer | None
+) -> OpenData:
+    def samples(name: str, stream: Stream) -> TokenSamples:
+        packed = TokenSamples(
+            name, stream, seq_len=config.seq_len, mask_documents=config.mask_documents, n_outputs=n_outputs
+        )
+        if len(packed) == 0:
+            raise InputError(
+                f"the {name} split of {stream.corpus.name} is empty: it has {len(stream):,} tokens, and one sample of "
+                f"data.seq_len {config.seq_len} takes {config.seq_len + 1:,}; use more text, a smaller data.seq_len or "
+                + ("another data.validation (0: none)" if split.validation is not None else "another source")
+            )
+        return packed
+
+    train = samples("training", split.train)
+    validation = samples("validation", split.validation) if split.validation is not None else None
+    held_out = "no validation" if validation is None else f"{_split_line('validation', validation)}, {split.selection}"
+    return OpenData(
+        train=train,
+        validation=validation,
+        task="language",
+        tokenizer=tokenizer,
+        bytes_per_target=bytes_per_target(other, split.held_out) if validation is not None else None,
+        about=[_corpus_line(config, corpus), _split_line("training", train), held_out],
+        fingerprint=corpus.fingerprint if other is corpus else f"{corpus.fingerprint} {other.fingerprint}",
+        files={file.names[0]: file for file in corpus.files}
+        | {f"{file.names[0]} (validation)": file for file in other.files if other is not corpus},
+    )
+
+
+def _corpus_line(config: "Data", corpus: Corpus) -> str:
+    size = "" if corpus.text_bytes is None else f"{int(corpus.text_bytes.sum()):,} bytes of text -> "
+    tokens = int(corpus.lengths.sum())
+    masked = ", attention within documents" if config.mask_documents else ""
+    source = config.source if config.path is None else f"{config.source} {config.path}"
+    return f"{source}: {_count(corpus.documents, 'document')}, {size}{tokens:,} tokens{masked}"
+
+
+def _split_line(name: str, samples: TokenSamples) -> str:
+    documents, size = _count(len(samples.stream.documents), "document"), _count(len(samples), "sample")
+    return f"{name} {documents}, {size} of {samples.seq_len} tokens"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _open_images(config: "Data", n_outputs: int | None, seed: int) -> OpenData:
+    sets = images.open_images(config, seed)
+    classes = sets.classes
+    if n_outputs is not None and classes > n_outputs:
+        raise InputError(
+            f"data.source {config.source} has {classes} classes (labels 0 to {classes - 1}), but model.num_classes is "
+            f"{n_outputs}: set it to {classes}"
+        )
+    _check_samples(config, sets.train, sets.validation)
+    size = " x ".join(map(str, sets.shape))
+    about = [f"{config.source}: images of {size}, {classes} classes{', augmented' if config.augment else ''}"]
+    about += _sample_lines(sets.train, sets.validation, sets.selection)
+    return OpenData(
+        train=sets.train,
+        validation=sets.validation,
+        task="classification",
+        about=about,
+        fingerprint=sets.fingerprint,
+        image_shape=sets.shape,
+        files=sets.files,
+    )
+
+
+def _check_samples(config: "Data", train: Samples, validation: Samples | None) -> None:
+    required = isinstance(config.validation, str) or config.validation > 0
+    held_out = 0 if validation is None else len(validation)
+    if len(train) == 0 or (required and held_out == 0):
+        raise InputError(
+            f"data.source {config.source} gives {len(train)} samples to train on and {held_out} for validation, with "
+            f"data.validation {config.validation}: both need at least one; use more data, or data.validation 0"
+        )
+
+
+def _sample_lines(train: Samples, validation: Samples | None, selection: str) -> list[str]:
+    held_out = "no validation" if validation is None else f"validation {_count(len(validation), 'sample')}, {selection}"
+    return [f"training {_count(len(train), 'sample')}", held_out]
+
+
+def _open_custom(config: "Data", n_outputs: int | None) -> OpenData:
+    samples, validation = open_custom(config, n_outputs)
+    train: Samples = samples
+    selection = f"as {config.source} gives it"
+    if validation is None and not isinstance(config.validation, str) and config.validation > 0:
+        train, validation = images.split_samples(samples, samples, config.validation)
+        selection = images.SAMPLES_BY_HASH
+    _check_samples(config, train, validation)
+    language = samples.item(0, 0)[1].ndim == 1
+    return OpenData(
+        train=train,
+        validation=validation,
+        task="language" if language else "classification",
+        tokenizer=open_tokenizer(config.tokenizer) if language else None,
+        about=[f"{config.source}: {_count(len(samples), 'sample')}", *_sample_lines(train, validation, selection)],
+        fingerprint=hashlib.sha256(
+            f"{Path(config.source).expanduser().read_text('utf-8')} {len(samples)}".encode()
+        ).hexdigest(),
+    )

@@ -1,0 +1,234 @@
+"""The doctor from collecting facts to the report.
+
+meshtrain doctor --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 CONFIG     (on every node)
+srun meshtrain doctor CONFIG
+torchrun ... -m meshtrain.doctor CONFIG
+meshtrain doctor --local CONFIG
+"""
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshtrain.doctor import records
+from meshtrain.doctor.bandwidth import Spec, merge, run_workers
+from meshtrain.doctor.facts import collect, look_up
+from meshtrain.doctor.files import tidy, visible
+from meshtrain.doctor.findings import Finding, status
+from meshtrain.doctor.interfaces import addresses_of, communicates_by
+from meshtrain.doctor.ports import PortProbe, check_ports, clock_offset, peers_to_check
+from meshtrain.doctor.records import ClusterFacts, Host, PeerChecks, PeerEntry, RecordError, from_json, to_json
+from meshtrain.doctor.rendezvous import JoinError, Leader, Member, join_rendezvous, open_rendezvous, serves
+from meshtrain.doctor.report import print_report, print_summary
+from meshtrain.doctor.rules import blocking, judge
+from meshtrain.doctor.sockets import address_towards, listen
+from meshtrain.doctor.torchrun_options import add_torchrun_options, read_place, speaks_for_node
+from meshtrain.errors import InputError
+from meshtrain.layout import Layout
+
+WAIT_S = 30.0
+CHECKS_S = 20.0  # to try ports, look up names and look for files
+WORKERS_S = 20.0
+SLACK_S = 5.0  # more than the limits above, for the leader to tell what came of it
+OTHER_SERVER_S = 5.0  # for a node that was told to serve another host's address to look who is there
+
+
+@dataclass(frozen=True)
+class DoctorRun:
+    place: records.Place
+    variables: Mapping[str, str]
+    config: str | None
+    overrides: tuple[str, ...]
+    wait_s: float = WAIT_S
+    clock: Callable[[], float] = time.time
+
+
+@dataclass(frozen=True)
+class Outcome:
+    findings: list[Finding]
+    cluster: ClusterFacts | None = None  # None on a node that met the others and does not lead
+    leader: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="?", help="the YAML file of the run; its paths and layout are checked too")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="as for training")
+    parser.add_argument("--local", action="store_true", help="check this host alone, without a job")
+    parser.add_argument("--wait", type=float, default=WAIT_S, metavar="SECONDS", help="for the other nodes to come")
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    add_torchrun_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns the exit status: 0 where all is well, 1 where something is wrong."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and clean up on the way
+    words = [word for word in (arguments.config, *arguments.overrides) if word is not None]
+    words = words[1:] if arguments.module else words  # torchrun's `-m meshtrain.train` in front of the config
+    config, overrides = (None, words) if words and "=" in words[0] else (words[0] if words else None, words[1:])
+    if config is None and overrides:
+        raise InputError(f"overrides {' '.join(overrides)} without a config: name the YAML file first")
+    place = read_place(arguments, os.environ, socket.gethostname())
+    if not speaks_for_node(os.environ, place):
+        return 0
+    outcome = examine(DoctorRun(place, os.environ, config, tuple(overrides), arguments.wait))
+    if outcome.cluster is not None:
+        print_report(outcome.cluster, outcome.findings, arguments.json)
+    elif not arguments.json:
+        print_summary(outcome.findings, socket.gethostname(), outcome.leader, quiet=bool(place.ranks))
+    return status(outcome.findings)
+
+
+def examine(run: DoctorRun) -> Outcome:
+    host = collect(run.place, run.config, run.overrides, run.variables)
+    probe = PortProbe(f"{host.host} {host.machine}", run.clock)
+    try:
+        return _examine_alone(host) if run.place.launcher == "local" else _meet(run, host, probe)
+    except (JoinError, RecordError) as error:
+        other = records.JoinFailure("stranger", f"a doctor of another version of meshtrain ({error})")
+        cluster = ClusterFacts((host,), error.failure if isinstance(error, JoinError) else other)
+        return Outcome(judge(cluster), cluster)
+    finally:
+        probe.close()
+        tidy(host.paths)
+
+
+def _meet(run: DoctorRun, host: Host, probe: PortProbe) -> Outcome:
+    place, addresses = run.place, host.addresses
+    host = replace(host, port=probe.port)
+    if not serves(place, host.host, addresses):
+        return _follow(join_rendezvous(host, run.wait_s), run, host, probe)
+    told_elsewhere = place.serves and not serves(replace(place, serves=None), host.host, addresses)
+    member = None
+    with suppress(JoinError):
+        if told_elsewhere and place.backend == "c10d":  # is_host=1 for another's address: who is there serves it too
+            member = join_rendezvous(host, min(run.wait_s / 2, OTHER_SERVER_S))
+    try:
+        leader = None if member else open_rendezvous(host)
+    except JoinError as taken:
+        if place.backend == "static" or place.serves is not None:
+            raise
+        try:  # two agents on one host: as under torchrun, whoever comes second to the port goes to the first
+            leader, member = None, join_rendezvous(host, min(run.wait_s, 2.0))
+        except JoinError:
+            raise taken from None
+    if leader is None:
+        assert member is not None
+        return _follow(member, run, host, probe)
+    try:
+        return _lead(leader, run, probe)
+    finally:
+        leader.close()
+
+
+def _examine_alone(host: Host) -> Outcome:
+    host = replace(host, ranks=tuple(range(host.processes)), route=next(iter(addresses_of(host.interfaces)), ""))
+    cluster = ClusterFacts((host,), visits=(PeerChecks(),), clocks=((0.0, 0.0),))
+    spec, reason = _spec(cluster)
+    timings = records.Timings(skipped=reason)
+    if spec is not None:
+        timings = merge(spec.layout, run_workers(spec, host.ranks, "127.0.0.1", True))
+    cluster = replace(cluster, timings=timings)
+    return Outcome(judge(cluster), cluster)
+
+
+def _lead(leader: Leader, run: DoctorRun, probe: PortProbe) -> Outcome:
+    cluster = leader.wait(run.wait_s)
+    host, *others = cluster.hosts
+    routes = [address_towards(other.route) for other in others]
+    host = replace(host, route=next(filter(None, routes), next(iter(addresses_of(host.interfaces)), "")))
+    cluster = replace(cluster, hosts=(host, *others))
+    entries = tuple(_entry(number, host) for number, host in zip(leader.numbers, cluster.hosts, strict=True))
+    leader.board.set("directory", [to_json(entry) for entry in entries])
+    own = replace(_check_peers(0, entries, host, run), clock=(0.0, 0.0))
+    checks: list[PeerChecks | None] = []
+    for host, answer in zip(cluster.hosts, leader.gather("checks", to_json(own), CHECKS_S), strict=True):
+        try:
+            checks.append(from_json(PeerChecks, answer, host.host))
+        except RecordError:
+            checks.append(None)
+    probe.close()
+    clocks = tuple(None if check is None else check.clock for check in checks)
+    silent = tuple(host.host for host, check in zip(cluster.hosts, checks, strict=True) if check is None)
+    cluster = _time_collectives(leader, replace(cluster, visits=tuple(checks), clocks=clocks, silent=silent))
+    findings = judge(cluster)
+    leader.board.set("findings", [to_json(finding) for finding in findings])
+    leader.close(SLACK_S)
+    return Outcome(findings, cluster, cluster.hosts[0].host)
+
+
+def _entry(number: int, host: Host) -> PeerEntry:
+    """The addresses to try are that of the route, and those that NCCL or gloo would tell the others."""
+    chosen = [address for address in addresses_of(communicates_by(host)[2]) if ":" not in address]
+    addresses = tuple(filter(None, dict.fromkeys([host.route, *chosen[:4]])))
+    tokens = tuple(path.token for path in host.paths if path.token)
+    return PeerEntry(number, host.host, host.ranks, f"{host.host} {host.machine}", host.port, addresses, tokens)
+
+
+def _check_peers(node: int, entries: Sequence[PeerEntry], host: Host, run: DoctorRun) -> PeerChecks:
+    peers = [(other, entries[other]) for other in peers_to_check(node, len(entries))]
+    targets = [(other, address, entry.port, entry.probe) for other, entry in peers for address in entry.addresses]
+    names, _ = look_up({entry.host for _, entry in peers})
+    tokens = [token for i, entry in enumerate(entries) if i != node for token in entry.tokens]
+    present, blind = visible(host.paths, tokens)
+    leader = entries[0]
+    clock = clock_offset(leader.addresses[0], leader.port, run.clock) if node and leader.addresses else None
+    return PeerChecks(check_ports(node, targets), names, present, blind, clock)
+
+
+def _time_collectives(leader: Leader, cluster: ClusterFacts) -> ClusterFacts:
+    """Has the workers of all nodes time the collectives of the layout, unless that is bound to fail."""
+    spec, reason = _spec(cluster)
+    leader.board.set("spec", None if spec is None else to_json(spec))
+    if spec is None:
+        return replace(cluster, timings=records.Timings(skipped=reason))
+    # All nodes' workers end together, or are given up at about the same time: then there is little to wait for.
+    results: dict[int, Any] = dict(run_workers(spec, cluster.hosts[0].ranks, "127.0.0.1", True))
+    answers = leader.gather("timings", {}, 2 * SLACK_S)
+    for answer in answers:
+        for rank, result in answer.items() if isinstance(answer, dict) else ():
+            if rank.isdecimal() and len(rank) < 10 and isinstance(result, dict):
+                results[int(rank)] = result
+    silent = [host.host for host, answer in zip(cluster.hosts, answers, strict=True) if answer is None]
+    return replace(cluster, timings=merge(spec.layout, results), silent=(*cluster.silent, *silent))
+
+
+def _spec(cluster: ClusterFacts) -> tuple[Spec | None, str]:
+    by_rank = {rank: i for i, host in enumerate(cluster.hosts) for rank in host.ranks}
+    if first := blocking(judge(cluster)):
+        return None, f"first mend {', '.join(dict.fromkeys(finding.id for finding in first))}"
+    if len(by_rank) < 2:
+        return None, "the job has one process"
+    if any(0 < host.gpus_seen < host.processes for host in cluster.hosts):  # srun --gpus-per-task
+        return None, "a task sees only some of its node's GPUs: run one task per node (srun --ntasks-per-node=1)"
+    if sorted(by_rank) != list(range(len(by_rank))):
+        return None, "not every process of the job has come"
+    sizes = next((host.layout for host in cluster.hosts if host.layout is not None), {"dp_shard": -1})
+    with listen(0) as listener:
+        port = listener.getsockname()[1]
+    names = tuple(f"{by_rank[rank]} {cluster.hosts[by_rank[rank]].host}" for rank in sorted(by_rank))
+    return Spec(Layout.resolve(sizes, len(by_rank)).sizes, names, port, WORKERS_S), ""
+
+
+def _follow(member: Member, run: DoctorRun, host: Host, probe: PortProbe) -> Outcome:
+    entries = from_json(tuple[PeerEntry, ...], member.hear("directory", run.wait_s + SLACK_S), "directory")
+    node = next((i for i, entry in enumerate(entries) if entry.number == member.number), 0)
+    if not node:
+        raise JoinError("left", "it began without this node")
+    ranks = entries[node].ranks
+    member.give("checks", to_json(_check_peers(node, entries, host, run)))
+    spec = member.hear("spec", CHECKS_S + SLACK_S)
+    probe.close()
+    if spec is not None:
+        results = run_workers(from_json(Spec, spec), ranks, member.leader_address, False)
+        member.give("timings", {str(rank): result for rank, result in results.items()})
+    seconds = 4 * SLACK_S if spec is not None else SLACK_S
+    findings = from_json(tuple[Finding, ...], member.hear("findings", seconds), "findings")
+    member.give("done", True)
+    return Outcome(list(findings), None, entries[0].host)

@@ -1,0 +1,131 @@
+"""The files that a config names, as this host sees them."""
+
+import hashlib
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from meshtrain.config import Config
+from meshtrain.data.fingerprint import Files, sampled_digest
+from meshtrain.doctor.host import filesystem, free_gib
+from meshtrain.doctor.records import PathFacts
+from meshtrain.doctor.sockets import call_with_timeout
+
+PROBE_S = 8.0  # for all that is asked of one path
+READ_S = 0.5  # of reading, to measure its speed
+CHUNK = 4 * 2**20
+MOST_NAMES = 1000  # of a folder, for its digest
+TOKEN = ".meshtrain-doctor-"
+
+
+def named_paths(config: Config) -> list[PathFacts]:
+    """What a job of this config reads and writes; keys and absolute paths."""
+    data, schedule, model = config.data, config.pipeline.schedule, config.model
+    reads: dict[str, str | None] = {
+        "data.source": data.source if data.source.endswith(".py") else None,
+        "data.path": data.path,
+        "data.validation": data.validation if isinstance(data.validation, str) else None,
+        "data.tokenizer": None if data.tokenizer == "bytes" else data.tokenizer,
+        "model.name": model.name if model.name.endswith(".py") else None,
+        "model.weights": model.weights,
+        "pipeline.schedule": schedule if schedule.endswith(".csv") else None,
+    }
+    train = config.train
+    writes = {"train.output": train.output, "checkpoint.path": config.checkpoint.path, "train.export": train.export}
+    paths = [(key, path, False) for key, path in reads.items() if path]
+    if data.source == "megatron" and data.path:
+        prefix = data.path.removesuffix(".bin").removesuffix(".idx")
+        paths = [row for row in paths if row[0] != "data.path"]
+        paths += [("data.path", prefix + ending, False) for ending in (".bin", ".idx")]
+    paths += [(key, path, True) for key, path in writes.items() if path]
+    return [PathFacts(key, str(Path(path).expanduser().absolute()), written) for key, path, written in paths]
+
+
+def probe(facts: PathFacts) -> PathFacts:
+    """What this host finds at a path; where the job writes, a small file is left for the others to see."""
+    try:
+        return call_with_timeout(PROBE_S, _probe_writing if facts.writes else _probe_reading, facts)
+    except TimeoutError:
+        problem = f"does not answer within {PROBE_S:.0f} s: its file server is away or overloaded"
+    except OSError as error:
+        problem = (error.strerror or str(error)).lower()
+    return replace(facts, problem=problem)
+
+
+def _probe_reading(facts: PathFacts) -> PathFacts:
+    path = Path(facts.path)
+    if not path.exists():
+        above = str(next(parent for parent in path.parents if parent.is_dir()))
+        return replace(facts, seen=above, problem="is not there", filesystem=filesystem(above))
+    size, largest = path.stat().st_size, path
+    if path.is_dir():
+        files = sorted((file.name, file.stat().st_size) for file in os.scandir(path) if file.is_file())[:MOST_NAMES]
+        size, digest = sum(size for _, size in files), hashlib.sha256(repr(files).encode()).hexdigest()[:16]
+        largest = path / max(files, key=lambda file: file[1], default=("", 0))[0]
+    else:
+        digest = sampled_digest(Files.of(path, size))
+    speed = _speed(largest) if largest.is_file() else None
+    kind = filesystem(facts.path)
+    return replace(facts, seen=facts.path, size=size, digest=digest, mib_per_s=speed, filesystem=kind)
+
+
+def _speed(path: Path) -> float | None:
+    """MiB per second of reading from the disk or server, not from memory; None for a file too small to tell."""
+    if path.stat().st_size < CHUNK:
+        return None
+    read, start = 0, time.monotonic()
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while (data := file.read(CHUNK)) and time.monotonic() - start < READ_S:
+            read += len(data)
+    return read / 2**20 / max(time.monotonic() - start, 1e-6)
+
+
+def _probe_writing(facts: PathFacts) -> PathFacts:
+    """Writes where the folder would be made: into it, or into the nearest one above that is there."""
+    path = Path(facts.path)
+    folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
+    file = folder / (TOKEN + uuid.uuid4().hex)
+    try:
+        with file.open("wb", buffering=0) as scratch:
+            scratch.write(os.urandom(CHUNK))  # some file systems pack or merge what is all alike
+            os.fsync(scratch.fileno())
+        speed = _speed(file)  # at which what was written there is read, as a restart reads its checkpoint
+    except OSError:
+        file.unlink(missing_ok=True)  # nobody tidies up what was not told
+        raise
+    file.write_text("meshtrain doctor was here, and removes this when it is done\n")
+    free, kind = free_gib(str(folder)), filesystem(str(folder))
+    return replace(facts, seen=str(folder), mib_per_s=speed, token=file.name, filesystem=kind, free_gib=free)
+
+
+def visible(own: Sequence[PathFacts], others: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Which of the other hosts' small files this host sees in its own folders, and the keys where it could not look."""
+    # The names come over the network: they are looked at only if they can be such a file's.
+    names = [name for name in others if name.startswith(TOKEN) and "/" not in name]
+
+    def present(folder: Path) -> set[str]:
+        os.listdir(folder)
+        # One by one, which asks the server: a client may remember for a while what a folder held.
+        return {name for name in names if (folder / name).exists()}
+
+    seen: set[str] = set()
+    blind = []
+    for path in own:
+        if path.token:
+            try:
+                seen |= call_with_timeout(PROBE_S, present, Path(path.seen))
+            except OSError:  # TimeoutError is one
+                blind.append(path.key)
+    return tuple(sorted(seen)), tuple(blind)
+
+
+def tidy(own: Sequence[PathFacts]) -> None:
+    for path in own:
+        if path.token:
+            with suppress(OSError):  # its server has gone meanwhile: the file cannot be helped
+                call_with_timeout(PROBE_S, Path(path.seen, path.token).unlink, True)

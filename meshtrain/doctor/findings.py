@@ -1,0 +1,61 @@
+"""A finding: what is wrong, where, and what mends it; the rules' sentences are in rules/findings.toml. Pure."""
+
+import statistics
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshtrain.formatting import join_some
+
+SEVERITIES = ("error", "warning", "note")
+MOST_NAMES = 8
+SENTENCES = tomllib.loads(Path(__file__).with_name("rules").joinpath("findings.toml").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Finding:
+    severity: str  # "error": the job would not start or not be right; "warning": it may be slow or surprising; "note"
+    id: str  # one per kind of trouble
+    what: str
+    where: tuple[str, ...] = ()  # hosts (or ranks, or links) that it concerns; empty for the job as a whole
+    fix: str = ""
+
+
+def finding(sentence: str, where: str | Iterable[str] = (), severity: str = "", /, **words: Any) -> Finding:
+    """The finding of this sentence (its id, or id/case), filled in with `words`; `name` and `names` are of `where`."""
+    row, where = SENTENCES[sentence], (where,) if isinstance(where, str) else tuple(where)
+    words = {"name": where[0] if where else "", "names": names_text(where)} | words
+    what, fix = (row.get(part, "").format(**words) for part in ("what", "fix"))
+    return Finding(severity or row["severity"], sentence.partition("/")[0], what, where, fix)
+
+
+def status(findings: Iterable[Finding]) -> int:
+    """The exit status: 1 if there is an error, 0 otherwise."""
+    return int(any(finding.severity == "error" for finding in findings))
+
+
+def names_text(names: Sequence[str]) -> str:
+    return join_some(names, MOST_NAMES)
+
+
+def group_by_value(names: Sequence[str], values: Sequence[str]) -> dict[str, list[str]]:
+    """Value -> who has it, the most frequent first; of equally frequent ones the first host's."""
+    groups: dict[str, list[str]] = {}
+    for name, value in zip(names, values, strict=True):
+        groups.setdefault(value, []).append(name)
+    return dict(sorted(groups.items(), key=lambda item: -len(item[1])))
+
+
+def groups_text(groups: Mapping[str, Sequence[str]]) -> str:
+    """`2 on mth1, mth2; 3 on mth3`."""
+    return "; ".join(f"{value or '(none)'} on {names_text(names)}" for value, names in groups.items())
+
+
+def minority(groups: Mapping[str, Sequence[str]]) -> list[str]:
+    return [name for names in list(groups.values())[1:] for name in names]
+
+
+def median_of(values: Sequence[float]) -> float:
+    return statistics.median(values or [0.0])

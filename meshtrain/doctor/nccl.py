@@ -1,0 +1,112 @@
+"""What NCCL will find on this host, which settings make it slow, and what its log says of the transport.
+
+See https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html.
+"""
+
+import os
+import pwd
+import re
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from meshtrain.doctor.records import Host
+
+CONF = Path("/etc/nccl.conf")
+LDCONFIG_S = 5.0
+CACHED = re.compile(r"^\t(\S+) \(.*\) => (/.*)$", re.MULTILINE)  # a line of `ldconfig -p`
+
+SAID = re.compile(r"NCCL INFO (?:(NET/\w+ : Using .+?)(?:; OOB .*)?|Channel .* via (.+?)(?: comm .*)?)$", re.MULTILINE)
+
+# Setting, the values that slow a job down, what the host must have for that to matter, what they do.
+NUMBER_ONE, ANY_NUMBER, NEVER = r"\s*\+?0*1(?!\d)", r"\s*[+-]?0*[1-9]", r"LOC$|0+(?!\d)"
+NO_SHARED_MEMORY = "processes of a host do not share memory: GPUs that cannot copy directly talk by the network"
+SLOW_SETTINGS = (
+    ("NCCL_P2P_DISABLE", NUMBER_ONE, "", "GPUs of a host do not copy to each other directly"),
+    ("NCCL_P2P_LEVEL", NEVER, "", "GPUs of a host do not copy to each other directly"),
+    ("NCCL_SHM_DISABLE", NUMBER_ONE, "", NO_SHARED_MEMORY),
+    ("NCCL_IB_DISABLE", ANY_NUMBER, "rdma", "{rdma} is not used"),
+    ("NCCL_NET", "(?i:socket)$", "network", "hosts talk by sockets, whatever else there is"),
+    ("NCCL_NET_GDR_LEVEL", NEVER, "network", "network cards do not read a GPU's memory"),
+    ("CUDA_LAUNCH_BLOCKING", ANY_NUMBER, "", "every kernel is waited for"),
+)  # fmt: skip
+
+
+def slow_settings(host: Host) -> dict[str, str]:
+    """`NAME=value` of the settings that make a job slower on this host -> how."""
+    if not host.gpus_seen:
+        return {}
+    has = {"": "yes", "rdma": host.rdma_name, "network": host.rdma_name or host.net_plugin}
+    slow = {}
+    for name, values, needs, effect in SLOW_SETTINGS:
+        value = host.settings.get(name, "")
+        if re.match(values, value) and has[needs]:
+            slow[f"{name}={value}"] = effect.format(rdma=host.rdma_name)
+    return slow
+
+
+def transports(log: str) -> list[str]:
+    """The ways that data takes by NCCL's log, each once: `NET/IB : Using [0]mlx5_0:1/IB`, `via NET/IB/GDRDMA`."""
+    rows = SAID.findall(log)
+    networks = {re.sub(r":[.:%\w]*<\d+>", "", network) for network, _ in rows if network}
+    return [*sorted(networks), *sorted({"via " + re.sub(r"/\d+", "", way) for _, way in rows if way})]
+
+
+def plugins_asked(settings: Mapping[str, str]) -> list[str]:
+    """The plugins of networks that NCCL_NET_PLUGIN names, in their order."""
+    names = settings.get("NCCL_NET_PLUGIN", "").split(",")
+    return [name for name in names if name and name.lower() != "none"]
+
+
+def network_of_plugin(settings: Mapping[str, str]) -> str:
+    """The network that NCCL_NET asks for, if NCCL does not have it itself; it ends where no plugin has it either."""
+    name = settings.get("NCCL_NET", "")
+    return "" if name.lower() in ("", "ib", "socket") else name
+
+
+def settings_of_files(variables: Mapping[str, str], host_file: Path = CONF) -> dict[str, str]:
+    """What NCCL reads from files for variables that are not set: the user's file first, and then the host's."""
+    user_file = variables.get("NCCL_CONF_FILE")
+    settings: dict[str, str] = {}
+    for file in (Path(user_file) if user_file else _home() / ".nccl.conf", host_file):
+        try:
+            lines = file.read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            name, sign, value = line.partition("=")
+            if sign and not line.startswith("#") and name not in variables:
+                settings.setdefault(name, value)  # with its spaces, which NCCL does not take away either
+    return settings
+
+
+def _home() -> Path:
+    """As NCCL has it: HOME may be another user's."""
+    with suppress(KeyError):  # in containers
+        return Path(pwd.getpwuid(os.getuid()).pw_dir)
+    return Path("/nonexistent")
+
+
+def net_plugin(variables: Mapping[str, str], cached: Mapping[str, str]) -> str:
+    """The file of the network's plugin that NCCL will load, or nothing; `cached` is `library_cache`. NCCL_NET_PLUGIN is
+    a list of files, or of what comes after libnccl-net- in their names."""
+    names = [name for plugin in plugins_asked(variables) for name in (plugin, f"libnccl-net-{plugin}.so")]
+    if "NCCL_NET_PLUGIN" not in variables:
+        names = ["libnccl-net.so"]
+    folders = [folder for folder in variables.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    for name in names:
+        files = [name] if "/" in name else [*(os.path.join(folder, name) for folder in folders), cached.get(name, "")]
+        if file := next((file for file in files if os.path.exists(file) or file in cached.values()), ""):
+            return file
+    return ""
+
+
+def library_cache() -> dict[str, str]:
+    """The libraries that the loader knows: name -> file. Empty where that cannot be found out."""
+    path = {"PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
+    with suppress(OSError, subprocess.SubprocessError):
+        quiet = subprocess.DEVNULL
+        text = subprocess.check_output(["ldconfig", "-p"], env=path, text=True, timeout=LDCONFIG_S, stderr=quiet)
+        return dict(reversed(CACHED.findall(text)))  # of several files of one name the first counts
+    return {}

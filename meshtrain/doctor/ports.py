@@ -1,0 +1,100 @@
+"""Is any other port open between the hosts: torchrun, gloo and NCCL choose ports at random for their connections."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from meshtrain.doctor.records import PortCheck
+from meshtrain.doctor.sockets import call_with_timeout, connect, connect_failure, listen
+
+TRY_S = 3.0
+AT_ONCE = 64
+ALL_PAIRS = 64  # hosts up to which each tries every other one
+MOST_BYTES = 4096
+
+
+class PortProbe:
+    """A random port that is open while the others try it; it tells whoever comes which node's it is, and the time."""
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.time) -> None:
+        self._socket = listen(0)
+        self.port: int = self._socket.getsockname()[1]
+        self._name, self._clock = name, clock
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(json.dumps({"node": self._name, "time": self._clock()}).encode() + b"\n")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # closed already
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._thread.join(TRY_S)
+
+
+def peers_to_check(node: int, nodes: int) -> list[int]:
+    """The nodes that a node tries: all others, or of many those at distances of powers of two (O(n log n) in all)."""
+    if nodes <= ALL_PAIRS:
+        return [other for other in range(nodes) if other != node]
+    distances = (2**i for i in range(nodes.bit_length()) if 2**i < nodes)
+    return list(dict.fromkeys((node + distance) % nodes for distance in distances))
+
+
+def check_ports(source: int, targets: Sequence[tuple[int, str, int, str]]) -> tuple[PortCheck, ...]:
+    """Tries (node, address, port, the name that its probe tells), many at once."""
+
+    def check(target: tuple[int, str, int, str]) -> PortCheck:
+        node, address, port, name = target
+        how, message = _ask(address, port)
+        if not how:
+            answer = message.get("node")
+            how = "open" if answer == name else f"another: {json.dumps(answer)[:60]}"
+        return PortCheck(source, node, address, port, how)
+
+    with ThreadPoolExecutor(min(len(targets) or 1, AT_ONCE)) as pool:
+        return tuple(pool.map(check, targets))
+
+
+def clock_offset(address: str, port: int, clock: Callable[[], float]) -> tuple[float, float] | None:
+    """By how many seconds this host's clock is ahead of a probe's, and how wrong that may be (as NTP, RFC 5905)."""
+    best: tuple[float, float] | None = None
+    for _ in range(4):
+        before, started = clock(), time.monotonic()
+        _, message = _ask(address, port)
+        half = (time.monotonic() - started) / 2
+        if not isinstance(message.get("time"), float):
+            return best
+        if best is None or half < best[1]:
+            best = (before + half - message["time"], half)
+    return best
+
+
+def _ask(address: str, port: int) -> tuple[str, dict[str, Any]]:
+    try:
+        connection = connect([address], port, TRY_S)
+    except OSError as error:
+        return connect_failure(error), {}
+
+    def answer() -> Any:
+        with connection, connection.makefile("rb") as stream:
+            return json.loads(stream.readline(MOST_BYTES))
+
+    try:
+        message = call_with_timeout(TRY_S, answer)
+    except TimeoutError:
+        return "mute", {}
+    except (OSError, ValueError, RecursionError):
+        message = None
+    return ("", message) if isinstance(message, dict) else ("another", {})

@@ -1,0 +1,306 @@
+"""What the nodes tell each other, as frozen dataclasses; to JSON and back, checked, because it comes off a network."""
+
+import types
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+class RecordError(ValueError):
+    """What came over the network has not the form of what was asked for."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and as whom a node goes to meet the others, as its command line or its launcher says."""
+
+    launcher: str  # "torchrun's options", "torchrun" (this is one of its workers), "srun" or "local"
+    backend: str  # of torchrun's rendezvous: "c10d" or "static"
+    address: str
+    port: int
+    id: str
+    fewest: int  # nodes
+    most: int
+    node_rank: int | None = None  # None where the backend deals them out
+    processes: str = "1"  # of this node: a number, "gpu", "cpu" or "auto"
+    serves: bool | None = None  # whether this node serves the endpoint; None: it finds out as torchrun does
+    ranks: tuple[int, ...] = ()  # of this node's processes where the launcher has numbered them already
+    expected: tuple[str, ...] = ()  # names of the nodes, where the launcher knows them
+
+    @property
+    def by_options(self) -> bool:
+        return self.launcher == "torchrun's options"
+
+    @property
+    def endpoint(self) -> str:
+        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
+
+    @property
+    def nodes(self) -> str:
+        return str(self.most) if self.fewest == self.most else f"{self.fewest}:{self.most}"
+
+
+@dataclass(frozen=True)
+class Interface:
+    name: str
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as nvidia-smi tells it; `throttled` is why its clocks are held down, empty where they are not."""
+
+    index: int
+    name: str
+    uuid: str
+    memory_gib: float
+    used_gib: float
+    driver: str
+    throttled: str = ""
+
+
+@dataclass(frozen=True)
+class Port:
+    """A port of an RDMA card, `mlx5_0:1`; `roce_v2`: whether it has an address (GID) of RoCE v2."""
+
+    name: str
+    layer: str = "InfiniBand"  # or "Ethernet" (RoCE), or another, which NCCL leaves out
+    active: bool = True
+    gbit: float = 0.0
+    driver: str = ""  # "mlx5_core", "efa"; empty where it cannot be seen
+    roce_v2: bool = False
+
+    @property
+    def of_nccl(self) -> bool:
+        """Whether NCCL takes it without a plugin (src/transport/net_ib)."""
+        return self.active and self.layer in ("InfiniBand", "Ethernet")
+
+
+@dataclass(frozen=True)
+class PathFacts:
+    """A path that the config names, as one host sees it; absolute."""
+
+    key: str
+    path: str
+    writes: bool  # the job writes there, or else reads
+    seen: str = ""  # the nearest folder above (or the path itself) that is there
+    problem: str = ""  # why it cannot be read or written
+    size: int | None = None
+    digest: str = ""  # of size and samples of what is read
+    mib_per_s: float | None = None
+    token: str = ""  # the name of the file left beside it for the other hosts to see
+    filesystem: str = ""
+    free_gib: float | None = None
+
+
+@dataclass(frozen=True)
+class Host:
+    """Everything that a host says of itself. None, empty or 0 where it is not known."""
+
+    host: str  # its name, as the kernel has it
+    place: Place
+    processes: int  # how many the node was told to start
+    ranks: tuple[int, ...] = ()
+    resolves: dict[str, tuple[str, ...]] | None = None  # its own name and the endpoint's -> addresses, as it has them
+    slow_names: tuple[str, ...] = ()  # whose look-up took seconds
+    interfaces: tuple[Interface, ...] = ()
+    route: str = ""  # its own address on the way to the endpoint, or from there to the others
+    variables: dict[str, str] | None = None  # those that change how a job communicates or computes
+    nccl_conf: dict[str, str] | None = None  # what NCCL reads from its files of settings for those that are not set
+    versions: dict[str, str] | None = None
+    code: dict[str, str] | None = None  # file -> digest
+    config: tuple[str, ...] = ()  # resolved, line by line
+    config_error: str = ""
+    layout: dict[str, int] | None = None
+    folder: str = ""
+    paths: tuple[PathFacts, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
+    gpus_seen: int = 0  # by torch
+    ports: tuple[Port, ...] = ()  # of RDMA cards, those that are down too
+    verbs: bool = True  # whether a process can open one of these cards
+    net_plugin: str = ""  # the file of a network's plugin that NCCL will load
+    cores: int = 1
+    load: float = 0.0
+    memory_gib: float = 0.0
+    memory_free_gib: float = 0.0
+    shared_memory_gib: float = 0.0
+    locked_memory_kib: int | None = None  # None: no limit
+    open_files: tuple[int, int] | None = None  # the soft limit and the hard one; below 0 there is none
+    machine: str = ""  # differs between two starts of any two kernels
+    port: int = 0  # where it listens for the others to try
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(address for interface in self.interfaces for address in interface.addresses)
+
+    @property
+    def rdma(self) -> tuple[Port, ...]:
+        return tuple(port for port in self.ports if port.of_nccl) if self.verbs else ()
+
+    @property
+    def rdma_name(self) -> str:
+        """`InfiniBand`, `RoCE`, or both; empty where there is none."""
+        names = {"InfiniBand": "InfiniBand", "Ethernet": "RoCE"}
+        return " and ".join(name for layer, name in names.items() if any(port.layer == layer for port in self.rdma))
+
+    @property
+    def efa(self) -> bool:
+        """Whether it has cards of AWS, which NCCL knows by a plugin alone."""
+        return any(port.driver == "efa" for port in self.ports)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        return (self.nccl_conf or {}) | (self.variables or {})
+
+
+@dataclass(frozen=True)
+class PeerEntry:
+    """What the others need to know of a host: its open port, what that tells, addresses to try, files to look for."""
+
+    number: int  # of the node's keys on the board
+    host: str
+    ranks: tuple[int, ...]
+    probe: str
+    port: int
+    addresses: tuple[str, ...]
+    tokens: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PortCheck:
+    """One host tries another's random port: `how` is "open", "refused", "silent", "unreachable", or who answered."""
+
+    source: int
+    target: int
+    address: str
+    port: int
+    how: str
+
+
+@dataclass(frozen=True)
+class PeerChecks:
+    """What a node finds when it looks at the others: the second thing that it tells."""
+
+    reach: tuple[PortCheck, ...] = ()
+    names: dict[str, tuple[str, ...]] | None = None  # of the other hosts -> addresses, as this host resolves them
+    tokens: tuple[str, ...] = ()  # of the other hosts' files, those that this host sees
+    blind: tuple[str, ...] = ()  # config keys of the folders in which it could not look
+    clock: tuple[float, float] | None = None  # seconds by which it is ahead of the leader's, and the error
+
+
+@dataclass(frozen=True)
+class UnknownPeer:
+    """Somebody at the endpoint who is no doctor."""
+
+    address: str
+    what: str
+
+
+@dataclass(frozen=True)
+class JoinFailure:
+    how: str  # "unresolved", "refused", "silent", "unreachable", "stranger", "taken" or "left"
+    detail: str = ""  # the error's text, who is there, or which process has the port
+    alive: bool | None = None  # whether the endpoint's host answered on another port; None where it was not asked
+    addresses: tuple[str, ...] = ()  # to which the endpoint's name resolves
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One collective on the groups of an axis. Times in seconds, sizes in bytes, of the slowest group."""
+
+    axes: str
+    what: str
+    ranks: int
+    crosses: bool
+    latency: float
+    size: int
+    seconds: float
+    spread: float  # the slowest repetition to the median one
+    bandwidth: float  # bytes per second on the wire of each rank ("bus bandwidth", as nccl-tests counts it)
+
+
+@dataclass(frozen=True)
+class Link:
+    """Sending between two ranks: bytes per second."""
+
+    source: int
+    target: int
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Timings:
+    backend: str = ""
+    timings: tuple[Timing, ...] = ()
+    links: tuple[Link, ...] = ()
+    compute: dict[str, float] | None = None  # rank -> seconds of the same small computation on each
+    stuck: dict[str, str] | None = None  # rank -> what it was doing when the time was up, or how it failed
+    skipped: str = ""  # why nothing was measured
+    left_out: tuple[str, ...] = ()  # collectives for which there was no time
+    transport: tuple[str, ...] = ()  # what NCCL said: "NET/IB : Using ..." and "via P2P/CUMEM", each once
+
+
+@dataclass(frozen=True)
+class ClusterFacts:
+    """All that there is to judge; the first host serves the endpoint."""
+
+    hosts: tuple[Host, ...]
+    attempt: JoinFailure | None = None  # of this node, which is all of `hosts` then
+    strangers: tuple[UnknownPeer, ...] = ()
+    waited: float = 0.0  # seconds until the last node came, or until the waiting was given up
+    clocks: tuple[tuple[float, float] | None, ...] = ()  # seconds ahead of the first host's, and the error
+    visits: tuple[PeerChecks | None, ...] = ()  # in the order of `hosts`; None where a node fell silent
+    silent: tuple[str, ...] = ()  # hosts that came and then told nothing
+    timings: Timings | None = None
+
+    @property
+    def labels(self) -> list[str]:
+        """The hosts' names; a name that comes twice is told apart by its node's number."""
+        counts = Counter(host.host for host in self.hosts)
+        names = enumerate(host.host for host in self.hosts)
+        return [name if counts[name] == 1 else f"{name} (node {i})" for i, name in names]
+
+    @property
+    def labelled(self) -> list[tuple[str, Host]]:
+        return list(zip(self.labels, self.hosts, strict=True))
+
+    @property
+    def several_machines(self) -> bool:
+        return len({(host.machine, host.host, host.addresses) for host in self.hosts}) > 1
+
+
+to_json = asdict  # a record as what `json` can write
+
+
+def from_json(cls: type[T], value: Any, where: str = "") -> T:
+    """The record, or tuple of records, that `to_json` gave; RecordError names a field that is not as it should be."""
+    try:
+        return _read(cls, value, where or cls.__name__)
+    except OverflowError as error:  # an integer for which a float has no room
+        raise RecordError(f"{where or cls.__name__}: {error}") from error
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):  # always of a type and None
+        return None if value is None else _read(inner[0], value, where)
+    if origin is tuple and isinstance(value, list | tuple):
+        kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+        if len(kinds) == len(value):
+            return tuple(_read(*item, f"{where}[{i}]") for i, item in enumerate(zip(kinds, value, strict=True)))
+    elif origin is dict and isinstance(value, Mapping):
+        return {str(name): _read(inner[1], item, f"{where}.{name}") for name, item in value.items()}
+    elif hasattr(kind, "__dataclass_fields__") and isinstance(value, Mapping):
+        hints = get_type_hints(kind)
+        if wrong := set(hints) ^ set(map(str, value)):
+            raise RecordError(f"{where}: has not the fields of {kind.__name__}: {', '.join(sorted(wrong))}"[:400])
+        return kind(**{name: _read(hints[name], value[name], f"{where}.{name}") for name in hints})
+    elif origin is None and isinstance(value, kind) and (kind is bool) == isinstance(value, bool):
+        return value
+    elif kind is float and type(value) is int:
+        return float(value)
+    raise RecordError(f"{where}: expected {getattr(kind, '__name__', kind)}, found {repr(value)[:40]}")

@@ -1,0 +1,71 @@
+"""What the workers measured; the slow rank, host or link by its name. Pure."""
+
+from collections.abc import Iterator
+
+from meshtrain.doctor.findings import Finding, finding, median_of, names_text
+from meshtrain.doctor.records import ClusterFacts, Timings
+
+SLOW_LINK = 0.5  # of the median link
+SLOW_RANK = 1.6  # times the median rank
+SPREAD = 4.0  # the slowest repetition to the median one
+SHORT_S = 2e-3  # below this a repetition is too short to be told from the scheduler's whims
+
+
+def speed(cluster: ClusterFacts) -> Iterator[Finding]:
+    timings = cluster.timings
+    if timings is None:
+        return
+    if timings.skipped:
+        yield finding("not-timed", reason=timings.skipped)
+        return
+    if timings.left_out:
+        yield finding("no-time-left", names=names_text(timings.left_out))
+    yield from _stuck(cluster, timings)
+    yield from _links(cluster, timings)
+    yield from _ranks(cluster, timings)
+    for row in timings.timings:
+        if row.spread > SPREAD and row.seconds * row.spread > SHORT_S:
+            yield finding("unsteady", row=row)
+
+
+def host_of(cluster: ClusterFacts, rank: int) -> str:
+    return next((name for name, host in cluster.labelled if rank in host.ranks), "?")
+
+
+def _stuck(cluster: ClusterFacts, timings: Timings) -> Iterator[Finding]:
+    by_problem: dict[str, list[int]] = {}
+    for rank, problem in (timings.stuck or {}).items():
+        by_problem.setdefault(problem, []).append(int(rank))
+    for problem, ranks in by_problem.items():
+        where = list(dict.fromkeys(host_of(cluster, rank) for rank in sorted(ranks)))
+        ranks_text = names_text([str(rank) for rank in sorted(ranks)])
+        yield finding("collective-failed", where, ranks=ranks_text, problem=problem)
+
+
+def _links(cluster: ClusterFacts, timings: Timings) -> Iterator[Finding]:
+    middle = median_of([link.bandwidth for link in timings.links])
+    best = max((link.bandwidth for link in timings.links), default=0.0)
+    slow = [link for link in timings.links if link.bandwidth < SLOW_LINK * middle]
+    # With three hosts two of the three links are slow when one host is: then the median is slow too.
+    slow = slow or [link for link in timings.links if link.bandwidth < SLOW_LINK * SLOW_LINK * best]
+    if not slow:
+        return
+    ends = [{host_of(cluster, link.source), host_of(cluster, link.target)} for link in slow]
+    common = set.intersection(*ends) if len(ends) > 1 else set()
+    hosts = [(host_of(cluster, link.source), host_of(cluster, link.target), _rate(link.bandwidth)) for link in slow]
+    links = names_text([f"{source} - {target} {rate}" for source, target, rate in hosts])
+    text = f"every slow link is one of {names_text(sorted(common))}'s: " if common else ""
+    yield finding("slow-link", sorted(common or set().union(*ends)), common=text, links=links, best=_rate(best))
+
+
+def _ranks(cluster: ClusterFacts, timings: Timings) -> Iterator[Finding]:
+    times = {int(rank): seconds for rank, seconds in (timings.compute or {}).items()}
+    middle = median_of(list(times.values()))
+    for rank, seconds in sorted(times.items()):
+        if middle and seconds > SLOW_RANK * middle:
+            name = host_of(cluster, rank)
+            yield finding("slow-rank", name, rank=rank, times=seconds / middle)
+
+
+def _rate(bandwidth: float) -> str:
+    return f"{bandwidth / 1e9:.2f} GB/s" if bandwidth >= 1e8 else f"{bandwidth / 1e6:.1f} MB/s"

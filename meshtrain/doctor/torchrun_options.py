@@ -1,0 +1,166 @@
+"""torchrun's options, or a launcher's variables, as the place where a node meets the others. Pure.
+
+All of torchrun's options are known by name. Like torchrun it reads defaults from PET_NNODES and so on (Kubeflow).
+"""
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshtrain.doctor.records import Place
+from meshtrain.errors import InputError
+from meshtrain.job.environment import SLURM_NODES, Environment, expand_hosts, read_environment
+
+C10D_PORT = 29400  # of an endpoint that names none
+STATIC_PORT = 29500
+YES, NO = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
+
+OPTIONS = {
+    "--nnodes": ("N", "number of nodes, or MIN:MAX"),
+    "--nproc-per-node": ("N", "processes of this node: a number, gpu, cpu or auto"),
+    "--rdzv-backend": ("NAME", "c10d or static"),
+    "--rdzv-endpoint": ("HOST:PORT", "HOST[:PORT] where the nodes meet"),
+    "--rdzv-id": ("ID", "the job's id, the same on all nodes"),
+    "--rdzv-conf": ("K=V,...", "is_host=1 where this node serves the endpoint and cannot know that by itself"),
+    "--node-rank": ("I", "this node's number (static)"),
+    "--master-addr": ("HOST", "the host of node 0 (static)"),
+    "--master-port": ("PORT", "the port there (static)"),
+    "--local-addr": ("HOST", "this node's address"),
+}
+# torchrun's other options, which change nothing here: with a value, and without.
+PASSED_OVER = (
+    "--max-restarts", "--monitor-interval", "--start-method", "--event-log-handler", "--role", "--log-dir", "-r",
+    "--redirects", "-t", "--tee", "--local-ranks-filter", "--logs-specs", "--numa-binding", "--signals-to-handle",
+    "--shutdown-timeout", "--duplicate-stdout-filters", "--duplicate-stderr-filters",
+)  # fmt: skip
+FLAGS_PASSED_OVER = ("--no-python", "--run-path", "--virtual-local-rank")
+
+
+def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
+    """torchrun's options with their own names, dashes or underscores."""
+    group = parser.add_argument_group("torchrun's options", "as on the node's torchrun command line")
+
+    def option(name: str, about: str = argparse.SUPPRESS, **more: Any) -> None:
+        other = "--" + name.removeprefix("--").replace("-", "_")
+        names = [name, other] if name.startswith("--") and other != name else [name]
+        group.add_argument(*names, help=about, **more)
+
+    for name, (metavar, about) in OPTIONS.items():
+        option(name, about, metavar=metavar)
+    group.add_argument("--standalone", action="store_true", help="this node alone")
+    group.add_argument("-m", "--module", action="store_true", help="a module's name stands before the config")
+    for name in PASSED_OVER:
+        option(name)
+    for name in FLAGS_PASSED_OVER:
+        option(name, action="store_true")
+
+
+def read_place(given: argparse.Namespace, variables: Mapping[str, str], host: str) -> Place:
+    """The place of the node that was started with these options; they win over what a launcher left in the environment.
+    Raises InputError if an option has no value that torchrun would understand."""
+    options: dict[str, str | None] = {}
+    for name in (option[2:].replace("-", "_") for option in OPTIONS if option != "--local-addr"):
+        value = getattr(given, name)
+        options[name] = variables.get(f"PET_{name.upper()}") if value is None else value
+    if given.local or given.standalone:
+        return Place("local", "c10d", "localhost", 0, "none", 1, 1, 0, options["nproc_per_node"] or "auto", True)
+    if not any(options.values()):
+        environment = read_environment(variables)
+        if environment.launcher == "torchrun":
+            return _of_torchrun(environment, variables)
+        if environment.launcher == "srun":
+            return _of_srun(environment, variables)
+    fewest, most = read_nodes(options["nnodes"] or "1")
+    processes = options["nproc_per_node"] or "1"
+    if not re.fullmatch(r"[1-9]\d*|gpu|cpu|auto", processes):
+        raise InputError(f"--nproc-per-node {processes}: expected a number of processes, gpu, cpu or auto")
+    backend = options["rdzv_backend"] or "static"
+    if most == 1 and not options["rdzv_endpoint"] and backend == "static":
+        return Place("local", backend, "localhost", 0, "none", 1, 1, 0, processes, True)
+    if backend not in ("c10d", "static"):
+        raise InputError(
+            f"--rdzv-backend {backend}: the doctor meets by c10d or static; run it with --rdzv-backend c10d and an "
+            "endpoint on one of the nodes to check everything else"
+        )
+    return _of_options(options, backend, fewest, most, processes)
+
+
+def _of_options(options: Mapping[str, str | None], backend: str, fewest: int, most: int, processes: str) -> Place:
+    conf = dict(part.partition("=")[::2] for part in (options["rdzv_conf"] or "").split(",") if part)
+    id_ = options["rdzv_id"] or "none"
+    if backend == "static":
+        node = _count(options["node_rank"] or conf.get("rank", "0"), "--node-rank")
+        if not 0 <= node < most:
+            raise InputError(f"--node-rank {node} with --nnodes {most}: node ranks go from 0 to {most - 1}")
+        master = f"{options['master_addr'] or '127.0.0.1'}:{options['master_port'] or STATIC_PORT}"
+        address, port = read_endpoint(options["rdzv_endpoint"] or master, STATIC_PORT)
+        return Place("torchrun's options", backend, address, port, id_, most, most, node, processes, node == 0)
+    if not options["rdzv_endpoint"]:
+        raise InputError("--rdzv-backend c10d needs --rdzv-endpoint HOST:PORT, the same on all nodes")
+    address, port = read_endpoint(options["rdzv_endpoint"], C10D_PORT)
+    is_host = conf.get("is_host")
+    if is_host is not None and is_host.lower() not in (*YES, *NO):
+        raise InputError(f"--rdzv-conf is_host={is_host}: expected 1 or 0")
+    serves = None if is_host is None else is_host.lower() in YES
+    return Place("torchrun's options", backend, address, port, id_, fewest, most, None, processes, serves)
+
+
+def _of_torchrun(environment: Environment, variables: Mapping[str, str]) -> Place:
+    """The place of a torchrun worker: all nodes have met, and the doctors use torchrun's own store."""
+    defaults = {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    nodes, node, processes = (_count(variables.get(name, default), name) for name, default in defaults.items())
+    address, port = environment.master or ("localhost", 0)
+    first, id_ = environment.rank - environment.local_rank, variables.get("TORCHELASTIC_RUN_ID", "none")
+    serves, ranks = environment.rank == 0, tuple(range(first, first + processes))
+    return Place("torchrun", "c10d", address, port, id_, nodes, nodes, node, str(processes), serves, ranks)
+
+
+def _of_srun(environment: Environment, variables: Mapping[str, str]) -> Place:
+    """The place of one task of a job step. As in training, the first node of the list serves the endpoint."""
+    names = next((expand_hosts(variables[name]) for name in SLURM_NODES if name in variables), ())
+    nodes = int(variables.get("SLURM_STEP_NUM_NODES", variables.get("SLURM_NNODES", str(len(names) or 1))))
+    per_node = _tasks(variables.get("SLURM_STEP_TASKS_PER_NODE", variables.get("SLURM_TASKS_PER_NODE", "1")))
+    node = int(variables.get("SLURM_NODEID", "0"))
+    tasks = per_node[min(node, len(per_node) - 1)]
+    first = environment.rank - environment.local_rank
+    given = variables.get("SLURM_GTIDS", "")  # the ranks of this node's tasks, which --distribution=cyclic interleaves
+    ranks = tuple(map(int, given.split(","))) if given else tuple(range(first, first + tasks))
+    address, port = environment.master or ("localhost", 0)
+    id_, serves = variables.get("SLURM_JOB_ID", "none"), environment.hosts_store or environment.master is None
+    return Place("srun", "static", address, port, id_, nodes, nodes, node, str(tasks), serves, ranks, names)
+
+
+def speaks_for_node(variables: Mapping[str, str], place: Place) -> bool:
+    """Whether this process speaks for its node: one of each node does, and the others leave."""
+    name = {"torchrun": "LOCAL_RANK", "srun": "SLURM_LOCALID"}.get(place.launcher)
+    return name is None or variables.get(name, "0") == "0"
+
+
+def read_nodes(text: str) -> tuple[int, int]:
+    """`2` or `2:4` -> (2, 2) or (2, 4). Raises InputError."""
+    match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
+    if match is None or (match[2] and int(match[2]) < int(match[1])):
+        raise InputError(f"--nnodes {text}: expected a number of nodes, or MIN:MAX such as 2:4")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def read_endpoint(text: str, port: int) -> tuple[str, int]:
+    """`host`, `host:29500`, `[::1]:29500` -> address and port. Raises InputError."""
+    match = re.fullmatch(r"(?:\[([\da-fA-F:.]+)\]|([^:\s/]+))(?::(\d+))?", text)
+    if match is None or not 0 <= int(match[3] or port) < 65536:
+        raise InputError(f"the endpoint {text!r} is none: expected HOST:PORT, for instance node1:29500")
+    return match[1] or match[2], int(match[3] or port)
+
+
+def _tasks(text: str) -> Sequence[int]:
+    if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
+        raise InputError(f"SLURM_TASKS_PER_NODE={text} is not of SLURM's form, for instance 4(x2),2")
+    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, times in parts for _ in range(int(times or 1))]
+
+
+def _count(text: str, name: str) -> int:
+    if not text.isdecimal():
+        raise InputError(f"{name} {text}: expected a number")
+    return int(text)

@@ -1,0 +1,214 @@
+"""Why a job has failed, by its logs.
+
+Here the roots are separated from what followed them: a time-out that ten ranks report is not the cause if an eleventh
+has run out of memory.
+"""
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from meshtrain.errors import InputError
+from meshtrain.explain.advice import Settings, advice, settings_beside
+from meshtrain.explain.log_reader import logs_of
+from meshtrain.explain.rules import CERTAINTIES, Rule, load_rules
+from meshtrain.explain.search import Matches, Search
+
+NAMED = 6  # ranks that a text names
+RANK = re.compile(r"(?P<kind>(?:local )?rank) (?P<number>\d+)(?: of node (?P<node>\d+))?")
+LATE_S = 10.0  # seconds after which an end from outside is not what ranks were waiting for
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One cause: `role` is root where it is likely to have begun with it, suspect, or consequence of another one."""
+
+    id: str
+    role: str
+    cause: str
+    fix: str
+    options: tuple[str, ...]
+    matches: Matches
+
+    def to_json(self) -> dict[str, Any]:
+        ranks = sorted(self.matches.ranks, key=_number)
+        return {
+            "id": self.id,
+            "role": self.role,
+            "cause": self.cause,
+            "fix": " ".join([self.fix, *(f"{option};" for option in self.options)]).rstrip(";"),
+            "evidence": [
+                {"file": line.file, "line": line.line, "text": line.text, "rank": line.rank}
+                for line in self.matches.evidence
+            ],
+            "options": list(self.options),
+            "count": self.matches.count,
+            "ranks": ranks,
+        }
+
+
+def explain(paths: Sequence[str], rules: Sequence[Rule] | None = None) -> list[Cause]:
+    """The causes of a job's failure, most likely first; none where nothing has failed.
+
+    Args:
+        paths: logs of the job, or the folder of a run.
+        rules: by default meshtrain's own.
+
+    Raises:
+        InputError: there is no such log, or it cannot be read.
+    """
+    folders = [path for path in paths if os.path.isdir(path)]
+    logs = logs_of(list(paths))
+    ends = [_end_of_run(Path(folder)) for folder in folders]
+    if not logs and not any(ends):
+        raise InputError(f"{', '.join(folders)} has no logs and is no run's folder: give the files")
+    search = Search(tuple(load_rules() if rules is None else rules))
+    for log in logs:
+        search.read(log, alone=len(logs) == 1)
+    for folder, end in zip(folders, ends, strict=True):
+        if end is not None and end.status == "failed":
+            file = str(Path(folder) / "exit.json")
+            if not search.read_text(file, end.reason):  # a reason that no rule knows is a failure all the same
+                search.read_text(file, f"the run wrote down that it failed: {end.reason}")
+    if ends and len(folders) == len(paths) and all(end is not None and end.status == "well" for end in ends):
+        return []  # the run went on after whatever the logs show, and ended well
+    beside = (settings_beside(path) for path in paths)
+    return _rank_causes(search, next((settings for settings in beside if settings.known), Settings(None)))
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a run's folder says that its last job ended: `status` is failed, well, or running as long as it goes on."""
+
+    status: str
+    reason: str = ""
+
+
+def _end_of_run(folder: Path) -> _End | None:
+    """How the last job of a run's folder ended; None where it is no run's folder."""
+    if not (folder / "config.yaml").is_file():
+        return None
+    try:
+        ended = json.loads((folder / "exit.json").read_text(encoding="utf-8"))
+        status, reason = ended["status"], str(ended.get("reason"))
+    except FileNotFoundError:
+        if _is_locked(folder):
+            return _End("running")
+        return _End("failed", "there is no exit.json, and nobody holds the folder")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return _End("failed", f"exit.json cannot be read: {error!r}")
+    return _End("failed", reason) if status == "failed" else _End("well")
+
+
+def _is_locked(folder: Path) -> bool:
+    try:
+        lock = os.open(folder / ".lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+# Order --------------------------------------------------------------------------------------------------------------
+
+
+def _rank_causes(search: Search, settings: Settings) -> list[Cause]:
+    """The causes, most likely first: roots by certainty and time, then suspects, then what followed."""
+    matches = {
+        name: match
+        for name, match in search.matches.items()
+        if match.rule.role != "noise" and (not match.rule.only_with or set(match.rule.only_with) & set(search.matches))
+    }
+    failed = any(match.rule.role in ("root", "consequence") for match in matches.values())
+    if not failed and search.worked:  # warnings of a job that got going are no failure
+        return []
+    last = max((match.attempt for match in matches.values()), default=0)
+    roles = {name: _role(match, matches) for name, match in matches.items()}
+
+    def key(match: Matches) -> tuple:
+        role, rule = roles[match.rule.id], match.rule
+        tier = 0 if role == "root" else 1 if role == "suspect" else 2 if rule.role == "root" else 3
+        if tier == 2 and rule.outside:
+            tier = 4
+        return tier, last - match.attempt, CERTAINTIES.index(rule.certainty), match.evidence[0].key
+
+    victims = {rank for match in matches.values() if _is_victim(match.rule) for rank in match.ranks}
+    silent = [rank for rank in search.ranks if rank not in victims]
+    ordered = sorted(matches.values(), key=key)
+    return [_cause(match, roles[match.rule.id], silent, settings) for match in ordered]
+
+
+def _role(match: Matches, matches: dict[str, Matches]) -> str:
+    """A rule's role here: a root that another one explains has followed it, and so has an end of a job that hung."""
+    rule = match.rule
+    if any(name in matches and rule.id not in matches[name].rule.follows for name in rule.follows):
+        return "consequence"
+    if rule.outside and any(other.rule.waits and _long_before(other, match) for other in matches.values()):
+        return "consequence"
+    return rule.role
+
+
+def _long_before(first: Matches, second: Matches) -> bool:
+    """Whether the one was there long before the other; without times the order in one file has to do."""
+    a, b = first.evidence[0], second.evidence[0]
+    if a.time is not None and b.time is not None:
+        return a.time + LATE_S < b.time
+    return a.file == b.file and a.line < b.line
+
+
+def _cause(match: Matches, role: str, silent: Sequence[str], settings: Settings) -> Cause:
+    rule = match.rule
+    text = _fill_in(rule.cause, match.groups)
+    if _is_victim(rule):
+        text = " ".join([text, *_missing_ranks(match, silent)])
+    options = tuple(advice(rule.options, settings))
+    return Cause(rule.id, role, text, _fill_in(rule.fix, match.groups), options, match)
+
+
+def _is_victim(rule: Rule) -> bool:
+    """Whether the ranks that say so are not to blame, but those that keep silent."""
+    return rule.waits or rule.closed
+
+
+def _missing_ranks(match: Matches, silent: Sequence[str]) -> list[str]:
+    sentences = []
+    for group, ranks in sorted(match.work.items()):
+        least, most = min(ranks.values()), max(ranks.values())
+        if least < most:
+            behind = names([rank for rank, work in ranks.items() if work == least])
+            sentences.append(f"In process group {group} {behind} had only begun collective {least}, others {most}.")
+    if match.ranks and silent:
+        sentences.append(f"{names(silent).capitalize()} reported nothing of the kind: look there first.")
+    return sentences
+
+
+def _fill_in(text: str, groups: dict[str, str]) -> str:
+    return re.sub(r"\{(\w+)\}", lambda name: groups.get(name[1], name[0]), text)
+
+
+def names(ranks: Sequence[str]) -> str:
+    """`rank 1, 2 and 5 more`; with logs of several nodes `local rank 0, 1 of node 0 and local rank 1 of node 1`."""
+    ordered = sorted(ranks, key=_number)
+    parts = []
+    for (node, kind), numbers in groupby(map(_number, ordered[:NAMED]), key=lambda parsed: parsed[:2]):
+        of = f" of node {node}" if node >= 0 else ""
+        parts.append(f"{kind} {', '.join(str(number) for *_, number in numbers)}{of}")
+    return " and ".join([*parts, *([f"{len(ordered) - NAMED} more"] if len(ordered) > NAMED else [])])
+
+
+def _number(rank: str) -> tuple[int, str, int]:
+    """The node (-1: not known), the kind and the number of `local rank 1 of node 0`."""
+    match = RANK.match(rank)
+    assert match is not None  # as log_reader.py writes it
+    return int(match["node"] or -1), match["kind"], int(match["number"])

@@ -1,0 +1,177 @@
+"""Reads logs as they are: of any size, with progress bars, colours, garbage, packed, and many ranks in one file.
+
+They come as blocks of whole lines, so that a block with nothing of interest can be passed over at once.
+"""
+
+import gzip
+import io
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshtrain.errors import InputError
+
+BLOCK = 1 << 20  # bytes read at once
+KEPT = 1 << 16  # bytes kept of a line that does not end within a block
+LONGEST = 4000  # characters that are searched at once: a longer line is searched in pieces
+OVERLAP = 500  # characters that two pieces share
+GZIP = b"\x1f\x8b"
+ENDINGS = (".log", ".out", ".err", ".txt", ".gz")  # of the files of a folder that are logs
+NAMES = re.compile(r"(?:stdout|stderr|slurm-\d+|log)(?:\W|$)", re.IGNORECASE)
+
+# Colours, cursor movements, window titles; and characters that no text has.
+CONTROL = re.compile(
+    rb"\x1b(?:\[[0-?]{0,40}[ -/]{0,4}[@-~]|\][^\x07\x1b\n]{0,200}(?:\x07|\x1b\\)|[@-Z\\-_])|[\x00-\x08\x0e-\x1f\x7f]"
+)
+
+# What launchers and collectors put before a line: torchrun's and torch's rank, srun -l, kubectl, containerd.
+PREFIX = re.compile(
+    r"\s*(?:\[(?P<role>[A-Za-z_]{0,20}?)(?P<number>\d{1,7})(?:\|\d{1,7})?\]:|(?P<task>\d{1,7}): "
+    r"|\[pod/[^\]\s]{1,200}\]|\d{4}-\d\d-\d\dT\S{1,40} (?:stdout|stderr) [FP]) ?"
+)
+INSIDE = re.compile(r"(?:\[|\d\) )Rank (\d{1,7})\]|^rank (\d{1,7}) on host |\bThis was rank (\d{1,7}) on host ")
+IN_NAME = re.compile(
+    r"(?:rank|task|worker)[_.-]?(\d{1,7})"
+    r"|(?:^|/)(\d{1,7})\.(?:out|err|log)$|\d(?<!-\d\d)[_.-](\d{1,7})\.(?:out|err|log)$"
+)
+LOCAL = re.compile(r"/attempt_(?P<attempt>\d{1,6})/(?P<number>\d{1,7})/std(?:out|err)\.log$")  # as torchrun has it
+NODE = re.compile(r"(?:^|/)node[_.-]?(\d{1,7})/")
+
+TIMES = (
+    re.compile(r"\d{4}-(?P<month>\d\d)-(?P<day>\d\d)[T _](?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d(?:[.,]\d{1,9})?)"),
+    re.compile(r"\[?[IWEF](?P<month>\d{1,2})(?P<day>\d\d) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d(?:\.\d{1,9})?)"),
+    re.compile(r"\b(?P<name>[A-Z][a-z]{2}) {1,2}(?P<day>\d{1,2}) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d(?:\.\d{1,9})?)"),
+)
+MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+
+
+@dataclass(frozen=True)
+class Log:
+    """A file to read."""
+
+    path: str
+    rank: str | None = None  # whose it is, as its path tells: `rank 3`, `local rank 3`, `local rank 3 of node 1`
+    process: str | None = None  # the folder of a process known by a number of its node's; its lines may know the job's
+    attempt: int = 0  # of torchrun, as its path tells
+
+    def blocks(self) -> Iterator[tuple[int, bytes]]:
+        """Blocks of whole lines, each with the number of its first line. Packed files that are cut off end early.
+
+        Raises:
+            InputError: the file cannot be read.
+        """
+        if self.path == "-":
+            with open(0, "rb", closefd=False) as stream:
+                yield from _blocks(stream)
+            return
+        try:
+            with open(self.path, "rb") as start:
+                packed = start.read(2) == GZIP if os.path.isfile(self.path) else False
+            with gzip.open(self.path) if packed else open(self.path, "rb") as stream:
+                yield from _blocks(stream)
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be read: {error.strerror or error}") from error
+
+
+def _blocks(stream: io.BufferedIOBase) -> Iterator[tuple[int, bytes]]:
+    number, rest = 1, b""
+    while data := _read(stream):
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if end == 0:
+            rest = (rest + data)[:KEPT]
+            continue
+        yield number, CONTROL.sub(b"", rest + data[:end])
+        number += data.count(b"\n")
+        rest = data[end:]
+    if rest:
+        yield number, CONTROL.sub(b"", rest)
+
+
+def _read(stream: io.BufferedIOBase) -> bytes:
+    try:
+        return stream.read1(BLOCK)  # what is there: of a packed file that is cut off, all up to the cut
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        return b""
+
+
+def pieces(line: bytes) -> Iterator[str]:
+    """What is searched at once: each state of a progress bar, and overlapping pieces of a long line."""
+    for part in line.split(b"\r"):
+        if not part:
+            continue
+        text = part.decode("utf-8", errors="replace")
+        for start in range(0, max(len(text) - OVERLAP, 1), LONGEST - OVERLAP):
+            yield text[start : start + LONGEST]
+
+
+def without_prefix(text: str) -> tuple[str, str | None]:
+    """A line without what launchers put before it, and who wrote it: `rank 3`, `local rank 3`, or None."""
+    rank = None
+    for _ in range(4):
+        prefix = PREFIX.match(text)
+        if prefix is None:
+            break
+        if prefix["task"] is not None or prefix["role"] == "rank":
+            rank = f"rank {int(prefix['task'] or prefix['number'])}"
+        elif prefix["number"] is not None:
+            rank = f"local rank {int(prefix['number'])}"
+        text = text[prefix.end() :]
+    inside = INSIDE.search(text[:300])
+    if rank is None and inside is not None:
+        rank = f"rank {int(next(filter(None, inside.groups())))}"
+    return text, rank
+
+
+def time_of(text: str) -> float | None:
+    """When a line was written, in seconds that order the lines of a year, if it says so near its beginning."""
+    for form in TIMES:
+        match = form.search(text[:120])
+        if match is not None:
+            name = match.groupdict().get("name")
+            if name is not None and name not in MONTHS:
+                continue
+            month = MONTHS.index(name) if name else int(match["month"]) - 1
+            days = month * 31 + int(match["day"])  # a month of 31 days keeps the order
+            return ((days * 24 + int(match["h"])) * 60 + int(match["m"])) * 60 + float(match["s"].replace(",", "."))
+    return None
+
+
+def logs_of(paths: list[str]) -> list[Log]:
+    """The logs that are meant by files and folders: of a folder all that lie below it.
+
+    Raises:
+        InputError: there is no such file, or a folder has no log.
+    """
+    files: dict[str, None] = {}
+    for path in paths:
+        if os.path.isdir(path):
+            files |= dict.fromkeys(_in_folder(path))
+        elif path == "-" or os.path.exists(path):
+            files[path] = None
+        else:
+            raise InputError(f"there is no log {path}: give files, the folder of a run, or - for standard input")
+    return [_log(path) for path in files]
+
+
+def _in_folder(folder: str) -> list[str]:
+    files = []
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name != "checkpoints" and not name.startswith("."))
+        files += [str(Path(root, name)) for name in sorted(names) if _is_log(name) and Path(root, name).is_file()]
+    return files
+
+
+def _is_log(name: str) -> bool:
+    return (name.endswith(ENDINGS) or NAMES.match(name) is not None) and name != "layout.txt"
+
+
+def _log(path: str) -> Log:
+    local, by_name = LOCAL.search(path), IN_NAME.search(path)
+    if local is not None:
+        nodes = NODE.findall(path[: local.start() + 1])  # the last one: where it all lies may be called node7 too
+        rank = f"local rank {int(local['number'])}" + (f" of node {int(nodes[-1])}" if nodes else "")
+        return Log(path, rank, os.path.dirname(path), int(local["attempt"]))
+    return Log(path, None if by_name is None else f"rank {int(next(filter(None, by_name.groups())))}")

@@ -1,0 +1,167 @@
+"""The rules by which a failure is recognized: data, read from a YAML file and checked strictly.
+
+A pattern is searched for in one line, whatever its case. As a log may be large and hostile, patterns have no unbounded
+`.*`, and each has a piece of plain text that has to be in a line, which is looked for first.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshtrain.errors import InputError
+
+OWN = Path(__file__).with_name("rules.yaml")
+ROLES = ("root", "suspect", "consequence", "noise")
+CERTAINTIES = ("sure", "likely", "hint")
+LISTS = ("match", "follows", "only_with", "examples", "never")
+TEXTS = ("id", "role", "cause", "fix", "certainty", "kind", "options")
+FLAGS = ("waits", "closed", "outside", "in_traceback")
+NEEDED = ("id", "match", "role", "cause", "fix", "examples")
+# An escape, a class, a count in braces, or a character.
+TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d*,?\d*\}|[\s\S]")
+SHORTEST = 4  # characters of a pattern's plain text: shorter ones are in every line
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A regular expression, and texts in lower case one of which is in every line that it matches."""
+
+    regex: re.Pattern[str]
+    literals: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One failure. `role`: root ends jobs; suspect is a warning that explains a failure and alone ends nothing;
+    consequence follows when something else has failed; noise looks like a failure and is none."""
+
+    id: str
+    match: tuple[Pattern, ...]
+    role: str
+    cause: str
+    fix: str
+    certainty: str = "likely"  # how surely the line tells the cause, to choose between several roots
+    follows: tuple[str, ...] = ()  # rules that explain this one: where one of them is found, this is what followed
+    only_with: tuple[str, ...] = ()  # it counts only where one of these is found, too
+    kind: str | None = None  # of a job's own diagnosis (`kind` in its line MESHTRAIN_FAILURE) that the rule is about
+    options: str | None = None  # which of the config's own options help: a name in `advice.OPTIONS`
+    waits: bool = False  # the ranks that say so waited for another one, so that those that keep silent are to blame
+    closed: bool = False  # the same for a connection that another rank has closed
+    outside: bool = False  # somebody ended the job from outside: where ranks had waited in vain before, that is why
+    in_traceback: bool = False  # looked for only in the last line of a traceback that no other rule knows
+    examples: tuple[str, ...] = ()  # lines that it matches
+    never: tuple[str, ...] = ()  # lines that look like it and that it leaves alone
+
+    def may_match(self, lower: str) -> bool:
+        """Whether a line, given in lower case, has the plain text of one of its patterns."""
+        return any(literal in lower for pattern in self.match for literal in pattern.literals)
+
+    def search(self, text: str, lower: str) -> re.Match[str] | None:
+        """The first of its patterns that the line `text` matches; `lower` is the same line in lower case."""
+        for pattern in self.match:
+            if any(literal in lower for literal in pattern.literals) and (result := pattern.regex.search(text)):
+                return result
+        return None
+
+
+def load_rules(path: Path = OWN) -> tuple[Rule, ...]:
+    """The rules of a file, in its order.
+
+    Raises:
+        InputError: the file cannot be read, or a rule is wrong; the message names it.
+    """
+    try:
+        entries = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"{path}: the rules cannot be read: {error}") from error
+    if not isinstance(entries, list):
+        raise InputError(f"{path}: expected a list of rules, found {type(entries).__name__}")
+    rules = tuple(_rule(entry, f"{path.name}, rule {number}") for number, entry in enumerate(entries, 1))
+    known = [rule.id for rule in rules]
+    for rule in rules:
+        if known.count(rule.id) > 1:
+            raise InputError(f"{path.name}: the id {rule.id} stands there twice")
+        for name in (*rule.follows, *rule.only_with):
+            if name not in known or name == rule.id:
+                raise InputError(f"{path.name}, {rule.id}: there is no other rule {name} to follow or to go with")
+    return rules
+
+
+def _rule(entry: Any, place: str) -> Rule:
+    if not isinstance(entry, Mapping):
+        raise InputError(f"{place}: expected keys and values, found {entry!r}")
+    place = f"{place} ({entry.get('id')})"
+    unknown = set(entry) - {*LISTS, *TEXTS, *FLAGS}
+    missing = [key for key in NEEDED if not entry.get(key)]
+    if unknown or missing:
+        raise InputError(f"{place}: unknown keys {sorted(map(str, unknown))}, missing keys {missing}")
+    values: dict[str, Any] = {}
+    for key, value in entry.items():
+        if key in LISTS:
+            value = [value] if isinstance(value, str) else value
+            if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
+                raise InputError(f"{place}: {key} should be a text or a list of texts and is {value!r}")
+            values[key] = tuple(value)
+        elif not isinstance(value, bool if key in FLAGS else str):
+            raise InputError(f"{place}: {key} should be {'true or false' if key in FLAGS else 'a text'}, not {value!r}")
+        else:
+            values[key] = " ".join(value.split()) if isinstance(value, str) else value
+    for key, names in (("role", ROLES), ("certainty", CERTAINTIES)):
+        if values.get(key, names[0]) not in names:
+            raise InputError(f"{place}: {key} should be one of {', '.join(names)}, not {values[key]!r}")
+    anywhere = not values.get("in_traceback", False)
+    values["match"] = tuple(_pattern(text, place, anywhere) for text in values["match"])
+    for name in re.findall(r"\{(\w+)\}", values["cause"] + values["fix"]):
+        if any(name not in pattern.regex.groupindex for pattern in values["match"]):
+            raise InputError(f"{place}: the text has {{{name}}}, and not every pattern has a group of that name")
+    return Rule(**values)
+
+
+def _pattern(text: str, place: str, anywhere: bool) -> Pattern:
+    """Not `anywhere`: it is looked for only at the end of tracebacks."""
+    try:
+        regex = re.compile(text, re.IGNORECASE)
+    except re.error as error:
+        raise InputError(f"{place}: {text!r} is no regular expression: {error}") from error
+    plain = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", text)  # without escapes and character classes
+    if re.search(r"\.[*+]|\.\{\d*,\}|\)(?:[*+]|\{)", plain):
+        raise InputError(
+            f"{place}: {text!r} repeats `.` or a group without a bound, which may take forever on a long line: "
+            "write .{0,80}, or a class such as [^,]+"
+        )
+    literals = literals_of(text) if anywhere else ("",)
+    if not literals:
+        raise InputError(
+            f"{place}: {text!r} has an alternative without {SHORTEST} plain characters in a row to look for"
+        )
+    return Pattern(regex, literals)
+
+
+def literals_of(text: str) -> tuple[str, ...]:
+    """Of each alternative of a regular expression the longest plain text in every match; empty if one has none."""
+    if text.startswith("(?-i:") and text.endswith(")"):  # a whole pattern that heeds case
+        text = text[5:-1]
+    alternatives: list[list[str]] = [[""]]  # runs of plain characters outside of groups
+    depth = 0
+    for token in TOKEN.findall(text):
+        runs = alternatives[-1]
+        depth += (token == "(") - (token == ")")
+        if token == "|" and depth == 0:
+            alternatives.append([""])
+        elif depth > 0:
+            runs.append("")
+        elif token in ("?", "*") or (token.startswith("{") and len(token) > 1):  # what is before it may be missing
+            runs[-1] = runs[-1][:-1]
+            runs.append("")
+        elif token.startswith("\\") and not token[1].isalnum():
+            runs[-1] += token[1]
+        elif len(token) == 1 and token not in ".^$+)":
+            runs[-1] += token
+        else:
+            runs.append("")
+    longest = tuple(max(runs, key=len).lower() for runs in alternatives)
+    return longest if min(map(len, longest)) >= SHORTEST else ()

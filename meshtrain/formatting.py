@@ -1,0 +1,28 @@
+"""How lists, ranges and sizes are written for people. Pure."""
+
+from collections.abc import Iterable, Sequence
+
+
+def join_some(items: Sequence[str], most: int = 4) -> str:
+    """`a, b, c, d and 12 more`."""
+    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
+def ranges(numbers: Iterable[int]) -> list[str]:
+    """`[0, 1, 2, 8]` as `["0-2", "8"]`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+
+
+def bytes_text(nbytes: float) -> str:
+    """`512 bytes`, `1.2 GiB`, `340 MiB`."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "bytes" or nbytes >= 100 else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"

@@ -1,0 +1,135 @@
+"""Writing a Hugging Face directory: made beside its place, which it takes when it is complete and on disk."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from meshtrain.errors import InputError
+from meshtrain.huggingface.load import KINDS
+from meshtrain.huggingface.safetensors import (
+    CONFIG,
+    FILE_BYTES,
+    FLOATS,
+    INDEX,
+    TOKENIZER,
+    WRITER,
+    Entry,
+    export_problem,
+    index,
+    pack_header,
+    planned_files,
+)
+from meshtrain.storage import fsync_folder, write_whole
+
+
+@contextmanager
+def as_input_errors(path: Path) -> Iterator[None]:
+    """Turns an OSError into an InputError: the disk is the user's to mend."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"the export to {error.filename or path} failed: {error.strerror or error}") from error
+
+
+def plan_export(entries: Iterable[Entry], dtype: torch.dtype, file_bytes: int = FILE_BYTES) -> dict[str, list[Entry]]:
+    """Name of each file -> what it will hold, in this order; floating tensors become `dtype`."""
+    written = [replace(entry, dtype=KINDS[dtype]) if entry.dtype in FLOATS else entry for entry in entries]
+    return planned_files(written, file_bytes)
+
+
+def config_text(config: Mapping[str, Any] | None, dtype: torch.dtype) -> str | None:
+    """The text of config.json. transformers 5 reads `dtype`, and older ones `torch_dtype`."""
+    word = str(dtype).removeprefix("torch.")
+    return None if config is None else json.dumps({**config, "dtype": word, "torch_dtype": word}, indent=2) + "\n"
+
+
+class ExportFolder:
+    """Where an export goes. One process calls its methods; several may write files in `making`."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.target = Path(folder).expanduser().absolute()
+        self.making = self.target.with_name(f".{self.target.name}.tmp")
+
+    def make(self) -> None:
+        """Makes the folder to write in; InputError if something that no export has written is in the place."""
+        self._refuse()
+        self.drop()  # of a job that was ended while it wrote
+        self.making.mkdir(parents=True)
+
+    def drop(self) -> None:
+        if self.making.exists():
+            shutil.rmtree(self.making)
+
+    def finish(self, files: Mapping[str, Sequence[Entry]], config: str | None, tokenizer: str | None) -> None:
+        """Writes the small files, whose texts are given; the folder gets its name. What stood there goes last."""
+        texts = {CONFIG: config, INDEX: index(files) if len(files) > 1 else None, TOKENIZER: tokenizer}
+        for name, text in texts.items():
+            if text is not None:
+                write_whole(self.making / name, text)
+        fsync_folder(self.making)
+        self._refuse()  # something else may have been put there meanwhile; it stays
+        before = self.target.with_name(f".{self.target.name}.old")
+        if before.exists():
+            shutil.rmtree(before)
+        if self.target.exists():
+            self.target.rename(before)
+        self.making.rename(self.target)
+        fsync_folder(self.target.parent)
+        if before.exists():
+            shutil.rmtree(before)
+
+    def _refuse(self) -> None:
+        problem = export_problem(self.target)
+        if problem:
+            raise InputError(f"the export cannot be written: {problem}")
+
+
+class WeightFiles:
+    """Files of weights that are written tensor by tensor, in the order of a plan (`plan_export`)."""
+
+    def __init__(self, folder: Path, plan: Mapping[str, Sequence[Entry]]) -> None:
+        self.folder = folder
+        self.plan = plan
+        self._left = {name: list(entries) for name, entries in plan.items()}
+        self._files: dict[str, BinaryIO] = {}
+
+    def __enter__(self) -> "WeightFiles":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def write(self, name: str, entry: Entry, data: Iterable[memoryview]) -> None:
+        """Appends a tensor, given in any number of pieces, to its file, which is on disk after its last one.
+
+        Raises:
+            OSError: with the name of the file.
+        """
+        try:
+            if name not in self._files:
+                self._files[name] = (self.folder / name).open("xb", buffering=0)
+                write_all(self._files[name], pack_header(self.plan[name], {"format": "pt", "writer": WRITER}))
+            file, left = self._files[name], self._left[name]
+            assert left.pop(0) == entry
+            for piece in data:
+                write_all(file, piece)
+            if not left:
+                os.fsync(file.fileno())
+                file.close()
+        except OSError as error:
+            error.filename = error.filename or str(self.folder / name)
+            raise
+
+
+def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]

@@ -1,0 +1,235 @@
+"""The safetensors format, and folders of such files as Hugging Face lays them out. Torch is not needed.
+
+A file is 8 bytes with the length of its header, a JSON header (name -> dtype, shape, where its bytes lie), and the
+bytes (https://huggingface.co/docs/safetensors). A checkpoint's files have the same format (checkpoint/shard_file.py).
+"""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshtrain.errors import InputError
+from meshtrain.formatting import join_some
+
+CONFIG, SINGLE, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
+METADATA = "__metadata__"  # the key of a header that is no tensor
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+MAX_DIMS = 64  # as in torch
+FILE_BYTES = 2 * 2**30  # of an exported file, unless one tensor is larger
+WRITER = "meshtrain"  # in the header of what we write, by which an earlier export is known
+SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file: its name there, its type in safetensors' words, and its shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * SIZES[self.dtype]
+
+
+def by_numbers(name: str) -> list[tuple[int, str]]:
+    """The key by which names are sorted into the order of a file: layer 2 comes before layer 10."""
+    return [(int(word), "") if word.isdecimal() else (-1, word) for word in name.split(".")]
+
+
+# Headers ------------------------------------------------------------------------------------------------------------
+
+
+def pack_header(entries: Sequence[Entry], metadata: Mapping[str, str], align: int = 8) -> bytes:
+    """The length and header of a file with these tensors in a row; the data begins at a multiple of `align` bytes."""
+    about: dict[str, Any] = {METADATA: dict(metadata)}
+    offset = 0
+    for entry in entries:
+        end = offset + entry.nbytes
+        about[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, end]}
+        offset = end
+    if len(about) <= len(entries):
+        raise ValueError("two tensors of a file have one name")
+    text = json.dumps(about, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % align)
+    return struct.pack("<Q", len(text)) + text
+
+
+def header_length(prefix: bytes, file_bytes: int, most: int = MAX_HEADER) -> int:
+    """Bytes of the header that follows the first 8 bytes of a file; ValueError if there can be none such."""
+    length = struct.unpack("<Q", prefix.ljust(8, b"\0"))[0]
+    if not 2 <= length <= min(most, file_bytes - 8):
+        raise ValueError(f"its header would have {length:,} bytes, and the file has {file_bytes:,}")
+    return length
+
+
+def parse_entry(name: str, about: Any) -> tuple[Entry, int, int] | None:
+    """An entry of a header, and where its bytes begin and end in the data; None if the header cannot mean one."""
+    try:
+        entry = Entry(name, about["dtype"], tuple(about["shape"]))
+        begin, end = about["data_offsets"]
+        good = len(entry.shape) <= MAX_DIMS and begin <= end
+        good = good and all(type(n) is int and 0 <= n < 2**63 for n in (begin, end, *entry.shape))
+        return (entry, begin, end) if good and (entry.dtype not in SIZES or end - begin == entry.nbytes) else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of a safetensors file; InputError if it is missing, broken, or cut short."""
+    header, data_bytes = _read_json(path)
+    entries = {}
+    for name, about in header.items():
+        if name == METADATA:
+            continue
+        parsed = parse_entry(name, about)
+        if parsed is None or parsed[2] > data_bytes:
+            raise InputError(
+                f"{path} is no whole safetensors file: what its header says of {name} does not fit its "
+                f"{data_bytes:,} bytes of data: copy it anew"
+            )
+        entries[name] = parsed[0]
+    return entries
+
+
+def _read_json(path: Path) -> tuple[dict[str, Any], int]:
+    """A file's header, and how many bytes of data follow."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = header_length(file.read(8), size)
+            header = json.loads(file.read(length))
+        if not isinstance(header, dict):
+            raise ValueError("its header is no JSON object")
+    except FileNotFoundError:
+        raise InputError(f"there is no {path}: copy the folder anew, or what is missing of it") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} is no whole safetensors file: {error}: copy it anew") from error
+    return header, size - 8 - length
+
+
+# Folders ------------------------------------------------------------------------------------------------------------
+
+
+def read_config(folder: Path) -> str:
+    """The text of a folder's config.json, which is a JSON object; InputError if it is not there or something else."""
+    path = folder / CONFIG
+    try:
+        text = path.read_text(encoding="utf-8")
+        is_object = isinstance(json.loads(text), dict)
+    except FileNotFoundError:
+        raise InputError(f"there is no {path}: {_expected_files(folder)}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not JSON: {error}: copy the file anew") from error
+    if not is_object:
+        raise InputError(f"{path} holds no object, as a config.json does: copy the file anew")
+    return text
+
+
+def stored(folder: Path) -> dict[Path, dict[str, Entry]]:
+    """The tensors of a folder by file: of `model.safetensors`, or of the files that its index names.
+
+    Raises:
+        InputError: there is no such file, or one that is broken or leads out of the folder.
+    """
+    if (folder / SINGLE).is_file():
+        return {folder / SINGLE: read_header(folder / SINGLE)}
+    if not (folder / INDEX).is_file():
+        pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+        if pickled:
+            raise InputError(
+                f"{folder} holds its weights as {pickled[0]}, a pickle, which can run code when it is read: convert it "
+                "(in transformers: from_pretrained, then save_pretrained), or get the model's safetensors files"
+            )
+        raise InputError(f"{folder} has neither {SINGLE} nor {INDEX}: {_expected_files(folder)}")
+    names_by_file: dict[Path, list[str]] = {}
+    for name, file in _read_index(folder / INDEX).items():
+        names_by_file.setdefault(folder / file, []).append(name)
+    files = {}
+    for path, names in names_by_file.items():
+        entries = read_header(path)
+        missing = [name for name in names if name not in entries]
+        if missing:
+            raise InputError(f"{path} lacks {join_some(missing)}, which {INDEX} says are in it: copy both files anew")
+        files[path] = {name: entries[name] for name in names}
+    return files
+
+
+def _expected_files(folder: Path) -> str:
+    text = f"a Hugging Face directory has {CONFIG} and {SINGLE}, or {INDEX} and the files that it names (and a run's "
+    text += "folder has checkpoints)"
+    return text if folder.is_dir() else f"{folder} is no folder; {text} (`hf download NAME --local-dir DIR` makes one)"
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Name of a tensor -> name of the file that it is in."""
+    try:
+        files = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"].items())
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} is no index of weights ({error!r}): copy the file anew") from error
+    for name, file in files.items():
+        if not isinstance(file, str) or Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
+            raise InputError(
+                f"{path} says that {name} is in {file!r}: expected the name of a .safetensors file in the same folder"
+            )
+    return files
+
+
+# Exports ------------------------------------------------------------------------------------------------------------
+
+
+def planned_files(entries: Sequence[Entry], most: int = FILE_BYTES) -> dict[str, list[Entry]]:
+    """Spreads tensors, in their order, over files of at most `most` bytes: name of the file -> its tensors."""
+    files: list[list[Entry]] = [[]]
+    for entry in entries:
+        if files[-1] and sum(other.nbytes for other in files[-1]) + entry.nbytes > most:
+            files.append([])
+        files[-1].append(entry)
+    if len(files) == 1:
+        return {SINGLE: files[0]}
+    return {f"model-{n:05d}-of-{len(files):05d}.safetensors": file for n, file in enumerate(files, 1)}
+
+
+def index(files: Mapping[str, Sequence[Entry]]) -> str:
+    """The text of `model.safetensors.index.json`."""
+    total = sum(entry.nbytes for entries in files.values() for entry in entries)
+    weight_map = {entry.name: file for file, entries in files.items() for entry in entries}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+
+
+def export_problem(folder: Path) -> str | None:
+    """Why an export cannot go there; None if it can: nothing is there, an empty folder, or an earlier export."""
+    folder = folder.absolute()
+    above = next(parent for parent in folder.parents if parent.exists())
+    if not folder.exists() and not folder.is_symlink():
+        if above.is_dir() and os.access(above, os.W_OK | os.X_OK):
+            return None
+        return f"{folder} cannot be made, since {above} is no folder that may be written to: name another one"
+    if not folder.is_dir():
+        return f"{folder} is a file: name a folder, which may be new"
+    if not os.access(folder.parent, os.W_OK | os.X_OK):  # the new folder is made beside the old one
+        return f"{folder.parent} may not be written to: name a folder somewhere else"
+    files = sorted(folder.iterdir())
+    foreign = [path.name for path in files if not _of_export(path)]
+    if not files or (not foreign and any(path.suffix == ".safetensors" for path in files)):
+        return None
+    foreign = foreign or [path.name for path in files]
+    return f"{folder} holds {join_some(foreign)}, which no export has written: empty it, or name another folder"
+
+
+def _of_export(path: Path) -> bool:
+    """Whether an earlier export wrote this file."""
+    if path.suffix != ".safetensors":
+        return path.name in (CONFIG, INDEX, TOKENIZER)
+    try:
+        metadata = _read_json(path)[0].get(METADATA)
+    except InputError:
+        return False
+    return isinstance(metadata, dict) and metadata.get("writer") == WRITER

@@ -1,0 +1,210 @@
+"""Consistency of ranks: what they must have alike is compared before anything is built, and a difference named by key.
+
+Each rank sends rank 0 a digest of each fingerprint; values follow only where digests differ, of one rank per digest.
+"""
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from meshtrain.config import locate
+from meshtrain.errors import AgreedError
+from meshtrain.formatting import join_some, ranges
+from meshtrain.job.process import Job
+
+if TYPE_CHECKING:
+    from meshtrain.config import Config
+
+PACKAGES = ("meshtrain", "numpy")  # torch and Python tell their versions themselves
+VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS_", "OMP_", "MKL_")  # change results or traffic
+OF_EACH_HOST = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID")
+NOT_SET = "(not set)"
+MOST_VALUES = 8  # of a topic that are looked at
+MOST_LINES = 12
+MOST_NAMES = 4
+MOST_CHARACTERS = 100
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What all ranks should have alike."""
+
+    name: str  # for people: `the config`
+    values: Mapping[str, str] | None  # by key, both as people know them; None: another rank of this host has looked
+    remedy: str  # what to do about a difference
+    refused: bool = True  # whether a job with a difference does not start; if not, rank 0 prints it
+
+
+def require_equal(job: Job, *fingerprints: Fingerprint) -> None:
+    """Goes on if all ranks have the same values. All ranks call it, with the same fingerprints.
+
+    Raises:
+        AgreedError: on every rank: the keys that differ, with each value and the ranks and hosts that have it.
+    """
+    problems = []
+    for fingerprint, lines in zip(fingerprints, _gather_differences(job, fingerprints), strict=True):
+        if lines:
+            head = f"{fingerprint.name} is not the same on all ranks:\n"
+            text = head + "".join(f"  {line}\n" for line in lines) + fingerprint.remedy
+            if fingerprint.refused:
+                problems.append(text)
+            else:
+                job.say(f"warning: {text}")
+    if problems:
+        raise AgreedError("\n".join(problems))
+
+
+def _gather_differences(job: Job, fingerprints: Sequence[Fingerprint]) -> list[list[str]]:
+    what = "comparing " + ", ".join(each.name for each in fingerprints)
+    meeting = job.round()
+    meeting.put([job.host, [_digest(each.values) for each in fingerprints]])
+    hosts: list[str] = []
+    alike: list[list[list[int]]] = []  # for each fingerprint the groups of ranks that have the same values
+    if job.rank == 0:
+        hosts, digests = map(list, zip(*meeting.gather(what), strict=True))
+        alike = [_alike(column) for column in zip(*digests, strict=True)]
+        meeting.broadcast([[group[0] for group in groups[:MOST_VALUES]] if len(groups) > 1 else [] for groups in alike])
+    speakers = meeting.receive(what)  # for each fingerprint the ranks whose values are looked at
+    if not any(speakers):
+        return [[] for _ in fingerprints]
+    meeting = job.round()
+    values = [
+        dict(each.values) if job.rank in ranks and each.values is not None else None
+        for each, ranks in zip(fingerprints, speakers, strict=True)
+    ]
+    meeting.put(values)
+    if job.rank == 0:
+        gathered = meeting.gather(what)
+        meeting.broadcast(
+            [
+                differences([gathered[rank][i] for rank in ranks], groups, hosts) if ranks else []
+                for i, (ranks, groups) in enumerate(zip(speakers, alike, strict=True))
+            ]
+        )
+    return meeting.receive(what)
+
+
+def _digest(values: Mapping[str, str] | None) -> str | None:
+    return None if values is None else hashlib.sha256(json.dumps(sorted(values.items())).encode()).hexdigest()[:24]
+
+
+def _alike(digests: Sequence[str | None]) -> list[list[int]]:
+    """The ranks that have the same, in the order of their first ranks; without those that have not looked."""
+    groups: dict[str, list[int]] = {}
+    for rank, digest in enumerate(digests):
+        if digest is not None:
+            groups.setdefault(digest, []).append(rank)
+    return list(groups.values())
+
+
+# In words (pure) -----------------------------------------------------------------------------------------------------
+
+
+def differences(
+    values: Sequence[Mapping[str, str]], groups: Sequence[Sequence[int]], hosts: Sequence[str]
+) -> list[str]:
+    """The keys in which groups of ranks differ, a line each; none where there is but one group.
+
+    `optimizer.lr: 0.001 on ranks 0-3 (host a), 0.0003 on rank 4 (host b)`. `values`: of the groups in their order,
+    later ones may be missing. `groups`: the ranks that have the same values. `hosts`: by rank.
+    """
+    lines = []
+    for key in dict.fromkeys(key for each in values for key in each):
+        by_value: dict[str, list[int]] = {}
+        for each, ranks in zip(values, groups, strict=False):
+            by_value.setdefault(each.get(key, NOT_SET), []).extend(ranks)
+        if len(by_value) > 1:
+            described = [f"{_cut(value)} on {describe_ranks(ranks, hosts)}" for value, ranks in by_value.items()]
+            lines.append(f"{key}: {', '.join(described)}")
+    if len(lines) > MOST_LINES:
+        lines[MOST_LINES:] = [f"and {len(lines) - MOST_LINES} more"]
+    unseen = [rank for ranks in groups[len(values) :] for rank in ranks]
+    return lines + ([f"and {describe_ranks(unseen, hosts)} differ from all of these"] if unseen else [])
+
+
+def describe_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """`rank 4 (host b)`, `ranks 0-3, 9 (hosts a, c)`; long lists are cut. `hosts`: by rank."""
+    ordered = sorted(ranks)
+    runs = ranges(ordered)
+    names = list(dict.fromkeys(hosts[rank] for rank in ordered))
+    of_hosts = f"(host{'s' * (len(names) > 1)} {join_some(names, MOST_NAMES)})"
+    return f"rank{'s' * (len(ordered) > 1)} {join_some(runs, MOST_NAMES)} {of_hosts}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
+
+
+def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """`{"optimizer": {"lr": 1e-3}}` as `{"optimizer.lr": "0.001"}`; None is `null`, as the YAML has it."""
+    values: dict[str, str] = {}
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            values |= flat(value, f"{prefix}{key}.")
+        else:
+            values[f"{prefix}{key}"] = "null" if value is None else str(value)
+    return values
+
+
+# What a run is made of -----------------------------------------------------------------------------------------------
+
+
+def run_fingerprints(config: "Config", variables: Mapping[str, str]) -> Iterator[Fingerprint]:
+    """What has to be the same on all ranks before a run is built, but for its data. `variables`: the environment."""
+    plain = config.plain()
+    layout = ", ".join(f"{axis}: {size}" for axis, size in plain.pop("layout").items())  # their order counts
+    yield Fingerprint(
+        "the config",
+        flat(plain) | {"layout": f"{{{layout}}}"},
+        "start every process with the same file and the same overrides",
+    )
+    yield Fingerprint(
+        "the code",
+        locate.code() | _own_files(config),
+        "install the same version on all hosts (git status, git log -1), or run it from a folder that all of them see",
+    )
+    yield Fingerprint(
+        "the software", versions(), "install the same versions on all hosts, from one lock file or one container image"
+    )
+    yield Fingerprint(
+        "the environment",
+        {name: value for name, value in variables.items() if name.startswith(VARIABLES) and name not in OF_EACH_HOST},
+        "training goes on; export each variable with one value on all hosts, or nowhere",
+        refused=False,
+    )
+
+
+def _own_files(config: "Config") -> dict[str, str]:
+    named = [name for name in (config.model.name, config.data.source) if name.endswith(".py")]
+    named += [name for name in (config.pipeline.schedule,) if name.endswith(".csv")]
+    return {name: locate.digest(Path(name).expanduser()) for name in named}
+
+
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Name -> version of what computes and communicates: these packages that are installed, torch, Python, CUDA."""
+    versions = {"torch": str(torch.__version__), "python": platform.python_version()}
+    for package in packages:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:  # meshtrain may run in a clone where nothing was installed
+            continue
+    if torch.version.cuda is not None:
+        versions["cuda"] = torch.version.cuda
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions
+
+
+def checkpoint_versions(model: ModuleType) -> dict[str, str]:
+    """For a checkpoint: versions, and a digest of the code, meshtrain's own and that of the model's file."""
+    files = {name: digest for name, digest in locate.code().items() if name.startswith("meshtrain/")}
+    files["model"] = locate.digest(Path(str(model.__file__)))
+    own = {"meshtrain": "of a clone"} | versions()
+    return {name: own[name] for name in ("meshtrain", "torch", "python")} | {"code": str(_digest(files))[:16]}

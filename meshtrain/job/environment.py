@@ -1,0 +1,197 @@
+"""The environment as the launcher has set it (torchrun's variables, SLURM's, or none), and marks of earlier starts."""
+
+import hashlib
+import itertools
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshtrain.errors import InputError
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
+OWN_DESCRIPTORS = 512  # of a process; who serves the job's store has one more for each rank
+SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+HOSTS = re.compile(r"[^,\[\]]+(?:\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\][^,\[\]]*)*")  # an item of a SLURM node list
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # set to 1, torchrun opens a store for each start of the workers
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where one process stands in its job."""
+
+    launcher: str  # "torchrun", "srun" or "none"
+    rank: int
+    world_size: int
+    local_rank: int  # its number among the job's processes of this host; it picks the GPU
+    host: str
+    master: tuple[str, int] | None  # host and port at which the job's store listens; None where there is no store
+    hosts_store: bool = False  # whether this process is the one to serve the store there
+    restarts: int = 0  # how often torchrun has started this worker anew
+    requeues: int = 0  # how often SLURM has started this job anew
+    restarts_left: int = 0  # how often torchrun would start this worker again
+    started_before: bool = False  # by its agent, also for another reason than a failure
+    launch: str | None = None  # what tells this launch of the job, with all of its restarts, from others
+
+    @property
+    def again(self) -> bool:
+        """Whether this is not the first start of a job that the launcher starts anew when it was lost."""
+        return self.restarts > 0 or self.requeues > 0 or self.started_before
+
+
+def read_environment(variables: Mapping[str, str]) -> Environment:
+    """This process's place in the job. Raises InputError: a variable is missing or no number; the message names it."""
+    host = socket.gethostname()
+    requeues = _number(variables, "SLURM_RESTART_COUNT", 0)
+    launch = variables.get("SLURM_JOB_ID")
+    if any(name in variables for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")):
+        _need(variables, TORCHRUN, "torchrun sets them all; to run a single process, unset them all")
+        rank, restarts = _number(variables, "RANK"), _number(variables, "TORCHELASTIC_RESTART_COUNT", 0)
+        if variables.get("TORCHELASTIC_RUN_ID", "none") != "none":  # as torchrun has it where nobody names one
+            launch = variables["TORCHELASTIC_RUN_ID"]
+        return Environment(
+            "torchrun",
+            rank,
+            _number(variables, "WORLD_SIZE"),
+            _number(variables, "LOCAL_RANK"),
+            host,
+            (variables["MASTER_ADDR"], _number(variables, "MASTER_PORT")),
+            rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            restarts,
+            requeues,
+            _number(variables, "TORCHELASTIC_MAX_RESTARTS", 0) - restarts,
+            launch=launch,
+        )
+    # The shell of an sbatch script carries SLURM_PROCID=0 as well, but it is no task of a step: python there is alone.
+    batch_shell = variables.get("ENVIRONMENT") == "BATCH" and not variables.get("SLURM_STEP_ID")
+    if "SLURM_PROCID" in variables and not batch_shell:
+        _need(variables, SLURM, "srun sets them all")
+        rank, local_rank = _number(variables, "SLURM_PROCID"), _number(variables, "SLURM_LOCALID")
+        # An exported address is that of task 0. Otherwise it is the first node's, wherever task 0 was put.
+        chosen = "MASTER_ADDR" in variables or "SLURM_NODEID" not in variables
+        return Environment(
+            "srun",
+            rank,
+            _number(variables, "SLURM_NTASKS"),
+            local_rank,
+            variables.get("SLURMD_NODENAME", host),
+            _slurm_master(variables) if variables["SLURM_NTASKS"] != "1" else None,
+            rank == 0 if chosen else (local_rank == 0 and _number(variables, "SLURM_NODEID") == 0),
+            requeues=requeues,
+            launch=launch,
+        )
+    return Environment("none", 0, 1, 0, host, None, requeues=requeues, launch=launch)
+
+
+def _need(variables: Mapping[str, str], names: tuple[str, ...], why: str) -> None:
+    missing = [name for name in names if name not in variables]
+    if missing:
+        present = ", ".join(f"{name}={variables[name]}" for name in names if name in variables)
+        raise InputError(f"the environment has {present} but not {', '.join(missing)}: {why}")
+
+
+def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
+    if default is not None and not variables.get(name):
+        return default
+    if not variables[name].isdecimal():
+        raise InputError(f"the environment variable {name} should be a number and is {variables[name]!r}")
+    return int(variables[name])
+
+
+def _slurm_master(variables: Mapping[str, str]) -> tuple[str, int]:
+    """Where the ranks of a job step meet: MASTER_ADDR and MASTER_PORT, or the first node of the step and a port derived
+    from the ids of job and step, below those that Linux gives to outgoing connections (from 32768 on)."""
+    address = variables.get("MASTER_ADDR")
+    if address is None:
+        nodes = next((variables[name] for name in SLURM_NODES if name in variables), None)
+        if nodes is None:
+            raise InputError(
+                f"the environment has neither MASTER_ADDR nor a node list ({', '.join(SLURM_NODES)}): "
+                "export MASTER_ADDR as the host of task 0"
+            )
+        address = first_host(nodes)
+    if "MASTER_PORT" in variables:
+        return address, _number(variables, "MASTER_PORT")
+    if "SLURM_JOB_ID" not in variables:
+        raise InputError("the environment has neither MASTER_PORT nor SLURM_JOB_ID: export MASTER_PORT, a free port")
+    job, step = _number(variables, "SLURM_JOB_ID"), _number(variables, "SLURM_STEP_ID", 0)
+    return address, 10000 + (job * 16 + step) % 20000
+
+
+# SLURM's node lists --------------------------------------------------------------------------------------------------
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a SLURM node list: `rack[1-2]gpu[007-012,020],login1` -> `rack1gpu007`. Raises InputError."""
+    names = expand_hosts(nodes)
+    if not names:
+        raise InputError(f"the node list {nodes!r} is empty: export MASTER_ADDR")
+    return names[0]
+
+
+def expand_hosts(nodes: str) -> tuple[str, ...]:
+    """All names of a SLURM node list: `gpu[07-09,12],login1` -> gpu07, gpu08, gpu09, gpu12, login1; or InputError."""
+    names: list[str] = []
+    for item in re.split(r",(?![^\[]*\])", nodes.strip()) if nodes.strip() else ():
+        if HOSTS.fullmatch(item) is None:
+            form = "is not of SLURM's form, for instance node[01-04,07]"
+            raise InputError(f"the node list {nodes!r} {form}: export MASTER_ADDR")
+        parts = re.split(r"\[([^\]]*)\]", item)  # names and lists of numbers in turn
+        choices = [_numbers(part) if i % 2 else [part] for i, part in enumerate(parts)]
+        names += ["".join(each) for each in itertools.product(*choices)]
+    return tuple(names)
+
+
+def _numbers(listed: str) -> list[str]:
+    """`007-009,020` -> 007, 008, 009, 020."""
+    numbers = []
+    for part in listed.split(","):
+        first, _, last = part.partition("-")
+        numbers += [f"{i:0{len(first)}}" for i in range(int(first), int(last or first) + 1)]
+    return numbers
+
+
+# Elastic restarts ----------------------------------------------------------------------------------------------------
+# torchrun counts failures, not starts: when a node joins, it ends all workers and starts them again with the count that
+# they had, and the agent of a node that joins begins at 0. So a worker leaves marks in the folder that its agent has
+# made for the error files of its workers: the agent keeps it over all starts, and no other agent has it.
+
+
+def started_before(variables: Mapping[str, str]) -> bool:
+    """Whether this worker's agent has started this local rank before; from now on it has."""
+    folder = _agent_folder(variables)
+    if folder is None:
+        return False
+    mark = folder / f"started_{variables.get('LOCAL_RANK', '0')}"
+    before = mark.exists()
+    mark.touch()
+    return before
+
+
+def already_printed(text: str, variables: Mapping[str, str]) -> bool:
+    """Whether a worker of this agent has printed the very same before; from now on one has."""
+    folder = _agent_folder(variables)
+    if folder is None:
+        return False
+    digest, mark = hashlib.sha256(text.encode()).hexdigest(), folder / "told"
+    before = mark.exists() and mark.read_text() == digest
+    mark.write_text(digest)
+    return before
+
+
+def _agent_folder(variables: Mapping[str, str]) -> Path | None:
+    """The folder above `attempt_0/LOCAL_RANK/error.json`; None where no torchrun has made one."""
+    file = Path(variables.get("TORCHELASTIC_ERROR_FILE", ""))
+    return file.parents[2] if len(file.parts) > 3 and file.parts[-3].startswith("attempt_") else None
+
+
+def stale_store(variables: Mapping[str, str]) -> str:
+    """What to add where ranks do not find each other's store: torchrun may have given them that of an earlier start."""
+    if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or variables.get("GROUP_WORLD_SIZE") == "1":
+        return ""
+    return (
+        f"; if nodes have joined or left since torchrun was started, it may have given ranks the store of an earlier "
+        f"start: export {OWN_STORE}=1 before torchrun, on every node"
+    )

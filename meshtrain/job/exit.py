@@ -1,0 +1,101 @@
+"""How a process leaves its job: together with all others, or with a failure that names the rank it began with."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from meshtrain.errors import AgreedError, InputError, TrainingError
+from meshtrain.job.environment import already_printed
+from meshtrain.job.process import Job
+from meshtrain.job.store import describe
+from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind, failure_line
+from meshtrain.layout import LayoutError
+
+GRACE_S = 10.0  # how long the process that serves the store stays for the others to read from it
+
+
+@contextmanager
+def job_exit(job: Job) -> Iterator[None]:
+    """Around all that a process does in a job.
+
+    Every rank waits for the others before it leaves. Wrong input ends the ranks with status 2, printed once;
+    TrainingError and another rank's failure with status 1. Any other exception gets the rank's name, and is recorded
+    where torchrun's summary finds it. With each failure but wrong input goes a line for programs (`failure_line`).
+    """
+    try:
+        yield
+        _barrier_and_destroy(job)
+    except TrainingError as error:
+        if job.rank == 0:
+            print_failure(job, Diagnosis(DiagnosisKind.TRAINING, (), str(error)), str(error))
+            get_error_handler().record_exception(error)
+        _barrier_and_destroy(job)
+        raise SystemExit(1) from None
+    except AgreedError as error:
+        # torchrun ends the other ranks as soon as one exits: none may before rank 0 has printed this. A worker that
+        # torchrun starts again does not print the same once more.
+        if job.rank == 0 and not already_printed(str(error), os.environ):
+            print(error, file=sys.stderr, flush=True)
+        _barrier_and_destroy(job)
+        raise SystemExit(2) from None
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        if isinstance(error, SystemExit) and not by_signal(error):
+            raise
+        first = job.failures.first_failure(str(job), error)
+        if first is not None:
+            if not first.printed:
+                print_failure(job, first.diagnosis, f"{job} stops, because {first.diagnosis.headline}")
+            raise SystemExit(1) from None
+        if not isinstance(error, Exception):
+            raise
+        if isinstance(error, InputError | LayoutError):  # on this rank alone: the others learn of it by the store
+            print(error if job.world_size == 1 else f"{job}: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(2) from None
+        headline = f"{job} failed: {describe(error)}"
+        print_failure(job, Diagnosis(DiagnosisKind.FAILED, (job.rank,), headline, hosts=(job.host,)))
+        error.add_note(f"This was {job}.")
+        get_error_handler().record_exception(error)
+        raise
+
+
+def print_failure(job: Job, diagnosis: Diagnosis, text: str | None = None) -> None:
+    """On stderr, in one piece: the text for people, if it is not printed elsewhere, and the line for programs."""
+    lines = [failure_line(diagnosis, *job.failures.progress())]
+    sys.stdout.flush()
+    sys.stderr.write("".join(f"{line}\n" for line in ([] if text is None else [text]) + lines))
+    sys.stderr.flush()
+
+
+def by_signal(error: BaseException) -> bool:
+    """Whether a signal has ended this process."""
+    if isinstance(error, SystemExit):
+        return isinstance(error.code, int) and error.code - 128 in signal.valid_signals()
+    return isinstance(error, KeyboardInterrupt)
+
+
+def signal_of(error: BaseException) -> str:
+    """Its name, where `by_signal` is so."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return signal.Signals(error.code - 128).name
+    return "SIGINT"
+
+
+def _barrier_and_destroy(job: Job) -> None:
+    """Without the barrier gloo's threads of a slower rank may still hold tensors, and its process aborts at the end."""
+    if job.store is None:
+        return
+    job.gather("leaving", None)
+    job.failures.leave()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    job.store.add("left", 1)
+    deadline = time.monotonic() + GRACE_S
+    while job.environment.hosts_store and job.store.add("left", 0) < job.world_size and time.monotonic() < deadline:
+        time.sleep(0.01)

@@ -1,0 +1,332 @@
+"""A process of a job: how it joins (device, store, process groups), and how it exchanges words with the other ranks.
+
+Before any process group exists the ranks talk through the launcher's key-value store: without a collective that could
+time out.
+"""
+
+import ipaddress
+import os
+import resource
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+
+from meshtrain.config.locate import line_of
+from meshtrain.errors import AgreedError, InputError, TrainingError, UnreadableError
+from meshtrain.job.environment import OWN_DESCRIPTORS, Environment, stale_store, started_before
+from meshtrain.job.store import SAY_EVERY_S, Failures, FirstFailureInStore, Round
+from meshtrain.layout import Layout, LayoutError
+
+ATTEMPT_S = 5.0  # of reaching the store
+MOST_FAILURES = 8  # of hosts that are listed
+POLL_S = 0.02  # between two looks at the store while the ranks meet
+
+
+@dataclass
+class Job:
+    """One process of a running job."""
+
+    environment: Environment  # rank, world size and so on, as the launcher gave them
+    device: torch.device  # where this process computes: a CUDA device picked by the local rank, or the CPU
+    store: dist.Store | None  # the job's key-value store; None in a world of one
+    again: bool = False  # whether this is not the job's first start, by any rank's launcher; the same on all ranks
+    layout: Layout | None = None  # where this process is, once that is known; it makes errors name the coordinate
+    failures: Failures = field(init=False)  # what it learns of other ranks' failures; a watchdog takes its place
+    _rounds: int = 0  # of `gather`: each has names of its own in the store
+    _last_round: Round | None = None  # of rank 0, whose answer is still in the store
+
+    def __post_init__(self) -> None:
+        self.failures = FirstFailureInStore(self.store)
+
+    @property
+    def rank(self) -> int:
+        return self.environment.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.environment.world_size
+
+    @property
+    def host(self) -> str:
+        return self.environment.host
+
+    def __str__(self) -> str:
+        """Who this is, for a line in a log: `rank 5 on host b (dp_shard 2, tp 1)`."""
+        return self.name_of(self.rank, self.host)
+
+    def name_of(self, rank: int, host: str) -> str:
+        place = ""
+        if self.layout is not None and self.layout.axes:
+            place = " (" + ", ".join(f"{axis} {i}" for axis, i in self.layout.coordinate(rank).items()) + ")"
+        return f"rank {rank} on host {host}{place}"
+
+    def device_name(self) -> str:
+        """What this process computes on, for people: `cpu over gloo`, or the GPU's name."""
+        if self.device.type == "cpu":
+            return "cpu" if self.store is None else "cpu over gloo"
+        return torch.cuda.get_device_name(self.device) + ("" if self.store is None else " over NCCL")
+
+    def meeting_point(self) -> str:
+        master = self.environment.master
+        return f"met at {master[0]}:{master[1]} by {self.environment.launcher}" if master else "alone"
+
+    def say(self, text: str) -> None:
+        """Rank 0 prints; the others keep quiet."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def gather(self, what: str, value: object) -> list:
+        """Every rank's value (JSON) in rank order, on every rank, by way of the store. There is no time limit: rank 0
+        prints whom it waits for, and for `what`."""
+        meeting = self.round()
+        meeting.put(value)
+        if self.rank == 0:
+            values = meeting.gather(what)
+            if self._last_round is not None:
+                self._last_round.delete()  # who has put a value has received the answer before, on the same thread
+            self._last_round = meeting
+            meeting.broadcast(values)
+        return meeting.receive(what)
+
+    def round(self) -> Round:
+        """A gather in steps. All ranks make their rounds in the same order, on the main thread."""
+        self._rounds += 1
+        return Round(self.store, self.rank, self.world_size, f"round {self._rounds}", self.failures.is_lost)
+
+    @contextmanager
+    def collective_check(self, what: str) -> Iterator[None]:
+        """Goes on after its body, which does `what`, only if no rank found its input wrong or its files out of reach.
+
+        Raises:
+            AgreedError: on every rank, with the same text: rank 0's problem, or else that of every rank that has one.
+            TrainingError: on every rank: the file system of a host has failed.
+        """
+        problem = failure = None
+        try:
+            yield
+        except (InputError, LayoutError) as error:
+            problem = str(error)
+        except OSError as error:
+            known = isinstance(error, UnreadableError)
+            if error.filename is None and not known:
+                raise
+            failure = f"host {self.host} {error}" if known else f"host {self.host}: {error} ({line_of(error)})"
+        problems, failures = zip(*self.gather(what, [problem, failure]), strict=True)
+        if different := list(dict.fromkeys(text for text in failures if text is not None)):
+            healthy = failures.count(None)
+            others = f"; {healthy} of {len(failures)} ranks had no such trouble" if healthy else ""
+            listed = "; ".join(different[:MOST_FAILURES]) + ", ..." * (len(different) > MOST_FAILURES)
+            raise TrainingError(f"{what}: {listed}{others}")
+        if problems[0]:
+            raise AgreedError(problems[0])
+        by_text: dict[str, list[str]] = {}
+        for rank, text in enumerate(problems):
+            if text:
+                by_text.setdefault(text, []).append(str(rank))
+        if by_text:
+            raise AgreedError("\n".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in by_text.items()))
+
+    def hosts(self) -> tuple[list[str], list[int]]:
+        """The hosts in rank order and how many neighbouring ranks each has; a host may come back later."""
+        names = self.gather("comparing hosts", self.host)
+        runs = [(name, len(list(ranks))) for name, ranks in groupby(names)]
+        return [name for name, _ in runs], [count for _, count in runs]
+
+    def connect(self, timeout_s: float) -> None:
+        """Makes the job's first process group, unless there is one: NCCL on GPUs, gloo on CPUs. Raises InputError:
+        several ranks of a host were given the same GPU, or gloo would listen on a loopback address."""
+        if self.store is None or dist.is_initialized():
+            return
+        with self.collective_check("connecting"):
+            self._check_gpus()
+        with self.collective_check("connecting"):
+            self._check_own_name()
+        cuda = self.device.type == "cuda"
+        if not cuda:
+            _schedule_as_batch()  # before gloo starts its thread, which takes it over
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=dist.PrefixStore("groups", self.store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=self.device if cuda else None,  # NCCL connects now, and smaller groups are split off this one
+        )
+
+    def _check_gpus(self) -> None:
+        """NCCL hangs or fails obscurely when two ranks share a GPU, unless it was told to allow it."""
+        gpu = str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else None
+        own = [self.host, gpu]
+        sharing = [rank for rank, other in enumerate(self.gather("comparing GPUs", own)) if gpu and other == own]
+        if len(sharing) > 1 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+            raise InputError(
+                f"ranks {', '.join(map(str, sharing))} on host {self.host} were given the same GPU ({self.device}): "
+                f"start as many processes as GPUs, here {torch.cuda.device_count()}, or use the CPU with "
+                "CUDA_VISIBLE_DEVICES="
+            )
+
+    def _check_own_name(self) -> None:
+        """gloo listens where the host's own name leads, unless it is given an interface."""
+        name = socket.gethostname()
+        alone = len(set(self.gather("comparing names", name))) == 1  # SLURM's names may be several of one host
+        if alone or self.device.type == "cuda" or os.environ.get("GLOO_SOCKET_IFNAME"):
+            return
+        own = _own_address(name)
+        if own is None or ipaddress.ip_address(own).is_loopback:
+            interfaces = [interface for _, interface in socket.if_nameindex() if interface != "lo"]
+            leads = "leads to no address of it" if own is None else f"is {own}"
+            raise InputError(
+                f"on host {name} its own name {leads}: gloo would listen where no other host gets to. Give it its "
+                "address in /etc/hosts, or export GLOO_SOCKET_IFNAME with the interface that leads to the others "
+                f"(there is {', '.join(interfaces)})"
+            )
+
+
+def _own_address(name: str) -> str | None:
+    """The first address that a name resolves to and at which this host can listen."""
+    with suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family) as probe:
+                probe.bind((address[0], 0))
+                return str(address[0])
+    return None
+
+
+def _schedule_as_batch() -> None:
+    """SCHED_BATCH: the kernel interrupts nobody when this process wakes up.
+
+    gloo's thread spins while the thread that it works for holds a connection's lock. Where ranks share cores, a sender
+    interrupted in that moment made it spin for the rest of a time slice: 1 ms of CPU time for a message of 50 us.
+    """
+    if sys.platform != "linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        return
+    with suppress(PermissionError):  # a sandbox may forbid it: then messages cost more, and nothing else
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def join(environment: Environment, timeout_s: float = 600) -> Job:
+    """Picks this process's device and meets the other ranks at the job's store.
+
+    Raises:
+        InputError: this host has fewer GPUs than the job has processes on it, or too few descriptors for the store.
+        TimeoutError: the store could not be reached within `timeout_s` seconds.
+    """
+    device = pick_device(environment.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    _open_files(environment)
+    environment = replace(environment, started_before=started_before(os.environ))
+    job = Job(environment, device, _store(environment, timeout_s))
+    job.again = any(job.gather("meeting", environment.again))  # a node that joins later knows of no earlier start
+    return job
+
+
+def _open_files(environment: Environment) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = environment.world_size + OWN_DESCRIPTORS
+    if environment.hosts_store and 0 <= hard < needed:  # below 0 there is no limit
+        raise InputError(
+            f"rank {environment.rank} on host {environment.host} serves the job's store to {environment.world_size} "
+            f"ranks, which takes {needed} descriptors, and its limit is {hard}: raise the hard limit there ("
+            "ulimit -Hn, LimitNOFILE of the service that starts jobs, or nofile in /etc/security/limits.conf)"
+        )
+    if soft != hard:
+        with suppress(ValueError, OSError):  # no limit is more than the system allows: what there is stays
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """The GPU of this number on this host, or the only one that the process sees (`srun --gpus-per-task=1`), or the
+    CPU. Raises InputError: there are GPUs, and fewer than this number asks for."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count > 1 and local_rank >= count:
+        raise InputError(
+            f"local rank {local_rank} has no GPU: this host has {count}; start at most {count} processes here"
+        )
+    return torch.device("cuda", local_rank if count > 1 else 0)
+
+
+def _store(environment: Environment, timeout_s: float) -> dist.Store | None:
+    if environment.world_size == 1 or environment.master is None:
+        return None
+    address, port = environment.master
+    begun = time.monotonic()
+    if not environment.hosts_store:
+        _wait_for_listener(address, port, timeout_s)
+    try:
+        store = dist.TCPStore(
+            address,
+            port,
+            is_master=environment.hosts_store,
+            timeout=timedelta(seconds=max(ATTEMPT_S, begun + timeout_s - time.monotonic())),
+            wait_for_workers=False,
+        )
+    except dist.DistError as error:
+        raise TimeoutError(
+            f"rank {environment.rank} on host {environment.host} could not reach the job's store at {address}:{port} "
+            f"({error}): is that host's process running, and does the network let this host through to that port?"
+            + stale_store(os.environ)
+        ) from error
+    return dist.PrefixStore(_agree_on_start(environment, store), store)
+
+
+def _wait_for_listener(address: str, port: int, timeout_s: float) -> None:
+    """Until somebody listens there, or for so many seconds. torch would wait too, but handle no signals meanwhile."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((address, port), timeout=ATTEMPT_S).close()
+            return
+        except OSError:  # not yet; what keeps it from coming torch will say at the end
+            time.sleep(POLL_S)
+
+
+def _agree_on_start(environment: Environment, store: dist.Store) -> str:
+    """A name for this start of the job that all its ranks know and no earlier start had.
+
+    torchrun keeps its store when it starts workers again, and its count of restarts is each agent's own. So every rank
+    sets a token of its own, and rank 0 answers with that token and the name: an answer with another token is one of an
+    earlier start. The store's one thread serves all of them: they ask more and more seldom.
+    """
+    token, rank, world = uuid.uuid4().hex, environment.rank, environment.world_size
+    pause, longest = max(POLL_S, world / 50_000), max(0.25, world / 2000)
+    store.set(f"hello/{rank}", token)
+    if rank != 0:
+        answer = ["", ""]
+        while answer[0] != token:
+            time.sleep(pause)
+            pause = min(1.5 * pause, longest)
+            if store.check([f"welcome/{rank}"]):
+                answer = store.get(f"welcome/{rank}").decode().split()
+        store.add(f"{answer[1]}/met", 1)
+        return answer[1]
+    start = printed_at = time.monotonic()
+    keys = [f"hello/{rank}" for rank in range(1, world)]
+    answered = [""] * len(keys)  # the token that each was answered with: one of an earlier start may be there first
+    while (met := store.add(f"{token}/met", 0)) < len(keys):
+        if store.check(keys):
+            tokens = [hello.decode() for hello in store.multi_get(keys)]
+            new = [i for i, (hello, before) in enumerate(zip(tokens, answered, strict=True)) if hello != before]
+            if new:
+                values = [f"{tokens[i]} {token}" for i in new]
+                store.multi_set([f"welcome/{i + 1}" for i in new], values)  # type: ignore[attr-defined]  # not in stubs
+                answered = tokens
+        time.sleep(pause)
+        pause = min(1.5 * pause, longest)
+        if time.monotonic() - printed_at > SAY_EVERY_S:
+            printed_at = time.monotonic()
+            missing = sum(not store.check([key]) for key in keys) or len(keys) - met
+            hint = stale_store(os.environ)
+            print(f"starting: waiting for {missing} ranks, {printed_at - start:.0f} s now{hint}", flush=True)
+    return token

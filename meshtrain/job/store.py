@@ -1,0 +1,173 @@
+"""Gathers over the launcher's key-value store (TCPStore): ranks exchange words without a collective."""
+
+import json
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from meshtrain.job.pending import PendingWait, waiting
+from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind
+
+SAY_EVERY_S = 10.0  # how often a waiting rank 0 prints whom it waits for
+
+
+@dataclass(frozen=True)
+class RemoteFailure:
+    """Another rank's failure, by which the job was lost; `printed`: by this rank, already."""
+
+    diagnosis: Diagnosis
+    printed: bool = False
+
+
+class Failures(Protocol):
+    """What the ranks of a job know of each other's failures."""
+
+    def first_failure(self, name: str, error: BaseException) -> RemoteFailure | None:
+        """What the job was lost by before rank `name` failed with `error`; None if it is this error. A rank that fails
+        takes its connections with it: later errors of others are consequences."""
+
+    def is_lost(self) -> bool:
+        """Whether the job is lost: nobody needs to be waited for."""
+
+    def leave(self) -> None:
+        """All ranks are leaving: who is not there any more was not lost."""
+
+    def progress(self) -> tuple[str | None, int | None]:
+        """The phase and the step in which this rank is, where that is known."""
+
+
+class FirstFailureInStore:
+    """The failures of a job without a watchdog: the first rank to fail writes its error into the store."""
+
+    def __init__(self, store: dist.Store | None) -> None:
+        self._store = store
+
+    def first_failure(self, name: str, error: BaseException) -> RemoteFailure | None:
+        if self._store is None or not isinstance(error, Exception):
+            return None
+        own = f"{name} failed: {describe(error)}"
+        try:
+            first = self._store.compare_set("failure", "", own).decode()
+        except RuntimeError:  # the store went with the process that served it
+            return None
+        return RemoteFailure(Diagnosis(DiagnosisKind.FAILED, (), first)) if first != own else None
+
+    def is_lost(self) -> bool:
+        return self._store is not None and self._store.check(["failure"])
+
+    def leave(self) -> None:
+        pass
+
+    def progress(self) -> tuple[str | None, int | None]:
+        return None, None
+
+
+def describe(error: BaseException) -> str:
+    """An error as the last lines of its traceback have it."""
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+class Round:
+    """One gather and broadcast of JSON values by the store: each rank puts one, rank 0 gathers them and broadcasts an
+    answer.
+
+    It is no collective: a rank may go on when it has put its value, and any thread may receive the answer later.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store | None,
+        rank: int,
+        world_size: int,
+        name: str,
+        is_lost: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`store`: None in a world of one. `name`: of its own, the same on every rank."""
+        self._store = dist.HashStore() if store is None else store
+        self._rank, self._world_size, self.name = rank, world_size, name
+        self._is_lost = is_lost
+        self.meanwhile: Callable[[], object] = lambda: None  # is called while this rank waits
+        self._cancelled = threading.Event()
+        self._count, self._values = 0, dict[int, Any]()  # what rank 0 has read
+
+    def put(self, value: object) -> None:
+        """This rank's value; does not wait."""
+        text = json.dumps([self._rank, value])
+        with self._pending(None, [0]):
+            # One key, so that rank 0 reads it in one go; torch's stubs lack the method.
+            self._store.append(f"{self.name}/given", f"{text}\n")  # type: ignore[attr-defined]
+            self._store.add(f"{self.name}/count", 1)
+
+    def gather(self, what: str | None = None) -> list:
+        """Every rank's value in rank order, for rank 0, once all have put one. `what`: named in the line that says whom
+        rank 0 waits for; None prints nothing.
+
+        Raises:
+            RuntimeError: another rank has failed. CancelledError: this rank does not wait any longer.
+        """
+        self._wait(self._read_values, what)
+        for key in ("given", "count"):  # a long run has many rounds
+            self._store.delete_key(f"{self.name}/{key}")
+        return [self._values[rank] for rank in range(self._world_size)]
+
+    def broadcast(self, value: object) -> None:
+        """Rank 0's answer to all; does not wait."""
+        self._store.set(f"{self.name}/all", json.dumps(value))
+
+    def receive(self, what: str | None = None) -> Any:
+        """Rank 0's answer, once it is there; raises as `gather` does."""
+        self._wait(lambda: [] if self.has_answer else [0], what)
+        return json.loads(self._store.get(f"{self.name}/all"))
+
+    def missing(self) -> list[int]:
+        """The ranks whose values rank 0 had not read when it last looked; any thread may ask."""
+        return [rank for rank in range(self._world_size) if rank not in self._values]
+
+    @property
+    def has_answer(self) -> bool:
+        return bool(self._store.check([f"{self.name}/all"]))
+
+    def delete(self) -> None:
+        """Rank 0 deletes its answer, when all ranks must have received it."""
+        self._store.delete_key(f"{self.name}/all")
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def _read_values(self) -> list[int]:
+        count = self._store.add(f"{self.name}/count", 0)
+        if count != self._count:
+            self._count = count
+            self._values = dict(json.loads(line) for line in self._store.get(f"{self.name}/given").splitlines())
+        return self.missing()
+
+    def _pending(self, what: str | None, missing: list[int]) -> PendingWait:
+        place = f"the meeting {what or self.name!r} at the store"
+        return waiting(place, ranks=range(self._world_size), missing=lambda: missing or [0])
+
+    def _wait(self, look: Callable[[], list[int]], what: str | None) -> None:
+        """Until nobody is missing. It polls, because a blocking wait has a time limit."""
+        start = printed_at = time.monotonic()
+        pause = max(0.001, self._world_size / 50_000)  # the store's one thread serves all of them
+        missing: list[int] = []
+        with self._pending(what, missing):
+            while remaining := look():
+                missing[:] = remaining
+                if self._is_lost():
+                    raise RuntimeError("another rank has failed")
+                self.meanwhile()
+                if self._cancelled.wait(pause):
+                    ranks = ", ".join(map(str, missing[:8]))
+                    raise CancelledError(f"rank {self._rank} waits no longer for ranks {ranks}")
+                pause = min(pause * 1.5, max(0.25, self._world_size / 2000))
+                if what is not None and self._rank == 0 and time.monotonic() - printed_at > SAY_EVERY_S:
+                    printed_at = time.monotonic()
+                    ranks = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
+                    count = f"{len(missing)} of {self._world_size} ranks"
+                    print(f"{what}: waiting for {count} ({ranks}), {printed_at - start:.0f} s now", flush=True)

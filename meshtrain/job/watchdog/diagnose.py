@@ -1,0 +1,372 @@
+"""The diagnosis of a lost job: by which rank it was lost, decided from what was found out about every rank.
+
+torchrun names the process that ended first, and a time-out is reported by those who waited: both are often victims.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from meshtrain.formatting import ranges
+from meshtrain.job.watchdog.deadlines import DeadlineClock
+from meshtrain.job.watchdog.records import (
+    Diagnosis,
+    DiagnosisKind,
+    FailureKind,
+    PendingCollective,
+    RankReport,
+    RankStatus,
+    Reach,
+    ranks_of,
+)
+
+if TYPE_CHECKING:
+    from meshtrain.job.watchdog.status_server import Peers
+
+STACKS = 6  # different ones that are shown; ranks in the same place share one
+NAMED = 4  # ranks that are named with host and coordinate; of more, the numbers are given
+FRESH_S = 5.0  # so long nobody looks again where nothing was wrong
+MOVES_S = 5.0  # for ranks that all wait in one place to get on, before they count as stuck there
+
+
+def diagnose(reports: Sequence[RankReport], *, hangs: bool) -> Diagnosis | None:
+    """The diagnosis by the reports of all ranks, in their order; None if nothing is wrong. Unless something takes too
+    long (`hangs`), a rank that others wait for is only slow."""
+    if any(report.status is not None and report.status.debugged for report in reports):
+        return None
+    if (lost := _out_of_reach(reports, DiagnosisKind.GONE, DiagnosisKind.STOPPED)) is not None:
+        return lost
+    failed = [report for report in reports if report.status is not None and report.status.failure is not None]
+    errors = [report for report in failed if report.answer.kind == FailureKind.ERROR]
+    own_errors = [report for report in errors if not report.answer.broken]
+    if own_errors:
+        return _failed(_first(own_errors))
+    # Who does not answer may be busy, or behind a firewall: that alone is no reason to end a job that gets on.
+    if hangs or errors:
+        lost = _out_of_reach(reports, DiagnosisKind.UNREACHABLE, DiagnosisKind.SILENT)
+        if lost is not None:
+            return lost
+    if hangs and (absent := _absent(reports, spare_patient=not errors)) is not None:
+        return absent
+    if errors:
+        return _failed(_first(errors))
+    if failed:
+        first = _first(failed)
+        return Diagnosis.of(DiagnosisKind.ENDED, [first], f"{first.name} was {first.answer.failure}")
+    return _stuck(reports) if hangs else None
+
+
+def _first(failed: Sequence[RankReport]) -> RankReport:
+    return max(failed, key=lambda report: (report.answer.failed_s, -report.rank))
+
+
+def _failed(report: RankReport) -> Diagnosis:
+    return Diagnosis.of(DiagnosisKind.FAILED, [report], f"{report.name} failed: {report.answer.failure}")
+
+
+# Ranks that do not answer --------------------------------------------------------------------------------------------
+
+
+def _out_of_reach(reports: Sequence[RankReport], *kinds: DiagnosisKind) -> Diagnosis | None:
+    """Those who do not answer in the first of these ways that there is."""
+    for kind in kinds:
+        if kind is DiagnosisKind.STOPPED:
+            lost = [report for report in reports if report.stopped]
+        else:
+            lost = [report for report in reports if report.reach == kind and not report.stopped]
+        if lost:
+            ranks = set(ranks_of(lost))
+            more = [line for report in reports if report.rank not in ranks for line in _also_wrong(report)]
+            details = (*more, *waiting_lines(reports, ranks), *([] if kind == DiagnosisKind.GONE else stacks(reports)))
+            return Diagnosis.of(kind, lost, _lost_headline(kind, lost, reports), details)
+    return None
+
+
+def _also_wrong(report: RankReport) -> list[str]:
+    """A failure of another rank that does not look like a consequence."""
+    status = report.status
+    if status is None:
+        known = report.reach == Reach.GONE or report.stopped
+        return [] if known else [f"{report.name} is {report.reach} too"]
+    if status.kind != FailureKind.ERROR or status.broken:
+        return []
+    return [f"besides, {report.name} failed: {status.failure}"]
+
+
+def _lost_headline(kind: DiagnosisKind, lost: Sequence[RankReport], reports: Sequence[RankReport]) -> str:
+    hosts = list(dict.fromkeys(report.host for report in lost))
+    many = len(lost) > 1
+    names = named(lost)
+    if kind == DiagnosisKind.UNREACHABLE:
+        by_host = "; ".join(f"host {host}: {named([one for one in lost if one.host == host])}" for host in hosts)
+        subject, verb = ("hosts", "they are") if len(hosts) > 1 else ("host", "it is")
+        return f"{subject} {', '.join(hosts)} cannot be reached: {verb} down, or the network between is cut ({by_host})"
+    if kind == DiagnosisKind.GONE:
+        lost_ranks = set(ranks_of(lost))
+        alive = {report.host for report in reports if report.rank not in lost_ranks}
+        empty = [host for host in hosts if host not in alive]
+        of_host = f" (all ranks of host {', '.join(empty)})" if empty and many else ""
+        processes = f"processes {', '.join(str(one.pid) for one in lost[:NAMED])}" if many else f"process {lost[0].pid}"
+        return (
+            f"{names} {'are' if many else 'is'} gone{of_host}: {processes} {'were' if many else 'was'} "
+            "killed (by somebody, or because memory was full) or crashed; its output or the kernel's log may say why"
+        )
+    if kind == DiagnosisKind.STOPPED:
+        state = "the processes live" if many else f"process {lost[0].pid} lives"
+        return f"{names} {'are' if many else 'is'} stopped (SIGSTOP, or a debugger): {state}, and does not run"
+    return (
+        f"{names} {'do' if many else 'does'} not answer: process {lost[0].pid} is there, and is stopped, "
+        "starved or in a call that lets none of its other threads run"
+    )
+
+
+# Hangs ---------------------------------------------------------------------------------------------------------------
+
+
+def _absent(reports: Sequence[RankReport], *, spare_patient: bool) -> Diagnosis | None:
+    """Who is waited for and waits for nobody, where all answer; not ranks that may be busy, with `spare_patient`."""
+    waited_for = ranks_waited_for(reports)
+    if not waited_for:
+        return None
+    by_rank = {report.rank: report for report in reports}
+    ends = sorted(_union(waited_for) - set(waited_for))
+    if not ends:
+        circle = [by_rank[rank] for rank in sorted(waited_for)]
+        headline = (
+            f"{named(circle)} wait for each other: they have not called the same collectives in the same order, or a "
+            "message was lost"
+        )
+        details = (*waiting_lines(reports, set(waited_for)), *stacks(reports))
+        return Diagnosis.of(DiagnosisKind.DEADLOCK, circle, headline, details)
+    if spare_patient:
+        ends = [rank for rank in ends if not _may_be_busy(by_rank[rank])]
+        if not ends:
+            return None
+    culprits = [by_rank[rank] for rank in ends]
+    victims = sorted(rank for rank, missing in waited_for.items() if ends[0] in missing)
+    waits = [wait for rank in victims if (wait := by_rank[rank].wait) is not None]
+    wait = next((each for each in waits if each.number is not None), waits[0])
+    seconds = max(by_rank[rank].answer.seconds for rank in victims)
+    verb = "ranks" if len(victims) > 1 else "rank"
+    headline = (
+        f"{named(culprits)} did not arrive at {wait} (ranks {numbers(wait.ranks)}), where "
+        f"{verb} {numbers(victims)} waited for {seconds:.0f} s: {_doing(culprits[0])}"
+    )
+    failures = [
+        f"{report.name} failed: {status.failure}"
+        for report in culprits
+        if (status := report.status) is not None and status.failure
+    ]
+    details = (*failures, *waiting_lines(reports, set(ends)), *stacks(reports))
+    return Diagnosis.of(DiagnosisKind.ABSENT, culprits, headline, details)
+
+
+def _may_be_busy(report: RankReport) -> bool:
+    return report.status is not None and report.status.patient and not report.status.late
+
+
+def ranks_waited_for(reports: Sequence[RankReport]) -> dict[int, frozenset[int]]:
+    """Rank that waits -> who has not come there. Found once for each place, not for each rank."""
+    statuses = {report.rank: report.status for report in reports if report.status is not None}
+    by_place: dict[tuple[tuple[int, ...], int | None, tuple[int, ...] | None], frozenset[int]] = {}
+    waited_for = {}
+    for rank, status in statuses.items():
+        wait = status.wait
+        if wait is None:
+            continue
+        place = (wait.ranks, wait.number, wait.missing)
+        if place not in by_place:
+            by_place[place] = _ranks_not_arrived(wait, statuses)
+        others = by_place[place] - {rank} if rank in by_place[place] else by_place[place]
+        if others:
+            waited_for[rank] = others
+    return waited_for
+
+
+def _ranks_not_arrived(wait: PendingCollective, statuses: Mapping[int, RankStatus]) -> frozenset[int]:
+    """Who of a group has not come to where a rank of it waits, as far as they answer."""
+    if wait.missing is not None:
+        return frozenset(wait.missing)
+    group = ",".join(map(str, wait.ranks))
+
+    def arrived(other: RankStatus) -> bool:
+        if wait.number is not None and group in other.begun:
+            return other.begun[group] >= wait.number
+        return other.wait is not None and other.wait.ranks == wait.ranks
+
+    return frozenset(rank for rank in wait.ranks if rank in statuses and not arrived(statuses[rank]))
+
+
+def _union(waited_for: Mapping[int, frozenset[int]]) -> set[int]:
+    """Ranks of a group share one set: each is added once."""
+    return set().union(*{id(ranks): ranks for ranks in waited_for.values()}.values())
+
+
+def _stuck(reports: Sequence[RankReport]) -> Diagnosis | None:
+    """All wait and nobody is behind: what they have begun together does not end."""
+    waits = [wait for report in reports if (wait := report.wait) is not None]
+    if not waits or len(waits) < len(reports) or ranks_waited_for(reports):
+        return None
+    different = list(dict.fromkeys(map(str, waits)))
+    places = ", ".join(different[:NAMED]) + ", ..." * (len(different) > NAMED)
+    message = "" if all(wait.number is not None for wait in waits) else ", or a message was not sent"
+    headline = f"all ranks wait in {places}: a device or a link is stuck{message}"
+    details = (*waiting_lines(reports, set(ranks_of(reports))), *stacks(reports))
+    return Diagnosis.of(DiagnosisKind.STUCK, [], headline, details)
+
+
+def nobody_moved(before: Sequence[RankReport], now: Sequence[RankReport]) -> bool:
+    def place(report: RankReport) -> object:
+        status = report.status
+        return None if status is None else (status.phase, status.step, status.wait, dict(status.begun), status.stack)
+
+    return list(map(place, before)) == list(map(place, now))
+
+
+# For people ----------------------------------------------------------------------------------------------------------
+
+
+def numbers(ranks: Iterable[int]) -> str:
+    """`0-5, 8`."""
+    return ", ".join(ranges(ranks))
+
+
+def named(reports: Sequence[RankReport]) -> str:
+    if len(reports) <= NAMED:
+        return ", ".join(report.name for report in reports)
+    hosts = list(dict.fromkeys(report.host for report in reports))
+    more = ", ..." * (len(hosts) > NAMED)
+    return f"ranks {numbers(ranks_of(reports))} on host {', '.join(hosts[:NAMED])}{more}"
+
+
+def _place(status: RankStatus) -> str:
+    if status.phase == "step":
+        return f"step {status.step}"
+    return f"{status.phase} (step {status.step})" if status.step else status.phase
+
+
+def _doing(report: RankReport) -> str:
+    status = report.answer
+    if status.failure is not None:
+        return f"rank {report.rank} failed in {_place(status)}: {status.failure.splitlines()[0]}"
+    resource = f", waiting for {status.resource}" if status.resource else ""
+    frame = f"; it is at {status.stack[-1]}" if status.stack else ""
+    return f"rank {report.rank} is in {_place(status)}{resource}{frame}"
+
+
+def waiting_lines(reports: Sequence[RankReport], culprits: set[int]) -> list[str]:
+    """Which groups wait for the culprits, and who waits there."""
+    by_wait: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
+    for report in reports:
+        if (wait := report.wait) is not None:
+            by_wait.setdefault((str(wait), wait.ranks, wait.missing or ()), []).append(report.rank)
+    by_group: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for (what, ranks, missing), waiting in by_wait.items():
+        if not culprits.isdisjoint(ranks) or not culprits.isdisjoint(missing):
+            by_group.setdefault((what, ranks), []).extend(waiting)
+    lines = []
+    for (what, ranks), waiting in list(by_group.items())[:STACKS]:
+        group = f" (ranks {numbers(ranks)})" if ranks else ""
+        absent = (set(ranks) & culprits or culprits) - set(waiting)
+        verb = f"ranks {numbers(waiting)} wait" if len(waiting) > 1 else f"rank {waiting[0]} waits"
+        lines.append(f"{what}{group}: {verb}" + f", not arrived: {numbers(absent)}" * bool(absent))
+    return lines
+
+
+def stacks(reports: Sequence[RankReport]) -> list[str]:
+    by_stack: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    for report in reports:
+        if report.status is not None and report.status.stack:
+            by_stack.setdefault((_place(report.status), report.status.stack), []).append(report.rank)
+    lines = []
+    groups = sorted(by_stack.items(), key=lambda item: (len(item[1]), item[1][0]))  # the odd one out comes first
+    for (place, stack), ranks in groups[:STACKS]:
+        lines.append(f"{'ranks' if len(ranks) > 1 else 'rank'} {numbers(ranks)}, in {place}:")
+        lines += [f"    {frame}" for frame in stack]
+    if len(groups) > STACKS:
+        lines.append(f"and {len(groups) - STACKS} other stacks")
+    return lines
+
+
+def unexplained(reports: Sequence[RankReport]) -> str | None:
+    """Where all are, if something takes too long and nobody waits for anybody, as far as can be seen."""
+    statuses = [report.status for report in reports if report.status is not None]
+    if len(statuses) < len(reports) or any(each.wait or each.failure or each.debugged for each in statuses):
+        return None
+    longest = max(statuses, key=lambda status: status.seconds)
+    head = f"this takes long ({longest.seconds:.0f} s in {_place(longest)}), and no rank waits"
+    lines = [f"  {line}" for line in stacks(reports)]
+    return "\n".join([f"{head} for another one, as far as can be seen. They are:", *lines])
+
+
+def waited_for_line(reports: Sequence[RankReport]) -> str:
+    """Where somebody is busy for long and may be: who, with what."""
+    waited_for = ranks_waited_for(reports)
+    ends = _union(waited_for) - set(waited_for) or {one.rank for one in reports if one.status and one.status.late}
+    busy = [report for report in reports if report.rank in ends and report.status is not None]
+    silent = [report for report in reports if report.status is None]
+    if not busy:
+        return f"waiting for {named(silent or reports)}"
+    longest = max(busy, key=lambda report: report.answer.seconds).answer
+    line = f"waiting for {named(busy)}: {_place(longest)}, for {longest.seconds:.0f} s now"
+    return line + (f"; no answer from {named(silent)}" if silent else "")
+
+
+# On one rank for all -------------------------------------------------------------------------------------------------
+
+
+class Coordinator:
+    """The rank that decides: it asks all ranks, diagnoses, and tells those that are left. One inquiry at a time."""
+
+    def __init__(self, peers: "Peers", clock: DeadlineClock, closed: threading.Event) -> None:
+        """`clock`: of this rank. `closed`: whether the ranks part, and no longer answer."""
+        self._peers, self._clock, self._closed = peers, clock, closed
+        self._all_well = (False, False), float("-inf")  # the last question to which nothing was wrong, and when
+        self._noted = "", 0.0  # what was printed last of ranks that take long, and since when this rank did not move
+
+    def diagnose(self, *, hangs: bool, failed: bool, late: bool) -> Diagnosis | None:
+        """Asks all and decides; None if nothing is wrong. `failed`: a rank has, and there will be a diagnosis. `late`:
+        a rank has missed a deadline: without a diagnosis it is printed who takes long."""
+        question, at = self._all_well
+        if not failed and question == (hangs, late) and time.monotonic() - at < FRESH_S:
+            return None  # all ranks come with this question, and it was answered just now
+        reports = self._peers.examine()
+        diagnosis = diagnose(reports, hangs=hangs)
+        if diagnosis is not None and diagnosis.kind == DiagnosisKind.STUCK:
+            diagnosis = self._look_again(reports)
+        if self._closed.is_set():
+            diagnosis = None
+        elif diagnosis is None and late:
+            self._note(reports, hangs)
+        if diagnosis is None:
+            self._all_well = (hangs, late), time.monotonic()
+        return diagnosis
+
+    def broadcast(self, diagnosis: Diagnosis, rank: int) -> set[int]:
+        """Tells all that are left, but for this rank, and kills stopped processes; returns who is left."""
+        survivors = self._peers.survivors(diagnosis)
+        self._peers.tell(survivors - {rank}, {"ask": "end", "diagnosis": asdict(diagnosis)})
+        self._peers.kill_stopped(diagnosis)
+        return survivors
+
+    def _look_again(self, reports: list[RankReport]) -> Diagnosis | None:
+        """All ranks in one collective are stuck in it only if they are still there a little later."""
+        if self._closed.wait(MOVES_S):
+            return None
+        again = self._peers.examine()
+        diagnosis = diagnose(again, hangs=True)
+        stuck = diagnosis is not None and diagnosis.kind == DiagnosisKind.STUCK
+        return None if stuck and not nobody_moved(reports, again) else diagnosis
+
+    def _note(self, reports: list[RankReport], hangs: bool) -> None:
+        """A deadline has passed, and the job goes on: prints once what is known of it."""
+        if any(report.status is not None and report.status.debugged for report in reports):
+            return
+        puzzle = unexplained(reports) if hangs else None
+        kind, text = ("busy", waited_for_line(reports)) if puzzle is None else ("puzzle", f"warning: {puzzle}")
+        if self._noted != (noted := (kind, self._clock.since)):
+            self._noted = noted
+            print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,257 @@
+"""Introspection: where this process is, as its watchdog's thread sees it, and what it waits for.
+
+Collectives that were begun and not ended are known to torch's flight recorder, except for gloo's sends and receives
+(https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html); meshtrain's own waits are in pending.py.
+"""
+
+import json
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed.distributed_c10d import _world
+
+from meshtrain.job.exit import by_signal, signal_of
+from meshtrain.job.pending import PendingWait, Resource, pending_waits, wait_that_failed
+from meshtrain.job.process import Job
+from meshtrain.job.store import describe
+from meshtrain.job.watchdog.deadlines import DeadlineClock
+from meshtrain.job.watchdog.records import FailureKind, PendingCollective, RankStatus
+from meshtrain.layout import Layout
+
+FRAMES = 14  # of a stack, the innermost
+RECORDER_S = 1.5  # for the flight recorder to answer
+DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # NCCL's own, and that of the other backends
+HIDDEN = ("runpy", "torch/nn/modules/module.py", "torch/_dynamo", "torch/utils/_contextlib.py", "_fsdp_common.py")
+COLLECTIVES = "torch.distributed.distributed_c10d"  # the module of torch's blocking collectives
+TALKING = ("torch.distributed", "torch._ops", "torch.autograd")  # its modules in which collectives fail
+POINT_TO_POINT = ("send", "recv", "batch_isend_irecv")  # not in the flight recorder over gloo
+# What errors of collectives and of the store say: another process has gone before, or did not come. What reads data
+# from the network says the like of itself: see is_connection_error.
+BROKEN = re.compile(
+    r"another rank has failed|Connection (?:closed|reset|refused)|Broken pipe|closed by peer|Timed out waiting"
+    r"|DistNetworkError|DistStoreError|DistBackendError|NCCL|gloo|Socket Timeout|recvValue|sendBytes",
+    re.IGNORECASE,
+)
+INNERMOST = 3  # frames of an error that tell where it comes from
+BACKENDS = ("gloo/", "NCCL", "ProcessGroup")  # in the words of their errors
+DEBUGGERS = ("pydevd", "debugpy")
+DEBUGGER_FILES = ("bdb.py", "pdb.py")
+STATUS = Path("/proc/self/status")
+
+Groups = Mapping[str, tuple[str, tuple[int, ...]]]  # name of a process group -> what people call it, and its ranks
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Failure:
+    kind: FailureKind
+    text: str
+    frames: list[FrameType] = field(default_factory=list)  # where it was raised, innermost first
+    broken: bool = False  # whether it comes of others, as far as can be seen
+    wait: PendingWait | None = None  # that it ended
+    at: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        if by_signal(error):
+            return cls(FailureKind.SIGNAL, f"ended by {signal_of(error)}", frames_of(error))
+        broken = is_connection_error(error)
+        return cls(FailureKind.ERROR, describe(error), frames_of(error), broken, wait_that_failed(error))
+
+
+@dataclass(frozen=True)
+class FlightRecord:
+    pending: PendingCollective | None = None  # the oldest that has not ended
+    last: PendingCollective | None = None  # the one that was begun last
+    begun: Mapping[str, int] = field(default_factory=dict)  # ranks of a group ("0,2") -> how many were begun
+
+
+def local_status(job: Job, clock: DeadlineClock, failure: Failure | None) -> RankStatus:
+    """What this rank answers when another one asks."""
+    groups = process_groups(job.layout, job.rank)
+    record = call_with_timeout(RECORDER_S, lambda: flight_recorder_state(groups)) or FlightRecord()
+    by_thread = pending_waits()
+    main = threading.main_thread().ident or 0
+    waits = by_thread.pop(main, ())
+    background = [wait for each in by_thread.values() for wait in each]
+    place = frames(main)
+    if failure is not None:
+        waits, place = (failure.wait,) if failure.wait is not None else (), failure.frames
+    everybody = tuple(range(job.world_size))
+    last = None if failure is None else record.last
+    wait = record.pending or pending_collective(waits, groups) or blocking_collective(place, last, groups, everybody)
+    if wait is None:
+        wait = pending_collective(background, groups)
+        if wait is None and by_thread and clock.phase == "saving" and failure is None:
+            place = frames(next(iter(by_thread)))  # the main thread only waits for it
+    own = waits if clock.phase != "saving" else (*background, *waits)
+    resource = next((each.what for each in reversed(own) if each.resource != Resource.RANKS), None)
+    status = RankStatus(
+        clock.phase,
+        clock.step,
+        clock.seconds,
+        late=clock.late(for_device=any(each.resource == Resource.DEVICE for each in (*waits, *background))),
+        patient=clock.deadlines.patient(clock.phase),
+        wait=wait,
+        resource=resource,
+        begun=record.begun,
+        stack=stack(place),
+        debugged=debugger_attached(),
+    )
+    if failure is None:
+        return status
+    return replace(
+        status,
+        failure=failure.text,
+        kind=failure.kind,
+        failed_s=time.monotonic() - failure.at,
+        broken=failure.broken,
+        wait=wait if failure.broken else None,
+    )
+
+
+# What it waits for ---------------------------------------------------------------------------------------------------
+
+
+def pending_collective(waits: Sequence[PendingWait], groups: Groups) -> PendingCollective | None:
+    """The innermost wait for other ranks."""
+    for wait in reversed(waits):
+        if wait.resource != Resource.RANKS:
+            continue
+        missing = None if wait.missing is None else tuple(wait.missing())
+        if wait.group is None:
+            return PendingCollective(wait.what, "", tuple(wait.ranks), None, missing)
+        if wait.group.group_name in groups:
+            over, ranks = groups[wait.group.group_name]
+            return PendingCollective(wait.what, over, ranks, None, missing)
+    return None
+
+
+def blocking_collective(
+    place: Sequence[FrameType], last: PendingCollective | None, groups: Groups, everybody: tuple[int, ...]
+) -> PendingCollective | None:
+    """The call of torch's collectives that a stack is in, where the flight recorder has none that is pending: it is
+    off, or this call sends, receives or makes a group. Where torch's argument `group` is none, all ranks are meant.
+    `last`: the collective that was begun last, where the call has failed: no failed one is pending."""
+    if not place or place[0].f_globals.get("__name__") != COLLECTIVES:
+        return None
+    name = place[0].f_code.co_name
+    if last is not None and name not in POINT_TO_POINT:
+        return last
+    group = place[0].f_locals.get("group")
+    axis, ranks = groups.get(getattr(group, "group_name", ""), ("", everybody))
+    return PendingCollective(name, axis, ranks)
+
+
+def process_groups(layout: Layout | None, rank: int) -> Groups:
+    groups: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for group, members in list(_world.pg_group_ranks.items()):
+        ranks = tuple(sorted(members))
+        if rank in members and len(ranks) > 1:
+            groups[group.group_name] = (_axis_of(layout, rank, ranks) or str(group.group_desc), ranks)
+    return groups
+
+
+def _axis_of(layout: Layout | None, rank: int, ranks: tuple[int, ...]) -> str | None:
+    if layout is None:
+        return "all ranks" if len(ranks) == dist.get_world_size() else None
+    for axis in layout.axes:
+        if tuple(sorted(layout.group(rank, axis))) == ranks:
+            return axis
+    return "all ranks" if len(ranks) == layout.world_size else None
+
+
+def flight_recorder_state(groups: Groups) -> FlightRecord:
+    pending = last = None
+    begun: dict[str, int] = {}
+    keys = {group: ",".join(map(str, ranks)) for group, (_, ranks) in groups.items()}
+    for name in DUMPS:
+        dump = getattr(_distributed_c10d, name, None)
+        trace = {} if dump is None else json.loads(dump())
+        for entry in sorted(trace.get("entries", []), key=lambda entry: entry.get("record_id", 0)):
+            group = entry["process_group"][0]
+            if group not in groups:
+                continue
+            over, ranks = groups[group]
+            number, kind = entry["collective_seq_id"], entry["profiling_name"].rpartition(":")[2]
+            if entry["is_p2p"]:  # these have numbers of their own for each pair
+                collective = PendingCollective(kind, over, ranks)
+            else:
+                collective = last = PendingCollective(f"{kind} {number}", over, ranks, number)
+                begun[keys[group]] = max(number, begun.get(keys[group], 0))
+            if pending is None and not (entry["retired"] or entry["state"] == "completed"):
+                pending = collective
+    return FlightRecord(pending, last, begun)
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Whether it says that other ranks have gone or did not come; what reads data from the network fails alike."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = describe(error)
+    if type(error) is not RuntimeError or not BROKEN.search(text):  # as torch and `Round` raise it
+        return False
+    if wait_that_failed(error) is not None or any(part in text for part in BACKENDS):
+        return True
+    modules = [str(frame.f_globals.get("__name__")) for frame in frames_of(error)[:INNERMOST]]
+    return any(module.startswith(TALKING) for module in modules)
+
+
+# Where it is ---------------------------------------------------------------------------------------------------------
+
+
+def frames(thread: int) -> list[FrameType]:
+    """What the thread of this identifier is in, innermost first."""
+    frame = sys._current_frames().get(thread)
+    return [] if frame is None else [frame for frame, _ in traceback.walk_stack(frame)]
+
+
+def frames_of(error: BaseException) -> list[FrameType]:
+    """Where an error was raised, innermost first."""
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+
+
+def stack(place: Sequence[FrameType]) -> tuple[str, ...]:
+    """`meshtrain/trainer.py:131 update`, innermost last."""
+    shown = [frame for frame in place if not any(part in frame.f_code.co_filename for part in HIDDEN)]
+    lines = [f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}" for frame in shown[:FRAMES]]
+    return tuple(reversed(lines))
+
+
+def _short(path: str) -> str:
+    parts = Path(path).parts
+    for root in ("site-packages", "dist-packages", "meshtrain"):
+        if root in parts[:-1]:
+            at = parts.index(root)
+            return "/".join(parts[at if root == "meshtrain" else at + 1 :])
+    return "/".join(parts[-2:])
+
+
+def call_with_timeout(seconds: float, function: Callable[[], T]) -> T | None:
+    """What it returns; None if it fails, or takes longer: it may wait for a lock that a hanging thread has."""
+    results: list[T] = []
+    thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
+
+
+def debugger_attached() -> bool:
+    """Whether a debugger holds this process, or might: then nothing takes too long."""
+    if any(name in sys.modules for name in DEBUGGERS):
+        return True
+    for frame in frames(threading.main_thread().ident or 0):
+        if frame.f_trace is not None or Path(frame.f_code.co_filename).name in DEBUGGER_FILES:
+            return True
+    lines = STATUS.read_text().splitlines() if STATUS.exists() else []  # gdb or strace
+    return any(line.startswith("TracerPid:") and line.split()[1] != "0" for line in lines)

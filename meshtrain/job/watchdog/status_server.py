@@ -1,0 +1,403 @@
+"""RPC between the watchdogs of a job: each rank has a server, and answers questions about itself.
+
+Nothing is sent while all is well, and nothing goes by the job's store, which may be what was lost. A question is one
+line of JSON on a connection of its own, with the job's token, and so is the answer.
+"""
+
+import errno
+import json
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+from meshtrain.job.process import Job
+from meshtrain.job.watchdog.records import OUT_OF_REACH, Diagnosis, DiagnosisKind, RankReport, RankStatus, Reach
+
+CONNECT_S = 3.0
+ANSWER_S = 4.0  # a healthy rank needs a few milliseconds; on a host with far too many processes it may be seconds
+TELL_S = 2.0  # for a rank to receive a diagnosis
+AT_ONCE = 64  # ranks that are asked at the same time
+READERS = 256  # questions that are read at the same time
+PAUSE_S = 0.1  # where the system has run out of something
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN)  # of this process or its host
+EXHAUSTED_S = 30.0  # for which it waits for others to give back what it has run out of
+ANSWERED = "answered"  # by which an answer is known: another program may have got the port of a rank that is gone
+LINE, READ = 2**20, 2**16  # bytes of a question or an answer, and how many are read at a time
+LOWEST = 16  # ranks among which the lowest that is alive is looked for at once, to begin with
+STOPPED_STATES = ("T", "t")
+BOOT = "/proc/sys/kernel/random/boot_id"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a rank listens; `ips` of its host, the likeliest first; `net`, `pids`: see `NamespaceIds`."""
+
+    rank: int
+    host: str
+    pid: int
+    port: int
+    ips: tuple[str, ...]
+    net: str
+    pids: str
+
+
+@dataclass(frozen=True)
+class NamespaceIds:
+    """Where a process is. Hosts may have the same name (cloned images, containers), and one host several of these."""
+
+    net: str  # processes of the same network reach each other by loopback
+    pids: str  # in which the numbers of processes mean something
+
+
+def namespace_ids(host: str) -> NamespaceIds:
+    """Of this process; `host`, its name, is what is left where the system does not tell more."""
+    kernel = host
+    with suppress(OSError), open(BOOT) as file:
+        kernel = file.read().strip()
+    names = []
+    for kind in ("net", "pid"):
+        names.append(kernel)
+        with suppress(OSError):
+            names[-1] += f" {os.stat(f'/proc/self/ns/{kind}').st_ino}"
+    return NamespaceIds(*names)
+
+
+class NoReplyError(OSError):
+    """Somebody took the connection and did not answer."""
+
+
+class ExhaustedError(RuntimeError):
+    """This process has no descriptor or memory left to ask with: that says nothing of the rank it wanted to ask."""
+
+
+class StatusServer:
+    """Answers questions in threads of its own, by `answer`; of None nothing is sent."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
+        self.token = secrets.token_hex(16)  # until the job has agreed on one
+        self._answer = answer
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        self._listening = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=dual)
+        self.port: int = self._listening.getsockname()[1]
+        close_in_children(self._listening)
+        self._closed, self._readers = threading.Event(), threading.Semaphore(READERS)
+        threading.Thread(target=self._accept, name="status server", daemon=True).start()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:  # it is closed; or there are too many files, or the other has given up
+                self._closed.wait(PAUSE_S)
+                continue
+            self._readers.acquire()
+            while not self._closed.is_set():
+                try:
+                    threading.Thread(target=self._serve, args=(connection,), name="answer", daemon=True).start()
+                    break
+                except RuntimeError:  # there are too many threads
+                    self._closed.wait(PAUSE_S)
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError):  # the other has gone
+            question = self._read(connection)
+            if question is not None and (answer := self._answer(question)) is not None:
+                connection.settimeout(ANSWER_S)
+                connection.sendall(json.dumps({ANSWERED: answer}).encode() + b"\n")
+
+    def _read(self, connection: socket.socket) -> dict[str, Any] | None:
+        """The question, if it comes from this job. Strangers hold no more than READERS threads; a question of the job
+        may take long to answer, and holds up nobody else's."""
+        try:
+            question = json.loads(_read_line(connection, ANSWER_S))
+        except (ValueError, RecursionError):  # another protocol
+            return None
+        finally:
+            self._readers.release()
+        if not isinstance(question, dict):
+            return None
+        token = str(question.pop("token", "")).encode(errors="replace")
+        return question if secrets.compare_digest(token, self.token.encode()) else None
+
+    def close(self) -> None:
+        """From now on connections are refused: this rank has left."""
+        self._closed.set()
+        with suppress(OSError):  # closed before
+            self._listening.shutdown(socket.SHUT_RDWR)  # the thread that listens would keep it open
+        self._listening.close()
+
+
+def close_in_children(listening: socket.socket) -> None:
+    """Processes that this one forks (readers of data) do not keep a port open when it is gone."""
+    weak = ref(listening)
+
+    def close() -> None:
+        inherited = weak()
+        if inherited is not None:
+            inherited.close()
+
+    os.register_at_fork(after_in_child=close)
+
+
+# Questions -----------------------------------------------------------------------------------------------------------
+
+
+def ask(to: Address, question: Mapping[str, Any], token: str, *, seconds: float = ANSWER_S, net: str = "") -> Any:
+    """A rank's answer. `net`: this process's network.
+
+    Raises:
+        ConnectionRefusedError: nobody listens there: the process is gone. NoReplyError: no answer, or not in time.
+            OSError: nothing came back from the host. ExhaustedError: it could not be asked.
+    """
+    problem: OSError | None = None
+    for ip in ("127.0.0.1", *to.ips) if to.net == net else to.ips:
+        try:
+            with _connect(ip, to.port) as connection:
+                return _exchange(connection, {**question, "token": token}, seconds)
+        except NoReplyError:
+            raise
+        except OSError as error:
+            # The same address may be another host's elsewhere: who refuses is the rank's host only if all do.
+            if problem is None or isinstance(problem, ConnectionRefusedError):
+                problem = error
+    raise problem or OSError(f"no address of {to.host} is known")
+
+
+def _connect(ip: str, port: int) -> socket.socket:
+    """A connection to a numeric address: `getaddrinfo` would open files. What this process lacks is waited for."""
+    deadline = time.monotonic() + EXHAUSTED_S
+    while True:
+        try:
+            connection = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
+            try:
+                connection.settimeout(CONNECT_S)
+                connection.connect((ip, port))
+            except BaseException:
+                connection.close()
+                raise
+            return connection
+        except OSError as error:
+            if error.errno not in EXHAUSTED:
+                raise
+            if time.monotonic() > deadline:
+                raise ExhaustedError(f"this process could not connect to another rank: {error.strerror}") from error
+            time.sleep(PAUSE_S)
+
+
+def _exchange(connection: socket.socket, question: Mapping[str, Any], seconds: float) -> Any:
+    connection.settimeout(seconds)
+    try:
+        connection.sendall(json.dumps(question).encode() + b"\n")
+        line = _read_line(connection, seconds)
+    except ConnectionError as error:  # the process ended before it had answered
+        raise ConnectionRefusedError(str(error)) from error
+    except TimeoutError as error:
+        raise NoReplyError(str(error)) from error
+    if not line:
+        raise NoReplyError("it does not answer such questions, or not yet")
+    try:
+        answer = json.loads(line)
+    except (ValueError, RecursionError):
+        answer = None
+    if not isinstance(answer, dict) or not isinstance(answer.get(ANSWERED), dict):
+        raise ConnectionRefusedError("another program listens there now")
+    return answer[ANSWERED]
+
+
+def _read_line(connection: socket.socket, seconds: float) -> bytes:
+    """What comes until the line ends, or the other has no more to send. Raises TimeoutError."""
+    deadline, line = time.monotonic() + seconds, bytearray()
+    while b"\n" not in line[-READ:] and len(line) < LINE:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(remaining)
+        data = connection.recv(READ)
+        if not data:
+            break
+        line += data
+    return bytes(line.partition(b"\n")[0])
+
+
+def ask_all(
+    addresses: Iterable[Address], question: Mapping[str, Any], token: str, net: str, seconds: float = ANSWER_S
+) -> list[Any]:
+    """The answers of several ranks in their order, or the OSError in place of one. If they are more than AT_ONCE and
+    two ranks of a host cannot be reached, no more of its ranks are asked."""
+
+    def ask_one(to: Address) -> Any:
+        try:
+            return ask(to, question, token, net=net, seconds=seconds)
+        except OSError as error:
+            return error
+
+    def ask_host(ranks: list[Address]) -> list[Any]:
+        answers = [ask_one(ranks[0])]
+        if unreachable(answers[0]) and len(ranks) > 1:
+            answers.append(ask_one(ranks[1]))
+            if unreachable(answers[1]):
+                return answers + [answers[1]] * (len(ranks) - 2)
+        return answers + list(pool.map(ask_one, ranks[len(answers) :]))
+
+    addresses = list(addresses)
+    with ThreadPoolExecutor(max(1, min(AT_ONCE, len(addresses)))) as pool:
+        if len(addresses) <= AT_ONCE:
+            return list(pool.map(ask_one, addresses))
+        hosts: dict[str, list[Address]] = {}
+        for to in addresses:
+            hosts.setdefault(to.net, []).append(to)
+        with ThreadPoolExecutor(min(AT_ONCE, len(hosts))) as firsts:
+            by_host = dict(zip(hosts, map(iter, firsts.map(ask_host, hosts.values())), strict=True))
+        return [next(by_host[to.net]) for to in addresses]
+
+
+def unreachable(answer: Any) -> bool:
+    return isinstance(answer, OSError) and not isinstance(answer, ConnectionRefusedError | NoReplyError)
+
+
+def addresses_towards(others: Sequence[str]) -> tuple[str, ...]:
+    """Under which addresses others reach this host: those from which it reaches them. Loopback last."""
+    own: dict[str, None] = {}
+    for other in others:
+        try:
+            family = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family[0], socket.SOCK_DGRAM) as probe:
+                probe.connect(family[4])  # sends nothing
+                own[str(probe.getsockname()[0])] = None
+        except OSError:  # there is no route to it
+            continue
+    return tuple(sorted(own, key=loopback))
+
+
+def loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def process_state(pid: int) -> str:
+    """The state of a process of this host, as Linux has it: R, S, D, T (stopped), Z; "" if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+# All ranks -----------------------------------------------------------------------------------------------------------
+
+
+def exchange_addresses(job: Job, server: StatusServer) -> "Peers":
+    """Tells all ranks where this one listens, by the job's store; all call it together."""
+    assert job.environment.master is not None  # there is a store
+    what, ids = "exchanging addresses", namespace_ids(job.host)
+    own = list(addresses_towards([job.environment.master[0]]))
+    rows = job.gather(what, [server.token, own, job.host, os.getpid(), server.port, ids.net, ids.pids])
+    ips_of, nets = [ips for _, ips, *_ in rows], [row[5] for row in rows]
+    if len(set(nets)) > 1 and any(loopback(ips[0]) for ips in ips_of if ips):
+        # The host of the store reaches itself by loopback, or by a name that means nothing elsewhere.
+        others = [ips for net, ips in zip(nets, ips_of, strict=True) if net != ids.net]
+        theirs = [ip for ips in others for ip in ips if not loopback(ip)]
+        ips_of = job.gather(what, list(addresses_towards(theirs[:4])) or own)
+    server.token = rows[0][0]
+    addresses = [
+        Address(rank, host, pid, port, tuple(ips), net, pids)
+        for rank, ((_, _, host, pid, port, net, pids), ips) in enumerate(zip(rows, ips_of, strict=True))
+    ]
+    return Peers(job, server, addresses)
+
+
+class Peers:
+    def __init__(self, job: Job, server: StatusServer, addresses: Sequence[Address]) -> None:
+        self._job, self._server, self._addresses = job, server, addresses
+        self._own = addresses[job.rank]
+
+    def alive_from_rank_0(self, *, same_host: bool = False) -> Iterator[Address]:
+        """Ranks that answer, from the lowest on, up to this one."""
+        lower = [to for to in self._addresses[: self._job.rank] if not same_host or to.net == self._own.net]
+        size = LOWEST
+        while lower:
+            asked, lower = lower[:size], lower[size:]
+            size *= 4  # where so many are lost, whole hosts are: not one after the other
+            for to, answer in zip(asked, self._ask_all(asked, {"ask": "here"}), strict=True):
+                if not isinstance(answer, OSError):
+                    yield to
+        yield self._own
+
+    def examine(self) -> list[RankReport]:
+        answers = self._ask_all(self._addresses, {"ask": "state"})
+        silent = [to for to in self._addresses if isinstance(answers[to.rank], NoReplyError)]
+        states = {to.rank: self._state_by_neighbour(to, answers) for to in silent}
+        busy = [to for to in silent if states[to.rank] not in STOPPED_STATES]
+        for to, answer in zip(busy, self._ask_all(busy, {"ask": "state"}), strict=True):
+            answers[to.rank] = answer
+        reports = []
+        for to, answer in zip(self._addresses, answers, strict=True):
+            status = None
+            if not isinstance(answer, OSError):
+                reach, status = Reach.ANSWERS, RankStatus.from_json(answer)
+            elif isinstance(answer, ConnectionRefusedError):
+                reach = Reach.GONE
+            else:
+                reach = Reach.SILENT if isinstance(answer, NoReplyError) else Reach.UNREACHABLE
+            stopped = status is None and states.get(to.rank) in STOPPED_STATES
+            name = self._job.name_of(to.rank, to.host)
+            reports.append(RankReport(to.rank, to.host, name, to.pid, reach, status, stopped))
+        return reports
+
+    def _state_by_neighbour(self, silent: Address, answers: list[Any]) -> str:
+        """The state of a process that does not answer, as a rank of its host sees it; "" if nobody can."""
+        if self._same_pids(silent.rank):
+            return process_state(silent.pid)
+        for to, answer in zip(self._addresses, answers, strict=True):
+            if to.pids == silent.pids and not isinstance(answer, OSError):
+                with suppress(OSError):
+                    return str(self.ask(to, {"ask": "look", "rank": silent.rank})["state"])
+        return ""
+
+    def kill_stopped(self, diagnosis: Diagnosis) -> None:
+        """A stopped process would stay for ever where no launcher ends it: a rank of its host does."""
+        if diagnosis.kind not in (DiagnosisKind.STOPPED, DiagnosisKind.SILENT):
+            return
+        for lost in (self._addresses[rank] for rank in diagnosis.ranks):
+            for to in self._addresses:
+                if to.pids == lost.pids and to.rank not in diagnosis.ranks:
+                    with suppress(OSError):
+                        self.ask(to, {"ask": "kill", "rank": lost.rank})
+                        break
+
+    def survivors(self, diagnosis: Diagnosis) -> set[int]:
+        lost = diagnosis.ranks if diagnosis.kind in OUT_OF_REACH else ()
+        return {to.rank for to in self._addresses} - set(lost)
+
+    def tell(self, ranks: set[int], message: Mapping[str, Any]) -> None:
+        """Tells these ranks something; once more those who did not seem to receive it."""
+        remaining = [to for to in self._addresses if to.rank in ranks]
+        for _ in range(2):
+            answers = self._ask_all(remaining, message, seconds=TELL_S)
+            remaining = [to for to, answer in zip(remaining, answers, strict=True) if isinstance(answer, OSError)]
+
+    def state(self, rank: int) -> str:
+        return process_state(self._addresses[rank].pid) if self._same_pids(rank) else ""
+
+    def kill(self, rank: int) -> None:
+        if self.state(rank) not in ("", "Z"):
+            os.kill(self._addresses[rank].pid, signal.SIGKILL)
+
+    def _same_pids(self, rank: int) -> bool:
+        """Whether the number of its process means the same to this one."""
+        return self._addresses[rank].pids == self._own.pids
+
+    def ask(self, to: Address, question: Mapping[str, Any], seconds: float = ANSWER_S) -> Any:
+        return ask(to, question, self._server.token, seconds=seconds, net=self._own.net)
+
+    def _ask_all(self, ranks: Sequence[Address], question: Mapping[str, Any], seconds: float = ANSWER_S) -> list:
+        return ask_all(ranks, question, self._server.token, self._own.net, seconds)

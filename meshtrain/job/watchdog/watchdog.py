@@ -1,0 +1,395 @@
+"""A watchdog on every rank: what takes too long, or has failed, is looked into, and the rank it began with is named.
+
+While all is well it costs a thread that looks at the clock once a second, and sends nothing. When a deadline has passed
+or a rank fails, the lowest rank that is alive asks all others (status_server.py), decides (diagnose.py), prints one
+block, and tells the others, and everybody ends, before the time limits of the process groups (`process_group_timeout`).
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, NoReturn, TypeVar
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from meshtrain.job.exit import by_signal, print_failure
+from meshtrain.job.process import Job
+from meshtrain.job.signals import ignore_signals, in_main_thread, install_handlers
+from meshtrain.job.store import RemoteFailure, describe
+from meshtrain.job.watchdog import introspect
+from meshtrain.job.watchdog.deadlines import MEASURED, DeadlineClock, Deadlines, process_group_timeout
+from meshtrain.job.watchdog.diagnose import Coordinator
+from meshtrain.job.watchdog.introspect import Failure, local_status
+from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind, FailureKind
+from meshtrain.job.watchdog.status_server import Address, Peers, StatusServer, exchange_addresses
+from meshtrain.job.watchdog.wakeup import SignalWakeup
+
+LOOK_EVERY_S = 1.0
+SUSPENDED_S = 5.0  # a look that comes so late shows that this process was stopped: the clock proves nothing
+DIAGNOSIS_S = 20.0  # the most that a failed rank waits for a diagnosis
+MOST_WAITERS = 32  # ranks that wait here for a diagnosis, each with a connection; more of them ask again
+AGAIN_S = 0.5  # later
+BEGIN_UNWIND_S = 2.0  # for the main thread to begin to end by itself
+UNWIND_S = 15.0  # for the main thread of a failed rank to write what it has to
+WRITE_S = 5.0  # for exit.json: its file system may be what was lost
+
+T = TypeVar("T")
+
+
+class FailureReport:
+    """What a rank prints and writes before it ends because its job is lost."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.printed = False
+        self.on_job_lost: Callable[[Diagnosis], None] | None = None  # writes into the run's folder, once
+
+    def print(self, diagnosis: Diagnosis, *, details: bool) -> None:
+        if not self.printed:
+            self.printed = True
+            text = diagnosis.text if details else diagnosis.headline
+            print_failure(self._job, diagnosis, f"{self._job} stops, because {text}")
+
+    def write_exit_json(self, diagnosis: Diagnosis) -> None:
+        """Waits for it no longer than it may take: the folder may be on a host that is gone."""
+        write, self.on_job_lost = self.on_job_lost, None
+        if write is not None and introspect.call_with_timeout(WRITE_S, lambda: self._write(write, diagnosis)) is None:
+            print(f"{self._job} could not write that down within {WRITE_S:.0f} s", file=sys.stderr, flush=True)
+
+    def _write(self, write: Callable[[Diagnosis], None], diagnosis: Diagnosis) -> bool:
+        try:
+            write(diagnosis)
+        except OSError as error:
+            print(f"{self._job} could not write that down: {error}", file=sys.stderr, flush=True)
+        return True
+
+    def abort(self, diagnosis: Diagnosis) -> NoReturn:
+        """Ends this process, with the reason in torchrun's summary."""
+        try:
+            raise RuntimeError(f"{self._job} stops, because {diagnosis.headline}")
+        except RuntimeError as error:
+            get_error_handler().record_exception(error)  # it wants one that was raised
+        exit_now(1)
+
+
+def exit_now(status: int) -> NoReturn:
+    """Ends this process at once: its main thread may be in a collective that never ends."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+class Watchdog:
+    """This rank's watchdog. Until `begin`, and in a world of one, it only takes notes."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.diagnosis: Diagnosis | None = None  # what the job is lost by
+        self._clock, self._report, self._wakeup = DeadlineClock(), FailureReport(job), SignalWakeup()
+        self._failure: Failure | None = None  # of this rank
+        self._server: StatusServer | None = None
+        self._peers: Peers | None = None
+        self._coordinator: Coordinator | None = None
+        self._decided, self._closed = threading.Event(), threading.Event()
+        self._coordinating, self._inquiring = threading.Lock(), threading.Lock()
+        self._waiters = threading.Semaphore(MOST_WAITERS)
+        self._signals: set[int] = set()  # that have come and were not looked into
+        self._ends_on_sigterm = False
+        self._unwinding = False  # the main thread is on its way out
+        self._last_error = ""  # of the watchdog itself
+
+    @property
+    def deadlines(self) -> Deadlines:
+        return self._clock.deadlines
+
+    def on_job_lost(self, write: Callable[[Diagnosis], None]) -> None:
+        self._report.on_job_lost = write
+
+    @property
+    def peers(self) -> Peers:
+        assert self._peers is not None  # nobody asks before addresses were exchanged
+        return self._peers
+
+    # What the run reports --------------------------------------------------------------------------------------------
+
+    def enter_phase(self, phase: str, step: int | None = None) -> None:
+        """The run has made progress: it is in this phase now, and in this step."""
+        self._clock.enter_phase(phase, step)
+
+    def iterate(self, iterable: Iterable[T], phase: str) -> Iterator[T]:
+        """The same items, each of which is progress in this phase."""
+        self.enter_phase(phase)
+        for item in iterable:
+            self.enter_phase(phase)
+            yield item
+        self.deadlines.seen.add(phase)
+
+    def adapt_deadline(self, steps: int, slowest_s: float, save_s: float | None) -> float | None:
+        """After each step: the new time limit of process groups, if there is one. `slowest_s`: of the `steps` taken in
+        this job but the first; `save_s`: of the last save."""
+        self.deadlines.save_s = save_s
+        if steps < MEASURED:
+            return None
+        deadline_s = self.deadlines.adapt(slowest_s)
+        return None if deadline_s is None else process_group_timeout(deadline_s)
+
+    # As `Failures` ---------------------------------------------------------------------------------------------------
+
+    def first_failure(self, name: str, error: BaseException) -> RemoteFailure | None:
+        """As `Failures` has it. Waits for the diagnosis."""
+        if self._server is None or self._closed.is_set():
+            return None
+        self._unwinding = True
+        if self._failure is None and self.diagnosis is None:
+            self._failure = Failure.of(error)
+            self._wakeup.wake()
+        self._wait_for_diagnosis()
+        if self.diagnosis is None:
+            return None
+        blamed = self.job.rank in self.diagnosis.ranks
+        if blamed and (self.diagnosis.kind == DiagnosisKind.ENDED or self._is_own_error(error)):
+            return None
+        return RemoteFailure(self.diagnosis, self._report.printed or blamed)
+
+    def _is_own_error(self, error: BaseException) -> bool:
+        """Whether it was there before the diagnosis, or is no consequence of it: nobody else prints it."""
+        before = self._failure is not None and self._failure.kind == FailureKind.ERROR
+        return not by_signal(error) and (before or not introspect.is_connection_error(error))
+
+    def _wait_for_diagnosis(self) -> None:
+        """The launcher's signals do not cut it short: they come just when a rank was lost."""
+        deadline = time.monotonic() + DIAGNOSIS_S
+        while (remaining := deadline - time.monotonic()) > 0 and not self._decided.is_set():
+            try:
+                self._decided.wait(remaining)
+            except (SystemExit, KeyboardInterrupt):
+                continue
+        if self.diagnosis is not None and in_main_thread():
+            ignore_signals()  # the end is near anyway, and bounded
+
+    def is_lost(self) -> bool:
+        return self.diagnosis is not None
+
+    def leave(self) -> None:
+        self._closed.set()
+        self._wakeup.wake()
+
+    def progress(self) -> tuple[str | None, int | None]:
+        return self._clock.phase, self._clock.step
+
+    # Start and end ---------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """From now on this rank answers others, and looks at the clock. All ranks begin together."""
+        job = self.job
+        if job.store is None:
+            job.failures = self  # for its `progress`
+        if job.store is None or job.environment.master is None:
+            return
+        self._server = StatusServer(self._answer)
+        self._peers = exchange_addresses(job, self._server)
+        self._coordinator = Coordinator(self._peers, self._clock, self._closed)
+        job.failures = self
+        self._wakeup.install()
+        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+
+    def handle_sigterm(self) -> None:
+        """SIGTERM ends this process by its watchdog, unless the program has its own handler: a launcher sends it when a
+        rank was lost, which is named first. An exception by a handler could come anywhere, also where nobody catches
+        it."""
+        self._ends_on_sigterm = self._server is not None and self._wakeup.handle_sigterm()
+
+    def close(self) -> None:
+        """From now on connections are refused: this rank has left its job, or has failed."""
+        self.leave()
+        self._wakeup.uninstall()
+        if self._ends_on_sigterm and in_main_thread() and self.diagnosis is not None:  # it was ignored since
+            install_handlers({signal.SIGTERM: signal.SIG_DFL})
+        if self._server is not None:
+            self._server.close()
+
+    # The thread ------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            before = time.monotonic()
+            self._signals |= self._wakeup.wait(LOOK_EVERY_S)
+            if self._closed.is_set():
+                return
+            if time.monotonic() - before > LOOK_EVERY_S + SUSPENDED_S:
+                self._clock.ignore_suspend()
+                continue
+            if self.diagnosis is None:
+                try:
+                    self._look()
+                except Exception as error:  # a watchdog that has ended would let a job hang
+                    self._print_own_error(error)
+                    if self._failure is not None:  # its diagnosis does not come
+                        self._decided.set()
+            if self.diagnosis is not None:
+                self._end_process()
+                return
+
+    def _print_own_error(self, error: Exception) -> None:
+        if (text := describe(error)) != self._last_error:
+            self._last_error = text
+            trace = "".join(traceback.format_exception(error))
+            print(f"warning: the watchdog of {self.job} has failed, and goes on:\n{trace}", file=sys.stderr, flush=True)
+
+    def _look(self) -> None:
+        if self._failure is not None:
+            self._inquire(hangs=self._failure.kind == FailureKind.ERROR, failed=True)
+            self._decided.set()
+        elif self._clock.missed():
+            if not introspect.debugger_attached():
+                self._inquire(hangs=self.deadlines.hangs(self._clock.phase, self._clock.misses), late=True)
+        elif self._signals:
+            # A launcher ends those that are left when one rank was killed: NCCL alone would not notice for minutes.
+            ends = self._sigterm_ends
+            self._signals = set()
+            if ends:
+                self._failure = Failure(FailureKind.SIGNAL, "ended by SIGTERM")
+            self._inquire(hangs=False, failed=ends)
+
+    def _inquire(self, hangs: bool, failed: bool = False, late: bool = False) -> None:
+        """Has the lowest rank that is alive decide, asked by the lowest rank of each host: a coordinator of 4,096 ranks
+        would have as many connections at once. The arguments are those of `Coordinator.diagnose`."""
+        question = {"hangs": hangs, "failed": failed, "late": late}
+        for to in self.peers.alive_from_rank_0(same_host=True):
+            if to.rank == self.job.rank:
+                self._inquire_for_host(question)
+            elif not self._ask_for_diagnosis(to, {"ask": "inquire", **question}):
+                continue
+            return
+
+    def _inquire_for_host(self, question: dict[str, Any]) -> None:
+        """As `_inquire`, on the lowest rank of a host. One at a time; who comes later gets the same answer."""
+        with self._inquiring:
+            if self.diagnosis is not None:
+                return
+            for to in self.peers.alive_from_rank_0():
+                if to.rank == self.job.rank:
+                    self._coordinate(**question)
+                elif not self._ask_for_diagnosis(to, {"ask": "coordinate", **question}):
+                    continue
+                return
+
+    def _ask_for_diagnosis(self, to: Address, question: dict[str, Any]) -> bool:
+        """Whether that rank has answered: a diagnosis, or that there is none; not if it was lost meanwhile."""
+        deadline = time.monotonic() + DIAGNOSIS_S
+        try:
+            while (answer := self.peers.ask(to, question, DIAGNOSIS_S)).get("later"):
+                if self._decided.wait(AGAIN_S) or time.monotonic() > deadline:
+                    return True
+            self._learn(answer["diagnosis"])
+            return True
+        except OSError:
+            return False
+
+    def _coordinate(self, hangs: bool, failed: bool, late: bool = False) -> Diagnosis | None:
+        """Decides, prints it, and tells all. One at a time; who comes later gets the same answer."""
+        assert self._coordinator is not None  # nobody asks before addresses were exchanged
+        with self._coordinating:
+            if self.diagnosis is not None:
+                return self.diagnosis
+            diagnosis = self._coordinator.diagnose(hangs=hangs, failed=failed, late=late)
+            if diagnosis is None:
+                return None
+            ended = diagnosis.kind == DiagnosisKind.ENDED
+            prints_own_error = self.job.rank in diagnosis.ranks and (ended or diagnosis.kind == DiagnosisKind.FAILED)
+            if not prints_own_error and not (ended and self._asked_to_end):
+                self._report.print(diagnosis, details=True)
+            survivors = self._coordinator.broadcast(diagnosis, self.job.rank)
+            if self.job.rank > 0 and self.job.rank == min(survivors):
+                self._report.write_exit_json(diagnosis)
+            self._learn(asdict(diagnosis))
+            return diagnosis
+
+    # What others ask -------------------------------------------------------------------------------------------------
+
+    def _answer(self, question: dict[str, Any]) -> dict[str, Any] | None:
+        try:
+            return self._reply(question)
+        except Exception as error:  # who asks sees that there is no answer; a thread's traceback each would be pages
+            self._print_own_error(error)
+            return None
+
+    def _reply(self, question: dict[str, Any]) -> dict[str, Any]:
+        request = question.pop("ask", None)
+        if request == "state":
+            return asdict(local_status(self.job, self._clock, self._failure))
+        if request in ("inquire", "coordinate"):
+            if not self._waiters.acquire(blocking=False):
+                return {"later": True}
+            try:
+                if request == "coordinate":
+                    self._coordinate(**question)
+                else:
+                    self._inquire_for_host(question)
+            finally:
+                self._waiters.release()
+            return {"diagnosis": None if self.diagnosis is None else asdict(self.diagnosis)}
+        if request == "end":
+            self._learn(question["diagnosis"])
+        if request == "look":
+            return {"state": self.peers.state(question["rank"])}
+        if request == "kill":
+            self.peers.kill(question["rank"])
+        return {}
+
+    def _learn(self, diagnosis: dict[str, Any] | None) -> None:
+        if diagnosis is not None and self.diagnosis is None:
+            self.diagnosis = Diagnosis.from_json(diagnosis)
+        if self.diagnosis is not None:
+            self._decided.set()
+            self._wakeup.wake()
+
+    def _end_process(self) -> None:
+        """By its main thread if that can, which knows more; otherwise here."""
+        assert self.diagnosis is not None
+        if self._main_thread_leaves():
+            return
+        if self._ends_on_sigterm and self.diagnosis.kind == DiagnosisKind.ENDED and self._asked_to_end:
+            exit_now(128 + signal.SIGTERM)  # as the others were
+        if self.job.rank not in self.diagnosis.ranks:
+            self._report.print(self.diagnosis, details=False)
+        if self.job.rank == 0 and not self._unwinding:
+            self._report.write_exit_json(self.diagnosis)
+        self._report.abort(self.diagnosis)
+
+    def _main_thread_leaves(self) -> bool:
+        """Whether the main thread leaves the job by itself. It gets time to begin with that, and then to finish."""
+        deadline = time.monotonic() + BEGIN_UNWIND_S
+        while not self._unwinding and time.monotonic() < deadline:
+            self._signals |= self._wakeup.wait(0.05)
+            if self._closed.is_set():
+                return True
+        return self._unwinding and self._closed.wait(UNWIND_S)
+
+    @property
+    def _sigterm_ends(self) -> bool:
+        """Whether SIGTERM has come, and is handled by this watchdog still."""
+        return self._ends_on_sigterm and signal.SIGTERM in self._signals and self._wakeup.handles_sigterm
+
+    @property
+    def _asked_to_end(self) -> bool:
+        if self._failure is not None and self._failure.kind == FailureKind.SIGNAL:
+            return True
+        return self._sigterm_ends if self._ends_on_sigterm else bool(self._signals)
+
+
+@contextmanager
+def watched(job: Job) -> Iterator[Watchdog]:
+    """While the body runs, the ranks of this job look after each other."""
+    watchdog = Watchdog(job)
+    try:
+        watchdog.begin()
+        yield watchdog
+    finally:
+        watchdog.close()

@@ -1,0 +1,1 @@
+"""`meshtrain launch`: a script for sbatch, for one config, checked before anything waits in a queue."""

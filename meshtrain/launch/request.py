@@ -1,0 +1,163 @@
+"""What a job asks of SLURM: the command's options, each looked at before SLURM sees it.
+
+SLURM tells of a wrong value only when the script is submitted, or not at all: a name with a space is two options.
+"""
+
+import argparse
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshtrain.errors import InputError
+
+TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
+NAME = re.compile(r"[\w.:=@%+,/-]+", re.ASCII)
+GRES = re.compile(r"[A-Za-z][\w.-]*(:[A-Za-z][\w.-]*)?(?::([1-9]\d*))?", re.ASCII)
+VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+SHORTEST_S = 240  # of a job, of which a quarter is for saving
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job on `nodes` nodes with `gpus_per_node` processes each, one per GPU."""
+
+    nodes: int
+    gpus_per_node: int
+    per_gpu: bool = False  # whether SLURM starts a task per GPU (srun) instead of one per node (torchrun)
+    gres: str | None = None  # what GPUs are called here, with their number (`gpu:h100:8`); None: --gpus-per-node asks
+    cpus_per_task: int | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    job_name: str | None = None
+    activate: str | None = None  # the file to source for the environment; None: what the job finds on PATH
+    variables: tuple[tuple[str, str], ...] = ()  # (name, value), to be exported
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    job = parser.add_argument_group("the job")
+    job.add_argument("--slurm", action="store_true", help="for SLURM, the one scheduler that this knows")
+    job.add_argument("--nodes", metavar="N", help="number of nodes (needed)")
+    job.add_argument("--gpus-per-node", metavar="M", help="GPUs, and so processes, of each (needed)")
+    job.add_argument("--srun", action="store_true", help="SLURM starts every process, without torchrun")
+    job.add_argument("--gres", metavar="NAME", help="ask for the GPUs by this name: gpu, gpu:h100")
+    job.add_argument(
+        "--cpus-per-task", metavar="C", help="cores of a task: of a node, with --srun of a GPU; default: 8 for each GPU"
+    )
+    job.add_argument("--time", metavar="T", help="limit: 3:50:00, 2-12:00:00 or 240, which are minutes")
+    job.add_argument("--partition", metavar="NAME")
+    job.add_argument("--account", metavar="NAME")
+    job.add_argument("--job-name", metavar="NAME", help="default: the name of the config")
+    job.add_argument(
+        "--activate", metavar="PATH", help="a virtual environment, or a file to source; default: the one this runs in"
+    )
+    job.add_argument(
+        "--env", metavar="NAME=VALUE", action="append", default=[], help="a variable for the job; may be repeated"
+    )
+
+
+def read_request(given: argparse.Namespace) -> Request:
+    """The request of a command line.
+
+    Raises:
+        InputError: a value is missing or cannot be right.
+    """
+    if not given.slurm:
+        raise InputError(
+            "say which scheduler: --slurm is the one that meshtrain launch knows (for Kubernetes see tools/k8s, and "
+            "for nodes without a scheduler run torchrun on each)"
+        )
+    gpus = _count("--gpus-per-node", given.gpus_per_node, needed="the GPUs of each node")
+    return Request(
+        nodes=_count("--nodes", given.nodes, needed="the number of nodes"),
+        gpus_per_node=gpus,
+        per_gpu=given.srun,
+        gres=None if given.gres is None else _gres(given.gres, gpus),
+        cpus_per_task=None if given.cpus_per_task is None else _count("--cpus-per-task", given.cpus_per_task),
+        time=_time(given.time),
+        partition=_name("--partition", given.partition),
+        account=_name("--account", given.account),
+        job_name=_name("--job-name", given.job_name),
+        activate=_activate(given.activate),
+        variables=tuple(map(_variable, given.env)),
+    )
+
+
+def _count(option: str, value: str | None, needed: str | None = None) -> int:
+    if value is None:
+        raise InputError(f"{option} is missing: {needed}, for instance --nodes 4 --gpus-per-node 8")
+    if not re.fullmatch(r"[1-9]\d{0,6}", value, re.ASCII):
+        raise InputError(f"{option} {value}: expected a number of at least 1")
+    return int(value)
+
+
+def _gres(value: str, gpus: int) -> str:
+    """`gpu`, `gpu:h100` or either with the number of GPUs behind it, as SLURM's --gres wants it: with the number."""
+    match = GRES.fullmatch(value)
+    if match is None:
+        raise InputError(f"--gres {value}: expected a name such as gpu or gpu:h100 (see sinfo --format=%G)")
+    if match[2] is None:
+        return f"{value}:{gpus}"
+    if int(match[2]) != gpus:
+        raise InputError(
+            f"--gres {value} asks for {match[2]} GPUs on each node and --gpus-per-node for {gpus}: "
+            f"use --gres {value.rpartition(':')[0]}, or --gpus-per-node {match[2]}"
+        )
+    return value
+
+
+def _time(value: str | None) -> str | None:
+    if value is None:
+        return None
+    if not TIME.fullmatch(value):
+        raise InputError(
+            f"--time {value}: SLURM does not know this form; write 3:50:00 (hours, minutes, seconds), 2-12:00:00 "
+            "(with days) or 240 (minutes)"
+        )
+    if seconds(value) < SHORTEST_S:
+        raise InputError(
+            f"--time {value} is {seconds(value)} seconds, which are over before a job has started and saved: "
+            f"give at least {SHORTEST_S // 60} minutes"
+        )
+    return value
+
+
+def seconds(time: str) -> int:
+    """A limit as SLURM reads it: minutes, minutes:seconds, hours:minutes:seconds; with days in front of hours, `1-12`,
+    of which minutes and seconds may be left away."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash or len(parts) == 3:
+        hours, minutes, secs = [*parts, 0, 0][:3]
+    else:
+        hours, (minutes, secs) = 0, [*parts, 0][:2]
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + secs
+
+
+def _name(option: str, value: str | None) -> str | None:
+    if value is not None and not NAME.fullmatch(value):
+        raise InputError(f"{option} {value!r}: expected a name of letters, digits and - _ . , without spaces")
+    return value
+
+
+def _activate(value: str | None) -> str | None:
+    if value is None:  # the environment in which this command runs, if it is a virtual one
+        own = Path(sys.prefix) / "bin" / "activate"
+        return str(own) if sys.prefix != sys.base_prefix and own.is_file() else None
+    path = Path(value).expanduser().absolute()
+    script = path / "bin" / "activate" if path.is_dir() else path
+    if not script.is_file():
+        raise InputError(
+            f"--activate {value}: there is no {script}; name a virtual environment (a folder with bin/activate) or a "
+            "file that is to be sourced, for instance one with `module load` or `conda activate` in it"
+        )
+    return str(script)
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not VARIABLE.fullmatch(name):
+        raise InputError(f"--env {text!r}: expected NAME=VALUE, for instance --env NCCL_DEBUG=INFO")
+    return name, value

@@ -1,0 +1,11 @@
+"""What a run measures and shows. `meshtrain.metrics.read(path)` gives the rows of a `metrics.jsonl`."""
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if name == "read":  # not at the top: it needs rich, and programs outside of a job import other modules from here
+        from meshtrain.metrics.logger import read
+
+        return read
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,302 @@
+"""Goodput: how much of the wall time of a run went into steps that count, over all of its jobs.
+
+Every second since the run's first start belongs to exactly one of `PARTS`. Rank 0 keeps a ledger in the run's folder.
+What a killed job did after its latest line counts as time between jobs, and steps that are done again are lost.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from meshtrain.metrics.progress import duration
+from meshtrain.storage import SideFile, write_whole
+
+FILE = "goodput.jsonl"
+# What a job spends its time with: `startup` until the first step begins, `training` in steps without the wait for
+# data, which is `data`; `saving` as far as training waits for it; an `evaluation` is every look at the model.
+SPENT = ("startup", "training", "data", "evaluation", "saving")
+# And what only a later job can know: steps that were done again, and the time in which there was no job.
+PARTS = (*SPENT, "repeated", "between")
+EVERY_S, EVERY_SHARE = 10.0, 0.001  # of a job until its next line: so much of a killed one counts as between jobs
+LONGEST_LINE = 4096
+MOST_LINES = 1_000_000
+MOST_SECONDS = 1e11  # three thousand years; the clock counts from 1970
+
+
+@dataclass(frozen=True)
+class GoodputRecord:
+    """What a job had spent when it had done so many steps of the run."""
+
+    step: int
+    seconds: Mapping[str, float]  # of each of `SPENT`
+    saved: bool = False  # a checkpoint of that step was taken just then, so that a later job may begin here
+    end: str | None = None  # how the job ended, if it has: "done", "stopped" or "failed"
+
+    @property
+    def elapsed(self) -> float:
+        return sum(self.seconds.values())
+
+
+@dataclass
+class JobRecord:
+    """A job of the run, which `started` (in seconds since 1970) with the step `first`."""
+
+    started: float
+    first: int
+    marks: list[GoodputRecord] = field(default_factory=list)
+
+    @property
+    def ended(self) -> float:
+        return self.started + (self.marks[-1].elapsed if self.marks else 0.0)
+
+
+@dataclass(frozen=True)
+class GoodputSummary:
+    """How a run has spent its wall time: seconds for each of `PARTS`, over so many jobs."""
+
+    seconds: Mapping[str, float]
+    jobs: int
+
+    @property
+    def wall_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        """The share of training that counts; a fraction."""
+        return self.seconds["training"] / self.wall_s if self.wall_s > 0 else 0.0
+
+    def row(self) -> dict[str, float]:
+        """For `metrics.jsonl`: `goodput`, `wall_s` and each part."""
+        return {"goodput": self.goodput, "wall_s": self.wall_s} | {
+            f"wall_{part}_s": seconds for part, seconds in self.seconds.items()
+        }
+
+    def plain(self) -> dict[str, float]:
+        """For `exit.json`."""
+        return self.row() | {"jobs": self.jobs}
+
+    def __str__(self) -> str:
+        """`wall time 2h10m in 3 jobs: training 88.1 % (goodput), start-up 3.0 %, ...`."""
+
+        def share(part: str) -> str:
+            return f"{100 * self.seconds[part] / self.wall_s if self.wall_s > 0 else 0.0:.1f} %"
+
+        lost = ""
+        if self.jobs > 1:
+            lost = f", lost to restarts: steps done again {share('repeated')}, between jobs {share('between')}"
+        return (
+            f"wall time {duration(self.wall_s)} in {self.jobs} job{'s' * (self.jobs > 1)}: "
+            f"training {share('training')} (goodput), start-up {share('startup')}, waiting for data {share('data')}, "
+            f"evaluation {share('evaluation')}, saving {share('saving')}{lost}"
+        )
+
+
+def summarize(jobs: Sequence[JobRecord]) -> GoodputSummary:
+    """PURE: the sum over the jobs of a run, in their order; of the last one as far as it is. Of each job only that
+    counts which no later one does again, and its start-up."""
+    total = dict.fromkeys(PARTS, 0.0)
+    again_from = math.inf  # the lowest step that a later job went on from
+    for i, job in reversed(list(enumerate(jobs))):
+        last = job.marks[-1].seconds if job.marks else dict.fromkeys(SPENT, 0.0)
+        kept = _until(job, again_from) | {"startup": last["startup"]}
+        for part in SPENT:
+            total[part] += kept.get(part, 0.0)
+            total["repeated"] += last[part] - kept.get(part, 0.0)
+        if i > 0 and not _done(jobs[i - 1]):
+            total["between"] += max(0.0, job.started - jobs[i - 1].ended)  # hosts' clocks may differ
+        again_from = min(again_from, job.first)
+    return GoodputSummary(total, len(jobs))
+
+
+def _until(job: JobRecord, step: float) -> dict[str, float]:
+    """What a job had spent when it had done this step; what it spent on failing came after that."""
+    marks = (mark for mark in reversed(job.marks) if mark.step <= step and mark.end != "failed")
+    return next((dict(mark.seconds) for mark in marks), {})
+
+
+def _done(job: JobRecord) -> bool:
+    """Whether the run was finished with it: then nobody waited for the next one, which takes it further."""
+    return bool(job.marks) and job.marks[-1].end == "done"
+
+
+class GoodputTracker:
+    """Keeps account of a run in each of its jobs; ranks other than 0 for themselves, on no disk.
+
+    Attributes:
+        finished_step: the last step of the run whose result is known.
+        note: what is wrong with the ledger of earlier jobs, for people.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        first: int,
+        since: float,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """`folder`: None: no ledger. `first`: the step that the job goes on from. `since`: its start, monotonic."""
+        self.note: str | None = None
+        self._monotonic = monotonic
+        self._seconds = dict.fromkeys(SPENT, 0.0)
+        self._part, self._changed_at = "startup", since
+        self._written_at = 0.0  # seconds of this job that are in the ledger
+        self.finished_step = first
+        self._file: SideFile | None = None
+        job = JobRecord(now() - (monotonic() - since), first)
+        past: list[JobRecord] = []
+        if folder is not None:
+            try:
+                past, self.note = read(folder / FILE)
+                self._file = SideFile(folder / FILE, end=_rewrite(folder / FILE, [*past, job]))
+            except OSError as error:
+                past = []
+                self.note = f"goodput counts this job alone: {FILE} of the run's folder cannot be used ({error})"
+        self._before = summarize([*past, job])
+
+    def about(self) -> Iterator[str]:
+        if self.note is not None:
+            yield self.note
+        if self._before.jobs > 1:
+            yield f"until now: {self.summary()}"
+
+    def summary(self) -> GoodputSummary:
+        self._continue_with(self._part)
+        seconds = {part: spent + self._seconds.get(part, 0.0) for part, spent in self._before.seconds.items()}
+        return GoodputSummary(seconds, self._before.jobs)
+
+    def begin(self) -> None:
+        """The start-up is over: from now on time is training, but for what `phase` and `finish_step` say."""
+        self._continue_with("training")
+        self._write()
+
+    @contextmanager
+    def phase(self, part: str) -> Iterator[None]:
+        before = self._part
+        self._continue_with(part)
+        try:
+            yield
+        finally:
+            self._continue_with(before)
+
+    def finish_step(self, step: int, data_s: float) -> None:
+        """Step `step` of the run is done; so many seconds of it were waiting for data."""
+        self._continue_with(self._part)
+        data_s = min(data_s, self._seconds["training"])  # a GPU's own clock may round differently
+        self._seconds["training"] -= data_s
+        self._seconds["data"] += data_s
+        self.finished_step = step
+        if self._elapsed - self._written_at >= max(EVERY_S, EVERY_SHARE * self._elapsed):
+            self._write()
+
+    def saved(self) -> None:
+        """A checkpoint of the last step was taken. In the midst of no other step."""
+        self._continue_with(self._part)
+        self._write(saved=True)
+
+    def end(self, status: str) -> None:
+        self._continue_with(self._part)
+        self._write(end=status)
+
+    @property
+    def _elapsed(self) -> float:
+        return sum(self._seconds.values())
+
+    def _continue_with(self, part: str) -> None:
+        now = self._monotonic()
+        self._seconds[self._part] += now - self._changed_at
+        self._part, self._changed_at = part, now
+
+    def _write(self, *, saved: bool = False, end: str | None = None) -> None:
+        if self._file is None:
+            return
+        mark = GoodputRecord(self.finished_step, dict(self._seconds), saved, end)
+        self._written_at = mark.elapsed
+        self._file.append(_mark_line(mark).encode())
+        if end is not None:
+            self._file.close()
+            self._file = None  # what comes after the end counts for nothing
+
+
+def read(path: Path) -> tuple[list[JobRecord], str | None]:
+    """The jobs of a ledger, and what is wrong with it, in words; bad lines are left out. Raises OSError."""
+    if not path.exists():
+        return [], None
+    if not path.is_file():
+        raise OSError("it is no file")
+    with path.open("rb") as file:
+        # None takes more memory than a line of a ledger, and there are no more of them than of a long run.
+        lines = islice(iter(lambda: file.readline(LONGEST_LINE), b""), MOST_LINES)
+        jobs, bad = _parse(lines)
+    return jobs, f"goodput: {path} has {bad} lines that are none of a ledger; they are left out" if bad else None
+
+
+def _parse(lines: Iterable[bytes]) -> tuple[list[JobRecord], int]:
+    jobs: list[JobRecord] = []
+    bad = 0
+    for line in lines:
+        if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
+            break  # the last one: its writer was killed
+        record = _job_or_mark(line)
+        if isinstance(record, JobRecord):
+            jobs.append(record)
+        elif record is not None and jobs and _follows(jobs[-1], record):
+            jobs[-1].marks.append(record)
+        else:
+            bad += 1
+    return jobs, bad
+
+
+def _job_or_mark(line: bytes) -> JobRecord | GoodputRecord | None:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(values, dict):
+        return None
+    step = values.get("step")
+    if type(step) is not int or not 0 <= step < 2**63:
+        return None
+    if "started" in values:
+        return JobRecord(float(values["started"]), step) if _is_time(values["started"]) else None
+    seconds = {part: values.get(f"{part}_s") for part in SPENT}
+    saved, end = values.get("saved", False), values.get("end")
+    if not all(map(_is_time, seconds.values())) or type(saved) is not bool or not isinstance(end, str | None):
+        return None
+    return GoodputRecord(step, {part: float(spent) for part, spent in seconds.items()}, saved, end)  # type: ignore[arg-type]
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < MOST_SECONDS
+
+
+def _follows(job: JobRecord, mark: GoodputRecord) -> bool:
+    """Whether a job can have come from its last mark to this one: it has not gone back, and no time was given back."""
+    before = job.marks[-1] if job.marks else GoodputRecord(job.first, dict.fromkeys(SPENT, 0.0))
+    return mark.step >= before.step and mark.elapsed >= before.elapsed and before.end is None
+
+
+def _rewrite(path: Path, jobs: Sequence[JobRecord]) -> int:
+    """Writes the ledger anew with the marks of checkpoints and each job's last; returns its bytes."""
+    lines = []
+    for job in jobs:
+        lines.append(json.dumps({"started": job.started, "step": job.first}) + "\n")
+        lines += [_mark_line(mark) for mark in job.marks if mark.saved or mark is job.marks[-1]]
+    return write_whole(path, "".join(lines))
+
+
+def _mark_line(mark: GoodputRecord) -> str:
+    values: dict[str, Any] = {"step": mark.step} | {f"{part}_s": spent for part, spent in mark.seconds.items()}
+    if mark.saved:
+        values["saved"] = True
+    if mark.end is not None:
+        values["end"] = mark.end
+    return json.dumps(values) + "\n"

@@ -1,0 +1,220 @@
+"""What a run measures, on its way to those who watch: `metrics.jsonl`, the terminal, TensorBoard.
+
+Rank 0 owns one `Metrics`; every other rank has a `NoMetrics`, which takes the same calls and does nothing.
+docs/metrics.md says what each field means.
+"""
+
+import importlib.util
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from meshtrain.errors import InputError
+from meshtrain.metrics.progress import open_progress
+from meshtrain.storage import SideFile, move_damaged, optional, warn
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+FILE = "metrics.jsonl"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a `metrics.jsonl`, also of one that is being written; a last line without its end is left out.
+
+    Raises:
+        InputError: a line that is no JSON object.
+    """
+    with path.open("rb") as file:
+        return [row for _, _, row in _rows(file, path)]
+
+
+def _rows(file: Iterable[bytes], path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Each whole row, with the offsets of its start and its end."""
+    start = 0
+    for number, line in enumerate(file, 1):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise InputError(
+                f"{path}:{number}: expected one JSON object per line, found {line[:60]!r} ({error}); "
+                "remove the line, or move the file away"
+            ) from error
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise InputError(f"{path}:{number}: expected an object with a whole number as `step`, found {line[:60]!r}")
+        yield start, start + len(line), row
+        start += len(line)
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one object per step, in the order of the steps, each on disk as soon as it is known; an
+    evaluation is added to its step's object. JSON has no NaN and no infinity, they are written as null."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file to go on behind its last whole row. One with lines that are no rows is moved away."""
+        self._path = path
+        self._last: dict[str, Any] = {"step": 0}
+        with optional(f"{path} cannot be read"):
+            try:
+                if path.exists():
+                    read(path)
+            except InputError as error:
+                _keep_whole(move_damaged(path, error), path)
+        self._file = SideFile(path, end=None)
+        self.drop_after(None)
+
+    def drop_after(self, step: int | None) -> None:
+        """Cuts off the rows after `step`, and a last row that was cut off while being written, in one truncation."""
+        last, whole, self._last = 0, 0, {"step": 0}
+        try:
+            with self._path.open("rb") as file:
+                for start, end, row in _rows(file, self._path):
+                    if step is not None and row["step"] > step:
+                        break
+                    last, whole, self._last = start, end, row
+        except (OSError, InputError) as error:  # it could not be moved away, either
+            warn(f"{self._path} cannot be read, and is only added to: {error}")
+            return
+        self._file.close()
+        self._file = SideFile(self._path, last, whole)
+
+    def row(self, row: dict[str, Any]) -> None:
+        """Raises ValueError: the file is at that step already."""
+        if row["step"] <= self._last["step"]:
+            raise ValueError(f"{self._path} has step {self._last['step']} already; step {row['step']} cannot follow it")
+        self._last = dict(row)
+        self._file.append(_line(row))
+
+    def amend(self, step: int, values: dict[str, Any]) -> None:
+        """Adds values to the last row. Raises ValueError: it is another step's."""
+        if step != self._last["step"] or step == 0:
+            raise ValueError(f"{self._path}: the last row is step {self._last['step']}, nothing can be added to {step}")
+        self._last |= values
+        self._file.replace_last(_line(self._last))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _keep_whole(damaged: Path, path: Path) -> None:
+    """Begins a file with the rows of a damaged one that are rows, in the order of their steps."""
+    step = 0
+    with damaged.open("rb") as file, path.open("xb") as kept:
+        for line in file:
+            try:
+                for _, _, row in _rows([line], path):
+                    if row["step"] > step:
+                        step = row["step"]
+                        kept.write(line)
+            except InputError:
+                continue
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+    }
+    return json.dumps(finite, allow_nan=False).encode() + b"\n"
+
+
+class NoMetrics:
+    """Takes what `Metrics` takes and does nothing with it: for all ranks but 0."""
+
+    def say(self, text: str) -> None:
+        """Prints a line, above the progress line if there is one."""
+
+    def row(self, row: dict[str, Any]) -> None:
+        """A step is done: its row, Python numbers and strings by the names in docs/metrics.md."""
+
+    def evaluation(self, step: int, values: dict[str, Any]) -> None:
+        """The evaluation after `step`, whose row must have been the last."""
+
+    def epoch(self, epoch: int, values: dict[str, Any]) -> None:
+        """Epoch number `epoch`, counted from 1, is over: `loss`, and `accuracy` (a fraction) for a classifier."""
+
+    def close(self) -> None:
+        """Ends the progress line and the files; may be called twice."""
+
+
+class Metrics(NoMetrics):
+    """Hands each row, evaluation and epoch to the file, the terminal and TensorBoard."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        task: str,
+        steps: int,
+        step: int = 0,
+        tensorboard: bool = False,
+        console: Console | None = None,
+    ) -> None:
+        """`step`: rows after it are dropped. Raises InputError: TensorBoard is wanted and not installed."""
+        if tensorboard:
+            require_tensorboard()
+        self._file = MetricsFile(folder / FILE)
+        self._file.drop_after(step)
+        self._writer: SummaryWriter | None = None
+        if tensorboard:
+            with optional("no TensorBoard"):
+                self._writer = _open_writer(folder, step)
+        self._progress = open_progress(console or Console(), task=task, steps=steps, step=step)
+
+    def say(self, text: str) -> None:
+        self._progress.say(text)
+
+    def row(self, row: dict[str, Any]) -> None:
+        self._file.row(row)
+        self._progress.row(row)
+        self._draw(row["step"], {_tag(name): value for name, value in row.items() if name != "step"})
+
+    def evaluation(self, step: int, values: dict[str, Any]) -> None:
+        self._file.amend(step, values)
+        self._progress.evaluation(step, values)
+        self._draw(step, {f"validation/{name.removeprefix('eval_')}": value for name, value in values.items()})
+
+    def epoch(self, epoch: int, values: dict[str, Any]) -> None:
+        self._progress.epoch(epoch, values)
+
+    def close(self) -> None:
+        self._progress.close()
+        self._file.close()
+        if self._writer is not None:
+            with optional("TensorBoard's file could not be closed"):
+                self._writer.close()
+
+    def _draw(self, step: int, values: dict[str, Any]) -> None:
+        writer, self._writer = self._writer, None  # it does not come back from an error
+        if writer is None:
+            return
+        with optional("TensorBoard shows nothing more"):
+            for tag, value in values.items():
+                if isinstance(value, int | float):
+                    writer.add_scalar(tag, value, step)
+            self._writer = writer
+
+
+def require_tensorboard() -> None:
+    """Raises InputError if TensorBoard is not installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise InputError(
+            "metrics.tensorboard is true, but TensorBoard is not installed: pip install 'meshtrain[tensorboard]', "
+            "or set metrics.tensorboard=false"
+        )
+
+
+def _open_writer(folder: Path, step: int) -> "SummaryWriter":
+    from torch.utils.tensorboard import SummaryWriter  # a second of imports, for those who asked
+
+    # What an earlier job wrote of the steps that are done again is hidden, as metrics.jsonl drops it.
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None, flush_secs=10)
+
+
+def _tag(name: str) -> str:
+    return f"time/{name.removeprefix('time_')}" if name.startswith(("time_", "step_time", "wall_")) else f"train/{name}"

@@ -1,0 +1,82 @@
+"""What nvidia-smi tells of the GPUs of this host. It comes with the driver, so nothing has to be installed for it."""
+
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+LIMIT_S = 10.0  # a driver in trouble lets nvidia-smi hang
+THROTTLES = {  # nvml.h, nvmlClocksEventReason*
+    0x4: "the power limit",
+    0x8: "a hardware slow-down",
+    0x20: "heat (software)",
+    0x40: "heat (hardware)",
+    0x80: "the power brake",
+}
+CONDITION = ("index", "clocks.sm", "clocks.max.sm", "temperature.gpu", "power.draw", "power.limit")
+REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # of today's drivers, and of old ones
+
+
+def smi(*arguments: str) -> str:
+    """What nvidia-smi prints; empty where it is missing, fails or does not answer in time."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    try:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def query(fields: Sequence[str], *arguments: str) -> list[list[str]]:
+    """The cells of these fields for each GPU, and as the last one what holds its clocks down, as bits: asked for by
+    each of its names, because nvidia-smi tells nothing where it does not know one field."""
+    begun = time.monotonic()
+    for reasons in (*REASONS, ""):
+        names = ",".join((*fields, reasons) if reasons else fields)
+        lines = smi(*arguments, "--format=csv,noheader,nounits", f"--query-gpu={names}").splitlines()
+        cells = [[cell.strip() for cell in line.split(",")] + [""] * (not reasons) for line in lines]
+        if cells and all(len(row) == len(fields) + 1 for row in cells):
+            return cells
+        if time.monotonic() - begun > LIMIT_S:  # it hangs
+            break
+    return []
+
+
+def throttle_reasons(bits: str) -> str:
+    """nvidia-smi's `0x0000000000000040` in words; empty where nothing holds the clocks down."""
+    if not re.fullmatch(r"0x[\da-fA-F]+", bits):
+        return ""
+    return ", ".join(word for bit, word in THROTTLES.items() if int(bits, 16) & bit)
+
+
+class GpuCondition(NamedTuple):
+    """How a GPU does, in words (empty where nvidia-smi does not tell), and whether its clocks are held down."""
+
+    text: str
+    throttled: bool
+
+
+UNKNOWN = GpuCondition("", False)
+
+
+def condition(cells: Sequence[str]) -> GpuCondition:
+    """From a row of `query` for `CONDITION`: `GPU 3 at 1230 of 1980 MHz, held down by heat (hardware), 88 °C`."""
+    known = (cell if re.fullmatch(r"[\da-fA-Fx.]+", cell) else "" for cell in cells)  # not `[N/A]` and the like
+    index, clock, most, heat, power, limit, bits = known
+    reasons = throttle_reasons(bits)
+    parts = [
+        f"GPU {index}" + (f" at {clock} of {most} MHz" if clock and most else ""),
+        f"held down by {reasons}" if reasons else "",
+        f"{heat} °C" if heat else "",
+        f"{float(power):.0f} of {float(limit):.0f} W" if power and limit else "",
+    ]
+    return GpuCondition(", ".join(filter(None, parts)), bool(reasons))
+
+
+def gpu_condition(uuid: str) -> GpuCondition:
+    rows = query(CONDITION, f"--id={uuid}")
+    return condition(rows[0]) if rows else UNKNOWN

@@ -1,0 +1,139 @@
+"""A picture of a run, from its `metrics.jsonl` alone."""
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshtrain.errors import InputError
+from meshtrain.metrics import logger as metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FILE = "loss.png"
+_INK, _QUIET, _GRID = "#1f2430", "#7a8194", "#e6e8ee"
+_TRAINING, _VALIDATION, _RATE, _NORM = "#3b6fe0", "#e2603b", "#2a9d8f", "#9a6fb0"
+_POINTS = 3000  # more than the picture has columns would only take time
+
+Rows = list[dict[str, Any]]
+
+
+def plot_loss(folder: Path, name: str) -> str:
+    """Draws `loss.png` in the run's folder; returns a sentence about it, also when it could not be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "no loss plot: matplotlib is not installed (pip install 'meshtrain[plot]')"
+    path = folder / metrics.FILE
+    try:
+        rows = metrics.read(path) if path.exists() else []
+        if not rows:
+            return f"no loss plot: {path} has no steps"
+        _draw(rows, name).savefig(folder / FILE)
+    except (OSError, InputError) as error:
+        return f"no loss plot: {error}"
+    return f"loss plot: {folder / FILE}"
+
+
+def smooth(values: list[float], reach: int) -> list[float]:
+    """Mean of each finite value and its neighbours, `reach` to each side, fewer near the ends; NaN where there is none.
+    Unlike a running average it does not lag behind a falling loss."""
+    sums, counts = [0.0], [0]
+    for value in values:
+        finite = math.isfinite(value)
+        sums.append(sums[-1] + (value if finite else 0.0))
+        counts.append(counts[-1] + finite)
+    means = []
+    for i in range(len(values)):
+        side = min(reach, i, len(values) - 1 - i)
+        low, high = i - side, i + side + 1
+        count = counts[high] - counts[low]
+        means.append((sums[high] - sums[low]) / count if count else math.nan)
+    return means
+
+
+def _draw(rows: Rows, name: str) -> "Figure":
+    # The object interface and not pyplot: pyplot keeps every figure in a global, and asks for a display.
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.ticker import MaxNLocator
+
+    spacing = ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.1, hspace=0.03)
+    figure = Figure(figsize=(9, 6), dpi=150, facecolor="white", layout=spacing)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    for axes in (top, bottom):
+        _clean(axes)
+    _losses(top, rows)
+    _rate_and_norm(bottom, rows)
+    bottom.set_xlabel("step", color=_QUIET)
+    bottom.set_xlim(*_ends(rows))
+    bottom.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    bottom.xaxis.set_major_formatter("{x:,.0f}")
+    bottom.tick_params(axis="x", pad=8)
+    top.set_title(name, loc="left", fontsize=15, fontweight="bold", color=_INK, pad=14)
+    top.set_title(_summary(rows), loc="right", fontsize=11, color=_QUIET, pad=14)
+    return figure
+
+
+def _losses(axes: "Axes", rows: Rows) -> None:
+    _curve(axes, *_series(rows, "loss"), _TRAINING, 2.2, "training loss, smoothed")
+    at, evaluated = _series(rows, "eval_loss")
+    if at:
+        few = len(at) <= 40
+        axes.plot(
+            at, evaluated, color=_VALIDATION, linewidth=1.2 if few else 2, marker="o" if few else None, markersize=6.5,
+            markeredgecolor="white", markeredgewidth=1.2, label="validation loss", clip_on=False, zorder=5,
+        )  # fmt: skip
+    axes.set_ylabel("loss", color=_QUIET)
+    axes.legend(frameon=False, labelcolor=_INK, loc="upper right", fontsize=10)
+
+
+def _rate_and_norm(axes: "Axes", rows: Rows) -> None:
+    other = axes.twinx()
+    _clean(other)
+    other.grid(False)
+    axes.plot(*_series(rows, "lr"), color=_RATE, linewidth=1.6)
+    _curve(other, *_series(rows, "grad_norm"), _NORM, 1.6)
+    for side, label, color in ((axes, "learning rate", _RATE), (other, "gradient norm", _NORM)):
+        side.set_ylabel(label, color=color)
+        side.tick_params(axis="y", labelcolor=color, pad=7)
+        side.set_ylim(bottom=0)
+        side.locator_params(axis="y", nbins=3)
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4), useMathText=True)
+    axes.yaxis.get_offset_text().set_color(_RATE)
+
+
+def _curve(axes: "Axes", steps: list[int], values: list[float], color: str, width: float, label: str = "") -> None:
+    every = max(1, len(steps) // _POINTS)
+    alone = "o" if len(steps) == 1 else None
+    axes.plot(steps[::every], values[::every], color=color, alpha=0.28, linewidth=1)
+    course = smooth(values, len(values) // 50 + 1)
+    axes.plot(steps[::every], course[::every], color=color, linewidth=width, marker=alone, label=label or None)
+
+
+def _clean(axes: "Axes") -> None:
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.tick_params(length=0, labelcolor=_QUIET, labelsize=9.5)
+    axes.grid(True, color=_GRID, linewidth=0.9)
+    axes.set_axisbelow(True)
+
+
+def _series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of the rows that have `name`; null, which stands for what was not finite, is NaN: a gap."""
+    having = [row for row in rows if name in row]
+    return [row["step"] for row in having], [math.nan if row[name] is None else row[name] for row in having]
+
+
+def _ends(rows: Rows) -> tuple[float, float]:
+    first, last = rows[0]["step"], rows[-1]["step"]
+    return (first, last) if first < last else (first - 1, last + 1)
+
+
+def _summary(rows: Rows) -> str:
+    for row in reversed(rows):
+        if row.get("eval_loss") is not None:
+            accuracy = f", accuracy {100 * row['accuracy']:.2f} %" if row.get("accuracy") is not None else ""
+            return f"validation loss {row['eval_loss']:.4f}{accuracy} at step {row['step']:,}"
+    loss = rows[-1].get("loss")
+    return f"training loss {math.nan if loss is None else loss:.4f} at step {rows[-1]['step']:,}"

@@ -1,0 +1,61 @@
+"""Looking inside a step: a trace of a few steps, and a history of the GPU's memory."""
+
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from meshtrain.config.schema import Metrics
+from meshtrain.storage import optional
+
+
+class Profiler:
+    """Traces the steps that `metrics.profile` names, and keeps a memory history if `metrics.memory_snapshot` says so.
+    `about`: what there is to say about it at the start."""
+
+    def __init__(self, metrics: Metrics, folder: Path, rank: int, device: torch.device) -> None:
+        self._first, self._last = metrics.profile or (0, -1)
+        self._trace = folder / "profile" / f"rank_{rank:05d}.json"
+        self._history = folder / "memory" / f"rank_{rank:05d}.pickle"
+        self._device = device
+        self._running: profile | None = None
+        self._remembering = metrics.memory_snapshot and device.type == "cuda"
+        self.about: list[str] = []
+        if metrics.profile:
+            self.about.append(f"profiling steps {self._first} to {self._last} of every rank into {self._trace.parent}")
+        if self._remembering:
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
+            self.about.append(f"recording the memory history of every rank into {self._history.parent}")
+        elif metrics.memory_snapshot:
+            self.about.append(
+                f"metrics.memory_snapshot needs CUDA: this run is on {device.type}, no snapshot is written"
+            )
+
+    def step(self, step: int) -> None:
+        if self._running is not None and step > self._last:
+            self._export()
+        elif self._running is None and self._first <= step <= self._last:
+            activities = [ProfilerActivity.CPU]
+            if self._device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            self._running = profile(activities=activities)
+            self._running.start()
+
+    def close(self) -> None:
+        """Writes what is not written yet, also after an error: a history is most wanted when memory ran out."""
+        if self._running is not None:
+            self._export()
+        if self._remembering:
+            self._remembering = False
+            with optional("there is no memory history"):
+                self._history.parent.mkdir(parents=True, exist_ok=True)
+                torch.cuda.memory._dump_snapshot(str(self._history))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _export(self) -> None:
+        assert self._running is not None
+        self._running.stop()
+        running, self._running = self._running, None
+        with optional("there is no profile"):
+            self._trace.parent.mkdir(parents=True, exist_ok=True)
+            running.export_chrome_trace(str(self._trace))

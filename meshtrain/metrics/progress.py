@@ -1,0 +1,210 @@
+"""Rank 0's display: one live line on a terminal, plain lines in a log."""
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+Values = dict[str, Any]
+
+# A log is read by people: the first steps show that it works, then a line now and then shows that it goes on.
+FIRST_LINES = 5
+SECONDS_PER_LINE = 5.0
+SECONDS_PER_FRAME = 0.2
+
+
+def open_progress(console: Console, *, task: str, steps: int, step: int = 0) -> "Progress":
+    """The display that fits `console`. `task` is `language` or `classification`, `step` what is done already."""
+    live = console.is_terminal and not console.is_dumb_terminal
+    return (LiveLine if live else PlainLines)(console, task=task, steps=steps, step=step)
+
+
+class Progress(ABC):
+    def __init__(
+        self, console: Console, *, task: str, steps: int, step: int = 0, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console = console
+        self._unit = "tokens/s" if task == "language" else "samples/s"
+        self._steps = steps
+        self._step = step
+        self._now = now
+        self._average = StepTimeAverage()
+
+    @abstractmethod
+    def row(self, row: Values) -> None:
+        """A step is done."""
+
+    def say(self, text: str) -> None:
+        """Prints `text` as it is: no markup, no wrapping."""
+        self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    def evaluation(self, step: int, values: Values) -> None:
+        self.say(evaluation_line(step, values))
+
+    def epoch(self, epoch: int, values: Values) -> None:
+        self.say(epoch_line(epoch, values))
+
+    def close(self) -> None:  # noqa: B027  most displays have nothing to end
+        """Ends the display; may be called twice."""
+
+
+class PlainLines(Progress):
+    """Every one of the first steps, then at most one every few seconds, and always the last."""
+
+    _shown = 0
+    _shown_at = -math.inf
+
+    def row(self, row: Values) -> None:
+        self._average.add(row.get("step_time_s"))
+        due = self._shown < FIRST_LINES or self._now() - self._shown_at >= SECONDS_PER_LINE
+        if not due and row["step"] != self._steps:
+            return
+        self._shown += 1
+        self._shown_at = self._now()
+        self.say(step_line(row, self._steps, self._unit, self._average.left(self._steps - row["step"])))
+
+
+class LiveLine(Progress):
+    """One line that changes in place; what is said appears above it."""
+
+    _live: Live | None = None
+    _drawn_at = -math.inf
+
+    def row(self, row: Values) -> None:
+        self._average.add(row.get("step_time_s"))
+        if self._now() - self._drawn_at < SECONDS_PER_FRAME and row["step"] != self._steps:
+            return
+        if self._live is None:  # only now, so that nothing hides what start-up has to say
+            # No thread that draws by itself: it would take time from the steps.
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        self._live.update(self._frame(row), refresh=True)
+        self._drawn_at = self._now()
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _frame(self, row: Values) -> Table:
+        text = Text(no_wrap=True, overflow="ellipsis")
+        text.append(f"{row['step']}/{self._steps}", style="bold")
+        parts = [
+            (f"loss {_fixed(row.get('loss'), 4)}", "green"),
+            (_rate(row, self._unit), ""),
+            (_percent("mfu", row.get("mfu")), ""),
+            (_left(self._average.left(self._steps - row["step"])), "dim"),
+        ]
+        for part, style in parts:
+            if part:
+                text.append("  ").append(part, style=style)
+        frame = Table.grid(padding=(0, 1))
+        # A narrow terminal has room for the numbers only: two lines would scroll.
+        width = min(40, self._console.width - len(text) - 2)
+        if width >= 8:
+            bar = ProgressBar(self._steps, row["step"], width, complete_style="cyan", finished_style="green")
+            frame.add_row(bar, text)
+        else:
+            frame.add_row(text)
+        return frame
+
+
+class StepTimeAverage:
+    """How long a step takes these days: a moving average that forgets the first, slow step."""
+
+    def __init__(self) -> None:
+        self._seconds: float | None = None
+        self._steps = 0
+
+    def add(self, seconds: float | None) -> None:
+        if seconds is None:
+            return
+        self._steps += 1
+        if self._seconds is None or self._steps == 2:
+            self._seconds = seconds
+        else:
+            self._seconds += 0.1 * (seconds - self._seconds)
+
+    def left(self, steps: int) -> float | None:
+        return None if self._seconds is None else steps * self._seconds
+
+
+def step_line(row: Values, steps: int, unit: str, left: float | None = None) -> str:
+    """One step in words; what the row does not have is left out.
+
+    `step  40/200  loss 2.3412  grad_norm 0.81  lr 3.0e-04  12,340 tokens/s  mfu 31.2 %  goodput 97.1 %  left 2m10s`
+    """
+    parts = [
+        f"step {row['step']:>{len(str(steps))}}/{steps}",
+        f"loss {_fixed(row.get('loss'), 4)}",
+        "" if "grad_norm" not in row else f"grad_norm {_fixed(row['grad_norm'], 2)}",
+        "" if "lr" not in row else f"lr {row['lr']:.1e}",
+        _rate(row, unit),
+        _percent("mfu", row.get("mfu")),
+        _percent("goodput", row.get("goodput")),
+        _share("data", row),
+        _share("communication", row),
+        _left(left),
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def evaluation_line(step: int, values: Values) -> str:
+    """`eval at step 50: loss 2.2103, perplexity 9.12, bits per byte 3.1888`, or with `accuracy 92.34 %`."""
+    words = {
+        "eval_loss": lambda value: f"loss {_fixed(value, 4)}",
+        "perplexity": lambda value: f"perplexity {_fixed(value, 2)}",
+        "bits_per_byte": lambda value: f"bits per byte {_fixed(value, 4)}",
+        "accuracy": lambda value: f"accuracy {100 * value:.2f} %",
+    }
+    return f"eval at step {step}: " + ", ".join(say(values[name]) for name, say in words.items() if name in values)
+
+
+def epoch_line(epoch: int, values: Values) -> str:
+    """`epoch 1  loss 0.2346  accuracy 92.34 %`; without the accuracy if there is none."""
+    accuracy = "" if values.get("accuracy") is None else f"  accuracy {100 * values['accuracy']:.2f} %"
+    return f"epoch {epoch}  loss {_fixed(values['loss'], 4)}{accuracy}"
+
+
+def duration(seconds: float) -> str:
+    """`48s`, `2m10s`, `3h05m`, `2d04h`: two units are enough to plan the evening."""
+    whole = round(seconds)
+    for size, unit, lower_size, lower in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // lower_size:02d}{lower}"
+    return f"{whole}s"
+
+
+def _fixed(value: float | None, digits: int) -> str:
+    """Fixed point, but for what that would show as 0 or as a row of digits."""
+    if value is None:
+        return "nan"
+    if math.isfinite(value) and value and not 10**-digits <= abs(value) < 1e6:
+        return f"{value:.{digits}e}"
+    return f"{value:.{digits}f}"
+
+
+def _rate(row: Values, unit: str) -> str:
+    rate = row.get("tokens_per_s")
+    return "" if rate is None else f"{rate:,.0f} {unit}" if rate >= 100 else f"{rate:.3g} {unit}"
+
+
+def _percent(name: str, fraction: float | None) -> str:
+    return "" if fraction is None else f"{name} {100 * fraction:.1f} %"
+
+
+def _share(name: str, row: Values) -> str:
+    """The part of the step that went into a phase; nothing if it was not measured."""
+    seconds, whole = row.get(f"time_{name}_s"), row.get("step_time_s")
+    return "" if seconds is None or not whole else f"{name} {100 * seconds / whole:.0f} %"
+
+
+def _left(seconds: float | None) -> str:
+    return "" if not seconds else f"left {duration(seconds)}"

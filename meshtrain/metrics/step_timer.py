@@ -1,0 +1,208 @@
+"""Where the time of a step goes, measured without slowing the step down.
+
+On CUDA a phase leaves an event on the current stream and goes on; events are read a step later, when they have long
+happened. On a CPU a phase reads a counter. Both cost a few microseconds per phase.
+"""
+
+import os
+import resource
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from meshtrain.job.pending import Resource, waiting
+
+PHASES = ("data", "forward", "backward", "communication", "optimizer")
+GIB = 2**30
+
+
+class TimeSource(Protocol):
+    def now(self) -> Any: ...
+
+    def seconds(self, start: Any, end: Any) -> float: ...
+
+    def wait(self, mark: Any) -> None:
+        """Returns when `mark` has happened."""
+
+    def give_back(self, marks: list[Any]) -> None:
+        """These marks are not needed any more."""
+
+    def queued(self) -> float:
+        """Seconds so far in which the time ran on and no core was free for this thread."""
+
+
+class HostTimeSource:
+    """Marks that are readings of the host's own counter. They belong to the thread that makes them."""
+
+    def __init__(self) -> None:
+        # Linux counts the nanoseconds in which a thread could have run (Documentation/scheduler/sched-stats.rst).
+        self._schedstat: int | None = None
+        with suppress(OSError):
+            self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._schedstat)
+
+    def queued(self) -> float:
+        return 0.0 if self._schedstat is None else int(os.pread(self._schedstat, 80, 0).split()[1]) / 1e9
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def wait(self, mark: float) -> None:
+        pass
+
+    def give_back(self, marks: list[float]) -> None:
+        pass
+
+
+class CudaTimeSource:
+    """Marks that are events on the current CUDA stream; used events go round."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.cuda.Event] = []
+
+    def now(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return start.elapsed_time(end) / 1000  # milliseconds
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        with waiting("the device", resource=Resource.DEVICE):
+            mark.synchronize()
+
+    def give_back(self, marks: list[torch.cuda.Event]) -> None:
+        self._free.extend(marks)
+
+    def queued(self) -> float:
+        return 0.0  # a GPU that has work in its queue does not care; one that has none shows it in its own time
+
+
+class _Step(NamedTuple):
+    """A step that has ended: its wall time, the marks in it, and the seconds of its own in which no core was free."""
+
+    seconds: float
+    log: list[tuple[Any, str | None]]
+    queued: float
+
+
+class StepTimer:
+    """Measures how many seconds of each step went into which of `PHASES`.
+
+    A phase may be entered inside another, also from inside a backward (which runs in a thread of its own on CUDA): the
+    inner time counts for the inner phase only. So `communication`, entered where a forward or a backward waits for
+    other ranks, is the communication that computing did not hide.
+
+    On CUDA every phase is measured on the current stream, `data` too: data that is late while the GPU still has work to
+    do costs nothing and is not counted. What a step spends outside of every phase is in `step_time_s` only, and in
+    `time_own_s`: what this rank took for itself, waiting for nobody.
+    """
+
+    def __init__(self, device: torch.device, marks: TimeSource | None = None, *, hiding: Collection[str] = ()) -> None:
+        """`marks`: in place of the device's clock. `hiding`: phases that hide waits, so are not the rank's own."""
+        own: TimeSource = CudaTimeSource() if device.type == "cuda" else HostTimeSource()
+        self._marks = own if marks is None else marks
+        self._not_own = {"communication", *hiding}
+        self._running: list[str] = []
+        self._log: list[tuple[Any, str | None]] = []  # from this mark on, time belongs to this phase
+        # Ranks that never ask for their measurements must not collect them either.
+        self._finished: deque[_Step] = deque(maxlen=4)
+        self._begin()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The time of the body belongs to phase `name`. Raises KeyError for a name not in `PHASES`."""
+        if name not in PHASES:
+            raise KeyError(name)
+        self._running.append(name)
+        self._enter(name)
+        try:
+            yield
+        finally:
+            self._running.pop()
+            self._enter(self._running[-1] if self._running else None)
+
+    def _begin(self) -> None:
+        self._ended = time.perf_counter()
+        self._log = [(self._marks.now(), None)]
+        self._own, self._queued, self._queued_before = True, 0.0, self._marks.queued()
+
+    def _enter(self, name: str | None) -> None:
+        self._log.append((self._marks.now(), name))
+        own = name not in self._not_own
+        if own == self._own:
+            return  # what a core was waited for is looked up only where the rank's own time begins or ends
+        if own:
+            self._queued_before = self._marks.queued()
+        else:
+            self._queued += self._marks.queued() - self._queued_before
+        self._own = own
+
+    def end_step(self) -> None:
+        """Queues the measurement of the step for `pop` without waiting. Raises RuntimeError inside of a phase."""
+        self._outside_phases()
+        seconds = time.perf_counter() - self._ended
+        queued = self._queued + self._marks.queued() - self._queued_before
+        self._log.append((self._marks.now(), None))
+        if len(self._finished) == self._finished.maxlen:
+            self._forget(self._finished.popleft().log)
+        self._finished.append(_Step(seconds, self._log, queued))
+        self._begin()
+
+    def restart(self) -> None:
+        """What happened since the last `end_step` belongs to no step. Raises RuntimeError inside of a phase."""
+        self._outside_phases()
+        self._forget(self._log)
+        self._begin()
+
+    def pop(self) -> dict[str, float] | None:
+        """The oldest finished step that was not popped yet (4 are kept), in seconds; None if there is none. Waits for
+        the device, so call it for step n when step n + 1 is under way.
+
+        `step_time_s` is the wall clock between the ends of two steps (of the first: since the clock was made),
+        `time_own_s` all that is not spent in waiting for other ranks, `time_queued_s` the part of it without a free
+        core.
+        """
+        if not self._finished:
+            return None
+        step = self._finished.popleft()
+        times = dict.fromkeys((*PHASES, "own"), 0.0)
+        self._marks.wait(step.log[-1][0])
+        for (start, name), (end, _) in pairwise(step.log):
+            seconds = self._marks.seconds(start, end)
+            if name is not None:
+                times[name] += seconds
+            if name not in self._not_own:
+                times["own"] += seconds
+        self._forget(step.log)
+        times["queued"] = step.queued
+        return {"step_time_s": step.seconds} | {f"time_{name}_s": seconds for name, seconds in times.items()}
+
+    def _outside_phases(self) -> None:
+        if self._running:
+            raise RuntimeError(
+                f"a step ends or starts inside of the phase {self._running[-1]!r}; close the phase first"
+            )
+
+    def _forget(self, log: list[tuple[Any, str | None]]) -> None:
+        self._marks.give_back([mark for mark, _ in log])
+
+
+def memory_gib(device: torch.device) -> float:
+    """The peak so far, in GiB: on CUDA what torch's allocator held in tensors (without its cache and NCCL's buffers),
+    on a CPU the resident memory of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB  # macOS counts bytes, Linux KiB

@@ -1,0 +1,265 @@
+"""Stragglers: which ranks keep the others waiting, from what each measures of its own time.
+
+A step takes all ranks as long as the slowest of them. So each rank leaves the times that it spends by itself at the
+job's store after every so many steps, without waiting, and rank 0 reads them a step later, when all must have come by.
+
+A rank is slow only if even its good steps are longer than the bad ones of the others (quartiles, which single hiccups
+do not move), if that costs a part of the step that somebody would want back, and if it stays so. Time in which a thread
+could have run and no core was free counts between hosts only: ranks that share cores share that too, and not evenly.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median, quantiles
+
+import torch
+
+from meshtrain.job.process import Job
+from meshtrain.layout import DATA_AXES
+from meshtrain.metrics.nvidia_smi import UNKNOWN, GpuCondition, gpu_condition
+
+LOOKS = 3  # in a row, before somebody is named, or is taken for recovered
+SHARE = 0.1  # of a step: what a slow rank must cost the others
+LEAST_S = 0.01  # shorter excesses are the noise of steps that are too short to be worth a warning
+
+EVERY = 20  # steps of a look: quartiles of them are steady, and a straggler is named within three looks
+RANKS_PER_STEP = 32  # rank 0 reads a word of every rank in a look: in a large world it looks more seldom
+FEWEST = 8  # measured steps in a look, below which it tells nothing
+WARM_UP = 3  # first steps of a job, which no look has: caches fill, kernels are chosen
+
+
+@dataclass(frozen=True)
+class RankPace:
+    """What one rank took in the steps of one look, in seconds per step: quartiles of its own time, without the time in
+    which no core was free for it and (`_all`) with it; medians of the whole step and of its wait for data."""
+
+    low: float
+    middle: float
+    high: float
+    low_all: float
+    middle_all: float
+    high_all: float
+    step: float
+    data: float
+    host: str
+    load: float  # the 1-minute average of its host
+    cores: int  # of its host
+    gpu: str = ""  # its condition, where somebody has asked
+    throttled: bool = False
+
+    @classmethod
+    def of(
+        cls, steps: Sequence[Mapping[str, float]], host: str, load: float, cores: int, gpu: GpuCondition = UNKNOWN
+    ) -> "RankPace":
+        """From the times of at least two steps, as StepTimer.pop gives them."""
+        everything = [times["time_own_s"] for times in steps]
+        own = [max(0.0, times["time_own_s"] - times["time_queued_s"]) for times in steps]
+        low, middle, high = quantiles(own, method="inclusive")
+        low_all, middle_all, high_all = quantiles(everything, method="inclusive")
+        step, data = (median(times[name] for times in steps) for name in ("step_time_s", "time_data_s"))
+        return cls(low, middle, high, low_all, middle_all, high_all, step, data, host, load, cores, *gpu)
+
+    @property
+    def queued(self) -> float:
+        return self.middle_all - self.middle
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that has been slow for `LOOKS` looks; times are seconds per step of the last one."""
+
+    rank: int
+    pace: RankPace
+    peers: int  # how many other ranks do the same work; 0 if it is compared with itself
+    own: float
+    others: float  # what its peers take; without them, what it took in the first look
+    load: float  # of its peers' hosts
+
+    @property
+    def excess(self) -> float:
+        """Seconds of each step for which the others wait."""
+        return self.own - self.others
+
+
+def is_slow(rank: RankPace, others: Sequence[RankPace]) -> bool:
+    """Whether a rank is slower beyond doubt than the others with the same work. Whom the kernel lets wait for a core is
+    chance on a shared host; another host whose cores are never free is slow, though."""
+    elsewhere = [other for other in others if other.host != rank.host]
+    beyond = [rank.low - median(other.high for other in others)] if others else []
+    beyond += [rank.low_all - median(other.high_all for other in elsewhere)] if elsewhere else []
+    return any(seconds > max(LEAST_S, SHARE * rank.step) for seconds in beyond)
+
+
+def slow(paces: Sequence[RankPace], peers: Sequence[Sequence[int]]) -> set[int]:
+    """The slow ranks of one look, by every rank's pace and groups of ranks that do the same work."""
+    return {
+        rank
+        for group in peers
+        for rank in group
+        if is_slow(paces[rank], [paces[other] for other in group if other != rank])
+    }
+
+
+@dataclass
+class StragglerTest:
+    """Look after look: who has become a straggler, and who is none any more. Ranks that are alone in their group
+    (stages of a pipeline without data parallelism) are compared with the first look, and that with how the others of
+    them have changed."""
+
+    peers: Sequence[Sequence[int]]  # groups of ranks that do the same work; each rank is in one
+    suspects: set[int] = field(default_factory=set)  # slow in the last look
+    named: set[int] = field(default_factory=set)  # the stragglers
+    _first: Sequence[RankPace] = ()
+    _slow: dict[int, int] = field(default_factory=dict)  # rank -> looks in a row in which it was slow
+    _fine: dict[int, int] = field(default_factory=dict)  # named rank -> looks in a row in which it was not
+
+    def update(self, paces: Sequence[RankPace]) -> tuple[list[Straggler], list[int]]:
+        """Takes one look; returns those who have just become stragglers, and the ranks that have just recovered."""
+        self._first = self._first or paces
+        together = [group for group in self.peers if len(group) > 1]
+        alone = [rank for group in self.peers if len(group) == 1 for rank in group]
+        self.suspects = slow(paces, together) | slow(self._scaled(paces, alone), [alone])
+        self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in self.suspects}
+        self._fine = {rank: self._fine.get(rank, 0) + 1 for rank in self.named - self.suspects}
+        new = sorted(rank for rank, looks in self._slow.items() if looks >= LOOKS and rank not in self.named)
+        recovered = sorted(rank for rank, looks in self._fine.items() if looks >= LOOKS)
+        self.named = (self.named | set(new)) - set(recovered)
+        return [self._straggler(rank, paces) for rank in new], recovered
+
+    def _scaled(self, paces: Sequence[RankPace], alone: Sequence[int]) -> list[RankPace]:
+        """As if all that are alone had taken the same in the first look."""
+        common = median(self._first[rank].middle for rank in alone) if alone else 0.0
+        scaled = list(paces)
+        for rank in alone:
+            pace, factor = paces[rank], common / max(self._first[rank].middle, 1e-9)
+            low, middle, high = factor * pace.low, factor * pace.middle, factor * pace.high
+            scaled[rank] = replace(
+                pace, low=low, middle=middle, high=high, low_all=low, middle_all=middle, high_all=high
+            )
+        return scaled
+
+    def _straggler(self, rank: int, paces: Sequence[RankPace]) -> Straggler:
+        group = next(group for group in self.peers if rank in group)
+        own, first = paces[rank], self._first[rank]
+        if len(group) == 1:
+            return Straggler(rank, own, 0, own.middle, first.middle, first.load)
+        others = [paces[other] for other in group if other != rank and other not in self.suspects]
+        others = others or [paces[other] for other in group if other != rank]
+        load = median(other.load for other in others)
+        if is_slow(own, [replace(other, host=own.host) for other in others]):  # without what it waits for a core, too
+            return Straggler(rank, own, len(group) - 1, own.middle, median(other.middle for other in others), load)
+        typical = median(other.middle_all for other in others)
+        return Straggler(rank, own, len(group) - 1, own.middle_all, typical, load)
+
+
+class StragglerDetector:
+    """One rank's part in comparing; all ranks call `finish_step` after the same steps."""
+
+    def __init__(self, job: Job, first: int, say: Callable[[str], None]) -> None:
+        assert job.layout is not None  # it was placed
+        self._job, self._say = job, say
+        self._every = max(EVERY, job.world_size // RANKS_PER_STEP)
+        self._begins = first + WARM_UP
+        self._steps: list[Mapping[str, float]] = []
+        self._test = StragglerTest(job.layout.groups(*DATA_AXES)) if job.rank == 0 else None
+        self._posted: int | None = None  # the step of the look that rank 0 has not read yet
+        self._gpu = _Gpu(job.device)
+
+    def finish_step(self, step: int, times: Mapping[str, float]) -> dict[str, float]:
+        """Takes a step's times (StepTimer.pop) before the next update; on rank 0 now and then returns fields of its
+        row."""
+        if self._job.store is None:
+            return {}
+        comparison = self._read() if self._posted is not None else {}
+        if step >= self._begins:
+            self._steps.append(times)
+        if step % self._every == 0:
+            self._post(step)
+        return comparison
+
+    def _post(self, step: int) -> None:
+        steps, self._steps = self._steps, []
+        if len(steps) < FEWEST:  # the same on all ranks
+            return
+        assert self._job.store is not None
+        pace = RankPace.of(steps, self._job.host, os.getloadavg()[0], os.cpu_count() or 1, self._gpu.condition)
+        report = {"who": str(self._job), "step": step, "pace": asdict(pace)}
+        self._job.store.set(f"pace/{self._job.rank}", json.dumps(report))
+        if self._job.rank == 0:
+            self._posted = step
+        asks = self._gpu.uuid and self._job.store.check(["pace/suspects"])
+        if asks and self._job.rank in json.loads(self._job.store.get("pace/suspects")):
+            self._gpu.ask()
+
+    def _read(self) -> dict[str, float]:
+        """On rank 0, a step after it has posted: this step ended with a sum over all ranks, so all have posted."""
+        step, self._posted = self._posted, None
+        assert self._job.store is not None
+        assert self._test is not None
+        texts = self._job.store.multi_get([f"pace/{rank}" for rank in range(self._job.world_size)])
+        ranks = [json.loads(text) for text in texts]
+        assert all(rank["step"] == step for rank in ranks), "all ranks look after the same steps"
+        paces = [RankPace(**rank["pace"]) for rank in ranks]
+        before = self._test.suspects
+        new, recovered = self._test.update(paces)
+        if self._test.suspects != before:
+            self._job.store.set("pace/suspects", json.dumps(sorted(self._test.suspects)))
+        for straggler in new:
+            self._say(describe(straggler, ranks[straggler.rank]["who"], LOOKS * self._every))
+        for rank in recovered:
+            self._say(f"{ranks[rank]['who']} is as fast as its peers again")
+        slowest = max(range(len(paces)), key=lambda rank: paces[rank].middle)
+        return {
+            "own_time_median_s": median(pace.middle for pace in paces),
+            "own_time_max_s": paces[slowest].middle,
+            "own_time_max_rank": slowest,
+        }
+
+
+class _Gpu:
+    """Asks nvidia-smi in a thread: it may take seconds."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.condition = UNKNOWN
+        self.uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
+
+    def ask(self) -> None:
+        threading.Thread(target=self._ask, name="nvidia-smi", daemon=True).start()
+
+    def _ask(self) -> None:
+        self.condition = gpu_condition(self.uuid)
+
+
+def describe(straggler: Straggler, rank: str, steps: int) -> str:
+    pace = straggler.pace
+    peers = {0: "at first it took", 1: "the other rank with the same work takes"}
+    others = peers.get(straggler.peers, f"the other {straggler.peers} ranks with the same work take")
+    known = [f"{_ms(pace.data)} waiting for data", f"{_ms(pace.queued)} waiting for a core"]
+    known += [f"load of its host {pace.load:.1f} on {pace.cores} cores"] + ([pace.gpu] if pace.gpu else [])
+    return (
+        f"warning: {rank} is slow: for {steps} steps now it has taken {_ms(straggler.own)} of its own for each, "
+        f"{others} {_ms(straggler.others)}. All ranks wait for it\n"
+        f"  known of it: {', '.join(known)}\n"
+        f"  what to do: {advice(straggler)}"
+    )
+
+
+def advice(straggler: Straggler) -> str:
+    pace = straggler.pace
+    if pace.data > straggler.excess / 2:
+        return (
+            "give data.workers or data.prefetch a larger number, and compare how fast the hosts "
+            "read the corpus with `meshtrain doctor`"
+        )
+    if pace.throttled:
+        return "see to the cooling and the power of that host (nvidia-smi -q -d PERFORMANCE), or leave it out"
+    if pace.load > max(pace.cores, 1.5 * straggler.load):
+        return "look with top for what else runs there, and give data.workers a smaller number if those are it"
+    return "run `meshtrain doctor --local` on that host when the job is over; leave the host out if it stays slow"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"

@@ -1,0 +1,190 @@
+"""From the YAML's model section to a model that is spread over the mesh and has its first values."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from meshtrain.checkpoint.weights import open_weights
+from meshtrain.config.model_spec import ModelSpec, model_spec
+from meshtrain.data.batch import Samples
+from meshtrain.data.order import microbatches
+from meshtrain.huggingface.load import check_weights, load_weights
+from meshtrain.layout import DATA_AXES, Layout
+from meshtrain.mesh import Mesh
+from meshtrain.modeling.flops import block_flops
+from meshtrain.modeling.init import initialise, materialise
+from meshtrain.parallel.collectives import Waiting
+from meshtrain.parallel.mixed_precision import cast, compute_dtype, master_dtype
+from meshtrain.parallel.parallelize import (
+    ParallelOptions,
+    apply_data_parallel,
+    apply_tensor_parallel,
+    broadcast_parameters,
+)
+from meshtrain.parallel.weight_grad import WeightGradQueue, defer_weight_grads
+from meshtrain.pipeline.actions import Kind, Schedule
+from meshtrain.pipeline.engine import Pipeline
+from meshtrain.pipeline.partition import StageSplit, split_blocks
+from meshtrain.pipeline.probe import check_forward
+from meshtrain.pipeline.schedule import load
+from meshtrain.pipeline.stage import blocks_of, keep_stage, stages_of_parameter
+
+if TYPE_CHECKING:
+    from meshtrain.config import Config
+    from meshtrain.data import OpenData
+
+
+def spec_of(config: "Config") -> ModelSpec:
+    return model_spec(config.model.name, config.model.keys)
+
+
+def plain_model(config: "Config") -> nn.Module:
+    """A model of a config on the meta device, where it has shapes and no memory."""
+    return spec_of(config).build()
+
+
+def outputs(config: "Config") -> int | None:
+    """How many different targets the model of a config can name; None if its keys do not say."""
+    keys = config.model.keys
+    return keys.get("vocab_size", keys.get("num_classes"))
+
+
+def build_model(
+    config: "Config",
+    mesh: Mesh,
+    device: torch.device,
+    waiting: Waiting = nullcontext,
+    sample: tuple[Tensor | None, ...] | None = None,
+) -> nn.Module:
+    """The model of a config, parallelized, on `device`, with the first values that its seed gives on every layout.
+
+    With `pp` it is this rank's stages, as a `Pipeline`. `sample`: inputs to verify it with; see `ParallelOptions`.
+    """
+    options = ParallelOptions(precision=config.train.precision, waiting=waiting, sample=sample, **vars(config.parallel))
+    if mesh.size("pp") == 1:
+        return _stage(config, mesh, device, options)
+    schedule, split = stages_of(config, mesh.layout)
+    numbers = schedule.stages_of(mesh.index("pp"))
+    splits_backward = any(action.kind is Kind.WEIGHT_GRAD for action in schedule.actions_of(mesh.index("pp")))
+    later = WeightGradQueue() if splits_backward else None
+    # Many microbatches are under way at once: parameters that were freed between them would be gathered for each.
+    options = replace(options, reshard_after_forward=False)
+    stages = {
+        number: _stage(config, mesh, device, options, split.bounds[number], later, verified=number != numbers[0])
+        for number in numbers
+    }
+    holding = stages_of_parameter(spec_of(config).meta, split.bounds)
+    about = describe_pipeline(schedule, split)
+    return Pipeline(
+        stages, schedule, mesh, device, parameter_stages=holding, weight_grads=later, waiting=waiting, about=about
+    )
+
+
+def stages_of(config: "Config", layout: Layout) -> tuple[Schedule, StageSplit]:
+    """The schedule of a config, and which of the model's blocks are which stage."""
+    batch, section, model = config.batch, config.pipeline, spec_of(config).meta
+    count = microbatches(batch.global_size, batch.micro_size, layout.size(*DATA_AXES))
+    ranks, per_rank = layout.size("pp"), section.stages_per_rank
+    schedule = load(section.schedule, ranks=ranks, microbatches=count, stages_per_rank=per_rank)
+    tokens = torch.zeros(1, config.data.seq_len, dtype=torch.int64)
+    costs, _ = block_flops(model, blocks_of(model), (tokens, torch.zeros_like(tokens), None))
+    return schedule, split_blocks(costs, schedule.ranks, schedule.stages_per_rank, section.split)
+
+
+def check_stages(config: "Config", split: StageSplit, inputs: Sequence[Tensor | None] | None = None) -> None:
+    """Raises InputError where stages of the model would compute something else than the model.
+
+    `inputs`: what the data gives the model for a microbatch; None: not known here, and only a language model's are.
+    """
+    if inputs is None and "vocab_size" in config.model.keys:
+        tokens = torch.empty(config.batch.micro_size, config.data.seq_len, dtype=torch.int64, device="meta")
+        inputs = tokens, tokens, None
+    if inputs is not None:
+        check_forward(plain_model(config), split.bounds, inputs, compute_dtype(config.train.precision))
+
+
+def describe_pipeline(schedule: Schedule, split: StageSplit) -> str:
+    """`pipeline 1f1b, 8 microbatches; 9 blocks in 4 stages: 3 + 2 + 2 + 2, the largest stage 8 % above the mean`."""
+    many = f"{schedule.microbatches} microbatch{'es' * (schedule.microbatches != 1)}"
+    return f"pipeline {schedule.name}, {many}; {split.describe()}"
+
+
+def _stage(
+    config: "Config",
+    mesh: Mesh,
+    device: torch.device,
+    options: ParallelOptions,
+    blocks: tuple[int, int] | None = None,
+    later: WeightGradQueue | None = None,
+    verified: bool = False,
+) -> nn.Module:
+    """The whole model or a stage of it, parallelized, with its first values.
+
+    A model file with an `init_plan` is built on the meta device: no rank ever holds more than its part. Any other
+    model, and one with buffers (whose values only its constructor knows), is built whole on every rank from the seed.
+
+    `blocks`: from the stage's first to the one after its last; None: all. `verified`: another stage has verified it.
+    """
+    spec = spec_of(config)
+    plan = getattr(spec.module, "init_plan", None)
+    whole = plan is None or any(True for _ in spec.meta.buffers())
+
+    def give_values() -> None:
+        if not whole:
+            materialise(model, device)
+        if config.model.weights is not None:
+            with open_weights(config.model.weights) as source:
+                load_weights(model, source, spec.meta)
+        elif not whole:
+            assert plan is not None
+            initialise(model, plan, seed=config.train.seed, std=getattr(spec.config, "initializer_range", 0.02))
+
+    if whole:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.train.seed)
+            model = spec.module.Model(spec.config).to(device)
+    else:
+        model = spec.build()
+    broadcast_parameters(model, mesh)
+    cast(model, master_dtype(options.precision))
+    options = apply_tensor_parallel(model, mesh, options, verified=verified)
+    if blocks is not None:
+        keep_stage(model, *blocks)
+    if later is not None:
+        defer_weight_grads(model, later)
+    if not mesh.uses_fsdp:
+        give_values()
+    apply_data_parallel(model, mesh, options)
+    if mesh.uses_fsdp:  # FSDP splits a model that has no memory yet
+        give_values()
+    return model
+
+
+def check_start(config: "Config", layout: Layout | None = None, data: Samples | None = None) -> None:
+    """Whether the weights that a run is to start from are those of its model, and `pp` can cut it into stages.
+
+    It reads headers or a manifest, and the first sample of the data. Raises InputError: they are not, or it cannot.
+    """
+    if layout is not None and data is not None and layout.size("pp") > 1:
+        samples = data.read([(0, 0)] * config.batch.micro_size, config.batch.micro_size)
+        check_stages(config, stages_of(config, layout)[1], samples.batch().inputs)
+    start = config.model.weights
+    if start is not None:
+        with open_weights(start) as source:
+            check_weights(spec_of(config).meta, source, config.model.keys)
+
+
+def short_sample(data: "OpenData", tp: int) -> tuple[Tensor | None, ...]:
+    """Inputs of a model to verify it with: two samples of a run's data, text cut short."""
+    batch = data.train.read([(0, 0), (0, len(data.train) - 1)], 2).batch()
+    length = tp * max(2, -(-8 // tp))
+    return batch.along_sequence(lambda x, dim: x.narrow(dim, 0, min(length, x.shape[dim]))).inputs
+
+
+def parameter_count(model: nn.Module) -> int:
+    """The number of a model's parameters, tied ones counted once."""
+    return sum(p.numel() for p in model.parameters())

@@ -1,0 +1,230 @@
+"""How much arithmetic a model asks for and how much the hardware could do: the two sides of MFU.
+
+Model FLOPs utilization (Chowdhery et al. 2022, "PaLM", appendix B) divides the arithmetic that the model needs by what
+the hardware could have done in that time. Recomputing activations and padding are not work the model needs, so they
+lower it; attention counts in full, also where a causal mask lets kernels skip half of it, as everyone reports it.
+"""
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshtrain.parallel.mixed_precision import compute_dtype
+
+# TFLOP/s without sparsity, from NVIDIA's data sheets: the half column holds for bfloat16 and float16 on tensor cores
+# with float32 sums; float32 is without TF32, which meshtrain leaves off; float64 is that of the tensor cores where they
+# have it. None: the data sheet does not say, and it is measured. The first name that matches wins.
+_TABLE: tuple[tuple[str, float, float | None, float | None], ...] = (
+    # name                   half    float32  float64
+    (r"GB200\b", 2500, 80, 40),
+    (r"B200\b", 2250, 75, 37),
+    (r"GH200\b", 989, 67, 67),
+    (r"H200 NVL\b", 835, 60, 60),
+    (r"H200\b", 989, 67, 67),
+    (r"H100 NVL\b", 835, 60, 60),
+    (r"H100 PCIe\b", 756, 51, 51),
+    (r"H100\b", 989, 67, 67),
+    (r"H20\b", 148, 44, None),
+    (r"A100\b", 312, 19.5, 19.5),
+    (r"A800\b", 312, 19.5, 19.5),
+    (r"A40\b", 149.7, 37.4, None),
+    (r"A30\b", 165, 10.3, 10.3),
+    (r"A10G\b", 70, 35, None),
+    (r"A10\b", 125, 31.2, None),
+    (r"L40S\b", 362, 91.6, None),
+    (r"L40\b", 181, 90.5, None),
+    (r"L4\b", 121, 30.3, None),
+    (r"V100-PCIE\b", 112, 14, 7),
+    (r"V100-SXM\d", 125, 15.7, 7.8),
+    (r"T4\b", 65, 8.1, None),
+    (r"RTX 4090$", 165, 82.6, None),
+    (r"RTX 3090$", 71, 35.6, None),
+)
+_BEFORE_BFLOAT16 = re.compile(r"\b(V100|T4)\b")  # no tensor cores for it: torch emulates bfloat16 there
+_MEASURE_S = 0.15
+Inputs = tuple[Tensor | None, ...]
+_LOSS = 5  # operations of the loss per logit: maximum, difference, exponential, sum, and the difference of its gradient
+
+
+def sample_flops(model: nn.Module, inputs: Inputs) -> tuple[int | None, str]:
+    """Floating-point operations of the forward and backward of one sample, and a sentence about them.
+
+    The model runs once on the meta device, where tensors have shapes and no values, so this takes no memory and works
+    for a model of any size on any device; neither the model nor its gradients change. A multiplication and an addition
+    are two operations; matrix products, convolutions and attention count, as torch's FlopCounterMode has them.
+
+    Returns None and the reason if the model cannot run without values (its forward asks for one).
+
+    Args:
+        model: a plain model, before it is spread over a mesh or compiled.
+        inputs: what `model(*inputs)` takes; the first dim of each is the batch. All samples are taken to cost the same.
+    """
+    state, on_meta = _on_meta(model, inputs)
+    trained = [tensor for tensor in state.values() if tensor.requires_grad]
+    with _counting() as counter, torch.enable_grad():
+        try:
+            output = functional_call(model, state, on_meta)
+            torch.autograd.grad(output.sum(), trained, allow_unused=True)
+        except (RuntimeError, TypeError) as error:
+            return None, f"model FLOPs not known, so no MFU: {_why_not(error)}"
+    flops = counter.get_total_flops() // _batch_size(inputs)
+    return flops, f"model {readable(flops)}FLOP per sample, forward and backward, counted on the meta device"
+
+
+def block_flops(model: nn.Module, blocks: Sequence[nn.Module], inputs: Inputs) -> tuple[list[float], str]:
+    """Floating-point operations of the forward of each block for one sample, and a sentence about them.
+
+    Counted as `sample_flops` does, and one for each element that a block returns, so that an embedding is nearly free
+    and not quite. The last block has the loss on top. What runs outside of the blocks is not counted.
+
+    If the model cannot run without values, two operations per weight of each block, and the sentence says so. That
+    leaves attention's products out, and the places at which a convolution is used.
+
+    `blocks`: in the order in which they run.
+    """
+    state, on_meta = _on_meta(model, inputs)
+    costs = dict.fromkeys(blocks, 0.0)
+    returned = 0
+
+    def enter(block: nn.Module, _: object) -> None:
+        costs[block] -= counter.get_total_flops()
+
+    def leave(block: nn.Module, _: object, output: object) -> None:
+        nonlocal returned
+        returned = sum(tensor.numel() for tensor in tree_leaves(output) if isinstance(tensor, Tensor))
+        costs[block] += counter.get_total_flops() + returned
+
+    with ExitStack() as stack:
+        for block in costs:
+            stack.callback(block.register_forward_pre_hook(enter).remove)
+            stack.callback(block.register_forward_hook(leave).remove)
+        counter = stack.enter_context(_counting())
+        stack.enter_context(torch.no_grad())
+        try:
+            functional_call(model, state, on_meta)
+        except (RuntimeError, TypeError) as error:
+            return [_of_weights(block) for block in blocks], f"costs of blocks by their weights: {_why_not(error)}"
+    costs[blocks[-1]] += _LOSS * returned
+    return [costs[block] / _batch_size(inputs) for block in blocks], "costs of blocks: FLOPs counted on the meta device"
+
+
+@contextmanager
+def _counting() -> Iterator[FlopCounterMode]:
+    # The math backend, because the fused backward kernels compute the scores twice and would count it.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        yield counter
+
+
+def _why_not(error: Exception) -> str:
+    reason = str(error).strip().split("\n")[0]
+    return f"the model does not run on the meta device ({reason})"
+
+
+def _batch_size(inputs: Inputs) -> int:
+    return next(len(value) for value in inputs if value is not None)
+
+
+def _of_weights(block: nn.Module) -> float:
+    """Two operations per element of each matrix that is multiplied with, and one per element of a row looked up."""
+    looked_up = {module.weight: module.embedding_dim for module in block.modules() if isinstance(module, nn.Embedding)}
+    matrices = {weight for weight in block.parameters() if weight.dim() > 1} - looked_up.keys()
+    return float(sum(looked_up.values()) + sum(2 * weight.numel() for weight in matrices) + 1)
+
+
+def _on_meta(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Tensor], Inputs]:
+    """The model's parameters and buffers, and its inputs, as tensors without values."""
+    state = {
+        name: tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+        for name, tensor in chain(model.named_parameters(), model.named_buffers())
+    }
+    floats = next((tensor.dtype for tensor in state.values() if tensor.requires_grad), torch.float32)
+    on_meta = tuple(
+        None if value is None else value.to("meta", floats if value.is_floating_point() else value.dtype)
+        for value in inputs
+    )
+    return state, on_meta
+
+
+def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
+    """The most floating-point operations per second one process could do on `device`, and where that figure is from.
+
+    NVIDIA's data-centre GPUs are in a table by name. A CPU, and a GPU that is not in the table or is a part of one
+    (MIG), is measured by matrix products of the run's precision for about 0.15 s, on this process's threads.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    peak = table_flops(name, precision)
+    if peak is not None:
+        return peak, f"peak {readable(peak)}FLOP/s, table, {name} {precision}"
+    peak, size = _measured_flops(device, compute_dtype(precision))
+    threads = torch.get_num_threads()
+    measured_on = f"{name} (not in the table)" if name else f"this {device.type.upper()}"
+    with_threads = f", {threads} thread{'s' if threads > 1 else ''}" if device.type == "cpu" else ""
+    by = f"measured on {measured_on} by a {size}x{size} {precision} matmul{with_threads}"
+    return peak, f"peak {readable(peak)}FLOP/s, {by}"
+
+
+def table_flops(name: str, precision: str) -> float | None:
+    """The peak of the GPU called `name` (as torch.cuda.get_device_name has it) in FLOP/s; None if not in the table."""
+    if "MIG" in name or (precision == "bfloat16" and _BEFORE_BFLOAT16.search(name)):
+        return None
+    for pattern, half, float32, float64 in _TABLE:
+        if re.search(rf"\b{pattern}", name):
+            peak = {"float32": float32, "float64": float64}.get(precision, half)
+            return None if peak is None else peak * 1e12
+    return None
+
+
+def mfu(flops: float | None, seconds: float, peak: float, processes: int) -> float | None:
+    """Model FLOPs utilization: the job's `flops` in `seconds` over what its `processes` could do; None if not known."""
+    return None if flops is None else flops / seconds / (peak * processes)
+
+
+def readable(number: float) -> str:
+    """`number` with three digits and a unit's prefix: 6.1e10 is "61 G", to be followed by the unit."""
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 0.9995 * size:
+            # From 1000 P on there is no larger prefix; until then three digits say it without an exponent.
+            digits = number / size
+            return f"{digits:.0f} {prefix}" if digits >= 99.95 else f"{digits:.3g} {prefix}"
+    return f"{number:.3g} "
+
+
+def _measured_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, int]:
+    """FLOP/s of the fastest square matmul that fits in the time, and its size."""
+    _matmul_seconds(64, device, dtype)  # loads the library and starts the threads
+    deadline = time.perf_counter() + _MEASURE_S
+    fastest, size = (0.0, 0), 128
+    while True:
+        seconds = _matmul_seconds(size, device, dtype)
+        fastest = max(fastest, (2 * size**3 / seconds, size))
+        left = deadline - time.perf_counter()
+        if left < 1.5 * seconds:
+            return fastest
+        if 16 * seconds < left:  # twice the size takes 8 times as long; room for two
+            size *= 2
+
+
+def _matmul_seconds(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    # A generator of its own: measuring must not move the run's random numbers. Random, because a GPU multiplies zeros
+    # and ones faster than it does anything real.
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.rand(size, size, device=device, dtype=dtype, generator=generator) for _ in range(2))
+    _settle(device)
+    start = time.perf_counter()
+    torch.mm(left, right)
+    _settle(device)
+    return time.perf_counter() - start
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,90 @@
+"""First values of parameters, the same on every layout.
+
+A parameter's values are a function of (seed, its full name, block of rows): each rank draws the blocks that its shard
+touches and keeps its part, and no rank ever holds the whole. They are drawn on the CPU in float32, so that they do not
+depend on the kind of device either.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from meshtrain.parallel.sharding import ParameterSpec, local_part, parameters_of
+
+BLOCK_ELEMENTS = 2**16  # about how many values are drawn from one seed
+
+
+def initialise(model: nn.Module, plan: Mapping[str, str], *, seed: int, std: float) -> None:
+    """Gives a parallelized model its first values.
+
+    Args:
+        model: parallelized; no longer on the meta device.
+        plan: pattern of a parameter's name -> rule; the first pattern that matches counts. The rules: "ones", "zeros",
+            "normal" (standard deviation `std`), "kaiming" (variance 2 / inputs of one output; He et al.,
+            https://arxiv.org/abs/1502.01852).
+        seed: of the run.
+        std: for "normal".
+
+    Raises:
+        ValueError: a parameter that no pattern matches, or a rule that does not exist.
+    """
+    with torch.no_grad():
+        for spec, parameter in parameters_of(model):
+            rule = next((rule for pattern, rule in plan.items() if fnmatchcase(spec.name, pattern)), None)
+            if rule is None:
+                raise ValueError(f"init_plan has no pattern for the parameter {spec.name}: add one, or '*' as the last")
+            _fill(parameter, spec, partial(_draw, rule, std=std), seed)
+
+
+def materialise(model: nn.Module, device: torch.device) -> None:
+    """Gives a model on the meta device its memory, without values. Parameters that were one (tied) stay one."""
+    shared: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            shared.setdefault(parameter, []).append((module, name))
+    model.to_empty(device=device)
+    for (first, first_name), *others in shared.values():
+        for module, name in others:
+            module._parameters[name] = first._parameters[first_name]
+
+
+def _draw(rule: str, rows: Tensor, random: torch.Generator, std: float) -> None:
+    """Fills a block of rows in place."""
+    if rule == "ones":
+        rows.fill_(1.0)
+    elif rule == "zeros":
+        rows.zero_()
+    elif rule == "normal":
+        rows.normal_(0.0, std, generator=random)
+    elif rule == "kaiming":
+        rows.normal_(0.0, math.sqrt(2 / rows[0].numel()), generator=random)
+    else:
+        raise ValueError(f"init_plan has the rule {rule!r}; the rules are ones, zeros, normal and kaiming")
+
+
+def _fill(parameter: Tensor, spec: ParameterSpec, draw: Callable[..., None], seed: int) -> None:
+    """Draws the blocks of rows that this rank's part of the parameter touches, and keeps the part."""
+    local, (rows, *columns) = local_part(parameter)
+    if local.numel() == 0:
+        return
+    height, *width = spec.dims
+    rows_per_block = max(1, BLOCK_ELEMENTS // max(math.prod(width), 1))
+    target = local.view(-1) if not spec.shape else local
+    for block in range(rows.start // rows_per_block, (rows.stop - 1) // rows_per_block + 1):
+        first = block * rows_per_block
+        values = torch.empty(min(rows_per_block, height - first), *width)
+        draw(rows=values, random=generator(seed, spec.name, block))
+        begin, end = max(rows.start, first), min(rows.stop, first + values.shape[0])
+        kept = values[(slice(begin - first, end - first), *columns)]
+        target[begin - rows.start : end - rows.start].copy_(kept)
+
+
+def generator(*key: object) -> torch.Generator:
+    """A CPU generator whose numbers are a function of the key."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

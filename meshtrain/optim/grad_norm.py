@@ -1,0 +1,108 @@
+"""The global norm of gradients, and clipping by it; both count an element once, however many ranks hold it."""
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshtrain.mesh import Mesh
+from meshtrain.parallel.mixed_precision import sum_dtype
+from meshtrain.parallel.sharding import ParameterSpec, parameters_of
+from meshtrain.parallel.torch_private import from_local, to_local
+
+
+class LocalParameter:
+    """A trainable parameter, and the part of it that this rank holds, as a plain tensor on the same memory.
+
+    Attributes:
+        copies: how many copies of each element there are in the job.
+        local: this rank's part, which may be empty; `local.grad` is its gradient once `take_grad` was called.
+        state: of the optimizer, by name: plain tensors.
+    """
+
+    def __init__(self, spec: ParameterSpec, parameter: nn.Parameter, mesh: Mesh) -> None:
+        self.spec, self.parameter = spec, parameter
+        local = parameter.detach()
+        self.local = local.to_local() if isinstance(local, DTensor) else local
+        self.local.requires_grad_()
+        self.copies = spec.copies(mesh.layout)
+        self.state: dict[str, Tensor] = {}
+
+    def take_grad(self) -> Tensor:
+        """This rank's part of the gradient, which the next update uses: zeros where no forward used the parameter.
+
+        Under DDP another rank may have used it, so there it must have one; then it has one everywhere.
+        """
+        grad = self.parameter.grad
+        grad = torch.zeros_like(self.local) if grad is None else to_local(grad)
+        self.local.grad = grad
+        return grad
+
+    def whole(self, local: Tensor) -> Tensor:
+        """The whole of a tensor that lies as the parameter does: a collective of the ranks that share it."""
+        tensor = from_local(local.detach(), self.parameter)
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else local
+
+
+def local_parameters(model: nn.Module, mesh: Mesh) -> list[LocalParameter]:
+    """What is trained of a model, or of the stages that this rank has of it."""
+    return [LocalParameter(spec, p, mesh) for spec, p in parameters_of(model) if spec.trainable]
+
+
+def device_of(model: nn.Module, mesh: Mesh) -> torch.device:
+    """Where a model is trained; a stage of a pipeline may have nothing to train."""
+    first = next(model.parameters(), None)
+    return torch.device(mesh.device_type) if first is None else first.device
+
+
+def squared_norm(parameters: Sequence[LocalParameter], device: torch.device) -> Tensor:
+    """A rank's addend of the squared norm, to be summed over all ranks: copies of an element count once together."""
+    by_copies: dict[int, list[Tensor]] = {}
+    for parameter in parameters:
+        grad = parameter.take_grad()
+        if grad.numel() > 0:
+            by_copies.setdefault(parameter.copies, []).append(grad)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for copies, grads in by_copies.items():
+        dtype = reduce(torch.promote_types, {grad.dtype for grad in grads}, sum_dtype(total.device))
+        total = total + torch.stack(torch._foreach_norm(grads, 2, dtype)).double().square().sum() / copies
+    return total
+
+
+def clip_factor(norm: Tensor, clip_norm: float | None) -> Tensor | None:
+    """What gradients of this global norm are multiplied by so that their norm is at most `clip_norm`; None for 1."""
+    if clip_norm is None:
+        return None
+    return (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def scale_gradients(parameters: Sequence[LocalParameter], factor: Tensor | None) -> None:
+    """Multiplies the gradients that `squared_norm` took by a scalar on the device; None: by 1."""
+    grads = [parameter.local.grad for parameter in parameters if parameter.local.grad is not None]
+    if factor is not None and grads:
+        torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+
+
+def clip_gradients(model: nn.Module, mesh: Mesh, max_norm: float) -> Tensor:
+    """Clips the gradients of a parallelized model by their global norm, in a loop of one's own.
+
+    Returns the norm before clipping, a scalar in float64, the same on every rank.
+    """
+    parameters = local_parameters(model, mesh)
+    norm = mesh.sum(squared_norm(parameters, device_of(model, mesh))).sqrt()
+    scale_gradients(parameters, clip_factor(norm, max_norm))
+    return norm
+
+
+def param_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
+    """The parameters of a model, parallelized or not, as torch's optimizers want them in a loop of one's own.
+
+    With `tp`, split parameters are DTensors and others are plain. torch updates all tensors of a group by one kernel
+    where it can (`foreach`, which is the default on GPUs, and `fused`), and that takes one kind of tensor only.
+    """
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [{"params": group} for group in groups.values()]

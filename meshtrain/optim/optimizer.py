@@ -1,0 +1,160 @@
+"""The optimizer protocol: what all optimizers share, and the `UpdateRule` in which they differ.
+
+A new optimizer is one class with an `UpdateRule`'s methods, and a line in `registry.py`. What it keeps per parameter
+is known from the `ParameterSpec` alone, so that a checkpoint and a plan know it without a job.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from meshtrain.mesh import Mesh
+from meshtrain.optim.grad_norm import LocalParameter, device_of, local_parameters, scale_gradients, squared_norm
+from meshtrain.optim.lr_schedule import learning_rate
+from meshtrain.optim.registry import update_rule
+from meshtrain.parallel.sharding import ParameterSpec
+
+if TYPE_CHECKING:
+    from meshtrain.config import Optimizer as OptimizerConfig
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """What an update does with a parameter: `lr_scale` multiplies the rate of the schedule."""
+
+    weight_decay: float
+    lr_scale: float = 1.0
+
+
+@dataclass
+class ParamGroup:
+    """Parameters with the same options; `lr`: of the update that is made."""
+
+    parameters: list[LocalParameter]
+    options: GroupOptions
+    lr: float = 0.0
+
+
+class UpdateRule:
+    """How one optimizer updates parameters."""
+
+    title: ClassVar[str]  # for people
+
+    def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig") -> None:
+        """The state of each parameter is there: zeros, which may be changed."""
+        self.groups = groups
+
+    @staticmethod
+    def state_specs(parameter: ParameterSpec) -> dict[str, ParameterSpec]:
+        """What is kept for a parameter: name -> its shape, type, and how it lies. A checkpoint holds these."""
+        raise NotImplementedError
+
+    def update(self, skip: Tensor) -> None:
+        """Updates all parameters from `local.grad`, unless the scalar `skip` on the device is 1; waits for nothing."""
+        for group in self.groups:
+            for parameter in group.parameters:
+                with unless(skip, parameter.local, *parameter.state.values()), torch.no_grad():
+                    self.update_parameter(parameter, group.lr, group.options.weight_decay)
+
+    def update_parameter(self, parameter: LocalParameter, lr: float, weight_decay: float) -> None:
+        """Changes `parameter.local` and `parameter.state` in place.
+
+        Every rank calls it for the same parameters in the same order, also where its part is empty, so it may
+        communicate: `parameter.whole(...)` gathers a matrix.
+        """
+        raise NotImplementedError
+
+    def set_updates(self, updates: Tensor) -> None:
+        """The number of updates and the state were set from outside."""
+
+
+@contextmanager
+def unless(skip: Tensor, *tensors: Tensor) -> Iterator[None]:
+    """Where the scalar `skip` is 1, tensors that are changed inside have their old values again after it."""
+    old = [tensor.detach().clone() for tensor in tensors]
+    yield
+    for tensor, value in zip(tensors, old, strict=True):
+        tensor.detach().copy_(torch.where(skip.bool(), value, tensor.detach()))
+
+
+class Optimizer:
+    """Updates the parts of the parameters that this rank holds, by the rule that the config names.
+
+    Rules see plain local tensors that share memory with the shards: one kernel can then update them all, whatever mesh
+    each of them lies on. `updates`: how many were made, none skipped, a scalar on the device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: "OptimizerConfig",
+        mesh: Mesh,
+        total_steps: int,
+        options: Callable[[ParameterSpec], GroupOptions] | None = None,
+    ) -> None:
+        """`options`: of each parameter; by default parameters of one dim (norms, biases) do not decay."""
+        self.config = config
+        self.total_steps = total_steps
+        self._parameters = local_parameters(model, mesh)
+        self._by_parameter: dict[Tensor, LocalParameter] = {local.parameter: local for local in self._parameters}
+        rule = update_rule(config.name)
+        groups: dict[GroupOptions, ParamGroup] = {}
+        for local in self._parameters:
+            # The state is there before the first update, so that a checkpoint can be loaded into it.
+            local.state = {name: _zeros(spec, local, mesh) for name, spec in rule.state_specs(local.spec).items()}
+            decay = config.weight_decay if len(local.spec.shape) > 1 else 0.0
+            own = GroupOptions(decay) if options is None else options(local.spec)
+            groups.setdefault(own, ParamGroup([], own)).parameters.append(local)
+        self.param_groups = list(groups.values())
+        self.rule = rule(self.param_groups, config)
+        self.updates = torch.zeros((), dtype=torch.float32, device=device_of(model, mesh))
+
+    def trains(self, parameter: Tensor) -> bool:
+        """Whether a parameter of the model is one that updates change."""
+        return parameter in self._by_parameter
+
+    def state(self, parameter: Tensor) -> dict[str, tuple[ParameterSpec, Tensor]]:
+        """What is kept for a parameter: name -> how it lies, and this rank's part of it, on the optimizer's memory."""
+        local = self._by_parameter[parameter]
+        return {name: (spec, local.state[name]) for name, spec in self.rule.state_specs(local.spec).items()}
+
+    def take_updates(self) -> None:
+        """`updates` and the state were set from outside: the rule goes on from there."""
+        self.rule.set_updates(self.updates)
+
+    def squared_norm(self) -> Tensor:
+        """This rank's contribution to the squared global norm of the gradients: a scalar in float64."""
+        return squared_norm(self._parameters, self.updates.device)
+
+    def update(self, step: int, factor: Tensor | None, skip: Tensor) -> float:
+        """Update `step` (from 1) with gradients multiplied by `factor`; returns the learning rate of the schedule.
+
+        `factor` (None for 1) and `skip` are scalars on the device, for which nothing waits. Where `skip` is 1 no
+        parameter changes.
+        """
+        scale_gradients(self._parameters, factor)
+        lr = learning_rate(self.config, step, self.total_steps)
+        for group in self.param_groups:
+            group.lr = lr * group.options.lr_scale
+        skipped = skip.to(torch.float32)
+        self.rule.update(skipped)
+        self.updates += 1 - skipped
+        return lr
+
+    def zero_grad(self) -> None:
+        for local in self._parameters:
+            local.parameter.grad = local.local.grad = None
+
+
+def _zeros(spec: ParameterSpec, parameter: LocalParameter, mesh: Mesh) -> Tensor:
+    """This rank's part of a state tensor. One that lies as the parameter does has its memory format, too."""
+    dtype = spec.dtype or parameter.local.dtype
+    if spec.shape == parameter.spec.shape and spec.cuts == parameter.spec.cuts:
+        return torch.zeros_like(parameter.local, dtype=dtype, requires_grad=False)
+    part = spec.part({cut.axis: mesh.index(cut.axis) for cut in spec.cuts})
+    shape = [rows.stop - rows.start for rows in part] if spec.shape else []
+    return torch.zeros(shape, dtype=dtype, device=parameter.local.device)

@@ -1,0 +1,49 @@
+"""Activation checkpointing: what a block's forward keeps for its backward, and what it computes again instead."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+aten = torch.ops.aten
+
+# Products of matrices, convolutions and attention are dear to compute and are kept; everything between them (norms,
+# activations, rotary turns, casts) costs memory traffic only and is computed again.
+KEPT = frozenset(op.default for op in (aten.mm, aten.addmm, aten.bmm, aten.linear, aten.convolution))
+# Attention, and which of its arguments is the dropout. One that draws is run again, as everything that draws must be:
+# what draws after it would else not draw the same.
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention.default: 3,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
+    aten._scaled_dot_product_efficient_attention.default: 5,
+    aten._scaled_dot_product_cudnn_attention.default: 5,
+    aten._scaled_dot_product_attention_math.default: 4,
+}
+
+
+def checkpoint_block(forward: Callable, recompute: str) -> Callable:
+    """A forward that keeps less for its backward.
+
+    Args:
+        forward: the forward of one block.
+        recompute: "none" keeps everything; "full" keeps the block's inputs only and runs it again in backward
+            (Chen et al., https://arxiv.org/abs/1604.06174), what it sends included; "selective" keeps the results of
+            `KEPT`, of attention, and of all communication besides and computes the rest again.
+    """
+    if recompute == "none":
+        return forward
+    # A block may draw from torch's generators (F.dropout); run again, it has to draw the same.
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
+    if recompute == "selective":
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    return partial(checkpoint, forward, **settings)
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    # Operators of our own communicate, and most of them multiply matrices too.
+    kept = operator in KEPT or getattr(operator, "namespace", None) == "meshtrain"
+    if operator in ATTENTION:
+        kept = kwargs.get("dropout_p", (*args, *[0.0] * 9)[ATTENTION[operator]]) == 0
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,165 @@
+"""DDP: distributed data parallelism over `dp_replicate`, by bucketed all-reduce.
+
+Gradients are *summed* over the data ranks, never averaged: the loss of a rank is its share of a sum that was divided by
+a global count before, so the sum is the gradient of the global mean whatever each rank holds.
+
+It is written here because torch's wrapper changes the names of parameters, and allows none that are themselves shards
+on other axes.
+"""
+
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshtrain.job.pending import waiting
+from meshtrain.mesh import Mesh
+from meshtrain.parallel.collectives import Waiting
+from meshtrain.parallel.grad_sync import GradientSync, add_gradient_sync, when_backward_begins
+from meshtrain.parallel.torch_private import accumulates, at_end_of_backward, from_local, to_local
+
+REPLICATE = "dp_replicate"
+BUCKET_BYTES = 25 * 2**20  # as torch's DDP: large enough for bandwidth, small enough to start early
+
+
+def apply_ddp(model: nn.Module, mesh: Mesh, waiting: Waiting = nullcontext) -> None:
+    """From now on every backward ends with gradients that are summed over `dp_replicate`."""
+    add_gradient_sync(model, BucketedAllReduce(model, mesh, waiting))
+
+
+class BucketedAllReduce(GradientSync):
+    """Sums the gradients of parameters of which every rank of a group holds all.
+
+    Gradients live in a few flat buckets. As soon as the last gradient of a bucket is there its all-reduce starts, and
+    the backward of earlier layers goes on meanwhile (Li et al., https://arxiv.org/abs/2006.15704). The end of the
+    backward waits for all of them, so that an ordinary loop needs no call of its own.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, waiting: Waiting) -> None:
+        self.group = mesh.group(REPLICATE)
+        self.size, self.comm_bytes = mesh.size(REPLICATE), mesh.comm_bytes
+        self.waiting = waiting
+        self._model = model
+        self._last = True
+        self._in_backward = False
+        self._works: list[dist.Work] = []
+        trained = [p for p in model.parameters() if p.requires_grad][::-1]  # in the order of the backward
+        self._buckets = [_Bucket(parameters) for parameters in _group_into_buckets(trained)]
+        for bucket in self._buckets:
+            for parameter in bucket.views:
+                parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket))
+        when_backward_begins(model, self._begin)
+
+    def set_is_last_backward(self, last: bool) -> None:
+        self._abandon()
+        self._last = last
+
+    def reduce(self) -> None:
+        """The end of the backward: what no gradient came for is summed too, because another rank may have one."""
+        self._start_full_buckets(all_of_them=True)
+        with self.waiting(), waiting("all_reduce", self.group):
+            for work in self._works:
+                work.wait()
+        self._works.clear()
+        self._in_backward = False
+        for bucket in self._buckets:
+            bucket.missing = set(bucket.views)
+
+    def _begin(self) -> None:
+        self._abandon()
+        if self._last and any(accumulates(p) for bucket in self._buckets for p in bucket.views):
+            self._refuse_unknown()
+            self._in_backward = True
+            at_end_of_backward(self.reduce)
+
+    def _ready(self, bucket: "_Bucket", parameter: Tensor) -> None:
+        bucket.adopt(parameter)
+        if not self._last:
+            return
+        if not self._in_backward:  # a backward of something else than the model's output
+            self._begin()
+        if parameter not in bucket.missing:
+            raise RuntimeError(
+                "a parameter's gradient came twice in one backward, the second time when it may have been sent: "
+                "torch.utils.checkpoint needs use_reentrant=False"
+            )
+        bucket.missing.remove(parameter)
+        self._start_full_buckets()
+
+    def _refuse_unknown(self) -> None:
+        known = {p for bucket in self._buckets for p in bucket.views}
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and parameter not in known:
+                raise RuntimeError(
+                    f"{name} was unfrozen or replaced after parallelize, so its gradient would not be summed over "
+                    f"{REPLICATE}: unfreeze before parallelize, and use load_state_dict without assign=True"
+                )
+
+    def _start_full_buckets(self, all_of_them: bool = False) -> None:
+        """Starts all-reduces, bucket by bucket in one fixed order: every rank's first is the same bucket."""
+        while len(self._works) < len(self._buckets):
+            bucket = self._buckets[len(self._works)]
+            if bucket.missing and not all_of_them:
+                return
+            for parameter in bucket.views:
+                bucket.adopt(parameter)
+            self.comm_bytes.add(REPLICATE, "all_reduce", 2 * bucket.flat.nbytes * (self.size - 1) / self.size)
+            self._start(bucket.flat)
+
+    def _start(self, flat: Tensor) -> None:
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        assert work is not None  # this rank is in the group
+        self._works.append(work)
+
+    def _abandon(self) -> None:
+        """After a last backward that an exception has ended: makes the sums that are left of it, of NaN.
+
+        So all ranks go on with the same sum next, and a rank without an exception gets gradients that are not finite.
+        """
+        if not self._in_backward:
+            return
+        for bucket in self._buckets[len(self._works) :]:
+            self._start(torch.full_like(bucket.flat, torch.nan))
+        self.reduce()
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+
+
+class _Bucket:
+    """Some parameters, and one flat tensor that holds the gradients of this rank's parts, one after the other."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.missing: set[Tensor] = set(parameters)  # whose gradients are not there yet in a last backward
+        parts = [to_local(p.detach()) for p in parameters]
+        self.flat = torch.zeros(sum(p.numel() for p in parts), dtype=parts[0].dtype, device=parts[0].device)
+        slices = zip(parameters, self.flat.split([p.numel() for p in parts]), parts, strict=True)
+        self.views: dict[Tensor, Tensor] = {p: from_local(view.view_as(part), p) for p, view, part in slices}
+
+    def adopt(self, parameter: Tensor) -> None:
+        """Moves a gradient that autograd or the user's `zero_grad` put elsewhere into the flat tensor, to be its view:
+        so there is no second memory for gradients, and further microbatches add to it in place."""
+        view = self.views[parameter]
+        if parameter.grad is view:
+            return
+        if parameter.grad is None:
+            to_local(view).zero_()
+        elif to_local(parameter.grad).data_ptr() != to_local(view).data_ptr():
+            to_local(view).copy_(to_local(parameter.grad))
+        parameter.grad = view
+
+
+def _group_into_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Neighbouring parameters of one type and device, up to `BUCKET_BYTES` together."""
+    buckets: list[list[nn.Parameter]] = []
+    size = 0
+    for p in parameters:
+        fits = buckets and buckets[-1][0].dtype == p.dtype and buckets[-1][0].device == p.device
+        local_bytes = to_local(p.detach()).nbytes
+        if not fits or size + local_bytes > BUCKET_BYTES:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(p)
+        size += local_bytes
+    return buckets

@@ -1,0 +1,190 @@
+"""FSDP: fully sharded data parallelism over `dp_shard`, HSDP if `dp_replicate` is larger than 1 too.
+
+It is torch's `fully_shard` (Zhao et al., https://arxiv.org/abs/2304.11277), with sums in place of means (see `ddp.py`)
+and collectives of its own on CPUs.
+"""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from meshtrain.mesh import Mesh
+from meshtrain.parallel.collectives import Waiting
+from meshtrain.parallel.ddp import REPLICATE
+from meshtrain.parallel.gloo_collectives import all_gather, reduce_scatter
+from meshtrain.parallel.grad_sync import GradientSync, add_gradient_sync, when_backward_begins
+from meshtrain.parallel.mixed_precision import compute_dtype, master_dtype
+from meshtrain.parallel.torch_private import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    at_end_of_backward,
+    current_backward,
+    end_fsdp_backward,
+    send_unused_as_zeros,
+)
+
+SHARD = "dp_shard"  # the mesh's dim over which parameters are sharded; copies of the shards lie along REPLICATE
+MIN_UNIT_SIZE = 2**21  # a block of fewer parameters than this (4 MiB in 16 bits) is not worth a gather of its own
+
+
+def apply_fsdp(
+    model: nn.Module,
+    blocks: list[nn.Module],
+    mesh: Mesh,
+    *,
+    precision: str = "float32",
+    reshard_after_forward: bool = True,
+    waiting: Waiting = nullcontext,
+) -> None:
+    """From now on a model's parameters are sharded, and each backward of it ends with sharded sums of gradients.
+
+    Each block gathers its parameters for its own forward and backward; small blocks join the one after them, and what
+    two blocks share stays with the whole model.
+
+    Args:
+        model: on any device, meta included. blocks: its modules in the order in which they run.
+        reshard_after_forward: frees a block's parameters after its forward and gathers them again for its backward.
+    """
+    types = MixedPrecisionPolicy(param_dtype=compute_dtype(precision), reduce_dtype=master_dtype(precision))
+    dims = mesh.submesh(REPLICATE, SHARD)
+    units = _group_into_units(model, blocks)
+    for unit in units:
+        # The last unit's backward follows its forward at once: freeing it between the two would gather it twice.
+        reshard = reshard_after_forward and unit is not units[-1]
+        fully_shard(unit, mesh=dims, mp_policy=types, reshard_after_forward=reshard)
+    fully_shard(model, mesh=dims, mp_policy=types, reshard_after_forward=False)
+    assert isinstance(model, FSDPModule)
+    add_gradient_sync(model, FSDPGradSync(model, reshard_after_forward))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_custom_all_gather(_AllGather(mesh, waiting))
+            module.set_custom_reduce_scatter(_ReduceScatter(mesh, waiting))
+            if mesh.size(REPLICATE) > 1:
+                module.set_all_reduce_hook(partial(_count_all_reduce, mesh))
+            send_unused_as_zeros(module)
+
+
+def unmeasured_wait_phases(mesh: Mesh) -> tuple[str, ...]:
+    """The phases of a step in which torch's FSDP waits for other ranks, unseen by `waiting`."""
+    if not mesh.uses_fsdp:
+        return ()
+    if mesh.device_type != "cpu":
+        return "forward", "backward"  # its own streams
+    return ("backward",) if mesh.size(REPLICATE) > 1 else ()  # HSDP's sum over the copies
+
+
+def _group_into_units(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:
+    users: dict[nn.Parameter, set[int]] = {}
+    for i, block in enumerate(blocks):
+        for parameter in block.parameters():
+            users.setdefault(parameter, set()).add(i)
+    sharing = {i for blocks_of_one in users.values() if len(blocks_of_one) > 1 for i in blocks_of_one}
+    units: list[list[nn.Module]] = []
+    unit: list[nn.Module] = []
+    for i, block in enumerate(blocks):
+        if i in sharing or block is model or not any(True for _ in block.parameters()):
+            continue
+        unit.append(block)
+        if sum(p.numel() for member in unit for p in member.parameters()) >= MIN_UNIT_SIZE:
+            units.append(unit)
+            unit = []
+    return units  # small ones at the end stay with the whole model
+
+
+class _AllGather(DefaultAllGather):
+    """FSDP's all-gather, counted. On a CPU it blocks, so its time is time waited; on a GPU it has its own stream."""
+
+    def __init__(self, mesh: Mesh, waiting: Waiting) -> None:
+        self._mesh, self._waiting = mesh, waiting
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        _count(self._mesh, "all_gather", output_tensor)
+        if self._mesh.device_type != "cpu":
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+        with self._waiting():
+            all_gather(output_tensor, input_tensor, group)
+        return None
+
+
+class _ReduceScatter(DefaultReduceScatter):
+    """FSDP's reduce-scatter, in the same way. `op` is always the sum, because `apply_fsdp` says so to FSDP."""
+
+    def __init__(self, mesh: Mesh, waiting: Waiting) -> None:
+        self._mesh, self._waiting = mesh, waiting
+
+    def __call__(  # type: ignore[override]  # FSDP asks for no work where there is nothing to wait for
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        _count(self._mesh, "reduce_scatter", input_tensor)
+        if self._mesh.device_type != "cpu":
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        with self._waiting():
+            reduce_scatter(output_tensor, input_tensor, group)
+        return None
+
+
+def _count(mesh: Mesh, kind: str, whole: Tensor) -> None:
+    mesh.comm_bytes.add(SHARD, kind, whole.nbytes * (1 - 1 / mesh.size(SHARD)))
+
+
+def _count_all_reduce(mesh: Mesh, shards: Tensor) -> None:
+    """HSDP's sum over `dp_replicate`, which FSDP has just made of these gradients."""
+    mesh.comm_bytes.add(REPLICATE, "all_reduce", 2 * shards.nbytes * (1 - 1 / mesh.size(REPLICATE)))
+
+
+class FSDPGradSync(GradientSync):
+    """When FSDP and HSDP send gradients.
+
+    FSDP that frees parameters after the forward also frees the full gradients after every backward: it reduce-scatters
+    in every microbatch, and HSDP sums the shards over `dp_replicate` in the last. FSDP that keeps its parameters keeps
+    its gradients as well, and sends them once a step.
+    """
+
+    def __init__(self, model: FSDPModule, reshard_after_forward: bool) -> None:
+        self._model = model
+        self._keeps = not reshard_after_forward
+        self._in_backward = False
+        assert isinstance(model, nn.Module)
+        when_backward_begins(model, self._begin)
+        model.register_forward_pre_hook(self._abandon, prepend=True)  # before FSDP's own
+
+    def _begin(self) -> None:
+        self._in_backward = True
+        at_end_of_backward(self._end)
+
+    def _end(self) -> None:
+        self._in_backward = False
+
+    def _abandon(self, *unused: Any) -> None:
+        """After a backward that an exception has ended: lets go what FSDP has under way, or it would send no more."""
+        if self._in_backward and current_backward() < 0:  # and no forward that runs again in the backward
+            self._in_backward = False
+            if not hasattr(self._model, "reset_iter_state"):
+                raise RuntimeError("the FSDP of this torch cannot go on after a backward that failed: use torch 2.13")
+            self._model.reset_iter_state()
+
+    def set_is_last_backward(self, last: bool) -> None:
+        if self._keeps:
+            self._model.set_requires_gradient_sync(last)
+            self._model.set_reshard_after_backward(last)
+            self._model.set_is_last_backward(last)
+        else:
+            self._model.set_requires_all_reduce(last)
+
+    def reduce(self) -> None:
+        """Sends now, after backwards none of which was the last: what FSDP itself does at the end of the last one."""
+        assert self._keeps  # otherwise every backward has sent its own
+        self.set_is_last_backward(True)
+        end_fsdp_backward(self._model)
+
+    def accumulate(self) -> None:
+        """Adds gradients that came without a backward of the model to those in float32, as the end of one does."""
+        end_fsdp_backward(self._model)

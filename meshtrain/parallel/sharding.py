@@ -1,0 +1,122 @@
+"""How a tensor is sharded: one record per parameter, `ParameterSpec`, which init, optimizer, norm, files and plan read.
+
+`tp` splits a parameter first; FSDP then splits the rows of what is left. So the part of a rank is found by cutting
+along the mesh's axes from the innermost outwards. Each cut is torch's own (`torch.chunk`): parts are of one size but
+the last ones, which may be smaller or empty. Pure: the functions that take tensors need no torch to be imported.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meshtrain.layout import Layout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+Part = tuple[slice, ...]  # of each dim of the whole
+Shape = tuple[int, ...]
+
+
+class Cut(NamedTuple):
+    """A dim that is cut into parts, one for each index on an axis of the layout, which may be a derived one."""
+
+    axis: str
+    dim: int
+    parts: int
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """How a parameter, or a tensor of its optimizer state, is spread over the ranks."""
+
+    name: str  # the first of its names in the whole model
+    shape: Shape  # of the whole; () for a scalar, which counts as one dim of size 1 wherever parts are meant
+    cuts: tuple[Cut, ...] = ()  # in the order in which they are made
+    stages: tuple[int, ...] = (0,)  # of a pipeline, those that hold it; several if their layers share it
+    trainable: bool = True
+    tied: tuple[str, ...] = ()  # its other names, where they are known
+    layer: str = ""  # the class of the layer that it belongs to, where it is known
+    dtype: "torch.dtype | None" = None  # None: the type in which parameters are kept
+
+    @property
+    def dims(self) -> Shape:
+        """The shape with a scalar as one dim."""
+        return self.shape or (1,)
+
+    def part(self, position: Mapping[str, int]) -> Part:
+        """The part of a rank; `position`: its index on each axis that cuts."""
+        return local_slice(self.dims, [(cut.dim, cut.parts, position[cut.axis]) for cut in self.cuts])
+
+    def copies(self, layout: Layout) -> int:
+        """How many copies of each element the ranks of a layout hold; a rank with two stages may hold two."""
+        in_stage = layout.world_size // layout.size("pp") // math.prod(cut.parts for cut in self.cuts)
+        return len(self.stages) * in_stage
+
+    def shapes(self, *axes: str) -> set[Shape]:
+        """The different shapes of parts after the cuts over these axes; without any: after all cuts."""
+        shapes = {self.dims}
+        for cut in self.cuts:
+            if not axes or cut.axis in axes:
+                shapes = {
+                    (*shape[: cut.dim], size, *shape[cut.dim + 1 :])
+                    for shape in shapes
+                    for size in chunk_sizes(shape[cut.dim], cut.parts)
+                }
+        return shapes
+
+
+def chunk_range(size: int, parts: int, index: int) -> slice:
+    """The `index`-th of `parts` parts of a dim."""
+    each = -(-size // parts)
+    return slice(min(index * each, size), min((index + 1) * each, size))
+
+
+def chunk_sizes(size: int, parts: int) -> set[int]:
+    """The different sizes of the parts of a dim: whole ones, a remainder, and none."""
+    each = max(1, -(-size // parts))
+    ranges = (chunk_range(size, parts, index) for index in {0, min(size // each, parts - 1), parts - 1})
+    return {part.stop - part.start for part in ranges}
+
+
+def local_slice(shape: Sequence[int], cuts: Sequence[tuple[int, int, int]]) -> Part:
+    """What is left of a whole of this shape after cuts made one after the other: (dim, parts, index) each."""
+    left = [slice(0, size) for size in shape]
+    for dim, parts, index in cuts:
+        inner = chunk_range(left[dim].stop - left[dim].start, parts, index)
+        left[dim] = slice(left[dim].start + inner.start, left[dim].start + inner.stop)
+    return tuple(left)
+
+
+def tensor_spec(name: str, tensor: "Tensor", stages: tuple[int, ...] = (0,)) -> ParameterSpec:
+    """The spec of a tensor as it lies: a DTensor, or a plain one, of which every rank holds all."""
+    cuts: tuple[Cut, ...] = ()
+    mesh = getattr(tensor, "device_mesh", None)  # of a DTensor
+    if mesh is not None:
+        placed: Any = zip(_axes(mesh), tensor.placements, mesh.shape, strict=True)  # type: ignore[attr-defined]
+        # A placement that cuts says which dim it cuts; one that replicates has none. The innermost axis cuts first.
+        sharded = [Cut(axis, placement.dim, size) for axis, placement, size in placed if not placement.is_replicate()]
+        cuts = tuple(reversed(sharded))
+    return ParameterSpec(name, tuple(tensor.shape), cuts, stages, tensor.requires_grad, dtype=tensor.dtype)
+
+
+def parameters_of(model: "nn.Module") -> "list[tuple[ParameterSpec, nn.Parameter]]":
+    """The parameters of a model, or of the stages that this rank has of one: a tied one of two of these comes twice."""
+    stages: Any = getattr(model, "parameter_stages", None)  # of a Pipeline
+    return [(tensor_spec(name, p, (0,) if stages is None else stages[name]), p) for name, p in model.named_parameters()]
+
+
+def local_part(tensor: "Tensor") -> "tuple[Tensor, Part]":
+    """This rank's part of a tensor: the plain tensor that holds it, and where in the whole it lies."""
+    spec, mesh = tensor_spec("", tensor), getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return tensor, spec.part({})
+    return tensor.to_local(), spec.part(dict(zip(_axes(mesh), mesh.get_coordinate(), strict=True)))  # type: ignore[attr-defined]
+
+
+def _axes(mesh: "DeviceMesh") -> Sequence[str]:
+    """The axis of each dim of a mesh; meshtrain's name them."""
+    return mesh.mesh_dim_names or [str(i) for i in range(mesh.ndim)]

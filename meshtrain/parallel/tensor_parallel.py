@@ -1,0 +1,342 @@
+"""Tensor parallelism: each rank of `tp` holds a part of a layer's weight and computes with it.
+
+The weight is a DTensor, so FSDP, the optimizer, clipping and checkpoints see one tensor and its parts; the forward
+computes on the local part, and every communication is a line here (Shoeybi et al., https://arxiv.org/abs/1909.08053).
+With sequence parallelism each rank has its part of the sequence between the parallel layers (Korthikanti et al.,
+https://arxiv.org/abs/2205.05198): tensors are (b, s/t, d) there, and (b, s, ...) inside. Their memory is in the order
+(s, b, d), and what a model sees is a view: then gathering along the sequence is gathering along the outermost dim, and
+copies nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils._pytree import tree_leaves
+
+from meshtrain.mesh import Mesh
+from meshtrain.parallel.collectives import AllReduce, ReduceScatter, axis_group
+from meshtrain.parallel.grad_sync import TPGradSync, add_gradient_sync
+from meshtrain.parallel.sharding import chunk_range
+from meshtrain.parallel.torch_private import to_local
+from meshtrain.parallel.tp_linear import ColumnParallelMatmul, RowParallelMatmul, flatten_tokens, unflatten_tokens
+from meshtrain.parallel.tp_plan import STYLES, Heads, Split, styled_parameters, unsupported_options
+from meshtrain.parallel.weight_grad import SupportsDeferral
+
+AXIS = "tp"
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How a model is split over the mesh's `tp`, and what makes its parallel layers (see `tp_plan.Style.apply`)."""
+
+    mesh: Mesh
+    plan: Mapping[str, str]
+    splits: Sequence[Split]  # of the model's layers, by the plan
+    sequence_parallel: bool = True
+    regather: bool = False
+
+    def column_parallel(self, plain: Any, **options: Any) -> "ColumnParallelLinear":
+        sequence_parallel, regather = self.sequence_parallel, self.regather
+        return ColumnParallelLinear(plain, self.mesh, sequence_parallel=sequence_parallel, regather=regather, **options)
+
+    def row_parallel(self, plain: Any) -> "RowParallelLinear":
+        return RowParallelLinear(plain, self.mesh, sequence_parallel=self.sequence_parallel)
+
+    def vocab_parallel(self, plain: Any) -> "VocabParallelEmbedding":
+        return VocabParallelEmbedding(plain, self.mesh, sequence_parallel=self.sequence_parallel)
+
+    def sum_gradients(self, module: Any, parameters: Sequence[str]) -> None:
+        """Remembers parameters that each rank uses in part, for `sum_partial_gradients`."""
+        vars(module).setdefault("partial_over_tp", set()).update(parameters)
+
+
+def replace_layers(model: nn.Module, tp: TensorParallel) -> None:
+    """Replaces each layer that is split by its parallel kind, under the same name, with this rank's part of its weight.
+
+    Layers that shared a parameter still do. Column-parallel layers of a module with inputs of one width share a gather.
+    """
+    sharded: dict[Tensor, nn.Parameter] = {}  # a plain parameter -> what has taken its place
+    columns: dict[tuple[nn.Module, int], list[ColumnParallelLinear]] = {}
+    for split in (*styled_parameters(model, tp.plan), *tp.splits):
+        plain: Any = model.get_submodule(split.layer)
+        layer = STYLES[split.style].apply(plain, split, tp)
+        if layer is plain:
+            continue
+        for own, parameter in list(layer.named_parameters(recurse=False)):
+            original = getattr(plain, own, None)
+            if original is not None:
+                setattr(layer, own, sharded.setdefault(original, parameter))
+        layer.train(plain.training)
+        above, _, name = split.layer.rpartition(".")
+        parent = model.get_submodule(above)
+        setattr(parent, name, layer)
+        if isinstance(layer, ColumnParallelLinear) and layer.use_local_output:
+            columns.setdefault((parent, layer.in_features), []).append(layer)
+    for (parent, _), layers in columns.items():
+        share_gather(layers, parent)
+
+
+def sum_partial_gradients(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> None:
+    """From now on a step's last backward ends with whole gradients of what tensor ranks all hold and each used in part.
+    The model may be a stage without any parallel layer."""
+    parameters = [
+        (module, name)
+        for module, name in partial_parameters(model, sequence_parallel)
+        if module._parameters[name].requires_grad  # type: ignore[union-attr]
+    ]
+    if parameters:
+        add_gradient_sync(model, TPGradSync(model, parameters, axis_group(mesh, AXIS)))
+
+
+def partial_parameters(model: nn.Module, sequence_parallel: bool) -> list[tuple[nn.Module, str]]:
+    """Parameters that each rank uses in part, as a module and the name there: with sequence parallelism all that are
+    not split; without it those between a column-wise and a row-wise layer, which the plan names."""
+    layers = [module for module in model.modules() if isinstance(module, TensorParallelLayer)]
+    split = {parameter for layer in layers for parameter in layer.parameters(recurse=False)}
+    partial: dict[Tensor, tuple[nn.Module, str]] = {}
+    for module in model.modules():
+        if isinstance(module, TensorParallelLayer):
+            names = module.partial_parameters()
+        else:
+            between = vars(module).get("partial_over_tp", ())
+            own = module.named_parameters(recurse=False)
+            names = [name for name, p in own if p not in split and (sequence_parallel or name in between)]
+        for name in names:
+            parameter = module._parameters[name]
+            assert parameter is not None  # it has just been named
+            partial.setdefault(parameter, (module, name))
+    return list(partial.values())
+
+
+class TensorParallelLayer(nn.Module):
+    """A layer over `tp`. With `sequence_parallel` inputs and outputs are parts of the sequence or of the features."""
+
+    def __init__(self, mesh: Mesh, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.axis_group = axis_group(mesh, AXIS)
+        self.sequence_parallel = sequence_parallel
+
+    def partial_parameters(self) -> list[str]:
+        """Names of its own parameters that each rank holds whole and uses in part."""
+        return []
+
+
+class ColumnParallelLinear(SupportsDeferral, TensorParallelLayer):
+    """A linear layer whose outputs are split over `tp`: (b, s, d) -> (b, s, f/t) of all f.
+
+    With sequence parallelism the input is (b, s/t, d) and is gathered. Layers that read the same input (q, k and v)
+    share one gather, and one sum of the input's gradient, after `share_gather`.
+    """
+
+    def __init__(
+        self,
+        plain: nn.Linear,
+        mesh: Mesh,
+        *,
+        sequence_parallel: bool = True,
+        regather: bool = False,
+        heads: Heads | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        """
+        Args:
+            plain: the layer as one device would have it; on any device, meta included.
+            sequence_parallel: the input is this rank's part of the sequence.
+            regather: keep only that part for the backward, and gather it again.
+            heads: of key/value heads that are too few for all ranks, which all hold the whole weight.
+            use_local_output: false: return the output as a DTensor, which stands for all of it.
+        """
+        super().__init__(mesh, sequence_parallel)
+        self.regather, self.use_local_output = regather, use_local_output
+        self.mesh = mesh
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.heads = heads
+        placement = Shard(0) if heads is None else Replicate()
+        self.weight = shard_parameter(plain.weight, mesh, placement)
+        self.bias = None if plain.bias is None else shard_parameter(plain.bias, mesh, placement)
+        self.shared_gather = SharedGather([self])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared_gather.output(self, x)
+
+    def rows_of(self, parameter: Tensor) -> Tensor:
+        """The rows of the weight or bias that this rank computes with."""
+        rows = to_local(parameter)
+        return rows if self.heads is None else rows[self.heads.rows]
+
+    def output_of(self, product: Tensor) -> Tensor:
+        y = product if self.bias is None else product + self.rows_of(self.bias)
+        if self.heads is not None and self.heads.repeated is not None:
+            heads = y.unflatten(-1, (-1, self.heads.width)).unbind(-2)  # no index, which would have to be on the device
+            y = torch.stack([heads[i] for i in self.heads.repeated], dim=-2).flatten(-2)
+        if self.use_local_output:
+            return y
+        shape = (*y.shape[:-1], self.out_features)
+        stride = torch.empty(shape, device="meta").stride()
+        tp = self.mesh.submesh(AXIS)
+        return DTensor.from_local(y, tp, [Shard(y.dim() - 1)], run_check=False, shape=torch.Size(shape), stride=stride)
+
+    def partial_parameters(self) -> list[str]:
+        return [] if self.heads is None else [name for name, _ in self.named_parameters(recurse=False)]
+
+    def extra_repr(self) -> str:
+        return _shape(self) + (f", {self.heads.count} heads held by all" if self.heads else "")
+
+
+class SharedGather:
+    """Column-parallel layers of a module that read the same input: the first that is called computes for all of them.
+
+    Whether they do is not known before they are called. A module that was given two tensors of their width (as a cross
+    attention is) may lead some of them to one and some to the other: then each layer computes for itself. Nothing is
+    kept when the module's forward has ended.
+    """
+
+    def __init__(self, layers: Sequence[ColumnParallelLinear]) -> None:
+        self._layers = list(layers)
+        self._shares = False
+        self._input: Tensor | None = None  # of the outputs, while there are any
+        self._outputs: dict[ColumnParallelLinear, Tensor] = {}  # of layers that have not been called yet
+
+    def begin(self, arguments: Sequence[Any]) -> None:
+        width = self._layers[0].in_features
+        inputs = [x for x in arguments if isinstance(x, Tensor) and x.shape[-1:] == (width,)]
+        self._shares = all(x is inputs[0] for x in inputs)
+
+    def end(self) -> None:
+        self._shares, self._input, self._outputs = False, None, {}
+
+    def output(self, layer: ColumnParallelLinear, x: Tensor) -> Tensor:
+        if self._outputs and self._input is not x:  # the layers read different tensors after all
+            self.end()
+        if not self._shares:
+            return self._compute([layer], x)[0]
+        if layer not in self._outputs:
+            self._outputs = dict(zip(self._layers, self._compute(self._layers, x), strict=True))
+            self._input = x
+        y = self._outputs.pop(layer)
+        if not self._outputs:
+            self._input = None  # its memory is not held until the end
+        return y
+
+    def _compute(self, layers: Sequence[ColumnParallelLinear], x: Tensor) -> list[Tensor]:
+        first = layers[0]
+        axis, sequence = first.axis_group, first.sequence_parallel
+        weights = [layer.rows_of(layer.weight) for layer in layers]
+        tokens = flatten_tokens(x, sequence)
+        products = ColumnParallelMatmul.apply(
+            tokens, axis, sequence, not first.regather, first.weight_grad_queue, *weights
+        )
+        shape = list(x.shape)
+        if sequence:
+            shape[-2] *= axis.size
+        return [
+            layer.output_of(unflatten_tokens(product, shape, sequence))
+            for layer, product in zip(layers, products, strict=True)
+        ]
+
+
+def share_gather(layers: Sequence[ColumnParallelLinear], module: nn.Module) -> None:
+    """From now on these layers, which a module's forward calls, gather a tensor that they share once."""
+    if len(layers) == 1 or ("forward" in vars(module) and not hasattr(module, "shared_gathers")):
+        return
+    shared = SharedGather(layers)
+    for layer in layers:
+        layer.shared_gather = shared
+    module.shared_gathers = (*getattr(module, "shared_gathers", ()), shared)  # type: ignore[assignment]
+    # Not by hooks, and the same function for all modules: a compiler would compile each block anew.
+    module.forward = MethodType(_forward, module)
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    shared_gathers: tuple[SharedGather, ...] = module.shared_gathers  # type: ignore[assignment]
+    for shared in shared_gathers:
+        shared.begin(tree_leaves((args, kwargs)))
+    try:
+        return type(module).forward(module, *args, **kwargs)
+    finally:
+        for shared in shared_gathers:
+            shared.end()
+
+
+class RowParallelLinear(SupportsDeferral, TensorParallelLayer):
+    """A linear layer whose inputs are split over `tp`: (b, s, f/t) of all f -> (b, s, d), summed over the ranks.
+
+    With sequence parallelism each rank gets its part of the sum, (b, s/t, d).
+    """
+
+    def __init__(self, plain: nn.Linear, mesh: Mesh, *, sequence_parallel: bool = True) -> None:
+        super().__init__(mesh, sequence_parallel)
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.weight = shard_parameter(plain.weight, mesh, Shard(1))
+        self.bias = None if plain.bias is None else shard_parameter(plain.bias, mesh, Replicate())
+
+    def forward(self, x: Tensor) -> Tensor:
+        axis, sequence = self.axis_group, self.sequence_parallel
+        y = RowParallelMatmul.apply(x, to_local(self.weight), axis, sequence, self.weight_grad_queue)
+        shape = list(x.shape)
+        if sequence:
+            shape[-2] //= axis.size
+        y = unflatten_tokens(y, shape, sequence)
+        return y if self.bias is None else y + to_local(self.bias)
+
+    def partial_parameters(self) -> list[str]:
+        return ["bias"] if self.bias is not None and self.sequence_parallel else []
+
+    def extra_repr(self) -> str:
+        return _shape(self)
+
+
+class VocabParallelEmbedding(TensorParallelLayer):
+    """An embedding whose rows, one per token of the vocabulary, are split over `tp`: (b, s) -> (b, s, d).
+
+    With sequence parallelism each rank gets its part of the sequence, (b, s/t, d).
+    """
+
+    def __init__(self, plain: nn.Embedding, mesh: Mesh, *, sequence_parallel: bool = True) -> None:
+        """Raises ValueError: an option that a split one does not have (`unsupported_options`)."""
+        super().__init__(mesh, sequence_parallel)
+        if problems := unsupported_options(plain):
+            raise ValueError("; ".join(problems))
+        self.num_embeddings, self.embedding_dim = plain.num_embeddings, plain.embedding_dim
+        self.weight = shard_parameter(plain.weight, mesh, Shard(0))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = to_local(self.weight)
+        own = chunk_range(self.num_embeddings, self.axis_group.size, self.axis_group.index)
+        ordered = tokens.transpose(0, -1) if self.sequence_parallel else tokens
+        mine = (ordered >= own.start) & (ordered < own.stop)
+        if weight.shape[0] > 0:
+            rows = F.embedding(torch.where(mine, ordered - own.start, 0), weight)
+        else:  # more ranks than parts: nothing to look up, but the others wait for this rank's addend
+            rows = weight.sum() * weight.new_ones(*ordered.shape, self.embedding_dim)
+        rows = rows * mine[..., None].to(rows.dtype)
+        if not self.sequence_parallel:
+            return AllReduce.apply(rows, self.axis_group.name)
+        return ReduceScatter.apply(rows, self.axis_group.name).transpose(0, -2)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.axis_group.size}"
+
+
+def shard_parameter(parameter: Tensor, mesh: Mesh, placement: Placement) -> nn.Parameter:
+    """A parameter of which this rank holds its part, as a DTensor; the values of a plain one are taken over."""
+    tp = mesh.submesh(AXIS)
+    assert tp is not None  # the axis is larger than 1
+    part = parameter.data
+    if isinstance(placement, Shard):
+        dim = placement.dim
+        rows = chunk_range(parameter.shape[dim], mesh.size(AXIS), mesh.index(AXIS))
+        part = part.narrow(dim, rows.start, rows.stop - rows.start).clone(memory_format=torch.contiguous_format)
+    shape, stride = parameter.shape, parameter.stride()
+    sharded = DTensor.from_local(part, tp, [placement], run_check=False, shape=shape, stride=stride)
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+
+def _shape(layer: ColumnParallelLinear | RowParallelLinear) -> str:
+    return f"{layer.in_features}, {layer.out_features}, bias={layer.bias is not None}, tp={layer.axis_group.size}"

@@ -1,0 +1,283 @@
+"""Tensor-parallel plans: what each layer of a model becomes over `tp`, checked against its sizes before it is done.
+
+Pure: it looks at the names and sizes of a model's modules and says what follows, or why it cannot be and what could.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from meshtrain.parallel.tensor_parallel import TensorParallel
+
+REPLICATED = "replicated_with_grad_allreduce"
+NO_SEQUENCE = "the tp_plan has no embedding_rowwise layer, which is what splits the sequence over tp"
+
+
+class SplitError(ValueError):
+    """A model that cannot be split as asked. `problems` has a sentence for each reason."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The key/value heads that one rank computes, where there are too few for each rank to have its own."""
+
+    count: int  # of the whole layer, all of which every rank holds
+    width: int  # of a head, in rows of the weight
+    rows: slice  # of the weight, that this rank computes with: the heads that its queries look at
+    repeated: tuple[int, ...] | None  # which of these each of its queries looks at, if they do not share them evenly
+
+
+@dataclass(frozen=True)
+class Split:
+    """What becomes of one layer."""
+
+    layer: str  # its name in the model
+    style: str  # a word of STYLES
+    queries: int = 0  # of a layer of an attention: the query heads, its own heads, and a head's width
+    heads: int = 0
+    width: int = 0
+    everywhere: bool = False  # the layer has too few heads to be cut, so every rank holds it
+    parameters: tuple[str, ...] = ()  # of a style for parameters: their names in the layer
+
+    def dim_of(self, parameter: str) -> int | None:
+        return None if self.everywhere else STYLES[self.style].dim_of(parameter)
+
+    def heads_of(self, tp: int, index: int) -> Heads | None:
+        """What rank `index` of `tp` computes of a layer that every rank holds; None of any other."""
+        if not self.everywhere:
+            return None
+        queries = range(index * self.queries // tp, (index + 1) * self.queries // tp)
+        head_of = [query * self.heads // self.queries for query in queries]
+        first, different = head_of[0], head_of[-1] - head_of[0] + 1
+        each = len(head_of) // different
+        even = head_of == [first + i // each for i in range(len(head_of))]
+        rows = slice(first * self.width, (head_of[-1] + 1) * self.width)
+        return Heads(self.heads, self.width, rows, None if even else tuple(head - first for head in head_of))
+
+
+class Style:
+    """What a word of a plan does to the layers of its pattern. A new style is a subclass and an entry in STYLES."""
+
+    word: ClassVar[str]
+    becomes: ClassVar[str] = ""  # the class of the layer that takes the place of the plain one, for people
+    dim: ClassVar[int | None] = None  # of the weight, that is cut: 0 for outputs (or the vocabulary), 1 for inputs
+    kind: ClassVar[str] = "a linear layer"  # that it is for, for people
+    sizes: ClassVar[tuple[str, ...]] = ("in_features", "out_features")  # attributes by which that kind is known
+    for_parameters: ClassVar[bool] = False  # patterns name parameters, or modules around them; no layer is replaced
+
+    def check(self, name: str, module: Any) -> list[str]:
+        """Why a layer cannot take this style, with a way out; nothing if it can. Only sizes are looked at."""
+        if all(hasattr(module, size) for size in self.sizes):
+            return []
+        actual = type(module).__name__
+        return [f"the tp_plan wants {name} {self.word}, which is for {self.kind}, and it is a {actual}"]
+
+    def split(self, name: str, modules: Mapping[str, Any], plan: Mapping[str, str], tp: int) -> tuple[Split, list[str]]:
+        """What becomes of a layer of a model, which `check` has passed, and what is wrong with that on `tp` ranks."""
+        return Split(name, self.word), []
+
+    def dim_of(self, parameter: str) -> int | None:
+        """Which dim of the layer's "weight" or "bias" is cut; None: every rank holds all of it."""
+        return self.dim
+
+    def apply(self, plain: Any, split: Split, layers: "TensorParallel") -> Any:
+        """The layer, made by `layers`, that takes the plain one's place, with this rank's part of its parameters."""
+        raise NotImplementedError
+
+
+class Colwise(Style):
+    """A linear layer whose outputs are split.
+
+    Of a module that has a `head_dim` (as Hugging Face's attentions do) it is cut between heads of that width. The most
+    heads among the module's column-wise layers are those of the queries; a layer with fewer has keys or values, and is
+    cut if `tp` divides them, and held by every rank if not.
+    """
+
+    word, becomes, dim = "colwise", "ColumnParallelLinear", 0
+
+    def split(self, name: str, modules: Mapping[str, Any], plan: Mapping[str, str], tp: int) -> tuple[Split, list[str]]:
+        parent = name.rpartition(".")[0]
+        width = getattr(modules[parent], "head_dim", None)
+        if width is None:
+            return Split(name, self.word), []
+        columns = [
+            modules[other].out_features
+            for other in modules
+            if other.rpartition(".")[0] == parent
+            and any(fnmatchcase(other, pattern) and word == self.word for pattern, word in plan.items())
+        ]
+        problems = []
+        outputs, most = modules[name].out_features, max(columns)
+        if outputs % width or most % width:
+            problems.append(f"{name} has {outputs} outputs, which are no whole heads of {width}")
+        queries, heads = most // width, outputs // width
+        if queries % tp:
+            near = ", ".join(str(n) for n in range(1, queries + 1) if queries % n == 0)
+            problems.append(f"{queries} query heads do not divide over tp {tp}: use a tp of {near}")
+        return Split(name, self.word, queries, heads, width, everywhere=heads % tp != 0), problems
+
+    def apply(self, plain: Any, split: Split, layers: "TensorParallel") -> Any:
+        mesh = layers.mesh
+        return layers.column_parallel(plain, heads=split.heads_of(mesh.size("tp"), mesh.index("tp")))
+
+
+class ColwiseGatherOutput(Style):
+    """A linear layer whose outputs, the logits, are split, and stand as a DTensor for all of them."""
+
+    word, becomes, dim = "colwise_gather_output", "ColumnParallelLinear", 0
+
+    def apply(self, plain: Any, split: Split, layers: "TensorParallel") -> Any:
+        return layers.column_parallel(plain, use_local_output=False)
+
+
+class Rowwise(Style):
+    """A linear layer whose inputs are split. Its bias is added to the sum over the ranks, so it is not cut."""
+
+    word, becomes, dim = "rowwise", "RowParallelLinear", 1
+
+    def dim_of(self, parameter: str) -> int | None:
+        return None if parameter == "bias" else self.dim
+
+    def apply(self, plain: Any, split: Split, layers: "TensorParallel") -> Any:
+        return layers.row_parallel(plain)
+
+
+class EmbeddingRowwise(Style):
+    """An embedding whose rows, one per token of the vocabulary, are split; the sequence is split behind it."""
+
+    word, becomes, dim = "embedding_rowwise", "VocabParallelEmbedding", 0
+    kind, sizes = "an embedding", ("num_embeddings",)
+
+    def check(self, name: str, module: Any) -> list[str]:
+        return super().check(name, module) or unsupported_options(module)
+
+    def apply(self, plain: Any, split: Split, layers: "TensorParallel") -> Any:
+        return layers.vocab_parallel(plain)
+
+
+class ReplicatedWithGradAllReduce(Style):
+    """Parameters that all ranks hold and use with their features each (a norm of q and k): gradients are summed."""
+
+    word, for_parameters = REPLICATED, True
+
+    def apply(self, plain: Any, split: Split, layers: "TensorParallel") -> Any:
+        layers.sum_gradients(plain, split.parameters)
+        return plain
+
+
+STYLES: dict[str, Style] = {  # by Hugging Face's words
+    style.word: style
+    for style in (Colwise(), Rowwise(), ColwiseGatherOutput(), EmbeddingRowwise(), ReplicatedWithGradAllReduce())
+}
+
+
+def split_layers(model: Any, plan: Mapping[str, str], tp: int) -> list[Split]:
+    """What each layer that the plan names becomes on `tp` ranks, in the model's order.
+
+    Args:
+        model: a torch module; only names and sizes are looked at, so it may be on the meta device.
+        plan: pattern of layers' names -> a word of STYLES; the first that matches counts.
+
+    Raises:
+        SplitError: a pattern that matches nothing, a word that is no style, or a layer that cannot take its style.
+    """
+    modules = dict(model.named_modules())
+    names = [*modules, *(f"{name}.{own}".lstrip(".") for name in modules for own in _parameters(modules[name]))]
+    problems = [
+        f"the tp_plan's {pattern!r} matches no layer: mend the pattern"
+        for pattern in plan
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
+    problems += [
+        f"the tp_plan's {pattern!r} is {word!r}: use one of {', '.join(STYLES)}"
+        for pattern, word in plan.items()
+        if word not in STYLES
+    ]
+    splits: list[Split] = []
+    for name, module in modules.items():
+        style = STYLES.get(_word(plan, [name]) or "")
+        if style is None or style.for_parameters:
+            continue
+        refused = style.check(name, module)
+        if not refused:
+            split, refused = style.split(name, modules, plan, tp)
+            splits.append(split)
+        problems += refused
+    problems += _inconsistent_ties(splits, modules)
+    if problems:
+        raise SplitError(list(dict.fromkeys(problems)))
+    return splits
+
+
+def styled_parameters(model: Any, plan: Mapping[str, str]) -> Iterator[Split]:
+    """Modules with parameters to which a plan gives a style for parameters, by their name or a module's around them."""
+    for name, module in model.named_modules():
+        around = [name.rsplit(".", n)[0] for n in range(name.count(".") + 1)]
+        words = {own: _word(plan, [f"{name}.{own}".lstrip("."), *around]) for own in _parameters(module)}
+        for word, style in STYLES.items():
+            parameters = tuple(own for own in words if words[own] == word)
+            if style.for_parameters and parameters:
+                yield Split(name, word, parameters=parameters)
+
+
+def undecided(model: Any, plan: Mapping[str, str], splits: Sequence[Split]) -> list[str]:
+    """Parameters of which a plan does not say whether each rank uses them with a part of the features or with all:
+    not split, and in a module, or of one, beside both a column-wise and a row-wise layer."""
+    dims: dict[str, set[int | None]] = {}
+    for split in splits:
+        dims.setdefault(split.layer.rpartition(".")[0], set()).add(STYLES[split.style].dim)
+    between = [name for name, found in dims.items() if {0, 1} <= found]
+    decided = {(split.layer, own) for split in styled_parameters(model, plan) for own in split.parameters}
+    layers = {split.layer for split in splits}
+    return [
+        f"{name}.{own}".lstrip(".")
+        for name, module in model.named_modules()
+        for own in _parameters(module)
+        if (name in between or name.rpartition(".")[0] in between) and name not in layers and (name, own) not in decided
+    ]
+
+
+def shards_sequence(plan: Mapping[str, str]) -> bool:
+    """Whether a plan has the layer whose output is a part of the sequence on each rank."""
+    return EmbeddingRowwise.word in plan.values()
+
+
+def unsupported_options(embedding: Any) -> list[str]:
+    """What an embedding has that one split over the vocabulary does not do."""
+    options = ("max_norm", "scale_grad_by_freq", "sparse", "padding_idx")
+    values = {option: getattr(embedding, option, None) for option in options}
+    return [
+        f"an embedding with {option} cannot be split over tp: leave {option} out"
+        for option, value in values.items()
+        if value is not None and value is not False  # a padding_idx may be 0
+    ]
+
+
+def _word(plan: Mapping[str, str], names: Sequence[str]) -> str | None:
+    """That of the first pattern which matches one of these names."""
+    return next((plan[pattern] for pattern in plan if any(fnmatchcase(name, pattern) for name in names)), None)
+
+
+def _parameters(module: Any) -> list[str]:
+    return [name for name, parameter in getattr(module, "_parameters", {}).items() if parameter is not None]
+
+
+def _inconsistent_ties(splits: list[Split], modules: Mapping[str, Any]) -> list[str]:
+    """Layers that share a weight which only one of them splits, or which they split in two ways."""
+    cut_by = {split.layer: (STYLES[split.style].dim, split.everywhere) for split in splits}
+    sharing: dict[int, list[str]] = {}
+    for name, module in modules.items():
+        weight = getattr(module, "weight", None)
+        if weight is not None:
+            sharing.setdefault(id(weight), []).append(name)
+    return [
+        f"{' and '.join(names)} share one weight: the tp_plan has to split all of them in the same way"
+        for names in sharing.values()
+        if len({cut_by.get(name) for name in names}) > 1
+    ]

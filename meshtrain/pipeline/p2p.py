@@ -1,0 +1,218 @@
+"""Point-to-point transfers: activations and gradients between neighbouring stages on different ranks.
+
+Nothing here waits but a receive whose tensor is needed. Sends do not block, and receives are posted ahead. What makes
+that safe is one order for all: the transfers of a step sorted by when the simulator has them made. A rank posts its own
+in that order, so both ends of every connection agree, also where a backend (NCCL) runs those of a group strictly one
+after another. There neighbours have a group for each direction (`Mesh.link`): in one for all, a receive that is posted
+ahead would hold up every later send.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshtrain.errors import InputError
+from meshtrain.job.pending import PendingWait, waiting
+from meshtrain.mesh import Mesh
+from meshtrain.parallel.collectives import Waiting
+from meshtrain.pipeline.actions import Schedule, Transfer
+from meshtrain.pipeline.simulate import simulate
+
+AXIS = "pp"
+AHEAD = 4  # receives that are posted before their tensors are needed
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+MOST_DIMS = 8
+
+
+def transfer_order(schedule: Schedule) -> tuple[Transfer, ...]:
+    """All transfers of a schedule, in an order in which they can be made one after the other."""
+    timeline = simulate(schedule)
+    sends = [
+        (event.end, event.rank, transfer)
+        for events in timeline.events
+        for event in events
+        for transfer in schedule.sends(event.action)
+    ]
+    return tuple(transfer for _, _, transfer in sorted(sends))
+
+
+def sends_confirmed_by(schedule: Schedule, rank: int) -> dict[Transfer, tuple[Transfer, ...]]:
+    """Receive of this rank -> its own earlier sends that must have arrived by then.
+
+    A peer that sends something has done its earlier actions, and so received what those needed: the memory of these
+    sends is free, which a backend need not tell (gloo's does not).
+    """
+    confirmed = {}
+    for peer in range(schedule.ranks):
+        arrived: list[Transfer] = []  # from this rank at the peer, since the peer's last send to it
+        for action in schedule.actions_of(peer):
+            arrived += [transfer for transfer in schedule.receives(action) if transfer.source == rank]
+            for transfer in schedule.sends(action):
+                if transfer.target == rank:
+                    confirmed[transfer], arrived = tuple(arrived), []
+    return confirmed
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """What a receiver has to know of a tensor. `order`: its dims from the one with the largest stride."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorMeta":
+        strides = tensor.stride()
+        order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+        return cls(tuple(tensor.shape), tuple(order), tensor.dtype)
+
+    def packed(self) -> Tensor:
+        padding = [0] * (MOST_DIMS - len(self.shape))
+        return torch.tensor([DTYPES.index(self.dtype), len(self.shape), *self.shape, *padding, *self.order, *padding])
+
+    @classmethod
+    def unpacked(cls, packed: Tensor) -> "TensorMeta":
+        kind, dims, *rest = packed.tolist()
+        return cls(tuple(rest[:dims]), tuple(rest[MOST_DIMS : MOST_DIMS + dims]), DTYPES[kind])
+
+    def lay_out(self, tensor: Tensor) -> Tensor:
+        """The tensor as contiguous memory, dims in `order`."""
+        return tensor.permute(self.order).contiguous()
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Memory to receive in; `view` shows it as the tensor was."""
+        return torch.empty([self.shape[dim] for dim in self.order], dtype=self.dtype, device=device)
+
+    def view(self, memory: Tensor) -> Tensor:
+        return memory.permute([self.order.index(dim) for dim in range(len(self.order))])
+
+
+class Transfers:
+    """This rank's part of the transfers of a step."""
+
+    def __init__(self, mesh: Mesh, device: torch.device, waiting: Waiting = nullcontext) -> None:
+        self._mesh, self._device, self._waiting = mesh, device, waiting
+        self._rank, self._ranks = mesh.index(AXIS), mesh.layout.group(mesh.rank, AXIS)
+        self._metas: dict[tuple[Hashable, int], TensorMeta] = {}
+        self._sending: dict[Transfer, list[tuple[dist.Work, Tensor]]] = {}
+
+    def begin(
+        self,
+        order: Sequence[Transfer],
+        keys: Sequence[Hashable],
+        confirmed: Mapping[Transfer, Sequence[Transfer]] | None = None,
+    ) -> None:
+        """A new series of transfers.
+
+        Args:
+            order: all of them, the same on every rank.
+            keys: of each microbatch, what the shapes of its tensors depend on, the same on every rank: before the first
+                tensor between two stages under a new key its `TensorMeta` is sent.
+            confirmed: see `sends_confirmed_by`; sends that no receive confirms are held until the end.
+        """
+        self._order = [transfer for transfer in order if self._rank in (transfer.source, transfer.target)]
+        self._next, self._confirmed = 0, confirmed or {}
+        self._keys = keys
+        self._ready: dict[Transfer, Tensor] = {}
+        self._posted: dict[Transfer, tuple[dist.Work, Tensor]] = {}
+        self._post()
+
+    def send(self, transfer: Transfer, tensor: Tensor) -> None:
+        """Sends a tensor, when its turn has come; it may be let go of at once."""
+        self._ready[transfer] = tensor.detach()
+        self._post()
+
+    def receive(self, transfer: Transfer) -> Tensor:
+        if transfer not in self._posted:
+            self._post(transfer)
+        work, memory = self._posted.pop(transfer)
+        with self._waiting(), self._pending(transfer):
+            work.wait()
+        for sent in self._confirmed.get(transfer, ()):
+            self._let_go(sent)
+        self._post()
+        return self._metas[self._meta_key(transfer)].view(memory)
+
+    def end(self) -> None:
+        """Waits until everything that was sent has left."""
+        assert self._next == len(self._order)  # the schedule was run to its end
+        with self._waiting():
+            for transfer in list(self._sending):
+                self._let_go(transfer)
+
+    def _let_go(self, transfer: Transfer) -> None:
+        with self._pending(transfer):
+            for work, _ in self._sending.pop(transfer):
+                work.wait()
+
+    def _post(self, needed: Transfer | None = None) -> None:
+        """Posts what is next, as far as possible; up to `needed` whatever it takes."""
+        while self._next < len(self._order):
+            transfer = self._order[self._next]
+            if transfer.source == self._rank:
+                if transfer not in self._ready:
+                    assert needed is None  # what was made before is sent before
+                    return
+                self._post_send(transfer, self._ready.pop(transfer))
+            else:
+                if needed is None and (self._meta_key(transfer) not in self._metas or len(self._posted) >= AHEAD):
+                    return
+                self._post_receive(transfer)
+            self._next += 1
+            needed = None if transfer == needed else needed
+
+    def _post_send(self, transfer: Transfer, tensor: Tensor) -> None:
+        key, own = self._meta_key(transfer), TensorMeta.of(tensor)
+        if key not in self._metas:
+            self._metas[key] = own
+            self._start_send(transfer, own.packed().to(self._device))
+        expected = self._metas[key]
+        if (own.shape, own.dtype) != (expected.shape, expected.dtype):
+            raise InputError(
+                f"the {transfer.kind} for stage {transfer.stage} of microbatch {transfer.microbatch} is "
+                f"{list(own.shape)} of {own.dtype}, and {list(expected.shape)} of {expected.dtype} is what is known of "
+                f"microbatches whose inputs are {key[0]}: with pp the shapes of inputs must tell those of activations. "
+                "Pad to shapes that do, or use pp: 1"
+            )
+        laid_out = expected.lay_out(tensor)
+        self._mesh.comm_bytes.add(AXIS, "send", laid_out.nbytes)
+        self._start_send(transfer, laid_out)
+
+    def _start_send(self, transfer: Transfer, tensor: Tensor) -> None:
+        target = self._ranks[transfer.target]
+        work = dist.isend(tensor, target, self._mesh.link(self._mesh.rank, target))
+        assert work is not None  # this rank is in the group
+        self._sending.setdefault(transfer, []).append((work, tensor))
+
+    def _post_receive(self, transfer: Transfer) -> None:
+        key = self._meta_key(transfer)
+        if key not in self._metas:
+            packed = torch.empty(2 + 2 * MOST_DIMS, dtype=torch.int64, device=self._device)
+            with self._waiting(), self._pending(transfer):
+                self._start_receive(packed, transfer).wait()
+            self._metas[key] = TensorMeta.unpacked(packed)
+        memory = self._metas[key].empty(self._device)
+        self._posted[transfer] = self._start_receive(memory, transfer), memory
+
+    def _start_receive(self, tensor: Tensor, transfer: Transfer) -> dist.Work:
+        source = self._ranks[transfer.source]
+        work = dist.irecv(tensor, source, self._mesh.link(source, self._mesh.rank))
+        assert work is not None  # this rank is in the group
+        return work
+
+    def _pending(self, transfer: Transfer) -> PendingWait:
+        """Around a wait for the rank at the other end of a transfer."""
+        source, target = self._ranks[transfer.source], self._ranks[transfer.target]
+        other = target if transfer.source == self._rank else source
+        what = f"{transfer.kind} for stage {transfer.stage} of microbatch {transfer.microbatch}"
+        return waiting(what, self._mesh.link(source, target), missing=lambda: [other])
+
+    def _meta_key(self, transfer: Transfer) -> tuple[Hashable, int]:
+        """The microbatch's key, and the later of the two stages: gradients are like the activations there."""
+        stage = transfer.stage if transfer.kind == "activation" else transfer.stage + 1
+        return self._keys[transfer.microbatch], stage

@@ -1,0 +1,169 @@
+"""Partition of a model into pipeline stages: contiguous runs of its blocks, balanced by what they cost.
+
+Pure: it gets a number per block (`modeling.flops.block_flops` has them) and gives ranges of blocks. The slowest stage
+is what a pipeline waits for, so its cost is made as small as it can be; among the splits that reach it, the one whose
+stages differ least is taken.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+class StageSplitError(ValueError):
+    """Blocks that cannot form the stages asked for; the text says what would work."""
+
+
+@dataclass(frozen=True)
+class StageSplit:
+    """Blocks in stages."""
+
+    bounds: tuple[tuple[int, int], ...]  # of each stage, its first block and the one after its last
+    costs: tuple[float, ...]  # of each stage, the sum of its blocks'
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(end - first for first, end in self.bounds)
+
+    @property
+    def imbalance(self) -> float:
+        """How far the largest stage lies above the mean, as a share of the mean."""
+        total = math.fsum(self.costs)
+        return max(self.costs) * len(self.costs) / total - 1 if total else 0.0
+
+    def describe(self) -> str:
+        """One line for people: `18 blocks in 4 stages: 5 + 5 + 5 + 3, the largest stage 4 % above the mean`."""
+        stages, blocks = len(self.bounds), self.bounds[-1][1]
+        line = f"{_count(blocks, 'block')} in {_count(stages, 'stage')}"
+        if stages == 1:
+            return line
+        sizes = f"{min(self.counts)} to {max(self.counts)} each" if stages > 16 else " + ".join(map(str, self.counts))
+        excess = f"{100 * self.imbalance:.0f} %" if self.imbalance >= 0.005 else "less than 1 %"
+        return f"{line}: {sizes}, the largest stage {excess} above the mean"
+
+
+def split_blocks(
+    costs: Sequence[float], ranks: int, stages_per_rank: int = 1, blocks_per_stage: Sequence[int] | None = None
+) -> StageSplit:
+    """Splits blocks into `ranks * stages_per_rank` stages of at least one block each.
+
+    Args:
+        costs: of each block, in any unit.
+        blocks_per_stage: how many blocks each stage has; None: balanced.
+
+    Raises:
+        StageSplitError: more stages than blocks, or a `blocks_per_stage` that does not fit.
+    """
+    stages = ranks * stages_per_rank
+    if stages < 1:
+        raise StageSplitError(f"{ranks} ranks x {stages_per_rank} stages per rank: use at least one of each")
+    if not all(0 <= cost < math.inf for cost in costs):
+        raise StageSplitError(f"the costs of the blocks are {list(costs)}: none may be negative or not finite")
+    if stages > len(costs):
+        raise StageSplitError(_too_many(len(costs), ranks, stages_per_rank))
+    if blocks_per_stage is None:
+        ends = _balanced_ends([float(cost) for cost in costs], stages)
+    else:
+        _check_counts(blocks_per_stage, len(costs), stages)
+        ends = [sum(blocks_per_stage[: stage + 1]) for stage in range(stages)]
+    bounds = tuple(zip([0, *ends[:-1]], ends, strict=True))
+    return StageSplit(bounds, tuple(math.fsum(costs[first:end]) for first, end in bounds))
+
+
+def _too_many(blocks: int, ranks: int, stages_per_rank: int) -> str:
+    stages = ranks * stages_per_rank
+    most_ranks, most_each = blocks // stages_per_rank, blocks // ranks
+    ways = []
+    if most_ranks:
+        ways.append(f"at most {_count(most_ranks, 'rank')} with {_count(stages_per_rank, 'stage')} each")
+    if most_each and stages_per_rank > 1:
+        ways.append(f"{_count(ranks, 'rank')} with at most {_count(most_each, 'stage')} each")
+    elif stages_per_rank > 1:
+        ways.append(f"at most {_count(blocks, 'rank')} with 1 stage each")
+    ways.append(f"a model of at least {stages} blocks")
+    return (
+        f"{_count(blocks, 'block')} cannot form {stages} stages ({_count(ranks, 'rank')} with "
+        f"{_count(stages_per_rank, 'stage')} each): use {', or '.join(ways)}"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _check_counts(counts: Sequence[int], blocks: int, stages: int) -> None:
+    split = f"the split {list(counts)}"
+    if len(counts) != stages:
+        raise StageSplitError(
+            f"{split} has {_count(len(counts), 'number')}, and there are {_count(stages, 'stage')}: give the number "
+            "of blocks of each stage, or none to have them balanced"
+        )
+    if min(counts) < 1:
+        raise StageSplitError(f"{split} has a stage without blocks: give each at least 1")
+    if sum(counts) != blocks:
+        raise StageSplitError(
+            f"{split} is for {_count(sum(counts), 'block')}, and the model has {blocks} (embedding and head included): "
+            f"make the numbers add up to {blocks}"
+        )
+
+
+# The exact balance ---------------------------------------------------------------------------------------------------
+
+
+def _balanced_ends(costs: Sequence[float], stages: int) -> list[int]:
+    """Where each stage ends: the smallest largest stage, and then the smallest sum of squares.
+
+    The sum of squares is found stage by stage: `best[end]` is that of the blocks before `end` in the stages so far.
+    """
+    before = list(accumulate(costs, initial=0.0))  # the cost of all blocks before this one
+    limit = _smallest_limit(before, stages, max(costs))
+    first_begin = [_reach_back(before, end, limit) for end in range(len(before))]
+    best = {0: 0.0}
+    begins: list[dict[int, int]] = []  # of each stage: where it ends -> where it then begins
+    for _ in range(stages):
+        squares: dict[int, float] = {}
+        begin: dict[int, int] = {}
+        for end in range(1, len(before)):
+            possible = [i for i in range(first_begin[end], end) if i in best]
+            if possible:
+                squares[end], begin[end] = min((best[i] + (before[end] - before[i]) ** 2, i) for i in possible)
+        best = squares
+        begins.append(begin)
+    ends = [len(costs)]
+    for begin in reversed(begins[1:]):
+        ends.append(begin[ends[-1]])
+    return ends[::-1]
+
+
+def _smallest_limit(before: Sequence[float], stages: int, largest: float) -> float:
+    """The smallest cost that no stage has to be above."""
+    low, high = max(largest, before[-1] / stages), before[-1]
+    reached = _filled(before, stages, low)
+    if reached is not None:
+        return reached
+    while low < (middle := (low + high) / 2) < high:
+        reached = _filled(before, stages, middle)
+        low, high = (middle, high) if reached is None else (low, reached)
+    return high
+
+
+def _filled(before: Sequence[float], stages: int, limit: float) -> float | None:
+    """The largest stage when each takes as many blocks as the limit allows; None if blocks are left."""
+    end, largest = 0, 0.0
+    for _ in range(stages):
+        begin, end = end, _reach(before, end, limit)
+        largest = max(largest, before[end] - before[begin])
+    return largest if end == len(before) - 1 else None
+
+
+def _reach(before: Sequence[float], begin: int, limit: float) -> int:
+    """The last place where a stage that begins at `begin` may end."""
+    after = range(begin, len(before))
+    return begin + bisect_left(after, True, key=lambda end: before[end] - before[begin] > limit) - 1
+
+
+def _reach_back(before: Sequence[float], end: int, limit: float) -> int:
+    """The first place where a stage that ends at `end` may begin."""
+    return bisect_left(range(end), True, key=lambda begin: before[end] - before[begin] <= limit)

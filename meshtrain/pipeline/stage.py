@@ -1,0 +1,116 @@
+"""Pipeline stages: a stage is the whole model, in which the blocks of other stages hand on what they get.
+
+So a stage runs the model's own `forward`, its parameters keep the names that they have in the whole model, and
+everything that takes a model (splitting, sharding, first values, weights from a file) takes a stage.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from meshtrain.errors import InputError
+
+
+class OtherStageBlock(nn.Module):
+    """Stands where another stage has a block, and returns its first input.
+
+    A weight that the block shares with one of this stage's (tied embeddings) stays here too, so that the weight keeps
+    all of its names.
+    """
+
+    def forward(self, x: Any, *others: Any, **named: Any) -> Any:
+        return x
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """A model's blocks in the order in which they run; the model itself if it does not name any."""
+    blocks = getattr(model, "blocks", None)
+    return [model] if blocks is None else blocks()
+
+
+def keep_stage(model: nn.Module, first: int, end: int) -> None:
+    """Takes out of a model, on any device, all blocks but those from `first` up to `end`.
+
+    A module that is in no block (the dropout behind an embedding) belongs to the block before it, in the order in
+    which the model defines its modules, or to the first. Raises InputError as `owners` does.
+    """
+    own = {parameter for block in blocks_of(model)[first:end] for parameter in block.parameters()}
+    for name, owner in owners(model):
+        if first <= owner < end:
+            continue
+        placeholder = OtherStageBlock()
+        for path, parameter in model.get_submodule(name).named_parameters(remove_duplicate=False):
+            if parameter in own:
+                _register_at(placeholder, path, parameter)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, placeholder)
+
+
+def owners(model: nn.Module) -> list[tuple[str, int]]:
+    """(name, block) of every block, and of every largest module that is in no block and around none.
+
+    Raises InputError: the model has a parameter that is in no block, or a block that is there twice.
+    """
+    blocks = {block: i for i, block in enumerate(blocks_of(model))}
+    _refuse_repeated(model, blocks)
+    last = 0
+
+    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, int]]:
+        nonlocal last
+        around = any(inner in blocks for inner in module.modules())
+        last = blocks.get(module, last)
+        if module not in blocks:
+            _refuse_parameters(name, module, inner=not around)
+        if module in blocks or not around:
+            yield name, last
+            return
+        for key, child in module.named_children():
+            yield from visit(f"{name}.{key}" if name else key, child)
+
+    return list(visit("", model))
+
+
+def _refuse_repeated(model: nn.Module, blocks: Mapping[nn.Module, int]) -> None:
+    """One module in two places would have to be in two stages."""
+    counts = Counter(inner for block in blocks_of(model) for inner in block.modules() if inner in blocks)
+    for name, module in model.named_modules():
+        if counts[module] > 1:
+            raise InputError(
+                f"the model's blocks() name {name} twice, or within another block, and pp gives every stage blocks of "
+                "its own: give each place a module of its own, which may share its parameters, or use pp: 1"
+            )
+
+
+def _refuse_parameters(name: str, module: nn.Module, inner: bool) -> None:
+    for parameter, _ in module.named_parameters(name, recurse=inner):
+        raise InputError(
+            f"the parameter {parameter} is in none of the model's blocks(), and pp gives every stage its blocks: name "
+            "the module that holds it among them, or use pp: 1"
+        )
+
+
+def _register_at(placeholder: OtherStageBlock, path: str, parameter: nn.Parameter) -> None:
+    holder: nn.Module = placeholder
+    *above, name = path.split(".")
+    for part in above:
+        if part not in holder._modules:
+            holder.add_module(part, OtherStageBlock())
+        holder = holder.get_submodule(part)
+    holder.register_parameter(name, parameter)
+
+
+def stages_of_parameter(model: nn.Module, bounds: Sequence[tuple[int, int]]) -> dict[str, tuple[int, ...]]:
+    """The stages that hold each parameter of a whole model, by the first of its names: one, or several if it is tied.
+
+    `bounds`: of each stage, its first block and the one after its last. Raises InputError as `owners` does.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    blocks = blocks_of(model)
+    owners(model)  # refuses what cannot be dealt out
+    parameter_stages: dict[str, tuple[int, ...]] = {}
+    for stage, (first, end) in enumerate(bounds):
+        for parameter in dict.fromkeys(p for block in blocks[first:end] for p in block.parameters()):
+            parameter_stages[names[parameter]] = (*parameter_stages.get(names[parameter], ()), stage)
+    return parameter_stages

@@ -1,0 +1,170 @@
+"""A timeline on disk: as JSON, which meshtrain reads again, and as a trace for Perfetto or chrome://tracing.
+
+A simulated timeline and one that a real run has measured have the same form, so everything that draws the one draws
+the other.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from meshtrain.errors import InputError
+from meshtrain.pipeline.actions import Action, Kind
+from meshtrain.pipeline.simulate import Cost, Event, Timeline
+
+FORMAT = "meshtrain timeline 1"
+_COSTS = {"forward": Kind.FORWARD, "input_grad": Kind.INPUT_GRAD, "weight_grad": Kind.WEIGHT_GRAD}
+
+
+@dataclass(frozen=True)
+class Record:
+    """A timeline and what people need to read it."""
+
+    title: str  # what ran: `1f1b, 4 ranks x 8 microbatches`
+    timeline: Timeline
+    unit: str = ""  # of its times: "s", or "" where they are the costs that a simulation was given
+
+    @property
+    def microbatches(self) -> int:
+        return 1 + max((event.action.microbatch for row in self.timeline.events for event in row), default=-1)
+
+    @property
+    def stages(self) -> int:
+        return 1 + max((event.action.stage for row in self.timeline.events for event in row), default=-1)
+
+    def stages_of(self, rank: int) -> list[int]:
+        return sorted({event.action.stage for event in self.timeline.events[rank]})
+
+
+def timeline_json(timeline: Timeline, title: str = "", unit: str = "") -> dict[str, Any]:
+    """The whole timeline, times in `unit`, for `read_timeline`; everything but the events follows from them."""
+    return {
+        "format": FORMAT,
+        "title": title,
+        "unit": unit,
+        "ranks": timeline.ranks,
+        "makespan": timeline.makespan,
+        "idle_share": timeline.idle_share,
+        "idle": list(timeline.idle),
+        "idle_in_span": list(timeline.idle_in_span),
+        "peak_activations": list(timeline.peak_activations),
+        "events": [
+            [{"action": str(event.action), "start": event.start, "end": event.end} for event in row]
+            for row in timeline.events
+        ],
+    }
+
+
+def read_timeline(path: str | Path) -> Record:
+    """What `timeline_json` has written. Raises InputError: the file is not there, or is none of them."""
+    try:
+        content = json.loads(Path(path).read_text())
+    except OSError as error:
+        problem = f"cannot read {path} ({error.strerror})"
+        raise InputError(f"{problem}: give a timeline that `--json` or a run has written") from None
+    except ValueError as error:  # of json, and of text that is none
+        raise InputError(f"{path} is no JSON ({error}): give a timeline that `--json` or a run has written") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise InputError(f'{path} is no timeline: it wants an object with "format": "{FORMAT}", as `--json` prints')
+    try:
+        rows = [[_event(rank, event) for event in row] for rank, row in enumerate(content["events"])]
+        timeline = Timeline.measured((event for row in rows for event in row), len(rows))
+        record = Record(str(content["title"]), timeline, content["unit"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path} is a damaged timeline ({error!r}): write it again") from None
+    if not record.stages:
+        raise InputError(f"{path} is a timeline without events: there is nothing to draw")
+    return record
+
+
+def _event(rank: int, fields: dict[str, Any]) -> Event:
+    start, end = float(fields["start"]), float(fields["end"])
+    if not start <= end:
+        raise ValueError(f"{fields} ends before it starts")
+    action = Action.parse(fields["action"])
+    if action is None:
+        raise ValueError(f"{fields['action']!r} is no action such as 2F7")
+    return Event(rank, action, start, end)
+
+
+def measured_costs(record: Record) -> dict[str, Cost]:
+    """Mean times of each stage's actions, as `simulate` takes them.
+
+    A backward that was run in one piece is taken as half input's and half weights' gradients. Raises InputError: a
+    stage has no forward, or no backward.
+    """
+    durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for event in (event for row in record.timeline.events for event in row):
+        durations[event.action.kind, event.action.stage].append(event.duration)
+    mean = {key: fmean(values) for key, values in durations.items()}
+    for stage, kind in product(range(record.stages), _COSTS.values()):
+        if kind is not Kind.FORWARD and (Kind.BACKWARD, stage) in mean:
+            mean.setdefault((kind, stage), mean[Kind.BACKWARD, stage] / 2)
+        if (kind, stage) not in mean:
+            raise InputError(f"{record.title}: stage {stage} has no {kind.name.lower()}: give the costs yourself")
+    return {cost: [mean[kind, stage] for stage in range(record.stages)] for cost, kind in _COSTS.items()}
+
+
+# For chrome://tracing and https://ui.perfetto.dev -------------------------------------------------------------------
+
+
+def trace_json(records: Sequence[Record]) -> dict[str, Any]:
+    """Chrome's trace format: a process for each record, a thread for each rank, arrows for what ranks hand over.
+
+    Times are microseconds; a time without a unit is taken as milliseconds.
+    """
+    events: list[dict[str, Any]] = []
+    for process, record in enumerate(records):
+        metadata: dict[str, Any] = {"pid": process, "ph": "M"}
+        events.append({**metadata, "name": "process_name", "args": {"name": record.title}})
+        for rank, row in enumerate(record.timeline.events):
+            events.append({**metadata, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
+            events.append({**metadata, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}})
+            events += [_slice(process, event, _microseconds(record)) for event in row]
+        events += _arrows(process, record)
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _microseconds(record: Record) -> float:
+    return 1e6 if record.unit == "s" else 1e3
+
+
+def _slice(process: int, event: Event, scale: float) -> dict[str, Any]:
+    action = event.action
+    return {
+        "ph": "X",
+        "name": f"{action.kind} stage {action.stage} microbatch {action.microbatch}",
+        "cat": action.kind.name.lower(),
+        "pid": process,
+        "tid": event.rank,
+        "ts": event.start * scale,
+        "dur": event.duration * scale,
+        "args": {"stage": action.stage, "microbatch": action.microbatch},
+    }
+
+
+def _arrows(process: int, record: Record) -> list[dict[str, Any]]:
+    """From the action that makes a tensor to the one on another rank that takes it."""
+    producers: dict[tuple[str, int, int], Event] = {}
+    consumers: dict[tuple[str, int, int], Event] = {}
+    for event in (event for row in record.timeline.events for event in row):
+        action, kind = event.action, event.action.kind
+        if kind is not Kind.WEIGHT_GRAD:
+            producers[kind.tensor, action.stage + kind.direction, action.microbatch] = event
+            consumers[kind.tensor, action.stage, action.microbatch] = event
+    arrows: list[dict[str, Any]] = []
+    scale = _microseconds(record)
+    for (tensor, stage, microbatch), event in producers.items():
+        target = consumers.get((tensor, stage, microbatch))
+        if target is None or target.rank == event.rank:
+            continue
+        end = event.end - min(event.duration / 2, 0.01 / scale)  # inside of its slice: that is how arrows find it
+        arrow = {"name": tensor, "cat": "transfer", "pid": process, "id": f"{process}.{tensor}.{stage}.{microbatch}"}
+        arrows.append({**arrow, "ph": "s", "tid": event.rank, "ts": end * scale})
+        arrows.append({**arrow, "ph": "f", "bp": "e", "tid": target.rank, "ts": target.start * scale})
+    return arrows

@@ -1,0 +1,266 @@
+"""V-shaped schedules (zbv, v-half, v-min, dualpipev): of 2p stages on p ranks, rank r holds stages r and 2p - 1 - r.
+
+A microbatch goes down through the ranks and comes up again, so that the first and the last stage are on rank 0. Its
+gradients go the same way: down through the `up` stages, then up through the `down` stages.
+
+    rank 0   0         7      forward:  0 1 2 3 | 4 5 6 7    down, then up
+    rank 1     1     6        backward: 7 6 5 4 | 3 2 1 0    down, then up
+    rank 2       2 5
+    rank 3       3 4
+
+The middle of the way is handed over without a transfer, and every rank holds about as much as any other: the stage
+that a rank holds long (its first forward is early, its gradient late) comes with one that it holds shortly.
+
+`zbv`, `v-half` and `v-min` come from one *building block*: the times at which one microbatch passes each rank, with
+every action taking one unit of time (Qi et al., controllable memory, arXiv 2405.15362). A rank has six actions per
+microbatch, two of each kind. So if its times differ modulo 6, the block can be repeated every 6 units, and no rank ever
+waits. How steep the V is decides how long a microbatch is under way, so how many are: the memory. At both ends of a
+step the pattern has holes; they are squeezed out.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from meshtrain.pipeline.actions import Action, Kind, Pair, Schedule
+
+PERIOD = 6  # actions of a rank per microbatch: forward, input gradient and weight gradient of two stages
+
+
+@dataclass(frozen=True)
+class VShape:
+    """A building block for any number of ranks, and how far ranks may depart from its order."""
+
+    down: int  # units of time from one rank to the next, on the way down
+    up: int  # the same on the way up
+    # Units of time for the three turns: at the last rank, at the loss on rank 0, at the last rank again. V-half and
+    # V-min have two triples, because what keeps a rank's actions apart depends on the number of ranks.
+    turns: tuple[tuple[int, int, int], ...]
+    room: Callable[[int], int]  # of ranks, how many stage forwards a rank may hold
+    ahead: Callable[[int, int], int]  # of (ranks, rank), how many `down` forwards a rank may run before their turn
+
+
+ZBV = VShape(3, 3, ((1, 1, 1),), lambda ranks: 2 * ranks, lambda ranks, rank: 2 * (ranks - rank) - 1)
+V_HALF = VShape(2, 1, ((1, 4, 2), (4, 1, 2)), lambda ranks: ranks + 2, lambda ranks, rank: ranks - rank)
+V_MIN = VShape(1, 1, ((1, 1, 1), (1, 3, 1)), lambda ranks: 2 * -(-(ranks - 1) // 3) + 2, lambda ranks, rank: 0)
+
+
+def zbv(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
+    """Zero bubble in the memory of 1f1b (Qi et al., ZB-V, arXiv 2401.10241, and V-ZB, arXiv 2405.15362).
+
+    From 2 * ranks - 1 microbatches on, no rank waits between its first and last action.
+    """
+    return _squeeze("zbv", ZBV, ranks, microbatches)
+
+
+def v_half(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
+    """About half of 1f1b's memory, for a little waiting (Qi et al., V-Half, arXiv 2405.15362)."""
+    return _squeeze("v-half", V_HALF, ranks, microbatches)
+
+
+def v_min(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
+    """About a third of 1f1b's memory, for about 1f1b's waiting (Qi et al., V-Min, arXiv 2405.15362)."""
+    return _squeeze("v-min", V_MIN, ranks, microbatches)
+
+
+def dualpipev(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
+    """Forwards and backwards in pairs, so that what one sends travels while the other computes.
+
+    (DeepSeek-V3, arXiv 2412.19437: DualPipe sends microbatches from both ends, over two copies of the parameters. This
+    is one half of it: cut in the middle and folded, it is a V with one copy.)
+    """
+    rows = tuple(_pairs_of(ranks, rank, microbatches) for rank in range(ranks))
+    return Schedule("dualpipev", microbatches, _placement(ranks), rows)
+
+
+def _placement(ranks: int) -> tuple[int, ...]:
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+# Squeezing a pattern ------------------------------------------------------------------------------------------------
+
+
+def _block(shape: VShape, ranks: int) -> list[list[tuple[int, Kind, int]]]:
+    """Of each rank: (time, kind, stage) of the forwards and input gradients of one microbatch."""
+    last = ranks - 1
+    for at_last, at_loss, at_last_again in shape.turns:
+        block = []
+        for rank in range(ranks):
+            down, up = rank, 2 * ranks - 1 - rank
+            loss = shape.down * last + at_last + shape.up * last  # the time of the forward of the last stage
+            gradient_at_last = loss + at_loss + shape.down * last
+            block.append(
+                [
+                    (shape.down * rank, Kind.FORWARD, down),
+                    (loss - shape.up * rank, Kind.FORWARD, up),
+                    (loss + at_loss + shape.down * rank, Kind.INPUT_GRAD, up),
+                    (gradient_at_last + at_last_again + shape.up * (last - rank), Kind.INPUT_GRAD, down),
+                ]
+            )
+        if all(len({time % PERIOD for time, _, _ in row}) == len(row) for row in block):
+            return block
+    raise AssertionError(f"no turns of {shape} keep the actions of {ranks} ranks apart")  # one of them always does
+
+
+class _Rank:
+    """What a rank still has to do, and what it holds, while a pattern is squeezed."""
+
+    def __init__(
+        self, rank: int, ranks: int, microbatches: int, shape: VShape, block: list[tuple[int, Kind, int]]
+    ) -> None:
+        self.row: list[Action] = []
+        self._down, self._up = rank, 2 * ranks - 1 - rank
+        self._last_stage, self._microbatches = 2 * ranks - 1, microbatches
+        pattern = sorted(
+            (time + PERIOD * microbatch, Action(kind, stage, microbatch))
+            for time, kind, stage in block
+            for microbatch in range(microbatches)
+        )
+        self._order = deque(action for _, action in pattern)  # forwards and input gradients, in the pattern's order
+        self._put_off: deque[Action] = deque()  # weight gradients
+        self._next: Counter[tuple[Kind, int]] = Counter()  # of each kind and stage, the next microbatch
+        self._held = 0
+        self._room = shape.room(ranks)
+        self._ahead = shape.ahead(ranks, rank)
+
+    def step(self, now: int, ended: dict[Action, int]) -> None:
+        """Runs the best of what can run. `ended`: when the actions of all ranks end; the one that runs is added."""
+        action = next((action for action in self._candidates() if self._ready(action, now, ended)), None)
+        if action is not None:
+            self._run(action)
+            ended[action] = now + 1
+
+    def _candidates(self) -> Iterator[Action]:
+        """What there is room for, the best first: the one whose turn it is; what may come early; a weight gradient.
+
+        Early are, while the pipeline fills, forwards of the first stage; they leave room for one of the second, without
+        which no gradient would ever come. And while it empties, input gradients of the second, for which others wait.
+        """
+        if self._order and (self._held < self._room or self._order[0].kind is not Kind.FORWARD):
+            yield self._order[0]
+        started, returned = self._next[Kind.FORWARD, self._down], self._next[Kind.FORWARD, self._up]
+        if started < self._microbatches and started - returned < self._ahead and self._held < self._room - 1:
+            yield Action(Kind.FORWARD, self._down, started)
+        gradients = self._next[Kind.INPUT_GRAD, self._up]
+        if gradients < self._microbatches and self._held < self._room:
+            yield Action(Kind.INPUT_GRAD, self._up, gradients)
+        if self._put_off:
+            yield self._put_off[0]
+
+    def _ready(self, action: Action, now: int, ended: dict[Action, int]) -> bool:
+        """Whether what comes before it on the microbatch's way has ended."""
+        kind, stage = action.kind, action.stage
+        if kind is Kind.WEIGHT_GRAD or (kind is Kind.FORWARD and stage == 0):
+            return True
+        at_loss = kind is Kind.INPUT_GRAD and stage == self._last_stage
+        before = (Kind.FORWARD, stage) if at_loss else (kind, stage - kind.direction)
+        return ended.get(Action(*before, action.microbatch), now + 1) <= now
+
+    def _run(self, action: Action) -> None:
+        self.row.append(action)
+        if action.kind is Kind.WEIGHT_GRAD:
+            self._put_off.popleft()
+            self._held -= 1
+            return
+        self._order.remove(action)
+        self._next[action.kind, action.stage] += 1
+        if action.kind is Kind.FORWARD:
+            self._held += 1
+        else:
+            self._put_off.append(Action(Kind.WEIGHT_GRAD, action.stage, action.microbatch))
+
+
+def _squeeze(name: str, shape: VShape, ranks: int, microbatches: int) -> Schedule:
+    """The pattern of the shape on a clock: every rank goes on as soon as it can, and fills the time that is left over.
+
+    It is filled with weight gradients that were put off, and with what may come before its turn.
+    """
+    states = [_Rank(rank, ranks, microbatches, shape, block) for rank, block in enumerate(_block(shape, ranks))]
+    ended: dict[Action, int] = {}
+    for now in range(PERIOD * (microbatches + ranks)):  # all of them are done by then
+        for state in states:
+            state.step(now, ended)
+    return Schedule(name, microbatches, _placement(ranks), tuple(tuple(state.row) for state in states))
+
+
+# Pairs --------------------------------------------------------------------------------------------------------------
+
+
+class _PairRow:
+    """The forwards and backwards that a rank has still to do: of each stage in the order of the microbatches.
+
+    A call appends one to the row. When a stage has none left, it appends nothing.
+    """
+
+    def __init__(self, microbatches: int) -> None:
+        self.row: list[Action | Pair] = []
+        self._microbatches = microbatches
+        self._done: Counter[tuple[Kind, int]] = Counter()  # a backward in two counts as a backward
+        self.put_off: deque[Action] = deque()  # weight gradients
+
+    def left(self, kind: Kind, stage: int) -> int:
+        return self._microbatches - self._done[kind, stage]
+
+    def forward(self, stage: int) -> None:
+        self.row += self._take(Kind.FORWARD, stage)
+
+    def backward(self, stage: int) -> None:
+        self.row += self._take(Kind.BACKWARD, stage)
+
+    def input_grad(self, stage: int) -> None:
+        """The first half of a backward; the second is put off."""
+        for whole in self._take(Kind.BACKWARD, stage):
+            self.row.append(Action(Kind.INPUT_GRAD, stage, whole.microbatch))
+            self.put_off.append(Action(Kind.WEIGHT_GRAD, stage, whole.microbatch))
+
+    def weight_grad(self) -> None:
+        if self.put_off:
+            self.row.append(self.put_off.popleft())
+
+    def pair(self, forward: int, backward: int) -> None:
+        """A forward and a backward of these stages together; the one that is left where the other is not."""
+        parts = (*self._take(Kind.FORWARD, forward), *self._take(Kind.BACKWARD, backward))
+        self.row += [Pair(*parts)] if len(parts) == 2 else parts
+
+    def _take(self, kind: Kind, stage: int) -> tuple[Action, ...]:
+        if not self.left(kind, stage):
+            return ()
+        self._done[kind, stage] += 1
+        return (Action(kind, stage, self._done[kind, stage] - 1),)
+
+
+def _pairs_of(ranks: int, rank: int, microbatches: int) -> tuple[Action | Pair, ...]:
+    """What a rank does in DualPipe's V: fill, pairs as long as there are forwards, empty."""
+    work = _PairRow(microbatches)
+    down, up = rank, 2 * ranks - 1 - rank
+    to_end = ranks - 1 - rank  # ranks between this one and the turn
+
+    for _ in range(2 * to_end):  # until the first microbatch is back from the turn
+        work.forward(down)
+    for _ in range(rank + 1):  # until it is at the loss, and its gradient here
+        work.forward(down)
+        work.forward(up)
+    for _ in range(to_end):  # until the gradient is back from the turn; the ranks behind wait for it, so it goes first
+        work.input_grad(up)
+        work.weight_grad()
+        work.forward(up)
+
+    while work.left(Kind.FORWARD, down):
+        work.pair(down, up)
+        work.pair(up, down)
+    while work.left(Kind.FORWARD, up):
+        work.backward(up)
+        work.pair(up, down)
+
+    # Of the backwards that alternate, the second half are done in two, so that the last gradients go faster.
+    alternate = [up, down] * work.left(Kind.BACKWARD, up)
+    for stage in alternate[: len(alternate) // 2]:
+        work.backward(stage)
+    for stage in alternate[len(alternate) // 2 :]:
+        work.input_grad(stage)
+    while work.left(Kind.BACKWARD, down):
+        work.weight_grad()
+        work.input_grad(down)
+    while work.put_off:
+        work.weight_grad()
+    return tuple(work.row)

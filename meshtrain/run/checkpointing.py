@@ -1,0 +1,134 @@
+"""Checkpointing: when a run saves its state, and what a checkpoint says of the run besides its tensors."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from meshtrain.checkpoint.commit import checkpoint_bytes
+from meshtrain.checkpoint.directory import name_of
+from meshtrain.checkpoint.resume import Resume, RunSpec
+from meshtrain.checkpoint.save import Retention, Saver
+from meshtrain.checkpoint.state import State
+from meshtrain.errors import TrainingError
+from meshtrain.job.process import Job
+from meshtrain.run.phase_monitor import PhaseMonitor
+from meshtrain.run.step_logger import StepLogger
+
+RNG = "before each step torch, numpy and random are seeded from (seed, step, index of the data rank)"
+GUESSED_SPEED = 200e6  # bytes that a host writes in a second, before it is known
+
+
+class Checkpointer:
+    """Saves what the section `checkpoint` of the YAML asks for. All ranks do the same after the same steps."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        resume: Resume,
+        state: State,
+        logger: StepLogger,
+        monitor: PhaseMonitor,
+        job: Job,
+        say: Callable[[str], None],
+    ) -> None:
+        section = spec.config.checkpoint
+        self.spec, self._logger, self._monitor = spec, logger, monitor
+        self._saver = Saver(
+            state,
+            spec.checkpoints,
+            job,
+            in_background=section.in_background,
+            keep=Retention(section.keep_last, section.keep_every, section.keep_best),
+            on_failure=section.on_failure,
+            limit_s=section.timeout_s,
+            say=say,
+            writing=monitor.faults.in_save,
+        )
+        if resume.own:
+            self._saver.saved = resume.step
+        assert job.layout is not None
+        self._guess_s = checkpoint_bytes(state.placements, job.world_size) / GUESSED_SPEED / len(job.layout.hosts)
+        self._config = json.loads(json.dumps(spec.config.plain()))
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, TrainingError):  # all ranks are here: what is being written is not given up
+            self._saver.wait()
+        self._saver.close()
+
+    @property
+    def seconds(self) -> float:
+        """How long a save takes: as the last one, or about."""
+        return self._saver.last_save_s or self._guess_s
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.spec.checkpoints / name_of(self._monitor.finished_step)
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is written after this step while the run goes on. The last step's is `finish`'s."""
+        every = self.spec.config.checkpoint.every
+        if step == self.spec.steps:
+            return False
+        return self._logger.ends_epoch(step) if every == "epoch" else bool(every) and step % int(every) == 0
+
+    def save(self) -> None:
+        """Saves the state after the last step; waits for a copy in memory."""
+        self._save(wait=False)
+
+    def stop_reason(self) -> str | None:
+        """Why the run should not go on, if saving has shown that; to be asked in every step."""
+        self._saver.poll()
+        self._monitor.save_s = self._saver.last_save_s or None
+        return self._saver.wants_stop
+
+    def finish(self) -> None:
+        """Saves the last state, or `check` says why not. Raises TrainingError: saving shows that the run must stop."""
+        self._saver.wait()
+        self._raise_stop_reason()
+        if self._monitor.finished_step != self._saver.saved:
+            self._save(wait=True)
+            self._raise_stop_reason()
+
+    def check(self) -> None:
+        """Raises TrainingError, on every rank, if the last state was not saved."""
+        if self._saver.problem is not None:
+            steps = f"{self._monitor.finished_step} steps of {self.spec.steps}"
+            raise TrainingError(f"{steps} are done and not saved: {self._saver.problem}")
+
+    def _raise_stop_reason(self) -> None:
+        if self._saver.wants_stop is not None:
+            raise TrainingError(self._saver.wants_stop)
+
+    def _save(self, wait: bool) -> None:
+        self._saver.save(self._monitor.finished_step, self._about(self._monitor.finished_step), wait=wait)
+        self._monitor.save_s = self._saver.last_save_s or None
+
+    def _about(self, step: int) -> dict[str, Any]:
+        config = self.spec.config
+        return {
+            "samples": step * config.batch.global_size,
+            "tokens": self._logger.tokens,
+            "config": self._config,
+            "data": self.spec.data,
+            "versions": self.spec.versions,
+            "rng": {"seed": config.train.seed, "rule": RNG},
+            "counters": self._logger.state_dict(),
+            "evaluation": self._logger.evaluations.get(step),
+        }
+
+
+def describe_saving(spec: RunSpec) -> str:
+    """`checkpoints every 100 steps in runs/a/checkpoints, the last 3 kept`."""
+    section = spec.config.checkpoint
+    when = {"epoch": "after each epoch", 0: "at the end", 1: "after each step"}.get(
+        section.every, f"every {section.every} steps"
+    )
+    kept = [f"the last {section.keep_last}" if section.keep_last > 1 else "the last one"]
+    kept += [f"those of every {section.keep_every} steps"] if section.keep_every is not None else []
+    kept += ["the best one"] if section.keep_best else []
+    listed = " and ".join([", ".join(kept[:-1]), kept[-1]] if len(kept) > 1 else kept)
+    return f"checkpoints {when} in {spec.checkpoints}, {listed} kept"

@@ -1,0 +1,128 @@
+"""The phases of a run: one object tells the step timer, the goodput tracker, the watchdog, the timeouts of process
+groups, the straggler detector, the profiler, planted faults and Python's garbage collector what the run does now."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from meshtrain.job.watchdog.deadlines import process_group_timeout
+from meshtrain.job.watchdog.watchdog import Watchdog
+from meshtrain.mesh import Mesh
+from meshtrain.metrics.goodput import GoodputTracker
+from meshtrain.metrics.profiler import Profiler
+from meshtrain.metrics.step_timer import StepTimer
+from meshtrain.metrics.straggler import StragglerDetector
+from meshtrain.run.fault_injection import FaultInjector
+
+COLLECT_EVERY = 50  # steps between two runs of Python's garbage collector
+
+
+class _Phase(NamedTuple):
+    goodput: str  # the part of the wall time
+    watchdog: str | None = None  # the phase of the deadlines; None: it stays in the one that it is in
+    own_timeout: bool = False  # collectives of it may take longer than those of a step: its first time may compile
+    saves: bool = False  # a later job may go on from here
+
+
+PHASES = {
+    "evaluation": _Phase("evaluation", own_timeout=True),  # the watchdog hears of its batches, by `iterate`
+    "checkpoint": _Phase("saving", "saving", saves=True),
+    "last checkpoint": _Phase("saving", "saving"),
+    "results": _Phase("evaluation"),
+    "export": _Phase("saving"),
+}
+
+
+class PhaseMonitor:
+    """Knows which step the run is in, or what it does between two steps; a context around the loop.
+
+    In it time counts as training, and Python collects garbage between steps only, on all ranks at once.
+
+    Attributes:
+        slowest_s: of the steps that are finished, the first of this job left out, which starts readers and compiles.
+        save_s: seconds that the last save took; None: there was none.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        timer: StepTimer,
+        goodput: GoodputTracker,
+        watchdog: Watchdog,
+        stragglers: StragglerDetector,
+        profiler: Profiler,
+        faults: FaultInjector,
+    ) -> None:
+        self.mesh, self.timer, self.goodput, self.watchdog = mesh, timer, goodput, watchdog
+        self.stragglers, self.profiler, self.faults = stragglers, profiler, faults
+        self.first_step = goodput.finished_step
+        self.slowest_s = 0.0
+        self.save_s: float | None = None
+        self._comparison: dict[str, float] = {}  # of the ranks' times, for the next row
+
+    @property
+    def finished_step(self) -> int:
+        """The last step whose result is known."""
+        return self.goodput.finished_step
+
+    def __enter__(self) -> "PhaseMonitor":
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        self.timer.restart()
+        self.goodput.begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.profiler.close()
+        gc.enable()
+        gc.unfreeze()
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Around a step of the loop, after whose end the deadlines follow what was measured."""
+        self.profiler.step(step)
+        if step % COLLECT_EVERY == 0:
+            gc.collect()  # of all ages: nothing else looks again at what outlives one collection
+        self.watchdog.enter_phase("step", step)
+        self.faults.at_step(step)
+        yield
+        limit_s = self.watchdog.adapt_deadline(step - self.first_step, self.slowest_s, self.save_s)
+        if limit_s is not None:
+            self.mesh.set_timeout(limit_s)
+
+    def finish_step(self, step: int) -> dict[str, float]:
+        """The result of a step is known, in the midst of a later one. Returns its row's times (docs/metrics.md)."""
+        times = self.timer.pop()
+        assert times is not None  # every update ends a step of the timer
+        if step > self.first_step + 1:
+            self.slowest_s = max(self.slowest_s, times["step_time_s"])
+        self.goodput.finish_step(step, times["time_data_s"])
+        row = times | self.goodput.summary().row() | self._comparison
+        self._comparison = self.stragglers.finish_step(step, times)
+        return row
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Around what happens between two steps or after the last: one of `PHASES`. Its time is no step's."""
+        phase = PHASES[name]
+        if phase.own_timeout:
+            self._set_timeout(self.watchdog.deadlines.longest(name))
+        if phase.watchdog is not None:
+            self.watchdog.enter_phase(phase.watchdog)
+        with self.goodput.phase(phase.goodput):
+            yield
+        if phase.own_timeout:
+            self._set_timeout(self.watchdog.deadlines.longest("step"))
+        if phase.saves:
+            self.goodput.saved()
+        self.timer.restart()
+
+    def end(self) -> None:
+        """All steps are done. What follows was not measured, and waits for disks."""
+        self.watchdog.enter_phase("end")
+        self._set_timeout(self.watchdog.deadlines.start_s)
+
+    def _set_timeout(self, deadline_s: float) -> None:
+        self.mesh.set_timeout(process_group_timeout(deadline_s))

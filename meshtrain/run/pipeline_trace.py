@@ -1,0 +1,63 @@
+"""The timeline of a real step: recorded by the ranks of a pipeline, written into the run's folder by rank 0."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from meshtrain.job.process import Job
+from meshtrain.layout import Layout
+from meshtrain.pipeline.actions import Schedule
+from meshtrain.pipeline.engine import Pipeline
+from meshtrain.pipeline.simulate import Event, Timeline
+from meshtrain.pipeline.timeline_io import timeline_json
+from meshtrain.storage import optional
+
+if TYPE_CHECKING:
+    from meshtrain.config import Config
+
+FILE = "timeline.json"
+
+
+@contextmanager
+def record_timeline(
+    config: "Config", model: nn.Module, step: int, *, job: Job, layout: Layout, folder: Path, say: Callable[[str], None]
+) -> Iterator[None]:
+    """Around a step's forwards and backwards, on all ranks: records them if it is the step that the YAML names. Ranks
+    that differ in their samples or layers' parts work in step: those with the first coordinates show what all do."""
+    if step != config.metrics.timeline or not isinstance(model, Pipeline):
+        yield
+        return
+    model.recorded = []
+    yield
+    events, model.recorded = model.recorded, None
+    first = not any(place for axis, place in layout.coordinate(job.rank).items() if axis != "pp")
+    times = [(event.start, event.end) for event in events] if first else None
+    rows = [row for row in job.gather("gathering the timeline", times) if row is not None]  # in the order of pp
+    if job.rank == 0:
+        title = f"{model.schedule.title}, step {step} of {config.name}"
+        path = folder / FILE
+        with optional("there is no timeline"):
+            path.write_text(json.dumps(timeline_json(measured(model.schedule, rows), title, "s")) + "\n")
+            say(f"timeline of step {step} in {path}; this draws it below the plan: {_command(config, path)}")
+
+
+def measured(schedule: Schedule, rows: Sequence[Sequence[tuple[float, float]]]) -> Timeline:
+    """From the start and the end of every rank's actions, in the order of its list; the clock then begins at 0."""
+    begin = min(start for row in rows for start, _ in row)
+    events = (
+        Event(rank, action, start - begin, end - begin)
+        for rank, row in enumerate(rows)
+        for action, (start, end) in zip(schedule.actions_of(rank), row, strict=True)
+    )
+    return Timeline.measured(events, schedule.ranks)
+
+
+def _command(config: "Config", path: Path) -> str:
+    section = config.pipeline
+    stages = "" if section.stages_per_rank is None else f" --stages-per-rank {section.stages_per_rank}"
+    stages = "" if section.schedule.endswith(".csv") else stages
+    return f"meshtrain pipeline {section.schedule}{stages} --beside {path}"

@@ -1,0 +1,55 @@
+"""What a trained model is shown by, and leaves behind. All ranks come here: a sharded model needs them all."""
+
+from pathlib import Path
+
+from torch import nn
+
+from meshtrain.config import Config
+from meshtrain.config.locate import model_file
+from meshtrain.data import OpenData
+from meshtrain.generate import generate
+from meshtrain.job.process import Job
+from meshtrain.mesh import Mesh
+from meshtrain.metrics.plot import plot_loss
+from meshtrain.parallel.mixed_precision import compute_dtype
+from meshtrain.run.weights_export import export
+
+PROMPT_TOKENS = 16  # of held-out text, which the generated sample goes on from
+
+
+def show(config: Config, job: Job, data: OpenData, model: nn.Module, folder: Path) -> None:
+    """A text by a language model, and the picture of the loss in the run's folder."""
+    if data.tokenizer is not None and config.train.sample_tokens > 0:
+        job.say(sample_text(config, job, data, model))
+    if job.rank == 0:
+        print(plot_loss(folder, config.name), flush=True)
+
+
+def sample_text(config: Config, job: Job, data: OpenData, model: nn.Module) -> str:
+    """Text that the model makes, going on from the beginning of a held-out sample."""
+    assert data.tokenizer is not None
+    inputs, _ = (data.validation or data.train).item(0, 0)
+    assert inputs[0] is not None  # the tokens
+    prompt = inputs[0][:PROMPT_TOKENS].tolist()
+    ids = generate(
+        model,
+        prompt,
+        config.train.sample_tokens,
+        seq_len=config.data.seq_len,
+        device=job.device,
+        seed=config.train.seed,
+    )
+    first, rest = data.tokenizer.decode(prompt), data.tokenizer.decode(ids[len(prompt) :])
+    return f"\na sample, going on from {first!r}:\n{first}{rest}\n"
+
+
+def write_export(config: Config, job: Job, mesh: Mesh, model: nn.Module, folder: str) -> None:
+    """The weights for others to use, in the numbers in which blocks compute."""
+    module = model_file(config.model.name)
+    described = None
+    if hasattr(module, "to_hugging_face"):
+        described = module.to_hugging_face(module.Config(**config.model.keys))
+    tokenizer = None if config.data.tokenizer == "bytes" else config.data.tokenizer
+    dtype = compute_dtype(config.train.precision)
+    export(model, folder, job, mesh, dtype=dtype, config=described, tokenizer=tokenizer)
+    job.say(f"weights in {folder}")

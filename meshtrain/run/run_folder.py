@@ -1,0 +1,173 @@
+"""A run's folder, as rank 0 sees it: taken by one job at a time, and what it says about how the last job ended."""
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from meshtrain.checkpoint.directory import InUseError, TakenError, check_owner, clear_unfinished, lock_folder
+from meshtrain.errors import AgreedError, InputError
+from meshtrain.formatting import join_some
+from meshtrain.job.process import Job
+from meshtrain.storage import move_damaged, optional, warn, write_whole
+
+EXIT = "exit.json"
+LOOK_FOR_S = 15.0  # a network file system may take a while to show what another host has written
+PROOF = ".seen_by_all_hosts"
+LOST_S = 120.0  # within which file servers give up the locks of a host that was lost, or it has seen that itself
+
+
+class RunFolder:
+    """The folder `train.output`."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @contextmanager
+    def lock(self, job: Job) -> Iterator[None]:
+        """Rank 0 has taken the folder while the body runs. Raises InputError, on every rank, if it cannot."""
+        with lock_for_job(self.path, job, "the run's folder", "train.output=FOLDER"):
+            yield
+
+    def last_exit(self) -> dict[str, Any] | None:
+        """How the last job ended, as it wrote down itself; None if none did. A damaged exit.json is moved away."""
+        path = self.path / EXIT
+        with optional(f"{path} cannot be used"):
+            try:
+                end = json.loads(path.read_bytes())
+                if isinstance(end, dict) and isinstance(end.get("step"), int):
+                    return end
+                move_damaged(path, "it does not say how a job ended")
+            except FileNotFoundError:
+                pass
+            except (ValueError, RecursionError) as error:
+                move_damaged(path, error)
+        return None
+
+    def has_exit(self) -> bool:
+        return (self.path / EXIT).exists()
+
+    def forget_exit(self) -> None:
+        with optional(f"the {EXIT} of the last job stays"):
+            (self.path / EXIT).unlink(missing_ok=True)
+
+    def write_exit(
+        self, status: str, code: int, reason: str, step: int, goodput: Mapping[str, float] | None = None, *, kind: str
+    ) -> None:
+        """How this job ends: "done", "stopped" or "failed", after `step` updates. Only printed if the disk refuses.
+        `kind`: of the reason, for programs: "done", a StopKind, or a DiagnosisKind."""
+        end: dict[str, Any] = {"status": status, "code": code, "reason": reason, "kind": kind, "step": step}
+        if goodput is not None:
+            end["goodput"] = dict(goodput)
+        try:
+            self.write(EXIT, json.dumps(end) + "\n")
+        except (OSError, TakenError) as error:
+            warn(f"there is no {EXIT}, which would say {json.dumps(end)}: {error}")
+
+    def write(self, name: str, text: str) -> None:
+        """Writes a file whole or not at all. Raises OSError, or TakenError: the folder is another job's now."""
+        check_owner()
+        write_whole(self.path / name, text)
+
+
+@contextmanager
+def lock_for_job(folder: Path, job: Job, purpose: str, option: str) -> Iterator[None]:
+    """Rank 0 has a lock on a folder, which it makes if there is none, while the body runs. A job that was started again
+    waits for the one before: that had it on a host to which a link was cut, for instance.
+
+    Args:
+        purpose: the name of the folder, for people; `option`: with which another one is named.
+
+    Raises:
+        InputError: on every rank: rank 0 cannot have it.
+    """
+    with ExitStack() as stack:
+        with job.collective_check(f"opening {purpose}"):
+            if job.rank == 0:
+                try:
+                    _take(folder, stack, job)
+                except InputError as error:
+                    raise InputError(f"{purpose}: {error}; or name another one with {option}") from error
+        yield
+
+
+def _take(folder: Path, stack: ExitStack, job: Job) -> None:
+    printed, deadline = False, time.monotonic() + (LOST_S if job.again else 0.0)
+    while True:
+        try:
+            stack.enter_context(lock_folder(folder, launch=job.environment.launch, again=job.again))
+            return
+        except InUseError as error:
+            if time.monotonic() >= deadline:
+                raise
+            if not printed:
+                print(f"starting: {error}", flush=True)
+                printed = True
+            time.sleep(0.5)
+
+
+@contextmanager
+def lock_checkpoints(path: str | None, folder: RunFolder, job: Job) -> Iterator[Path]:
+    """The folder of a run's checkpoints (`path` of the config; None: `checkpoints` in the run's folder), which all
+    hosts see, and to which nobody else writes while the body runs. Raises InputError, on every rank."""
+    checkpoints = folder.path / "checkpoints" if path is None else Path(path).expanduser()
+    if checkpoints.resolve() == folder.path.resolve():
+        raise AgreedError(
+            f"checkpoint.path is the run's folder itself, {folder.path}: name one inside of it, or another"
+        )
+    with lock_for_job(checkpoints, job, "the folder of the checkpoints", "checkpoint.path=FOLDER"):
+        with job.collective_check("clearing the folder of the checkpoints"):
+            for unfinished in clear_unfinished(checkpoints) if job.rank == 0 else ():
+                job.say(f"removed {unfinished}, which an earlier job did not finish")
+        check_shared_filesystem(job, checkpoints)
+        yield checkpoints
+
+
+def check_shared_filesystem(job: Job, folder: Path) -> None:
+    """Raises InputError, on every rank, unless every host reads in this folder what rank 0 has just written there;
+    names the hosts that do not."""
+    proof, token = folder / PROOF, uuid.uuid4().hex
+    with job.collective_check("writing to the folder of the checkpoints"):
+        if job.rank == 0:
+            _write(proof, token)
+    try:
+        token = job.gather("writing to the folder of the checkpoints", token)[0]
+        sees = True if job.rank == 0 or job.environment.local_rank > 0 else _reads(proof, token)
+        hosts = job.gather("looking for what rank 0 wrote", [job.host, sees])
+    finally:
+        if job.rank == 0:
+            proof.unlink(missing_ok=True)
+    blind = list(dict.fromkeys(host for host, sees in hosts if not sees))
+    if blind:
+        raise AgreedError(
+            f"the folder of the checkpoints, {folder.absolute()}, is not shared: what rank 0 on host {hosts[0][0]} "
+            f"wrote there is not seen on host {join_some(blind, 4)}. Name a folder that all hosts have in "
+            "common with checkpoint.path=FOLDER"
+        )
+
+
+def _write(proof: Path, token: str) -> None:
+    try:
+        proof.parent.mkdir(parents=True, exist_ok=True)
+        proof.write_text(token)
+    except OSError as error:
+        raise InputError(
+            f"the folder of the checkpoints, {proof.parent.absolute()}, cannot be written to ({error.strerror}): name "
+            "another one with checkpoint.path=FOLDER"
+        ) from error
+
+
+def _reads(proof: Path, token: str) -> bool:
+    end = time.monotonic() + LOOK_FOR_S
+    while True:
+        try:
+            if proof.read_text() == token:
+                return True
+        except OSError:  # it is not there, or not yet
+            pass
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)

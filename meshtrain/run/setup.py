@@ -1,0 +1,108 @@
+"""What a run is made of before its first step: its data, its model, the readers of its batches; and the banner."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from meshtrain.checkpoint.resume import RunSpec
+from meshtrain.config import Config
+from meshtrain.config.locate import model_file
+from meshtrain.data import Batch, EvalBatches, OpenData, Samples, eval_batches, open_data, prepare_data, train_batches
+from meshtrain.data.order import describe_batch
+from meshtrain.job.consistency import Fingerprint, flat, require_equal
+from meshtrain.job.process import Job
+from meshtrain.layout import DATA_AXES
+from meshtrain.mesh import Mesh
+from meshtrain.metrics.step_timer import StepTimer
+from meshtrain.modeling.build import build_model, check_start, outputs, parameter_count, short_sample, spec_of
+from meshtrain.parallel.tp_plan import NO_SEQUENCE, shards_sequence
+from meshtrain.pipeline.engine import Pipeline
+from meshtrain.run.checkpointing import describe_saving
+from meshtrain.run.rank_table import describe_hosts
+from meshtrain.storage import with_retries
+
+
+def load_data(config: Config, job: Job) -> OpenData:
+    """The corpus, prepared and opened. Raises InputError, on every rank: it cannot be had, differs between hosts, or is
+    not what the model takes."""
+    assert job.layout is not None
+    first_of_host = job.environment.local_rank == 0
+    with job.collective_check("preparing the data"):
+        if first_of_host:
+            prepare_data(config.data, say=job.say)
+    with job.collective_check("opening the data"):
+        data = open_data(config.data, n_outputs=outputs(config), seed=config.train.seed, say=job.say)
+        samples = with_retries(data.sampled) if first_of_host else None
+    with job.collective_check("comparing the weights and the layout with the model"):
+        check_start(config, job.layout, data.train)
+    files = "every host must have the same files, and the same Python for python-stdlib"
+    require_equal(job, Fingerprint("the data", flat(data.identity), files))
+    damaged = "copy or prepare them anew where they are damaged"
+    require_equal(job, Fingerprint("what the data files hold", samples, damaged))
+    return data
+
+
+def total_steps(config: Config, train: Samples) -> int:
+    """The steps of a run: as given, or enough for its epochs; a last batch is filled from the next epoch's order."""
+    if config.train.steps is not None:
+        return config.train.steps
+    assert config.train.epochs is not None  # the config has exactly one of them
+    return math.ceil(config.train.epochs * len(train) / config.batch.global_size)
+
+
+def model_of_run(
+    spec: RunSpec, mesh: Mesh, job: Job, data: OpenData, timer: StepTimer, *, from_checkpoint: bool
+) -> nn.Module:
+    """The parallelized model with its first values; weights that a checkpoint will replace are not read."""
+    config = spec.config
+    if from_checkpoint:
+        config = replace(config, model=replace(config.model, weights=None))
+    sample = None
+    if config.parallel.verify and mesh.size("tp") > 1:
+        with job.collective_check("reading the first samples"):
+            sample = short_sample(data, mesh.size("tp"))
+    return build_model(config, mesh, job.device, lambda: timer.phase("communication"), sample)
+
+
+def readers(
+    config: Config, mesh: Mesh, data: OpenData, held_out: Samples | None, *, first_step: int, steps: int
+) -> tuple[Iterator[list[Batch]], EvalBatches | None]:
+    """This rank's microbatches of each step, and those of an evaluation."""
+    common: dict[str, Any] = {
+        "micro_size": config.batch.micro_size,
+        "rank": mesh.index(*DATA_AXES),
+        "ranks": mesh.size(*DATA_AXES),
+        "workers": config.data.workers,
+        "prefetch": config.data.prefetch,
+        "pin_memory": config.data.pin_memory,
+        "context": hasattr(model_file(config.model.name), "cp_plan"),  # attention takes the record, not documents
+    }
+    order: dict[str, Any] = {"seed": config.train.seed, "global_size": config.batch.global_size}
+    batches = train_batches(data.train, first_step=first_step, steps=steps, **order, **common)
+    return batches, None if held_out is None else eval_batches(held_out, **common)
+
+
+def banner_lines(spec: RunSpec, job: Job, data: OpenData, evaluated: Samples | None, model: nn.Module) -> Iterator[str]:
+    """Lines that rank 0 prints before the first step; `evaluated`: as `evaluation_set` has it."""
+    config, layout, size = spec.config, job.layout, spec.config.batch
+    assert layout is not None
+    yield f"{config.name}: {describe_hosts(layout)}, on {job.device_name()}, {job.meeting_point()}"
+    yield f"layout {layout}, {config.train.precision}"
+    yield describe_batch(size.global_size, size.micro_size, layout.size(*DATA_AXES))
+    yield f"model {config.model.name}: {parameter_count(spec_of(config).meta):,} parameters"
+    plan = getattr(model_file(config.model.name), "tp_plan", {})
+    if layout.size("tp") > 1 and config.parallel.sequence_parallel is None and not shards_sequence(plan):
+        yield f"parallel.sequence_parallel is off: {NO_SEQUENCE}"
+    if isinstance(model, Pipeline):
+        yield model.about
+    elif config.metrics.timeline is not None:
+        yield "metrics.timeline is for a pipeline, and this layout has none (pp: 1): no timeline is written"
+    yield from data.about
+    if evaluated is not None and evaluated is not data.validation:
+        yield f"an evaluation takes {len(evaluated):,} samples of the validation (train.eval_samples)"
+    yield describe_saving(spec)
+    yield from (f"override {override}" for override in config.overrides)
+    yield from (f"warning: {warning}" for warning in layout.warnings())

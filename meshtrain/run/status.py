@@ -1,0 +1,132 @@
+"""Exit status: how a run ends, written into `exit.json` for scripts and for the next start of the same run."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshtrain.checkpoint.resume import Resume, RunSpec
+from meshtrain.config import Config
+from meshtrain.errors import AgreedError, InputError, TrainingError
+from meshtrain.job.exit import by_signal, signal_of
+from meshtrain.job.process import Job
+from meshtrain.job.signals import StopKind, StopReason
+from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind
+from meshtrain.layout import LayoutError
+from meshtrain.run.run_folder import RunFolder
+from meshtrain.storage import optional
+
+if TYPE_CHECKING:
+    from meshtrain.metrics.goodput import GoodputTracker
+
+EXIT_RESTART = 1  # the exit status of a process that stops for another node's sake, and is to be started again
+STOPPED = 75  # the exit status of a run that was asked to stop and can be gone on with: EX_TEMPFAIL of sysexits.h
+
+
+class RunStatus:
+    """Around a run: rank 0 forgets how the last job ended, and writes down how this one does, unless it is refused at
+    start."""
+
+    def __init__(self, folder: RunFolder, job: Job) -> None:
+        self.folder = folder
+        self.job = job
+        self.stopped: str | None = None  # on whose request, with everything saved
+        self.stop_kinds: list[StopKind] = []  # of these requests
+        self.status = 0  # with which this process ends, if all goes well
+        self._goodput: GoodputTracker | None = None  # since the run has begun
+
+    def __enter__(self) -> "RunStatus":
+        return self
+
+    @property
+    def step(self) -> int:
+        return 0 if self._goodput is None else self._goodput.finished_step
+
+    def already_finished(self, steps: int, resume: Resume) -> bool:
+        """Whether an earlier job has finished this run of so many steps; rank 0 then says what the user may do. Raises
+        InputError: a finished run with another number of steps is in the folder, and no checkpoint to go on from."""
+        last = None
+        with self.job.collective_check("looking at the run's folder"):
+            last = self.folder.last_exit() if self.job.rank == 0 and not resume.back else None
+            last = last if last is not None and last.get("status") == "done" else None
+            if last is not None and last["step"] != steps and resume.checkpoint is None:
+                raise InputError(
+                    f"{self.folder.path} holds a finished run of {last['step']} steps and no checkpoint of it, and "
+                    f"this one has {steps}: name another folder, for instance train.output={self.folder.path}-{steps}"
+                )
+        done = self.job.gather("looking at the run's folder", last is not None and last["step"] == steps)[0]
+        if done:
+            self.job.say(
+                f"{self.folder.path} is done: {steps} steps. Its loss is in metrics.jsonl and loss.png there.\n"
+                f"To start anew, remove the folder or name another:  train.output={self.folder.path}-2\n"
+                f"To go further, train longer from its last step:    train.steps={2 * steps}"
+            )
+        return done
+
+    def stop(self, own_reason: StopReason | None, checkpoint: Path, spec: RunSpec) -> None:
+        """The run has stopped: rank 0 says why, and how to go on. `own_reason`: what has asked this rank."""
+        requests: dict[str, list[str]] = {}
+        own = None if own_reason is None else [own_reason.kind, own_reason.text]
+        for rank, reason in enumerate(self.job.gather("stopping", own)):
+            if reason is not None:
+                requests.setdefault(reason[1], []).append(str(rank))
+                self.stop_kinds.append(StopKind(reason[0]))
+        self.status = STOPPED
+        self.stopped = "asked to stop by " + ", and by ".join(
+            reason if ranks[0] == "0" else f"{reason} on rank {', '.join(ranks)}" for reason, ranks in requests.items()
+        )
+        again = "" if spec.config.checkpoint.resume == "latest" else " with checkpoint.resume=latest"
+        self.job.say(
+            f"\nstopped after step {self.step} of {spec.steps}: {self.stopped}\n"
+            f"the state is in {checkpoint}\n"
+            f"to go on, start the same command again{again}"
+        )
+
+    def begin(self, config: Config, layout_table: str, goodput: "GoodputTracker") -> None:
+        """The run is about to start, with weights or checkpoint already read: from now on its folder says so."""
+        with self.job.collective_check("beginning the run"):
+            if self.job.rank == 0:
+                self.folder.forget_exit()
+                for name, text in (("config.yaml", config.to_yaml()), ("layout.txt", layout_table)):
+                    with optional(f"{name} could not be written"):
+                        self.folder.write(name, text)
+        self._goodput = goodput
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        refused = isinstance(error, InputError | LayoutError)
+        if self.job.rank != 0 or (self._goodput is None and (error is None or refused)):
+            return
+        if error is None and self.stopped is not None:
+            self._write("stopped", STOPPED, self.stopped, next(iter(self.stop_kinds), "stopped"))
+        elif error is None:
+            self._write("done", 0, "all steps are done", "done")
+        else:
+            shared = isinstance(error, AgreedError | TrainingError)  # all ranks have it
+            asks = by_signal(error) or (isinstance(error, Exception) and not shared)
+            first = self.job.failures.first_failure(str(self.job), error) if asks else None
+            reason = _reason(error) if first is None else (first.diagnosis.headline, first.diagnosis.kind)
+            self._write("failed", 1, *reason)
+
+    def write_failed(self, diagnosis: Diagnosis) -> None:
+        """The job is lost while this rank is stuck, or rank 0 is gone; called on the lowest rank that is left."""
+        if self._goodput is not None and self.job.rank == 0:
+            self._write("failed", 1, diagnosis.headline, diagnosis.kind)
+        elif self._goodput is not None and not self.folder.has_exit():
+            # Where a link is cut both sides come here, and the exit.json of rank 0 counts.
+            self.folder.write_exit("failed", 1, diagnosis.headline, self.step, kind=diagnosis.kind)
+
+    def _write(self, status: str, code: int, reason: str, kind: str) -> None:
+        if self._goodput is None:
+            self.folder.write_exit(status, code, reason, self.step, kind=kind)
+            return
+        summary = self._goodput.summary()
+        self.folder.write_exit(status, code, reason, self.step, summary.plain(), kind=kind)
+        self._goodput.end(status)
+        self.job.say(str(summary))
+
+
+def _reason(error: BaseException) -> tuple[str, DiagnosisKind]:
+    text = f"{type(error).__name__}: {error}"
+    if by_signal(error):
+        return f"ended by {signal_of(error)}" if isinstance(error, SystemExit) else text, DiagnosisKind.ENDED
+    if isinstance(error, InputError | LayoutError):
+        return text, DiagnosisKind.INPUT
+    return text, DiagnosisKind.TRAINING if isinstance(error, TrainingError) else DiagnosisKind.FAILED

@@ -1,0 +1,169 @@
+"""Step logging: the results of steps become rows, totals of the run and of its epochs, and the decision to go on."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from meshtrain.checkpoint.resume import RunSpec
+from meshtrain.checkpoint.retention import SAMPLES
+from meshtrain.data import OpenData
+from meshtrain.data.order import samples_digest, share
+from meshtrain.data.order_numpy import items
+from meshtrain.errors import TrainingError
+from meshtrain.evaluate import Evaluation
+from meshtrain.job.process import Job
+from meshtrain.layout import DATA_AXES
+from meshtrain.mesh import Mesh
+from meshtrain.metrics.logger import NoMetrics
+from meshtrain.metrics.step_timer import memory_gib
+from meshtrain.modeling.build import spec_of
+from meshtrain.modeling.flops import mfu, peak_flops, sample_flops
+from meshtrain.run.phase_monitor import PhaseMonitor
+from meshtrain.trainer import StepResult
+
+
+class StepLogger:
+    """Takes the results of the steps in their order. All ranks have one, because all of them stop together.
+
+    Attributes:
+        stop_asked: by some rank, before one of the steps whose results are known.
+        tokens: valid targets since the start of the run.
+        evaluations: of the last step that had one, as a manifest has it.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        job: Job,
+        mesh: Mesh,
+        data: OpenData,
+        monitor: PhaseMonitor,
+        metrics: NoMetrics,
+        counters: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`metrics`: rank 0's is a `Metrics`. `counters`: by `state_dict`, of the checkpoint to go on from."""
+        self.config, self.steps, self.job, self.mesh, self.data = spec.config, spec.steps, job, mesh, data
+        self.stop_asked = False
+        self.evaluations: dict[int, dict[str, float]] = {}
+        self.tokens = 0 if counters is None else counters["tokens"]
+        self._epoch = _Sums() if counters is None else _Sums(**counters["epoch"])
+        self._n_samples = len(data.train)
+        self._pending: Callable[[], StepResult] | None = None
+        self._monitor, self._metrics = monitor, metrics
+        if job.rank == 0:
+            self._count_flops()
+
+    def _count_flops(self) -> None:
+        batch = self.data.train.read([(0, 0)], 1).batch()
+        self._flops, of_model = sample_flops(spec_of(self.config).meta, batch.inputs)
+        self._peak, of_device = peak_flops(self.job.device, self.config.train.precision)
+        self._metrics.say(f"{of_model}; {of_device} (for MFU)")
+
+    def __enter__(self) -> "StepLogger":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._metrics.close()
+
+    def defer(self, result: Callable[[], StepResult]) -> None:
+        """The result of a step that the device may still be working on; `flush` waits for it."""
+        self._pending = result
+
+    def flush(self) -> None:
+        """Logs the deferred step, if any. Raises TrainingError, on every rank: it was not finite, and stops the run."""
+        if self._pending is None:
+            return
+        result, self._pending = self._pending(), None
+        self.stop_asked |= result.stop_asked
+        if not result.finite and not result.overflow:
+            self._handle_nonfinite(result)
+        times = self._monitor.finish_step(result.step)
+        self.tokens += result.num_valid_tokens
+        if result.finite:
+            self._epoch.add(result)
+        if self.job.rank == 0:
+            self._metrics.row(self._row(result, times))
+        if self.ends_epoch(result.step):
+            self._metrics.epoch(result.step * self.config.batch.global_size // self._n_samples, self._epoch.means())
+            self._epoch = _Sums()
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether the YAML asks for an evaluation after this step. The last step has one unless there are none."""
+        every = self.config.train.eval_every
+        if every == "epoch":
+            return step == self.steps or self.ends_epoch(step)
+        return bool(every) and (step == self.steps or step % int(every) == 0)
+
+    def evaluation(self, step: int, evaluation: Evaluation, samples: int) -> None:
+        """Logs an evaluation of so many samples after `step`, whose row was the last."""
+        numbers = evaluation.numbers(self.data.task, self.data.bytes_per_target)
+        self.evaluations = {step: numbers | {SAMPLES: samples}}
+        self._metrics.evaluation(step, numbers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is counted over the steps so far, for a checkpoint: anything that JSON can carry."""
+        return {"tokens": self.tokens, "epoch": vars(self._epoch), "steps": self.steps}
+
+    def ends_epoch(self, step: int) -> bool:
+        size = self.config.batch.global_size
+        return step * size // self._n_samples > (step - 1) * size // self._n_samples
+
+    def _row(self, result: StepResult, times: dict[str, float]) -> dict[str, object]:
+        size, seconds = self.config.batch.global_size, times["step_time_s"]
+        return {
+            "step": result.step,
+            "epoch": (result.step * size - 1) // self._n_samples + 1,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "tokens": self.tokens,
+            "samples": result.step * size,
+            "samples_digest": samples_digest(sample for _, sample in self._items(result.step)),
+            "tokens_per_s": result.num_valid_tokens / seconds,
+            "mfu": mfu(None if self._flops is None else self._flops * size, seconds, self._peak, self.job.world_size),
+            "memory_gib": memory_gib(self.job.device),
+            **times,
+            **{f"sent_bytes_{axis}": sent for axis, sent in result.sent.items()},
+            **result.terms,
+        }
+
+    def _items(self, step: int) -> list[tuple[int, int]]:
+        size = self.config.batch.global_size
+        return items(self.config.train.seed, range((step - 1) * size, step * size), self._n_samples)
+
+    def _handle_nonfinite(self, result: StepResult) -> None:
+        """Says whose samples it was. All ranks are here, because all of them have the same result."""
+        size = self.config.batch.global_size
+        batch = self._items(result.step)
+        own = share(size, self.mesh.size(*DATA_AXES), self.mesh.index(*DATA_AXES))
+        samples = [batch[own[i]][1] for i in result.bad_samples if i < len(own) and self.mesh.speaks_for_samples]
+        ranks = self.job.gather("naming what is not finite", [str(self.job), samples])
+        bad = [f"{rank}: samples {', '.join(map(str, samples))}" for rank, samples in ranks if samples]
+        problem = (
+            f"step {result.step}: the loss is not finite ({'; '.join(bad)})"
+            if bad
+            else f"step {result.step}: every sample's loss is finite, but the gradient's norm is {result.grad_norm}"
+        )
+        if self.config.train.on_nonfinite == "stop":
+            raise TrainingError(
+                f"{problem}. Stopped before that update: the parameters are those of step {result.step - 1}. "
+                "Look at these samples, lower optimizer.lr, or leave such steps out with train.on_nonfinite=skip"
+            )
+        self._metrics.say(f"{problem}; its update is left out (train.on_nonfinite: skip)")
+
+
+class _Sums:
+    def __init__(self, loss: float = 0.0, targets: int = 0, correct: int | None = None) -> None:
+        self.loss = loss
+        self.targets = targets
+        self.correct = correct
+
+    def add(self, result: StepResult) -> None:
+        self.loss += result.loss * result.num_valid_tokens
+        self.targets += result.num_valid_tokens
+        if result.correct is not None:
+            self.correct = (self.correct or 0) + result.correct
+
+    def means(self) -> dict[str, float]:
+        count = max(self.targets, 1)
+        means = {"loss": self.loss / count}
+        return means if self.correct is None else means | {"accuracy": self.correct / count}

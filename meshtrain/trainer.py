@@ -1,0 +1,242 @@
+"""One training step: `forward_backward` of the microbatches, then `optimizer_step`, with one all-reduce over the mesh.
+
+Nothing in it waits for the device, which decides whether it was finite; the host reads the outcome a step later.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from meshtrain.config.locate import model_file
+from meshtrain.data.batch import Batch
+from meshtrain.data.order import share
+from meshtrain.dropout import set_dropout
+from meshtrain.job.pending import Resource, waiting
+from meshtrain.layout import DATA_AXES
+from meshtrain.loss import GlobalCount, StepTerms, agree_on_fields, correct_predictions, sample_losses, valid_targets
+from meshtrain.mesh import Mesh
+from meshtrain.metrics.step_timer import StepTimer
+from meshtrain.optim.grad_norm import clip_factor
+from meshtrain.optim.optimizer import Optimizer
+from meshtrain.parallel.grad_sync import set_is_last_backward
+from meshtrain.parallel.mixed_precision import compute_dtype
+from meshtrain.parallel.tp_plan import shards_sequence
+from meshtrain.pipeline.actions import Action, Kind
+from meshtrain.pipeline.engine import Pipeline, shapes_of
+
+if TYPE_CHECKING:
+    from meshtrain.config import Config
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step came to, over the whole global batch."""
+
+    step: int
+    loss: float  # mean over all valid targets
+    grad_norm: float  # global norm of the gradient of that loss (and of attached terms), before clipping
+    num_valid_tokens: int
+    correct: int | None  # predictions that were right; None but for classifiers
+    lr: float
+    finite: bool  # whether loss and norm were numbers; if not, there was no update
+    overflow: bool  # in float16, whether a too large loss scale was the reason
+    bad_samples: list[int]  # of this rank's samples, numbered within its share, those whose loss was not finite
+    sent: dict[str, int]  # axis -> bytes that this rank sent over it for the step
+    stop_asked: bool = False  # of some rank, when it took this step
+    terms: dict[str, float] = field(default_factory=dict)  # what modules have attached and recorded, by field
+
+
+class Trainer:
+    """Takes a parallelized model through steps: `forward_backward`, then `optimizer_step`, then, later, its result. For
+    a pipeline it is the source of the step's microbatches (`pipeline.engine.MicrobatchSource`)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        config: "Config",
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        task: str,
+        timer: StepTimer,
+    ) -> None:
+        """`task`: "language", or "classification", whose correct predictions are counted. `timer` measures the step."""
+        self.model, self.optimizer, self.mesh, self.device, self.timer = model, optimizer, mesh, device, timer
+        self.clip_norm = config.optimizer.clip_norm
+        self.seed = config.train.seed
+        self.share = share(config.batch.global_size, mesh.size(*DATA_AXES), mesh.index(*DATA_AXES))
+        self.dtype = compute_dtype(config.train.precision)
+        self.counts_correct = task == "classification"
+        self.scale = LossScale(device) if config.train.precision == "float16" else None
+        sequence = config.parallel.sequence_parallel
+        if sequence is None:
+            sequence = shards_sequence(getattr(model_file(config.model.name), "tp_plan", {}))
+        self._same_tokens = mesh.size("tp") > 1 and not sequence  # between the layers, on all ranks of tp
+        self._fields: list[str] | None = None  # of attached terms and statistics, known after the first step
+        self._step, self._batches = 0, list[Batch]()
+        self._on_device: tuple[int, Batch] | None = None  # the microbatch that was used last
+        self._losses: dict[int, Tensor] = {}  # microbatch -> of each of its samples
+        self._correct: list[Tensor] = []
+
+    def forward_backward(self, step: int, microbatches: list[Batch]) -> None:
+        """Forward and backward of this rank's microbatches, which are of equal size; `step` is counted from 1."""
+        self.optimizer.zero_grad()
+        self.mesh.comm_bytes.restart()  # what an evaluation sent is no step's
+        self._step, self._batches, self._on_device = step, microbatches, None
+        self._losses, self._correct = {}, []
+        self._count = GlobalCount(sum(valid_targets(batch.targets) for batch in microbatches), self.mesh, self.device)
+        self._terms = StepTerms(self._count, None if self.scale is None else self.scale.value)
+        if isinstance(self.model, Pipeline):
+            self.model.run(self)
+        else:
+            for i in range(len(microbatches)):
+                set_is_last_backward(self.model, i == len(microbatches) - 1)
+                with self._microbatch(self.model, i):
+                    with self.timer.phase("forward"):
+                        loss = self.loss(i, self.model(*self.inputs(i)))
+                    with self.timer.phase("backward"):
+                        loss.backward()
+        self._batches, self._on_device = [], None
+
+    def shapes(self, microbatch: int) -> tuple[tuple[int, ...] | None, ...]:
+        return shapes_of(self._batches[microbatch].inputs)
+
+    def inputs(self, microbatch: int) -> tuple[Tensor | None, ...]:
+        return self._batch(microbatch).inputs
+
+    @contextmanager
+    def around(self, stage: nn.Module, action: Action) -> Iterator[None]:
+        phase = "forward" if action.kind is Kind.FORWARD else "backward"
+        with self._microbatch(stage, action.microbatch), self.timer.phase(phase):
+            yield
+
+    def loss(self, microbatch: int, logits: Tensor) -> Tensor:
+        """A microbatch's share of the loss of the step, scaled for float16; keeps the loss of each sample."""
+        targets = self._batch(microbatch).targets
+        losses = sample_losses(logits, targets)
+        self._losses[microbatch] = losses.detach()
+        if self.counts_correct:
+            self._correct.append(correct_predictions(logits.detach(), targets))
+        with self.timer.phase("communication"):
+            count = self._count.value()
+        loss = losses.sum() / count.to(losses.dtype)
+        return loss if self.scale is None else loss * self.scale.value
+
+    def _batch(self, microbatch: int) -> Batch:
+        if self._on_device is None or self._on_device[0] != microbatch:
+            self._on_device = microbatch, self._batches[microbatch].to(self.device, self.dtype)
+        return self._on_device[1]
+
+    @contextmanager
+    def _microbatch(self, model: nn.Module, microbatch: int) -> Iterator[None]:
+        """Around a forward and around a backward, which may compute it again: what modules know of their samples."""
+        size = len(self._batches[microbatch].targets)
+        first = self.share.start + microbatch * size
+        set_dropout(model, seed=self.seed, step=self._step, samples=range(first, first + size))
+        with self._terms.of_microbatch(size, min(max(self.share.stop - first, 0), size)):
+            yield
+
+    def optimizer_step(self, step: int, stop_asked: bool = False) -> Callable[[], StepResult]:
+        """The update of step `step` with the accumulated gradients, unless something was not finite. `stop_asked`: this
+        rank was asked to stop. Returns a function that gives the step's result; it waits until the device has got
+        there."""
+        with self.timer.phase("optimizer"):
+            in_order = [self._losses[i] for i in sorted(self._losses)]  # none on a rank without the last stage
+            losses = torch.cat(in_order).double() if in_order else self._zeros(0)
+            sums = self._sums(losses, stop_asked)
+            with self.timer.phase("communication"):
+                self.mesh.sum(sums)  # the one all-reduce of a step
+            loss, norm = sums[0] / self._count.value(), sums[1].sqrt()
+            scale = torch.ones_like(norm) if self.scale is None else self.scale.value.double()
+            unscale = None if self.scale is None else 1 / scale
+            norm = norm if unscale is None else norm * unscale
+            bad = ~(loss.isfinite() & norm.isfinite())
+            factor = clip_factor(norm, self.clip_norm)
+            if unscale is not None:
+                factor = unscale if factor is None else factor * unscale
+            lr = self.optimizer.update(step, factor, bad)
+            if self.scale is not None:
+                self.scale.update(bad)
+            main = torch.stack([loss, norm, sums[2], self._count.total(), scale, sums[3]])
+            read = read_later(torch.cat([main, sums[4:]]))
+        self.timer.end_step()
+        sent = self.mesh.comm_bytes.by_axis()
+        return lambda: self._result(step, read(), losses, lr, sent)
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=self.device)
+
+    def _sums(self, losses: Tensor, stop_asked: bool) -> Tensor:
+        """(4 + 2 n,), this rank's: loss, squared norm of the gradient, correct predictions, stop requests; then the sum
+        and the count of each field of `StepTerms`."""
+        if self._fields is None:
+            self._fields = agree_on_fields(self._terms, self.mesh, same_tokens=self._same_tokens)
+        if new := self._terms.sums.keys() - set(self._fields):
+            raise RuntimeError(f"step {self._step} attached {', '.join(sorted(new))}, and the first step did not")
+        correct = torch.stack(self._correct).sum().double() if self._correct else self._zeros()
+        counts_samples = self.mesh.speaks_for_samples
+        loss, correct = (x if counts_samples else self._zeros() for x in (losses.sum(), correct))
+        # Filled on the device: a copy of a host's number would wait until the device has done all work before it.
+        stop = torch.full_like(loss, float(stop_asked))
+        main = torch.stack([loss, self.optimizer.squared_norm(), correct, stop])
+        terms = self._terms.stack(self._fields)
+        if self._same_tokens and not counts_samples:
+            terms = torch.zeros_like(terms)
+        return torch.cat([main, terms])
+
+    def _result(self, step: int, numbers: list[float], losses: Tensor, lr: float, sent: dict[str, int]) -> StepResult:
+        loss, norm, correct, targets, scale, stop, *sums = numbers
+        finite = torch.tensor([loss, norm]).isfinite().tolist()
+        bad = [] if all(finite) else (~losses.isfinite()).nonzero().flatten().tolist()
+        # Where the scale is down to 1 it is not the scale that is too large.
+        overflow = scale > 1 and finite == [True, False]
+        hits = int(correct) if self.counts_correct else None
+        terms = {
+            name: total / max(targets, 1) if name.startswith("loss/") else total / count if count else total
+            for name, total, count in zip(self._fields or (), sums[::2], sums[1::2], strict=True)
+        }
+        return StepResult(step, loss, norm, int(targets), hits, lr, all(finite), overflow, bad, sent, stop > 0, terms)
+
+
+def read_later(numbers: Tensor) -> Callable[[], list[float]]:
+    """Copies numbers from the device to the host without waiting; what it returns waits for them."""
+    if not numbers.is_cuda:
+        return numbers.tolist
+    copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    copied.copy_(numbers, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+
+    def read() -> list[float]:
+        with waiting("the device", resource=Resource.DEVICE):
+            event.synchronize()
+        return copied.tolist()
+
+    return read
+
+
+class LossScale:
+    """The factor that lifts float16 gradients above the smallest number of that type (Micikevicius et al.,
+    https://arxiv.org/abs/1710.03740). It halves on all ranks, and the step is skipped, where the global norm is not
+    finite; after `GROWTH` good steps in a row it doubles."""
+
+    FIRST = 2.0**16
+    GROWTH = 2000
+
+    def __init__(self, device: torch.device) -> None:
+        self.value = torch.tensor(self.FIRST, device=device)
+        self.good = torch.tensor(0, device=device)  # steps in a row
+
+    def update(self, overflow: Tensor) -> None:
+        """Takes the outcome of a step: a boolean scalar on the device. `value` and `good` stay on their memory."""
+        good = torch.where(overflow, 0, self.good + 1)
+        grows = good == self.GROWTH
+        # Below 1 it would lift nothing, and from 0 it would never come back.
+        lower, higher = (self.value / 2).clamp(min=1), torch.where(grows, self.value * 2, self.value)
+        self.value.copy_(torch.where(overflow, lower, higher))
+        self.good.copy_(torch.where(grows, 0, good))

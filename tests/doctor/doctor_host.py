@@ -1,0 +1,40 @@
+"""Doctors one after the other on one host of the tests, without importing torch for each: a JSON line in, one out."""
+
+import argparse
+import importlib
+import json
+import os
+import socket
+import sys
+import time
+from dataclasses import asdict
+
+from meshtrain.doctor.command import DoctorRun, add_arguments, examine
+from meshtrain.doctor.torchrun_options import read_place
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_arguments(parser)
+    importlib.import_module("torch")  # so that both hosts are as quick from now on
+    print("ready", flush=True)
+    for line in sys.stdin:
+        task = json.loads(line)
+        given = parser.parse_intermixed_args(task["arguments"])
+        variables = {**os.environ, **task["variables"]}
+        place = read_place(given, variables, socket.gethostname())
+        outcome = examine(
+            DoctorRun(
+                place,
+                variables,
+                given.config,
+                tuple(given.overrides),
+                given.wait,
+                clock=lambda ahead=task["ahead_s"]: time.time() + ahead,
+            )
+        )
+        print(json.dumps([asdict(one) for one in outcome.findings]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

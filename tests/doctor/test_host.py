@@ -1,0 +1,162 @@
+"""What is found on a host, and what NCCL finds there and says."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshtrain.doctor import host as machine
+from meshtrain.doctor import nccl
+from meshtrain.doctor.nccl import library_cache, net_plugin, settings_of_files, slow_settings, transports
+from meshtrain.doctor.records import Host, Interface, Place, Port
+
+LO, ETH0 = Interface("lo", ("127.0.0.1",)), Interface("eth0", ("10.0.0.1",))
+OFI = "/opt/ofi/lib/libnccl-net.so"
+
+
+def gpu_host(**values: object) -> Host:
+    place = Place("torchrun's options", "c10d", "a", 1, "job", 2, 2)
+    return replace(Host("a", place, 8, gpus_seen=8, interfaces=(LO, ETH0)), **values)  # type: ignore[arg-type]
+
+
+def infiniband(**variables: str) -> Host:
+    return gpu_host(ports=(Port("mlx5_0:1"),), variables=variables)
+
+
+NCCL_LOG = """node1:7:9 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]; OOB eth0:10.0.0.1<0>
+node1:7:9 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0> [1]eth1:fe80::1%eth1<0>
+node1:7:9 [0] NCCL INFO Using network IB
+node1:7:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
+node1:7:9 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[1] via P2P/CUMEM
+node1:7:9 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via NET/IB/3/GDRDMA
+node1:7:9 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via NET/AWS Libfabric/0/GDRDMA comm 0x55 nRanks 16
+node1:7:9 [0] NCCL INFO Channel 00 : 0[0] -> 1[1] via SHM/direct/direct
+"""
+
+
+def test_the_transport_is_what_nccl_says() -> None:
+    assert transports(NCCL_LOG) == [
+        "NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]",
+        "NET/Socket : Using [0]eth0 [1]eth1",
+        "via NET/AWS Libfabric/GDRDMA",
+        "via NET/IB/GDRDMA",
+        "via P2P/CUMEM",
+        "via SHM/direct/direct",
+    ]
+    assert transports("") == []
+
+
+def test_what_makes_a_job_slower_is_named_with_its_value() -> None:
+    usual = {"NCCL_P2P_LEVEL": "NVL", "NCCL_NET_GDR_LEVEL": "SYS", "NCCL_IB_DISABLE": "0", "NCCL_NET": "IB"}
+    assert slow_settings(infiniband(**usual)) == {}
+    slow = {"NCCL_P2P_LEVEL": "LOC", "NCCL_NET_GDR_LEVEL": "LOC", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
+    named = ["NCCL_P2P_LEVEL=LOC", "NCCL_IB_DISABLE=1", "NCCL_NET=Socket", "NCCL_NET_GDR_LEVEL=LOC"]
+    assert list(slow_settings(infiniband(**slow))) == named
+    assert list(slow_settings(gpu_host(variables=slow))) == named[:1], "there is nothing else than sockets"
+    assert list(slow_settings(gpu_host(net_plugin=OFI, nccl_conf=slow))) == [named[0], *named[2:]]
+    assert slow_settings(replace(infiniband(**slow), gpus_seen=0)) == {}, "gloo does not look at them"
+
+
+# What is found on a host --------------------------------------------------------------------------------------------
+
+
+def test_the_plugin_of_a_network(tmp_path: Path) -> None:
+    mine, whole = tmp_path / "libnccl-net-mine.so", tmp_path / "odd [1]/x.so"
+    whole.parent.mkdir()
+    for file in (mine, whole):
+        file.touch()
+    cached = {"libnccl-net.so": "/lib/libnccl-net.so", "libnccl-net-ofi.so": "/lib/libnccl-net-ofi.so"}
+    path = {"LD_LIBRARY_PATH": f":/:/**:{whole.parent}:{tmp_path}"}
+    assert net_plugin({}, {}) == ""
+    assert net_plugin({}, cached) == "/lib/libnccl-net.so"
+    for asked, found in {
+        "none": "", "NONE": "", "ofi": "/lib/libnccl-net-ofi.so", "mine": str(mine), "libnccl-net-mine.so": str(mine),
+        "gone,mine": str(mine), str(whole): str(whole), "x.so": str(whole), "gone": "", "/gone/x.so": "",
+    }.items():  # fmt: skip
+        assert net_plugin(path | {"NCCL_NET_PLUGIN": asked}, cached) == found, asked
+
+
+def test_what_the_loader_knows() -> None:
+    known = library_cache()
+    assert known["libc.so.6"].startswith("/")
+
+
+def test_nccl_reads_files_of_settings_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    users, hosts = tmp_path / ".nccl.conf", tmp_path / "etc.conf"
+    users.write_bytes("# für alle\nNCCL_IB_DISABLE=1\n\nNCCL_SOCKET_IFNAME==eth1\n NCCL_NET=IB\n".encode("latin-1"))
+    hosts.write_text("NCCL_SOCKET_IFNAME=eth0\nNCCL_DEBUG=WARN\n")
+    monkeypatch.setattr(nccl, "_home", lambda: tmp_path)
+    found = settings_of_files({"NCCL_IB_DISABLE": "0"}, hosts)
+    assert found == {"NCCL_SOCKET_IFNAME": "=eth1", " NCCL_NET": "IB", "NCCL_DEBUG": "WARN"}
+    assert gpu_host(variables={"NCCL_IB_DISABLE": "0"}, nccl_conf=found).settings == {"NCCL_IB_DISABLE": "0", **found}
+    named = settings_of_files({"NCCL_CONF_FILE": str(hosts)}, tmp_path / "none")
+    assert named == {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "WARN"}
+    monkeypatch.setattr(nccl, "_home", lambda: tmp_path / "none")
+    assert settings_of_files({}, tmp_path / "none") == {}
+
+
+def card(folder: Path, name: str, driver: str, layer: str, state: str, rate: str, gids: tuple[str, ...] = ()) -> None:
+    """A card of one port in /sys/class/infiniband."""
+    port = folder / name / "ports" / "1"
+    (port / "gid_attrs" / "types").mkdir(parents=True)
+    (folder / name / "device").mkdir()
+    (folder / driver).mkdir(exist_ok=True)
+    (folder / name / "device" / "driver").symlink_to(folder / driver)
+    for file, text in {"link_layer": layer, "state": state, "rate": rate}.items():
+        (port / file).write_text(f"{text}\n")
+    for i, gid in enumerate(gids):
+        (port / "gid_attrs" / "types" / str(i)).write_text(f"{gid}\n")
+
+
+def test_the_ports_of_rdma_cards(tmp_path: Path) -> None:
+    card(tmp_path, "mlx5_0", "mlx5_core", "InfiniBand", "4: ACTIVE", "400 Gb/sec (4X NDR)", ("IB/RoCE v1",))
+    card(tmp_path, "mlx5_1", "mlx5_core", "InfiniBand", "1: DOWN", "10 Gb/sec (4X SDR)")
+    card(tmp_path, "mlx5_2", "mlx5_core", "Ethernet", "4: ACTIVE", "200 Gb/sec (4X HDR)", ("IB/RoCE v1", "RoCE v2"))
+    card(tmp_path, "rdmap1s0", "efa", "Unknown", "4: ACTIVE", "100 Gb/sec (4X EDR)")
+    (tmp_path / "mlx5_0/ports/1/gid_attrs/types/1").mkdir()  # as one that is not in use, it cannot be read
+    found = machine.ports(tmp_path)
+    assert found == (
+        Port("mlx5_0:1", "InfiniBand", True, 400.0, "mlx5_core"),
+        Port("mlx5_1:1", "InfiniBand", False, 10.0, "mlx5_core"),
+        Port("mlx5_2:1", "Ethernet", True, 200.0, "mlx5_core", True),
+        Port("rdmap1s0:1", "Unknown", True, 100.0, "efa"),
+    )
+    host = gpu_host(ports=found)
+    assert ([one.name for one in host.rdma], host.rdma_name, host.efa) == (
+        ["mlx5_0:1", "mlx5_2:1"], "InfiniBand and RoCE", True,
+    )  # fmt: skip
+    assert machine.ports(tmp_path / "none") == ()
+    assert not machine.verbs(tmp_path / "none")
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/uverbs0").touch()
+    assert machine.verbs(tmp_path / "dev")
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("groups", "folder", "files", "memory"),
+    [
+        ("0::/job_7/step_0\n", "", {}, (64, 60)),
+        ("0::/job_7/step_0\n", "job_7", {"max": 8 * GIB, "current": 6 * GIB, "inactive_file": GIB}, (8, 3)),
+        ("0::/\n", "", {"max": 8 * GIB, "current": 2 * GIB, "inactive_file": 0}, (8, 6)),
+        ("0::/job_7\n", "job_7", {"max": "max", "current": 6 * GIB, "inactive_file": 0}, (64, 60)),
+        (
+            "9:cpu:/x\n4:memory:/slurm/job_7\n0::/\n", "memory/slurm/job_7",
+            {"limit_in_bytes": 16 * GIB, "usage_in_bytes": 4 * GIB, "total_inactive_file": 2 * GIB}, (16, 14),
+        ),
+    ],
+)  # fmt: skip
+def test_memory_is_that_of_the_group_that_a_job_is_held_to(
+    tmp_path: Path, groups: str, folder: str, files: dict[str, object], memory: tuple[float, float]
+) -> None:
+    host, own = tmp_path / "meminfo", tmp_path / "cgroup"
+    host.write_text(f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {60 * 2**20} kB\n")
+    own.write_text(groups)
+    group = tmp_path / "root" / folder
+    group.mkdir(parents=True)
+    for name, value in files.items():
+        file = "stat" if name.endswith("inactive_file") else name
+        (group / f"memory.{file}").write_text(f"{name} {value}\n" if file == "stat" else f"{value}\n")
+    assert machine.memory_gib(host, own, tmp_path / "root") == memory

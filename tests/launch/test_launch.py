@@ -1,0 +1,314 @@
+"""`meshtrain launch`: what it refuses, the script that it writes, and that the script trains where SLURM would run it.
+
+SLURM itself is not here: sbatch, srun and scontrol are small stand-ins on PATH. On a real cluster the scripts of
+tools/slurm, and with them this one, run in tests/slurm.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshtrain.cli import main as cli
+from meshtrain.config import locate
+from meshtrain.launch.checks import nodes_that_fit
+from meshtrain.launch.request import seconds
+from meshtrain.launch.script import block, render
+from meshtrain.layout import Layout, LayoutError
+from tests.launching import run
+
+TEMPLATES = ("train.sbatch", "train-srun.sbatch")
+NODES = ("--slurm", "--nodes", "4", "--gpus-per-node", "8")
+SPLITTABLE = ("model.num_attention_heads=16", "model.num_key_value_heads=16")
+SHORT = ("train.steps=2", "train.eval_every=0", "train.sample_tokens=0", "batch.global_size=4", "data.workers=0")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the command is run; there is no SLURM but the test's own."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "bin").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin")
+    return tmp_path / "here"
+
+
+def launch(*words: str) -> int:
+    return cli.main(["launch", "configs/quickstart.yaml", *words])
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The script of a job that fits."""
+    assert launch("--dry-run", *words) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def directives(script: str) -> dict[str, str]:
+    """What sbatch reads: each option once, before the first command."""
+    found = re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script.partition("\nset ")[0], re.MULTILINE)
+    assert len(dict(found)) == len(found) == len(re.findall(r"^#SBATCH", script, re.MULTILINE))
+    return dict(found)
+
+
+# The script ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_script_asks_for_what_was_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder.parent / "modules.sh").touch()
+    script = dry_run(
+        capsys, *NODES, "--partition", "gpu", "--account=lab-7", "--time", "3:50:00", "--env", "NCCL_DEBUG=INFO",
+        "--env", "WORDS=a 'b'", "--activate", "../modules.sh", "layout.tp=2",
+    )  # fmt: skip
+    asked = directives(script)
+    assert asked | {
+        "job-name": "quickstart", "nodes": "4", "ntasks-per-node": "1", "gpus-per-node": "8", "cpus-per-task": "64",
+        "time": "3:50:00", "partition": "gpu", "account": "lab-7", "signal": "USR1@600", "chdir": str(folder),
+        "output": f"{folder}/runs/quickstart/logs/slurm-%j.out",
+    } == asked  # fmt: skip
+    assert (folder / "runs/quickstart/logs").is_dir(), "SLURM fails a job whose output has no folder"
+    lines = script.splitlines()
+    assert "export PROCESSES_PER_NODE=8" in lines
+    assert f"export ACTIVATE={folder}/../modules.sh" in lines
+    assert "set -- configs/quickstart.yaml layout.tp=2" in lines
+    assert "export NCCL_DEBUG=INFO" in lines
+    assert (folder / "runs/quickstart/launch.sbatch").read_text() == script
+
+
+def test_a_home_folder_as_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    script = dry_run(capsys, *NODES, "train.output=~/run")
+    assert directives(script)["output"] == f"{tmp_path}/run/logs/slurm-%j.out"
+    assert list((tmp_path / "run").iterdir())
+
+
+def test_a_task_per_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    script = dry_run(capsys, *NODES, "--srun", "--gres", "gpu:h100", "--cpus-per-task", "12")
+    asked = directives(script)
+    assert (asked["ntasks-per-node"], asked["cpus-per-task"], asked["gres"]) == ("8", "12", "gpu:h100:8")
+    assert "gpus-per-node" not in asked
+    assert "torchrun" not in script.partition("set -euo")[2]
+
+
+def test_a_short_job_saves_in_a_quarter_of_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+    script = dry_run(capsys, *NODES, "--time", "20")
+    assert directives(script)["signal"] == "USR1@300"
+    assert "export SAVE_SECONDS=300" in script.splitlines()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_script_is_its_template_but_for_the_jobs_values(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """tools/slurm is the one source: no line of a template is lost, but for the directives that the job sets."""
+    template = (locate.bundled("tools/slurm") / name).read_text()
+    script = dry_run(capsys, *NODES, *(["--srun"] if "srun" in name else []))
+    *_, last = re.finditer(r"^#+SBATCH.*\n", template, re.MULTILINE)
+    assert script.endswith(template[last.end() :])
+    kept = {line for line in template.splitlines() if not line.lstrip("#").startswith("SBATCH")}
+    assert kept <= set(script.splitlines())
+    assert set(directives(template)) <= set(directives(script))
+    checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_directives_are_replaced_added_and_taken_away() -> None:
+    template = (
+        "#!/bin/bash\n# about\n#SBATCH --nodes=2\n#SBATCH --requeue\n##SBATCH --partition=x\n##SBATCH --qos=y\n\nrun\n"
+    )
+    told = {"nodes": "3", "requeue": None, "partition": "p", "chdir": "/a b"}
+    assert render(template, told, ["set -- x"]) == (
+        "#!/bin/bash\n# about\n#SBATCH --nodes=3\n#SBATCH --partition=p\n##SBATCH --qos=y\n"
+        '#SBATCH --chdir="/a b"\n\nset -- x\n\nrun\n'
+    )
+    for value in ('a"b', "a\nb", "a\\b"):
+        with pytest.raises(ValueError, match="sbatch cannot read"):
+            render(template, {"chdir": value}, [])
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), min_size=1, max_size=3))
+def test_words_reach_the_script_as_they_are(words: list[str]) -> None:
+    """Overrides have quotes, braces, spaces and dollar signs in them, and the shell must see none of these."""
+    said = "\n".join(block(words, [("WORD", words[0])], ["a remark\nof two lines"]))
+    assert shlex.split(said, comments=True)[-len(words) :] == words
+
+
+def test_bash_reads_the_words_too(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train.output=runs/it's $HOME `x` 100%", "layout={dp_shard: 32}"]
+    script = dry_run(capsys, *NODES, *words)
+    before = script.partition("\nset -euo")[0]
+    printed = subprocess.run(
+        ["bash"], input=before + "\nprintf '%s\\0' \"$@\"\n", capture_output=True, text=True, check=True
+    )
+    assert printed.stdout.split("\0")[:-1] == ["configs/quickstart.yaml", *words]
+    assert directives(script)["output"].endswith("/runs/it's $HOME `x` 100%%/logs/slurm-%j.out\"")
+
+
+# What is refused ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--nodes", "4", "--gpus-per-node", "8"), "--slurm is the one that meshtrain launch knows"),
+        (("--slurm", "--gpus-per-node", "8"), "--nodes is missing"),
+        (("--slurm", "--nodes", "4"), "--gpus-per-node is missing"),
+        (("--slurm", "--nodes", "0", "--gpus-per-node", "8"), "--nodes 0: expected a number of at least 1"),
+        (("--slurm", "--nodes", "2:4", "--gpus-per-node", "8"), "--nodes 2:4"),
+        ((*NODES, "--gres", "gpu:4"), "--gres gpu:4 asks for 4 GPUs on each node and --gpus-per-node for 8"),
+        ((*NODES, "--gres", "gpu:a:b:c"), "expected a name such as gpu or gpu:h100"),
+        ((*NODES, "--cpus-per-task", "many"), "--cpus-per-task many"),
+        ((*NODES, "--time", "3h"), "--time 3h: SLURM does not know this form; write 3:50:00"),
+        ((*NODES, "--time", "2:30"), "--time 2:30 is 150 seconds"),
+        ((*NODES, "--partition", "a b"), "--partition 'a b'"),
+        ((*NODES, "--account", "x\n#SBATCH --uid=0"), "--account"),
+        ((*NODES, "--activate", "no/venv"), "--activate no/venv: there is no"),
+        ((*NODES, "--env", "NCCL_DEBUG"), "expected NAME=VALUE"),
+        ((*NODES, "--env", "A B=1"), "expected NAME=VALUE"),
+        # The config, and the layout against nodes x GPUs.
+        ((*NODES, "train.step=5"), "did you mean"),
+        ((*NODES, "layout.dp_shard=16"), "With 8 GPUs per node: --nodes 2"),
+        ((*NODES, "layout={pp: 2, dp_shard: 6}"), "12 processes are no multiple of 8: --nodes 2 --gpus-per-node 6"),
+        ((*NODES, "layout={pp: 3, dp_shard: -1}"), "With 8 GPUs per node: --nodes 3 or --nodes 6"),
+        ((*NODES, "layout={tp: 4, dp_shard: -1}"), "6 query heads do not divide over tp 4: use a tp of 1, 2, 3, 6"),
+        ((*NODES, "layout={dp_shard: -1, tp: 16}", *SPLITTABLE), "use {dp_shard: 4, tp: 8}"),
+        ((*NODES, "layout={dp_shard: -1, tp: 8}", *SPLITTABLE), None),
+        ((*NODES, "layout={tp: 8, dp_shard: -1}", *SPLITTABLE), "put tp last: {dp_shard: 4, tp: 8}"),
+        (("--slurm", "--nodes", "2", "--gpus-per-node", "3", "layout.tp=2"), "tp crosses hosts in 1 of 3 groups"),
+        ((*NODES, "layout={tp: 2, dp_shard: -1}", "data.source=text", "data.path=none"), "data.path: there is no"),
+        ((*NODES, "layout={cp: 2, dp_shard: -1}"), "context-parallel training is not built yet"),
+        ((*NODES, "train.output=file/run"), "train.output is"),
+        ((*NODES, 'train.output=runs/a"b'), "sbatch cannot read a value with quotes"),
+    ],
+)
+def test_what_is_wrong_is_refused(
+    words: tuple[str, ...], said: str | None, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if said is None:  # this one is right, and its neighbour wrong
+        dry_run(capsys, *words)
+        return
+    (folder / "file").touch()
+    assert launch("--dry-run", *words) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err, printed.err
+    assert printed.out == ""
+    assert [path.name for path in folder.iterdir()] == ["file"], "nothing is written for a job that cannot be"
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.dictionaries(st.sampled_from(["pp", "dp_shard", "tp"]), st.integers(1, 12), min_size=1),
+    free=st.booleans(),
+    nodes=st.integers(1, 9),
+    gpus=st.integers(1, 9),
+)
+def test_the_numbers_of_nodes_that_are_named_fit(sizes: dict[str, int], free: bool, nodes: int, gpus: int) -> None:
+    sizes |= {"dp_replicate": -1} if free else {}
+    said = nodes_that_fit(sizes, nodes, gpus)
+    counts = [int(count) for count in re.findall(r"--nodes (\d+)", said)]
+    each = re.search(r"--gpus-per-node (\d+)", said)
+    assert counts
+    for count in counts:
+        Layout.resolve(sizes, count * (int(each[1]) if each else gpus))
+    if free:  # the nearest above and below, so that nothing between them fits
+        for between in range(counts[0] + 1, counts[-1]):
+            with pytest.raises(LayoutError):
+                Layout.resolve(sizes, between * gpus)
+
+
+@pytest.mark.parametrize(
+    ("time", "expected"),
+    [("240", 14400), ("5:30", 330), ("3:50:00", 13800), ("1-12", 129600), ("2-1:30", 178200), ("1-0:0:05", 86405)],
+)
+def test_times_are_read_as_slurm_reads_them(time: str, expected: int) -> None:
+    assert seconds(time) == expected
+
+
+def test_what_each_node_may_have_of_its_own_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "env.sh").touch()
+    words = ("--dry-run", "--activate", "env.sh")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(folder.parent))
+        assert launch(*NODES, *words) == 0
+        notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+        assert [note.partition(" is ")[0] for note in notes] == ["note: train.output", "note: the environment"]
+        assert launch("--slurm", "--nodes", "1", "--gpus-per-node", "8", *words) == 0
+    assert "note: " not in capsys.readouterr().err
+
+
+# Submitting ---------------------------------------------------------------------------------------------------------
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    """A stand-in for one of SLURM's commands."""
+    path = folder.parent / "bin" / name
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def test_without_sbatch_nothing_is_written(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(folder.parent / "bin"))
+    assert launch(*NODES) == 2
+    assert "run this where jobs are submitted, or with --dry-run" in capsys.readouterr().err
+    assert not list(folder.iterdir())
+
+
+def test_what_sbatch_says_is_passed_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program(folder, "sbatch", "#!/bin/bash\necho 'sbatch: error: invalid partition specified: gpu' >&2; exit 1\n")
+    assert launch(*NODES, "--partition", "gpu") == 1
+    assert "invalid partition specified: gpu" in capsys.readouterr().err
+
+
+SBATCH = """#!/bin/bash
+[[ $1 == --parsable && $# -eq 2 ]] || exit 1
+cp "$2" "$(dirname "$0")/submitted" && echo "4211;a-cluster"
+"""
+SCONTROL = """#!/bin/bash
+if [[ "$1 $2" == "show hostnames" ]]; then for ((i = 0; i < SLURM_JOB_NUM_NODES; i++)); do echo localhost; done; fi
+"""
+SRUN = """#!/bin/bash
+# A task on each node, side by side.
+while [[ $1 != bash ]]; do shift; done
+for ((i = 0; i < SLURM_JOB_NUM_NODES; i++)); do SLURM_NODEID=$i SLURMD_NODENAME=localhost "$@" & tasks+=($!); done
+for task in "${tasks[@]}"; do wait "$task" || status=$?; done
+exit "${status:-0}"
+"""
+
+
+def test_the_submitted_script_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two nodes with a process each, in the environment of a batch job."""
+    program(folder, "sbatch", SBATCH)
+    program(folder, "scontrol", SCONTROL)
+    program(folder, "srun", SRUN)
+    two = ("--slurm", "--nodes", "2", "--gpus-per-node", "1")
+    assert launch(*two, *SHORT, "train.output=runs/a run", "--env", "OMP_NUM_THREADS=1") == 0
+    said = capsys.readouterr().out
+    assert "2 nodes x 1 GPU: layout {dp_shard: 2}" in said
+    assert "as job 4211" in said
+    assert "tail -F 'runs/a run/logs/slurm-4211.out'" in said
+
+    script = folder.parent / "bin" / "submitted"
+    asked = directives(script.read_text())
+    job = {
+        "ENVIRONMENT": "BATCH",
+        "SLURM_JOB_ID": "4211",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_JOB_NUM_NODES": asked["nodes"],
+        "SLURM_CPUS_PER_TASK": asked["cpus-per-task"],
+        "SLURM_PROCID": "0",
+    }
+    done = run(["bash", str(script)], env=job | {"PATH": os.environ["PATH"]}, cwd=Path(asked["chdir"]))
+    done.check()
+    output = folder / "runs/a run"
+    assert json.loads((output / "exit.json").read_text())["status"] == "done", done.out
+    assert len((output / "metrics.jsonl").read_text().splitlines()) == 2
+    assert len(list(output.glob("logs/slurm-4211.0/node_[01]/*/attempt_0/0/stdout.log"))) == 2, "one log of each rank"

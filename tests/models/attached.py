@@ -1,0 +1,25 @@
+"""A llama whose first layer adds an L2 term of its hidden activations to the loss, and records statistics of them."""
+
+import torch
+from torch import Tensor
+
+from meshtrain.config.locate import model_file
+from meshtrain.loss import attach, record
+
+llama = model_file("llama")
+Config, init_plan, tp_plan, check = llama.Config, llama.init_plan, llama.tp_plan, llama.check
+
+
+class AttachedLayer(llama.Layer):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        x = super().forward(x, cos, sin, mask)
+        squares = x.square().mean(-1)
+        record("square", squares, torch.ones_like(squares))
+        record("positive", (x > 0).sum(-1))
+        return attach(x, "hidden", 3 * squares)
+
+
+class Model(llama.Model):
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        self.model.layers[0] = AttachedLayer(config)

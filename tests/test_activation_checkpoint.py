@@ -1,0 +1,107 @@
+"""Blocks that run again in backward draw the random numbers that they drew before."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from meshtrain.config.locate import model_file
+from meshtrain.errors import InputError
+from meshtrain.layout import Layout
+from meshtrain.mesh import Mesh, build_mesh
+from meshtrain.metrics.logger import read
+from meshtrain.parallel import parallelize as apply
+from meshtrain.parallel.activation_checkpoint import ATTENTION, _policy
+from meshtrain.parallel.parallelize import ParallelOptions, apply_data_parallel, parallelize
+from tests.parity.cells import train
+from tests.parity.experiments import QUICKSTART, Experiment
+
+MODELS = Path(__file__).parent / "models"
+
+
+def drawn_model(recompute: str, compile: bool = False) -> nn.Module:
+    """A model that drops by torch's generator in three ways."""
+    torch.manual_seed(0)
+    file = model_file(str(MODELS / "functional_dropout.py"))
+    return parallelize(
+        file.Model(file.Config(vocab_size=30)), build_mesh(Layout({})), recompute=recompute, compile=compile
+    )
+
+
+def drawn_steps(model: nn.Module) -> list[Tensor]:
+    """Logits and gradients of microbatches two of which are under way at once, as in a pipeline."""
+    torch.manual_seed(3)
+    tokens = torch.randint(0, 30, (4, 2, 6), generator=torch.Generator().manual_seed(1))
+    found: list[Tensor] = []
+    first = model(tokens[0])
+    for i in range(1, 4):
+        second = model(tokens[i])
+        first.square().sum().backward()
+        found.append(first.detach())
+        first = second
+    first.square().sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert len(gradients) == len(list(model.parameters()))
+    return [*found, *gradients]
+
+
+@pytest.mark.parametrize(("recompute", "compile"), [("full", False), ("selective", False), ("full", True)])
+def test_a_block_that_runs_again_draws_the_same(recompute: str, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F.dropout, attention's own and nn.Dropout: neither a gradient nor what is drawn afterwards may tell."""
+    # The partitioner that decides what runs again, without the seconds of generating code.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    expected = drawn_steps(drawn_model("none", compile))
+    assert len({float(x.double().sum()) for x in expected[:3]}) == 3
+    for found, known in zip(drawn_steps(drawn_model(recompute, compile)), expected, strict=True):
+        torch.testing.assert_close(found, known, rtol=1e-5 if compile else 0, atol=1e-6 if compile else 0)
+
+
+def test_recomputation_in_a_pipeline_draws_the_same(tmp_path: Path) -> None:
+    """With microbatches under way whose backwards come in another order than their forwards."""
+    keys = (
+        f"model={{name: {MODELS / 'functional_dropout.py'}}}",
+        "data.seq_len=16",
+        "data.workers=0",
+        "batch.global_size=6",
+        "batch.micro_size=2",
+        "train.steps=3",
+        "train.eval_every=0",
+        "train.sample_tokens=0",
+        "pipeline.schedule=zbv",
+    )
+    drawn = Experiment("drawn", QUICKSTART, keys, 0)
+    kinds = ("none", "full", "selective")
+    train(tmp_path, 2, [(drawn, kind, "{pp: 2}", (f"parallel.recompute={kind}",)) for kind in kinds])
+    none, *others = ([(r["loss"], r["grad_norm"]) for r in read(tmp_path / kind / "metrics.jsonl")] for kind in kinds)
+    assert len(set(none)) == 3
+    assert others == [none, none]
+
+
+def test_attention_that_draws_is_run_again() -> None:
+    """A GPU's kernel draws inside; were its result kept, the dropouts behind it would draw from another state."""
+    for operator, position in ATTENTION.items():
+        assert operator._schema.arguments[position].name == "dropout_p"
+        before = [None] * position
+        for args, kwargs, again in (
+            ((*before, 0.1), {}, True),
+            ((*before, 0.0), {}, False),
+            ([None] * 3, {}, False),  # torch leaves defaults out
+            ([None] * 3, {"dropout_p": 0.1}, True),
+        ):
+            policy = _policy(None, operator, *args, **kwargs)
+            assert policy is (CheckpointPolicy.PREFER_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE)
+
+
+def test_torchs_own_dropout_is_refused_where_ranks_of_tp_have_the_same_activations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(apply, "sum_partial_gradients", lambda *_, **__: None)  # here is no other rank
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    mesh = Mesh(Layout({"tp": 2}), 0, "cpu", None, {})
+    with pytest.raises(InputError, match="1 is a Dropout, whose mask each rank of tp would draw for itself"):
+        apply_data_parallel(model, mesh, ParallelOptions(sequence_parallel=False))
+    apply_data_parallel(model, mesh, ParallelOptions(sequence_parallel=True))
+    apply_data_parallel(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), mesh, ParallelOptions(sequence_parallel=False))

@@ -1,0 +1,270 @@
+"""Ranks that are not alike are told apart before anything is built: key by key, with ranks and hosts."""
+
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+
+from meshtrain.config import Config
+from meshtrain.data import Document, write
+from meshtrain.errors import AgreedError
+from meshtrain.job import consistency
+from meshtrain.job.consistency import (
+    NOT_SET,
+    Fingerprint,
+    describe_ranks,
+    differences,
+    flat,
+    require_equal,
+    run_fingerprints,
+)
+from meshtrain.job.environment import Environment
+from meshtrain.job.process import Job
+from tests.launching import ROOT, forked
+from tests.parity.experiments import QUICKSTART, SMALL
+
+HOSTS = ["a", "a", "b", "b", "c"]
+
+
+# In words ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ([4], "rank 4 (host c)"),
+        ([0, 1], "ranks 0-1 (host a)"),
+        ([4, 0, 1, 2], "ranks 0-2, 4 (hosts a, b, c)"),
+        ([1, 3], "ranks 1, 3 (hosts a, b)"),
+    ],
+)
+def test_ranks_and_hosts(ranks: list[int], said: str) -> None:
+    assert describe_ranks(ranks, HOSTS) == said
+
+
+def test_many_ranks_and_hosts_are_cut() -> None:
+    hosts = [f"h{rank // 8}" for rank in range(4096)]
+    assert describe_ranks(range(4096), hosts) == "ranks 0-4095 (hosts h0, h1, h2, h3 and 508 more)"
+    assert describe_ranks(range(0, 4096, 2), hosts).startswith("ranks 0, 2, 4, 6 and 2044 more (hosts h0, ")
+
+
+def test_differences_are_told_key_by_key() -> None:
+    values = [{"lr": "0.001", "seed": "0"}, {"lr": "0.0003", "seed": "0"}, {"lr": "0.001", "seed": "0", "more": "x"}]
+    assert differences(values, [[0, 1], [2], [3, 4]], HOSTS) == [
+        "lr: 0.001 on ranks 0-1, 3-4 (hosts a, b, c), 0.0003 on rank 2 (host b)",
+        f"more: {NOT_SET} on ranks 0-2 (hosts a, b), x on ranks 3-4 (hosts b, c)",
+    ]
+
+
+def test_nothing_is_told_of_ranks_that_are_alike() -> None:
+    assert differences([{"lr": "1"}], [[0, 1, 2, 3, 4]], HOSTS) == []
+
+
+def test_long_lists_and_values_are_cut() -> None:
+    values = [{str(key): f"{rank}{'x' * 500}" for key in range(50)} for rank in range(2)]
+    lines = differences(values, [[0], [1], [2, 3], [4]], HOSTS)
+    assert len(lines) == consistency.MOST_LINES + 2
+    assert lines[-2:] == ["and 38 more", "and ranks 2-4 (hosts b, c) differ from all of these"]
+    assert max(map(len, lines)) < 300
+
+
+def test_nested_values_have_the_names_of_the_yaml() -> None:
+    assert flat({"a": {"b": {"c": 1}, "d": None}, "e": (1, 2)}) == {"a.b.c": "1", "a.d": "null", "e": "(1, 2)"}
+
+
+# Through the store ---------------------------------------------------------------------------------------------------
+
+
+def together(topics: Sequence[Sequence[Fingerprint]]) -> list[str]:
+    """What each of several ranks, threads of this process, is told: the error, or nothing."""
+    store = dist.HashStore()
+
+    def rank(number: int) -> str:
+        place = Environment("torchrun", number, len(topics), number, HOSTS[number], None)
+        try:
+            require_equal(Job(place, torch.device("cpu"), store), *topics[number])
+        except AgreedError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(topics)) as pool:
+        return list(pool.map(rank, range(len(topics))))
+
+
+CONFIG = Fingerprint("the config", {"lr": "0.001", "seed": "0"}, "use the same file")
+DATA = Fingerprint("the data", {"fingerprint": "abc"}, "use the same data")
+
+
+def test_ranks_that_are_alike_go_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With one message of each: the order of what is compared does not count."""
+    rounds: list[int] = []
+    begin = Job.round
+    monkeypatch.setattr(Job, "round", lambda job: rounds.append(job.rank) or begin(job))
+    again = replace(CONFIG, values=dict(reversed(CONFIG.values.items())))
+    assert together([[CONFIG, DATA], [again, DATA], [CONFIG, DATA]]) == ["", "", ""]
+    assert sorted(rounds) == [0, 1, 2]
+    assert capsys.readouterr().out == ""
+
+
+def test_all_ranks_are_told_the_same_difference() -> None:
+    other = replace(CONFIG, values={"lr": "0.0003", "seed": "0"})
+    told = together([[CONFIG, DATA], [CONFIG, DATA], [other, DATA], [other, DATA]])
+    assert told == 4 * [
+        "the config is not the same on all ranks:\n"
+        "  lr: 0.001 on ranks 0-1 (host a), 0.0003 on ranks 2-3 (host b)\n"
+        "use the same file"
+    ]
+
+
+def test_all_topics_that_differ_are_told() -> None:
+    """Each with ranks of its own, also where rank 0 is the odd one, and where no two ranks have the same."""
+    seeds = [replace(CONFIG, values={"seed": str(rank)}) for rank in range(5)]
+    data = [DATA, *4 * [replace(DATA, values={"fingerprint": "def"})]]
+    told = together([list(topics) for topics in zip(seeds, data, strict=True)])
+    assert len(set(told)) == 1
+    assert "  seed: 0 on rank 0 (host a), 1 on rank 1 (host a), 2 on rank 2 (host b), " in told[0]
+    assert "  fingerprint: abc on rank 0 (host a), def on ranks 1-4 (hosts a, b, c)\nuse the same data" in told[0]
+
+
+def test_more_values_than_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consistency, "MOST_VALUES", 3)
+    told = together([[replace(CONFIG, values={"seed": str(rank)})] for rank in range(5)])
+    assert "2 on rank 2 (host b)\n  and ranks 3-4 (hosts b, c) differ from all of these\n" in told[4]
+
+
+def test_ranks_that_have_not_looked_are_left_out() -> None:
+    unseen = replace(DATA, values=None)
+    assert together([[DATA], [unseen], [DATA], [unseen]]) == 4 * [""]
+    told = together([[DATA], [unseen], [replace(DATA, values={"fingerprint": "def"})], [unseen]])
+    assert told == 4 * [
+        "the data is not the same on all ranks:\n  fingerprint: abc on rank 0 (host a), def on rank 2 (host b)\n"
+        "use the same data"
+    ]
+
+
+def test_what_need_not_be_the_same_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    topics = [
+        Fingerprint("the environment", {"NCCL_DEBUG": "INFO"} if rank else {}, "set it", False) for rank in range(3)
+    ]
+    assert together([[CONFIG, topic] for topic in topics]) == ["", "", ""]
+    assert capsys.readouterr().out == (
+        "warning: the environment is not the same on all ranks:\n"
+        f"  NCCL_DEBUG: {NOT_SET} on rank 0 (host a), INFO on ranks 1-2 (hosts a, b)\nset it\n"
+    )
+
+
+# What is compared ----------------------------------------------------------------------------------------------------
+
+
+def topics_of(*overrides: str, variables: dict[str, str] | None = None) -> dict[str, Fingerprint]:
+    config = Config.load(QUICKSTART, overrides)
+    return {topic.name: topic for topic in run_fingerprints(config, variables or {})}
+
+
+def test_the_order_of_the_axes_is_a_part_of_the_config() -> None:
+    one = topics_of("layout={dp_replicate: 2, dp_shard: 3}")["the config"].values
+    other = topics_of("layout={dp_shard: 3, dp_replicate: 2}")["the config"].values
+    assert {key for key in one if one[key] != other[key]} == {"layout"}
+    assert one["layout"] == "{dp_replicate: 2, dp_shard: 3}"
+
+
+def test_every_value_of_a_config_is_compared() -> None:
+    values = topics_of("optimizer.betas=[0.9, 0.99]", "train.time_limit=null")["the config"].values
+    assert values["optimizer.betas"] == "(0.9, 0.99)"
+    assert values["train.time_limit"] == "null"
+    assert values["model.num_hidden_layers"] == "4"
+
+
+def test_the_code_is_that_of_meshtrain_its_models_and_the_users_files(tmp_path: Path) -> None:
+    plain = topics_of()["the code"].values
+    assert {"meshtrain/trainer.py", "meshtrain/parallel/ddp.py", "models/llama.py"} <= plain.keys()
+    (tmp_path / "mine.py").write_text((ROOT / "models/llama.py").read_text())
+    own = topics_of(f"model.name={tmp_path}/mine.py")["the code"].values
+    assert own.keys() - plain.keys() == {f"{tmp_path}/mine.py"}
+    assert own[f"{tmp_path}/mine.py"] == plain["models/llama.py"]
+    schedule = "0F0,0F1,0B0,0B1\n"
+    (tmp_path / "mine.csv").write_text(schedule)
+    assert f"{tmp_path}/mine.csv" in topics_of(f"pipeline.schedule={tmp_path}/mine.csv")["the code"].values
+
+
+def test_versions() -> None:
+    assert {"torch", "python", "numpy"} <= topics_of()["the software"].values.keys()
+
+
+def test_variables_that_change_results_or_traffic() -> None:
+    kept = {"NCCL_DEBUG": "INFO", "GLOO_TIMEOUT": "3", "OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": "OFF"}
+    others = {"HOME": "/root", "CUDA_VISIBLE_DEVICES": "1", "NCCL_SOCKET_IFNAME": "eth0", "TORCHELASTIC_RUN_ID": "7"}
+    topic = topics_of(variables=kept | others)["the environment"]
+    assert topic.values == kept
+    assert not topic.refused
+
+
+# A job ---------------------------------------------------------------------------------------------------------------
+
+DIFFER = """
+import os, pathlib, sys
+from meshtrain.job import consistency
+from meshtrain.train import main
+
+rank, arguments = int(os.environ["RANK"]), sys.argv[1:]
+os.chdir(pathlib.Path(__file__).parent / f"host{rank // 2}")
+os.environ["LOCAL_RANK"] = str(rank % 2)
+os.environ["NCCL_DEBUG"] = "INFO" if rank == 1 else "WARN"
+if "data.path=code.txt" in arguments and rank == 2:
+    plain = consistency.versions
+    consistency.versions = lambda: plain() | {"torch": "1.0"}
+    arguments.append("optimizer.lr=0.5")
+sys.exit(main(arguments))
+"""
+
+
+@pytest.mark.parametrize("what", ["code", "data", "tokens"])
+def test_a_job_whose_ranks_differ_is_refused_before_anything_is_built(what: str, tmp_path: Path) -> None:
+    """Each host has its own copies of model and text. That of the second is another one: of the model, where config
+    and versions differ too, of the text, or a damaged one of prepared tokens."""
+    config = yaml.safe_load((ROOT / QUICKSTART).read_text())
+    config["model"]["name"], config["data"] = (
+        "mine.py",
+        {"source": "tokens" if what == "tokens" else "text", "cache": "cache"},
+    )
+    for number in range(2):
+        folder = tmp_path / f"host{number}"
+        folder.mkdir()
+        other = number == 1
+        (folder / "mine.py").write_text((ROOT / "models/llama.py").read_text() + "#" * (other and what == "code"))
+        if what == "tokens":
+            ids = np.arange(1, 20_001) % 250
+            write(folder / "tokens.txt", [Document(ids)], vocab_size=256, tokenizer="mine", source="mine")
+            ids[15_000 * other or 20_000 :] = 0  # a copy that was interrupted
+            (folder / "tokens.txt" / "tokens.bin").write_bytes(ids.astype(np.uint8).tobytes())
+        else:
+            (folder / f"{what}.txt").write_text("many words\n" * 2000 + "more\n" * (other and what == "data"))
+        (folder / "own.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    (tmp_path / "differ.py").write_text(DIFFER)
+    own = [*(key for key in SMALL if not key.startswith("data.")), "data.seq_len=32", f"data.path={what}.txt"]
+    done = forked(3, tmp_path / "differ.py", "own.yaml", *own, f"train.output={tmp_path}/run")
+    assert done.status == 2
+    host = done.err.split("(host ")[1].split(")")[0]
+    here, there = f"on ranks 0-1 (host {host})", f"on rank 2 (host {host})"
+    found = re.sub(r"\b[\da-f]{12,}\b", "DIGEST", done.err)
+    expected = {
+        "code": f"the config is not the same on all ranks:\n  optimizer.lr: 0.003 {here}, 0.5 {there}\n"
+        "start every process with the same file and the same overrides\n"
+        f"the code is not the same on all ranks:\n  mine.py: DIGEST {here}, DIGEST {there}\n"
+        "install the same version on all hosts (git status, git log -1), or run it from a folder that all of them see\n"
+        f"the software is not the same on all ranks:\n  torch: {torch.__version__} {here}, 1.0 {there}\n",
+        "data": f"the data is not the same on all ranks:\n  fingerprint: DIGEST {here}, DIGEST {there}\n",
+        "tokens": "what the data files hold is not the same on all ranks:\n"
+        f"  tokens.bin: DIGEST on rank 0 (host {host}), DIGEST {there}\n",
+    }
+    assert found.count(expected[what]) == 1, found
+    assert done.err.count("is not the same on all ranks") == expected[what].count("is not"), "told once"
+    assert done.out.count(f"NCCL_DEBUG: WARN on ranks 0, 2 (host {host}), INFO on rank 1") == 1
+    assert not list(tmp_path.glob("run/*.json*")), "nothing was begun"

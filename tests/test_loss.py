@@ -1,0 +1,103 @@
+"""Terms that modules attach to the loss, and statistics that they record."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from meshtrain.errors import AgreedError
+from meshtrain.layout import Layout
+from meshtrain.loss import GlobalCount, StepTerms, agree_on_fields, attach, record
+from meshtrain.mesh import Mesh
+
+ALONE = Mesh(Layout({}), 0, "cpu", None, {})
+CPU = torch.device("cpu")
+
+
+class Attaching(nn.Module):
+    """Two layers of 4 features; the first adds the squares of its output to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.on = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.inside(x))
+
+    def inside(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        if self.on:
+            record("positive", (x > 0).sum(-1))
+            record("square", x.square(), torch.ones_like(x))
+            x = attach(x, "hidden", x.square().sum(-1))
+        return x
+
+
+class Recomputed(Attaching):
+    def inside(self, x: Tensor) -> Tensor:
+        return checkpoint(super().inside, x, use_reentrant=False)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("kind", [Attaching, Recomputed])
+@pytest.mark.parametrize("scale", [None, 64.0])
+def test_an_attached_term_is_as_if_it_were_added_to_the_loss(kind: type[Attaching], scale: float | None) -> None:
+    """In two microbatches of 3 samples, of which the last one is padding; 10 valid targets."""
+    torch.manual_seed(0)
+    model, x = kind().double(), torch.randn(6, 2, 4, dtype=torch.float64)
+    factor = 1.0 if scale is None else scale
+    terms = StepTerms(GlobalCount(10, ALONE, CPU), None if scale is None else torch.tensor(scale))
+    for rows, real in ((x[:3], 3), (x[3:], 2)):
+        with terms.of_microbatch(3, real):
+            (model(rows)[:real].sum() * factor / 10).backward()
+    attached = gradients(model)
+    model.on = False
+    hidden = model.first(x[:5]).tanh()
+    (factor * (model(x[:5]).sum() + hidden.square().sum()) / 10).backward()
+    for one, other in zip(attached, gradients(model), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    assert terms.sums.keys() == {"loss/hidden", "sum/positive", "mean/square"}
+    assert terms.sums["loss/hidden"][0].item() == pytest.approx(hidden.square().sum().item(), rel=1e-12)
+    assert terms.sums["sum/positive"][0].item() == (hidden > 0).sum()
+    assert terms.sums["mean/square"].tolist() == pytest.approx([hidden.square().sum().item(), hidden.numel()])
+
+
+def test_outside_of_a_step_nothing_is_attached() -> None:
+    x = torch.randn(2, 3, requires_grad=True)
+    assert attach(x, "hidden", x.square()) is x
+    record("hidden", x)
+    terms = StepTerms(GlobalCount(1, ALONE, CPU))
+    with terms.of_microbatch(2, 2), torch.no_grad():
+        assert attach(x, "hidden", x.square()) is x
+    assert terms.sums == {}
+
+
+@pytest.mark.parametrize("term", [torch.tensor(1.0), torch.zeros(3, 2)])
+def test_a_term_has_a_number_for_each_sample(term: Tensor) -> None:
+    terms = StepTerms(GlobalCount(1, ALONE, CPU))
+    with terms.of_microbatch(2, 2), pytest.raises(ValueError, match="a number for each of the 2 samples"):
+        attach(torch.zeros(2, 2), "hidden", term)
+
+
+def test_ranks_agree_on_the_fields_and_on_what_they_have_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks, two stages of two tensor ranks: each stage attaches something of its own."""
+    layout = Layout({"pp": 2, "tp": 2})
+    mesh = Mesh(layout, 0, "cpu", None, {tuple(range(4)): object()})  # type: ignore[dict-item]
+    every = [{"loss/b": [1.0, 0.0]}, {"loss/b": [1.0, 0.0]}, {"sum/a": [2.0, 0.0]}, {"sum/a": [2.0, 0.0]}]
+
+    def gather(result: list, own: object, group: object) -> None:
+        result[:] = every
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    terms = StepTerms(GlobalCount(1, ALONE, CPU))
+    assert agree_on_fields(terms, mesh, same_tokens=True) == ["loss/b", "sum/a"]
+    every[3] = {"sum/a": [2.1, 0.0]}
+    assert agree_on_fields(terms, mesh, same_tokens=False) == ["loss/b", "sum/a"]
+    with pytest.raises(AgreedError, match=r"sum/a differs between ranks 2, 3"):
+        agree_on_fields(terms, mesh, same_tokens=True)

@@ -1,0 +1,134 @@
+"""How a process joins its job: its limits, and what the ranks ask of the store until they have met."""
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshtrain.errors import InputError, TrainingError, UnreadableError
+from meshtrain.job import process as runtime
+from meshtrain.job.environment import Environment
+from meshtrain.job.process import Job
+from tests.launching import ROOT, environment
+
+JOIN = """
+import json, resource, sys
+soft, hard = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+from meshtrain.job.environment import Environment
+from meshtrain.job.process import join
+join(Environment("none", 0, 1, 0, "a", None))
+print(json.dumps(resource.getrlimit(resource.RLIMIT_NOFILE)))
+"""
+
+
+def test_a_process_that_joins_may_open_as_many_files_as_the_system_allows() -> None:
+    command = [sys.executable, "-c", JOIN, "64", "700"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), check=True)
+    assert json.loads(done.stdout) == [700, 700]
+
+
+@pytest.mark.parametrize(("hard", "refused"), [(4607, True), (4608, False), (resource.RLIM_INFINITY, False)])
+def test_who_serves_the_store_has_a_descriptor_for_each_rank(
+    monkeypatch: pytest.MonkeyPatch, hard: int, refused: bool
+) -> None:
+    set_to: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_to.append(limits))
+    serves = Environment("srun", 0, 4096, 0, "a", ("a", 1), hosts_store=True)
+    if refused:
+        with pytest.raises(InputError, match=r"store to 4096 ranks.*takes 4608.*limit is 4607"):
+            runtime._open_files(serves)
+        runtime._open_files(Environment("srun", 1, 4096, 1, "a", ("a", 1)))
+    else:
+        runtime._open_files(serves)
+    assert set_to == [(hard, hard)]
+
+
+# The store ----------------------------------------------------------------------------------------------------------
+
+
+class CountingStore:
+    """A store in which calls are counted, each a round trip to the store's one thread."""
+
+    def __init__(self) -> None:
+        self.store, self.calls = dist.HashStore(), Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            self.calls[f"{name} of rank {threading.current_thread().name}"] += 1
+            return getattr(self.store, name)(*arguments)
+
+        return call
+
+    def most(self, ranks: Iterable[int]) -> int:
+        """Calls of the one of these ranks that has made the most."""
+        names = [f" of rank {rank}" for rank in ranks]
+        return max(sum(n for call, n in self.calls.items() if call.endswith(name)) for name in names)
+
+
+def on_ranks(world: int, do: Callable[[int], Any]) -> list[Any]:
+    """What it returns for each rank, each in a thread of its own."""
+    found: dict[int, Any] = {}
+    threads = [
+        threading.Thread(target=lambda rank=rank: found.update({rank: do(rank)}), name=str(rank))
+        for rank in range(world)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[rank] for rank in range(world)]
+
+
+def place(rank: int, world: int) -> Environment:
+    return Environment("none", rank, world, 0, "a", ("a", 1))
+
+
+def test_ranks_meet_with_few_calls_and_each_start_has_a_name_of_its_own() -> None:
+    """The second start finds all that the first has left in the store, and its last rank comes late."""
+    world, store, names = 64, CountingStore(), list[str]()
+    for late_s in (0.0, 2.0):
+        store.calls.clear()
+
+        def meet(rank: int, late_s: float = late_s) -> str:
+            time.sleep(late_s if rank == world - 1 else 0)
+            return runtime._agree_on_start(place(rank, world), store)  # type: ignore[arg-type]
+
+        (name,) = set(on_ranks(world, meet))
+        names.append(name)
+        assert store.most(range(world)) < world, "not one for each other rank, nor one each 20 ms"
+    assert names[0] != names[1]
+
+
+def test_a_gather_takes_few_calls_of_rank_0_and_leaves_nothing_in_the_store() -> None:
+    world, store = 64, CountingStore()
+    jobs = [Job(place(rank, world), torch.device("cpu"), store) for rank in range(world)]  # type: ignore[arg-type]
+    for number in range(3):
+        answers = on_ranks(world, lambda rank: jobs[rank].gather("testing", [rank, number]))  # noqa: B023
+        assert answers == [[[rank, number] for rank in range(world)]] * world
+    calls = sum(n for call, n in store.calls.items() if call.endswith(" of rank 0") and "check" not in call)
+    assert calls < 2 * world, "three gathers, and not a call for each rank"
+    left = [key for i in (1, 2, 3) for key in ("given", "count", "all") if store.store.check([f"round {i}/{key}"])]
+    assert left == ["all"], "the last answer alone, which somebody may still have to read"
+
+
+def test_a_file_that_is_out_of_reach_is_told_with_the_line_that_wanted_it() -> None:
+    """It may be a mistake in the user's code, and no traceback is shown."""
+    job = Job(place(0, 1), torch.device("cpu"), None)
+    told = rf"opening: host a: .*'/no/such/file' \({re.escape(__file__)}:\d+\)$"
+    with pytest.raises(TrainingError, match=told), job.collective_check("opening"):
+        os.stat("/no/such/file")
+    with pytest.raises(TrainingError, match=r"host a cannot read f: gone$"), job.collective_check("opening"):
+        raise UnreadableError("f", "gone")

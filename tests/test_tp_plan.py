@@ -1,0 +1,220 @@
+"""What a model's layers become under tensor parallelism, and what is refused."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from meshtrain.layout import Layout
+from meshtrain.mesh import Mesh
+from meshtrain.parallel.sharding import chunk_range, local_slice
+from meshtrain.parallel.tensor_parallel import TensorParallel, replace_layers
+from meshtrain.parallel.tp_plan import (
+    REPLICATED,
+    STYLES,
+    Split,
+    SplitError,
+    Style,
+    split_layers,
+    styled_parameters,
+    undecided,
+)
+
+PLAN = {
+    "attention.[qkv]": "colwise",
+    "attention.o": "rowwise",
+    "head": "colwise_gather_output",
+    "words": "embedding_rowwise",
+}
+
+
+class Model:
+    """Names and sizes, which is all that is looked at."""
+
+    def __init__(self, h: int = 8, k: int = 8, tied: bool = False) -> None:
+        def linear(f: int, d: int) -> SimpleNamespace:
+            return SimpleNamespace(in_features=d, out_features=f, weight=object())
+
+        self.modules: dict[str, Any] = {
+            "": self,
+            "words": SimpleNamespace(num_embeddings=10, weight=object()),
+            "attention": SimpleNamespace(head_dim=4),
+            "attention.q": linear(4 * h, 32),
+            "attention.k": linear(4 * k, 32),
+            "attention.v": linear(4 * k, 32),
+            "attention.o": linear(32, 4 * h),
+            "norm": SimpleNamespace(weight=object()),
+            "head": linear(10, 32),
+        }
+        if tied:
+            self.modules["head"].weight = self.modules["words"].weight
+
+    def named_modules(self) -> Mapping[str, Any]:
+        return self.modules.items()  # type: ignore[return-value]
+
+
+def styles(model: Model, tp: int) -> dict[str, Split]:
+    return {split.layer: split for split in split_layers(model, PLAN, tp)}
+
+
+def test_every_layer_of_the_plan_is_split() -> None:
+    splits = styles(Model(), 4)
+    assert {name: split.style for name, split in splits.items()} == {
+        "words": "embedding_rowwise",
+        "attention.q": "colwise",
+        "attention.k": "colwise",
+        "attention.v": "colwise",
+        "attention.o": "rowwise",
+        "head": "colwise_gather_output",
+    }
+    assert not any(split.everywhere for split in splits.values())
+
+
+def test_few_key_value_heads_are_held_by_every_rank() -> None:
+    splits = styles(Model(h=8, k=2), 4)
+    assert [splits[f"attention.{name}"].everywhere for name in "qkv"] == [False, True, True]
+    heads = [splits["attention.k"].heads_of(4, index) for index in range(4)]
+    assert [(few.rows.start // 4, few.rows.stop // 4) for few in heads if few] == [(0, 1), (0, 1), (1, 2), (1, 2)]
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6))
+def test_each_query_looks_at_its_head(k: int, group: int, tp: int) -> None:
+    h = k * group
+    if h % tp:
+        h, group = h * tp, group * tp
+    split = Split("k", "colwise", queries=h, heads=k, width=3, everywhere=True)
+    seen = []
+    for index in range(tp):
+        heads = split.heads_of(tp, index)
+        assert heads is not None
+        mine = list(range(heads.rows.start // 3, heads.rows.stop // 3))
+        each = h // tp // len(mine)
+        seen += [mine[i] for i in heads.repeated] if heads.repeated else [head for head in mine for _ in range(each)]
+    assert seen == [query // group for query in range(h)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "tp", "said"),
+    [
+        (PLAN, 3, "8 query heads do not divide over tp 3: use a tp of 1, 2, 4, 8"),
+        (PLAN | {"mlp.*": "rowwise"}, 2, "'mlp.*' matches no layer"),
+        (PLAN | {"norm": "colwise"}, 2, "wants norm colwise, which is for a linear layer"),
+        (PLAN | {"head": "columns"}, 2, "'columns': use one of colwise"),
+        (
+            PLAN | {"head": "embedding_rowwise"},
+            2,
+            "head embedding_rowwise, which is for an embedding, and it is a SimpleN",
+        ),
+    ],
+)
+def test_what_cannot_be_split(plan: dict[str, str], tp: int, said: str) -> None:
+    with pytest.raises(SplitError) as error:
+        split_layers(Model(), plan, tp)
+    assert any(said in problem for problem in error.value.problems), error.value.problems
+
+
+def test_a_shared_weight_is_split_in_one_way() -> None:
+    assert split_layers(Model(tied=True), PLAN, 2)
+    with pytest.raises(SplitError, match="words and head share one weight"):
+        split_layers(Model(tied=True), {name: style for name, style in PLAN.items() if name != "head"}, 2)
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_cuts_are_the_whole(size: int, parts: int) -> None:
+    pieces = [chunk_range(size, parts, index) for index in range(parts)]
+    assert [i for piece in pieces for i in range(piece.start, piece.stop)] == list(range(size))
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 5))
+def test_a_cut_of_a_cut(size: int, outer: int, inner: int) -> None:
+    """FSDP cuts the rows that tp has left: together the parts are the whole, each row once."""
+    rows = [
+        row
+        for i in range(outer)
+        for j in range(inner)
+        for where in [local_slice((size, 3), [(0, outer, i), (0, inner, j)])[0]]
+        for row in range(where.start, where.stop)
+    ]
+    assert rows == list(range(size))
+
+
+class Normed(nn.Module):
+    """Norms of q and k, and a number, beside layers that are split; the last norm is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.q, self.inner.o, self.inner.q_norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.RMSNorm(4)
+        self.inner.scale = nn.Parameter(torch.ones(1))
+        self.norm = nn.RMSNorm(8)
+
+
+NORMED = {"inner.q": "colwise", "inner.o": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("more", "covered", "open_ones"),
+    [
+        ({}, [], ["inner.scale", "inner.q_norm.weight"]),
+        ({"inner.q_norm": REPLICATED}, ["weight"], ["inner.scale"]),
+        ({"inner.*": REPLICATED}, ["scale", "weight"], []),
+        ({"inner": REPLICATED}, ["scale", "weight"], []),
+    ],
+)
+def test_parameters_between_layers_are_covered_or_undecided(
+    more: dict[str, str], covered: list[str], open_ones: list[str]
+) -> None:
+    model, plan = Normed(), NORMED | more
+    splits = split_layers(model, plan, 2)
+    assert [split.layer for split in splits] == ["inner.q", "inner.o"]
+    between = [split for split in styled_parameters(model, plan) if split.layer not in ("inner.q", "inner.o")]
+    assert [name for split in between for name in split.parameters] == covered
+    assert undecided(model, plan, splits) == open_ones
+
+
+def test_a_style_for_a_parameter_that_is_not_there_is_a_problem() -> None:
+    with pytest.raises(SplitError, match=r"'inner.k_norm' matches no layer"):
+        split_layers(Normed(), NORMED | {"inner.k_norm": REPLICATED}, 2)
+
+
+class Halved(Style):
+    """A toy: a linear layer that computes half of its outputs, on every rank the same."""
+
+    word, becomes, dim = "halved", "Linear", 0
+
+    def check(self, name: str, module: Any) -> list[str]:
+        return super().check(name, module) or (["an odd number"] if module.out_features % 2 else [])
+
+    def apply(self, plain: Any, split: Split, layers: Any) -> Any:
+        layer = nn.Linear(plain.in_features, plain.out_features // layers.mesh.size("tp"))
+        nn.init.ones_(layer.weight)
+        return layer
+
+
+def test_one_class_makes_a_style(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is checked, planned with, and put in place like the others."""
+    model, plan, mesh = Normed(), {"inner.q": "halved"}, Mesh(Layout({"tp": 2}), 0, "cpu", None, {})
+    with pytest.raises(SplitError, match="'halved': use one of colwise"):
+        split_layers(model, plan, 2)
+    monkeypatch.setitem(STYLES, "halved", Halved())
+    splits = split_layers(model, plan, 2)
+    assert [(split.layer, split.dim_of("weight"), STYLES[split.style].becomes) for split in splits] == [
+        ("inner.q", 0, "Linear")
+    ]
+    replace_layers(model, TensorParallel(mesh, plan, splits, sequence_parallel=False))
+    assert torch.equal(model.inner.q.weight, torch.ones(4, 8))
+    model.inner.q = nn.Linear(8, 7)
+    with pytest.raises(SplitError, match="an odd number"):
+        split_layers(model, plan, 2)
+
+
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"padding_idx": 0}, {"sparse": True}])
+def test_an_embedding_that_cannot_be_split_is_refused_before_it_is(option: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, **option))
+    with pytest.raises(SplitError, match=f"an embedding with {next(iter(option))} cannot be split over tp"):
+        split_layers(model, {"0": "embedding_rowwise"}, 2)

@@ -1,0 +1,43 @@
+"""meshtrain.train with an optimizer of one's own, which needs whole matrices and keeps more than one kind of state."""
+
+import sys
+from dataclasses import replace
+
+import torch
+
+from meshtrain.optim.grad_norm import LocalParameter
+from meshtrain.optim.optimizer import UpdateRule
+from meshtrain.optim.registry import OPTIMIZERS
+from meshtrain.parallel.sharding import ParameterSpec
+
+
+class NormalizedMomentum(UpdateRule):
+    """Matrices move by their momentum over the largest norm that it ever had; vectors by their gradient."""
+
+    title = "normalized momentum"
+
+    @staticmethod
+    def state_specs(parameter: ParameterSpec) -> dict[str, ParameterSpec]:
+        if len(parameter.shape) < 2:
+            return {}
+        largest = ParameterSpec(f"{parameter.name}.largest", (), stages=parameter.stages, dtype=torch.float64)
+        return {"momentum": replace(parameter, name=f"{parameter.name}.momentum"), "largest": largest}
+
+    def update_parameter(self, parameter: LocalParameter, lr: float, weight_decay: float) -> None:
+        gradient = parameter.local.grad
+        assert gradient is not None
+        parameter.local.mul_(1 - lr * weight_decay)
+        if not parameter.state:
+            parameter.local.add_(gradient, alpha=-lr)
+            return
+        momentum, largest = parameter.state["momentum"], parameter.state["largest"]
+        momentum.mul_(0.9).add_(gradient)
+        largest.copy_(torch.maximum(largest, parameter.whole(momentum).double().norm()))
+        parameter.local.sub_(lr * momentum / (largest.to(momentum.dtype) + 1e-3))
+
+
+if __name__ == "__main__":
+    OPTIMIZERS["normalized"] = "tests.toy_optimizer:NormalizedMomentum"
+    from meshtrain.train import main  # which reads the names of optimizers
+
+    sys.exit(main(sys.argv[1:]))
