@@ -17,9 +17,9 @@ class AgreedError(InputError):
 class DamagedError(InputError):
     """A checkpoint is not what was written: `file` is missing, cut short or changed, in `tensor` if that is known."""
 
-    def __init__(self, file: Path, what: str, tensor: str | None = None) -> None:
-        self.file, self.what, self.tensor = file, what, tensor
-        super().__init__(f"{file}: {what}" if tensor is None else f"{file}: {tensor}: {what}")
+    def __init__(self, file: Path, problem: str, tensor: str | None = None) -> None:
+        self.file, self.problem, self.tensor = file, problem, tensor
+        super().__init__(f"{file}: {problem}" if tensor is None else f"{file}: {tensor}: {problem}")
 
 
 class MissingError(DamagedError):
@@ -32,9 +32,9 @@ class MissingError(DamagedError):
 class UnreadableError(OSError):
     """A file cannot be read now, which says nothing about what is in it."""
 
-    def __init__(self, file: object, what: str | None, tensor: str | None = None) -> None:
-        self.file, self.what, self.tensor = Path(str(file)), what or "unknown error", tensor
-        super().__init__(f"cannot read {file}: {self.what}")
+    def __init__(self, file: object, reason: str | None, tensor: str | None = None) -> None:
+        self.file, self.reason, self.tensor = Path(str(file)), reason or "unknown error", tensor
+        super().__init__(f"cannot read {file}: {self.reason}")
 
 
 class TrainingError(RuntimeError):

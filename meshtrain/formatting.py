@@ -19,6 +19,13 @@ def ranges(numbers: Iterable[int]) -> list[str]:
     return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
 
 
+def short(ranks: Sequence[int], most: int = 8) -> str:
+    """`[0, 1, 2]`, and `[0, 8, ..., 248]` when there are more than `most`."""
+    if len(ranks) <= most:
+        return str(list(ranks))
+    return f"[{ranks[0]}, {ranks[1]}, ..., {ranks[-1]}]"
+
+
 def bytes_text(nbytes: float) -> str:
     """`512 bytes`, `1.2 GiB`, `340 MiB`."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):

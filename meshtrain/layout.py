@@ -17,7 +17,7 @@ import difflib
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -49,6 +49,10 @@ _ELSEWHERE = {
 
 class LayoutError(ValueError):
     """A layout that cannot be, or a question about an axis, rank or host that it does not have."""
+
+
+class WorldSizeError(LayoutError):
+    """Sizes of axes that do not multiply to the number of processes."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class Layout:
     def resolve(cls, sizes: Mapping[str, int], world_size: int) -> "Layout":
         """The layout of `world_size` processes; at most one size may be -1, which becomes whatever is left.
 
-        Raises LayoutError: the sizes do not multiply to `world_size`; the message names sizes that would.
+        Raises LayoutError: no layout has such sizes. WorldSizeError: they do not multiply to `world_size`.
         """
         _check(sizes, free_allowed=True)
         if not _is_count(world_size):
@@ -107,17 +111,16 @@ class Layout:
             return cls({**sizes, free[0]: world_size // fixed})
         if not free and fixed == world_size:
             return cls(sizes)
-        use = " or ".join(written(near) for near in nearest(sizes, world_size))
         if not free:
-            raise LayoutError(
-                f"layout {written(sizes)} needs {_processes(fixed)} and there {'is' if world_size == 1 else 'are'} "
-                f"{world_size}: start {fixed}, or use {use}"
+            there_are = "there is" if world_size == 1 else "there are"
+            raise WorldSizeError(
+                f"layout {written(sizes)} needs {_processes(fixed)} and {there_are} {world_size}: start {fixed}"
             )
         below = world_size // fixed * fixed
         worlds = f"{below} or {below + fixed}" if below else f"{fixed}"
-        raise LayoutError(
+        raise WorldSizeError(
             f"layout {written(sizes)}: the other axes multiply to {fixed}, which does not divide "
-            f"{_processes(world_size)}: start {worlds} processes, or use {use}"
+            f"{_processes(world_size)}: start {worlds} processes"
         )
 
     def __str__(self) -> str:
@@ -202,7 +205,7 @@ class Layout:
         own = zip(self.axes, strides, self.shape, strict=True)
         factors = dict.fromkeys(AXES, ()) | {axis: _outermost_first([(stride, size)]) for axis, stride, size in own}
         views = {
-            view: _outermost_first(each for axis in axes for each in factors[axis]) for view, axes in VIEWS.items()
+            view: _outermost_first(factor for axis in axes for factor in factors[axis]) for view, axes in VIEWS.items()
         }
         folded = _fold(factors, self.experts)
         assert folded is not None  # with_experts() has refused what does not fold
@@ -285,9 +288,9 @@ class Layout:
             if not _is_count(count):
                 raise LayoutError(f"{name} has {count!r} processes; expected an integer of at least 1")
         if sum(counts) != self.world_size:
-            raise LayoutError(
-                f"the hosts have {_sum(counts)} and layout {self} needs {self.world_size}: give counts that add up to "
-                f"{self.world_size}, or use {' or '.join(map(written, nearest(self.sizes, sum(counts))))}"
+            raise WorldSizeError(
+                f"the hosts have {_processes(sum(counts))} and layout {self} needs {self.world_size}: "
+                f"give counts that add up to {self.world_size}"
             )
         index: dict[str, int] = {}
         used: dict[str, int] = {}
@@ -328,51 +331,6 @@ class Layout:
         if not self.runs:
             raise LayoutError(f"layout {self} is not placed on hosts: call on_hosts(counts) first")
         return self.runs[bisect_right(self.runs, rank, key=lambda run: run.start) - 1]
-
-    def warnings(self) -> list[str]:
-        """What is allowed and probably a mistake, as sentences: groups of tp that cross hosts."""
-        if self.size("tp") == 1 or len(self.hosts) < 2:
-            return []
-        crossing = [group for group in self.groups("tp") if self.crosses_hosts(group)]
-        if not crossing:
-            return []
-        ranks = crossing[0]
-        hosts = dict.fromkeys(self.host(rank) for rank in ranks)
-        return [
-            f"tp crosses hosts in {len(crossing)} of {self.world_size // self.size('tp')} groups (the first is ranks "
-            f"{short(ranks)} on {_some(list(hosts))}), and tp communicates in every layer, forward and backward: "
-            + _why_tp_crosses(self)
-        ]
-
-
-def _why_tp_crosses(layout: Layout) -> str:
-    """The reason that a tp group crosses hosts and what would keep it inside of one."""
-    sizes, tp, counts = layout.sizes, layout.size("tp"), layout.host_counts()
-    after = [axis for axis in layout.axes[layout.axes.index("tp") + 1 :] if sizes[axis] > 1]
-    tp_last = {axis: size for axis, size in sizes.items() if axis != "tp"}
-    edges = [run.start for run in layout.runs]
-    if after and all(edge % tp == 0 for edge in edges):
-        apart = math.prod(sizes[axis] for axis in after)
-        last = written(tp_last | {"tp": tp})
-        return f"{_some(after)} after tp in the layout keeps tp's ranks {apart} apart; put tp last: {last}"
-    odd = [host for host, count in counts.items() if count % tp]
-    if not odd:
-        order = f", and use {written(tp_last | {'tp': tp})}" if after else ""
-        return (
-            "the ranks are dealt out over the hosts in turn; start them host by host "
-            f"(srun --distribution=block){order}"
-        )
-    host = odd[0]
-    fits = math.gcd(tp, *counts.values())
-    data = next((axis for axis in reversed(DATA_AXES) if axis in sizes), "dp_shard")
-    smaller = add_axis(tp_last, data, sizes.get(data, 1) * tp // fits) | {"tp": fits}
-    in_blocks = len(layout.runs) > len(layout.hosts) and any(edge % fits for edge in edges)
-    return (
-        f"tp: {tp} does not divide the {_processes(counts[host])} of {host}"
-        + (f" and {len(odd) - 1} other host{'s' * (len(odd) > 2)}" if len(odd) > 1 else "")
-        + f"; use {written(smaller)}"
-        + (", with the ranks started host by host (srun --distribution=block)" if in_blocks else "")
-    )
 
 
 def _outermost_first(factors: Iterable[Factor]) -> tuple[Factor, ...]:
@@ -416,84 +374,12 @@ def _fold(factors: Mapping[str, Sequence[Factor]], experts: int) -> tuple[tuple[
     return _outermost_first(copies), _outermost_first(shards), _outermost_first(inside)
 
 
-# Sizes that work ----------------------------------------------------------------------------------------------------
-
-
-def nearest(sizes: Mapping[str, int], world_size: int, limit: int = 2) -> list[dict[str, int]]:
-    """Layouts of exactly `world_size` ranks that are near to `sizes`, nearest first; there is always one.
-
-    Fewer changed axes come first, then nearer sizes. The data axes are easier to change than the others, whose sizes
-    have to fit the model. A size of -1 changes freely, and a layout without a data axis may get one.
-    """
-    base = dict(sizes) if any(axis in sizes for axis in DATA_AXES) else add_axis(sizes, "dp_shard", 1)
-    free = tuple(axis for axis, size in base.items() if size == -1)
-    fixed = [axis for axis in base if axis not in free]
-    layouts: list[dict[str, int]] = []
-    for changes in range(len(fixed) + 1):
-        candidates = []
-        for axes in itertools.combinations(fixed, changes):
-            rest = math.prod(base[axis] for axis in fixed if axis not in axes)
-            if world_size % rest:
-                continue
-            for factors in _factorizations(world_size // rest, len(axes + free)):
-                new = base | dict(zip(axes + free, factors, strict=True))
-                if all(new[axis] != base[axis] for axis in axes):
-                    candidates.append(new)
-        layouts += sorted(candidates, key=lambda new: _distance(base, new))
-        if layouts and (changes >= 2 or len(layouts) >= limit):
-            break
-    # An added axis that stayed at 1 is not worth naming.
-    return [{axis: size for axis, size in new.items() if axis in sizes or size > 1} for new in layouts[:limit]]
-
-
-def add_axis(sizes: Mapping[str, int], axis: str, size: int) -> dict[str, int]:
-    """`sizes` with another size of an axis, or with the axis where the usual order (`AXES`) has it."""
-    if axis in sizes:
-        return {**sizes, axis: size}
-    items = list(sizes.items())
-    later = (i for i, (name, _) in enumerate(items) if AXES.index(name) > AXES.index(axis))
-    items.insert(next(later, len(items)), (axis, size))
-    return dict(items)
-
-
-def _distance(old: Mapping[str, int], new: Mapping[str, int]) -> float:
-    far = 0.0
-    for axis, size in new.items():
-        before = old[axis]
-        if before in (-1, size):
-            continue
-        step = abs(math.log2(size / before))
-        # tp: 3 instead of 2 fits few models; tp: 1 or 4 fits most.
-        far += step if axis in DATA_AXES else 2 * step + 4 * (size % before != 0 and before % size != 0)
-    return far
-
-
-def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write a number as an ordered product of `parts` factors."""
-    if parts <= 1:
-        if parts == 1 or number == 1:
-            yield (number,) * parts
-        return
-    for factor in range(1, math.isqrt(number) + 1):
-        if number % factor == 0:
-            for first in {factor, number // factor}:
-                for rest in _factorizations(number // first, parts - 1):
-                    yield (first, *rest)
-
-
 # Words --------------------------------------------------------------------------------------------------------------
 
 
 def written(sizes: Mapping[str, int]) -> str:
     """`{pp: 2, tp: 4}`: sizes as they stand in YAML."""
     return "{" + ", ".join(f"{axis}: {size}" for axis, size in sizes.items()) + "}"
-
-
-def short(ranks: Sequence[int], most: int = 8) -> str:
-    """`[0, 1, 2]`, and `[0, 8, ..., 248]` when there are more than `most`."""
-    if len(ranks) <= most:
-        return str(list(ranks))
-    return f"[{ranks[0]}, {ranks[1]}, ..., {ranks[-1]}]"
 
 
 def _check(sizes: Mapping[str, int], free_allowed: bool) -> None:
@@ -514,19 +400,6 @@ def _check(sizes: Mapping[str, int], free_allowed: bool) -> None:
         raise LayoutError(f"layout {written(sizes)}: " + "; ".join(wrong))
 
 
-def world_sizes_text(sizes: Mapping[str, int]) -> str:
-    """How many processes a layout as written can be made of, for people."""
-
-    def multiples(count: int) -> str:
-        return "any number" if count == 1 else f"{count}, {2 * count}, {3 * count}, ... processes"
-
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    if -1 in sizes.values():
-        return f"{multiples(fixed)} can form it"
-    axis = next((axis for axis in reversed(DATA_AXES) if axis in sizes), "dp_shard")
-    return f"{fixed} processes can form it, and with {axis}: -1 {multiples(fixed // sizes.get(axis, 1))} can"
-
-
 def _is_count(size: object) -> bool:
     return isinstance(size, int) and not isinstance(size, bool) and size >= 1
 
@@ -538,22 +411,10 @@ def _is_free(size: object) -> bool:
 def unknown_axis(axis: object) -> str:
     """`there is no axis 'fsdp' (did you mean dp_shard?)`."""
     name = str(axis).lower()
-    meant = _ELSEWHERE[name] if name in _ELSEWHERE else difflib.get_close_matches(name, AXES, n=1, cutoff=0.5)
-    hint = f"did you mean {' or '.join(meant)}?" if meant else f"the axes are {', '.join(AXES)}"
+    suggestions = _ELSEWHERE[name] if name in _ELSEWHERE else difflib.get_close_matches(name, AXES, n=1, cutoff=0.5)
+    hint = f"did you mean {' or '.join(suggestions)}?" if suggestions else f"the axes are {', '.join(AXES)}"
     return f"there is no axis {axis!r} ({hint})"
 
 
 def _processes(count: int) -> str:
     return f"{count} process" + "es" * (count != 1)
-
-
-def _sum(counts: Sequence[int]) -> str:
-    if len(counts) == 1:
-        return _processes(counts[0])
-    return f"{' + '.join(map(str, counts))} = {sum(counts)} processes" if len(counts) <= 8 else _processes(sum(counts))
-
-
-def _some(names: Sequence[str], most: int = 3) -> str:
-    if len(names) <= most:
-        return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-    return f"{', '.join(names[:most])} and {len(names) - most} more hosts"

@@ -20,21 +20,21 @@ def warn(text: str) -> None:
 
 
 @contextmanager
-def optional(what: str) -> Iterator[None]:
-    """Around what a run can do without: an OSError becomes a warning that begins with `what`, and the run goes on."""
+def optional(message: str) -> Iterator[None]:
+    """Around what a run can do without: an OSError becomes a warning that begins with `message`; the run goes on."""
     try:
         yield
     except OSError as error:
-        warn(f"{what}: {error}")
+        warn(f"{message}: {error}")
 
 
-def move_damaged(path: Path, why: object) -> Path:
+def move_damaged(path: Path, reason: object) -> Path:
     """Takes a file that is not what a run has written out of the way, and says so; returns its new path."""
     number, moved = 1, path.with_name(f"{path.name}.damaged")
     while os.path.lexists(moved):
         number, moved = number + 1, path.with_name(f"{path.name}.damaged-{number}")
     path.rename(moved)
-    warn(f"{path} is damaged ({why}): it is {moved.name} now")
+    warn(f"{path} is damaged ({reason}): it is {moved.name} now")
     return moved
 
 

@@ -35,7 +35,7 @@ ROW = {"step": 1, "loss": 1.0, "lr": 0.1, "grad_norm": 1.0}
 GIVEN = {"metrics.md": {"runs/quickstart/metrics.jsonl": json.dumps(ROW) + "\n"}}
 NOT_RUN = {
     "srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m meshtrain.train my_run.yaml": (
-        "needs SLURM with two nodes of 8 GPUs; the environment that srun gives is tested in test_launch.py"
+        "needs SLURM with two nodes of 8 GPUs; the environment that srun gives is tested in job/test_environment.py"
     ),
     "srun meshtrain doctor configs/quickstart.yaml": ("needs SLURM: tests/slurm runs it in one of two nodes"),
     "sbatch --nodes=4 --gpus-per-node=8 --time=12:00:00 --partition=gpu "
@@ -62,7 +62,7 @@ NOT_RUN = {
 }
 # Commands that are shown with their output, after a `$`.
 WITH_OUTPUT = {
-    "meshtrain plan small.yaml --hosts 4,2": "compared with what it prints in test_plan.py",
+    "meshtrain plan small.yaml --hosts 4,2": "compared with what it prints in cli/test_plan.py",
     "meshtrain plan small.yaml --hosts 8 'layout={pp: 4, dp_shard: 2}' batch.micro_size=32": "there too",
 }
 

@@ -19,6 +19,7 @@ from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 from torch.distributed.run import get_args_parser
 
 from meshtrain.config import Config
+from meshtrain.config.layout_advice import host_warnings
 from meshtrain.doctor.torchrun_options import read_place
 from meshtrain.layout import Layout
 from tests.doctor.test_torchrun_options import parse
@@ -180,7 +181,7 @@ def test_the_command_is_torchruns_and_the_nodes_fit_the_config(name: str, monkey
     for nodes in range(fewest, most + 1):
         read = Config.load(config, overrides, world_size=nodes * processes)
         placed = Layout.resolve(read.layout, nodes * processes).on_hosts([processes] * nodes)
-        assert placed.warnings() == []
+        assert host_warnings(placed) == []
     resources = container.get("resources") or container["resourcesPerNode"]
     assert resources["limits"]["nvidia.com/gpu"] == resources["requests"]["nvidia.com/gpu"] == str(processes)
 

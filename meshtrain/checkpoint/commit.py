@@ -149,25 +149,26 @@ class CheckpointWrite:
             if before is not None:
                 before.forget()
             divergences = find_divergence(self.state.placements, self.state.layout, [digests for digests, _ in reports])
-            asked = [[divergence.kind, divergence.asked] for divergence in divergences]
+            requests = [[divergence.kind, divergence.reporters] for divergence in divergences]
             apart = [[rank, names] for rank, (_, names) in enumerate(reports) if names]
-            self.diverged = bool(asked or apart)
+            self.diverged = bool(requests or apart)
             problem = None if self.diverged else self._make_folder()
             if problem:
                 self._claim_outcome()
-            self._prepare_round.broadcast({"asked": asked, "apart": apart, "problem": problem, "taken": self.taken})
+            answer = {"requests": requests, "apart": apart, "problem": problem, "taken": self.taken}
+            self._prepare_round.broadcast(answer)
         answer = self._prepare_round.receive()
         self.taken = answer["taken"]
-        if not answer["asked"] and not answer["apart"]:
+        if not answer["requests"] and not answer["apart"]:
             return answer["problem"]
         self.diverged = True
-        kinds = [kind for kind, ranks in answer["asked"] if self.job.rank in ranks]
+        kinds = [kind for kind, ranks in answer["requests"] if self.job.rank in ranks]
         self._divergence_round.put([self._rank_name(), {kind: self.sums.of_kind(kind) for kind in kinds}])
         if self.job.rank == 0:
             names, sums = zip(*self._gather(self._divergence_round), strict=True)
             lines = [f"{names[rank]} holds two different copies of {join_some(tied)}" for rank, tied in apart]
             for divergence in divergences:
-                of_kind = {rank: sums[rank].get(str(divergence.kind), {}) for rank in divergence.asked}
+                of_kind = {rank: sums[rank].get(str(divergence.kind), {}) for rank in divergence.reporters}
                 lines.append(describe_divergence(divergence, of_kind, names))
             self._claim_outcome()
             self._divergence_round.broadcast(f"{DIVERGED}: " + "; ".join(lines))

@@ -82,8 +82,8 @@ def _compare(name: str, first: ShardReader, second: ShardReader) -> TensorDiffer
     if not different:
         return None
     place = f" at {list(at)}" if at else ""
-    what = f"{different:,} of {math.prod(a.dims):,} elements differ, most{place}: {values[0]!r} and {values[1]!r}"
-    return TensorDifference(name, what, different, largest, at)
+    text = f"{different:,} of {math.prod(a.dims):,} elements differ, most{place}: {values[0]!r} and {values[1]!r}"
+    return TensorDifference(name, text, different, largest, at)
 
 
 def _boxes(whole: Part, size: int) -> Iterator[Part]:

@@ -215,11 +215,11 @@ def clear_unfinished(folder: Path) -> list[Path]:
 def remove(checkpoint: Path) -> None:
     """Deletes a checkpoint; it is none from the first moment on."""
     check_owner()
-    gone = checkpoint.with_name(f".{checkpoint.name}.removed")
-    _remove_tree(gone)
-    checkpoint.rename(gone)
+    trash = checkpoint.with_name(f".{checkpoint.name}.removed")
+    _remove_tree(trash)
+    checkpoint.rename(trash)
     fsync_folder(checkpoint.parent)
-    _remove_tree(gone)
+    _remove_tree(trash)
 
 
 def set_aside(path: Path) -> Path:

@@ -35,7 +35,7 @@ def restore(checkpoint: Path, manifest: Manifest, state: State) -> None:
     with ShardReader(checkpoint, manifest) as files, ThreadPoolExecutor(THREADS, "checkpoint") as pool:
         pending: deque[Future[None]] = deque()
         try:
-            for read in _by_file(manifest, [local for local in state.held if local.name in manifest.tensors]):
+            for read in _by_file(manifest, [local for local in state.shards if local.name in manifest.tensors]):
                 local, file = read.local, files.shard_with(read.local.name, read.rank, read.piece)
                 for part in _chunks(read):
                     pending.append(pool.submit(read_piece, file, local.name, read.piece, part, local.local, local.part))

@@ -249,9 +249,9 @@ def _with_floats(value: Any) -> Any:
     return [_with_floats(member) for member in value] if isinstance(value, list | tuple) else value
 
 
-def _is_shallow(value: Any, left: int) -> bool:
+def _is_shallow(value: Any, depth: int) -> bool:
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return left > 0 and all(_is_shallow(member, left - 1) for member in inside if isinstance(member, dict | list))
+    return depth > 0 and all(_is_shallow(member, depth - 1) for member in inside if isinstance(member, dict | list))
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Any:

@@ -116,6 +116,6 @@ def _overlapping(cuts: Sequence[tuple[int, int]], whole: Part, part: Part) -> It
     low, high = max(part[dim].start, start) - start, min(part[dim].stop, whole[dim].stop) - start
     for index in range(low // chunk, min(parts, -(-high // chunk))):
         rows = chunk_range(size, parts, index)
-        left = (*whole[:dim], slice(start + rows.start, start + rows.stop), *whole[dim + 1 :])
-        for others, piece in _overlapping(cuts[1:], left, part):
+        inner = (*whole[:dim], slice(start + rows.start, start + rows.stop), *whole[dim + 1 :])
+        for others, piece in _overlapping(cuts[1:], inner, part):
             yield (index, *others), piece

@@ -27,10 +27,10 @@ class Sums:
     """The sums of a rank's tensors as they are now. The numbers are read later; nothing here waits for the device."""
 
     def __init__(self, state: State) -> None:
-        names = Counter(shard.name for shard in state.held)
+        names = Counter(shard.name for shard in state.shards)
         compared = [
             shard
-            for shard in state.held
+            for shard in state.shards
             if shard.compared and (copies(shard.placement, state.layout) > 1 or names[shard.name] > 1)
         ]
         self._kinds = kinds_of(state.placements)
@@ -72,7 +72,7 @@ class Divergence:
 
     kind: int
     group: tuple[int, ...]
-    asked: tuple[int, ...]  # for their sums
+    reporters: tuple[int, ...]  # ranks whose sums are compared
     odd: tuple[int, ...]  # those that differ from most; with two that differ, both
 
 
@@ -99,13 +99,13 @@ def _divergence(kind: int, digests: Mapping[int, str]) -> Divergence:
 def describe_divergence(
     divergence: Divergence, sums: Mapping[int, Mapping[str, Sequence[int]]], rank_names: Sequence[str]
 ) -> str:
-    """Which ranks differ and in which tensors; `sums`: of the ranks that were asked, `rank_names`: of all."""
-    odd = [rank for rank in divergence.odd if rank in divergence.asked]
+    """Which ranks differ and in which tensors; `sums`: of the reporters, `rank_names`: of all."""
+    odd = [rank for rank in divergence.odd if rank in divergence.reporters]
     ranks = " and ".join(rank_names[rank] for rank in odd)
     if len(divergence.odd) > len(odd):
         ranks += f" and {len(divergence.odd) - len(odd)} more"
     names = dict.fromkeys(name for rank in odd for name in sums[rank])
-    differ = [name for name in names if len({tuple(sums[rank].get(name, ())) for rank in divergence.asked}) > 1]
+    differ = [name for name in names if len({tuple(sums[rank].get(name, ())) for rank in divergence.reporters}) > 1]
     agreeing = len(divergence.group) - len(divergence.odd)
     others = f"the {agreeing} other ranks that hold the same part" if agreeing else "each other"
     return f"{ranks} differ{'s' * (len(divergence.odd) == 1)} from {others}, in {join_some(differ)}"

@@ -240,20 +240,20 @@ def _from_path(folder: Path, own: Candidates, checkpoints: Path) -> Candidates:
     if step_of(folder.name) is not None:
         if folder.parent.resolve() == checkpoints.resolve():
             return Candidates([checkpoints / folder.name], older=False, back=True)
-        given = Candidates([folder], older=False)
+        candidates = Candidates([folder], older=False)
     else:
         holds = folder if complete_steps(folder) else folder / "checkpoints"
         if holds.resolve() == checkpoints.resolve():
             return own
-        given = Candidates([holds / name_of(step) for step in reversed(complete_steps(holds))])
+        candidates = Candidates([holds / name_of(step) for step in reversed(complete_steps(holds))])
     if own.paths:
         own.notes.append(
             f"checkpoint.resume names {folder}, with which this run began; it goes on from its own checkpoints now"
         )
         return own
-    if not given.paths:
+    if not candidates.paths:
         raise InputError(
             f"checkpoint.resume: {folder} is no checkpoint and holds none: expected a folder step_0000100, a folder of "
             "such, or the folder of a run"
         )
-    return given
+    return candidates

@@ -37,9 +37,9 @@ def steps_to_keep(steps: Collection[int], evaluations: Mapping[int, Mapping[str,
     if rules.keep_last is None:
         return set(steps)
     ordered = sorted(steps)
-    kept = set(ordered[-max(1, rules.keep_last) :])
+    retained = set(ordered[-max(1, rules.keep_last) :])
     if rules.keep_every is not None:
-        kept |= {step for step in ordered if step % rules.keep_every == 0}
+        retained |= {step for step in ordered if step % rules.keep_every == 0}
     if rules.keep_best:
         evaluated = {step: evaluations[step] for step in ordered if step in evaluations}
         name, lower = best_metric(evaluated.values())
@@ -49,8 +49,8 @@ def steps_to_keep(steps: Collection[int], evaluations: Mapping[int, Mapping[str,
             if math.isfinite(value):
                 samples = evaluation.get(SAMPLES)
                 best[samples] = max((-value if lower else value, step), best.get(samples, (-math.inf, step)))
-        kept |= {step for _, step in best.values()}
-    return kept
+        retained |= {step for _, step in best.values()}
+    return retained
 
 
 class Pruner:

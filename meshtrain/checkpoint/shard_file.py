@@ -278,8 +278,8 @@ def _parse_crcs(texts: Any, blocks: int) -> list[int] | None:
 
 def _header(entries: Sequence[Entry], crcs: Sequence[int]) -> bytes:
     """What a file with these tensors begins with; `crcs` of all their blocks in order."""
-    left = iter(crcs)
-    sums = {entry.name: [f"{next(left):08x}" for _ in range(-(-entry.nbytes // BLOCK))] for entry in entries}
+    remaining = iter(crcs)
+    sums = {entry.name: [f"{next(remaining):08x}" for _ in range(-(-entry.nbytes // BLOCK))] for entry in entries}
     header = pack_header(entries, {"format": FORMAT, "block": str(BLOCK), "crc32": dumps(sums)}, PAGE)
     if len(header) - 8 > MAX_HEADER:
         raise ValueError(f"the header of a file would have {len(header) - 8:,} bytes, more than any reader takes")

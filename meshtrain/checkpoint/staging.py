@@ -35,7 +35,7 @@ class Snapshot:
 
     def __init__(self, state: State, rank: int, device: torch.device) -> None:
         self._device = device
-        shards = {shard.name: shard for shard in state.held}  # of two stages with one tied weight, one is enough
+        shards = {shard.name: shard for shard in state.shards}  # of two stages with one tied weight, one is enough
         tensors = {name: tensor for name, tensor in state.placements.items() if name in shards}
         parts = [(name, tensor.dtype, part_to_write(tensor, state.layout, rank)) for name, tensor in tensors.items()]
         entries = [(Entry(name, dtype, shape_of(part)), part) for name, dtype, part in parts if part is not None]

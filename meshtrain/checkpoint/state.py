@@ -61,7 +61,7 @@ class State:
         # Every tensor of the whole model by name, in the order of a file; the same on all ranks.
         self.placements = _gather({tensor.spec.name: tensor.spec for tensor in tensors}, job, mesh.layout)
         # What this rank has of them, without empty parts. A tied weight of two stages of this rank comes twice.
-        self.held = list(self._local_shards(tensors, job.rank))
+        self.shards = list(self._local_shards(tensors, job.rank))
 
     def _local_shards(self, tensors: "list[_StateTensor]", rank: int) -> Iterator[LocalShard]:
         for tensor in tensors:

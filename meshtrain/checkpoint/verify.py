@@ -67,10 +67,10 @@ def _contradictions(path: Path, shard: Shard, manifest: Manifest, rank: int) -> 
             yield Problem(path.name, name, "is in the file, and by the manifest it should not be")
         elif expected[name] != shard.entries[name]:
             entry, other = shard.entries[name], expected[name]
-            what = f"is {entry.dtype} {list(entry.shape)}, and by the manifest {other.dtype} {list(other.shape)}"
-            yield Problem(path.name, name, what)
+            description = f"is {entry.dtype} {list(entry.shape)}, and by the manifest {other.dtype} {list(other.shape)}"
+            yield Problem(path.name, name, description)
 
 
 def _problem(error: DamagedError | UnreadableError) -> Problem:
-    what = error.what if isinstance(error, DamagedError) else f"cannot be read ({error.what})"
-    return Problem(error.file.name, error.tensor, what)
+    description = error.problem if isinstance(error, DamagedError) else f"cannot be read ({error.reason})"
+    return Problem(error.file.name, error.tensor, description)

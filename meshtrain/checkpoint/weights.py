@@ -70,13 +70,13 @@ def read_part(files: ShardReader, name: str, part: Part) -> Tensor:
 
 
 @torch.no_grad()
-def read_piece(file: Shard, name: str, piece: Part, part: Part, target: Tensor, held: Part) -> None:
-    """Reads a part of a tensor from the file with a piece of it into `target`, of the stored type, which holds `held`.
+def read_piece(file: Shard, name: str, piece: Part, part: Part, target: Tensor, target_part: Part) -> None:
+    """Reads a part of a tensor from the file with a piece of it into `target`, of the stored type, for `target_part`.
 
-    All three are parts of the whole tensor; `part` lies in both others.
+    `piece`, `part` and `target_part` are parts of the whole tensor; `part` lies in both others.
     """
     rows, *columns = within(part, piece)
-    into, widths = target[within(part, held)], shape_of(piece)[1:]
+    into, widths = target[within(part, target_part)], shape_of(piece)[1:]
     in_place = into.device.type == "cpu" and into.is_contiguous() and tuple(into.shape[1:]) == widths
     values = into if in_place else torch.empty((rows.stop - rows.start, *widths), dtype=into.dtype, device="cpu")
     file.read_into(name, values.view(-1).view(torch.uint8).numpy().data, rows)

@@ -151,19 +151,19 @@ def _prune(arguments: argparse.Namespace) -> int:
             run = folder.absolute().parent
             for locked in [run, folder] if (run / directory.LOCK).exists() else [folder]:
                 locks.enter_context(directory.lock_folder(locked, takes=False))
-        kept, removed, damaged = _by_rules(folder, arguments)
+        retained, removed, damaged = _by_rules(folder, arguments)
         if not rules:
-            kept, removed = sorted([*kept, *removed]), []
+            retained, removed = sorted([*retained, *removed]), []
         removed += directory.list_set_aside(folder) if arguments.set_aside else []
         for path in () if arguments.dry_run else removed:
             directory.remove(path)
     if arguments.json:
-        lists = {"kept": kept, "removed": removed, "damaged": damaged}
+        lists = {"kept": retained, "removed": removed, "damaged": damaged}
         print(dumps({"dry_run": arguments.dry_run} | {name: list(map(str, paths)) for name, paths in lists.items()}))
         return 0
     for heading, paths in (
         ("would be removed" if arguments.dry_run else "removed", removed),
-        ("kept", kept),
+        ("kept", retained),
         ("damaged or unfinished, left alone", damaged),
     ):
         if paths:
@@ -186,8 +186,8 @@ def _by_rules(folder: Path, arguments: argparse.Namespace) -> tuple[list[Path], 
     rules = Retention(arguments.keep_last or 1, arguments.keep_every, arguments.keep_best)
     stay = steps_to_keep(list(evaluations), evaluations, rules)
     paths = {step: folder / directory.name_of(step) for step in evaluations}
-    kept = [path for step, path in paths.items() if step in stay]
-    return kept, [path for step, path in paths.items() if step not in stay], damaged
+    retained = [path for step, path in paths.items() if step in stay]
+    return retained, [path for step, path in paths.items() if step not in stay], damaged
 
 
 # Paths --------------------------------------------------------------------------------------------------------------
@@ -216,9 +216,9 @@ def _about(path: Path) -> dict[str, Any]:
     try:
         manifest, _ = directory.open_manifest(path)
     except DamagedError as error:
-        return about | {"problem": f"damaged: {error.file.name} {error.what}"}
+        return about | {"problem": f"damaged: {error.file.name} {error.problem}"}
     except UnreadableError as error:
-        return about | {"problem": f"{error.file.name} cannot be read ({error.what})"}
+        return about | {"problem": f"{error.file.name} cannot be read ({error.reason})"}
     except InputError as error:
         return about | {"problem": str(error)}
     fields = {name: getattr(manifest, name) for name in ("step", "written", "samples", "tokens", "evaluation")}

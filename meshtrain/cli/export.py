@@ -160,6 +160,6 @@ def _tokenizer(manifest: Manifest, say: Callable[[str], None]) -> str | None:
                 return text
     except (OSError, ValueError, RuntimeError) as error:  # a home folder that is not, a recursion: the last
         problem = str(error)
-    shown = "".join(each if each.isprintable() else "?" for each in str(name))
+    shown = "".join(character if character.isprintable() else "?" for character in str(name))
     say(f"tokenizer.json is not written: the run's tokenizer is {shown}, and {problem}")
     return None

@@ -83,8 +83,8 @@ def held_by_ranks(
         total += math.prod(parameter.dims)
         for index in (placement[stage] for stage in parameter.stages):
             weights[index][parameter.dims, parameter.cuts] += 1
-            for kept in state_of(parameter).values() if parameter.trainable else ():
-                state[index][kept.dims, kept.cuts] += size if kept.dtype is None else kept.dtype.itemsize
+            for tensor in state_of(parameter).values() if parameter.trainable else ():
+                state[index][tensor.dims, tensor.cuts] += size if tensor.dtype is None else tensor.dtype.itemsize
     by_pp = tuple(_fewest_and_most(kinds, layout) for kinds in weights)
     fewest, most = min(fewest for fewest, _ in by_pp), max(most for _, most in by_pp)
     state_bytes = max(_fewest_and_most(kinds, layout)[1] for kinds in state)
@@ -106,15 +106,15 @@ def _fewest_and_most(kinds: Mapping[_Kind, int], layout: Layout) -> tuple[int, i
 
 def _after(axis: str, index: int, kinds: Iterable[tuple[_Kind, int]]) -> frozenset[tuple[_Kind, int]]:
     """What the ranks with this index on an axis have left of tensors, and the cuts that are still to be made."""
-    left: Counter[_Kind] = Counter()
+    remaining: Counter[_Kind] = Counter()
     for (shape, cuts), n in kinds:
         if cuts and cuts[0].axis == axis:
             (_, dim, parts), *rest = cuts
             part = chunk_range(shape[dim], parts, index)
-            left[(*shape[:dim], part.stop - part.start, *shape[dim + 1 :]), tuple(rest)] += n
+            remaining[(*shape[:dim], part.stop - part.start, *shape[dim + 1 :]), tuple(rest)] += n
         else:
-            left[shape, cuts] += n
-    return frozenset(left.items())
+            remaining[shape, cuts] += n
+    return frozenset(remaining.items())
 
 
 # For people and programs --------------------------------------------------------------------------------------------

@@ -179,8 +179,8 @@ def _coloured(kind: Kind, label: str, width: int, gap: bool, chunk: int, chunks:
     colour, ink = shade(kind, chunk, chunks)
     room = width - gap
     label = label if len(label) <= room else ""
-    left = min((width - len(label)) // 2, room - len(label))
-    inside = (" " * left + label).ljust(room)
+    indent = min((width - len(label)) // 2, room - len(label))
+    inside = (" " * indent + label).ljust(room)
     return [(character, Style(bgcolor=colour, color=ink)) for character in inside] + [(_GAP, Style(color=colour))] * gap
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from meshtrain.cli.memory import MemoryUse, held_by_ranks, parameter_json, parameters_of, table
 from meshtrain.config import Config
+from meshtrain.config.layout_advice import host_warnings
 from meshtrain.config.model_spec import model_spec
 from meshtrain.data.order import BatchSplit, describe_batch
 from meshtrain.errors import InputError
@@ -47,7 +48,7 @@ class Plan:
     batch: BatchSplit
     precision: str
     parameters: tuple[ParameterSpec, ...]
-    held: MemoryUse
+    memory: MemoryUse
     optimizer: str  # its title
     pipeline: PipelinePlan | None = None
     notes: tuple[str, ...] = ()
@@ -75,8 +76,8 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
     parameters = tuple(parameters_of(model_spec(config.model.name, config.model.keys), layout, stages))
     placement = (0,) if pipeline is None else pipeline.schedule.placement
     precision, rule = config.train.precision, config.optimizer.name
-    held = held_by_ranks(parameters, layout, precision, rule, placement)
-    return Plan(name, layout, batch, precision, parameters, held, update_rule(rule).title, pipeline, tuple(notes))
+    memory = held_by_ranks(parameters, layout, precision, rule, placement)
+    return Plan(name, layout, batch, precision, parameters, memory, update_rule(rule).title, pipeline, tuple(notes))
 
 
 def _pipeline(config: Config, layout: Layout) -> PipelinePlan:
@@ -105,11 +106,11 @@ def plan_text(plan: Plan, each_parameter: bool = False) -> str:
         f"plan of {plan.config}",
         describe_batch(shape.global_size, shape.micro_size, shape.data_ranks),
         *_memory_lines(plan),
-        *(() if plan.pipeline is None else _pipeline_lines(plan.pipeline, plan.held)),
+        *(() if plan.pipeline is None else _pipeline_lines(plan.pipeline, plan.memory)),
         "",
         *below,
         *(f"note: {note}" for note in plan.notes),
-        *(f"warning: {warning}" for warning in plan.layout.warnings()),
+        *(f"warning: {warning}" for warning in host_warnings(plan.layout)),
     ]
     return "\n".join(lines).rstrip("\n") + "\n"
 
@@ -148,14 +149,14 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "line": describe_batch(batch.global_size, batch.micro_size, batch.data_ranks),
         },
         "precision": plan.precision,
-        "parameters": {**asdict(plan.held), "each": [parameter_json(parameter) for parameter in plan.parameters]},
-        "pipeline": None if plan.pipeline is None else _pipeline_json(plan.pipeline, plan.held),
-        "warnings": layout.warnings(),
+        "parameters": {**asdict(plan.memory), "each": [parameter_json(parameter) for parameter in plan.parameters]},
+        "pipeline": None if plan.pipeline is None else _pipeline_json(plan.pipeline, plan.memory),
+        "warnings": host_warnings(layout),
         "notes": list(plan.notes),
     }
 
 
-def _pipeline_json(pipeline: PipelinePlan, held: MemoryUse) -> dict[str, Any]:
+def _pipeline_json(pipeline: PipelinePlan, memory: MemoryUse) -> dict[str, Any]:
     schedule, timeline = pipeline.schedule, pipeline.timeline
     return {
         "schedule": schedule.name,
@@ -170,8 +171,8 @@ def _pipeline_json(pipeline: PipelinePlan, held: MemoryUse) -> dict[str, Any]:
             {
                 "pp": rank,
                 "stages": list(schedule.stages_of(rank)),
-                "fewest_parameters": held.by_pp[rank][0],
-                "most_parameters": held.by_pp[rank][1],
+                "fewest_parameters": memory.by_pp[rank][0],
+                "most_parameters": memory.by_pp[rank][1],
                 "idle_share": timeline.idle[rank] / timeline.makespan,
                 "peak_activations": timeline.peak_activations[rank],
             }
@@ -181,23 +182,23 @@ def _pipeline_json(pipeline: PipelinePlan, held: MemoryUse) -> dict[str, Any]:
 
 
 def _memory_lines(plan: Plan) -> list[str]:
-    held, precision = plan.held, plan.precision
-    nbytes = held.weight_bytes, held.gradient_bytes, held.optimizer_bytes
+    memory, precision = plan.memory, plan.precision
+    nbytes = memory.weight_bytes, memory.gradient_bytes, memory.optimizer_bytes
     weights, gradients, optimizer, together = map(bytes_text, (*nbytes, sum(nbytes)))
-    kept = "float64" if precision == "float64" else "float32"
+    dtype = "float64" if precision == "float64" else "float32"
     copy = (
         ""
-        if precision == kept or plan.layout.size("fsdp") > 1
-        else f" and a copy of the weights in {precision}, {bytes_text(held.weight_bytes // 2)},"
+        if precision == dtype or plan.layout.size("fsdp") > 1
+        else f" and a copy of the weights in {precision}, {bytes_text(memory.weight_bytes // 2)},"
     )
     return [
-        f"{held.total:,} parameters, {_from_to(held.fewest, held.most)} per rank",
-        f"a rank keeps {together} in {kept}: weights {weights}, gradients {gradients}, {plan.optimizer} {optimizer}; "
+        f"{memory.total:,} parameters, {_from_to(memory.fewest, memory.most)} per rank",
+        f"a rank keeps {together} in {dtype}: weights {weights}, gradients {gradients}, {plan.optimizer} {optimizer}; "
         f"activations{copy} come on top",
     ]
 
 
-def _pipeline_lines(pipeline: PipelinePlan, held: MemoryUse) -> list[str]:
+def _pipeline_lines(pipeline: PipelinePlan, memory: MemoryUse) -> list[str]:
     schedule, timeline = pipeline.schedule, pipeline.timeline
     rows: list[list[str]] = [["pp", "stages", "blocks", "parameters of a rank", "idle", "stage forwards held"]]
     for rank in without_middle(range(schedule.ranks), MOST_LINES):
@@ -211,7 +212,7 @@ def _pipeline_lines(pipeline: PipelinePlan, held: MemoryUse) -> list[str]:
                 str(rank),
                 ", ".join(map(str, stages)),
                 ", ".join(str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in blocks),
-                _from_to(*held.by_pp[rank]),
+                _from_to(*memory.by_pp[rank]),
                 f"{100 * timeline.idle[rank] / timeline.makespan:.1f} %",
                 str(timeline.peak_activations[rank]),
             ]

@@ -147,8 +147,8 @@ def _unknown_section(section: str, elsewhere: dict[str, str]) -> str:
     unknown = f"there is no section {yaml_text(section)}: "
     if ":" in section:
         return f"{unknown}a colon needs a space after it"
-    meant = nearest(section, NAMES) or elsewhere.get(section)
-    return unknown + (f"did you mean {meant}?" if meant else f"the sections are {', '.join(NAMES)}")
+    suggestion = nearest(section, NAMES) or elsewhere.get(section)
+    return unknown + (f"did you mean {suggestion}?" if suggestion else f"the sections are {', '.join(NAMES)}")
 
 
 def _relative(path: Path) -> str:

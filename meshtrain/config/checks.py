@@ -11,11 +11,12 @@ from typing import Any
 from meshtrain.checkpoint.directory import find_checkpoint
 from meshtrain.config.convert import INVALID, convert, seconds
 from meshtrain.config.errors import ConfigError, Place, any_of, nearest
+from meshtrain.config.layout_advice import resolve, world_sizes_text
 from meshtrain.config.schema import SOURCES, Fault
 from meshtrain.config.yaml_reader import Node, describe
 from meshtrain.errors import InputError
 from meshtrain.huggingface import safetensors as weights
-from meshtrain.layout import AXES, Layout, LayoutError, unknown_axis, world_sizes_text
+from meshtrain.layout import AXES, Layout, LayoutError, unknown_axis
 
 _OF_TEXT = ("python-stdlib", "text", "jsonl")  # a tokenizer reads them
 OF_TOKENS = (*_OF_TEXT, "tokens", "megatron")
@@ -39,9 +40,9 @@ class ConfigDraft:
 
     def place_of_any(self, paths: tuple[str, ...]) -> Place:
         """Where an error about several keys belongs: at an override if there is one, else at the first one given."""
-        given = [path for path in paths if self.root.get(*path.split(".")) is not None]
-        overridden = [path for path in given if self.place(path).override]
-        return self.place((overridden or given or list(paths))[0])
+        present = [path for path in paths if self.root.get(*path.split(".")) is not None]
+        overridden = [path for path in present if self.place(path).override]
+        return self.place((overridden or present or list(paths))[0])
 
     def section(self, name: str) -> dict[str, Any]:
         return {path.partition(".")[2]: value for path, value in self.values.items() if path.startswith(f"{name}.")}
@@ -176,10 +177,10 @@ def time_limit_reads(time_limit: str | float | None) -> Problems:
 @rule("checkpoint.keep_every", "checkpoint.every")
 def keep_every_is_saved(keep_every: int | None, every: int | str) -> Problems:
     if keep_every is not None and (not isinstance(every, int) or not every):
-        when = "only at the end" if every == 0 else "at the ends of epochs"
+        moment = "only at the end" if every == 0 else "at the ends of epochs"
         yield (
-            f"checkpoint.keep_every counts steps, and checkpoint.every {every} saves {when}: take keep_every away, or "
-            "give every a number of steps"
+            f"checkpoint.keep_every counts steps, and checkpoint.every {every} saves {moment}: take keep_every away, "
+            "or give every a number of steps"
         )
     elif keep_every is not None and isinstance(every, int) and keep_every % every:
         yield (
@@ -232,10 +233,10 @@ def _problems(fault: Fault, steps: int | None, every: object, world_size: int | 
     if steps is not None and fault.step > steps:
         yield "step", f"step {fault.step} is beyond the run, which ends at step {steps}: name one of its steps"
     elif fault.in_save and isinstance(every, int) and not _is_saved(fault.step, steps, every):
-        when = f"every {every} steps, and " if every else ""
+        period = f"every {every} steps, and " if every else ""
         yield (
             "step",
-            f"no checkpoint is written after step {fault.step}: checkpoint.every {every} writes one {when}"
+            f"no checkpoint is written after step {fault.step}: checkpoint.every {every} writes one {period}"
             "at the end of the run",
         )
     if fault.fault == "slow" and fault.seconds is None:
@@ -297,7 +298,7 @@ def _check_export(draft: ConfigDraft, export: Any, start: Any) -> None:
 
 
 def _report_missing(
-    draft: ConfigDraft, key: str, name: str, endings: tuple[str, ...], meant: str | None = None
+    draft: ConfigDraft, key: str, name: str, endings: tuple[str, ...], suggestion: str | None = None
 ) -> None:
     if endings != ("",) and name.endswith(endings):
         name = name[:-4]  # one file of the pair stands for both
@@ -306,7 +307,7 @@ def _report_missing(
         if not path.exists():
             above = next((parent for parent in path.parents if parent.is_dir()), path.parent)
             hint = "" if above == path.parent else f"; the folder {above} is there, what follows is not"
-            way = f"did you mean {meant}?" if meant else "mend the path or create the file"
+            way = f"did you mean {suggestion}?" if suggestion else "mend the path or create the file"
             draft.report(draft.place(key), f"{key}: there is no {path}{hint}: {way}")
             return
 
@@ -350,7 +351,7 @@ def resolve_layout(draft: ConfigDraft, sizes: dict[str, int], world_size: int | 
     if world_size is None:
         return None if -1 in sizes.values() else Layout(sizes)
     try:
-        return Layout.resolve(sizes, world_size)
+        return resolve(sizes, world_size)
     except LayoutError as error:
         suggestion = f". This job was started again with {world_size}: {world_sizes_text(sizes)}" if again else ""
         draft.report(draft.place_of_any(("layout", *(f"layout.{axis}" for axis in sizes))), f"{error}{suggestion}")

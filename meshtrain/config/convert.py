@@ -120,13 +120,13 @@ def read_section(
 
     `elsewhere`: every key of every section -> its full name, for "did you mean".
     """
-    given: dict[str, Node] = node.value if isinstance(node.value, dict) else {}
+    children: dict[str, Node] = node.value if isinstance(node.value, dict) else {}
     if not isinstance(node.value, dict) and not (node.value is None or node.broken):
         message = f"{section} is a section: expected keys such as `{next(iter(keys))}:`, found {describe(node.value)}"
         errors.append(ConfigError(node.at, message))
         return dict.fromkeys(keys, INVALID)
     misspelt = set()
-    for name, unknown in given.items():
+    for name, unknown in children.items():
         if name not in keys:
             errors.append(ConfigError(unknown.key_at, describe_unknown_key(name, section, keys, elsewhere)))
             misspelt.add(meant_key(name, keys))
@@ -134,7 +134,7 @@ def read_section(
         return dict.fromkeys(keys, INVALID)
     values: dict[str, Any] = {}
     for name, key in keys.items():
-        if (child := given.get(name)) is not None:
+        if (child := children.get(name)) is not None:
             values[name] = convert(child, key.hint, f"{section}.{name}", errors, key.limits, key.default)
         elif name in misspelt:
             values[name] = INVALID
@@ -156,8 +156,8 @@ def describe_unknown_key(name: str, section: str, keys: dict[str, Key], elsewher
     unknown = f"there is no key {yaml_text(f'{section}.{name}')}: "
     if ":" in name:
         return f"{unknown}a colon needs a space after it, as in `{name.replace(':', ': ', 1)}`"
-    meant = meant_key(name, keys) or elsewhere.get(name)
-    return unknown + (f"did you mean {meant}?" if meant else f"the keys of {section} are {', '.join(keys)}")
+    suggestion = meant_key(name, keys) or elsewhere.get(name)
+    return unknown + (f"did you mean {suggestion}?" if suggestion else f"the keys of {section} are {', '.join(keys)}")
 
 
 # Values -------------------------------------------------------------------------------------------------------------
@@ -336,9 +336,9 @@ def _suggest(value: Any, hint: Any) -> str:
         return f"write [{yaml_text(value)}]"
     if not isinstance(value, str):
         return ""
-    meant = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}.get(value.lower())
-    if bool in options and meant is not None:
-        return f"write {yaml_text(meant)}, without quotes"
+    boolean = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}.get(value.lower())
+    if bool in options and boolean is not None:
+        return f"write {yaml_text(boolean)}, without quotes"
     if int in options or float in options:
         number = read_scalar(value.replace("_", "").replace(",", "").replace(" ", ""))
         if type(number) in (int, float):

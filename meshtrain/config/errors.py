@@ -34,11 +34,11 @@ class Place:
 
 @dataclass(frozen=True, order=True)
 class ConfigError:
-    where: Place
+    place: Place
     message: str
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.message}"
+        return f"{self.place}: {self.message}"
 
 
 class ConfigErrors(InputError):  # noqa: N818 it is several

@@ -84,19 +84,20 @@ def _load(draft: ConfigDraft, name: Any) -> ModuleType | None:
 def _read_keys(draft: ConfigDraft, node: Node, module: ModuleType, own: dict[str, Key]) -> None:
     keys = model_keys(module)
     before = len(draft.errors)
-    given = _read_given_keys(draft, node, module, keys, own)
+    explicit = _read_given_keys(draft, node, module, keys, own)
     preset = _preset_values(draft, module, keys) | _weights_values(draft, module, keys)
-    missing = [name for name, key in keys.items() if key.required and name not in given | preset]
+    missing = [name for name, key in keys.items() if key.required and name not in explicit | preset]
     if missing and draft.values["model.weights"] is not INVALID and draft.values["model.preset"] is not INVALID:
         needed = ", ".join(f"{name} ({describe_type(keys[name].hint)})" for name in missing)
         presets = getattr(module, "presets", {})
         out = f"give {'it' if len(missing) == 1 else 'them'}" + (f", or a preset: {', '.join(presets)}" * bool(presets))
         draft.report(node.key_at, f"the model needs {needed}: {out}")
-    if len(draft.errors) > before or any(value is INVALID for value in given.values()):  # what was no YAML was reported
-        values = {name: given.get(name, INVALID) for name in keys}
+    # What is no YAML was reported before.
+    if len(draft.errors) > before or any(value is INVALID for value in explicit.values()):
+        values = {name: explicit.get(name, INVALID) for name in keys}
     else:
         defaults = {name: key.default for name, key in keys.items()}
-        values = _build_config(draft, node, module, defaults | preset | given)
+        values = _build_config(draft, node, module, defaults | preset | explicit)
     draft.values |= {f"model.{name}": value for name, value in values.items()}
 
 
@@ -119,9 +120,9 @@ def _read_given_keys(
             values[name] = convert(child, key.hint, f"model.{name}", draft.errors, key.limits, key.default)
         elif name not in only:
             draft.report(child.key_at, describe_unknown_key(name, "model", own | keys, draft.elsewhere))
-            meant = meant_key(name, own | keys)
-            if meant in keys and meant not in node.value:
-                values[meant] = INVALID
+            suggestion = meant_key(name, own | keys)
+            if suggestion in keys and suggestion not in node.value:
+                values[suggestion] = INVALID
     return values
 
 
@@ -133,8 +134,8 @@ def _preset_values(draft: ConfigDraft, module: ModuleType, keys: dict[str, Key])
     if name not in presets:
         near = nearest(name, presets)
         known = f"its presets are {', '.join(presets)}" if presets else "it has no presets: take the key away"
-        meant = f"did you mean {near}?" if near else known
-        draft.report(place, f"the model has no preset {yaml_text(name)}: {meant}")
+        hint = f"did you mean {near}?" if near else known
+        draft.report(place, f"the model has no preset {yaml_text(name)}: {hint}")
         draft.values["model.preset"] = INVALID
         return {}
     strange = sorted(set(presets[name]) - set(keys))
@@ -170,18 +171,18 @@ def _weights_values(draft: ConfigDraft, module: ModuleType, keys: dict[str, Key]
 
 
 def _checkpoint_values(
-    draft: ConfigDraft, where: Place, checkpoint: Path, module: ModuleType, keys: dict[str, Key]
+    draft: ConfigDraft, place: Place, checkpoint: Path, module: ModuleType, keys: dict[str, Key]
 ) -> dict[str, Any]:
     """The keys of the run that wrote a checkpoint, by the rules of those that are given."""
     written = open_manifest(checkpoint)[0].config.get("model")
     section = written if isinstance(written, dict) else {}
     name, mine = section.get("name"), draft.values["model.name"]
     if name != mine and {name, mine} & set(locate.names("models", ".py")):  # a file of a user's own may have moved
-        draft.report(where, f"model.weights: {checkpoint} holds the model {yaml_text(name)}, and model.name is {mine}")
+        draft.report(place, f"model.weights: {checkpoint} holds the model {yaml_text(name)}, and model.name is {mine}")
         return {}
-    given = {key: value for key, value in section.items() if key not in ("name", "preset", "weights")}
-    place = Place(0, 0, 0, f"{checkpoint / MANIFEST}: config")
-    node = read_text(json.dumps(given, ensure_ascii=False), lambda line, column: place, draft.errors)
+    entries = {key: value for key, value in section.items() if key not in ("name", "preset", "weights")}
+    origin = Place(0, 0, 0, f"{checkpoint / MANIFEST}: config")
+    node = read_text(json.dumps(entries, ensure_ascii=False), lambda line, column: origin, draft.errors)
     return {} if node is None or node.broken else _read_given_keys(draft, node, module, keys, {})
 
 

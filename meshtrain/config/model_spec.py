@@ -1,5 +1,6 @@
 """The model of a config as a value, `ModelSpec`: its file, its keys, and the model on the meta device, built once."""
 
+import pickle
 from collections.abc import Mapping
 from functools import cached_property
 from types import ModuleType
@@ -27,10 +28,20 @@ class ModelSpec:
     @cached_property
     def meta(self) -> "nn.Module":
         """The model on the meta device, shared by all who ask it: nobody may change it."""
-        return self.build()
+        return self._construct()
 
-    def build(self) -> "nn.Module":
-        """A new model on the meta device."""
+    def copy(self) -> "nn.Module":
+        """A copy of `meta` to change, in which what is shared (tied parameters) is shared again.
+
+        Pickled, because a pickle has no closures: `copy.deepcopy` keeps functions as they are, and a hook of the copy
+        that names the model would change the original. A model that cannot be pickled is constructed again.
+        """
+        try:
+            return pickle.loads(pickle.dumps(self.meta))
+        except Exception:  # of many types, some of them the model's own
+            return self._construct()
+
+    def _construct(self) -> "nn.Module":
         import torch  # a model's file has brought it; a config whose model is not asked does without
 
         with torch.device("meta"):

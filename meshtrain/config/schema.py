@@ -53,7 +53,7 @@ class Data:
     path: str | None = key(
         None,
         doc="What the source reads: "
-        + "; ".join(f"for `{name}` {what}" for name, what in SOURCES.items() if what)
+        + "; ".join(f"for `{name}` {description}" for name, description in SOURCES.items() if description)
         + ".",
         path=True,
         also="data_path file dataset_path dir root",

@@ -20,11 +20,11 @@ def check_split(draft: ConfigDraft, sizes: dict[str, int], keys: list[str]) -> N
             place, f"layout.tp is {tp}, and the model {name} has no tp_plan, which says how it splits: use tp: 1"
         )
         return
-    asked = draft.values["parallel.sequence_parallel"]
-    if asked is True and not shards_sequence(plan):
+    sequence_parallel = draft.values["parallel.sequence_parallel"]
+    if sequence_parallel is True and not shards_sequence(plan):
         message = f"parallel.sequence_parallel: {NO_SEQUENCE}: leave it out, or use false"
         draft.report(draft.place("parallel.sequence_parallel"), message)
-    elif asked is True or (asked is None and shards_sequence(plan)):
+    elif sequence_parallel is True or (sequence_parallel is None and shards_sequence(plan)):
         _check_sequence(draft, tp)
     try:
         split_layers(spec.meta, plan, tp)

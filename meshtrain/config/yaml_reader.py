@@ -131,12 +131,12 @@ def read_text(text: str, place: Callable[[int, int], Place], errors: list[Config
         problem = " ".join(filter(None, (error.context, error.problem)))
         hints = [hint for fragment, hint in _HINTS if fragment in problem]
         mark = error.problem_mark or error.context_mark
-        where = place(mark.line + 1, mark.column + 1) if mark else place(1, 0)
-        errors.append(ConfigError(where, f"this is not YAML: {problem}" + (f" ({hints[0]})" if hints else "")))
+        location = place(mark.line + 1, mark.column + 1) if mark else place(1, 0)
+        errors.append(ConfigError(location, f"this is not YAML: {problem}" + (f" ({hints[0]})" if hints else "")))
     except yaml.reader.ReaderError as error:
-        where = place(text.count("\n", 0, error.position) + 1, 0)
+        location = place(text.count("\n", 0, error.position) + 1, 0)
         message = f"the character U+{error.character:04X} is not allowed in YAML: take it out"
-        errors.append(ConfigError(where, message))
+        errors.append(ConfigError(location, message))
     return None
 
 

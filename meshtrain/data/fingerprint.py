@@ -80,12 +80,12 @@ def _offsets(total: int, seed: str) -> Iterator[int]:
 
 
 def _read(files: Files, ends: Sequence[int], offset: int) -> Iterator[bytes]:
-    left = min(SAMPLE_BYTES, ends[-1] - offset)
+    remaining = min(SAMPLE_BYTES, ends[-1] - offset)
     index = bisect_right(ends, offset)
-    while left:
-        count = min(left, ends[index] - offset)
+    while remaining:
+        count = min(remaining, ends[index] - offset)
         if count:
             with open(files.root / files.names[index], "rb") as file:
                 file.seek(offset - (ends[index] - files.sizes[index]))
                 yield file.read(count)
-        offset, left, index = offset + count, left - count, index + 1
+        offset, remaining, index = offset + count, remaining - count, index + 1

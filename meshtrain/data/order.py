@@ -137,8 +137,8 @@ class BatchSplit:
     @property
     def shares(self) -> tuple[int, int]:
         """The samples of the rank with the fewest and of the rank with the most."""
-        fewest, left = divmod(self.global_size, self.data_ranks)
-        return fewest, fewest + (left > 0)
+        fewest, remainder = divmod(self.global_size, self.data_ranks)
+        return fewest, fewest + (remainder > 0)
 
     @property
     def idle(self) -> float:

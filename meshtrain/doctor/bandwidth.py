@@ -17,7 +17,7 @@ from meshtrain.doctor.records import Link, RecordError, Timing, Timings, from_js
 from meshtrain.layout import Layout
 
 WORLD = "world"
-WHAT = ("all-reduce", "broadcast", "reduce-scatter", "all-gather")
+COLLECTIVES = ("all-reduce", "broadcast", "reduce-scatter", "all-gather")
 SMALL = 2**18  # bytes; from the time that it takes the larger size is chosen
 LARGER = {"gloo": (2**20, 2**22, 2**24), "nccl": (2**22, 2**24, 2**26, 2**28)}
 REPETITIONS = 6
@@ -67,9 +67,9 @@ def choose_size(seconds: float, sizes: Sequence[int]) -> int:
     return max(fitting, default=SMALL)
 
 
-def wire_bytes(what: str, ranks: int, size: int) -> float:
+def wire_bytes(collective: str, ranks: int, size: int) -> float:
     """Bytes that a rank sends at least, as nccl-tests counts ("bus bandwidth"); `size` is that of the whole."""
-    return size * {"all-reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}.get(what, (ranks - 1) / ranks)
+    return size * {"all-reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}.get(collective, (ranks - 1) / ranks)
 
 
 def merge(layout: Layout, results: Mapping[int, Mapping[str, Any]]) -> Timings:
@@ -95,20 +95,20 @@ def merge(layout: Layout, results: Mapping[int, Mapping[str, Any]]) -> Timings:
                 by_name.setdefault((str(timing["axes"]), str(timing["what"])), []).append(row)
         except (KeyError, TypeError, ValueError, RecordError) as error:
             stuck[str(rank)] = f"its numbers make no sense ({error!r})"
-    timings = tuple(_slowest(layout, axes, what, rows) for (axes, what), rows in by_name.items())
+    timings = tuple(_slowest(layout, axes, collective, rows) for (axes, collective), rows in by_name.items())
     backend, ways = " ".join(sorted(backends)), tuple(sorted(transport))
     return Timings(backend, timings, tuple(links), compute, stuck, "", left_out, ways)
 
 
-def _slowest(layout: Layout, axes: str, what: str, rows: Sequence[Mapping[str, float]]) -> Timing:
+def _slowest(layout: Layout, axes: str, collective: str, rows: Sequence[Mapping[str, float]]) -> Timing:
     names = layout.axes if axes == WORLD else (axes,)
     ranks = layout.size(*names)
     slowest = max(rows, key=lambda row: row["seconds"] / row["size"])
     size = int(slowest["size"])
     crosses = any(layout.crosses_hosts(group) for group in layout.groups(*names))
     latency, spread = max(row["latency"] for row in rows), statistics.median(row["spread"] for row in rows)
-    bandwidth = wire_bytes(what, ranks, size) / max(slowest["seconds"], 1e-9)
-    return Timing(axes, what, ranks, crosses, latency, size, slowest["seconds"], spread, bandwidth)
+    bandwidth = wire_bytes(collective, ranks, size) / max(slowest["seconds"], 1e-9)
+    return Timing(axes, collective, ranks, crosses, latency, size, slowest["seconds"], spread, bandwidth)
 
 
 class _Worker:

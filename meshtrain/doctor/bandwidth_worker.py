@@ -53,8 +53,8 @@ def main(task: dict[str, Any]) -> None:
         print(json.dumps({"result": result}), flush=True)
 
 
-def at(what: str) -> None:
-    print(json.dumps({"at": what}), flush=True)
+def at(activity: str) -> None:
+    print(json.dumps({"at": activity}), flush=True)
 
 
 def measure(job: Job, mesh: Mesh, until: float) -> dict[str, Any]:
@@ -68,12 +68,12 @@ def measure(job: Job, mesh: Mesh, until: float) -> dict[str, Any]:
     links = _links(job, mesh, backend)
     timings, left_out = [], []
     for axis in bandwidth.axes_to_time(mesh.layout):
-        for what in bandwidth.WHAT:
+        for collective in bandwidth.COLLECTIVES:
             late = torch.tensor([float(time.monotonic() > until)], device=job.device)
             if mesh.sum(late).item():  # for one of the ranks, so for all
-                left_out.append(f"{what} over {axis}")
+                left_out.append(f"{collective} over {axis}")
             else:
-                timings.append(_time(job, mesh, axis, what, LARGER[backend]))
+                timings.append(_time(job, mesh, axis, collective, LARGER[backend]))
     return {"backend": backend, "compute": compute, "links": links, "timings": timings, "left_out": left_out}
 
 
@@ -113,23 +113,23 @@ def _link(job: Job, source: int, target: int, size: int) -> list[dict[str, Any]]
     return [{"source": source, "target": target, "bandwidth": size / seconds}] if first else []
 
 
-def _time(job: Job, mesh: Mesh, axis: str, what: str, sizes: tuple[int, ...]) -> dict[str, Any]:
+def _time(job: Job, mesh: Mesh, axis: str, collective: str, sizes: tuple[int, ...]) -> dict[str, Any]:
     """One collective on this rank's group: latency by a message of a few bytes, bandwidth by as large a one as fits."""
-    at(f"{what} over {axis}")
+    at(f"{collective} over {axis}")
     group = mesh.world if axis == WORLD else mesh.group(axis)
     ranks = dist.get_world_size(group)
-    latency = statistics.median(_repeat(job, group, what, ranks, 4 * ranks))
-    small = torch.tensor([statistics.median(_repeat(job, group, what, ranks, SMALL, 2))], device=job.device)
+    latency = statistics.median(_repeat(job, group, collective, ranks, 4 * ranks))
+    small = torch.tensor([statistics.median(_repeat(job, group, collective, ranks, SMALL, 2))], device=job.device)
     dist.all_reduce(small, dist.ReduceOp.MAX, group=group)  # all choose the same size
     size = bandwidth.choose_size(small.item(), sizes)
-    times = _repeat(job, group, what, ranks, size)
+    times = _repeat(job, group, collective, ranks, size)
     seconds = statistics.median(times)
     numbers = {"latency": latency, "size": size, "seconds": seconds, "spread": max(times) / seconds}
-    return {"axes": axis, "what": what, **numbers}
+    return {"axes": axis, "what": collective, **numbers}
 
 
 def _repeat(
-    job: Job, group: dist.ProcessGroup | None, what: str, ranks: int, size: int, times: int = REPETITIONS
+    job: Job, group: dist.ProcessGroup | None, collective: str, ranks: int, size: int, times: int = REPETITIONS
 ) -> list[float]:
     """Seconds of each of several calls but the first; `size` is in bytes, of the whole tensor."""
     part = max(size // 4 // ranks, 1)
@@ -143,7 +143,7 @@ def _repeat(
     seconds = []
     for _ in range(times + 1):
         dist.all_reduce(torch.zeros(1, device=job.device), group=group)  # all begin together
-        seconds.append(_clocked(job, calls[what]))
+        seconds.append(_clocked(job, calls[collective]))
     return seconds[1:]
 
 

@@ -113,15 +113,15 @@ def visible(own: Sequence[PathFacts], others: Sequence[str]) -> tuple[tuple[str,
         # One by one, which asks the server: a client may remember for a while what a folder held.
         return {name for name in names if (folder / name).exists()}
 
-    seen: set[str] = set()
+    visible_names: set[str] = set()
     blind = []
     for path in own:
         if path.token:
             try:
-                seen |= call_with_timeout(PROBE_S, present, Path(path.seen))
+                visible_names |= call_with_timeout(PROBE_S, present, Path(path.seen))
             except OSError:  # TimeoutError is one
                 blind.append(path.key)
-    return tuple(sorted(seen)), tuple(blind)
+    return tuple(sorted(visible_names)), tuple(blind)
 
 
 def tidy(own: Sequence[PathFacts]) -> None:

@@ -23,12 +23,12 @@ class Finding:
     fix: str = ""
 
 
-def finding(sentence: str, where: str | Iterable[str] = (), severity: str = "", /, **words: Any) -> Finding:
-    """The finding of this sentence (its id, or id/case), filled in with `words`; `name` and `names` are of `where`."""
-    row, where = SENTENCES[sentence], (where,) if isinstance(where, str) else tuple(where)
-    words = {"name": where[0] if where else "", "names": names_text(where)} | words
-    what, fix = (row.get(part, "").format(**words) for part in ("what", "fix"))
-    return Finding(severity or row["severity"], sentence.partition("/")[0], what, where, fix)
+def finding(sentence: str, places: str | Iterable[str] = (), severity: str = "", /, **words: Any) -> Finding:
+    """The finding of this sentence (its id, or id/case), filled in with `words`; `name` and `names` are of `places`."""
+    row, places = SENTENCES[sentence], (places,) if isinstance(places, str) else tuple(places)
+    words = {"name": places[0] if places else "", "names": names_text(places)} | words
+    text, fix = (row.get(part, "").format(**words) for part in ("what", "fix"))
+    return Finding(severity or row["severity"], sentence.partition("/")[0], text, places, fix)
 
 
 def status(findings: Iterable[Finding]) -> int:

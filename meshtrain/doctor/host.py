@@ -70,8 +70,8 @@ def memory_gib(
     """All memory that this process may have, and what of it is free or can be freed: the host's, or its cgroup's."""
     rows = dict(line.split(":") for line in host.read_text().splitlines())
     most, free = (int(rows[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    for limit, left in _cgroups(own, root):
-        most, free = min(most, limit), min(free, left)
+    for limit, available in _cgroups(own, root):
+        most, free = min(most, limit), min(free, available)
     return most / 2**30, free / 2**30
 
 

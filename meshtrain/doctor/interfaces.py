@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from meshtrain.doctor.records import Host, Interface
 
 # Where nothing is asked for: InfiniBand's first, then anything real (None), then what is left.
-_LEFT = ("docker", "lo", "virbr")
-_ORDER: tuple[tuple[str, ...] | None, ...] = (("ib",), None, *((name,) for name in _LEFT))
+_LAST = ("docker", "lo", "virbr")
+_ORDER: tuple[tuple[str, ...] | None, ...] = (("ib",), None, *((name,) for name in _LAST))
 
 
 def nccl_interfaces(interfaces: Sequence[Interface], setting: str | None) -> list[Interface]:
@@ -27,7 +27,7 @@ def nccl_interfaces(interfaces: Sequence[Interface], setting: str | None) -> lis
         names = [part.partition(":")[0] for part in rest.removeprefix("=").split(",") if part]
         return [interface for interface in usable if fits(interface, names, rest.startswith("=")) != others]
     for prefixes in _ORDER:
-        chosen = [interface for interface in usable if fits(interface, prefixes or _LEFT) != (prefixes is None)]
+        chosen = [interface for interface in usable if fits(interface, prefixes or _LAST) != (prefixes is None)]
         if chosen:
             return chosen
     return []

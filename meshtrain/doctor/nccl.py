@@ -17,7 +17,7 @@ CONF = Path("/etc/nccl.conf")
 LDCONFIG_S = 5.0
 CACHED = re.compile(r"^\t(\S+) \(.*\) => (/.*)$", re.MULTILINE)  # a line of `ldconfig -p`
 
-SAID = re.compile(r"NCCL INFO (?:(NET/\w+ : Using .+?)(?:; OOB .*)?|Channel .* via (.+?)(?: comm .*)?)$", re.MULTILINE)
+ROW = re.compile(r"NCCL INFO (?:(NET/\w+ : Using .+?)(?:; OOB .*)?|Channel .* via (.+?)(?: comm .*)?)$", re.MULTILINE)
 
 # Setting, the values that slow a job down, what the host must have for that to matter, what they do.
 NUMBER_ONE, ANY_NUMBER, NEVER = r"\s*\+?0*1(?!\d)", r"\s*[+-]?0*[1-9]", r"LOC$|0+(?!\d)"
@@ -48,7 +48,7 @@ def slow_settings(host: Host) -> dict[str, str]:
 
 def transports(log: str) -> list[str]:
     """The ways that data takes by NCCL's log, each once: `NET/IB : Using [0]mlx5_0:1/IB`, `via NET/IB/GDRDMA`."""
-    rows = SAID.findall(log)
+    rows = ROW.findall(log)
     networks = {re.sub(r":[.:%\w]*<\d+>", "", network) for network, _ in rows if network}
     return [*sorted(networks), *sorted({"via " + re.sub(r"/\d+", "", way) for _, way in rows if way})]
 

@@ -57,11 +57,11 @@ def check_ports(source: int, targets: Sequence[tuple[int, str, int, str]]) -> tu
 
     def check(target: tuple[int, str, int, str]) -> PortCheck:
         node, address, port, name = target
-        how, message = _ask(address, port)
-        if not how:
+        outcome, message = _ask(address, port)
+        if not outcome:
             answer = message.get("node")
-            how = "open" if answer == name else f"another: {json.dumps(answer)[:60]}"
-        return PortCheck(source, node, address, port, how)
+            outcome = "open" if answer == name else f"another: {json.dumps(answer)[:60]}"
+        return PortCheck(source, node, address, port, outcome)
 
     with ThreadPoolExecutor(min(len(targets) or 1, AT_ONCE)) as pool:
         return tuple(pool.map(check, targets))

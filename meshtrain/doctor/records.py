@@ -276,31 +276,31 @@ class ClusterFacts:
 to_json = asdict  # a record as what `json` can write
 
 
-def from_json(cls: type[T], value: Any, where: str = "") -> T:
+def from_json(cls: type[T], value: Any, path: str = "") -> T:
     """The record, or tuple of records, that `to_json` gave; RecordError names a field that is not as it should be."""
     try:
-        return _read(cls, value, where or cls.__name__)
+        return _read(cls, value, path or cls.__name__)
     except OverflowError as error:  # an integer for which a float has no room
-        raise RecordError(f"{where or cls.__name__}: {error}") from error
+        raise RecordError(f"{path or cls.__name__}: {error}") from error
 
 
-def _read(kind: Any, value: Any, where: str) -> Any:
+def _read(kind: Any, value: Any, path: str) -> Any:
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):  # always of a type and None
-        return None if value is None else _read(inner[0], value, where)
+        return None if value is None else _read(inner[0], value, path)
     if origin is tuple and isinstance(value, list | tuple):
         kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
         if len(kinds) == len(value):
-            return tuple(_read(*item, f"{where}[{i}]") for i, item in enumerate(zip(kinds, value, strict=True)))
+            return tuple(_read(*item, f"{path}[{i}]") for i, item in enumerate(zip(kinds, value, strict=True)))
     elif origin is dict and isinstance(value, Mapping):
-        return {str(name): _read(inner[1], item, f"{where}.{name}") for name, item in value.items()}
+        return {str(name): _read(inner[1], item, f"{path}.{name}") for name, item in value.items()}
     elif hasattr(kind, "__dataclass_fields__") and isinstance(value, Mapping):
         hints = get_type_hints(kind)
         if wrong := set(hints) ^ set(map(str, value)):
-            raise RecordError(f"{where}: has not the fields of {kind.__name__}: {', '.join(sorted(wrong))}"[:400])
-        return kind(**{name: _read(hints[name], value[name], f"{where}.{name}") for name in hints})
+            raise RecordError(f"{path}: has not the fields of {kind.__name__}: {', '.join(sorted(wrong))}"[:400])
+        return kind(**{name: _read(hints[name], value[name], f"{path}.{name}") for name in hints})
     elif origin is None and isinstance(value, kind) and (kind is bool) == isinstance(value, bool):
         return value
     elif kind is float and type(value) is int:
         return float(value)
-    raise RecordError(f"{where}: expected {getattr(kind, '__name__', kind)}, found {repr(value)[:40]}")
+    raise RecordError(f"{path}: expected {getattr(kind, '__name__', kind)}, found {repr(value)[:40]}")

@@ -46,9 +46,9 @@ UNKNOWN = "somebody who is no doctor, such as a health check"
 class JoinError(Exception):
     """This node did not get to the others; `failure` says how that went."""
 
-    def __init__(self, how: str, detail: str = "") -> None:
-        super().__init__(how)
-        self.failure = records.JoinFailure(how, detail)
+    def __init__(self, outcome: str, detail: str = "") -> None:
+        super().__init__(outcome)
+        self.failure = records.JoinFailure(outcome, detail)
 
 
 def _progress(last: float, text: str) -> float:
@@ -151,8 +151,8 @@ class Leader:
         doctors = {*self._hosts[0].addresses, *(host.route for host in self._hosts.values())}
         unknown = sorted({address for address, _ in peers - self._earlier} - doctors)
         foreign = any(not key.startswith(PREFIX) for key in self.board.call("list_keys"))
-        what = TORCHRUN if foreign else UNKNOWN
-        return [records.UnknownPeer(address, what) for address in unknown or ["?"] * foreign]
+        identity = TORCHRUN if foreign else UNKNOWN
+        return [records.UnknownPeer(address, identity) for address in unknown or ["?"] * foreign]
 
     def _complete(self, last: float) -> bool:
         """Whether there is nobody to wait for any more: all have come, or enough of which some do not fit in."""
@@ -242,8 +242,8 @@ def join_rendezvous(host: Host, seconds: float) -> Member:
     while True:
         addresses = addresses or sockets.resolve(place.address)
         try:
-            left = deadline - time.monotonic()
-            return _join(host, addresses, min(sockets.CONNECT_S, max(left, 0.5)))
+            remaining = deadline - time.monotonic()
+            return _join(host, addresses, min(sockets.CONNECT_S, max(remaining, 0.5)))
         except JoinError as error:
             failure = error.failure
             strangers += failure.how == "stranger"

@@ -51,9 +51,9 @@ def findings_text(findings: Sequence[Finding]) -> str:
 
 
 def block(finding: Finding) -> str:
-    what = _printable(finding.what).replace("\n", "\n  ")
+    message = _printable(finding.what).replace("\n", "\n  ")
     fix = f"\n  fix: {_printable(finding.fix)}" if finding.fix else ""
-    return f"{MARKS[finding.severity]} {finding.id}: {what}{fix}"
+    return f"{MARKS[finding.severity]} {finding.id}: {message}{fix}"
 
 
 def _printable(text: str) -> str:
@@ -83,20 +83,20 @@ def report_json(cluster: ClusterFacts, findings: Sequence[Finding]) -> dict[str,
     return {"status": status(findings), "findings": rows, "digests": digests(cluster), "seen": asdict(cluster)}
 
 
-def _table(title: str, columns: Sequence[str], left: Sequence[str]) -> Any:
+def _table(title: str, columns: Sequence[str], left_aligned: Sequence[str]) -> Any:
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for name in columns:
-        table.add_column(name, justify="left" if name in left else "right")
+        table.add_column(name, justify="left" if name in left_aligned else "right")
     return table
 
 
 def _hosts_table(cluster: ClusterFacts) -> Any:
     columns = ("node", "host", "processes", "ranks", "GPUs", "by", "clock", "memory free", "disk free")
-    left = [name for name in columns if name not in ("node", "processes")]
-    table = _table(f"{len(cluster.hosts)} of {cluster.hosts[0].place.nodes} nodes", columns, left)
+    left_aligned = [name for name in columns if name not in ("node", "processes")]
+    table = _table(f"{len(cluster.hosts)} of {cluster.hosts[0].place.nodes} nodes", columns, left_aligned)
     for i, (name, host) in enumerate(cluster.labelled[:MOST_HOSTS]):
         interface = interface_of(host.interfaces, host.route)
         clock = cluster.clocks[i] if 0 < i < len(cluster.clocks) else None

@@ -56,14 +56,14 @@ def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
         option(name, action="store_true")
 
 
-def read_place(given: argparse.Namespace, variables: Mapping[str, str], host: str) -> Place:
+def read_place(arguments: argparse.Namespace, variables: Mapping[str, str], host: str) -> Place:
     """The place of the node that was started with these options; they win over what a launcher left in the environment.
     Raises InputError if an option has no value that torchrun would understand."""
     options: dict[str, str | None] = {}
     for name in (option[2:].replace("-", "_") for option in OPTIONS if option != "--local-addr"):
-        value = getattr(given, name)
+        value = getattr(arguments, name)
         options[name] = variables.get(f"PET_{name.upper()}") if value is None else value
-    if given.local or given.standalone:
+    if arguments.local or arguments.standalone:
         return Place("local", "c10d", "localhost", 0, "none", 1, 1, 0, options["nproc_per_node"] or "auto", True)
     if not any(options.values()):
         environment = read_environment(variables)
@@ -124,8 +124,8 @@ def _of_srun(environment: Environment, variables: Mapping[str, str]) -> Place:
     node = int(variables.get("SLURM_NODEID", "0"))
     tasks = per_node[min(node, len(per_node) - 1)]
     first = environment.rank - environment.local_rank
-    given = variables.get("SLURM_GTIDS", "")  # the ranks of this node's tasks, which --distribution=cyclic interleaves
-    ranks = tuple(map(int, given.split(","))) if given else tuple(range(first, first + tasks))
+    task_ids = variables.get("SLURM_GTIDS", "")  # this node's ranks, which --distribution=cyclic interleaves
+    ranks = tuple(map(int, task_ids.split(","))) if task_ids else tuple(range(first, first + tasks))
     address, port = environment.master or ("localhost", 0)
     id_, serves = variables.get("SLURM_JOB_ID", "none"), environment.hosts_store or environment.master is None
     return Place("srun", "static", address, port, id_, nodes, nodes, node, str(tasks), serves, ranks, names)

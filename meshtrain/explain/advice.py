@@ -28,8 +28,8 @@ class Settings:
 
     def __init__(self, sections: Mapping[str, Any] | None) -> None:
         self.known = sections is not None
-        given = defaultdict[str, Any](dict, {} if sections is None else sections)
-        keys = {name: given[name] if isinstance(given[name], Mapping) else {} for name in SECTIONS}
+        by_section = defaultdict[str, Any](dict, {} if sections is None else sections)
+        keys = {name: by_section[name] if isinstance(by_section[name], Mapping) else {} for name in SECTIONS}
         keys["layout"] = dict.fromkeys(AXES if self.known else (), 1) | dict(keys["layout"])
         self._names: dict[str, Any] = {name: _Section(**{str(k): v for k, v in keys[name].items()}) for name in keys}
         self._names |= {"known": self.known, "now": _now, "max": max, "__builtins__": {}}

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshtrain.errors import InputError
+from meshtrain.job.watchdog.records import FAILURE_MARK
 
 BLOCK = 1 << 20  # bytes read at once
-KEPT = 1 << 16  # bytes kept of a line that does not end within a block
+LINE_BYTES = 1 << 16  # bytes kept of a line that does not end within a block
 LONGEST = 4000  # characters that are searched at once: a longer line is searched in pieces
 OVERLAP = 500  # characters that two pieces share
 GZIP = b"\x1f\x8b"
@@ -81,7 +82,7 @@ def _blocks(stream: io.BufferedIOBase) -> Iterator[tuple[int, bytes]]:
     while data := _read(stream):
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         if end == 0:
-            rest = (rest + data)[:KEPT]
+            rest = (rest + data)[:LINE_BYTES]
             continue
         yield number, CONTROL.sub(b"", rest + data[:end])
         number += data.count(b"\n")
@@ -98,11 +99,15 @@ def _read(stream: io.BufferedIOBase) -> bytes:
 
 
 def pieces(line: bytes) -> Iterator[str]:
-    """What is searched at once: each state of a progress bar, and overlapping pieces of a long line."""
+    """What is searched at once: each state of a progress bar, and overlapping pieces of a long line. A job's own
+    diagnosis is one piece: it is JSON, which may name thousands of ranks."""
     for part in line.split(b"\r"):
         if not part:
             continue
         text = part.decode("utf-8", errors="replace")
+        if FAILURE_MARK in text[:LONGEST]:
+            yield text
+            continue
         for start in range(0, max(len(text) - OVERLAP, 1), LONGEST - OVERLAP):
             yield text[start : start + LONGEST]
 

@@ -9,15 +9,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshtrain.explain.log_reader import Log, pieces, time_of, without_prefix
+from meshtrain.explain.log_reader import LONGEST, Log, pieces, time_of, without_prefix
 from meshtrain.explain.rules import Rule
+from meshtrain.job.watchdog.records import FAILURE_MARK
 
 Rules = Sequence[Rule]
 
 KEPT_LINES = 4  # of each rule
 KEPT_RANKS = 100_000  # of each rule
 LONGEST_SHOWN = 400  # characters of a line that is evidence
-FAILURE_MARK = "MESHTRAIN_FAILURE "  # before the JSON with which a job says what it was lost by
 TRACEBACK = "Traceback (most recent call last)"
 STARTED = re.compile(r": \d+ process(?:es)? = .{1,300}, met at ")
 SUMMARY_RANK = re.compile(r"^\s+rank\s+: (\d+) \(local_rank: \d+\)")
@@ -163,7 +163,7 @@ class Search:
         """The line of JSON: a kind that a rule is about, or an exception, whose text rules know."""
         try:
             failure = json.loads(line)
-            kind, text = failure["kind"], str(failure["text"])
+            kind, text = failure["kind"], str(failure["text"])[:LONGEST]
             ranks = [f"rank {rank}" for rank in failure["ranks"] if type(rank) is int and rank >= 0]
             rule = self._by_kind.get(kind)
         except (ValueError, TypeError, KeyError, RecursionError):  # cut off; the block for people says the same

@@ -97,7 +97,7 @@ class WeightFiles:
     def __init__(self, folder: Path, plan: Mapping[str, Sequence[Entry]]) -> None:
         self.folder = folder
         self.plan = plan
-        self._left = {name: list(entries) for name, entries in plan.items()}
+        self._remaining = {name: list(entries) for name, entries in plan.items()}
         self._files: dict[str, BinaryIO] = {}
 
     def __enter__(self) -> "WeightFiles":
@@ -117,11 +117,11 @@ class WeightFiles:
             if name not in self._files:
                 self._files[name] = (self.folder / name).open("xb", buffering=0)
                 write_all(self._files[name], pack_header(self.plan[name], {"format": "pt", "writer": WRITER}))
-            file, left = self._files[name], self._left[name]
-            assert left.pop(0) == entry
+            file, remaining = self._files[name], self._remaining[name]
+            assert remaining.pop(0) == entry
             for piece in data:
                 write_all(file, piece)
-            if not left:
+            if not remaining:
                 os.fsync(file.fileno())
                 file.close()
         except OSError as error:

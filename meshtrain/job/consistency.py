@@ -63,33 +63,33 @@ def require_equal(job: Job, *fingerprints: Fingerprint) -> None:
 
 
 def _gather_differences(job: Job, fingerprints: Sequence[Fingerprint]) -> list[list[str]]:
-    what = "comparing " + ", ".join(each.name for each in fingerprints)
+    activity = "comparing " + ", ".join(fingerprint.name for fingerprint in fingerprints)
     meeting = job.round()
-    meeting.put([job.host, [_digest(each.values) for each in fingerprints]])
+    meeting.put([job.host, [_digest(fingerprint.values) for fingerprint in fingerprints]])
     hosts: list[str] = []
     alike: list[list[list[int]]] = []  # for each fingerprint the groups of ranks that have the same values
     if job.rank == 0:
-        hosts, digests = map(list, zip(*meeting.gather(what), strict=True))
+        hosts, digests = map(list, zip(*meeting.gather(activity), strict=True))
         alike = [_alike(column) for column in zip(*digests, strict=True)]
         meeting.broadcast([[group[0] for group in groups[:MOST_VALUES]] if len(groups) > 1 else [] for groups in alike])
-    speakers = meeting.receive(what)  # for each fingerprint the ranks whose values are looked at
+    speakers = meeting.receive(activity)  # for each fingerprint the ranks whose values are looked at
     if not any(speakers):
         return [[] for _ in fingerprints]
     meeting = job.round()
     values = [
-        dict(each.values) if job.rank in ranks and each.values is not None else None
-        for each, ranks in zip(fingerprints, speakers, strict=True)
+        dict(fingerprint.values) if job.rank in ranks and fingerprint.values is not None else None
+        for fingerprint, ranks in zip(fingerprints, speakers, strict=True)
     ]
     meeting.put(values)
     if job.rank == 0:
-        gathered = meeting.gather(what)
+        gathered = meeting.gather(activity)
         meeting.broadcast(
             [
                 differences([gathered[rank][i] for rank in ranks], groups, hosts) if ranks else []
                 for i, (ranks, groups) in enumerate(zip(speakers, alike, strict=True))
             ]
         )
-    return meeting.receive(what)
+    return meeting.receive(activity)
 
 
 def _digest(values: Mapping[str, str] | None) -> str | None:
@@ -117,10 +117,10 @@ def differences(
     later ones may be missing. `groups`: the ranks that have the same values. `hosts`: by rank.
     """
     lines = []
-    for key in dict.fromkeys(key for each in values for key in each):
+    for key in dict.fromkeys(key for by_key in values for key in by_key):
         by_value: dict[str, list[int]] = {}
-        for each, ranks in zip(values, groups, strict=False):
-            by_value.setdefault(each.get(key, NOT_SET), []).extend(ranks)
+        for by_key, ranks in zip(values, groups, strict=False):
+            by_value.setdefault(by_key.get(key, NOT_SET), []).extend(ranks)
         if len(by_value) > 1:
             described = [f"{_cut(value)} on {describe_ranks(ranks, hosts)}" for value, ranks in by_value.items()]
             lines.append(f"{key}: {', '.join(described)}")

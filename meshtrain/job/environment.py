@@ -85,11 +85,11 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
     return Environment("none", 0, 1, 0, host, None, requeues=requeues, launch=launch)
 
 
-def _need(variables: Mapping[str, str], names: tuple[str, ...], why: str) -> None:
+def _need(variables: Mapping[str, str], names: tuple[str, ...], reason: str) -> None:
     missing = [name for name in names if name not in variables]
     if missing:
         present = ", ".join(f"{name}={variables[name]}" for name in names if name in variables)
-        raise InputError(f"the environment has {present} but not {', '.join(missing)}: {why}")
+        raise InputError(f"the environment has {present} but not {', '.join(missing)}: {reason}")
 
 
 def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -140,7 +140,7 @@ def expand_hosts(nodes: str) -> tuple[str, ...]:
             raise InputError(f"the node list {nodes!r} {form}: export MASTER_ADDR")
         parts = re.split(r"\[([^\]]*)\]", item)  # names and lists of numbers in turn
         choices = [_numbers(part) if i % 2 else [part] for i, part in enumerate(parts)]
-        names += ["".join(each) for each in itertools.product(*choices)]
+        names += ["".join(combination) for combination in itertools.product(*choices)]
     return tuple(names)
 
 

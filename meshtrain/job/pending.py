@@ -26,20 +26,20 @@ class Resource(StrEnum):
 class PendingWait:
     """A context manager around a wait. An error that ends a wait for other ranks carries it: `wait_that_failed`."""
 
-    __slots__ = ("group", "missing", "ranks", "resource", "what")
+    __slots__ = ("group", "label", "missing", "ranks", "resource")
 
     def __init__(
         self,
-        what: str,
+        label: str,
         group: "ProcessGroup | None" = None,
         *,
         ranks: Sequence[int] = (),
         missing: Callable[[], Sequence[int]] | None = None,
         resource: Resource = Resource.RANKS,
     ) -> None:
-        """`what`: for people. `group`, or `ranks` where there is none: who is waited for. `missing`: which of them have
-        not come, where that is known; called by another thread."""
-        self.what, self.group, self.ranks, self.missing, self.resource = what, group, ranks, missing, resource
+        """`label`: for people. `group`, or `ranks` where there is none: who is waited for. `missing`: which of them
+        have not come, where that is known; called by another thread."""
+        self.label, self.group, self.ranks, self.missing, self.resource = label, group, ranks, missing, resource
 
     def __enter__(self) -> None:
         _stacks.setdefault(threading.get_ident(), []).append(self)

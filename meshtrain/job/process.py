@@ -84,18 +84,18 @@ class Job:
         if self.rank == 0:
             print(text, flush=True)
 
-    def gather(self, what: str, value: object) -> list:
+    def gather(self, activity: str, value: object) -> list:
         """Every rank's value (JSON) in rank order, on every rank, by way of the store. There is no time limit: rank 0
-        prints whom it waits for, and for `what`."""
+        prints whom it waits for, and for `activity`."""
         meeting = self.round()
         meeting.put(value)
         if self.rank == 0:
-            values = meeting.gather(what)
+            values = meeting.gather(activity)
             if self._last_round is not None:
                 self._last_round.delete()  # who has put a value has received the answer before, on the same thread
             self._last_round = meeting
             meeting.broadcast(values)
-        return meeting.receive(what)
+        return meeting.receive(activity)
 
     def round(self) -> Round:
         """A gather in steps. All ranks make their rounds in the same order, on the main thread."""
@@ -103,8 +103,8 @@ class Job:
         return Round(self.store, self.rank, self.world_size, f"round {self._rounds}", self.failures.is_lost)
 
     @contextmanager
-    def collective_check(self, what: str) -> Iterator[None]:
-        """Goes on after its body, which does `what`, only if no rank found its input wrong or its files out of reach.
+    def collective_check(self, activity: str) -> Iterator[None]:
+        """Goes on after its body, the `activity`, only if no rank found its input wrong or its files out of reach.
 
         Raises:
             AgreedError: on every rank, with the same text: rank 0's problem, or else that of every rank that has one.
@@ -120,12 +120,12 @@ class Job:
             if error.filename is None and not known:
                 raise
             failure = f"host {self.host} {error}" if known else f"host {self.host}: {error} ({line_of(error)})"
-        problems, failures = zip(*self.gather(what, [problem, failure]), strict=True)
+        problems, failures = zip(*self.gather(activity, [problem, failure]), strict=True)
         if different := list(dict.fromkeys(text for text in failures if text is not None)):
             healthy = failures.count(None)
             others = f"; {healthy} of {len(failures)} ranks had no such trouble" if healthy else ""
             listed = "; ".join(different[:MOST_FAILURES]) + ", ..." * (len(different) > MOST_FAILURES)
-            raise TrainingError(f"{what}: {listed}{others}")
+            raise TrainingError(f"{activity}: {listed}{others}")
         if problems[0]:
             raise AgreedError(problems[0])
         by_text: dict[str, list[str]] = {}

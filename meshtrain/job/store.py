@@ -104,14 +104,14 @@ class Round:
             self._store.append(f"{self.name}/given", f"{text}\n")  # type: ignore[attr-defined]
             self._store.add(f"{self.name}/count", 1)
 
-    def gather(self, what: str | None = None) -> list:
-        """Every rank's value in rank order, for rank 0, once all have put one. `what`: named in the line that says whom
-        rank 0 waits for; None prints nothing.
+    def gather(self, activity: str | None = None) -> list:
+        """Every rank's value in rank order, for rank 0, once all have put one. `activity`: named in the line that says
+        whom rank 0 waits for; None prints nothing.
 
         Raises:
             RuntimeError: another rank has failed. CancelledError: this rank does not wait any longer.
         """
-        self._wait(self._read_values, what)
+        self._wait(self._read_values, activity)
         for key in ("given", "count"):  # a long run has many rounds
             self._store.delete_key(f"{self.name}/{key}")
         return [self._values[rank] for rank in range(self._world_size)]
@@ -120,9 +120,9 @@ class Round:
         """Rank 0's answer to all; does not wait."""
         self._store.set(f"{self.name}/all", json.dumps(value))
 
-    def receive(self, what: str | None = None) -> Any:
+    def receive(self, activity: str | None = None) -> Any:
         """Rank 0's answer, once it is there; raises as `gather` does."""
-        self._wait(lambda: [] if self.has_answer else [0], what)
+        self._wait(lambda: [] if self.has_answer else [0], activity)
         return json.loads(self._store.get(f"{self.name}/all"))
 
     def missing(self) -> list[int]:
@@ -147,16 +147,16 @@ class Round:
             self._values = dict(json.loads(line) for line in self._store.get(f"{self.name}/given").splitlines())
         return self.missing()
 
-    def _pending(self, what: str | None, missing: list[int]) -> PendingWait:
-        place = f"the meeting {what or self.name!r} at the store"
+    def _pending(self, activity: str | None, missing: list[int]) -> PendingWait:
+        place = f"the meeting {activity or self.name!r} at the store"
         return waiting(place, ranks=range(self._world_size), missing=lambda: missing or [0])
 
-    def _wait(self, look: Callable[[], list[int]], what: str | None) -> None:
+    def _wait(self, look: Callable[[], list[int]], activity: str | None) -> None:
         """Until nobody is missing. It polls, because a blocking wait has a time limit."""
         start = printed_at = time.monotonic()
         pause = max(0.001, self._world_size / 50_000)  # the store's one thread serves all of them
         missing: list[int] = []
-        with self._pending(what, missing):
+        with self._pending(activity, missing):
             while remaining := look():
                 missing[:] = remaining
                 if self._is_lost():
@@ -166,8 +166,8 @@ class Round:
                     ranks = ", ".join(map(str, missing[:8]))
                     raise CancelledError(f"rank {self._rank} waits no longer for ranks {ranks}")
                 pause = min(pause * 1.5, max(0.25, self._world_size / 2000))
-                if what is not None and self._rank == 0 and time.monotonic() - printed_at > SAY_EVERY_S:
+                if activity is not None and self._rank == 0 and time.monotonic() - printed_at > SAY_EVERY_S:
                     printed_at = time.monotonic()
                     ranks = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
                     count = f"{len(missing)} of {self._world_size} ranks"
-                    print(f"{what}: waiting for {count} ({ranks}), {printed_at - start:.0f} s now", flush=True)
+                    print(f"{activity}: waiting for {count} ({ranks}), {printed_at - start:.0f} s now", flush=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshtrain.config import Config
+from meshtrain.config.layout_advice import host_warnings, resolve
 from meshtrain.data.order import describe_batch
 from meshtrain.doctor.files import named_paths
 from meshtrain.doctor.host import filesystem
@@ -47,12 +48,12 @@ def fit_on_nodes(name: str, overrides: Sequence[str], request: Request) -> Confi
     nodes, gpus = request.nodes, request.gpus_per_node
     config = Config.load(name, overrides, for_training=True)
     try:
-        layout = Layout.resolve(config.layout, nodes * gpus)
+        layout = resolve(config.layout, nodes * gpus)
     except LayoutError as error:
         raise InputError(f"{error}. {nodes_that_fit(config.layout, nodes, gpus)}") from error
     config = Config.load(name, overrides, for_training=True, world_size=nodes * gpus)  # what was left open
     placed = layout.on_hosts([gpus] * nodes, [f"node {i}" for i in range(nodes)])
-    crossing = placed.warnings()  # of a job that runs already; this one can still be asked for in another way
+    crossing = host_warnings(placed)  # of a job that runs already; this one can still be asked for in another way
     if crossing:
         raise InputError(" ".join(crossing))
     _check_writable(config)

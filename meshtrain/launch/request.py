@@ -58,30 +58,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_request(given: argparse.Namespace) -> Request:
+def read_request(arguments: argparse.Namespace) -> Request:
     """The request of a command line.
 
     Raises:
         InputError: a value is missing or cannot be right.
     """
-    if not given.slurm:
+    if not arguments.slurm:
         raise InputError(
             "say which scheduler: --slurm is the one that meshtrain launch knows (for Kubernetes see tools/k8s, and "
             "for nodes without a scheduler run torchrun on each)"
         )
-    gpus = _count("--gpus-per-node", given.gpus_per_node, needed="the GPUs of each node")
+    gpus = _count("--gpus-per-node", arguments.gpus_per_node, needed="the GPUs of each node")
     return Request(
-        nodes=_count("--nodes", given.nodes, needed="the number of nodes"),
+        nodes=_count("--nodes", arguments.nodes, needed="the number of nodes"),
         gpus_per_node=gpus,
-        per_gpu=given.srun,
-        gres=None if given.gres is None else _gres(given.gres, gpus),
-        cpus_per_task=None if given.cpus_per_task is None else _count("--cpus-per-task", given.cpus_per_task),
-        time=_time(given.time),
-        partition=_name("--partition", given.partition),
-        account=_name("--account", given.account),
-        job_name=_name("--job-name", given.job_name),
-        activate=_activate(given.activate),
-        variables=tuple(map(_variable, given.env)),
+        per_gpu=arguments.srun,
+        gres=None if arguments.gres is None else _gres(arguments.gres, gpus),
+        cpus_per_task=None if arguments.cpus_per_task is None else _count("--cpus-per-task", arguments.cpus_per_task),
+        time=_time(arguments.time),
+        partition=_name("--partition", arguments.partition),
+        account=_name("--account", arguments.account),
+        job_name=_name("--job-name", arguments.job_name),
+        activate=_activate(arguments.activate),
+        variables=tuple(map(_variable, arguments.env)),
     )
 
 

@@ -31,16 +31,16 @@ def render(template: str, directives: Mapping[str, str | None], block: Sequence[
     places = [place for place, line in enumerate(lines) if DIRECTIVE.match(line)]
     if not places:
         raise ValueError("a template of sbatch has #SBATCH lines")
-    left = {option: value for option, value in directives.items() if value is not None}
+    remaining = {option: value for option, value in directives.items() if value is not None}
     head: list[str] = []
     for line in lines[: places[-1] + 1]:
         match = DIRECTIVE.match(line)
         option = match[2] if match else ""
-        if option in left:
-            head.append(_directive(option, left.pop(option)))
+        if option in remaining:
+            head.append(_directive(option, remaining.pop(option)))
         elif match is None or match[1] or option not in directives:
             head.append(line)
-    head += [_directive(option, value) for option, value in left.items()]
+    head += [_directive(option, value) for option, value in remaining.items()]
     return "\n".join([*head, "", *block, *lines[places[-1] + 1 :]]) + "\n"
 
 

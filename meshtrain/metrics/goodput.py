@@ -105,10 +105,10 @@ def summarize(jobs: Sequence[JobRecord]) -> GoodputSummary:
     again_from = math.inf  # the lowest step that a later job went on from
     for i, job in reversed(list(enumerate(jobs))):
         last = job.marks[-1].seconds if job.marks else dict.fromkeys(SPENT, 0.0)
-        kept = _until(job, again_from) | {"startup": last["startup"]}
+        net = _until(job, again_from) | {"startup": last["startup"]}
         for part in SPENT:
-            total[part] += kept.get(part, 0.0)
-            total["repeated"] += last[part] - kept.get(part, 0.0)
+            total[part] += net.get(part, 0.0)
+            total["repeated"] += last[part] - net.get(part, 0.0)
         if i > 0 and not _done(jobs[i - 1]):
             total["between"] += max(0.0, job.started - jobs[i - 1].ended)  # hosts' clocks may differ
         again_from = min(again_from, job.first)

@@ -105,13 +105,13 @@ class MetricsFile:
 def _keep_whole(damaged: Path, path: Path) -> None:
     """Begins a file with the rows of a damaged one that are rows, in the order of their steps."""
     step = 0
-    with damaged.open("rb") as file, path.open("xb") as kept:
+    with damaged.open("rb") as file, path.open("xb") as target:
         for line in file:
             try:
                 for _, _, row in _rows([line], path):
                     if row["step"] > step:
                         step = row["step"]
-                        kept.write(line)
+                        target.write(line)
             except InputError:
                 continue
 

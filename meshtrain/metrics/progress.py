@@ -68,7 +68,7 @@ class PlainLines(Progress):
             return
         self._shown += 1
         self._shown_at = self._now()
-        self.say(step_line(row, self._steps, self._unit, self._average.left(self._steps - row["step"])))
+        self.say(step_line(row, self._steps, self._unit, self._average.remaining(self._steps - row["step"])))
 
 
 class LiveLine(Progress):
@@ -100,7 +100,7 @@ class LiveLine(Progress):
             (f"loss {_fixed(row.get('loss'), 4)}", "green"),
             (_rate(row, self._unit), ""),
             (_percent("mfu", row.get("mfu")), ""),
-            (_left(self._average.left(self._steps - row["step"])), "dim"),
+            (_remaining(self._average.remaining(self._steps - row["step"])), "dim"),
         ]
         for part, style in parts:
             if part:
@@ -132,11 +132,11 @@ class StepTimeAverage:
         else:
             self._seconds += 0.1 * (seconds - self._seconds)
 
-    def left(self, steps: int) -> float | None:
+    def remaining(self, steps: int) -> float | None:
         return None if self._seconds is None else steps * self._seconds
 
 
-def step_line(row: Values, steps: int, unit: str, left: float | None = None) -> str:
+def step_line(row: Values, steps: int, unit: str, remaining: float | None = None) -> str:
     """One step in words; what the row does not have is left out.
 
     `step  40/200  loss 2.3412  grad_norm 0.81  lr 3.0e-04  12,340 tokens/s  mfu 31.2 %  goodput 97.1 %  left 2m10s`
@@ -151,7 +151,7 @@ def step_line(row: Values, steps: int, unit: str, left: float | None = None) -> 
         _percent("goodput", row.get("goodput")),
         _share("data", row),
         _share("communication", row),
-        _left(left),
+        _remaining(remaining),
     ]
     return "  ".join(part for part in parts if part)
 
@@ -206,5 +206,5 @@ def _share(name: str, row: Values) -> str:
     return "" if seconds is None or not whole else f"{name} {100 * seconds / whole:.0f} %"
 
 
-def _left(seconds: float | None) -> str:
+def _remaining(seconds: float | None) -> str:
     return "" if not seconds else f"left {duration(seconds)}"

@@ -44,7 +44,7 @@ def spec_of(config: "Config") -> ModelSpec:
 
 def plain_model(config: "Config") -> nn.Module:
     """A model of a config on the meta device, where it has shapes and no memory."""
-    return spec_of(config).build()
+    return spec_of(config).copy()
 
 
 def outputs(config: "Config") -> int | None:
@@ -148,7 +148,7 @@ def _stage(
             torch.manual_seed(config.train.seed)
             model = spec.module.Model(spec.config).to(device)
     else:
-        model = spec.build()
+        model = spec.copy()
     broadcast_parameters(model, mesh)
     cast(model, master_dtype(options.precision))
     options = apply_tensor_parallel(model, mesh, options, verified=verified)

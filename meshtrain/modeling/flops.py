@@ -206,10 +206,10 @@ def _measured_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, in
     while True:
         seconds = _matmul_seconds(size, device, dtype)
         fastest = max(fastest, (2 * size**3 / seconds, size))
-        left = deadline - time.perf_counter()
-        if left < 1.5 * seconds:
+        remaining = deadline - time.perf_counter()
+        if remaining < 1.5 * seconds:
             return fastest
-        if 16 * seconds < left:  # twice the size takes 8 times as long; room for two
+        if 16 * seconds < remaining:  # twice the size takes 8 times as long; room for two
             size *= 2
 
 
@@ -217,10 +217,10 @@ def _matmul_seconds(size: int, device: torch.device, dtype: torch.dtype) -> floa
     # A generator of its own: measuring must not move the run's random numbers. Random, because a GPU multiplies zeros
     # and ones faster than it does anything real.
     generator = torch.Generator(device).manual_seed(0)
-    left, right = (torch.rand(size, size, device=device, dtype=dtype, generator=generator) for _ in range(2))
+    a, b = (torch.rand(size, size, device=device, dtype=dtype, generator=generator) for _ in range(2))
     _settle(device)
     start = time.perf_counter()
-    torch.mm(left, right)
+    torch.mm(a, b)
     _settle(device)
     return time.perf_counter() - start
 

@@ -80,8 +80,8 @@ def _fill(parameter: Tensor, spec: ParameterSpec, draw: Callable[..., None], see
         values = torch.empty(min(rows_per_block, height - first), *width)
         draw(rows=values, random=generator(seed, spec.name, block))
         begin, end = max(rows.start, first), min(rows.stop, first + values.shape[0])
-        kept = values[(slice(begin - first, end - first), *columns)]
-        target[begin - rows.start : end - rows.start].copy_(kept)
+        part = values[(slice(begin - first, end - first), *columns)]
+        target[begin - rows.start : end - rows.start].copy_(part)
 
 
 def generator(*key: object) -> torch.Generator:

@@ -11,7 +11,7 @@ aten = torch.ops.aten
 
 # Products of matrices, convolutions and attention are dear to compute and are kept; everything between them (norms,
 # activations, rotary turns, casts) costs memory traffic only and is computed again.
-KEPT = frozenset(op.default for op in (aten.mm, aten.addmm, aten.bmm, aten.linear, aten.convolution))
+SAVED_OPERATORS = frozenset(op.default for op in (aten.mm, aten.addmm, aten.bmm, aten.linear, aten.convolution))
 # Attention, and which of its arguments is the dropout. One that draws is run again, as everything that draws must be:
 # what draws after it would else not draw the same.
 ATTENTION = {
@@ -30,7 +30,7 @@ def checkpoint_block(forward: Callable, recompute: str) -> Callable:
         forward: the forward of one block.
         recompute: "none" keeps everything; "full" keeps the block's inputs only and runs it again in backward
             (Chen et al., https://arxiv.org/abs/1604.06174), what it sends included; "selective" keeps the results of
-            `KEPT`, of attention, and of all communication besides and computes the rest again.
+            `SAVED_OPERATORS`, of attention, and of all communication besides and computes the rest again.
     """
     if recompute == "none":
         return forward
@@ -43,7 +43,7 @@ def checkpoint_block(forward: Callable, recompute: str) -> Callable:
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     # Operators of our own communicate, and most of them multiply matrices too.
-    kept = operator in KEPT or getattr(operator, "namespace", None) == "meshtrain"
+    must_save = operator in SAVED_OPERATORS or getattr(operator, "namespace", None) == "meshtrain"
     if operator in ATTENTION:
-        kept = kwargs.get("dropout_p", (*args, *[0.0] * 9)[ATTENTION[operator]]) == 0
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        must_save = kwargs.get("dropout_p", (*args, *[0.0] * 9)[ATTENTION[operator]]) == 0
+    return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE

@@ -72,11 +72,11 @@ def parallelize(model: nn.Module, mesh: Mesh, **options: Any) -> nn.Module:
     """
     if mesh.size("pp") > 1:
         raise InputError("parallelize spreads a model over all axes but pp: use pp: 1")
-    asked = ParallelOptions(**options)
-    cast(model, master_dtype(asked.precision))
+    settings = ParallelOptions(**options)
+    cast(model, master_dtype(settings.precision))
     broadcast_parameters(model, mesh)
-    resolved = apply_tensor_parallel(model, mesh, asked)
-    if mesh.rank == 0 and asked.sequence_parallel is None and resolved.sequence_parallel is False:
+    resolved = apply_tensor_parallel(model, mesh, settings)
+    if mesh.rank == 0 and settings.sequence_parallel is None and resolved.sequence_parallel is False:
         warnings.warn(f"sequence_parallel is off: {NO_SEQUENCE}", stacklevel=2)
     return apply_data_parallel(model, mesh, resolved)
 

@@ -71,24 +71,24 @@ class ParameterSpec:
 
 def chunk_range(size: int, parts: int, index: int) -> slice:
     """The `index`-th of `parts` parts of a dim."""
-    each = -(-size // parts)
-    return slice(min(index * each, size), min((index + 1) * each, size))
+    chunk = -(-size // parts)
+    return slice(min(index * chunk, size), min((index + 1) * chunk, size))
 
 
 def chunk_sizes(size: int, parts: int) -> set[int]:
     """The different sizes of the parts of a dim: whole ones, a remainder, and none."""
-    each = max(1, -(-size // parts))
-    ranges = (chunk_range(size, parts, index) for index in {0, min(size // each, parts - 1), parts - 1})
+    chunk = max(1, -(-size // parts))
+    ranges = (chunk_range(size, parts, index) for index in {0, min(size // chunk, parts - 1), parts - 1})
     return {part.stop - part.start for part in ranges}
 
 
 def local_slice(shape: Sequence[int], cuts: Sequence[tuple[int, int, int]]) -> Part:
     """What is left of a whole of this shape after cuts made one after the other: (dim, parts, index) each."""
-    left = [slice(0, size) for size in shape]
+    spans = [slice(0, size) for size in shape]
     for dim, parts, index in cuts:
-        inner = chunk_range(left[dim].stop - left[dim].start, parts, index)
-        left[dim] = slice(left[dim].start + inner.start, left[dim].start + inner.stop)
-    return tuple(left)
+        inner = chunk_range(spans[dim].stop - spans[dim].start, parts, index)
+        spans[dim] = slice(spans[dim].start + inner.start, spans[dim].start + inner.stop)
+    return tuple(spans)
 
 
 def tensor_spec(name: str, tensor: "Tensor", stages: tuple[int, ...] = (0,)) -> ParameterSpec:

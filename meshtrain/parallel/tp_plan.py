@@ -55,8 +55,8 @@ class Split:
         queries = range(index * self.queries // tp, (index + 1) * self.queries // tp)
         head_of = [query * self.heads // self.queries for query in queries]
         first, different = head_of[0], head_of[-1] - head_of[0] + 1
-        each = len(head_of) // different
-        even = head_of == [first + i // each for i in range(len(head_of))]
+        queries_per_head = len(head_of) // different
+        even = head_of == [first + i // queries_per_head for i in range(len(head_of))]
         rows = slice(first * self.width, (head_of[-1] + 1) * self.width)
         return Heads(self.heads, self.width, rows, None if even else tuple(head - first for head in head_of))
 
@@ -232,7 +232,7 @@ def undecided(model: Any, plan: Mapping[str, str], splits: Sequence[Split]) -> l
     dims: dict[str, set[int | None]] = {}
     for split in splits:
         dims.setdefault(split.layer.rpartition(".")[0], set()).add(STYLES[split.style].dim)
-    between = [name for name, found in dims.items() if {0, 1} <= found]
+    between = [name for name, split_dims in dims.items() if {0, 1} <= split_dims]
     decided = {(split.layer, own) for split in styled_parameters(model, plan) for own in split.parameters}
     layers = {split.layer for split in splits}
     return [

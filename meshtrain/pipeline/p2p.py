@@ -209,8 +209,8 @@ class Transfers:
         """Around a wait for the rank at the other end of a transfer."""
         source, target = self._ranks[transfer.source], self._ranks[transfer.target]
         other = target if transfer.source == self._rank else source
-        what = f"{transfer.kind} for stage {transfer.stage} of microbatch {transfer.microbatch}"
-        return waiting(what, self._mesh.link(source, target), missing=lambda: [other])
+        label = f"{transfer.kind} for stage {transfer.stage} of microbatch {transfer.microbatch}"
+        return waiting(label, self._mesh.link(source, target), missing=lambda: [other])
 
     def _meta_key(self, transfer: Transfer) -> tuple[Hashable, int]:
         """The microbatch's key, and the later of the two stages: gradients are like the activations there."""

@@ -196,11 +196,6 @@ def parse_csv(text: str, name: str) -> Schedule:
     return schedule
 
 
-def to_csv(schedule: Schedule) -> str:
-    """The text of a file that `read_csv` reads, and torch.distributed.pipelining's `_load_csv`."""
-    return "".join(",".join(map(str, row)) + "\n" for row in schedule.actions)
-
-
 def _parse_cell(cell: str, location: str) -> Action | Pair:
     pair = _PAIR.fullmatch(cell)
     texts = pair.groups() if pair else (cell,)

@@ -119,7 +119,7 @@ class _Rank:
         self._order = deque(action for _, action in pattern)  # forwards and input gradients, in the pattern's order
         self._put_off: deque[Action] = deque()  # weight gradients
         self._next: Counter[tuple[Kind, int]] = Counter()  # of each kind and stage, the next microbatch
-        self._held = 0
+        self._activations = 0
         self._room = shape.room(ranks)
         self._ahead = shape.ahead(ranks, rank)
 
@@ -136,13 +136,13 @@ class _Rank:
         Early are, while the pipeline fills, forwards of the first stage; they leave room for one of the second, without
         which no gradient would ever come. And while it empties, input gradients of the second, for which others wait.
         """
-        if self._order and (self._held < self._room or self._order[0].kind is not Kind.FORWARD):
+        if self._order and (self._activations < self._room or self._order[0].kind is not Kind.FORWARD):
             yield self._order[0]
         started, returned = self._next[Kind.FORWARD, self._down], self._next[Kind.FORWARD, self._up]
-        if started < self._microbatches and started - returned < self._ahead and self._held < self._room - 1:
+        if started < self._microbatches and started - returned < self._ahead and self._activations < self._room - 1:
             yield Action(Kind.FORWARD, self._down, started)
         gradients = self._next[Kind.INPUT_GRAD, self._up]
-        if gradients < self._microbatches and self._held < self._room:
+        if gradients < self._microbatches and self._activations < self._room:
             yield Action(Kind.INPUT_GRAD, self._up, gradients)
         if self._put_off:
             yield self._put_off[0]
@@ -160,12 +160,12 @@ class _Rank:
         self.row.append(action)
         if action.kind is Kind.WEIGHT_GRAD:
             self._put_off.popleft()
-            self._held -= 1
+            self._activations -= 1
             return
         self._order.remove(action)
         self._next[action.kind, action.stage] += 1
         if action.kind is Kind.FORWARD:
-            self._held += 1
+            self._activations += 1
         else:
             self._put_off.append(Action(Kind.WEIGHT_GRAD, action.stage, action.microbatch))
 
@@ -198,7 +198,7 @@ class _PairRow:
         self._done: Counter[tuple[Kind, int]] = Counter()  # a backward in two counts as a backward
         self.put_off: deque[Action] = deque()  # weight gradients
 
-    def left(self, kind: Kind, stage: int) -> int:
+    def remaining(self, kind: Kind, stage: int) -> int:
         return self._microbatches - self._done[kind, stage]
 
     def forward(self, stage: int) -> None:
@@ -223,7 +223,7 @@ class _PairRow:
         self.row += [Pair(*parts)] if len(parts) == 2 else parts
 
     def _take(self, kind: Kind, stage: int) -> tuple[Action, ...]:
-        if not self.left(kind, stage):
+        if not self.remaining(kind, stage):
             return ()
         self._done[kind, stage] += 1
         return (Action(kind, stage, self._done[kind, stage] - 1),)
@@ -245,20 +245,20 @@ def _pairs_of(ranks: int, rank: int, microbatches: int) -> tuple[Action | Pair, 
         work.weight_grad()
         work.forward(up)
 
-    while work.left(Kind.FORWARD, down):
+    while work.remaining(Kind.FORWARD, down):
         work.pair(down, up)
         work.pair(up, down)
-    while work.left(Kind.FORWARD, up):
+    while work.remaining(Kind.FORWARD, up):
         work.backward(up)
         work.pair(up, down)
 
     # Of the backwards that alternate, the second half are done in two, so that the last gradients go faster.
-    alternate = [up, down] * work.left(Kind.BACKWARD, up)
+    alternate = [up, down] * work.remaining(Kind.BACKWARD, up)
     for stage in alternate[: len(alternate) // 2]:
         work.backward(stage)
     for stage in alternate[len(alternate) // 2 :]:
         work.input_grad(stage)
-    while work.left(Kind.BACKWARD, down):
+    while work.remaining(Kind.BACKWARD, down):
         work.weight_grad()
         work.input_grad(down)
     while work.put_off:

@@ -124,11 +124,11 @@ class Checkpointer:
 def describe_saving(spec: RunSpec) -> str:
     """`checkpoints every 100 steps in runs/a/checkpoints, the last 3 kept`."""
     section = spec.config.checkpoint
-    when = {"epoch": "after each epoch", 0: "at the end", 1: "after each step"}.get(
+    moment = {"epoch": "after each epoch", 0: "at the end", 1: "after each step"}.get(
         section.every, f"every {section.every} steps"
     )
-    kept = [f"the last {section.keep_last}" if section.keep_last > 1 else "the last one"]
-    kept += [f"those of every {section.keep_every} steps"] if section.keep_every is not None else []
-    kept += ["the best one"] if section.keep_best else []
-    listed = " and ".join([", ".join(kept[:-1]), kept[-1]] if len(kept) > 1 else kept)
-    return f"checkpoints {when} in {spec.checkpoints}, {listed} kept"
+    rules = [f"the last {section.keep_last}" if section.keep_last > 1 else "the last one"]
+    rules += [f"those of every {section.keep_every} steps"] if section.keep_every is not None else []
+    rules += ["the best one"] if section.keep_best else []
+    listed = " and ".join([", ".join(rules[:-1]), rules[-1]] if len(rules) > 1 else rules)
+    return f"checkpoints {moment} in {spec.checkpoints}, {listed} kept"

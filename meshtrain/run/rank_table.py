@@ -4,7 +4,8 @@ groups of every axis."""
 from collections import Counter
 from collections.abc import Sequence
 
-from meshtrain.layout import DATA_AXES, Layout, short
+from meshtrain.formatting import short
+from meshtrain.layout import DATA_AXES, Layout
 
 
 def describe_hosts(layout: Layout) -> str:

@@ -9,6 +9,7 @@ from torch import nn
 
 from meshtrain.checkpoint.resume import RunSpec
 from meshtrain.config import Config
+from meshtrain.config.layout_advice import host_warnings
 from meshtrain.config.locate import model_file
 from meshtrain.data import Batch, EvalBatches, OpenData, Samples, eval_batches, open_data, prepare_data, train_batches
 from meshtrain.data.order import describe_batch
@@ -105,4 +106,4 @@ def banner_lines(spec: RunSpec, job: Job, data: OpenData, evaluated: Samples | N
         yield f"an evaluation takes {len(evaluated):,} samples of the validation (train.eval_samples)"
     yield describe_saving(spec)
     yield from (f"override {override}" for override in config.overrides)
-    yield from (f"warning: {warning}" for warning in layout.warnings())
+    yield from (f"warning: {warning}" for warning in host_warnings(layout))

@@ -97,10 +97,10 @@ def _begin(place: ExportFolder, job: Job) -> list[int]:
             place.make()
             (place.making / token).touch()
     token = job.gather("making the export's folder", token)[0]
-    seen = job.gather("looking for the export's folder", (place.making / token).exists())
+    visible = job.gather("looking for the export's folder", (place.making / token).exists())
     if job.rank == 0:
         (place.making / token).unlink()
-    return [rank for rank, sees in enumerate(seen) if sees]
+    return [rank for rank, sees in enumerate(visible) if sees]
 
 
 def _holders(tensor: Placement, writer: int, layout: Layout) -> list[tuple[int, Part]]:
@@ -122,7 +122,7 @@ def _exchange(
     turn: Sequence[Turn], tensors: Mapping[str, Tensor], placements: Mapping[str, Placement], job: Job, layout: Layout
 ) -> Iterator[tuple[str, Entry, Tensor]]:
     """Sends this rank's parts of the turn's tensors to their writers; yields the whole tensor that is its to write."""
-    operations, kept = [], []
+    operations, outputs = [], []
     for writer, file, entry in turn:
         kind, holders = DTYPES[entry.dtype], _holders(placements[entry.name], writer, layout)
         if writer == job.rank:
@@ -134,13 +134,13 @@ def _exchange(
                 buffer = torch.empty(shape_of(piece), dtype=kind, device=job.device)
                 operations.append(dist.P2POp(dist.irecv, buffer.view(-1).view(torch.uint8), rank))
                 parts.append((piece, buffer))
-            kept.append((file, entry, kind, parts))
+            outputs.append((file, entry, kind, parts))
         elif job.rank in [rank for rank, _ in holders]:
             wire = local_part(tensors[entry.name])[0].to(kind).contiguous().view(-1).view(torch.uint8)
             operations.append(dist.P2POp(dist.isend, wire, writer))
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
-    for file, entry, kind, parts in kept:
+    for file, entry, kind, parts in outputs:
         whole = torch.empty(entry.shape or (1,), dtype=kind)
         for piece, values in parts:
             whole[piece] = values.to("cpu", kind)

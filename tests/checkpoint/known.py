@@ -76,13 +76,13 @@ def whole(name: str, tensor: Placement) -> Tensor:
 
 def fill(state: State) -> None:
     """Gives all tensors their values."""
-    for held in state.held:
+    for held in state.shards:
         held.local.copy_(whole(held.name, held.placement)[held.part])
     state.loaded()
 
 
 def clear(state: State) -> None:
-    for held in state.held:
+    for held in state.shards:
         held.local.zero_()
     state.loaded()
 
@@ -91,7 +91,7 @@ def wrong(state: State) -> list[str]:
     """The tensors of this rank that do not have their values, to the bit."""
     names = [
         held.name
-        for held in state.held
+        for held in state.shards
         if not torch.equal(held.local.detach(), whole(held.name, held.placement)[held.part])
     ]
     counted = {one["step"].item() for one in state._optimizer.rule._adamw.state.values()}

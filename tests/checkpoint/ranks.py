@@ -36,8 +36,8 @@ from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.modeling.build import build_model
 from tests.checkpoint.known import ABOUT, CPU, MODEL, OF_4, clear, fill, on, wrong
+from tests.parallel.tensor_parallel_cases import Cases
 from tests.parity.experiments import QUICKSTART
-from tests.tensor_parallel_cases import Cases
 
 
 class Ranks(Cases):
@@ -68,12 +68,12 @@ class Ranks(Cases):
         self.equal({name for name in state.placements if name.startswith("model.")}, expected, f"{kind}: names")
         self.equal(len(state.placements), 3 * len(expected) + 3, f"{kind}: averages, updates, and the loss scale")
         values = dict(plain.named_parameters())
-        for held in state.held:
+        for held in state.shards:
             self.equal(tuple(held.local.shape), shape_of(held.part), f"{kind}: shape of {held.name}")
             if held.name.startswith("model."):
                 value = values[held.name.removeprefix("model.")].detach()
                 self.that(torch.equal(held.local, value[held.part]), f"{kind}: value of {held.name}")
-        names = [held.name for held in state.held]
+        names = [held.name for held in state.shards]
         twice = {name for name in names if names.count(name) > 1}
         tied = ["exp_avg", "exp_avg_sq"]
         both = {"model.model.embed_tokens.weight", *(f"optimizer.model.embed_tokens.weight.{each}" for each in tied)}
@@ -189,7 +189,7 @@ class Ranks(Cases):
         saver = self.saver(state, where)
         saver.save(1, ABOUT, wait=True)
         self.equal(saver.problem, None, f"{kind}: all are equal")
-        held = next((held for held in state.held if held.name == name), None)
+        held = next((held for held in state.shards if held.name == name), None)
         if self.job.rank == rank:
             assert held is not None
             bits = held.local.detach().view(-1).view(torch.int32)

@@ -251,7 +251,7 @@ def test_damage_is_named_and_leaves_nothing(harm: Callable[[Path], None], earlie
     with pytest.raises(DamagedError) as caught:
         checkpoint_export.export(checkpoint, tmp_path / "out")
     assert caught.value.file == checkpoint / "rank_00001.safetensors"
-    if "bytes" in caught.value.what and "are not those" in caught.value.what:
+    if "bytes" in caught.value.problem and "are not those" in caught.value.problem:
         assert caught.value.tensor is not None
         assert f"{caught.value.tensor}" in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["from", "out"] if earlier else ["from"]

@@ -20,7 +20,7 @@ from meshtrain.errors import DamagedError, InputError
 from tests.checkpoint.by_hand import write_checkpoint
 from tests.checkpoint.known import ABOUT, OF_4, alone, clear, fill, on, wrong
 from tests.launching import forked
-from tests.test_tensor_parallel import assert_none_failed
+from tests.parallel.test_tensor_parallel import assert_none_failed
 
 
 def manifest_of(checkpoint: Path) -> Manifest:
@@ -49,11 +49,11 @@ def test_every_layout_loads_what_every_other_has_written(tmp_path: Path) -> None
 def part_of(tensors: dict[str, torch.Tensor], wanted: dict[str, tuple[slice, ...]]) -> Any:
     """A state that wants these parts of these tensors."""
     placements = {name: Placement(tuple(one.shape), "F32") for name, one in tensors.items()}
-    held = []
+    shards = []
     for name, part in wanted.items():
         target = torch.zeros(shape_of(part))
-        held.append(LocalShard(name, placements[name], part, True, lambda target=target: target))
-    return SimpleNamespace(placements=placements, held=held, loaded=lambda: None)
+        shards.append(LocalShard(name, placements[name], part, True, lambda target=target: target))
+    return SimpleNamespace(placements=placements, shards=shards, loaded=lambda: None)
 
 
 @pytest.mark.parametrize("chunk", [1, 700, 2**25])
@@ -68,7 +68,7 @@ def test_parts_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk:
     for part in ((slice(0, 50), slice(0, 30)), (slice(7, 31), slice(0, 30)), (slice(3, 49), slice(4, 21))):
         state = part_of({"x": x}, {"x": part})
         restore(checkpoint, manifest_of(checkpoint), state)
-        assert torch.equal(state.held[0].local, x[part]), part
+        assert torch.equal(state.shards[0].local, x[part]), part
 
 
 def test_a_part_is_read_without_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_a_part_is_read_without_the_whole(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Shard, "_read", lambda *given: (counted.append(len(given[2])), read(*given))[1])
     state = part_of({"x": x}, {"x": (slice(1000, 1000 + 2**11), slice(0, 2**10))})
     restore(checkpoint, manifest_of(checkpoint), state)
-    assert torch.equal(state.held[0].local, x[1000 : 1000 + 2**11])
+    assert torch.equal(state.shards[0].local, x[1000 : 1000 + 2**11])
     assert 2**23 < sum(counted) <= 2**23 + 2 * 2**22 + 10_000
 
 

@@ -28,7 +28,7 @@ from meshtrain.formatting import bytes_text
 from meshtrain.layout import Layout
 from tests.checkpoint.known import ABOUT, alone, clear, fill, on, whole
 from tests.launching import forked
-from tests.test_tensor_parallel import assert_none_failed
+from tests.parallel.test_tensor_parallel import assert_none_failed
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -313,10 +313,10 @@ def test_the_majority_is_right_and_few_are_asked() -> None:
         digests[rank]["1"] = f"other {rank}"
     (found,) = find_divergence(placements, layout, digests)
     assert (found.kind, found.group, found.odd) == (1, tuple(range(1, 16, 2)), tuple(range(1, 16, 2)))
-    assert found.asked == (1, 3, 5, 7), "nobody has a majority"
+    assert found.reporters == (1, 3, 5, 7), "nobody has a majority"
     digests[3]["1"] = digests[5]["1"] = digests[7]["1"] = "half 1"
     (found,) = find_divergence(placements, layout, digests)
-    assert (found.odd, found.asked) == ((9, 11, 13), (9, 11, 13, 1))
+    assert (found.odd, found.reporters) == ((9, 11, 13), (9, 11, 13, 1))
     sums = {9: {"b": [1], "c": [5]}, 11: {"b": [2], "c": [5]}, 13: {"b": [3], "c": [5]}, 1: {"b": [4], "c": [5]}}
     said = describe_divergence(found, sums, [f"rank {rank}" for rank in range(16)])
     assert said == "rank 9 and rank 11 and rank 13 differ from the 5 other ranks that hold the same part, in b"

@@ -16,7 +16,7 @@ from meshtrain.optim.optimizer import Optimizer
 from meshtrain.trainer import LossScale
 from tests.checkpoint.known import alone
 from tests.launching import forked
-from tests.test_tensor_parallel import assert_none_failed
+from tests.parallel.test_tensor_parallel import assert_none_failed
 
 ALONE = Mesh(Layout({}), 0, "cpu", None, {})
 CPU = torch.device("cpu")
@@ -56,9 +56,9 @@ def test_names_shapes_and_types() -> None:
     expected |= {name: Placement((), "F32") for name in ("optimizer.step", "loss_scale.value")}
     expected |= {"loss_scale.good": Placement((), "I64")}
     assert state.placements == expected
-    assert [held.name for held in state.held if not held.compared] == ["model.mean"]
-    assert sorted(held.name for held in state.held) == sorted(expected)
-    assert all(held.local.dim() > 0 for held in state.held), "scalars have one dim"
+    assert [held.name for held in state.shards if not held.compared] == ["model.mean"]
+    assert sorted(held.name for held in state.shards) == sorted(expected)
+    assert all(held.local.dim() > 0 for held in state.shards), "scalars have one dim"
 
 
 def test_the_memory_is_that_of_the_training() -> None:
@@ -71,7 +71,7 @@ def test_the_memory_is_that_of_the_training() -> None:
         optimizer.squared_norm()
         optimizer.update(5, None, torch.tensor(overflow))
         scale.update(torch.tensor(overflow) > 0)
-    found = {held.name: held.local for held in state.held}
+    found = {held.name: held.local for held in state.shards}
     assert torch.equal(found["model.mean"], model.mean)
     assert found["model.mean"].abs().sum() > 0
     assert torch.equal(found["model.a.weight"], model.a.weight)
@@ -101,13 +101,13 @@ def test_a_state_that_is_put_back_goes_on_with_the_same_bits() -> None:
     second = Model()
     other = optimizer_of(second)
     copied = State(second, other, ALONE, alone())
-    for source, target in zip(state.held, copied.held, strict=True):
+    for source, target in zip(state.shards, copied.shards, strict=True):
         target.local.copy_(source.local)
     copied.loaded()
     for _ in range(2):
         step(first, one)
         step(second, other)
-        for source, target in zip(state.held, copied.held, strict=True):
+        for source, target in zip(state.shards, copied.shards, strict=True):
             assert torch.equal(source.local, target.local), source.name
 
 

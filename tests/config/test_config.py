@@ -67,10 +67,10 @@ def test_broken(load: Any, case: Broken) -> None:
     errors = refused(
         load, case.text, *case.overrides, world_size=case.world_size, for_training=case.for_training, device=case.device
     )
-    assert [error.where.line for error in errors] == [one.line for one in case.errors], "\n".join(map(str, errors))
+    assert [error.place.line for error in errors] == [one.line for one in case.errors], "\n".join(map(str, errors))
     unmatched = list(errors)
     for one in case.errors:
-        match = [error for error in unmatched if error.where.line == one.line and one.what in str(error)]
+        match = [error for error in unmatched if error.place.line == one.line and one.what in str(error)]
         assert match, f"{one.what!r} is not said in: " + "\n".join(map(str, errors))
         assert one.out in match[0].message
         unmatched.remove(match[0])
@@ -103,7 +103,7 @@ def test_a_schedule_in_a_file_is_for_its_counts(load: Any, tmp_path: Path) -> No
         (["batch.micro_size=4", "pipeline.stages_per_rank=2"], "has 1 stage per rank; found 2"),
     ):
         (error,) = refused(load, text, *overrides)
-        assert error.where.line == 6
+        assert error.place.line == 6
         assert problem in error.message
 
 
@@ -117,7 +117,7 @@ def test_what_is_not_known_yet_is_no_error(load: Any) -> None:
 
 def test_a_file_that_is_no_text(load: Any) -> None:
     (error,) = refused(load, b"model: {}\ntrain: {}\n# caf\xe9\n")
-    assert error.where.line == 3
+    assert error.place.line == 3
     assert "0xe9: save the file as UTF-8" in error.message
     (error,) = refused(load, b"# filler\n" * 200_000)
     assert "1,800,000" in error.message
@@ -173,7 +173,7 @@ def test_nothing_else_is_ever_raised(data: st.DataObject, tmp_path_factory: pyte
         Config.load(str(path), world_size=2)
     except ConfigErrors as error:
         errors = error.errors
-    assert all(isinstance(one.where, Place) and one.message for one in errors)
+    assert all(isinstance(one.place, Place) and one.message for one in errors)
 
 
 # What is right ------------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def test_a_pasted_hugging_face_config(load: Any) -> None:
     assert config.model.keys["head_dim"] == 64
     assert config.model.keys == load(plus(model="{preset: llama-3.2-1b}")).model.keys
     (error,) = refused(load, plus(model=json.dumps(pasted | {"attention_bias": True}, indent=2)))
-    assert error.where.line == 6
+    assert error.place.line == 6
 
 
 def test_missing_files_are_found_before_training_and_not_for_a_plan(load: Any, tmp_path: Path) -> None:

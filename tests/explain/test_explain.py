@@ -19,10 +19,9 @@ from meshtrain.explain.causes import Cause, explain, names
 from meshtrain.explain.command import explanation
 from meshtrain.explain.log_reader import pieces, time_of, without_prefix
 from meshtrain.explain.rules import load_rules
-from meshtrain.explain.search import FAILURE_MARK
 from meshtrain.job.watchdog import records
 from meshtrain.job.watchdog.diagnose import diagnose
-from tests.operate.test_diagnose import rank, waits
+from tests.job.test_diagnose import rank, waits
 
 RULES = load_rules()
 LOGS = Path(__file__).parent / "logs"
@@ -268,6 +267,8 @@ def failure(kind: str, text: str, *ranks: int) -> str:
         '{"kind": "gone", "text": "x", "ranks": [Infinity]}',
         '{"kind": ["gone"], "text": "x", "ranks": []}',
         3_900 * "[",
+        100_000 * "[",
+        '{"kind": "gone", "ranks": [' + 9_999 * "1, ",
     ],
 )
 def test_a_broken_failure_line_does_no_harm(fields: str, tmp_path: Path) -> None:
@@ -286,6 +287,14 @@ def test_a_jobs_own_diagnosis_is_read_by_its_kind(kind: str, tmp_path: Path) -> 
     first = causes(write(tmp_path / "job.txt", closed + said))[0]
     assert (first.id, list(first.matches.ranks)) == (KINDS[kind], ["rank 1", "rank 3"])
     assert first.matches.evidence[0].text == "in words of its own"
+
+
+def test_a_diagnosis_of_thousands_of_ranks_is_read_whole(tmp_path: Path) -> None:
+    hosts = tuple(f"node{i:04d}.cluster" for i in range(512))
+    lost = records.Diagnosis(records.DiagnosisKind.UNREACHABLE, tuple(range(4096)), "nobody answers", hosts=hosts)
+    said = f"[rank4096]:{records.failure_line(lost, 'step', 7)}\n"
+    first = causes(write(tmp_path / "job.txt", said))[0]
+    assert (first.id, list(first.matches.ranks)) == (KINDS["unreachable"], [f"rank {rank}" for rank in range(4096)])
 
 
 def test_a_diagnosis_stands_once_for_people_and_once_for_programs(tmp_path: Path) -> None:
@@ -318,7 +327,6 @@ def test_every_kind_of_diagnosis_has_a_rule_or_a_text_that_rules_know() -> None:
         pytest.skip("the job gives its diagnoses no kinds yet")
     assert set(known) - set(KINDS) <= {"failed", "ended", "training", "input"}
     assert set(KINDS) <= set(known)
-    assert FAILURE_MARK.strip() == records.FAILURE_MARK
 
 
 def test_an_unknown_exception_is_told_and_known_ones_are_not_told_twice(tmp_path: Path) -> None:

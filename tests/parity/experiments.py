@@ -47,6 +47,7 @@ STAGED = (
     "batch.global_size=15",
 )
 
+ATTACHED_20 = "attached, 20 steps"
 ATTACHED = ("model.name=tests/models/attached.py",)  # the first layer adds a term to the loss, and statistics
 
 BRIEF = ("model.num_hidden_layers=2", "train.steps=8")
@@ -183,6 +184,7 @@ def experiments(folder: Path) -> dict[str, Experiment]:
             Experiment(name, QUICKSTART, (*SMALL, *BRIEF, cache, f64, *ragged_keys, *ATTACHED, *more), 1e-9)
             for name, more in {"attached": (), "attached, recomputed": ("parallel.recompute=full",)}.items()
         ),
+        Experiment(ATTACHED_20, QUICKSTART, (*SMALL, cache, f64, *ATTACHED), 1e-9),
         Experiment("digits", "configs/digits.yaml", digits, 1e-9),
         # Which ranks and microbatches use a layer depends on their samples.
         Experiment(
@@ -210,12 +212,18 @@ def write_ragged(path: Path) -> Path:
 LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
     2: [
         ("{dp_replicate: 2}", ("float32", "float64", "ragged")),
-        ("{dp_shard: 2}", ("float32", "float64", "selective", "rare", "attached, recomputed")),
+        ("{dp_shard: 2}", ("float32", "float64", "selective", "rare", "attached, recomputed", ATTACHED_20)),
         (
             "{tp: 2}",
-            ("float32", "float64", "ragged", "tied, masked, recomputed", "selective", "uneven", "dropout", *TP_MODELS),
+            (
+                *("float32", "float64", "ragged", "tied, masked, recomputed", "selective", "uneven", "dropout"),
+                *(ATTACHED_20, *TP_MODELS),
+            ),
         ),
-        ("{pp: 2}", ("float32", "staged", "staged, tied", "digits", "attached, recomputed", *STAGED_MODELS)),
+        (
+            "{pp: 2}",
+            ("float32", "staged", "staged, tied", "digits", "attached, recomputed", ATTACHED_20, *STAGED_MODELS),
+        ),
     ],
     3: [
         ("{dp_replicate: 3}", ("float32", "float64", "dropout")),
@@ -238,7 +246,7 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
         ("{pp: 2, dp_replicate: 2}", ("float32", "staged", "staged, tied")),
         ("{pp: 2, dp_shard: 2}", ("float32", "staged", "staged, tied")),
         ("{dp_shard: 2, pp: 2}", ("staged",)),
-        ("{pp: 2, tp: 2}", ("float32", "float64", "staged", "staged, tied", *CROSSED_MODELS)),
+        ("{pp: 2, tp: 2}", ("float32", "float64", "staged", "staged, tied", ATTACHED_20, *CROSSED_MODELS)),
     ],
     6: [
         ("{dp_replicate: 2, dp_shard: 3}", ("float32", "float64", "ragged")),
@@ -262,6 +270,8 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
 def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
     """More overrides under which a cell is trained again, because they lead through code of their own."""
     sizes = yaml.safe_load(layout)
+    if name == ATTACHED_20:
+        return attached(sizes)
     if "pp" in sizes:
         return [(f"pipeline.schedule={schedule}", *more) for schedule, *more in pipelines(sizes, name)]
     if "tp" not in sizes:
@@ -283,6 +293,18 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
         if "dp_shard" in sizes:
             found.append((own, "parallel.reshard_after_forward=false"))
     return found
+
+
+def attached(sizes: dict[str, int]) -> list[tuple[str, ...]]:
+    """How terms of the loss are trained besides: in compiled blocks, with gradients of weights that are computed later,
+    and from activations that all ranks of tp have whole."""
+    compiled, whole = "parallel.compile=true", "parallel.sequence_parallel=false"
+    if "pp" not in sizes:
+        return [("batch.micro_size=7", compiled, whole)] if "tp" in sizes else [(compiled,)]
+    cut = "batch.micro_size=4"
+    if "tp" in sizes:
+        return [("pipeline.schedule=zb-h1", cut, whole)]
+    return [("pipeline.schedule=zb-h1", cut), ("pipeline.schedule=1f1b", cut, compiled)]
 
 
 def pipelines(sizes: dict[str, int], name: str) -> list[tuple[str, ...]]:

@@ -41,11 +41,12 @@ from meshtrain.parallel.sharding import local_part
 from meshtrain.parallel.weight_grad import WeightGradQueue, defer_weight_grads, run_weight_grads
 from meshtrain.pipeline.actions import Action, Kind, Schedule
 from meshtrain.pipeline.engine import Pipeline, shapes_of
-from meshtrain.pipeline.schedule import NAMES, build, to_csv
+from meshtrain.pipeline.schedule import NAMES, build
 from meshtrain.pipeline.simulate import simulate
 from meshtrain.trainer import Trainer
+from tests.parallel.tensor_parallel_cases import Cases, Created
 from tests.parity.experiments import QUICKSTART
-from tests.tensor_parallel_cases import Cases, Created
+from tests.pipeline.formulas import csv_text
 
 V, D = 24, 16  # vocabulary and width
 MODEL = (
@@ -338,7 +339,7 @@ class Engine(Cases):
         p = dist.get_world_size()
         path = folder / "mine.csv"
         if dist.get_rank() == 0:
-            path.write_text(to_csv(build("zbv", ranks=p, microbatches=p + 1)))
+            path.write_text(csv_text(build("zbv", ranks=p, microbatches=p + 1)))
         dist.barrier()
         self.steps(str(path))
         model = self.pipeline({"pp": p}, str(path), p + 1)

@@ -1,7 +1,8 @@
-"""What the papers say of the memory of each schedule, for the tests that hold schedules and docs to it."""
+"""What the papers say of the memory of each schedule, for the tests that hold schedules and docs to it; CSV files."""
 
 from collections.abc import Callable
 
+from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.schedule import build
 
 # Of p ranks, m microbatches, v stages per rank and groups of g: the stage forwards that a rank holds at most, each from
@@ -36,3 +37,8 @@ def peak_bound(name: str, ranks: int, microbatches: int, stages: int | None = No
     """The stage forwards that any rank of a schedule holds at most."""
     v = default_stages(name) if stages is None else stages
     return min(v * microbatches, PEAKS[name](ranks, microbatches, v, largest_group(microbatches, ranks)))
+
+
+def csv_text(schedule: Schedule) -> str:
+    """A schedule as torch.distributed.pipelining writes it, "compute_only"."""
+    return "".join(",".join(map(str, row)) + "\n" for row in schedule.actions)

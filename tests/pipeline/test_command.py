@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from meshtrain.cli import main as cli
-from meshtrain.pipeline.schedule import NAMES, build, to_csv
+from meshtrain.pipeline.schedule import NAMES, build
 from meshtrain.pipeline.simulate import Event, Timeline, simulate
 from meshtrain.pipeline.timeline_io import Record, measured_costs, read_timeline, timeline_json
-from tests.pipeline.formulas import default_stages, largest_group, peak_bound
+from tests.pipeline.formulas import csv_text, default_stages, largest_group, peak_bound
 
 SIZES = ("--ranks", "4", "--microbatches", "8")
 
@@ -71,7 +71,7 @@ def test_stages_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_schedule_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
-    path.write_text(to_csv(build("v-half", ranks=4, microbatches=8)))
+    path.write_text(csv_text(build("v-half", ranks=4, microbatches=8)))
     from_file, named = (json.loads(pipeline(capsys, *what, "--json")) for what in ((path,), ("v-half", *SIZES)))
     assert from_file["events"] == named["events"]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import forked
-from tests.test_tensor_parallel import assert_none_failed
+from tests.parallel.test_tensor_parallel import assert_none_failed
 
 HERE = Path(__file__).parent
 

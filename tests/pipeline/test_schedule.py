@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshtrain.pipeline import schedule as room
 from meshtrain.pipeline.actions import Action, Kind, Pair, Schedule, ScheduleError, Transfer
 from meshtrain.pipeline.schedule import NAMES, build, check, parse_csv, read_csv
 from meshtrain.pipeline.simulate import DeadlockError, simulate
-from tests.pipeline.formulas import default_stages, peak_bound
+from tests.pipeline.formulas import csv_text, default_stages, peak_bound
 
 MORE_STAGES = ("interleaved-1f1b", "looped-bfs", "interleaved-zb")  # any number of stages per rank from 2 on
 V_SHAPES = ("zbv", "v-half", "v-min", "dualpipev")
@@ -355,7 +354,7 @@ def test_a_stage_on_another_rank_is_refused() -> None:
 @given(schedules(ranks=5, microbatches=12))
 def test_a_schedule_comes_back_from_its_csv(case: tuple[str, int, int, int]) -> None:
     schedule = made(*case)
-    assert parse_csv(room.to_csv(schedule), schedule.name) == schedule
+    assert parse_csv(csv_text(schedule), schedule.name) == schedule
 
 
 def test_csv_is_the_one_of_torch() -> None:

@@ -30,12 +30,12 @@ def _problems(key: str, paths: list[PathOfHost]) -> Iterator[Finding]:
     bad = {name: path for _, name, path in paths if path.problem}
     good = [name for _, name, path in paths if not path.problem]
     groups = group_by_value(list(bad), [f"{path.path} {path.problem}" for path in bad.values()])
-    for text, where in groups.items():
-        path = bad[where[0]]
+    for text, hosts in groups.items():
+        path = bad[hosts[0]]
         elsewhere = f" (it is all right on {names_text(good)})" if good else ""
         above = f"; the nearest folder that is there is {path.seen}" if path.seen else ""
         sentence = ("path-not-writable/elsewhere" if good else "path-not-writable") if path.writes else "path-missing"
-        yield finding(sentence, where, key=key, problem=f"{text}{above}{elsewhere}")
+        yield finding(sentence, hosts, key=key, problem=f"{text}{above}{elsewhere}")
 
 
 def _not_the_same(key: str, usable: list[PathOfHost]) -> Iterator[Finding]:

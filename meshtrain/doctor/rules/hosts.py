@@ -4,11 +4,12 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import replace
 
+from meshtrain.config.layout_advice import host_warnings, resolve
 from meshtrain.doctor.findings import Finding, finding, group_by_value, groups_text, minority, names_text
 from meshtrain.doctor.nccl import slow_settings
 from meshtrain.doctor.records import ClusterFacts, Host
 from meshtrain.job.environment import OWN_DESCRIPTORS
-from meshtrain.layout import Layout, LayoutError
+from meshtrain.layout import LayoutError
 
 CLOCK_S = 0.5  # apart, beyond the error of the measurement
 DISK_GIB, DISK_ERROR_GIB = 20.0, 1.0
@@ -56,7 +57,7 @@ def _layout(cluster: ClusterFacts) -> Iterator[Finding]:
         return
     names = cluster.labels
     try:
-        layout = Layout.resolve(sizes, world)
+        layout = resolve(sizes, world)
     except LayoutError as error:
         counts = groups_text(group_by_value(names, [f"{host.processes} processes" for host in cluster.hosts]))
         yield finding("layout-does-not-fit", world=world, counts=counts, problem=error)
@@ -64,34 +65,34 @@ def _layout(cluster: ClusterFacts) -> Iterator[Finding]:
     by_rank = {rank: i for i, host in enumerate(cluster.hosts) for rank in host.ranks}
     if sorted(by_rank) == list(range(world)):
         placed = layout.on_hosts([1] * world, [names[by_rank[rank]] for rank in range(world)])
-        for problem in placed.warnings():
+        for problem in host_warnings(placed):
             yield finding("layout-crosses-hosts", problem=problem)
 
 
 def _config(cluster: ClusterFacts) -> Iterator[Finding]:
     wrong = {name: host.config_error for name, host in cluster.labelled if host.config_error}
-    for problem, where in group_by_value(list(wrong), list(wrong.values())).items():
-        yield finding("config-wrong", where, problem=problem)
+    for problem, hosts in group_by_value(list(wrong), list(wrong.values())).items():
+        yield finding("config-wrong", hosts, problem=problem)
     configs = {name: "\n".join(host.config) for name, host in cluster.labelled if not host.config_error}
     groups = group_by_value(list(configs), list(configs.values()))
     if len(groups) > 1:
         (first, same), *others = groups.items()
-        for text, where in others:
+        for text, hosts in others:
             lines = difflib.ndiff(first.splitlines(), text.splitlines())
             changed = [f"{line[0]} {line[2:].strip()}" for line in lines if line[0] in "+-"]
             more = f"; {len(changed) - MOST_LINES} more" if len(changed) > MOST_LINES else ""
             difference = "; ".join(changed[:MOST_LINES]) + more
-            yield finding("config-differs", where, same=names_text(same), difference=difference)
+            yield finding("config-differs", hosts, same=names_text(same), difference=difference)
 
 
 def _code(cluster: ClusterFacts) -> Iterator[Finding]:
     names, codes = cluster.labels, [host.code or {} for host in cluster.hosts]
     same, *others = group_by_value(names, [repr(sorted(code.items())) for code in codes]).values()
     first = codes[names.index(same[0])]
-    for where in others:
-        other = codes[names.index(where[0])]
+    for hosts in others:
+        other = codes[names.index(hosts[0])]
         files = sorted(file for file in first.keys() | other.keys() if first.get(file) != other.get(file))
-        yield finding("code-differs", where, same=names_text(same), files=names_text(files))
+        yield finding("code-differs", hosts, same=names_text(same), files=names_text(files))
 
 
 def _versions(cluster: ClusterFacts) -> Iterator[Finding]:
@@ -113,12 +114,12 @@ def _variables(cluster: ClusterFacts) -> Iterator[Finding]:
 
 
 def _slow_settings(cluster: ClusterFacts) -> Iterator[Finding]:
-    where: dict[tuple[str, str, str], list[str]] = {}
+    hosts_of: dict[tuple[str, str, str], list[str]] = {}
     for name, host in cluster.labelled:
         for setting, effect in slow_settings(host).items():
             of_file = setting.partition("=")[0] in (host.nccl_conf or {})
-            where.setdefault(("slow-switch/file" if of_file else "slow-switch", setting, effect), []).append(name)
-    for (key, setting, effect), names in where.items():
+            hosts_of.setdefault(("slow-switch/file" if of_file else "slow-switch", setting, effect), []).append(name)
+    for (key, setting, effect), names in hosts_of.items():
         yield finding(key, names, setting=setting, effect=effect, variable=setting.partition("=")[0])
 
 

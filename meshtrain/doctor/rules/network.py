@@ -9,7 +9,7 @@ from meshtrain.doctor.interfaces import communicates_by, interface_of, is_loopba
 from meshtrain.doctor.nccl import network_of_plugin, plugins_asked
 from meshtrain.doctor.records import ClusterFacts, Host, Interface, PortCheck
 
-HOW = {
+PORT_STATES = {
     "refused": "is refused",
     "silent": "gets no answer",
     "unreachable": "finds no route",
@@ -72,8 +72,8 @@ def _same_names(cluster: ClusterFacts) -> Iterator[Finding]:
         if len(nodes) > 1:
             machines = {(cluster.hosts[i].machine, cluster.hosts[i].addresses) for i in nodes}
             id_ = "same-host" if len(machines) == 1 else "same-name"
-            where = [cluster.labels[i] for i in nodes]
-            yield finding(id_, where, nodes=names_text([str(i) for i in nodes]), name=name)
+            hosts = [cluster.labels[i] for i in nodes]
+            yield finding(id_, hosts, nodes=names_text([str(i) for i in nodes]), name=name)
 
 
 def _interfaces(cluster: ClusterFacts) -> Iterator[Finding]:
@@ -97,7 +97,7 @@ def _interfaces(cluster: ClusterFacts) -> Iterator[Finding]:
         words["setting"] = f"{variable}={value}" if value else f"{variable} is not set, which"
         words |= {"chosen": _interface_text(chosen[0]), "route": _interface_text(route)}
         if shut:
-            words |= {"address": shut[0].address, "how": HOW.get(shut[0].how, "is another host")}
+            words |= {"address": shut[0].address, "how": PORT_STATES.get(shut[0].how, "is another host")}
         yield finding(f"interface-wrong/{'shut' if shut else 'untried'}", name, **words)
 
 
@@ -117,13 +117,13 @@ def _ports(cluster: ClusterFacts) -> Iterator[Finding]:
         known = check.source in nodes and check.target in nodes
         if known and check.how != "open" and check.address == cluster.hosts[check.target].route:
             shut.setdefault(check.how, []).append(check)
-    for how, checks in shut.items():
+    for outcome, checks in shut.items():
         pairs = names_text([f"{names[check.source]} to {names[check.target]}" for check in checks])
-        where = sorted({names[i] for check in checks for i in (check.source, check.target)})
-        if how in HOW:
-            yield finding("ports-closed", where, port=checks[0].port, how=HOW[how], pairs=pairs)
+        hosts = sorted({names[i] for check in checks for i in (check.source, check.target)})
+        if outcome in PORT_STATES:
+            yield finding("ports-closed", hosts, port=checks[0].port, how=PORT_STATES[outcome], pairs=pairs)
         else:
-            yield finding("address-of-another", where, pairs=pairs, address=checks[0].address)
+            yield finding("address-of-another", hosts, pairs=pairs, address=checks[0].address)
 
 
 def _rdma(cluster: ClusterFacts) -> Iterator[Finding]:
@@ -140,8 +140,8 @@ def _rdma(cluster: ClusterFacts) -> Iterator[Finding]:
     closed = [name for name, host in cluster.labelled if host.ports and not host.verbs]
     if closed:
         yield finding("rdma-not-given", closed)
-    said = cluster.timings.transport if cluster.timings is not None else ()
-    indirect = [way.removeprefix("via ") for way in said if way.startswith("via NET/IB") and "GDRDMA" not in way]
+    transports = cluster.timings.transport if cluster.timings is not None else ()
+    indirect = [way.removeprefix("via ") for way in transports if way.startswith("via NET/IB") and "GDRDMA" not in way]
     if indirect and have:
         yield finding("no-gpudirect", have, ways=", ".join(indirect))
 
@@ -158,10 +158,10 @@ def _slow_ports(hosts: Mapping[str, Host]) -> dict[str, list[str]]:
             continue
         for port, rate in sorted(of_host.items()):
             counts = Counter(others[port] for others in rates.values() if port in others)
-            usual = max(counts, key=lambda each: (counts[each], each))
+            usual = max(counts, key=lambda value: (counts[value], value))
             if rate < usual:
-                how = f"has {rate:.0f} instead of" if rate else "is not active, and elsewhere has"
-                slow.setdefault(name, []).append(f"{port} {how} {usual:.0f} Gb/s")
+                state = f"has {rate:.0f} instead of" if rate else "is not active, and elsewhere has"
+                slow.setdefault(name, []).append(f"{port} {state} {usual:.0f} Gb/s")
     return slow
 
 

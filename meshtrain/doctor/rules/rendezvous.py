@@ -27,22 +27,22 @@ def rendezvous(cluster: ClusterFacts) -> Iterator[Finding]:
 
 
 def _failure(host: Host, failure: JoinFailure) -> Finding:
-    place, how, addresses = host.place, failure.how, failure.addresses
+    place, outcome, addresses = host.place, failure.how, failure.addresses
     by_rank = place.by_options and place.node_rank is not None
     if place.most > 1 and any(map(is_loopback, addresses)):
         return _loopback(place, host.host)
-    id_ = "leader-left" if how == "left" else f"endpoint-{how}"
-    if by_rank and place.node_rank == 0 and how not in ("taken", "left"):
+    id_ = "leader-left" if outcome == "left" else f"endpoint-{outcome}"
+    if by_rank and place.node_rank == 0 and outcome not in ("taken", "left"):
         id_ = "serving-elsewhere"
-    elif by_rank and place.node_rank and how == "refused" and set(addresses) & set(addresses_of(host.interfaces)):
+    elif by_rank and place.node_rank and outcome == "refused" and set(addresses) & set(addresses_of(host.interfaces)):
         id_ = "not-serving"
-    elif how == "silent":
+    elif outcome == "silent":
         id_ = "endpoint-port-dropped" if failure.alive else "endpoint-unreachable"
     server = "the node whose host it names serves it (or the one started with --rdzv-conf is_host=1)"
     words = {
         "to": f" ({', '.join(addresses)})" if addresses and place.address not in addresses else "",
         "first": (addresses or (place.address,))[0],
-        "reason": "no answer" if how == "silent" else failure.detail,
+        "reason": "no answer" if outcome == "silent" else failure.detail,
         "detail": failure.detail or "something that accepts connections and says nothing",
         "server": "the node with --node-rank=0 serves it" if place.backend == "static" else server,
     }

@@ -37,9 +37,9 @@ def _stuck(cluster: ClusterFacts, timings: Timings) -> Iterator[Finding]:
     for rank, problem in (timings.stuck or {}).items():
         by_problem.setdefault(problem, []).append(int(rank))
     for problem, ranks in by_problem.items():
-        where = list(dict.fromkeys(host_of(cluster, rank) for rank in sorted(ranks)))
+        hosts = list(dict.fromkeys(host_of(cluster, rank) for rank in sorted(ranks)))
         ranks_text = names_text([str(rank) for rank in sorted(ranks)])
-        yield finding("collective-failed", where, ranks=ranks_text, problem=problem)
+        yield finding("collective-failed", hosts, ranks=ranks_text, problem=problem)
 
 
 def _links(cluster: ClusterFacts, timings: Timings) -> Iterator[Finding]:

@@ -19,19 +19,19 @@ class Deadlines:
     step_s: float | None = None  # a step, as measured; None: not yet
     save_s: float | None = None  # the last save; None: there was none
     save_limit_s: float = 1800.0  # a save, before it is given up by those who wait for it
-    seen: set[str] = field(default_factory=set)  # other phases that were once at their end: the first time may compile
+    warm_phases: set[str] = field(default_factory=set)  # others that were once at their end: the first time may compile
     compiles: bool = False  # whether it does, for as long as the caches of each host let it
 
     def of(self, phase: str) -> float:
         if phase == "saving":
             return self.start_s if self.save_s is None else max(self.given_s or LEAST_S, TIMES * self.save_s)
-        if phase in PATIENT or self.step_s is None or (phase != "step" and phase not in self.seen):
+        if phase in PATIENT or self.step_s is None or (phase != "step" and phase not in self.warm_phases):
             return self.start_s
         return self.step_s
 
     def compiling(self, phase: str) -> bool:
         """Whether a rank may be busy with that in this phase."""
-        return self.compiles and (self.step_s is None or phase not in ("step", *self.seen))
+        return self.compiles and (self.step_s is None or phase not in ("step", *self.warm_phases))
 
     def patient(self, phase: str) -> bool:
         """Whether a rank may be busy for longer than a deadline in this phase."""

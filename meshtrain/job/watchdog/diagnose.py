@@ -101,7 +101,8 @@ def _lost_headline(kind: DiagnosisKind, lost: Sequence[RankReport], reports: Seq
     many = len(lost) > 1
     names = named(lost)
     if kind == DiagnosisKind.UNREACHABLE:
-        by_host = "; ".join(f"host {host}: {named([one for one in lost if one.host == host])}" for host in hosts)
+        lost_of = {host: [report for report in lost if report.host == host] for host in hosts}
+        by_host = "; ".join(f"host {host}: {named(reports_of_host)}" for host, reports_of_host in lost_of.items())
         subject, verb = ("hosts", "they are") if len(hosts) > 1 else ("host", "it is")
         return f"{subject} {', '.join(hosts)} cannot be reached: {verb} down, or the network between is cut ({by_host})"
     if kind == DiagnosisKind.GONE:
@@ -109,7 +110,8 @@ def _lost_headline(kind: DiagnosisKind, lost: Sequence[RankReport], reports: Seq
         alive = {report.host for report in reports if report.rank not in lost_ranks}
         empty = [host for host in hosts if host not in alive]
         of_host = f" (all ranks of host {', '.join(empty)})" if empty and many else ""
-        processes = f"processes {', '.join(str(one.pid) for one in lost[:NAMED])}" if many else f"process {lost[0].pid}"
+        pids = ", ".join(str(report.pid) for report in lost[:NAMED])
+        processes = f"processes {pids}" if many else f"process {lost[0].pid}"
         return (
             f"{names} {'are' if many else 'is'} gone{of_host}: {processes} {'were' if many else 'was'} "
             "killed (by somebody, or because memory was full) or crashed; its output or the kernel's log may say why"
@@ -148,7 +150,7 @@ def _absent(reports: Sequence[RankReport], *, spare_patient: bool) -> Diagnosis 
     culprits = [by_rank[rank] for rank in ends]
     victims = sorted(rank for rank, missing in waited_for.items() if ends[0] in missing)
     waits = [wait for rank in victims if (wait := by_rank[rank].wait) is not None]
-    wait = next((each for each in waits if each.number is not None), waits[0])
+    wait = next((candidate for candidate in waits if candidate.number is not None), waits[0])
     seconds = max(by_rank[rank].answer.seconds for rank in victims)
     verb = "ranks" if len(victims) > 1 else "rank"
     headline = (
@@ -264,15 +266,15 @@ def waiting_lines(reports: Sequence[RankReport], culprits: set[int]) -> list[str
         if (wait := report.wait) is not None:
             by_wait.setdefault((str(wait), wait.ranks, wait.missing or ()), []).append(report.rank)
     by_group: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for (what, ranks, missing), waiting in by_wait.items():
+    for (label, ranks, missing), waiting in by_wait.items():
         if not culprits.isdisjoint(ranks) or not culprits.isdisjoint(missing):
-            by_group.setdefault((what, ranks), []).extend(waiting)
+            by_group.setdefault((label, ranks), []).extend(waiting)
     lines = []
-    for (what, ranks), waiting in list(by_group.items())[:STACKS]:
+    for (label, ranks), waiting in list(by_group.items())[:STACKS]:
         group = f" (ranks {numbers(ranks)})" if ranks else ""
         absent = (set(ranks) & culprits or culprits) - set(waiting)
         verb = f"ranks {numbers(waiting)} wait" if len(waiting) > 1 else f"rank {waiting[0]} waits"
-        lines.append(f"{what}{group}: {verb}" + f", not arrived: {numbers(absent)}" * bool(absent))
+        lines.append(f"{label}{group}: {verb}" + f", not arrived: {numbers(absent)}" * bool(absent))
     return lines
 
 
@@ -294,7 +296,7 @@ def stacks(reports: Sequence[RankReport]) -> list[str]:
 def unexplained(reports: Sequence[RankReport]) -> str | None:
     """Where all are, if something takes too long and nobody waits for anybody, as far as can be seen."""
     statuses = [report.status for report in reports if report.status is not None]
-    if len(statuses) < len(reports) or any(each.wait or each.failure or each.debugged for each in statuses):
+    if len(statuses) < len(reports) or any(status.wait or status.failure or status.debugged for status in statuses):
         return None
     longest = max(statuses, key=lambda status: status.seconds)
     head = f"this takes long ({longest.seconds:.0f} s in {_place(longest)}), and no rank waits"
@@ -305,7 +307,8 @@ def unexplained(reports: Sequence[RankReport]) -> str | None:
 def waited_for_line(reports: Sequence[RankReport]) -> str:
     """Where somebody is busy for long and may be: who, with what."""
     waited_for = ranks_waited_for(reports)
-    ends = _union(waited_for) - set(waited_for) or {one.rank for one in reports if one.status and one.status.late}
+    late = {report.rank for report in reports if report.status and report.status.late}
+    ends = _union(waited_for) - set(waited_for) or late
     busy = [report for report in reports if report.rank in ends and report.status is not None]
     silent = [report for report in reports if report.status is None]
     if not busy:

@@ -83,7 +83,7 @@ def local_status(job: Job, clock: DeadlineClock, failure: Failure | None) -> Ran
     by_thread = pending_waits()
     main = threading.main_thread().ident or 0
     waits = by_thread.pop(main, ())
-    background = [wait for each in by_thread.values() for wait in each]
+    background = [wait for pending in by_thread.values() for wait in pending]
     place = frames(main)
     if failure is not None:
         waits, place = (failure.wait,) if failure.wait is not None else (), failure.frames
@@ -95,12 +95,12 @@ def local_status(job: Job, clock: DeadlineClock, failure: Failure | None) -> Ran
         if wait is None and by_thread and clock.phase == "saving" and failure is None:
             place = frames(next(iter(by_thread)))  # the main thread only waits for it
     own = waits if clock.phase != "saving" else (*background, *waits)
-    resource = next((each.what for each in reversed(own) if each.resource != Resource.RANKS), None)
+    resource = next((pending.label for pending in reversed(own) if pending.resource != Resource.RANKS), None)
     status = RankStatus(
         clock.phase,
         clock.step,
         clock.seconds,
-        late=clock.late(for_device=any(each.resource == Resource.DEVICE for each in (*waits, *background))),
+        late=clock.late(for_device=any(pending.resource == Resource.DEVICE for pending in (*waits, *background))),
         patient=clock.deadlines.patient(clock.phase),
         wait=wait,
         resource=resource,
@@ -130,10 +130,10 @@ def pending_collective(waits: Sequence[PendingWait], groups: Groups) -> PendingC
             continue
         missing = None if wait.missing is None else tuple(wait.missing())
         if wait.group is None:
-            return PendingCollective(wait.what, "", tuple(wait.ranks), None, missing)
+            return PendingCollective(wait.label, "", tuple(wait.ranks), None, missing)
         if wait.group.group_name in groups:
             over, ranks = groups[wait.group.group_name]
-            return PendingCollective(wait.what, over, ranks, None, missing)
+            return PendingCollective(wait.label, over, ranks, None, missing)
     return None
 
 

@@ -44,14 +44,14 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True)
 class PendingCollective:
-    what: str  # `all_reduce 204`, for people
+    label: str  # `all_reduce 204`, for people
     over: str  # the group, for people: `dp_shard`
     ranks: tuple[int, ...]  # of the group
     number: int | None = None  # how many collectives of this group the rank has begun with this one, where known
     missing: tuple[int, ...] | None = None  # who has not come, where the rank knows it itself
 
     def __str__(self) -> str:
-        return f"{self.what} over {self.over}" if self.over else self.what
+        return f"{self.label} over {self.over}" if self.over else self.label
 
 
 @dataclass(frozen=True)

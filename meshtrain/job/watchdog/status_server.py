@@ -39,7 +39,11 @@ BOOT = "/proc/sys/kernel/random/boot_id"
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank listens; `ips` of its host, the likeliest first; `net`, `pids`: see `NamespaceIds`."""
+    """Where a rank listens; `ips` of its host, the likeliest first.
+
+    `net`, `pids`: its namespaces, as hosts may have the same name (cloned images, containers), and one host several of
+    them. Processes of one `net` reach each other by loopback; in one `pids` the numbers of processes mean the same.
+    """
 
     rank: int
     host: str
@@ -50,16 +54,8 @@ class Address:
     pids: str
 
 
-@dataclass(frozen=True)
-class NamespaceIds:
-    """Where a process is. Hosts may have the same name (cloned images, containers), and one host several of these."""
-
-    net: str  # processes of the same network reach each other by loopback
-    pids: str  # in which the numbers of processes mean something
-
-
-def namespace_ids(host: str) -> NamespaceIds:
-    """Of this process; `host`, its name, is what is left where the system does not tell more."""
+def namespace_ids(host: str) -> tuple[str, ...]:
+    """`net` and `pids` of this process; `host`, its name, is what is left where the system does not tell more."""
     kernel = host
     with suppress(OSError), open(BOOT) as file:
         kernel = file.read().strip()
@@ -68,7 +64,7 @@ def namespace_ids(host: str) -> NamespaceIds:
         names.append(kernel)
         with suppress(OSError):
             names[-1] += f" {os.stat(f'/proc/self/ns/{kind}').st_ino}"
-    return NamespaceIds(*names)
+    return tuple(names)
 
 
 class NoReplyError(OSError):
@@ -298,15 +294,15 @@ def process_state(pid: int) -> str:
 def exchange_addresses(job: Job, server: StatusServer) -> "Peers":
     """Tells all ranks where this one listens, by the job's store; all call it together."""
     assert job.environment.master is not None  # there is a store
-    what, ids = "exchanging addresses", namespace_ids(job.host)
+    activity, (own_net, own_pids) = "exchanging addresses", namespace_ids(job.host)
     own = list(addresses_towards([job.environment.master[0]]))
-    rows = job.gather(what, [server.token, own, job.host, os.getpid(), server.port, ids.net, ids.pids])
+    rows = job.gather(activity, [server.token, own, job.host, os.getpid(), server.port, own_net, own_pids])
     ips_of, nets = [ips for _, ips, *_ in rows], [row[5] for row in rows]
     if len(set(nets)) > 1 and any(loopback(ips[0]) for ips in ips_of if ips):
         # The host of the store reaches itself by loopback, or by a name that means nothing elsewhere.
-        others = [ips for net, ips in zip(nets, ips_of, strict=True) if net != ids.net]
+        others = [ips for net, ips in zip(nets, ips_of, strict=True) if net != own_net]
         theirs = [ip for ips in others for ip in ips if not loopback(ip)]
-        ips_of = job.gather(what, list(addresses_towards(theirs[:4])) or own)
+        ips_of = job.gather(activity, list(addresses_towards(theirs[:4])) or own)
     server.token = rows[0][0]
     addresses = [
         Address(rank, host, pid, port, tuple(ips), net, pids)
@@ -325,9 +321,9 @@ class Peers:
         lower = [to for to in self._addresses[: self._job.rank] if not same_host or to.net == self._own.net]
         size = LOWEST
         while lower:
-            asked, lower = lower[:size], lower[size:]
+            batch, lower = lower[:size], lower[size:]
             size *= 4  # where so many are lost, whole hosts are: not one after the other
-            for to, answer in zip(asked, self._ask_all(asked, {"ask": "here"}), strict=True):
+            for to, answer in zip(batch, self._ask_all(batch, {"ask": "here"}), strict=True):
                 if not isinstance(answer, OSError):
                     yield to
         yield self._own

@@ -128,7 +128,7 @@ class Watchdog:
         for item in iterable:
             self.enter_phase(phase)
             yield item
-        self.deadlines.seen.add(phase)
+        self.deadlines.warm_phases.add(phase)
 
     def adapt_deadline(self, steps: int, slowest_s: float, save_s: float | None) -> float | None:
         """After each step: the new time limit of process groups, if there is one. `slowest_s`: of the `steps` taken in

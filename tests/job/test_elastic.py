@@ -10,10 +10,10 @@ import torch
 
 from meshtrain.checkpoint.directory import lock_folder as locked
 from meshtrain.config import Config, ConfigErrors
+from meshtrain.config.layout_advice import world_sizes_text
 from meshtrain.errors import InputError
 from meshtrain.job.environment import already_printed, read_environment, stale_store, started_before
 from meshtrain.job.process import Job, _own_address
-from meshtrain.layout import world_sizes_text
 from meshtrain.run import run_folder
 from meshtrain.run.run_folder import RunFolder
 from tests.launching import ROOT

@@ -209,7 +209,7 @@ def test_layers_that_differ_keep_their_rows() -> None:
 
 
 def test_the_table_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).parent.parent / "docs" / "tensor-parallel.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "tensor-parallel.md").read_text()
     shown = re.search(
         r"```bash\nmeshtrain (plan [^\n]* --parameters)\n```\n\n[^\n]*:\n\n```\n(.*?)\n```", text, re.DOTALL
     )

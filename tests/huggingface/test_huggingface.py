@@ -26,7 +26,7 @@ from meshtrain.mesh import build_mesh
 from meshtrain.modeling.build import plain_model
 from meshtrain.run.weights_export import export, turns
 from tests.checkpoint.by_hand import write_checkpoint
-from tests.launching import ROOT, forked
+from tests.launching import forked
 
 SIZES: dict[str, Any] = {
     "hidden_size": 48,
@@ -358,7 +358,7 @@ def test_ranks_read_and_write_their_parts(processes: int, tmp_path: Path) -> Non
             cuts=lambda name, tensor: (("tp", tensor.dim() - 1), ("dp_shard", 0)),
             config={"model": {"name": "llama", **config.model.keys}},
         )
-    done = forked(processes, ROOT / "tests" / "huggingface_cases.py", str(tmp_path), timeout=220).check()
+    done = forked(processes, Path(__file__).parent / "huggingface_cases.py", str(tmp_path), timeout=220).check()
     rows = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
     assert len(rows) == processes
     for row in rows:

@@ -37,7 +37,7 @@ class NormalizedMomentum(UpdateRule):
 
 
 if __name__ == "__main__":
-    OPTIMIZERS["normalized"] = "tests.toy_optimizer:NormalizedMomentum"
+    OPTIMIZERS["normalized"] = "tests.optim.toy_optimizer:NormalizedMomentum"
     from meshtrain.train import main  # which reads the names of optimizers
 
     sys.exit(main(sys.argv[1:]))

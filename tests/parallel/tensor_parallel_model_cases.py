@@ -30,10 +30,10 @@ from meshtrain.parallel import tensor_parallel as tensor
 from meshtrain.parallel.grad_sync import set_is_last_backward
 from meshtrain.parallel.mixed_precision import ComputeCopies
 from meshtrain.train import run
+from tests.parallel.tensor_parallel_cases import Cases, D, S, V, small_llama
 from tests.parity.experiments import QUICKSTART, SMALL
-from tests.tensor_parallel_cases import Cases, D, S, V, small_llama
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "tensor-parallel.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "tensor-parallel.md"
 COMPILED: tuple[dict[str, Any], ...] = (
     {},
     {"recompute": "full"},

@@ -23,8 +23,8 @@ from meshtrain.parallel.mixed_precision import sum_dtype, sum_dtype_of
 from meshtrain.parallel.sharding import ParameterSpec
 from meshtrain.trainer import LossScale
 from tests.launching import TORCHRUN, forked, run
+from tests.parallel.test_tensor_parallel import assert_none_failed
 from tests.parity.experiments import SMALL
-from tests.test_tensor_parallel import assert_none_failed
 
 MESH = build_mesh(Layout({"dp_shard": 1}))
 
@@ -215,7 +215,7 @@ def test_groups_have_learning_rates_and_decays_of_their_own() -> None:
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> type[UpdateRule]:
-    monkeypatch.setitem(OPTIMIZERS, "normalized", "tests.toy_optimizer:NormalizedMomentum")
+    monkeypatch.setitem(OPTIMIZERS, "normalized", "tests.optim.toy_optimizer:NormalizedMomentum")
     return update_rule("normalized")
 
 

@@ -179,7 +179,7 @@ def test_the_plan_of_a_config_on_uneven_hosts(config: Path, capsys: pytest.Captu
 def test_the_plan_in_the_docs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = (Path(__file__).parent.parent / "docs" / "layouts.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "layouts.md").read_text()
     small = re.search(r"`small.yaml`\n\n```yaml\n(.*?)```", text, re.DOTALL)
     shown = re.search(r"```\n\$ meshtrain (plan small.yaml [^\n]*)\n(.*?)```", text, re.DOTALL)
     assert small is not None

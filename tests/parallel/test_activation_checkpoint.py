@@ -19,7 +19,7 @@ from meshtrain.parallel.parallelize import ParallelOptions, apply_data_parallel,
 from tests.parity.cells import train
 from tests.parity.experiments import QUICKSTART, Experiment
 
-MODELS = Path(__file__).parent / "models"
+MODELS = Path(__file__).parents[1] / "models"
 
 
 def drawn_model(recompute: str, compile: bool = False) -> nn.Module:

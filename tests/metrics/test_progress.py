@@ -73,13 +73,13 @@ def test_durations(seconds: float, text: str) -> None:
 
 def test_the_pace_forgets_the_first_step() -> None:
     pace = StepTimeAverage()
-    assert pace.left(10) is None
+    assert pace.remaining(10) is None
     pace.add(60.0)  # compiling
-    assert pace.left(10) == 600
+    assert pace.remaining(10) == 600
     for _ in range(3):
         pace.add(2.0)
         pace.add(None)
-    assert pace.left(10) == pytest.approx(20)
+    assert pace.remaining(10) == pytest.approx(20)
 
 
 class Clock:

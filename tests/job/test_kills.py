@@ -105,7 +105,9 @@ def test_a_rank_that_fails_is_the_story(small: str, tmp_path: Path) -> None:
         assert re.search(rf"^rank {other} on host .* stops, because {why}", job.err, re.MULTILINE), job.err
     assert job.err.count("Traceback (most recent call last)") == 1, job.err
     assert "This was rank 1 on host" in job.err
-    assert re.match(why, json.loads((tmp_path / "run/exit.json").read_text())["reason"])
+    ended = json.loads((tmp_path / "run/exit.json").read_text())
+    assert ended["status"] == "failed"
+    assert re.match(why, ended["reason"])
 
 
 @pytest.mark.cluster

@@ -241,7 +241,7 @@ def go(small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
 
 
 def exit_of(folder: Path) -> dict[str, Any]:
-    """What it says but for the times, which tests/operate/test_goodput.py looks at."""
+    """What it says but for the times, which tests/metrics/test_goodput.py looks at."""
     found = json.loads((folder / "exit.json").read_text())
     found.pop("goodput", None)
     return found

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 import meshtrain
 from meshtrain.layout import Layout
 from meshtrain.loss import sample_losses
-from tests.tensor_parallel_cases import Cases, small_llama
+from tests.parallel.tensor_parallel_cases import Cases, small_llama
 
 # Sums of a few hundred products in float32, made in another order.
 ROUNDING = 1e-4

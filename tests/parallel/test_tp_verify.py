@@ -4,8 +4,8 @@ from pathlib import Path
 
 from meshtrain.metrics.logger import read
 from tests.launching import forked
+from tests.parallel.test_tensor_parallel import assert_none_failed
 from tests.parity.experiments import MODELS, QUICKSTART, SMALL
-from tests.test_tensor_parallel import assert_none_failed
 
 HERE = Path(__file__).parent
 

@@ -20,8 +20,8 @@ from meshtrain.parallel import tp_verify as verify
 from meshtrain.parallel.sharding import local_part
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.parallel.tp_plan import REPLICATED
+from tests.parallel.tensor_parallel_cases import B, Cases, D, S, V, llama, small_llama
 from tests.parity.experiments import MODELS
-from tests.tensor_parallel_cases import B, Cases, D, S, V, llama, small_llama
 
 AROUND = {"words": "embedding_rowwise", "head": "colwise_gather_output"}
 PARTS = {**AROUND, "inner.[qkv]": "colwise", "inner.o": "rowwise"}

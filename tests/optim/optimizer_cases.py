@@ -13,7 +13,7 @@ from meshtrain.loss import sample_losses
 from meshtrain.mesh import Mesh
 from meshtrain.optim import clip_gradients, param_groups
 from meshtrain.parallel import fsdp
-from tests.tensor_parallel_cases import small_llama
+from tests.parallel.tensor_parallel_cases import small_llama
 
 fsdp.MIN_UNIT_SIZE = 0  # each block by itself
 KINDS: list[tuple[Any, dict[str, Any]]] = [

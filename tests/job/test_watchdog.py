@@ -44,8 +44,8 @@ from meshtrain.job.watchdog.records import (
 )
 from meshtrain.job.watchdog.wakeup import SignalWakeup
 from meshtrain.job.watchdog.watchdog import Watchdog, watched
+from tests.job.test_diagnose import rank, waits
 from tests.launching import forked
-from tests.operate.test_diagnose import rank, waits
 
 
 def test_deadlines_follow_the_steps_that_were_measured() -> None:
@@ -58,7 +58,7 @@ def test_deadlines_follow_the_steps_that_were_measured() -> None:
     assert (deadlines.of("step"), deadlines.of("evaluation"), deadlines.of("start")) == (600, 600, 600)
     deadlines.adapt(60.0)
     assert (deadlines.of("step"), deadlines.of("evaluation")) == (1200, 600), "the first evaluation may compile"
-    deadlines.seen.add("evaluation")
+    deadlines.warm_phases.add("evaluation")
     assert deadlines.of("evaluation") == 1200
     deadlines.save_s = 60.0
     assert deadlines.of("saving") == 1200
@@ -90,7 +90,7 @@ def test_who_may_compile_hangs_after_some_deadlines_and_others_wait_for_it_as_lo
     deadlines.adapt(60.0)
     assert (deadlines.hangs("step", 1), deadlines.patient("step"), deadlines.longest("step")) == (True, False, 1200)
     assert (deadlines.hangs("evaluation", 1), deadlines.longest("evaluation")) == (False, 1800), "the first one, too"
-    deadlines.seen.add("evaluation")
+    deadlines.warm_phases.add("evaluation")
     assert (deadlines.hangs("evaluation", 1), deadlines.longest("evaluation")) == (True, 1200)
 
 
@@ -194,7 +194,7 @@ def test_a_stack_names_the_code_that_matters() -> None:
     me = threading.current_thread()
     frames = introspect.frames(me.ident or 0)
     assert introspect.stack(frames)[-1].startswith("meshtrain/job/watchdog/introspect.py:")
-    assert any(re.match(r"operate/test_watchdog\.py:\d+ test_a_stack_names", line) for line in introspect.stack(frames))
+    assert any(re.match(r"job/test_watchdog\.py:\d+ test_a_stack_names", line) for line in introspect.stack(frames))
     assert len(introspect.stack(frames * 9)) == introspect.FRAMES
 
 
@@ -222,7 +222,7 @@ def test_who_meets_at_a_store_knows_whom_it_waits_for() -> None:
     while (wait := waits_of(thread)) is None or wait.missing != (0, 2, 3):
         assert time.monotonic() < deadline, wait
         time.sleep(0.01)
-    assert wait.what == "the meeting 'round 7' at the store"
+    assert wait.label == "the meeting 'round 7' at the store"
     meeting.cancel()
     thread.join()
 
@@ -552,8 +552,8 @@ def test_what_takes_long_and_cannot_be_explained_is_told_with_all_stacks(
 def test_the_first_pass_over_an_evaluation_counts_as_seen_when_it_is_done() -> None:
     watch = one_of_three(0)
     for _ in watch.iterate([1, 2], "evaluation"):
-        assert watch.deadlines.seen == set()
-    assert watch.deadlines.seen == {"evaluation"}
+        assert watch.deadlines.warm_phases == set()
+    assert watch.deadlines.warm_phases == {"evaluation"}
 
 
 # A loop of one's own ------------------------------------------------------------------------------------------------
@@ -620,7 +620,7 @@ def test_the_innermost_wait_for_ranks_is_where_a_rank_waits() -> None:
             mine = pending_waits()[threading.get_ident()]
         assert len(pending_waits()[threading.get_ident()]) == 2
     assert threading.get_ident() not in pending_waits()
-    assert [wait.what for wait in mine] == ["gradients", "the next batch", "activation"]
+    assert [wait.label for wait in mine] == ["gradients", "the next batch", "activation"]
     inner, outer = (introspect.pending_collective(waits, groups) for waits in (mine, mine[:2]))
     assert (str(inner), inner and inner.missing) == ("activation over pp", (3,))
     assert (str(outer), outer and outer.missing) == ("gradients over pp", None)
@@ -641,7 +641,7 @@ def test_an_error_tells_which_wait_it_has_ended() -> None:
 
     error = fail(waiting("gradients", group), waiting("activation", group))
     failure = Failure.of(error)
-    assert (failure.broken, failure.wait and failure.wait.what) == (True, "activation")
+    assert (failure.broken, failure.wait and failure.wait.label) == (True, "activation")
     failure = Failure.of(fail(waiting("the next batch", resource=Resource.DATA)))
     assert (failure.broken, failure.wait) == (False, None), "what reads data fails alike"
 

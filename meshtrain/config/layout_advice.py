@@ -1,0 +1,143 @@
+"""What would work where a layout does not: the nearest sizes, the worlds that fit, and tp groups that cross hosts."""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from meshtrain.formatting import short
+from meshtrain.layout import AXES, DATA_AXES, Layout, LayoutError, WorldSizeError, written
+
+
+def resolve(sizes: Mapping[str, int], world_size: int) -> Layout:
+    """`Layout.resolve`. Raises LayoutError: as it does, and with the nearest layouts of `world_size` ranks."""
+    try:
+        return Layout.resolve(sizes, world_size)
+    except WorldSizeError as error:
+        raise LayoutError(f"{error}, or use {' or '.join(map(written, nearest(sizes, world_size)))}") from None
+
+
+def nearest(sizes: Mapping[str, int], world_size: int, limit: int = 2) -> list[dict[str, int]]:
+    """Layouts of exactly `world_size` ranks that are near to `sizes`, nearest first; there is always one.
+
+    Fewer changed axes come first, then nearer sizes. The data axes are easier to change than the others, whose sizes
+    have to fit the model. A size of -1 changes freely, and a layout without a data axis may get one.
+    """
+    base = dict(sizes) if any(axis in sizes for axis in DATA_AXES) else add_axis(sizes, "dp_shard", 1)
+    free = tuple(axis for axis, size in base.items() if size == -1)
+    fixed = [axis for axis in base if axis not in free]
+    layouts: list[dict[str, int]] = []
+    for changes in range(len(fixed) + 1):
+        candidates = []
+        for axes in itertools.combinations(fixed, changes):
+            rest = math.prod(base[axis] for axis in fixed if axis not in axes)
+            if world_size % rest:
+                continue
+            for factors in _factorizations(world_size // rest, len(axes + free)):
+                new = base | dict(zip(axes + free, factors, strict=True))
+                if all(new[axis] != base[axis] for axis in axes):
+                    candidates.append(new)
+        layouts += sorted(candidates, key=lambda new: _distance(base, new))
+        if layouts and (changes >= 2 or len(layouts) >= limit):
+            break
+    # An added axis that stayed at 1 is not worth naming.
+    return [{axis: size for axis, size in new.items() if axis in sizes or size > 1} for new in layouts[:limit]]
+
+
+def add_axis(sizes: Mapping[str, int], axis: str, size: int) -> dict[str, int]:
+    """`sizes` with another size of an axis, or with the axis where the usual order (`AXES`) has it."""
+    if axis in sizes:
+        return {**sizes, axis: size}
+    items = list(sizes.items())
+    later = (i for i, (name, _) in enumerate(items) if AXES.index(name) > AXES.index(axis))
+    items.insert(next(later, len(items)), (axis, size))
+    return dict(items)
+
+
+def _distance(old: Mapping[str, int], new: Mapping[str, int]) -> float:
+    far = 0.0
+    for axis, size in new.items():
+        before = old[axis]
+        if before in (-1, size):
+            continue
+        step = abs(math.log2(size / before))
+        # tp: 3 instead of 2 fits few models; tp: 1 or 4 fits most.
+        far += step if axis in DATA_AXES else 2 * step + 4 * (size % before != 0 and before % size != 0)
+    return far
+
+
+def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write a number as an ordered product of `parts` factors."""
+    if parts <= 1:
+        if parts == 1 or number == 1:
+            yield (number,) * parts
+        return
+    for factor in range(1, math.isqrt(number) + 1):
+        if number % factor == 0:
+            for first in {factor, number // factor}:
+                for rest in _factorizations(number // first, parts - 1):
+                    yield (first, *rest)
+
+
+def world_sizes_text(sizes: Mapping[str, int]) -> str:
+    """How many processes a layout as written can be made of, for people."""
+
+    def multiples(count: int) -> str:
+        return "any number" if count == 1 else f"{count}, {2 * count}, {3 * count}, ... processes"
+
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if -1 in sizes.values():
+        return f"{multiples(fixed)} can form it"
+    axis = next((axis for axis in reversed(DATA_AXES) if axis in sizes), "dp_shard")
+    return f"{fixed} processes can form it, and with {axis}: -1 {multiples(fixed // sizes.get(axis, 1))} can"
+
+
+def host_warnings(layout: Layout) -> list[str]:
+    """What is allowed and probably a mistake, as sentences: groups of tp that cross hosts."""
+    if layout.size("tp") == 1 or len(layout.hosts) < 2:
+        return []
+    crossing = [group for group in layout.groups("tp") if layout.crosses_hosts(group)]
+    if not crossing:
+        return []
+    ranks = crossing[0]
+    hosts = dict.fromkeys(layout.host(rank) for rank in ranks)
+    return [
+        f"tp crosses hosts in {len(crossing)} of {layout.world_size // layout.size('tp')} groups (the first is ranks "
+        f"{short(ranks)} on {_first_names(list(hosts))}), and tp communicates in every layer, forward and backward: "
+        + _why_tp_crosses(layout)
+    ]
+
+
+def _why_tp_crosses(layout: Layout) -> str:
+    """The reason that a tp group crosses hosts and what would keep it inside of one."""
+    sizes, tp, counts = layout.sizes, layout.size("tp"), layout.host_counts()
+    after = [axis for axis in layout.axes[layout.axes.index("tp") + 1 :] if sizes[axis] > 1]
+    tp_last = {axis: size for axis, size in sizes.items() if axis != "tp"}
+    edges = [run.start for run in layout.runs]
+    if after and all(edge % tp == 0 for edge in edges):
+        apart = math.prod(sizes[axis] for axis in after)
+        last = written(tp_last | {"tp": tp})
+        return f"{_first_names(after)} after tp in the layout keeps tp's ranks {apart} apart; put tp last: {last}"
+    odd = [host for host, count in counts.items() if count % tp]
+    if not odd:
+        order = f", and use {written(tp_last | {'tp': tp})}" if after else ""
+        return (
+            "the ranks are dealt out over the hosts in turn; start them host by host "
+            f"(srun --distribution=block){order}"
+        )
+    host = odd[0]
+    fits = math.gcd(tp, *counts.values())
+    data = next((axis for axis in reversed(DATA_AXES) if axis in sizes), "dp_shard")
+    smaller = add_axis(tp_last, data, sizes.get(data, 1) * tp // fits) | {"tp": fits}
+    in_blocks = len(layout.runs) > len(layout.hosts) and any(edge % fits for edge in edges)
+    return (
+        f"tp: {tp} does not divide the {counts[host]} process{'es' * (counts[host] != 1)} of {host}"
+        + (f" and {len(odd) - 1} other host{'s' * (len(odd) > 2)}" if len(odd) > 1 else "")
+        + f"; use {written(smaller)}"
+        + (", with the ranks started host by host (srun --distribution=block)" if in_blocks else "")
+    )
+
+
+def _first_names(names: Sequence[str], most: int = 3) -> str:
+    if len(names) <= most:
+        return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    return f"{', '.join(names[:most])} and {len(names) - most} more hosts"

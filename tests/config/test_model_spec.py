@@ -1,0 +1,80 @@
+"""The model of a config: built once by its constructor, and copied where somebody changes it."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshtrain.config.model_spec import ModelSpec, model_spec
+from tests.launching import forked
+from tests.parity.experiments import QUICKSTART, SMALL
+
+COUNTED = """
+import os
+from meshtrain.config.locate import model_file
+
+llama = model_file("llama")
+Config, tp_plan, check = llama.Config, llama.tp_plan, llama.check
+{plan}
+
+class Model(llama.Model):
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        with open({log!r}, "a") as file:
+            print(os.getpid(), self.lm_head.weight.device.type, file=file)
+"""
+
+HOOKED = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+
+@dataclass(frozen=True)
+class Config:
+    width: int = 4
+
+class Model(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.layer = nn.Linear(config.width, config.width)
+        self.outputs = []
+        self.layer.register_forward_hook(lambda module, inputs, output: self.outputs.append(output))
+
+    def forward(self, x):
+        return self.layer(x)
+"""
+
+
+@pytest.mark.parametrize("plan", ["init_plan = llama.init_plan", ""], ids=["init_plan", "values of the constructor"])
+@pytest.mark.parametrize("layout", ["{dp_shard: 2}", "{pp: 2}"])
+def test_a_start_constructs_the_model_once(layout: str, plan: str, tmp_path: Path) -> None:
+    """On the meta device; and once more with values where only the constructor knows them."""
+    log, file = tmp_path / "log", tmp_path / "counted.py"
+    file.write_text(COUNTED.format(plan=plan, log=str(log)))
+    keys = [f"model.name={file}", "model.tie_word_embeddings=true", "train.steps=1", f"train.output={tmp_path}/run"]
+    forked(2, "-m", "meshtrain.train", QUICKSTART, *SMALL, *keys, f"layout={layout}", timeout=280).check()
+    devices: dict[str, list[str]] = {}
+    for line in log.read_text().splitlines():
+        pid, device = line.split()
+        devices.setdefault(pid, []).append(device)
+    assert [sorted(used) for used in devices.values()] == [["meta"] if plan else ["cpu", "meta"]] * 2
+
+
+def test_a_copy_is_the_model_and_shares_nothing_with_it() -> None:
+    spec = model_spec("llama", {"tie_word_embeddings": True})
+    copy = spec.copy()
+    assert copy.lm_head.weight is copy.model.embed_tokens.weight
+    assert [(name, p.shape, p.device) for name, p in copy.named_parameters()] == [
+        (name, p.shape, torch.device("meta")) for name, p in spec.meta.named_parameters()
+    ]
+    assert not {*copy.modules(), *copy.parameters()} & {*spec.meta.modules(), *spec.meta.parameters()}
+
+
+def test_a_hook_of_a_copy_is_its_own(tmp_path: Path) -> None:
+    """It names the model, which a copy by `copy.deepcopy` would leave as it is."""
+    (tmp_path / "hooked.py").write_text(HOOKED)
+    spec: ModelSpec = model_spec(os.fspath(tmp_path / "hooked.py"), {})
+    copy = spec.copy()
+    copy(torch.empty(2, 4, device="meta"))
+    assert (len(copy.outputs), len(spec.meta.outputs)) == (1, 0)
