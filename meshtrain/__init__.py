@@ -1,7 +1,8 @@
 """Trains one plain PyTorch model on any mesh of processes. The layout is not part of the experiment.
 
 For a loop of your own: `start` joins the job, `build_mesh` makes the process groups of a `Layout`, and `parallelize`
-spreads a model over them (see tools/examples/own_loop.py). Importing this package does not import torch.
+spreads a model over them (see tools/examples/own_loop.py); with `cp` a `ContextParallel` gives each rank its part of a
+batch. Importing this package does not import torch.
 """
 
 import importlib
@@ -12,11 +13,13 @@ from meshtrain.layout import Layout
 if TYPE_CHECKING:
     from meshtrain.job.watchdog.session import start
     from meshtrain.mesh import build_mesh
+    from meshtrain.parallel.context import ContextParallel
     from meshtrain.parallel.parallelize import parallelize
 
-__all__ = ["Layout", "build_mesh", "parallelize", "start"]
+__all__ = ["ContextParallel", "Layout", "build_mesh", "parallelize", "start"]
 
 _ROOMS = {
+    "ContextParallel": "meshtrain.parallel.context",
     "build_mesh": "meshtrain.mesh",
     "parallelize": "meshtrain.parallel.parallelize",
     "start": "meshtrain.job.watchdog.session",

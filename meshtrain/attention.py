@@ -21,6 +21,7 @@ class AttentionContext:
     # (b s + 1) int32, for kernels of variable length: see `cumulative_lengths`. None: no documents, or not counted.
     lengths: Tensor | None = None
     part: Tensor | None = None  # (s of this rank), the positions in the sequence that this rank has; None: all
+    length: int = 0  # tokens of the whole sequence, without padding, where this rank has a part; 0: those that it has
     cache: Any = None  # keys and values of earlier tokens, in generation
     layer: int | None = None  # the number of the layer that calls, where there is a cache; see `at`
     mask: Tensor | None = None  # (b, 1, s, s) bool, that of the documents: made once, shared by the layers

@@ -6,10 +6,27 @@ microbatch, a block that runs again in backward, and a compiled block drop the s
 """
 
 import hashlib
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class SequencePart(NamedTuple):
+    """Which positions of a sequence a rank has: two chunks of it over `cp` (`data/sequence.py`), and a contiguous part
+    of these over `tp` with sequence parallelism. (1 and 0 where it does not share them.)"""
+
+    tp: int = 1
+    tp_index: int = 0
+    cp: int = 1
+    cp_index: int = 0
+
+    def positions(self, rows: int, device: torch.device) -> Tensor:
+        """(rows,): where in the sequence the rows of this rank lie. In torch's own arithmetic: it is compiled."""
+        own = torch.arange(rows, device=device) + self.tp_index * rows
+        chunk = rows * self.tp // 2
+        return own + chunk * torch.where(own < chunk, self.cp_index, 2 * self.cp - 2 - self.cp_index)
 
 
 class Dropout(nn.Module):
@@ -18,9 +35,9 @@ class Dropout(nn.Module):
     In a plain model it is `nn.Dropout`. In a model that `bind_dropout` has seen (`parallelize` calls it) its masks
     are those of the run, and `set_dropout` says before each forward which.
 
-    For the residual stream, of which every rank has whole samples or, with sequence parallelism, a contiguous part of
-    each sequence. Not for features between a colwise and a rowwise layer: every rank of `tp` would drop the same ones
-    of its own. A module used in two places drops the same elements in both.
+    For the residual stream, of which every rank has whole samples or a part of each sequence (`SequencePart`). Not for
+    features between a colwise and a rowwise layer: every rank of `tp` would drop the same ones of its own. A module
+    used in two places drops the same elements in both.
     """
 
     def __init__(self, p: float) -> None:
@@ -30,13 +47,16 @@ class Dropout(nn.Module):
             raise ValueError(f"dropout with probability {p}: expected 0 <= p < 1")
         self.p = p
         self.bound = False
-        self.part = 0  # which part of the sequence (the second dim) this rank has, counted in parts of what it sees
+        self.part = SequencePart()
         # (b), one hash for each sample of the microbatch. A tensor, and no buffer: the compiler takes it as an input,
         # so neither a step nor another layer compiles anew, and checkpoints and FSDP have nothing to do with it.
         self.keys: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (b, s, d), or any (b, ...). Raises RuntimeError: nobody said which samples of which step these are."""
+        """x: (b, s, ...); where a rank has whole sequences, any (b, ...).
+
+        Raises RuntimeError: nobody said which samples of which step these are, or what of them this rank has.
+        """
         if self.p == 0 or not self.training:
             return x
         if not self.bound:
@@ -47,23 +67,26 @@ class Dropout(nn.Module):
                 f"dropout of a batch of {x.shape[0]} samples, but set_dropout told of {count}: call "
                 "set_dropout(model, seed=..., step=..., samples=...) before each forward in training"
             )
-        return torch.where(keep_mask(self.keys.to(x.device), x.shape, self.part, self.p), x * (1 / (1 - self.p)), 0)
+        if x.dim() < 3 and self.part != SequencePart():
+            raise RuntimeError(f"dropout of {tuple(x.shape)} on a part of each sequence: expected (b, s, d)")
+        rows = x.shape[1] if x.dim() > 2 else 1
+        mask = keep_mask(self.keys.to(x.device), x.shape, self.part.positions(rows, x.device), self.p)
+        return torch.where(mask, x * (1 / (1 - self.p)), 0)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
 
 
-def bind_dropout(model: nn.Module, part: int = 0) -> None:
+def bind_dropout(model: nn.Module, part: SequencePart | None = None) -> None:
     """Makes every `Dropout` of a model take the masks that `set_dropout` sets.
 
     Args:
         model: the whole model, whose names of modules become part of the masks; on any device, meta included.
-        part: with sequence parallelism the index on `tp`: rank i sees the i-th of equal parts of each sequence. 0 where
-            every rank sees whole sequences.
+        part: of each sequence, that this rank sees; None: all of it.
     """
     dropouts = {name: module for name, module in model.named_modules() if isinstance(module, Dropout)}
     for module in dropouts.values():
-        module.bound, module.part = True, part
+        module.bound, module.part = True, part or SequencePart()
     model.dropout_masks = _DropoutKeys(dropouts)  # type: ignore[assignment]  # as any attribute that is no module
 
 
@@ -106,15 +129,16 @@ class _DropoutKeys:
             dropout.keys = row
 
 
-def keep_mask(keys: Tensor, shape: torch.Size, part: int, p: float) -> Tensor:
+def keep_mask(keys: Tensor, shape: torch.Size, positions: Tensor, p: float) -> Tensor:
     """The elements that stay, as booleans of `shape` (b, ..., d): each with probability 1 - p, to 2^-32.
 
-    Rows of d elements are numbered through the sample, those of part i behind those of the parts before it. SplitMix64
+    Rows of d elements are numbered through the sample; `positions` (s,) are those of the second dim in it. SplitMix64
     started at each sample's key, (b) int64, gives 64 bits for every two elements of a row, 32 for each.
     """
     b, width = shape[0], shape[-1] if len(shape) > 1 else 1
     rows, words = shape[1:-1].numel(), (width + 1) // 2
-    numbers = torch.arange(rows * words, device=keys.device) + part * (rows * words)
+    inner = rows // len(positions) * words  # of a position
+    numbers = (positions[:, None] * inner + torch.arange(inner, device=keys.device)).flatten()
     bits = _mix(_mix(keys)[:, None] + numbers * _GAMMA).view(b, rows, words, 1)
     # Not `view(torch.int32)`: torch 2.13 compiles that and the slice to code that writes past its memory on a CPU.
     halves = torch.cat((bits, bits >> 32), dim=-1) & (2**32 - 1)

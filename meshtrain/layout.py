@@ -1,16 +1,11 @@
 """Which rank is where: the named axes of the mesh, outermost first, and the hosts under them.
 
-A `Layout` is one small value that many parts read: process groups, the rank table of a run, `meshtrain plan`. It is
-pure Python over integers, so that a job of 131,072 ranks can be laid out, checked and explained on a laptop.
+Pure Python over integers. Ranks are numbered row-major over the axes as they are written: neighbours differ in the last
+one. A *group* of some axes is the set of ranks that differ in those axes only. An axis that is not named has size 1.
 
-Ranks are numbered row-major over the axes as they are written: neighbouring ranks differ in the last axis. A *group*
-of some axes is the set of ranks that differ in those axes only. An axis that a layout does not name has size 1
-everywhere in this file, so callers may ask for `tp` without asking first whether there is any.
-
-*Derived axes* are further names for ranks: products of axes (`VIEWS`), and a second factorization of the same ranks for
-experts (`EXPERT_AXES`). They stand wherever ranks are asked for, but not in `axes`, `sizes` or a config.
-
-(The same idea, without torch: Megatron-LM's `hyper_comm_grid.py`, DeepSpeed's `runtime/pipe/topology.py`.)
+*Derived axes* are further names for ranks: products of axes (`VIEWS`), the factors of `cp` (`CONTEXT_AXES`), and a
+second factorization of the same ranks for experts (`EXPERT_AXES`). They stand wherever ranks are asked for, but not in
+`axes`, `sizes` or a config. (Similar: Megatron-LM's `hyper_comm_grid.py`, DeepSpeed's `runtime/pipe/topology.py`.)
 """
 
 import difflib
@@ -26,8 +21,8 @@ DATA_AXES = ("dp_replicate", "dp_shard")  # ranks that differ in these see diffe
 LOSS_AXES = (*DATA_AXES, "cp")  # ... see different tokens of the batch: losses and gradients are sums over these
 FSDP_AXES = ("dp_shard", "cp")  # ... share one copy of the parameters
 
-# Products of axes that have groups of their own, by name.
-VIEWS = {"data": DATA_AXES, "loss": LOSS_AXES, "fsdp": FSDP_AXES}
+VIEWS = {"data": DATA_AXES, "loss": LOSS_AXES, "fsdp": FSDP_AXES}  # products of axes that have groups of their own
+CONTEXT_AXES = ("cp_ring", "cp_heads")  # factors of `cp`: ranks that split the sequence, neighbours that split heads
 # With `pp` a second factorization of the ranks: copies of an expert, shards of one copy, and parts of the experts.
 EXPERT_AXES = ("edp_replicate", "efsdp", "ep")
 
@@ -71,14 +66,15 @@ class Layout:
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
-    hosts: tuple[str, ...]  # names in order of first appearance; empty until the layout is placed with `on_hosts`
-    runs: tuple[Run, ...]  # in rank order
-    experts: int  # ranks over which the experts of a layer are dealt out: the size of `ep`
+    hosts: tuple[str, ...] = ()  # names in order of first appearance; empty until the layout is placed with `on_hosts`
+    runs: tuple[Run, ...] = ()  # in rank order
+    experts: int = 1  # ranks over which the experts of a layer are dealt out: the size of `ep`
+    context_heads: int = 1  # neighbours on `cp` that split the heads of attention: the size of `cp_heads`
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
-        """`sizes`: axis -> number of ranks along it, outermost first. LayoutError: one that no layout can have."""
+        """`sizes`: axis -> number of ranks, outermost first. Raises LayoutError: one that no layout can have."""
         _check(sizes, free_allowed=False)
-        self.__dict__.update(axes=tuple(sizes), shape=tuple(sizes.values()), hosts=(), runs=(), experts=1)
+        self.__dict__.update(axes=tuple(sizes), shape=tuple(sizes.values()))
 
     def _with(self, **fields: object) -> "Layout":
         changed = Layout.__new__(Layout)
@@ -204,12 +200,13 @@ class Layout:
         strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
         own = zip(self.axes, strides, self.shape, strict=True)
         factors = dict.fromkeys(AXES, ()) | {axis: _outermost_first([(stride, size)]) for axis, stride, size in own}
-        views = {
-            view: _outermost_first(factor for axis in axes for factor in factors[axis]) for view, axes in VIEWS.items()
-        }
-        folded = _fold(factors, self.experts)
-        assert folded is not None  # with_experts() has refused what does not fold
-        return factors | views | dict(zip(EXPERT_AXES, folded, strict=True))
+        views = [[factor for axis in axes for factor in factors[axis]] for axes in VIEWS.values()]
+        [(stride, size)] = factors["cp"] or [(1, 1)]
+        context = [(stride * self.context_heads, size // self.context_heads)], [(stride, self.context_heads)]
+        experts = _fold(factors, self.experts)
+        assert experts is not None  # with_experts() has refused what does not fold
+        derived = zip((*VIEWS, *CONTEXT_AXES, *EXPERT_AXES), (*views, *context, *experts), strict=True)
+        return factors | {axis: _outermost_first(product) for axis, product in derived}
 
     def _factors_of(self, axes: Sequence[str]) -> tuple[Factor, ...]:
         for axis in axes:
@@ -242,25 +239,27 @@ class Layout:
 
     def _offsets(self, factors: Sequence[Factor]) -> list[int]:
         """The ranks of the group of rank 0, ascending."""
-        offsets = [0]
-        for stride, size in factors:
-            steps = range(0, size * stride, stride)
-            offsets = [offset + step for offset in offsets for step in steps]
-        return offsets
+        return [sum(steps) for steps in itertools.product(*(range(0, n * stride, stride) for stride, n in factors))]
 
     def _check_rank(self, rank: int) -> None:
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise LayoutError(f"layout {self}: there is no rank {rank!r}; ranks go from 0 to {self.world_size - 1}")
 
-    # Experts --------------------------------------------------------------------------------------------------------
+    # Context parallelism and experts --------------------------------------------------------------------------------
+
+    def with_context_heads(self, ranks: int) -> "Layout":
+        """This layout with `cp` made of two factors: `cp_heads`, so many neighbours that split the heads of attention,
+        and `cp_ring`, the rest, which splits the sequence. Raises LayoutError: `ranks` does not divide `cp`."""
+        if not _is_count(ranks) or self.size("cp") % ranks:
+            raise LayoutError(context_heads_problem(ranks, self.size("cp")))
+        return self._with(context_heads=ranks)
 
     def with_experts(self, ranks: int) -> "Layout":
         """This layout with the experts of a layer dealt out over `ranks` ranks each.
 
-        `ep` takes whole axes from the inside, in the usual order, and a divisor of the next one, so that every group is
-        a product of factors. What is left shards one copy of the experts where parameters are sharded (`efsdp`), and
-        holds copies of them (`edp_replicate`). Raises LayoutError: no group of so many ranks is made of whole axes and
-        a divisor of the next.
+        `ep` takes whole axes from the inside, in the usual order, and a divisor of the next. What is left shards one
+        copy of the experts where parameters are sharded (`efsdp`), and holds copies of them (`edp_replicate`). Raises
+        LayoutError: no group of so many ranks is made like that.
         """
         if not _is_count(ranks) or _fold(self._named_factors, ranks) is None:
             within = self.world_size // self.size("pp")
@@ -273,9 +272,8 @@ class Layout:
     def on_hosts(self, counts: Sequence[int], names: Sequence[str] | None = None) -> "Layout":
         """This layout with its ranks placed on hosts, in rank order: the first `counts[0]` ranks on the first, ...
 
-        `names` default to `host 0`, `host 1`, ... A name may come back later: names a, b, a, b with counts of 1 deal
-        the ranks out in turn, as SLURM's cyclic distribution does. Raises LayoutError: a count below 1, names that do
-        not fit, or counts that do not add up to the world.
+        `names`: by default `host 0`, `host 1`, ...; one may come back later (a, b, a, b: SLURM's cyclic distribution).
+        Raises LayoutError: a count below 1, names that do not fit, or counts that do not add up to the world.
         """
         if not counts:
             raise LayoutError(f"layout {self} needs at least one host; found none")
@@ -354,7 +352,7 @@ def _offset(position: int, factors: Sequence[Factor]) -> int:
     return offset
 
 
-def _fold(factors: Mapping[str, Sequence[Factor]], experts: int) -> tuple[tuple[Factor, ...], ...] | None:
+def _fold(factors: Mapping[str, Sequence[Factor]], experts: int) -> tuple[list[Factor], ...] | None:
     """The factors of each of the `EXPERT_AXES`; None where `experts` is no product of whole axes and a divisor."""
     inside: list[Factor] = []
     outside: dict[str, Factor] = {}
@@ -371,7 +369,14 @@ def _fold(factors: Mapping[str, Sequence[Factor]], experts: int) -> tuple[tuple[
     copies, shards = [outside.pop("dp_replicate")], list(outside.values())
     if not (factors["dp_shard"] or factors["cp"]):  # parameters are copied and not sharded
         copies, shards = copies + shards, []
-    return _outermost_first(copies), _outermost_first(shards), _outermost_first(inside)
+    return copies, shards, inside
+
+
+def context_heads_problem(heads: object, cp: int) -> str:
+    """`parallel.context_heads 3 does not divide layout.cp 4: use 1, 2 or 4`."""
+    fits = [str(n) for n in range(1, cp + 1) if cp % n == 0]
+    use = f"{', '.join(fits[:-1])} or {fits[-1]}" if len(fits) > 1 else fits[0]
+    return f"parallel.context_heads {heads} does not divide layout.cp {cp}: use {use}"
 
 
 # Words --------------------------------------------------------------------------------------------------------------
@@ -390,10 +395,10 @@ def _check(sizes: Mapping[str, int], free_allowed: bool) -> None:
     for axis, size in sizes.items():
         if axis not in AXES:
             wrong.append(unknown_axis(axis))
-        if not _is_count(size) and not (free_allowed and _is_free(size)):
+        if not _is_count(size) and not (free_allowed and isinstance(size, int) and size == -1):
             or_free = ", or -1 for whatever is left" if free_allowed else ""
             wrong.append(f"{axis} is {size!r} (expected an integer of at least 1{or_free})")
-    free = [axis for axis, size in sizes.items() if _is_free(size)]
+    free = [axis for axis, size in sizes.items() if size == -1]
     if free_allowed and len(free) > 1:
         wrong.append(f"only one axis can be -1, found {len(free)}: {', '.join(map(str, free))}")
     if wrong:
@@ -402,10 +407,6 @@ def _check(sizes: Mapping[str, int], free_allowed: bool) -> None:
 
 def _is_count(size: object) -> bool:
     return isinstance(size, int) and not isinstance(size, bool) and size >= 1
-
-
-def _is_free(size: object) -> bool:
-    return isinstance(size, int) and size == -1
 
 
 def unknown_axis(axis: object) -> str:

@@ -53,10 +53,8 @@ def valid_targets(targets: Tensor) -> int:
 
 
 class GlobalCount:
-    """The number of valid targets of the global batch, which every rank's loss is divided by.
-
-    The sum over the ranks starts at once and is waited for when it is first needed, after the first forward.
-    """
+    """The number of valid targets of the global batch, which every rank's loss is divided by. The sum over the ranks
+    starts at once and is waited for when it is first needed, after the first forward."""
 
     def __init__(self, count: int, mesh: Mesh, device: torch.device) -> None:
         """`count`: the number of this rank's valid targets in all microbatches of the step."""
@@ -101,9 +99,8 @@ def attach(x: Tensor, name: str, term: Tensor) -> Tensor:
     recomputed counts once. metrics.jsonl gets the term as `loss/NAME`; `loss` stays the cross entropy.
 
     With `tp`, attach between the tensor-parallel layers (the residual stream, norms, a router), where a rank has all
-    features of a part of the tokens, or without sequence parallelism of all of them, which then count once; each number
-    of `term` has to follow from its own token. Without sequence parallelism, terms that differ between ranks of `tp`
-    are refused in the first step.
+    features of a part of the tokens, or without sequence parallelism of all of them, which then count once, and terms
+    that differ between ranks are refused in the first step. With `tp` and `cp` each number follows from its own token.
 
     Args:
         x: what the model goes on with: its gradient has to be computed.
@@ -114,7 +111,7 @@ def attach(x: Tensor, name: str, term: Tensor) -> Tensor:
         x. Outside of a training step (evaluation, generation, a loop without `StepTerms`) nothing is added.
 
     Raises:
-        ValueError: `term` has no number for each sample.
+        ValueError: `term` has no number for each sample, or with `cp` not for each token.
     """
     if _forward is None or not torch.is_grad_enabled():
         return x
@@ -152,11 +149,11 @@ class StepTerms:
         self.sums: dict[str, Tensor] = {}  # field -> (2,) float64 on the device
 
     @contextmanager
-    def of_microbatch(self, size: int, real: int) -> Iterator[None]:
-        """Around a forward and around its backward, which may compute it again, of `size` samples; the first `real` of
-        them are no padding."""
+    def of_microbatch(self, size: int, real: int, tokens: Tensor | None = None) -> Iterator[None]:
+        """Around a forward and its backward, which may compute it again, of `size` samples, the first `real` of them no
+        padding. `tokens`: with `cp`, which of this rank's positions (s,) are no padding."""
         global _forward  # noqa: PLW0603
-        before, _forward = _forward, _Forward(self, size, real)
+        before, _forward = _forward, _Forward(self, size, real, tokens)
         try:
             yield
         finally:
@@ -177,15 +174,24 @@ class _Forward:
     terms: StepTerms
     size: int
     real: int
+    tokens: Tensor | None
 
     def total(self, name: str, values: Tensor) -> Tensor:
-        """Over the samples that are no padding, in float32 at least."""
+        """Over the samples and tokens that are no padding, in float32 at least."""
         if isinstance(values, DTensor) or values.dim() == 0 or values.shape[0] != self.size:
             raise ValueError(
                 f"{name} is of shape {tuple(values.shape)}: expected a plain tensor with a number for each of the "
                 f"{self.size} samples of the microbatch, or for each of their tokens"
             )
-        return (values.float() if values.dtype.itemsize < 4 else values)[: self.real].sum()
+        values = (values.float() if values.dtype.itemsize < 4 else values)[: self.real]
+        if self.tokens is not None:
+            if values.dim() < 2 or values.shape[1] != len(self.tokens):
+                raise ValueError(
+                    f"{name} is of shape {tuple(values.shape)}: with cp, a rank has parts of the samples: expected a "
+                    f"number for each of its {len(self.tokens)} tokens of a sample"
+                )
+            values = torch.where(self.tokens.view(-1, *[1] * (values.dim() - 2)), values, 0)
+        return values.sum()
 
     def add(self, field: str, total: Tensor, count: Tensor | None = None) -> None:
         if backward_is_running():

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from meshtrain.layout import AXES, VIEWS, Layout, LayoutError
+from meshtrain.layout import AXES, CONTEXT_AXES, VIEWS, Layout, LayoutError
 
 # Devices whose backend runs all that a group sends and receives strictly one after the other (NCCL, each group on a
 # stream of its own): there neighbours on `pp` have a group for each direction.
@@ -32,7 +32,7 @@ class CommBytes:
         self._sent: Counter[tuple[str, str]] = Counter()
 
     def add(self, axis: str, kind: str, sent: float) -> None:
-        """`kind`: "all_gather", "reduce_scatter" or "all_reduce"."""
+        """`kind`: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all"."""
         self._sent[axis, kind] += round(sent)
 
     def restart(self) -> None:
@@ -145,7 +145,7 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
     groups = {tuple(range(world_size)): dist.group.WORLD}
     for dim in dims:
         groups.setdefault(tuple(layout.group(rank, dim)), device_mesh.get_group(dim))
-    for axis in (*AXES, *VIEWS):  # in one order on every rank
+    for axis in (*AXES, *VIEWS, *CONTEXT_AXES):  # in one order on every rank
         ranks = tuple(layout.group(rank, axis))
         if len(ranks) > 1 and ranks not in groups:
             groups[ranks] = _make_group(layout.groups(axis), rank, "_".join(VIEWS.get(axis, (axis,))))

@@ -133,6 +133,13 @@ class SideFile:
                 file.close()
 
 
+def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
+    """To a file without a buffer, which may take a part at a time."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file.fileno(), view) :]
+
+
 def fsync_folder(folder: Path) -> None:
     """Waits until the names in a folder are on disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -192,7 +192,7 @@ def finish(
         exit_or_restart(job, status, stop)
         return
     with monitor.phase("results"):
-        show(config, job, data, model, spec.folder)
+        show(config, job, monitor.mesh, data, model, spec.folder)
     if config.train.export is not None:
         with monitor.phase("export"):
             write_export(config, job, monitor.mesh, model, config.train.export)

@@ -22,9 +22,10 @@ from meshtrain.mesh import Mesh
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.optim.grad_norm import clip_factor
 from meshtrain.optim.optimizer import Optimizer
+from meshtrain.parallel.context import ShardedContext
 from meshtrain.parallel.grad_sync import set_is_last_backward
 from meshtrain.parallel.mixed_precision import compute_dtype
-from meshtrain.parallel.tp_plan import shards_sequence
+from meshtrain.parallel.tp_plan import has_sequence_parts
 from meshtrain.pipeline.actions import Action, Kind
 from meshtrain.pipeline.engine import Pipeline, shapes_of
 
@@ -73,10 +74,10 @@ class Trainer:
         self.dtype = compute_dtype(config.train.precision)
         self.counts_correct = task == "classification"
         self.scale = LossScale(device) if config.train.precision == "float16" else None
-        sequence = config.parallel.sequence_parallel
-        if sequence is None:
-            sequence = shards_sequence(getattr(model_file(config.model.name), "tp_plan", {}))
+        plan = getattr(model_file(config.model.name), "tp_plan", None)
+        sequence = has_sequence_parts(config.parallel.sequence_parallel, plan)
         self._same_tokens = mesh.size("tp") > 1 and not sequence  # between the layers, on all ranks of tp
+        self._real_tokens: dict[int, Tensor] = {}  # by the length of a sequence; see `_tokens`
         self._fields: list[str] | None = None  # of attached terms and statistics, known after the first step
         self._step, self._batches = 0, list[Batch]()
         self._on_device: tuple[int, Batch] | None = None  # the microbatch that was used last
@@ -138,8 +139,20 @@ class Trainer:
         size = len(self._batches[microbatch].targets)
         first = self.share.start + microbatch * size
         set_dropout(model, seed=self.seed, step=self._step, samples=range(first, first + size))
-        with self._terms.of_microbatch(size, min(max(self.share.stop - first, 0), size)):
+        real = min(max(self.share.stop - first, 0), size)
+        with self._terms.of_microbatch(size, real, self._tokens(self._batches[microbatch])):
             yield
+
+    def _tokens(self, batch: Batch) -> Tensor | None:
+        """With `cp`: (s,) bool on the device, which positions of this rank between the layers are no padding."""
+        context = batch.tensors.get("documents")
+        if not isinstance(context, ShardedContext) or context.part is None:
+            return None
+        if context.length not in self._real_tokens:
+            real = context.part < context.length
+            real = real if self._same_tokens else real.chunk(self.mesh.size("tp"))[self.mesh.index("tp")]
+            self._real_tokens[context.length] = real.to(self.device)
+        return self._real_tokens[context.length]
 
     def optimizer_step(self, step: int, stop_asked: bool = False) -> Callable[[], StepResult]:
         """The update of step `step` with the accumulated gradients, unless something was not finite. `stop_asked`: this

@@ -6,6 +6,7 @@ mix the tokens of a sequence (`cp_plan`).
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ class Config:
     vocab_size: int = 256  # token ids that the model knows, from 0
     max_position_embeddings: int = 2048  # the longest sequence that the model is meant for
     rope_theta: float = 10000.0  # base of the rotary angles
-    rope_scaling: dict[str, Any] | None = None  # Llama 3's stretching of the slow angles: {rope_type: llama3, ...}
+    rope_scaling: dict[str, Any] | None = None  # angles for longer sequences: {rope_type: yarn, factor: 4.0, ...}
     rope_parameters: dict[str, Any] | None = None  # rope_theta and rope_scaling in one, as transformers 5 writes them
     rms_norm_eps: float = 1e-5  # added to the mean square in a norm
     tie_word_embeddings: bool = False  # one matrix for the embedding and the head
@@ -47,28 +48,59 @@ class Config:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
-    def rope(self) -> tuple[float, dict[str, Any] | None]:
+    def rope(self) -> tuple[float, dict[str, Any]]:
         """The base of the rotary angles and their scaling, whichever way they were written."""
         if self.rope_parameters is None:
-            return self.rope_theta, self.rope_scaling
+            return self.rope_theta, self.rope_scaling or {}
         return self.rope_parameters.get("rope_theta", self.rope_theta), self.rope_parameters
 
 
-def rotary_frequencies(config: Config, device: torch.device) -> Tensor:
-    """Angle per position of each pair of features: (e/2), float64.
+def rotary_frequencies(config: Config, device: torch.device, length: int = 0) -> Tensor:
+    """Angle per position of each pair of features: (e/2), float64. Keys and formulas are those of transformers.
 
-    Llama 3 scaling stretches the slow pairs by `factor`, leaves the fast ones, and blends in between
-    (Llama 3.1's `apply_scaling`; https://arxiv.org/abs/2407.21783, section 3.2).
+    `linear` divides all angles by `factor` (https://arxiv.org/abs/2306.15595), `yarn` (https://arxiv.org/abs/2309.00071,
+    section 3.2) and `llama3` (https://arxiv.org/abs/2407.21783, section 3.2) those of slow pairs. `dynamic`
+    (2309.00071, sections 3.1 and 3.3) raises the base with `length`, the tokens of the whole sequence on all ranks.
     """
     e = config.head_width
     theta, scaling = config.rope
+    kind = rope_type(scaling)
+    if kind == "dynamic":
+        ratio = max(length / config.max_position_embeddings, 1.0)
+        theta *= (scaling["factor"] * ratio - (scaling["factor"] - 1)) ** (e / (e - 2))
     frequencies = theta ** -(torch.arange(0, e, 2, dtype=torch.float64, device=device) / e)
-    if scaling is None or scaling.get("rope_type", scaling.get("type")) in (None, "default"):
+    if kind in ("default", "dynamic"):
         return frequencies
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 0: stretched, 1: as it was
+    keep: Tensor | float = 0.0  # 0: divided by the factor, 1: as it was
+    original = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
+    if kind == "llama3":
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        keep = ((original * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    if kind == "yarn":  # a blend between the pairs that turn so many times over the original length
+        turns = scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
+        first, last = (e * math.log(original / (2 * math.pi * n)) / (2 * math.log(theta)) for n in turns)
+        if scaling.get("truncate", True):
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, e - 1)
+        pairs = torch.arange(e // 2, dtype=torch.float64, device=device)
+        keep = 1 - ((pairs - first) / ((last - first) or 0.001)).clamp(0, 1)
     return frequencies * (keep + (1 - keep) / scaling["factor"])
+
+
+def rotary_magnitude(config: Config) -> float:
+    """What cosines and sines are multiplied by: YaRN's `attention_factor` (section 3.4 there), otherwise 1."""
+    scaling = config.rope[1]
+    if rope_type(scaling) != "yarn":
+        return 1.0
+    mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    growth = 0.1 * math.log(scaling["factor"])
+    default = (growth * mscale + 1) / (growth * all_dim + 1) if mscale and all_dim else growth + 1
+    return scaling.get("attention_factor") or default
+
+
+def rope_type(scaling: dict[str, Any]) -> Any:
+    """The kind of scaling; configs from before transformers 4.43 call the key `type`."""
+    return scaling.get("rope_type", scaling.get("type", "default"))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -163,9 +195,11 @@ class Model(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         x = self.model.dropout(self.model.embed_tokens(tokens))
-        angles = positions[..., None, None] * rotary_frequencies(self.config, tokens.device)
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         context = AttentionContext.of(documents)
+        length = context.length or positions.shape[1]
+        angles = positions[..., None, None] * rotary_frequencies(self.config, tokens.device, length)
+        magnitude = rotary_magnitude(self.config)
+        cos, sin = (magnitude * angles.cos()).to(x.dtype), (magnitude * angles.sin()).to(x.dtype)
         for i, layer in enumerate(self.model.layers):
             x = layer(x, cos, sin, context.at(i))
         return self.lm_head(self.model.norm(x))
@@ -209,7 +243,8 @@ def check(config: Config) -> list[tuple[str, str]]:
         )
     if not _positive(config.rope_theta):
         problems.append(("rope_theta", f"rope_theta is {config.rope_theta}: expected a number above 0"))
-    return problems + [(key, problem) for key in ("rope_scaling", "rope_parameters") for problem in _rope(config, key)]
+    rope = {key: next(_rope_problems(config, key), None) for key in ("rope_scaling", "rope_parameters")}
+    return problems + [(key, problem) for key, problem in rope.items() if problem]
 
 
 def nearest(working: list[int], value: int) -> str:
@@ -219,67 +254,84 @@ def nearest(working: list[int], value: int) -> str:
     return " or ".join(str(n) for n in below + above)
 
 
-def _rope(config: Config, key: str) -> list[str]:
+# rope_type -> the numbers that it needs, and the keys that it may have besides.
+_LENGTH = "original_max_position_embeddings"
+ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "yarn": (
+        ("factor",),
+        (_LENGTH, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (_LENGTH,)),
+}
+
+
+def _rope_problems(config: Config, key: str) -> Iterator[str]:
+    """What is wrong with a scaling. Only the first problem counts: later checks rely on earlier ones."""
     scaling = getattr(config, key)
     if scaling is None:
-        return []
+        return
+    kind = rope_type(scaling)
     if not _positive(scaling.get("rope_theta", 1)):
-        return [f"rope_theta is {scaling['rope_theta']!r}: expected a number above 0"]
-    kind = scaling.get("rope_type", scaling.get("type", "default" if key == "rope_parameters" else None))
-    if kind == "default":
-        return []
-    if kind != "llama3":
-        return [f"rope_type {kind!r} is not built: use 'llama3' or 'default', or leave {key} out"]
-    needed = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    missing = [name for name in needed if not _positive(scaling.get(name))]
-    if missing:
-        return [f"Llama 3 scaling needs the numbers {', '.join(needed)}, above 0; missing: {', '.join(missing)}"]
-    if scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
-        return ["high_freq_factor must be larger than low_freq_factor"]
-    return []
+        yield f"rope_theta is {scaling['rope_theta']!r}: expected a number above 0"
+    if kind == "default" and (key == "rope_parameters" or scaling.keys() & {"rope_type", "type"}):
+        return
+    if kind not in ROPE_KEYS:
+        written = "is missing" if kind == "default" else f"{kind!r} is not built"
+        yield f"rope_type {written}: use {', '.join(ROPE_KEYS)} or default, or leave {key} out"
+    needed, optional = ROPE_KEYS[kind]
+    if missing := [name for name in needed if not _positive(scaling.get(name))]:
+        yield f"rope_type {kind} needs the numbers {', '.join(needed)}, above 0; missing: {', '.join(missing)}"
+    if unknown := sorted(scaling.keys() - {*needed, *optional, "rope_theta", "rope_type", "type"}):
+        yield f"rope_type {kind} has {', '.join((*needed, *optional))}, not {', '.join(unknown)}: take it away"
+    if not isinstance(scaling.get("truncate", True), bool):
+        yield f"truncate is {scaling['truncate']!r}: expected true or false"
+    numbers = {name: scaling[name] for name in optional if name != "truncate" and scaling.get(name) is not None}
+    if wrong := [f"{name} is {value!r}" for name, value in numbers.items() if not _positive(value)]:
+        yield f"{' and '.join(wrong)}: expected a number above 0"
+    if scaling["factor"] < 1:
+        yield f"factor is {scaling['factor']}: expected at least 1, by which sequences may be longer"
+    if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        yield "high_freq_factor must be larger than low_freq_factor"
+    if kind == "yarn" and (scaling.get("beta_fast") or 32) < (scaling.get("beta_slow") or 1):
+        yield "beta_fast must not be smaller than beta_slow"
+    if kind == "yarn" and config.rope[0] <= 1:
+        yield f"rope_theta is {config.rope[0]}: rope_type yarn needs one above 1"
+    if kind == "dynamic" and config.head_width < 4:
+        yield f"rope_type dynamic needs heads of at least 4 features, found {config.head_width}"
 
 
 def _positive(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
 
 
-def _llama3(factor: float) -> dict[str, Any]:
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-
-
+_LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, _LENGTH: 8192}
 _COMMON = {
     "num_key_value_heads": 8,
     "vocab_size": 128256,
     "max_position_embeddings": 131072,
     "rope_theta": 500000.0,
     "rms_norm_eps": 1e-5,
+    "rope_scaling": _LLAMA3 | {"factor": 8.0},
 }
 presets: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _COMMON | {
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "head_dim": 64, "rope_scaling": _llama3(32.0), "tie_word_embeddings": True,
+        "head_dim": 64, "rope_scaling": _LLAMA3 | {"factor": 32.0}, "tie_word_embeddings": True,
     },
     "llama-3.2-3b": _COMMON | {
         "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
-        "head_dim": 128, "rope_scaling": _llama3(32.0), "tie_word_embeddings": True,
+        "head_dim": 128, "rope_scaling": _LLAMA3 | {"factor": 32.0}, "tie_word_embeddings": True,
     },
     "llama-3.1-8b": _COMMON | {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "rope_scaling": _llama3(8.0),
     },
     "llama-3.1-70b": _COMMON | {
         "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
-        "rope_scaling": _llama3(8.0),
     },
     "llama-3.1-405b": _COMMON | {
         "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
-        "rope_scaling": _llama3(8.0),
     },
 }  # fmt: skip
 
@@ -321,15 +373,15 @@ def from_hugging_face(keys: dict[str, Any]) -> dict[str, Any]:
     if rope is not None:
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
         keys["rope_theta"] = rope.get("rope_theta", keys.get("rope_theta", Config.rope_theta))
-        keys["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
+        keys["rope_scaling"] = None if rope_type(scaling) == "default" else scaling
     return keys
 
 
 def to_hugging_face(config: Config) -> dict[str, Any]:
     """A config.json that describes a model, for transformers 5 (`rope_parameters`) and those before it."""
-    theta, rope = config.rope[0], config.rope[1] or {}
+    theta, rope = config.rope
     scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "type")}
-    scaling["rope_type"] = rope.get("rope_type", rope.get("type")) or "default"
+    scaling["rope_type"] = rope_type(rope)
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": model_type,
@@ -361,6 +413,5 @@ tp_plan = {
     "lm_head": "colwise_gather_output",
 }
 
-# The modules in which tokens see each other, all of them through `meshtrain.attention`. A model that has this table
-# takes an `AttentionContext` in the place of `documents`.
+# The modules in which tokens see each other. A model with this table takes an `AttentionContext` for `documents`.
 cp_plan = {"model.layers.*.self_attn": "attention"}

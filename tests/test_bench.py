@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import yaml
 
+import context_parallel
 import data_parallel
 import pipeline
 import tensor_parallel
@@ -19,7 +20,7 @@ from side import overridden
 from tests.launching import ROOT, run
 
 FOLDER = ROOT / "tools" / "bench"
-BENCHMARKS = [data_parallel, tensor_parallel, pipeline]
+BENCHMARKS = [data_parallel, tensor_parallel, context_parallel, pipeline]
 each = pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda module: module.__name__)
 
 
@@ -44,9 +45,10 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (data_parallel, ["plain DDP, 2 processes", "meshtrain dp_shard=2"]),
         (tensor_parallel, ["meshtrain tp=2", "torch tp=2, sequence sharded", "torch dp_shard=2 x tp=2"]),
+        (context_parallel, ["meshtrain cp=2 ring", "meshtrain tp=2"]),
         (pipeline, ["meshtrain pp=2 zbv", "torch pp=2 zbv"]),
     ],
-    ids=["data_parallel", "tensor_parallel", "pipeline"],
+    ids=["data_parallel", "tensor_parallel", "context_parallel", "pipeline"],
 )
 def test_the_command_prints_its_table(benchmark: ModuleType, only: list[str], workload: Path) -> None:
     """A side that does not run here differs from one that does by values that have other tests."""

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from meshtrain.config.locate import model_file
 from meshtrain.data.order import mix
-from meshtrain.dropout import Dropout, bind_dropout, keep_mask, set_dropout
+from meshtrain.data.sequence import chunks_of, padded_length
+from meshtrain.dropout import Dropout, SequencePart, bind_dropout, keep_mask, set_dropout
 from meshtrain.parallel.activation_checkpoint import checkpoint_block
 from meshtrain.parallel.compile import compile_block
 
@@ -30,7 +31,13 @@ class Two(nn.Module):
 
 
 def masks(
-    shape: tuple[int, ...], *, p: float = 0.5, seed: int = 0, step: int = 1, first: int = 0, part: int = 0
+    shape: tuple[int, ...],
+    *,
+    p: float = 0.5,
+    seed: int = 0,
+    step: int = 1,
+    first: int = 0,
+    part: SequencePart | None = None,
 ) -> list[Tensor]:
     """Where the two dropouts keep, as booleans."""
     model = Two(p)
@@ -67,7 +74,7 @@ def test_masks_have_nothing_to_do_with_each_other(p: float) -> None:
         "step": masks(shape, p=p, step=2)[0],
         "seed": masks(shape, p=p, seed=1)[0],
         "samples": masks(shape, p=p, first=8)[0],
-        "part": masks(shape, p=p, part=1)[0],
+        "part": masks(shape, p=p, part=SequencePart(2, 1))[0],
     }
     found = {what: correlation(mask, other) for what, other in others.items()}
     for dim in range(3):
@@ -89,18 +96,35 @@ def test_parts_and_microbatches_make_the_whole(rows: int, width: int, parts: int
     """Ranks that share a sequence, and microbatches that share a batch, drop what one process drops at once."""
     whole = masks((b, rows * parts, width))
     pieces = [
-        [masks((min(micro, b - first), rows, width), first=first, part=part) for part in range(parts)]
+        [masks((min(micro, b - first), rows, width), first=first, part=SequencePart(parts, i)) for i in range(parts)]
         for first in range(0, b, micro)
     ]
     for i in range(2):
         assert torch.equal(torch.cat([torch.cat([piece[i] for piece in row], 1) for row in pieces]), whole[i])
 
 
+@settings(deadline=None, max_examples=50)
+@given(cp=st.integers(1, 5), tp=st.integers(1, 3), chunks=st.integers(1, 3), width=st.integers(1, 4))
+def test_ranks_that_share_sequences_over_cp_and_tp_have_the_positions_of_their_parts(
+    cp: int, tp: int, chunks: int, width: int
+) -> None:
+    """As data/sequence.py deals positions out; `tp` cuts the part of a rank of `cp` once more."""
+    length = padded_length(chunks * cp * tp, cp, tp)
+    whole = masks((2, length, width))[0]
+    for i in range(cp):
+        own = torch.tensor([at for chunk in chunks_of(length, cp, i, tp) for at in chunk]).chunk(tp)
+        for j in range(tp):
+            part = SequencePart(tp, j, cp, i)
+            assert torch.equal(part.positions(len(own[j]), torch.device("cpu")), own[j])
+            assert torch.equal(masks((2, len(own[j]), width), part=part)[0], whole[:, own[j]])
+
+
 @settings(deadline=None, max_examples=30)
 @given(key=st.integers(-(2**63), 2**63 - 1), part=st.integers(0, 5), p=st.floats(0, 1, exclude_max=True))
 def test_it_is_splitmix64_of_the_element(key: int, part: int, p: float) -> None:
     """Against integers of Python, which do not wrap around; signed tensors must not show."""
-    found = keep_mask(torch.tensor([key]), torch.Size((1, 3, 5)), part, p)
+    positions = torch.arange(3) + part * 3
+    found = keep_mask(torch.tensor([key]), torch.Size((1, 3, 5)), positions, p)
     start = mix(0, key % 2**64)
     for row in range(3):
         for feature in range(5):
@@ -263,3 +287,11 @@ def test_compiled_blocks_compute_again_what_is_under_way(recompute: str, monkeyp
 
     for found, expected in zip(gradients(True), gradients(False), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_part_of_a_sequence_has_a_dim_for_it() -> None:
+    model = nn.Sequential(Dropout(0.5))
+    bind_dropout(model, SequencePart(cp=2))
+    set_dropout(model, seed=0, step=0, samples=range(2))
+    with pytest.raises(RuntimeError, match=r"dropout of \(2, 4\) on a part of each sequence"):
+        model(torch.ones(2, 4))

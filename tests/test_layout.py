@@ -234,6 +234,22 @@ def test_derived_axes_of_131072_ranks() -> None:
     assert layout.on_hosts([8] * 16384).experts == 64
 
 
+@settings(deadline=None)
+@given(layouts(), st.data())
+def test_cp_is_neighbours_that_split_heads_and_what_is_left(layout: Layout, data: st.DataObject) -> None:
+    cp = layout.size("cp")
+    heads = data.draw(st.sampled_from([n for n in range(1, cp + 1) if cp % n == 0]))
+    split = layout.with_context_heads(heads)
+    assert (split.size("cp_ring"), split.size("cp_heads"), split.sizes) == (cp // heads, heads, layout.sizes)
+    for rank in range(split.world_size):
+        own, index = split.group(rank, "cp"), split.index(rank, "cp")
+        assert divmod(index, heads) == (split.index(rank, "cp_ring"), split.index(rank, "cp_heads"))
+        assert split.group(rank, "cp_heads") == own[index - index % heads :][:heads]
+        assert split.group(rank, "cp_ring") == own[index % heads :: heads]
+        assert split.group(rank, "cp_ring", "cp_heads") == own
+    assert split == layout or heads > 1
+
+
 def test_what_derived_axes_cannot_answer() -> None:
     layout = Layout({"dp_shard": 4, "cp": 2, "tp": 2}).with_experts(4)
     for question, sentence in [
@@ -243,6 +259,11 @@ def test_what_derived_axes_cannot_answer() -> None:
         (lambda: layout.rank(fsdp=8, tp=0), "there is no fsdp=8; fsdp goes from 0 to 7"),
         (lambda: layout.with_experts(3), "experts cannot be dealt out over 3 ranks; use one of [1, 2, 4, 8, 16]"),
         (lambda: layout.with_experts(0), "experts cannot be dealt out over 0 ranks"),
+        (lambda: layout.with_context_heads(3), "parallel.context_heads 3 does not divide layout.cp 2: use 1 or 2"),
+        (
+            lambda: layout.with_context_heads(2).groups("cp", "cp_heads"),
+            "an axis is named twice: cp, cp_heads",
+        ),
         (lambda: Layout({"fsdp": 2}), "there is no axis 'fsdp' (did you mean dp_shard?)"),
         (lambda: Layout({"efsdp": 2}), "there is no axis 'efsdp'"),
     ]:

@@ -111,6 +111,19 @@ def test_fsdp_takes_one_dim_over_dp_shard_and_cp(order: tuple[str, ...]) -> None
 
 
 @pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_the_factors_of_cp_have_groups(heads: int) -> None:
+    layout = Layout({"dp_shard": 512, "cp": 4, "tp": 2}).with_context_heads(heads)
+    mesh = build_mesh(layout, "cpu")
+    for axis in ("cp", "cp_heads", "cp_ring"):
+        group = mesh.group(axis)
+        ranks = [2049] if group is None else dist.get_process_group_ranks(group)
+        assert ranks == layout.group(2049, axis)
+    same = {1: "cp_ring", 4: "cp_heads"}.get(heads)
+    assert same is None or mesh.group(same) is mesh.group("cp"), "one group for one set of ranks"
+
+
+@pytest.mark.usefixtures("fake_world")
 def test_groups_are_split_off_the_world_at_once_where_the_backend_can(monkeypatch) -> None:
     """One call for all groups over some axes, which says all of them, and no group made by itself."""
     layout = Layout({"pp": 8, "dp_replicate": 4, "dp_shard": 16, "tp": 8})

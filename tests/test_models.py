@@ -113,7 +113,7 @@ def test_blocks_hold_every_parameter(module: object) -> None:
         ({"num_attention_heads": 7}, "num_attention_heads", "4 or 8"),
         ({"num_key_value_heads": 3}, "num_key_value_heads", "2 or 4"),
         ({"head_dim": 15}, "head_dim", "odd"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling", "llama3"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling", "llama3"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_scaling", "low_freq_factor"),
     ],
 )

@@ -15,7 +15,7 @@ PACKAGE = REPO / "meshtrain"
 FILES = sorted([*PACKAGE.rglob("*.py"), *(REPO / "models").glob("*.py")])
 FOLDERS = sorted({path.parent for path in FILES if PACKAGE in path.parents and path.parent != PACKAGE})
 MOST_IN_ROOT, MOST_IN_FOLDER = 14, 20  # modules
-TO_COME = ("parallel/context.py", "parallel/expert.py")  # examples of what somebody may write
+TO_COME = ("parallel/expert.py",)  # examples of what somebody may write
 MOST_OF_FUNCTION, MOST_OF_TRAIN, MOST_OF_DOCTOR = 60, 300, 3000  # lines
 
 VAGUE = "asked each found given gone heard held how kept left meant one said seen some told wanted what when where why"

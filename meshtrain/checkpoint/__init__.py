@@ -1,7 +1,4 @@
-"""Checkpoints: a run's whole state, written by the ranks of one layout and read by those of any other.
-
-`load_weights(CHECKPOINT, model)` fills a model with the weights alone. Importing this package does not import torch.
-"""
+"""Checkpoints: a run's whole state, written on one layout and read on any other. Imports no torch."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

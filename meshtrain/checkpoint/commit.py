@@ -110,12 +110,11 @@ class CheckpointWrite:
         return f"{delay}; {DIVERGED}" if self.diverged else delay
 
     def poll_while_waiting(self) -> None:
-        """There is no thread but the main one: it polls while it waits for other ranks."""
+        """For a save without a thread of its own."""
         for meeting in self._rounds:
             meeting.meanwhile = self.poll
 
     def cancel(self) -> None:
-        """The thread stops waiting for others."""
         for meeting in self._rounds:
             meeting.cancel()
 
@@ -175,7 +174,6 @@ class CheckpointWrite:
         return self._divergence_round.receive()
 
     def _make_folder(self) -> str | None:
-        """Rank 0 makes the folder to write into, if there is room for what will be in it."""
         try:
             path = directory.begin(self.folder, self.step)
             needed = checkpoint_bytes(self.state.placements, self.state.layout.world_size)

@@ -1,8 +1,4 @@
-"""Config diff: what may differ between the run that saved a checkpoint and the one that goes on from it.
-
-The layout and the way in which the rest is computed may differ; the model, the order of samples and the global
-batch may not.
-"""
+"""Config diff: what may differ between the run that saved a checkpoint and the one that goes on from it."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -24,12 +20,10 @@ _FIXED = ("model.", "data.", "batch.global_size", "train.seed")
 _FREE = frozenset(
     ("model.preset", "model.weights", "data.path", "data.cache", "data.workers", "data.prefetch", "data.pin_memory")
 )
-# Of this job alone, or listed elsewhere.
 _UNLISTED = frozenset(
     ("checkpoint.resume", "checkpoint.path", "train.output", "train.time_limit", "train.steps", "train.chaos")
 )
-# Names, or the paths of files that may have moved.
-_FILES = ("model.name", "data.source", "data.validation", "data.tokenizer")
+_FILES = ("model.name", "data.source", "data.validation", "data.tokenizer")  # names, or paths, which may have moved
 
 
 @dataclass

@@ -33,7 +33,6 @@ _UNFINISHED = re.compile(r"\.step_\d{7,18}(\.aside-\d+)?\.(tmp|removed)", re.ASC
 
 
 def name_of(step: int) -> str:
-    """`step_0000100`."""
     return f"step_{step:07d}"
 
 
@@ -107,7 +106,6 @@ def open_manifest(checkpoint: Path) -> tuple[Manifest, str]:
     Raises:
         DamagedError: something is missing or is not what was written.
         InputError: there is no such folder, or a newer meshtrain has written it.
-        UnreadableError: it cannot be read now.
     """
     manifest, digest = read_manifest(checkpoint)
     check_files(checkpoint, manifest)

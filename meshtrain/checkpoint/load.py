@@ -35,7 +35,7 @@ def restore(checkpoint: Path, manifest: Manifest, state: State) -> None:
     with ShardReader(checkpoint, manifest) as files, ThreadPoolExecutor(THREADS, "checkpoint") as pool:
         pending: deque[Future[None]] = deque()
         try:
-            for read in _by_file(manifest, [local for local in state.shards if local.name in manifest.tensors]):
+            for read in _reads(manifest, state.shards):
                 local, file = read.local, files.shard_with(read.local.name, read.rank, read.piece)
                 for part in _chunks(read):
                     pending.append(pool.submit(read_piece, file, local.name, read.piece, part, local.local, local.part))
@@ -63,20 +63,18 @@ def differences(stored: Mapping[str, Placement], model: Mapping[str, Placement])
 
 @dataclass(frozen=True)
 class _Read:
-    """A piece of a tensor that a rank has written, and what this rank holds of that tensor."""
+    """A piece of a tensor that rank `rank` has written, and what this rank holds of that tensor."""
 
     rank: int
     local: LocalShard
     piece: Part
 
 
-def _by_file(manifest: Manifest, shards: Sequence[LocalShard]) -> Iterator[_Read]:
-    by_rank: dict[int, list[_Read]] = {}
-    for local in shards:
-        for rank, piece in pieces(manifest.tensors[local.name], manifest.layout, local.part):
-            by_rank.setdefault(rank, []).append(_Read(rank, local, piece))
-    for rank in sorted(by_rank):
-        yield from by_rank[rank]
+def _reads(manifest: Manifest, shards: Sequence[LocalShard]) -> list[_Read]:
+    """File by file."""
+    both = [(manifest.tensors[local.name], local) for local in shards if local.name in manifest.tensors]
+    reads = [_Read(rank, local, x) for tensor, local in both for rank, x in pieces(tensor, manifest.layout, local.part)]
+    return sorted(reads, key=lambda read: read.rank)
 
 
 def _chunks(read: _Read) -> Iterator[Part]:

@@ -95,7 +95,6 @@ class Manifest:
 
 
 def file_of(rank: int) -> str:
-    """The name of a rank's file."""
     return f"rank_{rank:05d}.safetensors"
 
 
@@ -108,7 +107,6 @@ def _about(tensor: Placement) -> dict[str, Any]:
 
 
 def _table(name: str, rows: Mapping[str, Any]) -> str:
-    """An object with a line for each of its members."""
     return f"{json.dumps(name)}: {{\n" + ",\n".join(_line(key, row) for key, row in rows.items()) + "\n}"
 
 
@@ -135,7 +133,10 @@ def _parse(cls: type[Manifest], fields: dict[str, Any]) -> Manifest:
     layout = Layout(fields["layout"])
     files = _parse_files(fields["files"], layout)
     tensors = {name: _parse_tensor(name, about, layout) for name, about in fields["tensors"].items()}
-    _check_total(tensors, files)
+    needed = sum(Entry(name, tensor.dtype, tensor.shape).nbytes for name, tensor in tensors.items())
+    stored = sum(file.size for file in files.values())
+    if needed > stored:  # no reader allocates more memory than the files have bytes
+        raise _WrongError(f"names tensors of {needed:,} bytes and files of {stored:,} bytes")
     evaluation = _parse_evaluation(fields["evaluation"])
     plain = {_ATTRIBUTES.get(name, name): fields[name] for name in ("step", "samples", "tokens", "written", *_OBJECTS)}
     return cls(layout=layout, tensors=tensors, files=files, evaluation=evaluation, **plain)
@@ -180,14 +181,6 @@ def _is_cut(cut: Any, shape: list[int]) -> bool:
         return False
     axis, dim = cut
     return isinstance(axis, str) and is_count(dim, max(1, len(shape)) - 1)
-
-
-def _check_total(tensors: Mapping[str, Placement], files: Mapping[str, File]) -> None:
-    """Each byte of each tensor is in some file: no reader allocates more memory than the files have bytes."""
-    needed = sum(math.prod(tensor.shape) * SIZES[tensor.dtype] for tensor in tensors.values())
-    stored = sum(file.size for file in files.values())
-    if needed > stored:
-        raise _WrongError(f"names tensors of {needed:,} bytes and files of {stored:,} bytes")
 
 
 def _parse_evaluation(values: Any) -> dict[str, float] | None:

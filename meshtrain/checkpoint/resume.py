@@ -66,9 +66,7 @@ class Resume:
         return 0 if self.manifest is None else self.manifest.step
 
     def restore(self, state: State) -> None:
-        """Fills the state from the checkpoint: each rank reads its part of it, and verifies what it reads.
-
-        A damaged one is reported; with `resume: latest` the next older one is taken.
+        """Fills the state from the checkpoint; from the next older one if it is damaged, with `resume: latest`.
 
         Raises:
             InputError: on every rank: there is no other one, or it is not that of this model.
@@ -201,7 +199,6 @@ class Resume:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """By its manifest and the sizes of its files."""
     try:
         open_manifest(checkpoint)
     except InputError:
@@ -211,8 +208,8 @@ def _is_whole(checkpoint: Path) -> bool:
 
 def candidates(spec: RunSpec, *, restarted: bool) -> Candidates:
     """What `checkpoint.resume` stands for in the run's folder; a job that is `restarted` goes on, whatever it says.
-    Raises:
-        InputError: a fresh folder is asked for and this one is not, or what is named is no checkpoint.
+
+    InputError: a fresh folder is asked for and this one is not, or what is named is no checkpoint.
     """
     name = spec.config.checkpoint.resume
     steps = complete_steps(spec.checkpoints)

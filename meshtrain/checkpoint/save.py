@@ -27,10 +27,7 @@ SLOW, SLOW_LEAST_S = 3.0, 30.0  # a save in the background is slow if it takes s
 
 
 class Saver:
-    """Writes checkpoints into a folder that all ranks see (rank 0 holds its lock), one at a time.
-
-    All ranks call the same methods after the same steps.
-    """
+    """Writes checkpoints into a folder that all ranks see, one at a time. All ranks call the same methods in turn."""
 
     def __init__(
         self,
@@ -49,8 +46,7 @@ class Saver:
         self.problem: str | None = None  # why the last save failed, the same on all ranks; None if it did not
         self.wants_stop: str | None = None  # why the run should not go on: diverged, folder taken, or `on_failure`
         self.diverged = False  # whether ranks that must hold the same do not
-        # Seconds of the last save until all was on disk, and those for which training waited for it.
-        self.last_save_s = self.last_wait_s = 0.0
+        self.last_save_s = self.last_wait_s = 0.0  # of the last save: until all was on disk; training waited for it
         self._state, self._folder, self._job = state, folder, job
         self._in_background, self._on_failure = in_background, on_failure
         self._limit_s, self._slow = limit_s, False

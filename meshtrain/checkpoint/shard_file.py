@@ -1,8 +1,7 @@
 """Shard file: one rank's safetensors file of a checkpoint, whose header also has the CRC-32 of each block of a tensor.
 
-A reader of some rows reads and checks the blocks in which they lie and no others. The manifest has the CRC-32 of the
-whole file, which follows from those of header and blocks: a writer reads no byte twice, and when a file is opened, the
-header and its checksums are checked without reading a tensor.
+A reader of some rows reads and checks only the blocks in which they lie. The manifest has the CRC-32 of the whole file,
+which follows from those of header and blocks: neither writing nor opening a file reads its tensors.
 """
 
 import errno
@@ -24,6 +23,7 @@ from meshtrain.checkpoint.placement import shape_of
 from meshtrain.errors import DamagedError, MissingError, UnreadableError
 from meshtrain.huggingface.safetensors import METADATA, SIZES, Entry, header_length, pack_header, parse_entry
 from meshtrain.parallel.sharding import Part
+from meshtrain.storage import write_all
 
 FORMAT = "meshtrain checkpoint 1"
 BLOCK = 4 * 2**20  # bytes of a tensor under one checksum
@@ -51,13 +51,13 @@ def write_shard(path: Path, tensors: Sequence[tuple[Entry, memoryview]]) -> File
             except RuntimeError as error:  # no thread can be started: the machine's trouble, as a full disk is
                 raise OSError(errno.EAGAIN, str(error), str(path)) from error
             for block in blocks:
-                _write(file.fileno(), block)
+                write_all(file, block)
             crcs = [future.result() for future in sums]
         finally:
             helper.shutdown(cancel_futures=True)
         header = _header(entries, crcs)
         file.seek(0)
-        _write(file.fileno(), memoryview(header))
+        write_all(file, header)
         os.fsync(file.fileno())
     sizes = [len(block) for block in blocks]
     whole = combine([(zlib.crc32(header), room), *zip(crcs, sizes, strict=True)])
@@ -149,7 +149,6 @@ class Shard(AbstractContextManager["Shard"]):
         self.close()
 
     def _range(self, name: str, rows: slice) -> tuple[int, int]:
-        """Where rows of an entry lie in its bytes."""
         entry = self.entries.get(name)
         if entry is None:
             raise DamagedError(self.path, "is not in the file", name)
@@ -164,7 +163,6 @@ class Shard(AbstractContextManager["Shard"]):
         return index * BLOCK, min((index + 1) * BLOCK, self.entries[name].nbytes)
 
     def _prove(self, name: str, index: int, into: memoryview) -> None:
-        """Reads a whole block and compares its checksum."""
         self._read(self._starts[name] + index * BLOCK, into, name)
         if zlib.crc32(into) != self._crcs[name][index]:
             low, high = self._block(name, index)
@@ -182,7 +180,6 @@ class Shard(AbstractContextManager["Shard"]):
             done += n
 
     def _read_header(self, size: int) -> bytes:
-        """The length of the header and the header."""
         prefix = bytearray(8)
         self._read(0, memoryview(prefix))
         try:
@@ -296,11 +293,6 @@ def _blocks(entry: Entry, view: memoryview) -> Iterator[memoryview]:
         return
     view = view.cast("B")
     yield from (view[at : at + BLOCK] for at in range(0, len(view), BLOCK))
-
-
-def _write(descriptor: int, view: memoryview) -> None:
-    while len(view):
-        view = view[os.write(descriptor, view) :]
 
 
 # CRC-32 -------------------------------------------------------------------------------------------------------------

@@ -39,9 +39,8 @@ class Snapshot:
         tensors = {name: tensor for name, tensor in state.placements.items() if name in shards}
         parts = [(name, tensor.dtype, part_to_write(tensor, state.layout, rank)) for name, tensor in tensors.items()]
         entries = [(Entry(name, dtype, shape_of(part)), part) for name, dtype, part in parts if part is not None]
-        self.nbytes = sum(entry.nbytes for entry, _ in entries)
         self._memory = torch.empty(sum(_aligned(entry) for entry, _ in entries), dtype=torch.uint8)
-        self._pinned = device.type == "cuda" and self.nbytes > 0
+        self._pinned = device.type == "cuda" and self._memory.nbytes > 0
         if self._pinned:
             # As it is: `Tensor.pin_memory` would round its size up to a power of two.
             pin_memory(self._memory.data_ptr(), self._memory.nbytes)

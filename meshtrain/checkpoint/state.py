@@ -1,10 +1,9 @@
 """What a checkpoint is made of: the tensors of a run that this rank holds, and where each lies in the whole.
 
-Of each index on `pp` one rank tells all others which tensors there are and which axes cut them. From that and the
-layout every rank knows who holds which part of what; nothing is ever listed per rank.
+Of each index on `pp` one rank tells all others which tensors there are and which axes cut them. The rest follows.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -59,7 +58,7 @@ class State:
         self._optimizer = optimizer
         tensors = [*_of_model(model, optimizer), *_of_run(optimizer, scale)]
         # Every tensor of the whole model by name, in the order of a file; the same on all ranks.
-        self.placements = _gather({tensor.spec.name: tensor.spec for tensor in tensors}, job, mesh.layout)
+        self.placements = gather_placements([tensor.spec for tensor in tensors], job, mesh.layout)
         # What this rank has of them, without empty parts. A tied weight of two stages of this rank comes twice.
         self.shards = list(self._local_shards(tensors, job.rank))
 
@@ -98,7 +97,7 @@ def _of_model(model: nn.Module, optimizer: Optimizer) -> Iterator[_StateTensor]:
                 yield _StateTensor(spec, partial(stage.get_buffer, name), compared=False)
                 continue
             yield _StateTensor(spec, tensor.detach)
-            for kind, (own, local) in optimizer.state(tensor).items() if optimizer.trains(tensor) else ():
+            for kind, (own, local) in optimizer.state(tensor).items():
                 own = replace(own, name=f"{OPTIMIZER}.{name}.{kind}", dtype=local.dtype)
                 yield _StateTensor(own, local.detach)
 
@@ -110,20 +109,15 @@ def _of_run(optimizer: Optimizer, scale: "LossScale | None") -> Iterator[_StateT
             yield _StateTensor(tensor_spec(name, tensor), tensor.detach)
 
 
-def gather_placements(tensors: Mapping[str, Tensor], job: Job, layout: Layout) -> dict[str, Placement]:
+def gather_placements(specs: Iterable[ParameterSpec], job: Job, layout: Layout) -> dict[str, Placement]:
     """Where all tensors of the whole model lie, in the order of their names, also those that only other ranks hold.
 
     All ranks call it together and get the same. InputError: a tensor has a type that files cannot hold.
     """
-    return _gather({name: tensor_spec(name, tensor) for name, tensor in tensors.items()}, job, layout)
-
-
-def _gather(specs: Mapping[str, ParameterSpec], job: Job, layout: Layout) -> dict[str, Placement]:
     rows = None
     if not any(i for axis, i in layout.coordinate(job.rank).items() if axis != "pp"):
         rows = [
-            [name, _kind(spec), list(spec.shape), [(cut.axis, cut.dim) for cut in spec.cuts]]
-            for name, spec in specs.items()
+            [spec.name, _kind(spec), list(spec.shape), [(cut.axis, cut.dim) for cut in spec.cuts]] for spec in specs
         ]
     placements: dict[str, Placement] = {}
     for rank, of_stage in enumerate(job.gather("comparing where tensors lie", rows)):

@@ -16,7 +16,7 @@ MOST_THREADS = 8
 
 @dataclass(frozen=True)
 class Problem:
-    """What is damaged: a file of the checkpoint, the tensor in it where that is known, and what is wrong with it."""
+    """What is damaged: a file of the checkpoint, and the tensor in it where that is known."""
 
     file: str
     tensor: str | None

@@ -26,7 +26,7 @@ from meshtrain.checkpoint.manifest import MANIFEST, Manifest, dumps, parse_json
 from meshtrain.checkpoint.retention import Retention, best_metric, steps_to_keep
 from meshtrain.checkpoint.verify import verify
 from meshtrain.errors import DamagedError, InputError, UnreadableError
-from meshtrain.formatting import bytes_text
+from meshtrain.formatting import bytes_text, plural
 from meshtrain.run.rank_table import columns
 
 MOST_LINES = 20
@@ -110,7 +110,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         print(dumps([{"path": path, "intact": not rows[path], "problems": rows[path]} for path in rows]))
     else:
         for path, problems in problems_of.items():
-            print(f"{path}: " + (f"{len(problems)} problem{'s' * (len(problems) > 1)}" if problems else "intact"))
+            print(f"{path}: " + (plural(len(problems), "problem") if problems else "intact"))
             _print_lines(problems)
     return int(any(problems_of.values()))
 
@@ -238,14 +238,13 @@ def _row(about: dict[str, Any], metric: str) -> list[str]:
 def _description(manifest: Manifest) -> list[tuple[str, str]]:
     """The lines of `show`: name and value."""
     kinds = Counter(name.partition(".")[0] for name in manifest.tensors)
-    ranks, files = manifest.layout.world_size, len(manifest.files)
     return [
         ("step", f"{manifest.step:,}"),
         ("samples", f"{manifest.samples:,}"),
         ("tokens", f"{manifest.tokens:,}"),
         ("written", manifest.written),
-        ("layout", f"{manifest.layout} ({ranks} rank{'s' * (ranks != 1)})"),
-        ("size", f"{bytes_text(manifest.total_bytes)} in {files} file{'s' * (files != 1)}"),
+        ("layout", f"{manifest.layout} ({plural(manifest.layout.world_size, 'rank')})"),
+        ("size", f"{bytes_text(manifest.total_bytes)} in {plural(len(manifest.files), 'file')}"),
         ("tensors", f"{len(manifest.tensors)}: " + ", ".join(f"{n} of {kind}" for kind, n in kinds.items())),
         ("evaluation", "none at this step" if manifest.evaluation is None else _listed(manifest.evaluation)),
         ("data", _listed(manifest.data)),

@@ -1,11 +1,8 @@
 """`meshtrain export CHECKPOINT DIR`: the weights of a checkpoint for others to use, without a job.
 
-What comes out has the same bytes as what `train.export` writes for these weights. One tensor after the other goes from
-the checkpoint's files into the new ones, a block of rows at a time, so the memory that it takes does not grow with the
-model, and every byte that is read is proved by its checksum.
-
-A checkpoint may come from a stranger, so nothing that it names is run: its config.json is written by one of meshtrain's
-own models, or by the file that `--model` names.
+What comes out has the same bytes as what `train.export` writes for these weights. A block of rows is read at a time, so
+memory does not grow with the model. A checkpoint may come from a stranger, so nothing that it names is run: its
+config.json is written by one of meshtrain's own models, or by the file that `--model` names.
 """
 
 import argparse

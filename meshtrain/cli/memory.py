@@ -37,11 +37,7 @@ def parameters_of(
 ) -> list[ParameterSpec]:
     """Every parameter of a model, in its order and under the first of its names.
 
-    Args:
-        stages: parameter -> the stages of a pipeline that hold it.
-
-    Raises:
-        SplitError: it cannot be split over `tp` ranks.
+    `stages`: parameter -> the stages of a pipeline that hold it. Raises SplitError: `tp` cannot split it.
     """
     tp, meta = layout.size("tp"), model.meta
     splits = {split.layer: split for split in split_layers(meta, model.module.tp_plan, tp)} if tp > 1 else {}
@@ -71,8 +67,7 @@ def held_by_ranks(
 ) -> MemoryUse:
     """How many parameters the ranks of a layout hold, and their bytes; float32 whatever is computed in, or float64.
 
-    Args:
-        placement: stage -> its index on `pp`. A parameter of two stages with one index is there twice.
+    `placement`: stage -> its index on `pp`. A parameter of two stages with one index is there twice.
     """
     size = 8 if precision == "float64" else 4
     state_of = update_rule(optimizer).state_specs

@@ -27,11 +27,7 @@ DIGIT = 0.64 / 72  # width of a digit, per point
 
 
 def write_picture(records: Sequence[Record], path: str | Path) -> None:
-    """Draws the timelines one above the other into a file, whose ending says of which kind (png, svg, pdf).
-
-    Raises:
-        InputError: matplotlib is missing, or the file cannot be written.
-    """
+    """Writes `picture` into a file (png, svg or pdf). Raises InputError: no matplotlib, or it cannot be written."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("a picture needs matplotlib, which is not installed: pip install 'meshtrain[plot]'")
     try:

@@ -20,12 +20,7 @@ from meshtrain.pipeline.timeline_io import Record
 
 # The backward's colours are warm where another stage waits for it, and green where nobody does.
 COLOURS = {Kind.FORWARD: "#3b6fe0", Kind.BACKWARD: "#e2603b", Kind.INPUT_GRAD: "#f0a030", Kind.WEIGHT_GRAD: "#2a9d8f"}
-WORDS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRAD: "input gradient",
-    Kind.WEIGHT_GRAD: "weight gradient",
-}
+WORDS = {kind: kind.name.lower().replace("_grad", " gradient") for kind in COLOURS}
 INK, PAPER = "#1f2430", "#ffffff"
 _LIGHTEST = 0.45  # of a rank's last stage; its first has the full colour
 _MOST_LINES = 100  # of bands; what needs more is drawn smaller
@@ -69,13 +64,13 @@ def timeline_lines(records: Sequence[Record], width: int, coloured: bool) -> lis
 def shade(kind: Kind, chunk: int, chunks: int) -> tuple[str, str]:
     """The colour of an action of a rank's `chunk`-th stage of `chunks`, and that of the text on it."""
     light = _LIGHTEST + (1 - _LIGHTEST) * (1 - chunk / max(chunks - 1, 1))
-    red, green, blue = (round(255 - light * (255 - part)) for part in _parts(COLOURS[kind]))
+    red, green, blue = (round(255 - light * (255 - part)) for part in _rgb(COLOURS[kind]))
     dark = 0.299 * red + 0.587 * green + 0.114 * blue < 150
     return f"#{red:02x}{green:02x}{blue:02x}", PAPER if dark else INK
 
 
-def _parts(colour: str) -> list[int]:
-    return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+def _rgb(colour: str) -> bytes:
+    return bytes.fromhex(colour[1:])
 
 
 def unit_of(records: Sequence[Record]) -> tuple[float, str]:
@@ -145,10 +140,8 @@ def _grid(records: Sequence[Record], width: int, coloured: bool) -> _Grid:
 
 
 def short_time(records: Sequence[Record]) -> tuple[float, bool]:
-    """The time of a short action, and whether all take it some whole number of times.
-
-    It is the shortest, or nearly the shortest: measured times vary, and a few very short actions need no number.
-    """
+    """The time of a short action, and whether all take it some whole number of times. It need not be the shortest:
+    measured times vary, and a few very short actions need no number."""
     durations = sorted(event.duration for event in _events(records) if event.duration > 0) or [1.0]
     shortest, middle = durations[0], durations[len(durations) // 2]
     ratios = [duration / shortest for duration in durations]
@@ -208,7 +201,7 @@ def _mixed(shares: Mapping[str, float], coloured: bool) -> Cell:
     if not coloured:
         return _BUSY
     total = sum(shares.values())
-    parts = [round(sum(part * _parts(colour)[i] for colour, part in shares.items()) / total) for i in range(3)]
+    parts = [round(sum(part * _rgb(colour)[i] for colour, part in shares.items()) / total) for i in range(3)]
     return " ", Style(bgcolor="#{:02x}{:02x}{:02x}".format(*parts))
 
 

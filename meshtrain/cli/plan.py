@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshtrain.cli.memory import MemoryUse, held_by_ranks, parameter_json, parameters_of, table
 from meshtrain.config import Config
@@ -24,6 +24,9 @@ from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.partition import StageSplit
 from meshtrain.pipeline.simulate import Timeline, simulate
 from meshtrain.run.rank_table import columns, describe_hosts, grouped_axes, layout_text, without_middle
+
+if TYPE_CHECKING:
+    from meshtrain.modeling.context import ContextCosts
 
 MOST_LINES = 16  # of the table in a terminal, and half of it per axis; `--json` and layout.txt hold everything
 
@@ -41,7 +44,7 @@ class PipelinePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A config on hosts. `layout` is placed; `pipeline` is None without one; `notes` say what was assumed."""
+    """A config on hosts, `layout` among them; `notes` say what was assumed."""
 
     config: str
     layout: Layout
@@ -51,14 +54,14 @@ class Plan:
     memory: MemoryUse
     optimizer: str  # its title
     pipeline: PipelinePlan | None = None
+    context: "ContextCosts | None" = None
     notes: tuple[str, ...] = ()
 
 
 def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | None = None) -> Plan:
     """The plan of a config on hosts with so many processes each; without them on one, as small as the layout allows.
 
-    Raises:
-        InputError, LayoutError: the config is wrong, or its layout does not fit the hosts.
+    Raises InputError, LayoutError: the config is wrong, or its layout does not fit the hosts.
     """
     config = Config.load(name, list(overrides), world_size=sum(hosts) if hosts else None)
     notes = []
@@ -77,7 +80,10 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
     placement = (0,) if pipeline is None else pipeline.schedule.placement
     precision, rule = config.train.precision, config.optimizer.name
     memory = held_by_ranks(parameters, layout, precision, rule, placement)
-    return Plan(name, layout, batch, precision, parameters, memory, update_rule(rule).title, pipeline, tuple(notes))
+    from meshtrain.modeling.context import context_costs  # it brings torch, as the model has
+
+    optimizer, context = update_rule(rule).title, context_costs(config, layout)
+    return Plan(name, layout, batch, precision, parameters, memory, optimizer, pipeline, context, tuple(notes))
 
 
 def _pipeline(config: Config, layout: Layout) -> PipelinePlan:
@@ -105,7 +111,9 @@ def plan_text(plan: Plan, each_parameter: bool = False) -> str:
     lines = [
         f"plan of {plan.config}",
         describe_batch(shape.global_size, shape.micro_size, shape.data_ranks),
+        *(() if plan.context is None else (plan.context.describe(),)),
         *_memory_lines(plan),
+        *((plan.context.describe_memory(),) if plan.context is not None and plan.context.sent else ()),
         *(() if plan.pipeline is None else _pipeline_lines(plan.pipeline, plan.memory)),
         "",
         *below,
@@ -124,13 +132,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "layout": layout.sizes,
         "hosts": layout.host_counts(),
         "ranks": [
-            {
-                "rank": rank,
-                "host": layout.host(rank),
-                "local_rank": layout.local_rank(rank),
-                "coordinate": layout.coordinate(rank),
-            }
-            for rank in range(layout.world_size)
+            {"rank": r, "host": layout.host(r), "local_rank": layout.local_rank(r), "coordinate": layout.coordinate(r)}
+            for r in range(layout.world_size)
         ],
         "groups": [
             {
@@ -151,6 +154,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "precision": plan.precision,
         "parameters": {**asdict(plan.memory), "each": [parameter_json(parameter) for parameter in plan.parameters]},
         "pipeline": None if plan.pipeline is None else _pipeline_json(plan.pipeline, plan.memory),
+        "context": None if plan.context is None else {**asdict(plan.context), "line": plan.context.describe()},
         "warnings": host_warnings(layout),
         "notes": list(plan.notes),
     }
@@ -186,11 +190,9 @@ def _memory_lines(plan: Plan) -> list[str]:
     nbytes = memory.weight_bytes, memory.gradient_bytes, memory.optimizer_bytes
     weights, gradients, optimizer, together = map(bytes_text, (*nbytes, sum(nbytes)))
     dtype = "float64" if precision == "float64" else "float32"
-    copy = (
-        ""
-        if precision == dtype or plan.layout.size("fsdp") > 1
-        else f" and a copy of the weights in {precision}, {bytes_text(memory.weight_bytes // 2)},"
-    )
+    copy = ""
+    if precision != dtype and plan.layout.size("fsdp") == 1:
+        copy = f" and a copy of the weights in {precision}, {bytes_text(memory.weight_bytes // 2)},"
     return [
         f"{memory.total:,} parameters, {_from_to(memory.fewest, memory.most)} per rank",
         f"a rank keeps {together} in {dtype}: weights {weights}, gradients {gradients}, {plan.optimizer} {optimizer}; "
@@ -206,17 +208,12 @@ def _pipeline_lines(pipeline: PipelinePlan, memory: MemoryUse) -> list[str]:
             rows.append([f"... {len(rank)} more ..."])
             continue
         stages = schedule.stages_of(rank)
-        blocks = [pipeline.split.bounds[stage] for stage in stages]
-        rows.append(
-            [
-                str(rank),
-                ", ".join(map(str, stages)),
-                ", ".join(str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in blocks),
-                _from_to(*memory.by_pp[rank]),
-                f"{100 * timeline.idle[rank] / timeline.makespan:.1f} %",
-                str(timeline.peak_activations[rank]),
-            ]
-        )
+        bounds = [pipeline.split.bounds[stage] for stage in stages]
+        blocks = ", ".join(str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in bounds)
+        idle = f"{100 * timeline.idle[rank] / timeline.makespan:.1f} %"
+        forwards = timeline.peak_activations[rank]
+        row = rank, ", ".join(map(str, stages)), blocks, _from_to(*memory.by_pp[rank]), idle, forwards
+        rows.append([*map(str, row)])
     assumed = "a stage's input gradients and its weight gradients take as long as its forward each, transfers nothing"
     return ["", f"{pipeline.about}; {100 * timeline.idle_share:.1f} % idle", *columns(rows), f"(simulated: {assumed})"]
 
@@ -246,11 +243,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def read_hosts(text: str) -> tuple[int, ...]:
-    """`4,2` is two hosts with 4 and 2 processes; `4x8` is four hosts with 8 each; both can be mixed.
-
-    Raises:
-        InputError: anything else.
-    """
+    """`4,2`: two hosts with 4 and 2 processes; `4x8,2`: four with 8 and one with 2. Raises InputError: neither."""
     counts: list[int] = []
     for part in text.split(","):
         count = re.fullmatch(r"(?:([1-9]\d*)\s*x\s*)?([1-9]\d*)", part.strip())

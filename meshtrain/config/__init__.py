@@ -20,7 +20,7 @@ from meshtrain.config.errors import ConfigError, ConfigErrors, nearest, yaml_tex
 from meshtrain.config.model import read_model
 from meshtrain.config.schema import NAMES, SECTIONS, Data, Fault, ModelSection, Optimizer
 from meshtrain.config.stages import check_stages
-from meshtrain.config.tensor import check_split
+from meshtrain.config.tensor import check_context, check_split
 from meshtrain.config.yaml_reader import Node, apply_overrides, read_file, write
 from meshtrain.errors import InputError
 from meshtrain.layout import AXES, Layout
@@ -64,7 +64,7 @@ class Config:
             name: the path of a YAML file, or the name of one of meshtrain's own.
             overrides: `section.key=value`, each value YAML; the last one for a key wins.
             world_size: the number of processes, which the layout has to make; None where that is not known yet.
-            for_training: also refuses what cannot be trained now: files that are missing, axes that are not built.
+            for_training: also refuses what cannot be trained now: files that are missing.
             device: "cpu" or "cuda"; None where that is not known yet.
             again: the launcher has started the job again: fewer processes may be left than its faults were planted for.
 
@@ -86,7 +86,7 @@ class Config:
         sizes = checks.read_layout(draft)
         layout = None if sizes is None else checks.resolve_layout(draft, sizes, world_size, again)
         if sizes is not None and (layout is not None or world_size is None):
-            _check_layout(draft, sizes if layout is None else layout.sizes, for_training, device)
+            _check_layout(draft, sizes if layout is None else layout.sizes, device)
         checks.check_rules(draft)
         checks.check_chaos(draft, None if again else world_size)
         if for_training:
@@ -94,6 +94,8 @@ class Config:
         if errors or sizes is None:
             raise ConfigErrors(file, errors)
         draft.values["train.output"] = draft.values["train.output"].replace("{name}", path.stem)
+        if layout is not None and layout.size("cp") > 1:
+            layout = layout.with_context_heads(draft.values["parallel.context_heads"])
         sections = {section: keys(**draft.section(section)) for section, keys in SECTIONS.items()}
         own = draft.section("model")
         model = ModelSection(own.pop("name"), own.pop("preset"), own.pop("weights"), own)
@@ -113,12 +115,11 @@ class Config:
         return "".join(f"# {' '.join(line.split())}\n" for line in head) + write(self.plain())
 
 
-def _check_layout(draft: checks.ConfigDraft, sizes: dict[str, int], for_training: bool, device: str | None) -> None:
+def _check_layout(draft: checks.ConfigDraft, sizes: dict[str, int], device: str | None) -> None:
     """Checks what depends on the sizes of the axes, of which one may still be -1."""
     model_keys = [key for key in draft.section("model") if key not in keys_of(ModelSection)]
-    if for_training:
-        checks.check_built(draft, sizes)
     check_split(draft, sizes, model_keys)
+    check_context(draft, sizes, model_keys)
     check_stages(draft, sizes, model_keys)
     checks.check_device(draft, sizes, device)
 

@@ -20,6 +20,7 @@ from meshtrain.layout import AXES, Layout, LayoutError, unknown_axis
 
 _OF_TEXT = ("python-stdlib", "text", "jsonl")  # a tokenizer reads them
 OF_TOKENS = (*_OF_TEXT, "tokens", "megatron")
+_ROPE = ("model.rope_scaling", "model.rope_parameters")
 RESUME = ("latest", "none")  # what checkpoint.resume may be besides a folder
 
 
@@ -52,22 +53,22 @@ class ConfigDraft:
 
 
 Problems = Iterator[str]
-RULES: list[tuple[tuple[str, ...], Callable[..., Problems]]] = []
+RULES: list[tuple[tuple[str, ...], tuple[str, ...], Callable[..., Problems]]] = []
 
 
-def rule(*paths: str) -> Callable[[Callable[..., Problems]], Callable[..., Problems]]:
-    """Makes a function a rule about the values of these keys."""
+def rule(*paths: str, optional: tuple[str, ...] = ()) -> Callable[[Callable[..., Problems]], Callable[..., Problems]]:
+    """Makes a function a rule about the values of these keys; `optional` are None where a model does not have them."""
 
     def add(function: Callable[..., Problems]) -> Callable[..., Problems]:
-        RULES.append((paths, function))
+        RULES.append((paths, optional, function))
         return function
 
     return add
 
 
 def check_rules(draft: ConfigDraft) -> None:
-    for paths, function in RULES:
-        values = [draft.values.get(path, INVALID) for path in paths]
+    for paths, optional, function in RULES:
+        values = [draft.values.get(path, INVALID) for path in paths] + [draft.values.get(path) for path in optional]
         for problem in function(*values) if INVALID not in values else ():
             draft.report(draft.place_of_any(paths), problem)
 
@@ -150,9 +151,11 @@ def images_have_a_size(image_size: int | None, source: str) -> Problems:
         yield "data.source images needs data.image_size: the pixels to which height and width are resized, such as 224"
 
 
-@rule("data.seq_len", "model.max_position_embeddings", "data.source")
-def sequence_fits_model(seq_len: int, most: int, source: str) -> Problems:
-    if source in OF_TOKENS and seq_len > most:
+@rule("data.seq_len", "model.max_position_embeddings", "data.source", optional=_ROPE)
+def sequence_fits_model(seq_len: int, most: int, source: str, *ropes: dict[str, Any] | None) -> Problems:
+    # Dynamic scaling is for sequences above the length that the model was made for, which stays the model's key.
+    is_dynamic = any("dynamic" in (rope.get("rope_type"), rope.get("type")) for rope in ropes if isinstance(rope, dict))
+    if source in OF_TOKENS and seq_len > most and not is_dynamic:
         yield (
             f"data.seq_len {seq_len} is more than model.max_position_embeddings {most}: "
             f"shorten the sequences to {most}, or raise the model's key to {seq_len}"
@@ -356,16 +359,6 @@ def resolve_layout(draft: ConfigDraft, sizes: dict[str, int], world_size: int | 
         suggestion = f". This job was started again with {world_size}: {world_sizes_text(sizes)}" if again else ""
         draft.report(draft.place_of_any(("layout", *(f"layout.{axis}" for axis in sizes))), f"{error}{suggestion}")
         return None
-
-
-def check_built(draft: ConfigDraft, sizes: dict[str, int]) -> None:
-    """Reports axes that training does not build. A size of -1 is not judged."""
-    if sizes.get("cp", 1) > 1:
-        draft.report(
-            draft.place("layout.cp"),
-            f"layout.cp is {sizes['cp']}, and context-parallel training is not built yet: use cp: 1 and more dp_shard "
-            "or dp_replicate (`meshtrain plan` shows such layouts)",
-        )
 
 
 def check_device(draft: ConfigDraft, sizes: dict[str, int], device: str | None) -> None:

@@ -37,6 +37,7 @@ class Limits:
     names: tuple[str, ...] = ()  # a text is one of these, ...
     suffix: str | None = None  # ... or the path of a file that ends so
     path: bool = False  # a text may be the path of a file or folder
+    instead: tuple[str, str] = ("", "")  # texts that other frameworks have, and what does it here
 
     def hold(self, value: float | str) -> bool:
         if isinstance(value, str):
@@ -88,9 +89,7 @@ class Key:
 
 
 def keys_of(cls: type) -> dict[str, Key]:
-    """The keys that a dataclass declares: a section of a config, or the `Config` of a model.
-
-    A field that cannot be given (`init=False`) is no key.
+    """The keys that a dataclass declares: its fields, but for those with `init=False`.
 
     Raises:
         TypeError: an annotation that no YAML value fits, with the name of the field.
@@ -177,7 +176,7 @@ def convert(
     for option in _options(hint):
         if _fits(node.value, option):
             return _convert_to(node, option, hint, name, errors, limits)
-    out = _suggest(node.value, hint)
+    out = limits.instead[1] if node.value in limits.instead[0].split() else _suggest(node.value, hint)
     if not out and default not in (dataclasses.MISSING, None):
         out = f"the default is {yaml_text(default)}"
     _report_misfit(node, hint, name, errors, limits, out)
@@ -358,11 +357,7 @@ _LENGTH = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?\Z", re
 
 
 def seconds(length: str | float) -> float:
-    """A length of time, `3h50m`, `90s`, `2d` or a number of seconds, in seconds.
-
-    Raises:
-        ValueError: the text is no length of time.
-    """
+    """A length of time, `3h50m`, `90s`, `2d` or a number of seconds, in seconds. Raises ValueError: it is none."""
     if not isinstance(length, str):
         return float(length)
     match = _LENGTH.match(length.replace(" ", ""))

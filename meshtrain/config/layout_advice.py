@@ -1,11 +1,15 @@
-"""What would work where a layout does not: the nearest sizes, the worlds that fit, and tp groups that cross hosts."""
+"""What would work where a layout does not: the nearest sizes, the worlds that fit, and groups that cross hosts."""
 
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from meshtrain.formatting import short
 from meshtrain.layout import AXES, DATA_AXES, Layout, LayoutError, WorldSizeError, written
+
+Size = TypeVar("Size")  # a number of ranks, or the node of a config that says it
+_BY_HOST = "host by host (srun --distribution=block)"
 
 
 def resolve(sizes: Mapping[str, int], world_size: int) -> Layout:
@@ -19,8 +23,8 @@ def resolve(sizes: Mapping[str, int], world_size: int) -> Layout:
 def nearest(sizes: Mapping[str, int], world_size: int, limit: int = 2) -> list[dict[str, int]]:
     """Layouts of exactly `world_size` ranks that are near to `sizes`, nearest first; there is always one.
 
-    Fewer changed axes come first, then nearer sizes. The data axes are easier to change than the others, whose sizes
-    have to fit the model. A size of -1 changes freely, and a layout without a data axis may get one.
+    Fewer changed axes come first, then nearer sizes; data axes are easier to change than those that have to fit the
+    model. A size of -1 changes freely, and a layout without a data axis may get one.
     """
     base = dict(sizes) if any(axis in sizes for axis in DATA_AXES) else add_axis(sizes, "dp_shard", 1)
     free = tuple(axis for axis, size in base.items() if size == -1)
@@ -43,22 +47,20 @@ def nearest(sizes: Mapping[str, int], world_size: int, limit: int = 2) -> list[d
     return [{axis: size for axis, size in new.items() if axis in sizes or size > 1} for new in layouts[:limit]]
 
 
-def add_axis(sizes: Mapping[str, int], axis: str, size: int) -> dict[str, int]:
-    """`sizes` with another size of an axis, or with the axis where the usual order (`AXES`) has it."""
+def add_axis(sizes: Mapping[str, Size], axis: str, size: Size) -> dict[str, Size]:
+    """`sizes` with another size of an axis, or with the axis where the usual order has it; an unknown one goes last."""
     if axis in sizes:
         return {**sizes, axis: size}
+    later = AXES[AXES.index(axis) + 1 :] if axis in AXES else ()
     items = list(sizes.items())
-    later = (i for i, (name, _) in enumerate(items) if AXES.index(name) > AXES.index(axis))
-    items.insert(next(later, len(items)), (axis, size))
+    items.insert(next((i for i, (name, _) in enumerate(items) if name in later), len(items)), (axis, size))
     return dict(items)
 
 
 def _distance(old: Mapping[str, int], new: Mapping[str, int]) -> float:
     far = 0.0
     for axis, size in new.items():
-        before = old[axis]
-        if before in (-1, size):
-            continue
+        before = size if old[axis] == -1 else old[axis]
         step = abs(math.log2(size / before))
         # tp: 3 instead of 2 fits few models; tp: 1 or 4 fits most.
         far += step if axis in DATA_AXES else 2 * step + 4 * (size % before != 0 and before % size != 0)
@@ -79,7 +81,7 @@ def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def world_sizes_text(sizes: Mapping[str, int]) -> str:
-    """How many processes a layout as written can be made of, for people."""
+    """How many processes can form a layout, for people."""
 
     def multiples(count: int) -> str:
         return "any number" if count == 1 else f"{count}, {2 * count}, {3 * count}, ... processes"
@@ -92,19 +94,28 @@ def world_sizes_text(sizes: Mapping[str, int]) -> str:
 
 
 def host_warnings(layout: Layout) -> list[str]:
-    """What is allowed and probably a mistake, as sentences: groups of tp that cross hosts."""
-    if layout.size("tp") == 1 or len(layout.hosts) < 2:
-        return []
-    crossing = [group for group in layout.groups("tp") if layout.crosses_hosts(group)]
+    """What is allowed and probably a mistake, as sentences: groups of tp, or of cp_heads, that cross hosts."""
+    warnings = []
+    if crossing := _crossing(layout, "tp"):
+        reason = f"tp communicates in every layer, forward and backward: {_why_tp_crosses(layout)}"
+        warnings.append(f"tp crosses hosts {crossing}, and {reason}")
+    if crossing := _crossing(layout, "cp_heads"):
+        heads = layout.context_heads
+        warnings.append(
+            f"context_heads: {heads} crosses hosts {crossing}, and these ranks exchange queries, keys and values in "
+            f"every layer: write cp (or what stands behind it) so that {heads} neighbours share a host"
+        )
+    return warnings
+
+
+def _crossing(layout: Layout, axis: str) -> str:
+    """`in 2 of 16 groups (the first is ranks [0, 4] on host 0 and host 1)`; empty where none crosses hosts."""
+    crossing = [group for group in layout.groups(axis) if len(layout.hosts) > 1 and layout.crosses_hosts(group)]
     if not crossing:
-        return []
-    ranks = crossing[0]
-    hosts = dict.fromkeys(layout.host(rank) for rank in ranks)
-    return [
-        f"tp crosses hosts in {len(crossing)} of {layout.world_size // layout.size('tp')} groups (the first is ranks "
-        f"{short(ranks)} on {_first_names(list(hosts))}), and tp communicates in every layer, forward and backward: "
-        + _why_tp_crosses(layout)
-    ]
+        return ""
+    hosts = list(dict.fromkeys(layout.host(rank) for rank in crossing[0]))
+    total = layout.world_size // layout.size(axis)
+    return f"in {len(crossing)} of {total} groups (the first is ranks {short(crossing[0])} on {_first_names(hosts)})"
 
 
 def _why_tp_crosses(layout: Layout) -> str:
@@ -120,10 +131,7 @@ def _why_tp_crosses(layout: Layout) -> str:
     odd = [host for host, count in counts.items() if count % tp]
     if not odd:
         order = f", and use {written(tp_last | {'tp': tp})}" if after else ""
-        return (
-            "the ranks are dealt out over the hosts in turn; start them host by host "
-            f"(srun --distribution=block){order}"
-        )
+        return f"the ranks are dealt out over the hosts in turn; start them {_BY_HOST}{order}"
     host = odd[0]
     fits = math.gcd(tp, *counts.values())
     data = next((axis for axis in reversed(DATA_AXES) if axis in sizes), "dp_shard")
@@ -133,7 +141,7 @@ def _why_tp_crosses(layout: Layout) -> str:
         f"tp: {tp} does not divide the {counts[host]} process{'es' * (counts[host] != 1)} of {host}"
         + (f" and {len(odd) - 1} other host{'s' * (len(odd) > 2)}" if len(odd) > 1 else "")
         + f"; use {written(smaller)}"
-        + (", with the ranks started host by host (srun --distribution=block)" if in_blocks else "")
+        + (f", with the ranks started {_BY_HOST}" if in_blocks else "")
     )
 
 

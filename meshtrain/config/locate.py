@@ -28,10 +28,7 @@ def names(kind: str, suffix: str) -> list[str]:
 def config_path(name: str) -> Path:
     """The YAML file that `name` means: a path, or the name of one of the project's own configs.
 
-    `configs/quickstart.yaml` works outside of the repository too: it then means the one that travels with the package.
-
-    Raises:
-        FileNotFoundError: with the places looked at and the names that exist.
+    `configs/quickstart.yaml` works outside of the repository too. Raises FileNotFoundError: with the names that exist.
     """
     path = Path(name)
     if path.is_file():
@@ -60,11 +57,7 @@ def digest(path: Path) -> str:
 
 
 def model_file(name: str) -> ModuleType:
-    """The module of a model: `llama` is the project's own models/llama.py, anything else the path of a user's file.
-
-    Raises:
-        FileNotFoundError: no such model or file.
-    """
+    """The module of a model: of the project's own (`llama`), or of a user's file (a path). Raises as `python_file`."""
     own = bundled("models") / f"{name}.py"
     if own.is_file():
         return python_file(own)
@@ -88,11 +81,7 @@ def line_of(error: BaseException) -> str:
 
 
 def python_file(path: Path) -> ModuleType:
-    """Loads a Python file by its path; a second call with the same file gives the same module.
-
-    Raises:
-        FileNotFoundError: the file does not exist. Whatever the file itself raises passes through.
-    """
+    """Loads a Python file, once. Raises FileNotFoundError: there is none; and whatever the file itself raises."""
     path = path.expanduser().resolve()
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")

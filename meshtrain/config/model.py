@@ -43,11 +43,7 @@ def read_model(draft: ConfigDraft, own: dict[str, Key]) -> None:
 
 
 def model_keys(module: ModuleType) -> dict[str, Key]:
-    """The keys of a model file's `Config`.
-
-    Raises:
-        TypeError: the file has no such dataclass, or a field of a type that no YAML value has.
-    """
+    """Those of a model file's `Config`. Raises TypeError: there is no such dataclass, or YAML cannot give a field."""
     cls = getattr(module, "Config", None)
     if not dataclasses.is_dataclass(cls) or not isinstance(cls, type):
         raise TypeError("a model file has a dataclass `Config`, whose fields are the keys of the section model")

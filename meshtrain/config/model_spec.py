@@ -31,11 +31,8 @@ class ModelSpec:
         return self._construct()
 
     def copy(self) -> "nn.Module":
-        """A copy of `meta` to change, in which what is shared (tied parameters) is shared again.
-
-        Pickled, because a pickle has no closures: `copy.deepcopy` keeps functions as they are, and a hook of the copy
-        that names the model would change the original. A model that cannot be pickled is constructed again.
-        """
+        """A copy of `meta` to change. Pickled, because `copy.deepcopy` keeps functions as they are: a hook of the copy
+        whose closure names the model would change the original."""
         try:
             return pickle.loads(pickle.dumps(self.meta))
         except Exception:  # of many types, some of them the model's own
@@ -52,11 +49,7 @@ _latest: list[ModelSpec] = []
 
 
 def model_spec(name: str, keys: Mapping[str, Any]) -> ModelSpec:
-    """The spec of a model, the same one for the same model.
-
-    Raises:
-        FileNotFoundError: as of `locate.model_file`. Whatever the model's file raises passes through.
-    """
+    """The spec of a model, the same one for the same model. Raises what `locate.model_file` does."""
     module = locate.model_file(name)
     if not any(spec.module is module and spec.keys == dict(keys) for spec in _latest):
         _latest[:] = [ModelSpec(module, keys)]

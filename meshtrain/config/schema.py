@@ -103,6 +103,15 @@ class Parallel:
     symmetric_memory: bool = key(False, also="async_tp async_tensor_parallel")
     """With `tp` on GPUs that reach each other's memory: whether products and the communication beside them run as one
     kernel."""
+    context: Literal["gather", "ring"] = key(
+        "gather",
+        also="cp_comm_type context_parallel_method cp_method",
+        instead=("ulysses a2a all_to_all a2a+p2p", "with context_heads: 4 ranks swap heads, which is Ulysses"),
+    )
+    """With `cp`: how keys and values travel: `gather` brings all of them to every rank, with `ring` they go round."""
+    context_heads: int = key(1, minimum=1, also="ulysses ulysses_size ulysses_degree sp_ulysses_degree")
+    """With `cp`: so many neighbours split the heads of attention instead of its keys and values. As many as `cp` is
+    DeepSpeed's Ulysses."""
     recompute: Literal["none", "selective", "full"] = key(
         "none", also="activation_checkpointing gradient_checkpointing checkpoint_activations"
     )
@@ -113,7 +122,8 @@ class Parallel:
     reshard_after_forward: bool = True
     """FSDP: whether a block's gathered weights are let go after forward and gathered again in backward."""
     verify: bool = True
-    """With `tp`: whether the split model is compared with the plain one, on a short sample, before the first step."""
+    """With `tp` or `cp`: whether the split model is compared with the plain one, on a short sample, before the first
+    step."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,25 @@
-"""Whether the model of a config can be split over the layout's `tp`: asked of the model itself, without its memory."""
+"""Whether the model of a config can be split over the layout's `tp` and `cp`: asked of it, without its memory."""
 
 from meshtrain.config.checks import OF_TOKENS, ConfigDraft
 from meshtrain.config.convert import INVALID
+from meshtrain.config.errors import any_of
 from meshtrain.config.model_spec import draft_model
-from meshtrain.parallel.tp_plan import NO_SEQUENCE, SplitError, shards_sequence, split_layers
+from meshtrain.config.schema import SOURCES
+from meshtrain.layout import context_heads_problem
+from meshtrain.parallel.tp_plan import (
+    NO_SEQUENCE,
+    SplitError,
+    context_modules,
+    has_sequence_parts,
+    no_context_plan,
+    shards_sequence,
+    split_layers,
+)
 
 
 def check_split(draft: ConfigDraft, sizes: dict[str, int], keys: list[str]) -> None:
     """Reports what cannot be split over `tp`, if its size and the model are known. `keys`: names of the model's own."""
-    tp = sizes.get("tp", 1)
+    tp, cp = sizes.get("tp", 1), sizes.get("cp", 1)
     spec = draft_model(draft, keys) if tp > 1 else None
     if spec is None:
         return
@@ -24,7 +35,7 @@ def check_split(draft: ConfigDraft, sizes: dict[str, int], keys: list[str]) -> N
     if sequence_parallel is True and not shards_sequence(plan):
         message = f"parallel.sequence_parallel: {NO_SEQUENCE}: leave it out, or use false"
         draft.report(draft.place("parallel.sequence_parallel"), message)
-    elif sequence_parallel is True or (sequence_parallel is None and shards_sequence(plan)):
+    elif cp == 1 and sequence_parallel is not INVALID and has_sequence_parts(sequence_parallel, plan):  # cp pads
         _check_sequence(draft, tp)
     try:
         split_layers(spec.meta, plan, tp)
@@ -43,4 +54,35 @@ def _check_sequence(draft: ConfigDraft, tp: int) -> None:
             draft.place("data.seq_len"),
             f"data.seq_len {length} does not divide over layout.tp {tp}, which shares the sequence: use {near}, or "
             "parallel.sequence_parallel: false",
+        )
+
+
+def check_context(draft: ConfigDraft, sizes: dict[str, int], keys: list[str]) -> None:
+    """Reports what cannot be split over `cp`. A size of -1 is not judged. `keys`: names of the model's own."""
+    cp, heads = sizes.get("cp", 1), draft.values["parallel.context_heads"]
+    if cp > 1 and heads is not INVALID and cp % heads:
+        draft.report(draft.place_of_any(("parallel.context_heads", "layout.cp")), context_heads_problem(heads, cp))
+    spec = draft_model(draft, keys) if cp > 1 else None
+    if spec is None:
+        return
+    plan, place = getattr(spec.module, "cp_plan", None), draft.place("layout.cp")
+    source = draft.values["data.source"]
+    if not plan:
+        draft.report(place, no_context_plan(f"layout.cp is {cp}, and the model {draft.values['model.name']}"))
+        return
+    if source in SOURCES and source not in OF_TOKENS:
+        draft.report(place, f"layout.cp is {cp}, and data.source {source} gives images, not sequences: use cp: 1")
+    try:
+        context_modules(spec.meta, plan)
+    except SplitError as error:
+        for problem in error.problems:
+            draft.report(place, f"layout.cp: {problem}")
+    queries, tp = draft.values.get("model.num_attention_heads", INVALID), max(sizes.get("tp", 1), 1)
+    fit = heads is not INVALID and isinstance(queries, int) and cp % heads == queries % tp == 0
+    if fit and queries % (tp * heads):
+        fits = [str(n) for n in range(1, cp + 1) if cp % n == 0 and queries % (tp * n) == 0]
+        draft.report(
+            draft.place("parallel.context_heads"),
+            f"{queries} query heads do not divide over tp {tp} x context_heads {heads}: use a context_heads of "
+            f"{any_of(fits)}",
         )

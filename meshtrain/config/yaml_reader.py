@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from meshtrain.config.errors import ConfigError, Place, shorten, yaml_text
-from meshtrain.layout import AXES
+from meshtrain.config.layout_advice import add_axis
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
@@ -236,8 +236,7 @@ class _Composer:
 def apply_overrides(root: Node, overrides: Sequence[str], errors: list[ConfigError]) -> list[str]:
     """Lays `key.path=value` over the file's nodes, in order: the last one wins. Values are YAML.
 
-    Returns:
-        A line for people on each: its value, and what it replaced.
+    Returns a line for people on each: its value, and what it replaced.
     """
     applied = []
     for number, text in enumerate(overrides, start=1):
@@ -285,19 +284,11 @@ def _put(root: Node, keys: list[str], node: Node, errors: list[ConfigError]) -> 
             return None
         parent = child
     before = parent.value.get(keys[-1])
-    if keys[0] == "layout" and len(keys) == 2 and before is None:
-        parent.value = _with_axis(parent.value, keys[1], node)
+    if keys[0] == "layout" and len(keys) == 2:
+        parent.value = add_axis(parent.value, keys[1], node)
     else:
         parent.value[keys[-1]] = node
     return before
-
-
-def _with_axis(sizes: dict[str, Node], axis: str, node: Node) -> dict[str, Node]:
-    """The sizes with one more axis, where the usual order of axes has it; an unknown axis goes last."""
-    later = AXES[AXES.index(axis) + 1 :] if axis in AXES else ()
-    items = list(sizes.items())
-    position = next((i for i, (name, _) in enumerate(items) if name in later), len(items))
-    return dict([*items[:position], (axis, node), *items[position:]])
 
 
 # Writing ------------------------------------------------------------------------------------------------------------

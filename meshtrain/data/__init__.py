@@ -1,7 +1,4 @@
-"""Data: what a step trains on, the same whatever the layout.
-
-Commands that only plan use the pure `order`, so what needs torch is imported when one of its names is first used.
-"""
+"""Data: what a step trains on, the same whatever the layout. Imports no torch until a name is used."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

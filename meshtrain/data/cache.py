@@ -1,8 +1,7 @@
 """The cache of prepared corpora: each made once per host, by whichever process comes first, while the others wait.
 
-The processes of a host agree through a lock on a file in the cache (flock), not through a collective: a collective
-would end after its time limit, and preparing a large corpus may take longer than any. The kernel takes the lock away
-from a process that dies, so the next one in line goes on in its place.
+The processes of a host agree through a lock on a file (flock), not through a collective, which would end after its time
+limit. The kernel takes the lock away from a process that dies, so the next one in line goes on in its place.
 """
 
 import fcntl
@@ -102,10 +101,8 @@ def _holder(lock: TextIO) -> str:
 
 
 def _clean(folder: Path) -> None:
-    """Removes what preparers of this folder left when they died. The caller holds the lock, so none is at work.
-
-    None on this host, that is: where a shared file system keeps each host's locks apart, another host's may be.
-    """
+    """Removes what preparers of this folder left when they died. The caller holds the lock, so on this host none is at
+    work; where a shared file system keeps each host's locks apart, another host's may be."""
     prefix = temporary_prefix(folder)
     for leftover in folder.parent.glob(f"{prefix}*.tmp"):
         own = leftover.name.startswith(f"{prefix}{socket.gethostname()}.")

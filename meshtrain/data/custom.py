@@ -1,7 +1,7 @@
 """A user's own data: a Python file that exports `dataset(config, split)`.
 
-`config` is the `data` section, `split` is "train" or "validation". The function returns anything with `len()` and
-`[index]`, whose items are pairs (inputs, target), or None where there is no such split. docs/data.md has an example.
+It returns anything with `len()` and `[index]`, whose items are pairs (inputs, target), or None where there is no such
+split, "train" or "validation". `config` is the `data` section. docs/data.md has an example.
 """
 
 from collections.abc import Sequence

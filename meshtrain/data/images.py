@@ -1,7 +1,6 @@
 """Images to classify: scikit-learn's digits, MNIST's own files, and a folder with one folder per class.
 
-Augmentation is drawn from (seed, epoch, sample), so an image looks the same to every layout, and different in the next
-epoch.
+Augmentation is drawn from (seed, epoch, sample), so an image looks the same to every layout.
 """
 
 import gzip
@@ -11,7 +10,7 @@ import struct
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -19,16 +18,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from meshtrain.data.batch import IGNORE, Batch, Item, Samples, Subset
+from meshtrain.data.batch import IGNORE, Batch, Item, Samples
 from meshtrain.data.fingerprint import Files, data_path, files_below
-from meshtrain.data.split import held_out_mask
 from meshtrain.errors import InputError
 
 if TYPE_CHECKING:
     from meshtrain.config import Data
 
 _SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
-SAMPLES_BY_HASH = "chosen by a hash of the sample's number"
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -123,40 +120,17 @@ def _square(width: int, height: int, draw: random.Random | None) -> tuple[tuple[
     return (left, top, min(left + side, width), min(top + side, height)), draw.random() < 0.5
 
 
-@dataclass(frozen=True)
-class ImageSets:
-    """What opening a source of images gives."""
+class ImageSource(NamedTuple):
+    """What opening a source of images gives; none of it is augmented."""
 
-    train: Samples
-    validation: Samples | None
-    shape: tuple[int, int, int]  # (c, height, width)
-    classes: int
-    selection: str  # how the validation was chosen, for people
-    fingerprint: str
-    files: Mapping[str, Files]  # by a name for people
-
-
-class _Source(NamedTuple):
     train: "ArrayImages | FolderImages"
     validation: "ArrayImages | FolderImages"  # the same samples where a share of them is held out
     classes: int
     fingerprint: str
-    files: Mapping[str, Files] = {}
+    files: Mapping[str, Files] = {}  # by a name for people
 
 
-def open_images(config: "Data", seed: int) -> ImageSets:
-    """The images of a `data` section; those to train on are augmented if it says so. Raises InputError: it has none."""
-    source = SOURCES[config.source](config)
-    train, other = replace(source.train, augment_seed=seed if config.augment else None), source.validation
-    split: tuple[Samples, Samples | None] = train, other if len(other) else None
-    selection = f"from {config.validation}"
-    if not isinstance(config.validation, str):
-        split, selection = split_samples(train, other, config.validation), SAMPLES_BY_HASH
-    shape = train.channels, train.image_size, train.image_size
-    return ImageSets(*split, shape, source.classes, selection, source.fingerprint, source.files)
-
-
-def _open_digits(config: "Data") -> _Source:
+def _open_digits(config: "Data") -> ImageSource:
     """scikit-learn's digits: 1,797 images of 8 x 8, 10 classes."""
     try:
         from sklearn.datasets import load_digits
@@ -174,7 +148,7 @@ def _open_digits(config: "Data") -> _Source:
     return _array_source(images, images)
 
 
-def _open_mnist(config: "Data") -> _Source:
+def _open_mnist(config: "Data") -> ImageSource:
     """MNIST's own files in a folder, as they are or with .gz; a validation path is the folder with the t10k files."""
     folder = data_path(config, "the folder with MNIST's own files")
     train = _read_mnist(folder.expanduser(), "train", config.image_size)
@@ -215,13 +189,13 @@ def _read_idx(folder: Path, name: str, dims: int) -> np.ndarray:
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * dims).reshape(shape)
 
 
-def _array_source(train: ArrayImages, other: ArrayImages) -> _Source:
+def _array_source(train: ArrayImages, other: ArrayImages) -> ImageSource:
     sets = [train] if other is train else [train, other]
     fingerprint = " ".join(hashlib.sha256(x.pixels.tobytes() + x.labels.tobytes()).hexdigest() for x in sets)
-    return _Source(train, other, max(int(x.labels.max(initial=-1)) for x in sets) + 1, fingerprint)
+    return ImageSource(train, other, max(int(x.labels.max(initial=-1)) for x in sets) + 1, fingerprint)
 
 
-def _open_folder(config: "Data") -> _Source:
+def _open_folder(config: "Data") -> ImageSource:
     """Images as folder/class/file, classes in the order of their names; a validation path is such a folder, too."""
     path, validation = data_path(config, "a folder with one folder of images per class"), config.validation
     try:
@@ -239,7 +213,7 @@ def _open_folder(config: "Data") -> _Source:
         files["images (validation)"] = _with_sizes(other)
     listings = (list(zip(listing.names, listing.sizes, strict=True)) for listing in files.values())
     fingerprint = " ".join(hashlib.sha256(repr(listing).encode()).hexdigest() for listing in listings)
-    return _Source(train, other, len(classes), fingerprint, files)
+    return ImageSource(train, other, len(classes), fingerprint, files)
 
 
 SOURCES = {"digits": _open_digits, "mnist": _open_mnist, "images": _open_folder}
@@ -266,14 +240,3 @@ def _list_images(root: Path, image_size: int) -> tuple[FolderImages, list[str]]:
         files.extend(images)
         labels.extend([label] * len(images))
     return FolderImages(str(root), root, files, labels, image_size), classes
-
-
-def split_samples(train: Samples, other: Samples, share: float) -> tuple[Samples, Samples | None]:
-    """The samples of `train` that are not held out, and those of `other` that are."""
-    mask = held_out_mask(share, len(train))
-    if not mask.any():
-        return train, None
-    return (
-        Subset(f"{train.name} (training)", train, np.flatnonzero(~mask)),
-        Subset(f"{other.name} (validation)", other, np.flatnonzero(mask)),
-    )

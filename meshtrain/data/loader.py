@@ -1,14 +1,13 @@
 """Reading ahead: the microbatches of one rank, through torch's DataLoader.
 
-Which samples a microbatch has is decided here, in the main process, by `order.py`; worker processes only read them.
-So the number of workers changes nothing but the time.
+The main process decides by `order.py` which samples a microbatch has; worker processes only read them.
 """
 
 import os
 import signal
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypedDict, Unpack
 
 import torch
@@ -22,12 +21,13 @@ from meshtrain.job.signals import end_with_parent
 
 
 class Reading(TypedDict, total=False):
-    """How batches are read; nothing of it but `context` changes what they are."""
+    """How batches are read; nothing of it but `prepare` changes what they are."""
 
     workers: int  # processes that read ahead; 0, the default, reads in this one
     prefetch: int  # microbatches that each worker reads ahead (2); more where all together have less than a step
     pin_memory: bool  # give tensors in pinned memory, where there is a GPU
-    context: bool  # the model takes an `AttentionContext` in the place of documents; its file has a `cp_plan`
+    # What a model with a `cp_plan` gets of a batch: `Batch.with_context`, or its part by `ContextParallel.shard`.
+    prepare: Callable[[Batch], Batch]
 
 
 class Slots(NamedTuple):
@@ -55,7 +55,7 @@ def train_batches(
     global batch ends before that, the rows are copies of some sample with all targets IGNORE.
 
     Args:
-        seed, first_step, steps: the run's seed, the step to begin with (from 0) and the step to end before.
+        first_step, steps: the step to begin with (from 0) and the step to end before.
         rank, ranks: the position among the data ranks, and their number.
 
     Raises:
@@ -95,24 +95,15 @@ class EvalBatches:
 
     def __init__(self, dataset: Samples, micro_size: int, rank: int, ranks: int, reading: Reading) -> None:
         self.samples = len(dataset)
-        slots = _EvalSlots(self.samples, micro_size, rank, ranks)
-        self._count = slots.count
-        self._loader = _Loader(dataset, slots, persistent=True, **reading)
+        share, count = order.share(self.samples, ranks, rank), order.microbatches(self.samples, micro_size, ranks)
+        self._slots = list(_fill([(0, sample) for sample in share], (0, 0), count, micro_size))
+        self._loader = _Loader(dataset, self._slots, persistent=True, **reading)
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._slots)
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self._loader)
-
-
-class _EvalSlots:
-    def __init__(self, n_samples: int, micro_size: int, rank: int, ranks: int) -> None:
-        self.share, self.micro_size = order.share(n_samples, ranks, rank), micro_size
-        self.count = order.microbatches(n_samples, micro_size, ranks)
-
-    def __iter__(self) -> Iterator[Slots]:
-        return _fill([(0, sample) for sample in self.share], (0, 0), self.count, self.micro_size)
 
 
 def _fill(own: Sequence[tuple[int, int]], filler: tuple[int, int], count: int, micro_size: int) -> Iterator[Slots]:
@@ -122,12 +113,8 @@ def _fill(own: Sequence[tuple[int, int]], filler: tuple[int, int], count: int, m
 
 
 class _Failure(NamedTuple):
-    """An error on its way out of a worker.
-
-    It travels as a value: torch would wrap an InputError into a page of traceback, and an error that is raised out of
-    its iterator keeps the iterator alive, whose workers then take 5 s to end (the garbage collector closes the queue
-    that would tell them).
-    """
+    """An error on its way out of a worker, as a value: torch would wrap an InputError into a page of traceback, and an
+    error that is raised out of its iterator keeps that alive, whose workers then take 5 s to end."""
 
     message: str
     traceback: str | None  # None: an InputError, which needs none
@@ -163,9 +150,9 @@ class _Loader:
         workers: int = 0,
         prefetch: int = 2,
         pin_memory: bool = False,
-        context: bool = False,
+        prepare: Callable[[Batch], Batch] = Batch.batch,
     ) -> None:
-        self._context = context
+        self._prepare, self._pins = prepare, pin_memory and torch.cuda.is_available()
         # fork: a user's own data set comes from a file loaded by path, which no other start method can send; and a
         # worker is there at once, where a fresh Python would first import torch for seconds.
         ahead = {"prefetch_factor": prefetch, "multiprocessing_context": "fork", "worker_init_fn": _start_worker}
@@ -175,7 +162,7 @@ class _Loader:
             collate_fn=lambda batch: batch,
             num_workers=workers,
             persistent_workers=persistent and workers > 0,
-            pin_memory=pin_memory and torch.cuda.is_available(),
+            pin_memory=self._pins,
             # torch draws a seed for its workers; the run's own random numbers must not depend on how it reads.
             generator=torch.Generator().manual_seed(0),
             **(ahead if workers else {}),  # type: ignore[arg-type]
@@ -191,17 +178,15 @@ class _Loader:
                     return
                 if isinstance(read, _Failure):
                     raise read.error()
-                yield read.batch().with_context() if self._context else read.batch()
+                batch = self._prepare(read.batch())
+                yield batch.pin_memory() if self._pins else batch  # a part is a new tensor
         finally:
             del batches  # ends the workers now, and not when the traceback goes
 
 
 def _start_worker(_: int) -> None:
-    """A worker leaves signals to the process it works for, and ends with it.
-
-    Ctrl-C, torchrun and SLURM signal whole process groups. A run that is asked to stop finishes its step, and needs
-    its workers for that; so they heed SIGTERM only from their own parent, as torch's DataLoader sends it.
-    """
+    """Ctrl-C, torchrun and SLURM signal whole process groups. A run that is asked to stop needs its workers to finish
+    its step, so they heed SIGTERM only from their own parent, as torch's DataLoader sends it."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

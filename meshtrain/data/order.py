@@ -1,9 +1,8 @@
 """Order of the samples: which ones a step takes, as a function of the step alone, and which rank has which.
 
-The order of a run is part of the experiment and the layout is not, so it is computed, never kept: position
-`p = step * global_batch + i` of the run lies in epoch `p // n_samples`, and a permutation of that epoch says which
-sample stands there. The permutation is evaluated one index at a time, so a restart in step 90,000 on other machines,
-or a corpus of 10^12 samples, costs no more than the first step of a small one.
+Position `p = step * global_batch + i` of the run lies in epoch `p // n_samples`, and a permutation of that epoch says
+which sample stands there. It is evaluated one index at a time, so a restart in step 90,000, or a corpus of 10^12
+samples, costs no more than the first step of a small one.
 
 Pure: no torch, no numpy, no I/O, nothing of the project's.
 """
@@ -119,11 +118,7 @@ def samples_digest(indices: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """A step of `global_size` samples on `data_ranks` ranks, in forwards of `micro_size` samples on each.
-
-    The global batch is part of the experiment and the layout is not, so nothing has to divide: a rank's share and the
-    accumulation follow from the number of data ranks, and what does not fit is padding without valid tokens.
-    """
+    """A step of `global_size` samples on `data_ranks` ranks, in forwards of `micro_size`. Nothing has to divide."""
 
     global_size: int
     micro_size: int

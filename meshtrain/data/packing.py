@@ -1,7 +1,6 @@
 """Packing documents into samples: sample i is tokens i*s to i*s+s of the concatenated documents of a split.
 
-The concatenation is never made. A split is a list of runs of the token file, and a sample is one slice of it, or a few
-where it reaches over the end of a run.
+The concatenation is never made: a split is a list of runs of the token file, and a sample a slice of it, or a few.
 """
 
 from collections.abc import Sequence

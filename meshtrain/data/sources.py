@@ -3,7 +3,7 @@
 import difflib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +16,7 @@ from meshtrain.data.custom import open_custom
 from meshtrain.data.fingerprint import Files, data_path, sampled_digest
 from meshtrain.data.megatron import open_megatron
 from meshtrain.data.packing import Stream, TokenSamples
-from meshtrain.data.split import Split, all_documents, bytes_per_target, split_at_end, split_by_hash
+from meshtrain.data.split import Split, all_documents, bytes_per_target, split_at_end, split_by_hash, split_samples
 from meshtrain.data.tokenizer import Tokenizer, open_tokenizer
 from meshtrain.data.tokens import Corpus, open_tokens, write
 from meshtrain.errors import InputError
@@ -195,29 +195,41 @@ def _count(number: int, noun: str) -> str:
 
 
 def _open_images(config: "Data", n_outputs: int | None, seed: int) -> OpenData:
-    sets = images.open_images(config, seed)
-    classes = sets.classes
+    train, validation, classes, fingerprint, files = images.SOURCES[config.source](config)
     if n_outputs is not None and classes > n_outputs:
         raise InputError(
             f"data.source {config.source} has {classes} classes (labels 0 to {classes - 1}), but model.num_classes is "
             f"{n_outputs}: set it to {classes}"
         )
-    _check_samples(config, sets.train, sets.validation)
-    size = " x ".join(map(str, sets.shape))
-    about = [f"{config.source}: images of {size}, {classes} classes{', augmented' if config.augment else ''}"]
-    about += _sample_lines(sets.train, sets.validation, sets.selection)
-    return OpenData(
-        train=sets.train,
-        validation=sets.validation,
-        task="classification",
-        about=about,
-        fingerprint=sets.fingerprint,
-        image_shape=sets.shape,
-        files=sets.files,
-    )
+    shape = train.channels, train.image_size, train.image_size
+    augmented = replace(train, augment_seed=seed if config.augment else None)
+    split: tuple[Samples, Samples | None, str] = augmented, validation, f"from {config.validation}"
+    if not isinstance(config.validation, str):
+        split = split_samples(augmented, validation, config.validation)
+    size = " x ".join(map(str, shape))
+    about = f"images of {size}, {classes} classes{', augmented' if config.augment else ''}"
+    data = _sample_data(config, "classification", split, about, fingerprint)
+    return replace(data, image_shape=shape, files=files)
 
 
-def _check_samples(config: "Data", train: Samples, validation: Samples | None) -> None:
+def _open_custom(config: "Data", n_outputs: int | None) -> OpenData:
+    samples, validation = open_custom(config, n_outputs)
+    split: tuple[Samples, Samples | None, str] = samples, validation, f"as {config.source} gives it"
+    if validation is None and not isinstance(config.validation, str):
+        split = split_samples(samples, samples, config.validation)
+    language = samples.item(0, 0)[1].ndim == 1
+    content = f"{Path(config.source).expanduser().read_text('utf-8')} {len(samples)}"
+    fingerprint = hashlib.sha256(content.encode()).hexdigest()
+    about = _count(len(samples), "sample")
+    data = _sample_data(config, "language" if language else "classification", split, about, fingerprint)
+    return replace(data, tokenizer=open_tokenizer(config.tokenizer) if language else None)
+
+
+def _sample_data(
+    config: "Data", task: Task, split: tuple[Samples, Samples | None, str], about: str, fingerprint: str
+) -> OpenData:
+    """`split`: to train on, for validation, and how that was chosen."""
+    train, validation, selection = split
     required = isinstance(config.validation, str) or config.validation > 0
     held_out = 0 if validation is None else len(validation)
     if len(train) == 0 or (required and held_out == 0):
@@ -225,29 +237,6 @@ def _check_samples(config: "Data", train: Samples, validation: Samples | None) -
             f"data.source {config.source} gives {len(train)} samples to train on and {held_out} for validation, with "
             f"data.validation {config.validation}: both need at least one; use more data, or data.validation 0"
         )
-
-
-def _sample_lines(train: Samples, validation: Samples | None, selection: str) -> list[str]:
-    held_out = "no validation" if validation is None else f"validation {_count(len(validation), 'sample')}, {selection}"
-    return [f"training {_count(len(train), 'sample')}", held_out]
-
-
-def _open_custom(config: "Data", n_outputs: int | None) -> OpenData:
-    samples, validation = open_custom(config, n_outputs)
-    train: Samples = samples
-    selection = f"as {config.source} gives it"
-    if validation is None and not isinstance(config.validation, str) and config.validation > 0:
-        train, validation = images.split_samples(samples, samples, config.validation)
-        selection = images.SAMPLES_BY_HASH
-    _check_samples(config, train, validation)
-    language = samples.item(0, 0)[1].ndim == 1
-    return OpenData(
-        train=train,
-        validation=validation,
-        task="language" if language else "classification",
-        tokenizer=open_tokenizer(config.tokenizer) if language else None,
-        about=[f"{config.source}: {_count(len(samples), 'sample')}", *_sample_lines(train, validation, selection)],
-        fingerprint=hashlib.sha256(
-            f"{Path(config.source).expanduser().read_text('utf-8')} {len(samples)}".encode()
-        ).hexdigest(),
-    )
+    line = "no validation" if validation is None else f"validation {_count(held_out, 'sample')}, {selection}"
+    lines = [f"{config.source}: {about}", f"training {_count(len(train), 'sample')}", line]
+    return OpenData(train, validation, task, lines, fingerprint)

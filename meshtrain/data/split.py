@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshtrain.data.batch import Samples, Subset
 from meshtrain.data.order_numpy import mix
 from meshtrain.data.packing import Stream
 from meshtrain.data.tokens import Corpus
@@ -11,7 +12,7 @@ from meshtrain.errors import InputError
 
 
 class Split(NamedTuple):
-    """A corpus in two, and the words for it."""
+    """A corpus in two."""
 
     train: Stream
     validation: Stream | None
@@ -43,36 +44,39 @@ def _check_share(share: float) -> None:
 
 def split_by_hash(corpus: Corpus, share: float) -> Split:
     """Holds documents out by a hash of their number; a single document is split at its end instead."""
-    _check_share(share)
-    if share > 0 and corpus.documents == 1:
-        return _split_tokens(corpus, share)
-    return _split_documents(corpus, held_out_mask(share, corpus.documents), "chosen by a hash of the document's number")
+    held_out = held_out_mask(share, corpus.documents)
+    return _split(corpus, share, held_out, "chosen by a hash of the document's number")
 
 
 def split_at_end(corpus: Corpus, share: float) -> Split:
     """Holds the last documents out, as is usual for token files that come from elsewhere."""
     _check_share(share)
-    if share > 0 and corpus.documents == 1:
-        return _split_tokens(corpus, share)
     last = min(max(1, round(share * corpus.documents)), corpus.documents - 1) if share > 0 else 0
-    return _split_documents(corpus, np.arange(corpus.documents) >= corpus.documents - last, "the last of the file")
+    return _split(corpus, share, np.arange(corpus.documents) >= corpus.documents - last, "the last of the file")
 
 
 def all_documents(corpus: Corpus) -> Stream:
     return Stream.of(corpus, np.ones(corpus.documents, bool))
 
 
-def _split_documents(corpus: Corpus, held_out: np.ndarray, selection: str) -> Split:
+def _split(corpus: Corpus, share: float, held_out: np.ndarray, selection: str) -> Split:
+    if share > 0 and corpus.documents == 1:
+        stream = all_documents(corpus)
+        end = len(stream) - max(1, round(share * len(stream)))
+        selection = "the end of the only document, as there is no second one to hold out"
+        return Split(stream.slice(0, end), stream.slice(end, len(stream)), np.array([True]), selection)
     if not held_out.any():
         return Split(all_documents(corpus), None, held_out, "")
     return Split(Stream.of(corpus, ~held_out), Stream.of(corpus, held_out), held_out, selection)
 
 
-def _split_tokens(corpus: Corpus, share: float) -> Split:
-    stream = all_documents(corpus)
-    end = len(stream) - max(1, round(share * len(stream)))
-    selection = "the end of the only document, as there is no second one to hold out"
-    return Split(stream.slice(0, end), stream.slice(end, len(stream)), np.array([True]), selection)
+def split_samples(train: Samples, other: Samples, share: float) -> tuple[Samples, Samples | None, str]:
+    """The samples of `train` that are not held out, those of `other` that are, and how they were chosen."""
+    mask, selection = held_out_mask(share, len(train)), "chosen by a hash of the sample's number"
+    if not mask.any():
+        return train, None, selection
+    training = Subset(f"{train.name} (training)", train, np.flatnonzero(~mask))
+    return training, Subset(f"{other.name} (validation)", other, np.flatnonzero(mask)), selection
 
 
 def bytes_per_target(corpus: Corpus, selected: np.ndarray) -> float | None:

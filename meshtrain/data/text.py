@@ -17,8 +17,7 @@ from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.data.tokens import FORMAT, Document
 from meshtrain.errors import InputError
 
-# Parts of the standard library that are not the prose of programs: tests, tables, what is not always installed, and
-# what a build writes (it differs from machine to machine).
+# Of the standard library: tests, tables, what is not always installed, and what a build writes.
 _PASSED_OVER = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "distutils"}
     | {"encodings", "pydoc_data", "__phello__", "__pycache__"}

@@ -6,8 +6,7 @@
     loss.bin        uint8 per token: 0 where the token, as a target, carries no loss (only where there is such a token)
     header.json     what the others hold; written last
 
-A folder appears whole or not at all: it is written under another name, brought to the disk, and renamed. Nothing in it
-is ever executed or unpickled.
+A folder appears whole or not at all: it is written under another name, brought to the disk, and renamed.
 """
 
 import hashlib
@@ -61,10 +60,7 @@ class Header:
 
 
 class MappedArray:
-    """A one-dimensional array in a file: mapped when first used, in whichever process uses it, and never copied.
-
-    What travels to another process is the path, so a data set that holds one is small to send.
-    """
+    """A one-dimensional array in a file: mapped when first used, in whichever process uses it. Pickled as its path."""
 
     def __init__(self, path: Path, dtype: str, count: int, offset: int = 0) -> None:
         self.path, self.dtype, self.count, self.offset = path, np.dtype(dtype).newbyteorder("<"), count, offset

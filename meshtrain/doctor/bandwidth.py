@@ -118,9 +118,10 @@ class _Worker:
         self._connected: float | None = None  # when all have met
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         task = {"spec": asdict(spec), "rank": rank, "local_rank": local_rank, "address": address, "serves": serves}
+        task["parent"] = os.getpid()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "meshtrain.doctor.bandwidth_worker", json.dumps(task)],
-            stdin=subprocess.PIPE,  # when this process dies its end closes, and the worker ends
+            stdin=subprocess.DEVNULL,
             stdout=self._out,
             stderr=self._err,
             env={"OMP_NUM_THREADS": "1", **os.environ},
@@ -150,8 +151,6 @@ class _Worker:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
         self.process.kill()
-        if self.process.stdin is not None:
-            self.process.stdin.close()
         if "result" in messages:
             return dict(messages["result"])
         if late:

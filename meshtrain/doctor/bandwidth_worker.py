@@ -9,7 +9,6 @@ import socket
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +23,7 @@ from meshtrain.doctor.records import from_json
 from meshtrain.job.environment import Environment
 from meshtrain.job.exit import job_exit
 from meshtrain.job.process import Job, join
+from meshtrain.job.signals import end_with_parent
 from meshtrain.mesh import Mesh, build_mesh
 
 LINK_BYTES = {"gloo": 2**18, "nccl": 2**24}
@@ -31,13 +31,8 @@ MATRIX = {"cpu": 384, "cuda": 4096}
 
 
 def main(task: dict[str, Any]) -> None:
+    end_with_parent(task["parent"])
     spec = from_json(Spec, task["spec"])
-
-    def end_with_parent() -> None:
-        sys.stdin.read()  # the other end is the doctor's
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
     log = tempfile.TemporaryFile()  # noqa: SIM115  # NCCL writes what it does to a file without a name
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"/proc/self/fd/{log.fileno()}"}
     at("meeting")

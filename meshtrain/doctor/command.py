@@ -1,4 +1,4 @@
-"""The doctor from collecting facts to the report.
+"""The doctor, from facts to report. It runs in place of torchrun, which starts no worker while a node is missing.
 
 meshtrain doctor --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 CONFIG     (on every node)
 srun meshtrain doctor CONFIG

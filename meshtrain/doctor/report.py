@@ -10,6 +10,7 @@ from typing import Any
 from meshtrain.doctor.findings import Finding, status
 from meshtrain.doctor.interfaces import interface_of
 from meshtrain.doctor.records import ClusterFacts, Timing
+from meshtrain.formatting import plural
 
 MARKS = {"error": "ERROR", "warning": "warning", "note": "note"}
 WIDTH = 140  # of what is not written to a terminal
@@ -45,7 +46,7 @@ def print_summary(findings: Sequence[Finding], host: str, leader: str, quiet: bo
 
 def findings_text(findings: Sequence[Finding]) -> str:
     counts = [sum(finding.severity == kind for finding in findings) for kind in ("error", "warning")]
-    errors, warnings = (f"{n} {kind}{'s' * (n != 1)}" for n, kind in zip(counts, ("error", "warning"), strict=True))
+    errors, warnings = map(plural, counts, ("error", "warning"))
     summary = f"{errors}, {warnings}" if counts[0] else "all is well" + f", with {warnings}" * bool(counts[1])
     return "\n".join([*map(block, findings), summary])
 

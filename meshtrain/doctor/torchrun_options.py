@@ -10,7 +10,7 @@ from typing import Any
 
 from meshtrain.doctor.records import Place
 from meshtrain.errors import InputError
-from meshtrain.job.environment import SLURM_NODES, Environment, expand_hosts, read_environment
+from meshtrain.job.environment import Environment, read_environment, slurm_nodes
 
 C10D_PORT = 29400  # of an endpoint that names none
 STATIC_PORT = 29500
@@ -118,7 +118,7 @@ def _of_torchrun(environment: Environment, variables: Mapping[str, str]) -> Plac
 
 def _of_srun(environment: Environment, variables: Mapping[str, str]) -> Place:
     """The place of one task of a job step. As in training, the first node of the list serves the endpoint."""
-    names = next((expand_hosts(variables[name]) for name in SLURM_NODES if name in variables), ())
+    names = slurm_nodes(variables)
     nodes = int(variables.get("SLURM_STEP_NUM_NODES", variables.get("SLURM_NNODES", str(len(names) or 1))))
     per_node = _tasks(variables.get("SLURM_STEP_TASKS_PER_NODE", variables.get("SLURM_TASKS_PER_NODE", "1")))
     node = int(variables.get("SLURM_NODEID", "0"))

@@ -35,11 +35,7 @@ class Settings:
         self._names |= {"known": self.known, "now": _now, "max": max, "__builtins__": {}}
 
     def evaluate(self, expression: str) -> Any:
-        """The value of an expression of options.yaml.
-
-        Raises:
-            TypeError: a value that it needs is missing, or is none to compute with.
-        """
+        """The value of an expression of options.yaml. Raises TypeError: a value in it is missing, or no number."""
         return eval(expression, self._names)  # our own text; what a config holds is only looked at
 
     def fill(self, text: str) -> str:

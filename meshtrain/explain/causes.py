@@ -1,14 +1,11 @@
-"""Why a job has failed, by its logs.
-
-Here the roots are separated from what followed them: a time-out that ten ranks report is not the cause if an eleventh
-has run out of memory.
-"""
+"""Why a job has failed, by its logs: separates the roots from what followed them."""
 
 import fcntl
 import json
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -72,26 +69,18 @@ def explain(paths: Sequence[str], rules: Sequence[Rule] | None = None) -> list[C
     for log in logs:
         search.read(log, alone=len(logs) == 1)
     for folder, end in zip(folders, ends, strict=True):
-        if end is not None and end.status == "failed":
-            file = str(Path(folder) / "exit.json")
-            if not search.read_text(file, end.reason):  # a reason that no rule knows is a failure all the same
-                search.read_text(file, f"the run wrote down that it failed: {end.reason}")
-    if ends and len(folders) == len(paths) and all(end is not None and end.status == "well" for end in ends):
+        if end is not None and end[0] == "failed":
+            file, reason = str(Path(folder) / "exit.json"), end[1]
+            if not search.read_text(file, reason):  # a reason that no rule knows is a failure all the same
+                search.read_text(file, f"the run wrote down that it failed: {reason}")
+    if ends and len(folders) == len(paths) and all(end is not None and end[0] == "well" for end in ends):
         return []  # the run went on after whatever the logs show, and ended well
     beside = (settings_beside(path) for path in paths)
     return _rank_causes(search, next((settings for settings in beside if settings.known), Settings(None)))
 
 
-@dataclass(frozen=True)
-class _End:
-    """How a run's folder says that its last job ended: `status` is failed, well, or running as long as it goes on."""
-
-    status: str
-    reason: str = ""
-
-
-def _end_of_run(folder: Path) -> _End | None:
-    """How the last job of a run's folder ended; None where it is no run's folder."""
+def _end_of_run(folder: Path) -> tuple[str, str] | None:
+    """How the last job of a run's folder ended (failed, well or running) and why; None: it is no run's folder."""
     if not (folder / "config.yaml").is_file():
         return None
     try:
@@ -99,24 +88,19 @@ def _end_of_run(folder: Path) -> _End | None:
         status, reason = ended["status"], str(ended.get("reason"))
     except FileNotFoundError:
         if _is_locked(folder):
-            return _End("running")
-        return _End("failed", "there is no exit.json, and nobody holds the folder")
+            return "running", ""
+        return "failed", "there is no exit.json, and nobody holds the folder"
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        return _End("failed", f"exit.json cannot be read: {error!r}")
-    return _End("failed", reason) if status == "failed" else _End("well")
+        return "failed", f"exit.json cannot be read: {error!r}"
+    return ("failed", reason) if status == "failed" else ("well", "")
 
 
 def _is_locked(folder: Path) -> bool:
-    try:
-        lock = os.open(folder / ".lock", os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(lock)
+    with suppress(OSError), (folder / ".lock").open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
     return False
 
 

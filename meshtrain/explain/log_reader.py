@@ -59,11 +59,7 @@ class Log:
     attempt: int = 0  # of torchrun, as its path tells
 
     def blocks(self) -> Iterator[tuple[int, bytes]]:
-        """Blocks of whole lines, each with the number of its first line. Packed files that are cut off end early.
-
-        Raises:
-            InputError: the file cannot be read.
-        """
+        """Blocks of whole lines, each with the number of its first line. Raises InputError: it cannot be read."""
         if self.path == "-":
             with open(0, "rb", closefd=False) as stream:
                 yield from _blocks(stream)
@@ -145,11 +141,7 @@ def time_of(text: str) -> float | None:
 
 
 def logs_of(paths: list[str]) -> list[Log]:
-    """The logs that are meant by files and folders: of a folder all that lie below it.
-
-    Raises:
-        InputError: there is no such file, or a folder has no log.
-    """
+    """The logs among files and folders: of a folder all that lie below it. Raises InputError: there is no such file."""
     files: dict[str, None] = {}
     for path in paths:
         if os.path.isdir(path):

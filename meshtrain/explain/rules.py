@@ -69,11 +69,7 @@ class Rule:
 
 
 def load_rules(path: Path = OWN) -> tuple[Rule, ...]:
-    """The rules of a file, in its order.
-
-    Raises:
-        InputError: the file cannot be read, or a rule is wrong; the message names it.
-    """
+    """The rules of a file, in its order. Raises InputError: the file cannot be read, or a rule is wrong."""
     try:
         entries = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -1,7 +1,6 @@
 """Goes through logs and collects what the rules know: of each rule the first lines, how many, and which ranks.
 
-A job of meshtrain that was lost says by what in one line of JSON. All other lines are matched with the rules; a block
-in which no rule's plain text occurs is passed over whole. What is kept is bounded, however often a rule matches.
+A job of meshtrain that was lost says by what in one line of JSON. All other lines are matched with the rules.
 """
 
 import json
@@ -104,11 +103,7 @@ class Search:
         self._files = 0
 
     def read(self, log: Log, alone: bool) -> None:
-        """Reads a log to its end; `alone`: it is the only one, so that starts of the job can be told apart by it.
-
-        Raises:
-            InputError: the file cannot be read.
-        """
+        """Reads a log; `alone`: it is the only one, and tells the starts of the job apart. Raises InputError."""
         self._files += 1
         position = _Position(log, self._files, alone)
         if log.process is not None:
@@ -172,7 +167,7 @@ class Search:
             self._add_rank(rank)
         first = next(iter(ranks), None)
         if rule is not None:
-            self._add(rule, {}, 0, position, text, first, by_kind=True)
+            self._add(rule, None, position, text, first)
             self.matches[rule.id].ranks |= dict.fromkeys(ranks)
         elif text.partition("\n")[0] not in self._headlines:
             self._match_blamed(position, text, self.rules, first, True)
@@ -195,24 +190,18 @@ class Search:
             for rule in self.rules if ending else rules:
                 if rule.in_traceback == ending and not (ending and known) and (match := rule.search(text, lower)):
                     known = True
-                    self._add(rule, match.groupdict(), match.start(), position, text, rank)
+                    self._add(rule, match, position, text, rank)
         return known
 
-    def _add(
-        self,
-        rule: Rule,
-        groups: Mapping[str, str | None],
-        start: int,
-        position: "_Position",
-        text: str,
-        rank: str | None,
-        by_kind: bool = False,
-    ) -> None:
+    def _add(self, rule: Rule, match: re.Match[str] | None, position: "_Position", text: str, rank: str | None) -> None:
+        """`match`: of the rule in the text; None: the job's own diagnosis is of the rule's kind."""
+        by_kind = match is None
         matches = self.matches.setdefault(rule.id, Matches(rule))
         if by_kind and not matches.by_kind:
             matches = self.matches[rule.id] = Matches(rule, by_kind=True)
         elif matches.by_kind and not by_kind:
             return
+        start, groups = (0, {}) if match is None else (match.start(), match.groupdict())
         line = " ".join(C1.sub("", text).split())
         start = max(0, min(start - LONGEST_SHOWN // 2, len(line) - LONGEST_SHOWN))
         shown = "..." * (start > 0) + line[start : start + LONGEST_SHOWN] + "..." * (len(line) > start + LONGEST_SHOWN)

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,7 +26,7 @@ from meshtrain.huggingface.safetensors import (
     pack_header,
     planned_files,
 )
-from meshtrain.storage import fsync_folder, write_whole
+from meshtrain.storage import fsync_folder, write_all, write_whole
 
 
 @contextmanager
@@ -91,7 +91,7 @@ class ExportFolder:
             raise InputError(f"the export cannot be written: {problem}")
 
 
-class WeightFiles:
+class WeightFiles(AbstractContextManager["WeightFiles"]):
     """Files of weights that are written tensor by tensor, in the order of a plan (`plan_export`)."""
 
     def __init__(self, folder: Path, plan: Mapping[str, Sequence[Entry]]) -> None:
@@ -100,19 +100,12 @@ class WeightFiles:
         self._remaining = {name: list(entries) for name, entries in plan.items()}
         self._files: dict[str, BinaryIO] = {}
 
-    def __enter__(self) -> "WeightFiles":
-        return self
-
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():
             file.close()
 
     def write(self, name: str, entry: Entry, data: Iterable[memoryview]) -> None:
-        """Appends a tensor, given in any number of pieces, to its file, which is on disk after its last one.
-
-        Raises:
-            OSError: with the name of the file.
-        """
+        """Appends a tensor, in any number of pieces, to its file, which is on disk after its last. Raises OSError."""
         try:
             if name not in self._files:
                 self._files[name] = (self.folder / name).open("xb", buffering=0)
@@ -127,9 +120,3 @@ class WeightFiles:
         except OSError as error:
             error.filename = error.filename or str(self.folder / name)
             raise
-
-
-def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]

@@ -80,14 +80,9 @@ def named_tensors(model: nn.Module) -> dict[tuple[str, ...], Tensor]:
 
 
 def check_weights(model: nn.Module, source: WeightSource, keys: Mapping[str, Any] | None = None) -> None:
-    """Whether stored tensors are those of a model; no tensor is read.
+    """Raises InputError, which names all that differs, unless stored tensors are those of a model; none is read.
 
-    Args:
-        model: on any device, the meta device too.
-        keys: of the model's Config, if the message is to name the sizes in which those beside the weights differ.
-
-    Raises:
-        InputError: names what is missing, too much, of another shape or of a type that cannot be read.
+    `keys`: of the model's Config, if the message is to name the sizes in which those beside the weights differ.
     """
     problems = _problems(named_tensors(model), source.entries)
     if not problems:

@@ -100,7 +100,6 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def _read_json(path: Path) -> tuple[dict[str, Any], int]:
-    """A file's header, and how many bytes of data follow."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -136,8 +135,7 @@ def read_config(folder: Path) -> str:
 def stored(folder: Path) -> dict[Path, dict[str, Entry]]:
     """The tensors of a folder by file: of `model.safetensors`, or of the files that its index names.
 
-    Raises:
-        InputError: there is no such file, or one that is broken or leads out of the folder.
+    InputError: there is no such file, or one that is broken or leads out of the folder.
     """
     if (folder / SINGLE).is_file():
         return {folder / SINGLE: read_header(folder / SINGLE)}
@@ -225,7 +223,6 @@ def export_problem(folder: Path) -> str | None:
 
 
 def _of_export(path: Path) -> bool:
-    """Whether an earlier export wrote this file."""
     if path.suffix != ".safetensors":
         return path.name in (CONFIG, INDEX, TOKENIZER)
     try:

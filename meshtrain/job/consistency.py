@@ -44,11 +44,8 @@ class Fingerprint:
 
 
 def require_equal(job: Job, *fingerprints: Fingerprint) -> None:
-    """Goes on if all ranks have the same values. All ranks call it, with the same fingerprints.
-
-    Raises:
-        AgreedError: on every rank: the keys that differ, with each value and the ranks and hosts that have it.
-    """
+    """Goes on if all ranks have the same values. All ranks call it, with the same fingerprints. Raises AgreedError: on
+    every rank: the keys that differ, with each value and the ranks and hosts that have it."""
     problems = []
     for fingerprint, lines in zip(fingerprints, _gather_differences(job, fingerprints), strict=True):
         if lines:

@@ -51,37 +51,23 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
         rank, restarts = _number(variables, "RANK"), _number(variables, "TORCHELASTIC_RESTART_COUNT", 0)
         if variables.get("TORCHELASTIC_RUN_ID", "none") != "none":  # as torchrun has it where nobody names one
             launch = variables["TORCHELASTIC_RUN_ID"]
+        world_size, local_rank = _number(variables, "WORLD_SIZE"), _number(variables, "LOCAL_RANK")
+        endpoint = variables["MASTER_ADDR"], _number(variables, "MASTER_PORT")
+        serves = rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        retries = _number(variables, "TORCHELASTIC_MAX_RESTARTS", 0) - restarts
         return Environment(
-            "torchrun",
-            rank,
-            _number(variables, "WORLD_SIZE"),
-            _number(variables, "LOCAL_RANK"),
-            host,
-            (variables["MASTER_ADDR"], _number(variables, "MASTER_PORT")),
-            rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-            restarts,
-            requeues,
-            _number(variables, "TORCHELASTIC_MAX_RESTARTS", 0) - restarts,
-            launch=launch,
+            "torchrun", rank, world_size, local_rank, host, endpoint, serves, restarts, requeues, retries, launch=launch
         )
     # The shell of an sbatch script carries SLURM_PROCID=0 as well, but it is no task of a step: python there is alone.
     batch_shell = variables.get("ENVIRONMENT") == "BATCH" and not variables.get("SLURM_STEP_ID")
     if "SLURM_PROCID" in variables and not batch_shell:
         _need(variables, SLURM, "srun sets them all")
-        rank, local_rank = _number(variables, "SLURM_PROCID"), _number(variables, "SLURM_LOCALID")
+        rank, local_rank, world_size = (_number(variables, name) for name in SLURM)
         # An exported address is that of task 0. Otherwise it is the first node's, wherever task 0 was put.
         chosen = "MASTER_ADDR" in variables or "SLURM_NODEID" not in variables
-        return Environment(
-            "srun",
-            rank,
-            _number(variables, "SLURM_NTASKS"),
-            local_rank,
-            variables.get("SLURMD_NODENAME", host),
-            _slurm_master(variables) if variables["SLURM_NTASKS"] != "1" else None,
-            rank == 0 if chosen else (local_rank == 0 and _number(variables, "SLURM_NODEID") == 0),
-            requeues=requeues,
-            launch=launch,
-        )
+        serves = rank == 0 if chosen else (local_rank == 0 and _number(variables, "SLURM_NODEID") == 0)
+        host, master = variables.get("SLURMD_NODENAME", host), _slurm_master(variables) if world_size > 1 else None
+        return Environment("srun", rank, world_size, local_rank, host, master, serves, requeues=requeues, launch=launch)
     return Environment("none", 0, 1, 0, host, None, requeues=requeues, launch=launch)
 
 
@@ -105,13 +91,13 @@ def _slurm_master(variables: Mapping[str, str]) -> tuple[str, int]:
     from the ids of job and step, below those that Linux gives to outgoing connections (from 32768 on)."""
     address = variables.get("MASTER_ADDR")
     if address is None:
-        nodes = next((variables[name] for name in SLURM_NODES if name in variables), None)
-        if nodes is None:
+        nodes = slurm_nodes(variables)
+        if not nodes:
             raise InputError(
                 f"the environment has neither MASTER_ADDR nor a node list ({', '.join(SLURM_NODES)}): "
                 "export MASTER_ADDR as the host of task 0"
             )
-        address = first_host(nodes)
+        address = nodes[0]
     if "MASTER_PORT" in variables:
         return address, _number(variables, "MASTER_PORT")
     if "SLURM_JOB_ID" not in variables:
@@ -123,12 +109,9 @@ def _slurm_master(variables: Mapping[str, str]) -> tuple[str, int]:
 # SLURM's node lists --------------------------------------------------------------------------------------------------
 
 
-def first_host(nodes: str) -> str:
-    """The first name of a SLURM node list: `rack[1-2]gpu[007-012,020],login1` -> `rack1gpu007`. Raises InputError."""
-    names = expand_hosts(nodes)
-    if not names:
-        raise InputError(f"the node list {nodes!r} is empty: export MASTER_ADDR")
-    return names[0]
+def slurm_nodes(variables: Mapping[str, str]) -> tuple[str, ...]:
+    """The nodes of a job step, or else of its job, in SLURM's order; none where no list is given. Raises InputError."""
+    return next((expand_hosts(variables[name]) for name in SLURM_NODES if name in variables), ())
 
 
 def expand_hosts(nodes: str) -> tuple[str, ...]:

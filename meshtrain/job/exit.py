@@ -45,7 +45,7 @@ def job_exit(job: Job) -> Iterator[None]:
         _barrier_and_destroy(job)
         raise SystemExit(2) from None
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        if isinstance(error, SystemExit) and not by_signal(error):
+        if isinstance(error, SystemExit) and signal_of(error) is None:
             raise
         first = job.failures.first_failure(str(job), error)
         if first is not None:
@@ -72,18 +72,11 @@ def print_failure(job: Job, diagnosis: Diagnosis, text: str | None = None) -> No
     sys.stderr.flush()
 
 
-def by_signal(error: BaseException) -> bool:
-    """Whether a signal has ended this process."""
-    if isinstance(error, SystemExit):
-        return isinstance(error.code, int) and error.code - 128 in signal.valid_signals()
-    return isinstance(error, KeyboardInterrupt)
-
-
-def signal_of(error: BaseException) -> str:
-    """Its name, where `by_signal` is so."""
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
+def signal_of(error: BaseException) -> str | None:
+    """The name of the signal that has ended this process; None: no signal has."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code - 128 in signal.valid_signals():
         return signal.Signals(error.code - 128).name
-    return "SIGINT"
+    return "SIGINT" if isinstance(error, KeyboardInterrupt) else None
 
 
 def _barrier_and_destroy(job: Job) -> None:

@@ -1,7 +1,6 @@
 """A process of a job: how it joins (device, store, process groups), and how it exchanges words with the other ranks.
 
-Before any process group exists the ranks talk through the launcher's key-value store: without a collective that could
-time out.
+Before any process group exists the ranks talk through the launcher's key-value store.
 """
 
 import ipaddress

@@ -148,24 +148,19 @@ class StopReason:
     text: str  # for people
 
 
-@dataclass(frozen=True)
-class Limit:
-    """A time by which a job has to be over; `seconds_left` until then."""
-
-    reason: StopReason
-    seconds_left: Callable[[], float]
+Limit = tuple[StopReason, Callable[[], float]]  # why a job has to be over, and how many seconds are left until then
 
 
 def limits(time_limit_s: float | None, since: float, variables: Mapping[str, str]) -> list[Limit]:
     """The limits of a job: the YAML's, counted from `since` on the monotonic clock, and the end of a SLURM job."""
-    limits = []
+    limits: list[Limit] = []
     if time_limit_s is not None:
         end = since + time_limit_s
-        limits.append(Limit(StopReason(StopKind.TIME_LIMIT, "train.time_limit"), lambda: end - time.monotonic()))
+        limits.append((StopReason(StopKind.TIME_LIMIT, "train.time_limit"), lambda: end - time.monotonic()))
     at = variables.get("SLURM_JOB_END_TIME", "")
     if at.isdecimal() and int(at) > time.time():  # a time that is over is an old one that was exported
         text = f"the end of SLURM job {variables.get('SLURM_JOB_ID', '')}"
-        limits.append(Limit(StopReason(StopKind.SLURM_END, text), lambda: int(at) - time.time()))
+        limits.append((StopReason(StopKind.SLURM_END, text), lambda: int(at) - time.time()))
     return limits
 
 
@@ -255,7 +250,7 @@ class StopRequest:
 
     def _look_at_time(self, step_s: float, save_s: float) -> StopReason | None:
         needed_s = STEPS_TO_STOP * step_s + 1.2 * save_s + SPARE_S
-        return next((limit.reason for limit in self._limits if limit.seconds_left() < needed_s), None)
+        return next((reason for reason, seconds_left in self._limits if seconds_left() < needed_s), None)
 
     def clear(self) -> None:
         """The run has stopped, with everything saved: the file is removed."""

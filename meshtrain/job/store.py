@@ -75,10 +75,7 @@ def describe(error: BaseException) -> str:
 
 class Round:
     """One gather and broadcast of JSON values by the store: each rank puts one, rank 0 gathers them and broadcasts an
-    answer.
-
-    It is no collective: a rank may go on when it has put its value, and any thread may receive the answer later.
-    """
+    answer. A rank may go on when it has put its value, and any thread may receive the answer later."""
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from meshtrain.data.order import describe_batch
 from meshtrain.doctor.files import named_paths
 from meshtrain.doctor.host import filesystem
 from meshtrain.errors import InputError
+from meshtrain.formatting import plural
 from meshtrain.launch.request import Request
 from meshtrain.layout import DATA_AXES, Layout, LayoutError
 
@@ -33,18 +34,13 @@ class ConfigOnNodes:
         batch, nodes = self.config.batch, len(self.layout.hosts)
         per_node = self.layout.world_size // nodes
         return [
-            f"{self.config.name} on {nodes} node{'s' * (nodes != 1)} x {per_node} GPU{'s' * (per_node != 1)}: "
-            f"layout {self.layout}",
+            f"{self.config.name} on {plural(nodes, 'node')} x {plural(per_node, 'GPU')}: layout {self.layout}",
             describe_batch(batch.global_size, batch.micro_size, self.layout.size(*DATA_AXES)),
         ]
 
 
 def fit_on_nodes(name: str, overrides: Sequence[str], request: Request) -> ConfigOnNodes:
-    """A config, which fits the nodes of a request.
-
-    Raises:
-        InputError, LayoutError: it does not, or is wrong; the message says what would work.
-    """
+    """A config, which fits the nodes of a request. Raises InputError or LayoutError: it does not, or is wrong."""
     nodes, gpus = request.nodes, request.gpus_per_node
     config = Config.load(name, overrides, for_training=True)
     try:

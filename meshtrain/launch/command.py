@@ -50,11 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def script_of(words: Sequence[str], request: Request, plan: ConfigOnNodes) -> str:
-    """The script of a job. `words`: its config and overrides.
-
-    Raises:
-        InputError: a path in it cannot be told to sbatch.
-    """
+    """The script of a job; `words`: its config and overrides. Raises InputError: sbatch could not read a path."""
     template = locate.bundled(TEMPLATES) / ("train-srun.sbatch" if request.per_gpu else "train.sbatch")
     folder = Path.cwd()
     output = folder / Path(plan.config.train.output).expanduser() / "logs" / "slurm-%j.out"

@@ -59,11 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_request(arguments: argparse.Namespace) -> Request:
-    """The request of a command line.
-
-    Raises:
-        InputError: a value is missing or cannot be right.
-    """
+    """The request of a command line. Raises InputError: a value is missing or cannot be right."""
     if not arguments.slurm:
         raise InputError(
             "say which scheduler: --slurm is the one that meshtrain launch knows (for Kubernetes see tools/k8s, and "

@@ -1,8 +1,4 @@
-"""PURE: the text of one of tools/slurm with a job's own values in it.
-
-A job's script differs from them in its `#SBATCH` lines and in a block after these, which gives it arguments and
-variables.
-"""
+"""PURE: the text of one of tools/slurm with a job's own `#SBATCH` lines, variables and arguments in it."""
 
 import re
 import shlex

@@ -18,11 +18,9 @@ from meshtrain.metrics.progress import duration
 from meshtrain.storage import SideFile, write_whole
 
 FILE = "goodput.jsonl"
-# What a job spends its time with: `startup` until the first step begins, `training` in steps without the wait for
-# data, which is `data`; `saving` as far as training waits for it; an `evaluation` is every look at the model.
+# `startup`: until the first step begins; `training`: steps without their wait for data; `saving`: while training waits.
 SPENT = ("startup", "training", "data", "evaluation", "saving")
-# And what only a later job can know: steps that were done again, and the time in which there was no job.
-PARTS = (*SPENT, "repeated", "between")
+PARTS = (*SPENT, "repeated", "between")  # what only a later job knows: steps done again, and time without a job
 EVERY_S, EVERY_SHARE = 10.0, 0.001  # of a job until its next line: so much of a killed one counts as between jobs
 LONGEST_LINE = 4096
 MOST_LINES = 1_000_000
@@ -52,8 +50,8 @@ class JobRecord:
     marks: list[GoodputRecord] = field(default_factory=list)
 
     @property
-    def ended(self) -> float:
-        return self.started + (self.marks[-1].elapsed if self.marks else 0.0)
+    def last(self) -> GoodputRecord:
+        return self.marks[-1] if self.marks else GoodputRecord(self.first, dict.fromkeys(SPENT, 0.0))
 
 
 @dataclass(frozen=True)
@@ -78,10 +76,6 @@ class GoodputSummary:
             f"wall_{part}_s": seconds for part, seconds in self.seconds.items()
         }
 
-    def plain(self) -> dict[str, float]:
-        """For `exit.json`."""
-        return self.row() | {"jobs": self.jobs}
-
     def __str__(self) -> str:
         """`wall time 2h10m in 3 jobs: training 88.1 % (goodput), start-up 3.0 %, ...`."""
 
@@ -104,13 +98,14 @@ def summarize(jobs: Sequence[JobRecord]) -> GoodputSummary:
     total = dict.fromkeys(PARTS, 0.0)
     again_from = math.inf  # the lowest step that a later job went on from
     for i, job in reversed(list(enumerate(jobs))):
-        last = job.marks[-1].seconds if job.marks else dict.fromkeys(SPENT, 0.0)
+        last = job.last.seconds
         net = _until(job, again_from) | {"startup": last["startup"]}
         for part in SPENT:
             total[part] += net.get(part, 0.0)
             total["repeated"] += last[part] - net.get(part, 0.0)
-        if i > 0 and not _done(jobs[i - 1]):
-            total["between"] += max(0.0, job.started - jobs[i - 1].ended)  # hosts' clocks may differ
+        before = jobs[i - 1]
+        if i > 0 and before.last.end != "done":  # nobody waited for a job that takes a finished run further
+            total["between"] += max(0.0, job.started - before.started - before.last.elapsed)  # hosts' clocks may differ
         again_from = min(again_from, job.first)
     return GoodputSummary(total, len(jobs))
 
@@ -121,18 +116,8 @@ def _until(job: JobRecord, step: float) -> dict[str, float]:
     return next((dict(mark.seconds) for mark in marks), {})
 
 
-def _done(job: JobRecord) -> bool:
-    """Whether the run was finished with it: then nobody waited for the next one, which takes it further."""
-    return bool(job.marks) and job.marks[-1].end == "done"
-
-
 class GoodputTracker:
-    """Keeps account of a run in each of its jobs; ranks other than 0 for themselves, on no disk.
-
-    Attributes:
-        finished_step: the last step of the run whose result is known.
-        note: what is wrong with the ledger of earlier jobs, for people.
-    """
+    """Keeps account of a run in each of its jobs; ranks other than 0 for themselves, on no disk."""
 
     def __init__(
         self,
@@ -144,12 +129,12 @@ class GoodputTracker:
         now: Callable[[], float] = time.time,
     ) -> None:
         """`folder`: None: no ledger. `first`: the step that the job goes on from. `since`: its start, monotonic."""
-        self.note: str | None = None
+        self.note: str | None = None  # what is wrong with the ledger of earlier jobs
         self._monotonic = monotonic
         self._seconds = dict.fromkeys(SPENT, 0.0)
         self._part, self._changed_at = "startup", since
         self._written_at = 0.0  # seconds of this job that are in the ledger
-        self.finished_step = first
+        self.finished_step = first  # the last one whose result is known
         self._file: SideFile | None = None
         job = JobRecord(now() - (monotonic() - since), first)
         past: list[JobRecord] = []
@@ -199,11 +184,9 @@ class GoodputTracker:
 
     def saved(self) -> None:
         """A checkpoint of the last step was taken. In the midst of no other step."""
-        self._continue_with(self._part)
         self._write(saved=True)
 
     def end(self, status: str) -> None:
-        self._continue_with(self._part)
         self._write(end=status)
 
     @property
@@ -216,6 +199,7 @@ class GoodputTracker:
         self._part, self._changed_at = part, now
 
     def _write(self, *, saved: bool = False, end: str | None = None) -> None:
+        self._continue_with(self._part)
         if self._file is None:
             return
         mark = GoodputRecord(self.finished_step, dict(self._seconds), saved, end)
@@ -280,8 +264,7 @@ def _is_time(value: Any) -> bool:
 
 def _follows(job: JobRecord, mark: GoodputRecord) -> bool:
     """Whether a job can have come from its last mark to this one: it has not gone back, and no time was given back."""
-    before = job.marks[-1] if job.marks else GoodputRecord(job.first, dict.fromkeys(SPENT, 0.0))
-    return mark.step >= before.step and mark.elapsed >= before.elapsed and before.end is None
+    return mark.step >= job.last.step and mark.elapsed >= job.last.elapsed and job.last.end is None
 
 
 def _rewrite(path: Path, jobs: Sequence[JobRecord]) -> int:

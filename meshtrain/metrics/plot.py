@@ -5,6 +5,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from meshtrain.errors import InputError
 from meshtrain.metrics import logger as metrics
 
@@ -38,18 +40,14 @@ def plot_loss(folder: Path, name: str) -> str:
 def smooth(values: list[float], reach: int) -> list[float]:
     """Mean of each finite value and its neighbours, `reach` to each side, fewer near the ends; NaN where there is none.
     Unlike a running average it does not lag behind a falling loss."""
-    sums, counts = [0.0], [0]
-    for value in values:
-        finite = math.isfinite(value)
-        sums.append(sums[-1] + (value if finite else 0.0))
-        counts.append(counts[-1] + finite)
-    means = []
-    for i in range(len(values)):
-        side = min(reach, i, len(values) - 1 - i)
-        low, high = i - side, i + side + 1
-        count = counts[high] - counts[low]
-        means.append((sums[high] - sums[low]) / count if count else math.nan)
-    return means
+    series, index = np.asarray(values, float), np.arange(len(values))
+    finite = np.isfinite(series)
+    sums = np.append(0.0, np.cumsum(np.where(finite, series, 0.0)))
+    counts = np.append(0, np.cumsum(finite))
+    side = np.minimum(reach, np.minimum(index, index[::-1]))
+    low, high = index - side, index + side + 1
+    with np.errstate(invalid="ignore"):  # 0 / 0
+        return ((sums[high] - sums[low]) / (counts[high] - counts[low])).tolist()
 
 
 def _draw(rows: Rows, name: str) -> "Figure":

@@ -174,7 +174,7 @@ def epoch_line(epoch: int, values: Values) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`48s`, `2m10s`, `3h05m`, `2d04h`: two units are enough to plan the evening."""
+    """`48s`, `2m10s`, `3h05m`, `2d04h`."""
     whole = round(seconds)
     for size, unit, lower_size, lower in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
         if whole >= size:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,23 +23,8 @@ PHASES = ("data", "forward", "backward", "communication", "optimizer")
 GIB = 2**30
 
 
-class TimeSource(Protocol):
-    def now(self) -> Any: ...
-
-    def seconds(self, start: Any, end: Any) -> float: ...
-
-    def wait(self, mark: Any) -> None:
-        """Returns when `mark` has happened."""
-
-    def give_back(self, marks: list[Any]) -> None:
-        """These marks are not needed any more."""
-
-    def queued(self) -> float:
-        """Seconds so far in which the time ran on and no core was free for this thread."""
-
-
-class HostTimeSource:
-    """Marks that are readings of the host's own counter. They belong to the thread that makes them."""
+class TimeSource:
+    """Marks in time: here readings of the host's own counter. They belong to the thread that makes them."""
 
     def __init__(self) -> None:
         # Linux counts the nanoseconds in which a thread could have run (Documentation/scheduler/sched-stats.rst).
@@ -49,22 +34,23 @@ class HostTimeSource:
             weakref.finalize(self, os.close, self._schedstat)
 
     def queued(self) -> float:
+        """Seconds so far in which the time ran on and no core was free for this thread."""
         return 0.0 if self._schedstat is None else int(os.pread(self._schedstat, 80, 0).split()[1]) / 1e9
 
-    def now(self) -> float:
+    def now(self) -> Any:
         return time.perf_counter()
 
-    def seconds(self, start: float, end: float) -> float:
+    def seconds(self, start: Any, end: Any) -> float:
         return end - start
 
-    def wait(self, mark: float) -> None:
-        pass
+    def wait(self, mark: Any) -> None:
+        """Returns when `mark` has happened."""
 
-    def give_back(self, marks: list[float]) -> None:
-        pass
+    def give_back(self, marks: list[Any]) -> None:
+        """These marks are not needed any more."""
 
 
-class CudaTimeSource:
+class CudaTimeSource(TimeSource):
     """Marks that are events on the current CUDA stream; used events go round."""
 
     def __init__(self) -> None:
@@ -101,18 +87,15 @@ class StepTimer:
     """Measures how many seconds of each step went into which of `PHASES`.
 
     A phase may be entered inside another, also from inside a backward (which runs in a thread of its own on CUDA): the
-    inner time counts for the inner phase only. So `communication`, entered where a forward or a backward waits for
-    other ranks, is the communication that computing did not hide.
+    inner time counts for the inner phase only. So `communication` is what computing did not hide of it.
 
     On CUDA every phase is measured on the current stream, `data` too: data that is late while the GPU still has work to
-    do costs nothing and is not counted. What a step spends outside of every phase is in `step_time_s` only, and in
-    `time_own_s`: what this rank took for itself, waiting for nobody.
+    do is not counted.
     """
 
     def __init__(self, device: torch.device, marks: TimeSource | None = None, *, hiding: Collection[str] = ()) -> None:
         """`marks`: in place of the device's clock. `hiding`: phases that hide waits, so are not the rank's own."""
-        own: TimeSource = CudaTimeSource() if device.type == "cuda" else HostTimeSource()
-        self._marks = own if marks is None else marks
+        self._marks = marks or (CudaTimeSource() if device.type == "cuda" else TimeSource())
         self._not_own = {"communication", *hiding}
         self._running: list[str] = []
         self._log: list[tuple[Any, str | None]] = []  # from this mark on, time belongs to this phase
@@ -170,9 +153,8 @@ class StepTimer:
         """The oldest finished step that was not popped yet (4 are kept), in seconds; None if there is none. Waits for
         the device, so call it for step n when step n + 1 is under way.
 
-        `step_time_s` is the wall clock between the ends of two steps (of the first: since the clock was made),
-        `time_own_s` all that is not spent in waiting for other ranks, `time_queued_s` the part of it without a free
-        core.
+        `step_time_s` is the wall clock between the ends of two steps, `time_own_s` all that is not spent in waiting for
+        other ranks, `time_queued_s` the part of it without a free core.
         """
         if not self._finished:
             return None

@@ -1,11 +1,8 @@
 """Stragglers: which ranks keep the others waiting, from what each measures of its own time.
 
-A step takes all ranks as long as the slowest of them. So each rank leaves the times that it spends by itself at the
-job's store after every so many steps, without waiting, and rank 0 reads them a step later, when all must have come by.
-
 A rank is slow only if even its good steps are longer than the bad ones of the others (quartiles, which single hiccups
-do not move), if that costs a part of the step that somebody would want back, and if it stays so. Time in which a thread
-could have run and no core was free counts between hosts only: ranks that share cores share that too, and not evenly.
+do not move), if that costs a sizeable part of the step, and if it stays so. Time in which a thread could have run and
+no core was free counts between hosts only: ranks that share cores share that too, and not evenly.
 """
 
 import json
@@ -106,8 +103,7 @@ def slow(paces: Sequence[RankPace], peers: Sequence[Sequence[int]]) -> set[int]:
 @dataclass
 class StragglerTest:
     """Look after look: who has become a straggler, and who is none any more. Ranks that are alone in their group
-    (stages of a pipeline without data parallelism) are compared with the first look, and that with how the others of
-    them have changed."""
+    (stages of a pipeline without data parallelism) are compared with each other by how they changed since the first."""
 
     peers: Sequence[Sequence[int]]  # groups of ranks that do the same work; each rank is in one
     suspects: set[int] = field(default_factory=set)  # slow in the last look
@@ -149,10 +145,9 @@ class StragglerTest:
         others = [paces[other] for other in group if other != rank and other not in self.suspects]
         others = others or [paces[other] for other in group if other != rank]
         load = median(other.load for other in others)
-        if is_slow(own, [replace(other, host=own.host) for other in others]):  # without what it waits for a core, too
-            return Straggler(rank, own, len(group) - 1, own.middle, median(other.middle for other in others), load)
-        typical = median(other.middle_all for other in others)
-        return Straggler(rank, own, len(group) - 1, own.middle_all, typical, load)
+        slow_itself = is_slow(own, [replace(other, host=own.host) for other in others])  # without waiting for a core
+        time, *times = (pace.middle if slow_itself else pace.middle_all for pace in (own, *others))
+        return Straggler(rank, own, len(group) - 1, time, median(times), load)
 
 
 class StragglerDetector:
@@ -166,7 +161,8 @@ class StragglerDetector:
         self._steps: list[Mapping[str, float]] = []
         self._test = StragglerTest(job.layout.groups(*DATA_AXES)) if job.rank == 0 else None
         self._posted: int | None = None  # the step of the look that rank 0 has not read yet
-        self._gpu = _Gpu(job.device)
+        self._gpu = UNKNOWN
+        self._uuid = f"GPU-{torch.cuda.get_device_properties(job.device).uuid}" if job.device.type == "cuda" else ""
 
     def finish_step(self, step: int, times: Mapping[str, float]) -> dict[str, float]:
         """Takes a step's times (StepTimer.pop) before the next update; on rank 0 now and then returns fields of its
@@ -185,14 +181,18 @@ class StragglerDetector:
         if len(steps) < FEWEST:  # the same on all ranks
             return
         assert self._job.store is not None
-        pace = RankPace.of(steps, self._job.host, os.getloadavg()[0], os.cpu_count() or 1, self._gpu.condition)
+        pace = RankPace.of(steps, self._job.host, os.getloadavg()[0], os.cpu_count() or 1, self._gpu)
         report = {"who": str(self._job), "step": step, "pace": asdict(pace)}
         self._job.store.set(f"pace/{self._job.rank}", json.dumps(report))
         if self._job.rank == 0:
             self._posted = step
-        asks = self._gpu.uuid and self._job.store.check(["pace/suspects"])
+        asks = self._uuid and self._job.store.check(["pace/suspects"])
         if asks and self._job.rank in json.loads(self._job.store.get("pace/suspects")):
-            self._gpu.ask()
+            # In a thread: nvidia-smi may take seconds.
+            threading.Thread(target=self._ask_gpu, name="nvidia-smi", daemon=True).start()
+
+    def _ask_gpu(self) -> None:
+        self._gpu = gpu_condition(self._uuid)
 
     def _read(self) -> dict[str, float]:
         """On rank 0, a step after it has posted: this step ended with a sum over all ranks, so all have posted."""
@@ -217,20 +217,6 @@ class StragglerDetector:
             "own_time_max_s": paces[slowest].middle,
             "own_time_max_rank": slowest,
         }
-
-
-class _Gpu:
-    """Asks nvidia-smi in a thread: it may take seconds."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.condition = UNKNOWN
-        self.uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
-
-    def ask(self) -> None:
-        threading.Thread(target=self._ask, name="nvidia-smi", daemon=True).start()
-
-    def _ask(self) -> None:
-        self.condition = gpu_condition(self.uuid)
 
 
 def describe(straggler: Straggler, rank: str, steps: int) -> str:

@@ -12,6 +12,7 @@ from meshtrain.checkpoint.weights import open_weights
 from meshtrain.config.model_spec import ModelSpec, model_spec
 from meshtrain.data.batch import Samples
 from meshtrain.data.order import microbatches
+from meshtrain.data.sequence import padded_length
 from meshtrain.huggingface.load import check_weights, load_weights
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.mesh import Mesh
@@ -21,6 +22,7 @@ from meshtrain.parallel.collectives import Waiting
 from meshtrain.parallel.mixed_precision import cast, compute_dtype, master_dtype
 from meshtrain.parallel.parallelize import (
     ParallelOptions,
+    apply_context_parallel,
     apply_data_parallel,
     apply_tensor_parallel,
     broadcast_parameters,
@@ -60,10 +62,8 @@ def build_model(
     waiting: Waiting = nullcontext,
     sample: tuple[Tensor | None, ...] | None = None,
 ) -> nn.Module:
-    """The model of a config, parallelized, on `device`, with the first values that its seed gives on every layout.
-
-    With `pp` it is this rank's stages, as a `Pipeline`. `sample`: inputs to verify it with; see `ParallelOptions`.
-    """
+    """The model of a config, parallelized, on `device`, with the first values that its seed gives on every layout. With
+    `pp`: this rank's stages, as a `Pipeline`. `sample`: see `ParallelOptions`."""
     options = ParallelOptions(precision=config.train.precision, waiting=waiting, sample=sample, **vars(config.parallel))
     if mesh.size("pp") == 1:
         return _stage(config, mesh, device, options)
@@ -96,10 +96,8 @@ def stages_of(config: "Config", layout: Layout) -> tuple[Schedule, StageSplit]:
 
 
 def check_stages(config: "Config", split: StageSplit, inputs: Sequence[Tensor | None] | None = None) -> None:
-    """Raises InputError where stages of the model would compute something else than the model.
-
-    `inputs`: what the data gives the model for a microbatch; None: not known here, and only a language model's are.
-    """
+    """Raises InputError where stages of the model would compute something else than the model. `inputs`: what the data
+    gives it for a microbatch; None: not known here, and only a language model's are."""
     if inputs is None and "vocab_size" in config.model.keys:
         tokens = torch.empty(config.batch.micro_size, config.data.seq_len, dtype=torch.int64, device="meta")
         inputs = tokens, tokens, None
@@ -122,13 +120,10 @@ def _stage(
     later: WeightGradQueue | None = None,
     verified: bool = False,
 ) -> nn.Module:
-    """The whole model or a stage of it, parallelized, with its first values.
-
-    A model file with an `init_plan` is built on the meta device: no rank ever holds more than its part. Any other
-    model, and one with buffers (whose values only its constructor knows), is built whole on every rank from the seed.
-
-    `blocks`: from the stage's first to the one after its last; None: all. `verified`: another stage has verified it.
-    """
+    """The whole model or a stage of it, parallelized, with its first values: of a model file with an `init_plan` on the
+    meta device, so that no rank holds more than its part; any other, and one with buffers (whose values only its
+    constructor knows), whole on every rank from the seed. `blocks`: from the stage's first to the one after its last;
+    None: all. `verified`: another stage has verified it."""
     spec = spec_of(config)
     plan = getattr(spec.module, "init_plan", None)
     whole = plan is None or any(True for _ in spec.meta.buffers())
@@ -151,6 +146,7 @@ def _stage(
         model = spec.copy()
     broadcast_parameters(model, mesh)
     cast(model, master_dtype(options.precision))
+    apply_context_parallel(model, mesh, options, verified=verified)
     options = apply_tensor_parallel(model, mesh, options, verified=verified)
     if blocks is not None:
         keep_stage(model, *blocks)
@@ -165,10 +161,8 @@ def _stage(
 
 
 def check_start(config: "Config", layout: Layout | None = None, data: Samples | None = None) -> None:
-    """Whether the weights that a run is to start from are those of its model, and `pp` can cut it into stages.
-
-    It reads headers or a manifest, and the first sample of the data. Raises InputError: they are not, or it cannot.
-    """
+    """Reads headers or a manifest, and the first sample. Raises InputError: the weights that a run is to start from are
+    not of its model, or `pp` cannot cut it."""
     if layout is not None and data is not None and layout.size("pp") > 1:
         samples = data.read([(0, 0)] * config.batch.micro_size, config.batch.micro_size)
         check_stages(config, stages_of(config, layout)[1], samples.batch().inputs)
@@ -178,11 +172,16 @@ def check_start(config: "Config", layout: Layout | None = None, data: Samples | 
             check_weights(spec_of(config).meta, source, config.model.keys)
 
 
-def short_sample(data: "OpenData", tp: int) -> tuple[Tensor | None, ...]:
-    """Inputs of a model to verify it with: two samples of a run's data, text cut short."""
+def short_sample(data: "OpenData", cp: int, tp: int) -> tuple[Tensor | None, ...] | None:
+    """Two samples of a run's data to verify a model with, text cut short; with `cp` to a length that its ranks share
+    evenly. None: they are too short for that."""
     batch = data.train.read([(0, 0), (0, len(data.train) - 1)], 2).batch()
-    length = tp * max(2, -(-8 // tp))
-    return batch.along_sequence(lambda x, dim: x.narrow(dim, 0, min(length, x.shape[dim]))).inputs
+    parts, least = (padded_length(1, cp, tp), 32) if cp > 1 else (tp, 8)
+    length = parts * max(2, -(-least // parts))
+    if cp > 1:
+        length = min(length, batch.targets.shape[-1] // parts * parts)
+    inputs = batch.along_sequence(lambda x, dim: x.narrow(dim, 0, min(length, x.shape[dim]))).inputs
+    return inputs if length > 0 else None
 
 
 def parameter_count(model: nn.Module) -> int:

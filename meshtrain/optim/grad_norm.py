@@ -99,8 +99,7 @@ def clip_gradients(model: nn.Module, mesh: Mesh, max_norm: float) -> Tensor:
 def param_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
     """The parameters of a model, parallelized or not, as torch's optimizers want them in a loop of one's own.
 
-    With `tp`, split parameters are DTensors and others are plain. torch updates all tensors of a group by one kernel
-    where it can (`foreach`, which is the default on GPUs, and `fused`), and that takes one kind of tensor only.
+    torch updates all tensors of a group by one kernel, which takes DTensors (split by `tp`) or plain ones, not both.
     """
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in model.parameters():

@@ -1,7 +1,6 @@
 """The optimizer protocol: what all optimizers share, and the `UpdateRule` in which they differ.
 
-A new optimizer is one class with an `UpdateRule`'s methods, and a line in `registry.py`. What it keeps per parameter
-is known from the `ParameterSpec` alone, so that a checkpoint and a plan know it without a job.
+A new optimizer is one class with an `UpdateRule`'s methods, and a line in `registry.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """What an update does with a parameter: `lr_scale` multiplies the rate of the schedule."""
+    """What an update does with a parameter."""
 
     weight_decay: float
-    lr_scale: float = 1.0
+    lr_scale: float = 1.0  # multiplies the rate of the schedule
 
 
 @dataclass
@@ -113,13 +112,14 @@ class Optimizer:
         self.rule = rule(self.param_groups, config)
         self.updates = torch.zeros((), dtype=torch.float32, device=device_of(model, mesh))
 
-    def trains(self, parameter: Tensor) -> bool:
-        """Whether a parameter of the model is one that updates change."""
-        return parameter in self._by_parameter
-
     def state(self, parameter: Tensor) -> dict[str, tuple[ParameterSpec, Tensor]]:
-        """What is kept for a parameter: name -> how it lies, and this rank's part of it, on the optimizer's memory."""
-        local = self._by_parameter[parameter]
+        """What is kept for a parameter: name -> how it lies, and this rank's part of it, on the optimizer's memory.
+
+        Nothing for a tensor that updates do not change.
+        """
+        local = self._by_parameter.get(parameter)
+        if local is None:
+            return {}
         return {name: (spec, local.state[name]) for name, spec in self.rule.state_specs(local.spec).items()}
 
     def take_updates(self) -> None:

@@ -1,4 +1,4 @@
-"""All-gather, reduce-scatter and all-reduce of a model's forward and backward over one axis of the mesh.
+"""All-gather, reduce-scatter, all-reduce and all-to-all of a model's forward and backward over one axis of the mesh.
 
 Only here does a forward communicate; bytes are counted as they are sent. Each collective is also an operator of torch,
 which torch.compile and selective recomputation can handle. Operators get no Python objects, so they find their
@@ -28,12 +28,12 @@ _axis_groups: WeakValueDictionary[str, "AxisGroup"] = WeakValueDictionary()
 class AsyncResult:
     """A collective under way."""
 
-    def __init__(self, axis_group: "AxisGroup", works: Sequence[dist.Work], result: Callable[[], Tensor]) -> None:
+    def __init__(self, axis_group: "AxisGroup", works: Sequence[dist.Work], result: Callable[[], Any]) -> None:
         self.group, self._waiting = axis_group.group, axis_group.waiting
         self._works, self._result = works, result
 
-    def wait(self) -> Tensor:
-        """The result, once it is there (on CUDA: once the current stream waits for it)."""
+    def wait(self) -> Any:
+        """The result, a tensor or a list of them, once it is there (on CUDA: once the current stream waits for it)."""
         with self._waiting():
             gloo.wait(self._works, self.group)
             return self._result()
@@ -53,7 +53,8 @@ class AxisGroup:
         group = mesh.group(axis)
         if group is None:
             raise ValueError(f"the axis {axis} has size 1 in {mesh.layout}: there is nobody to talk to")
-        self.group, self.axis, self.comm_bytes = group, axis, mesh.comm_bytes
+        self.axis = "cp" if axis in ("cp_heads", "cp_ring") else axis  # under which bytes are counted
+        self.group, self.comm_bytes = group, mesh.comm_bytes
         self.size, self.index = mesh.size(axis), mesh.index(axis)
         self.on_cpu = mesh.device_type == "cpu"
         self.waiting: Waiting = nullcontext
@@ -99,6 +100,24 @@ class AxisGroup:
         works, received = gloo.start_reduce_scatter(parts, self.group)
         return AsyncResult(self, works, lambda: self._gather_sums(received, tensor))
 
+    def start_all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> AsyncResult:
+        """parts[i] (m, ...) goes to rank i, and what comes from it has the length sizes[i] -> a list of what came.
+
+        No message where there is nothing to send. All ranks have to call it, in the same order.
+        """
+        output = parts[0].new_empty(sum(sizes), *parts[0].shape[1:])
+        received = list(output.split(list(sizes)))
+        sent = sum(part.nbytes for i, part in enumerate(parts) if i != self.index)
+        self.comm_bytes.add(self.axis, "all_to_all", sent)
+        if self.on_cpu:
+            parts = [part.contiguous() for part in parts]
+            received[self.index].copy_(parts[self.index])
+            works = gloo.start_exchange(parts, received, self.group)
+        else:
+            whole, splits = torch.cat(list(parts)), [len(part) for part in parts]
+            works = _started(dist.all_to_all_single(output, whole, list(sizes), splits, self.group, async_op=True))
+        return AsyncResult(self, works, lambda: received)
+
     def _gather_sums(self, received: Sequence[Tensor], tensor: Tensor) -> Tensor:
         """The second half of an all-reduce: every rank has the sum of its part and sends it to all others."""
         output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -120,7 +139,9 @@ def axis_group(mesh: Mesh, axis: str) -> AxisGroup:
 
 
 def axis_group_by_name(name: str) -> AxisGroup:
-    """For an operator, by the name of its process group."""
+    """For an operator, by the name of its process group. Raises RuntimeError: who made it is gone."""
+    if name not in _axis_groups:
+        raise RuntimeError("the ContextParallel that sharded this batch is gone: keep it as long as its batches")
     return _axis_groups[name]
 
 
@@ -132,11 +153,19 @@ def _started(work: dist.Work | None) -> list[dist.Work]:
 library = torch.library.Library("meshtrain", "DEF")
 
 
-def operator(name: str, run: Callable, shapes: Callable) -> None:
-    """Makes `meshtrain::NAME` of two functions: `run` on any device, `shapes` where tensors have no values."""
-    library.define(name + torch.library.infer_schema(run, mutates_args=()))
+def operator(name: str, run: Callable, shapes: Callable, schema: str = "") -> None:
+    """Makes `meshtrain::NAME` of two functions: `run` on any device, `shapes` where tensors have no values.
+
+    `schema`: that of torch's operators, `(Tensor x) -> Tensor`; by default from the annotations of `run`.
+    """
+    library.define(name + (schema or torch.library.infer_schema(run, mutates_args=())))
     library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"meshtrain::{name}", shapes, lib=library)
+
+
+def differentiable(name: str, backward: Callable, setup_context: Callable) -> None:
+    """Gives `meshtrain::NAME` a gradient, by the two functions of `torch.library.register_autograd`."""
+    torch.library.register_autograd(f"meshtrain::{name}", backward, setup_context=setup_context, lib=library)
 
 
 def _collective(name: str, shapes: Callable) -> None:

@@ -15,10 +15,8 @@ from meshtrain.parallel.sharding import chunk_range
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Per token -log softmax(logits)[target] from logits (n, v/t) on each rank: (n,), the same on each.
-
-    A target outside of the vocabulary (IGNORE) has a loss of 0 and no gradient.
-    """
+    """Per token -log softmax(logits)[target] from logits (n, v/t) on each rank: (n,), the same on each; 0 and without a
+    gradient for a target outside of the vocabulary (IGNORE)."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocabulary: int, group: str) -> Tensor:
@@ -75,11 +73,8 @@ def argmax(logits: DTensor) -> Tensor:
 
 
 def gather_logits(logits: DTensor, *position: int) -> Tensor:
-    """All of some logits (..., v) on each rank, without a gradient.
-
-    `position`: indices into the first dims. (An index into the DTensor itself would remember the mesh of an earlier run
-    in this process, if that had the same ranks.)
-    """
+    """All of some logits (..., v) on each rank, without a gradient. `position`: indices into the first dims, which
+    given to the DTensor would remember the mesh of an earlier run in this process with the same ranks."""
     axis = axis_group_of(logits)
     width = chunk_range(logits.shape[-1], axis.size, 0).stop  # of the largest part; others are padded to it
     part = logits.to_local().detach()[position]

@@ -7,7 +7,6 @@ It is written here because torch's wrapper changes the names of parameters, and 
 on other axes.
 """
 
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -17,20 +16,15 @@ from torch import Tensor, nn
 from meshtrain.job.pending import waiting
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import Waiting
-from meshtrain.parallel.grad_sync import GradientSync, add_gradient_sync, when_backward_begins
+from meshtrain.parallel.grad_sync import GradientSync, when_backward_begins
 from meshtrain.parallel.torch_private import accumulates, at_end_of_backward, from_local, to_local
 
 REPLICATE = "dp_replicate"
 BUCKET_BYTES = 25 * 2**20  # as torch's DDP: large enough for bandwidth, small enough to start early
 
 
-def apply_ddp(model: nn.Module, mesh: Mesh, waiting: Waiting = nullcontext) -> None:
-    """From now on every backward ends with gradients that are summed over `dp_replicate`."""
-    add_gradient_sync(model, BucketedAllReduce(model, mesh, waiting))
-
-
 class BucketedAllReduce(GradientSync):
-    """Sums the gradients of parameters of which every rank of a group holds all.
+    """Sums a model's gradients over `dp_replicate` at the end of every last backward.
 
     Gradients live in a few flat buckets. As soon as the last gradient of a bucket is there its all-reduce starts, and
     the backward of earlier layers goes on meanwhile (Li et al., https://arxiv.org/abs/2006.15704). The end of the
@@ -114,10 +108,8 @@ class BucketedAllReduce(GradientSync):
         self._works.append(work)
 
     def _abandon(self) -> None:
-        """After a last backward that an exception has ended: makes the sums that are left of it, of NaN.
-
-        So all ranks go on with the same sum next, and a rank without an exception gets gradients that are not finite.
-        """
+        """After a last backward that an exception has ended: makes the sums that are left of NaN, so that all ranks go
+        on with the same sum, and those without an exception get gradients that are not finite."""
         if not self._in_backward:
             return
         for bucket in self._buckets[len(self._works) :]:

@@ -1,4 +1,4 @@
-"""FSDP: fully sharded data parallelism over `dp_shard`, HSDP if `dp_replicate` is larger than 1 too.
+"""FSDP: fully sharded data parallelism over `dp_shard` and `cp`, HSDP if `dp_replicate` is larger than 1 too.
 
 It is torch's `fully_shard` (Zhao et al., https://arxiv.org/abs/2304.11277), with sums in place of means (see `ddp.py`)
 and collectives of its own on CPUs.
@@ -27,7 +27,7 @@ from meshtrain.parallel.torch_private import (
     send_unused_as_zeros,
 )
 
-SHARD = "dp_shard"  # the mesh's dim over which parameters are sharded; copies of the shards lie along REPLICATE
+SHARD = "fsdp"  # the axis over which parameters are sharded; copies of the shards lie along REPLICATE
 MIN_UNIT_SIZE = 2**21  # a block of fewer parameters than this (4 MiB in 16 bits) is not worth a gather of its own
 
 
@@ -132,7 +132,8 @@ class _ReduceScatter(DefaultReduceScatter):
 
 
 def _count(mesh: Mesh, kind: str, whole: Tensor) -> None:
-    mesh.comm_bytes.add(SHARD, kind, whole.nbytes * (1 - 1 / mesh.size(SHARD)))
+    axis = SHARD if mesh.size("cp") > 1 else "dp_shard"  # as the mesh's dim
+    mesh.comm_bytes.add(axis, kind, whole.nbytes * (1 - 1 / mesh.size(SHARD)))
 
 
 def _count_all_reduce(mesh: Mesh, shards: Tensor) -> None:
@@ -141,12 +142,9 @@ def _count_all_reduce(mesh: Mesh, shards: Tensor) -> None:
 
 
 class FSDPGradSync(GradientSync):
-    """When FSDP and HSDP send gradients.
-
-    FSDP that frees parameters after the forward also frees the full gradients after every backward: it reduce-scatters
-    in every microbatch, and HSDP sums the shards over `dp_replicate` in the last. FSDP that keeps its parameters keeps
-    its gradients as well, and sends them once a step.
-    """
+    """When FSDP and HSDP send gradients. If parameters are freed after the forward, full gradients are after every
+    backward: they are reduce-scattered in every microbatch, and HSDP sums the shards over `dp_replicate` in the last.
+    FSDP that keeps its parameters keeps its gradients as well, and sends them once a step."""
 
     def __init__(self, model: FSDPModule, reshard_after_forward: bool) -> None:
         self._model = model

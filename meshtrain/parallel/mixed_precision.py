@@ -52,12 +52,9 @@ def cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def set_numerics(precision: str, deterministic: bool) -> None:
-    """Sets torch's switches for this process.
-
-    float32 means float32: TF32, which keeps 10 bits of the fraction, is off for products and convolutions.
-    Deterministic kernels give a run on the same layout, machine and versions the same bits each time; an operation
-    that has none raises RuntimeError.
-    """
+    """Sets torch's switches for this process: float32 means float32, without TF32, which keeps 10 bits of the fraction.
+    Deterministic kernels give the same layout, machine and versions the same bits each time; an operation that has none
+    raises RuntimeError."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = False  # picks kernels by a race, and so sometimes others
@@ -68,11 +65,8 @@ def set_numerics(precision: str, deterministic: bool) -> None:
 
 
 def reseed(seed: int, step: int, index: int) -> None:
-    """Seeds the random numbers of torch, numpy and Python for a step: a function of these three and of no history.
-
-    So what a model or a data set draws is the same after a resume, and no generator's state has to be kept. `index`: of
-    the rank among those that have different samples; ranks that share samples draw the same numbers.
-    """
+    """Seeds the random numbers of torch, numpy and Python for a step, by no history: a resume draws the same without
+    the state of a generator. `index`: of the rank among those that have different samples."""
     number = int.from_bytes(hashlib.blake2b(f"{seed} {step} {index}".encode(), digest_size=8).digest())
     torch.manual_seed(number)
     np.random.seed(number % 2**32)
@@ -80,11 +74,9 @@ def reseed(seed: int, step: int, index: int) -> None:
 
 
 class ComputeCopies(GradientSync):
-    """The 16-bit copies of a model's parameters: while a step has more microbatches to come, one for all of them.
-
-    They are kept from a microbatch that was said not to be the last to the backward of the last one, and never between
-    steps: whoever changes weights there tells nobody, and a write to a part of a DTensor shows in no version.
-    """
+    """The 16-bit copies of a model's parameters, one for all microbatches of a step: kept from one that was said not to
+    be the last to the backward of the last, and never between steps: whoever changes weights there tells nobody, and a
+    write to a part of a DTensor shows in no version."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -134,11 +126,9 @@ class Cast(torch.autograd.Function):
 def cast_to_compute_dtype(
     module: nn.Module, forward: Callable, copies: ComputeCopies, without: Sequence[nn.Module] = ()
 ) -> Callable:
-    """A forward of `module` in which its parameters and floating-point inputs appear in the type of `copies`.
-
-    While it runs, casts stand in the places of the module's parameters, of split ones those of this rank's parts;
-    autograd leads gradients back to the parameters themselves. Modules in `without` see to their own parameters.
-    """
+    """A forward of `module` in which its parameters and floating-point inputs appear in the type of `copies`: casts, of
+    split ones of this rank's parts, stand in their places, and autograd leads gradients back to the parameters
+    themselves. Modules in `without` see to their own parameters."""
     excluded = {inner for outer in without for inner in outer.modules()}
     modules = [inner for inner in module.modules() if inner not in excluded]
 

@@ -1,37 +1,43 @@
-"""Parallelization of a plain model: every kind of parallelism is a line here, in the order in which they nest.
-
-A new kind is a new file beside this one and a line in `apply_tensor_parallel` (it changes layers) or in
-`apply_data_parallel` (it changes what happens around them).
-"""
+"""Parallelization of a plain model: every kind of parallelism is a line here, in the order in which they nest: in
+`apply_tensor_parallel` if it changes layers, in `apply_data_parallel` if it changes what is around them."""
 
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshtrain.dropout import bind_dropout
+from meshtrain.dropout import SequencePart, bind_dropout
 from meshtrain.errors import AgreedError, InputError
-from meshtrain.layout import DATA_AXES
+from meshtrain.layout import LOSS_AXES
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.activation_checkpoint import checkpoint_block
 from meshtrain.parallel.collectives import Waiting, axis_group
 from meshtrain.parallel.compile import compile_block
-from meshtrain.parallel.ddp import REPLICATE, apply_ddp
+from meshtrain.parallel.context import ContextParallel, ShardedContext
+from meshtrain.parallel.ddp import REPLICATE, BucketedAllReduce
 from meshtrain.parallel.fsdp import apply_fsdp
 from meshtrain.parallel.grad_sync import add_gradient_sync
 from meshtrain.parallel.mixed_precision import ComputeCopies, cast, cast_to_compute_dtype, compute_dtype, master_dtype
 from meshtrain.parallel.tensor_parallel import TensorParallel, replace_layers, sum_partial_gradients
-from meshtrain.parallel.tp_plan import NO_SEQUENCE, REPLICATED, SplitError, shards_sequence, split_layers, undecided
-from meshtrain.parallel.tp_verify import verify
+from meshtrain.parallel.tp_plan import (
+    NO_SEQUENCE,
+    REPLICATED,
+    context_modules,
+    has_sequence_parts,
+    no_context_plan,
+    shards_sequence,
+    split_layers,
+    undecided,
+)
+from meshtrain.parallel.verify import misplaced_calls, verify, verify_context
 from meshtrain.pipeline.stage import OtherStageBlock, blocks_of
-
-BUILT = (*DATA_AXES, "tp", "pp")  # axes that a model can be spread over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,73 +49,130 @@ class ParallelOptions:
     # Between the tensor-parallel layers each rank has a part of the sequence; None: if the plan has an
     # `embedding_rowwise` layer, which is what splits it.
     sequence_parallel: bool | None = None
+    cp_plan: Mapping[str, str] | None = None  # where tokens see each other; None: that of the model's file
+    context: str = "gather"  # over `cp`: how keys and values travel, "gather" or "ring"
+    context_heads: int | None = None  # neighbours on `cp` that split heads instead; None: the layout's
     regather: bool = False  # tensor-parallel layers keep their part of an input and gather it again in backward
     symmetric_memory: bool = False  # products with their gather or scatter in one kernel, on GPUs that allow it
     recompute: str = "none"  # what blocks compute again in backward; see `activation_checkpoint.py`
     compile: bool = False  # each block by torch.compile
     reshard_after_forward: bool = True  # see `fsdp.apply_fsdp`
-    verify: bool = True  # before anything else the split model is compared with the plain one; see `tp_verify.py`
+    verify: bool = True  # before anything else the split model is compared with the plain one; see `verify.py`
     # For that: what `model(*sample)` takes, a few short samples, the same on each rank of `tp`; None: one is made up.
     sample: Sequence[Tensor | None] | None = None
     waiting: Waiting = nullcontext  # a context manager entered wherever this rank waits for others, to measure it
 
 
 def parallelize(model: nn.Module, mesh: Mesh, **options: Any) -> nn.Module:
-    """Makes a plain model train under any layout of data and tensor parallelism; in a world of one it stays plain.
+    """Makes a plain model train under any layout of data, tensor and context parallelism; in a world of one it stays
+    plain. With `cp` it takes what `ContextParallel.shard` gives.
 
     It stays the object that it was, with the same names of parameters, and is returned. A backward of it ends with
-    gradients that are summed over the data ranks (see `ddp.py`) and, where each has seen a part, over the tensor ranks
-    (see `grad_sync.py`). What is gathered, compiled or computed again together is a block of its `blocks()`; a model
-    without that method is one block.
+    gradients that are summed over the data ranks and, where each has seen a part, over the tensor ranks. What is
+    gathered, compiled or computed again together is a block of its `blocks()`; a model without these is one block.
 
     Args:
         model: on the mesh's device, with the values of rank 0 taken for all ranks; or, under FSDP, on the meta device.
         options: any of `ParallelOptions`, by name.
 
     Raises:
-        InputError: the layout splits an axis that models cannot be spread over, or the model cannot be split, or has a
-            batch norm that trains, on several data ranks.
+        InputError: the layout has `pp`, or the model cannot be split, or has a batch norm that trains, on several data
+            ranks.
     """
     if mesh.size("pp") > 1:
         raise InputError("parallelize spreads a model over all axes but pp: use pp: 1")
     settings = ParallelOptions(**options)
     cast(model, master_dtype(settings.precision))
     broadcast_parameters(model, mesh)
+    apply_context_parallel(model, mesh, settings)
     resolved = apply_tensor_parallel(model, mesh, settings)
     if mesh.rank == 0 and settings.sequence_parallel is None and resolved.sequence_parallel is False:
         warnings.warn(f"sequence_parallel is off: {NO_SEQUENCE}", stacklevel=2)
     return apply_data_parallel(model, mesh, resolved)
 
 
+def apply_context_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions, *, verified: bool = False) -> None:
+    """Refuses a plain model that cannot take parts of sequences. `verified`, raises: see `apply_tensor_parallel`."""
+    if mesh.size("cp") == 1:
+        return
+    plan = _plan_of(model, "cp_plan", options.cp_plan)
+    if not plan:
+        raise InputError(no_context_plan(type(model).__name__))
+    names = context_modules(model, plan)
+    if options.verify and not verified:
+        context = _context_parallel(mesh, options)
+        unverified = verify_context(model, _block_names(model), names, context, mesh, options.sample, options.precision)
+        _warn_unverified(mesh, unverified)
+
+
+def _plan_of(model: nn.Module, key: str, plan: Mapping[str, str] | None) -> Mapping[str, str] | None:
+    """A plan as an option gives it, else that of the file of the model's class."""
+    return getattr(sys.modules[type(model).__module__], key, None) if plan is None else plan
+
+
+def _context_parallel(mesh: Mesh, options: ParallelOptions) -> ContextParallel:
+    heads = mesh.layout.context_heads if options.context_heads is None else options.context_heads
+    return ContextParallel(mesh, method=options.context, heads=heads, sequence_parallel=False)
+
+
+def _take_only_parts(model: nn.Module, attention: Sequence[str], mesh: Mesh, options: ParallelOptions) -> None:
+    """A model then refuses whole sequences and, unverified, calls of attention elsewhere in its first forward."""
+    context = _context_parallel(mesh, options)  # whose groups are those of all that the model sees, while it lives
+    for group in context.groups.values():
+        group.waiting = options.waiting
+    forward = model.forward
+
+    def check(model: nn.Module, inputs: tuple, named: dict[str, Any], context: ContextParallel = context) -> None:
+        _, positions, record = (*inputs, None, None, None)[:3]
+        if not isinstance(named.get("documents", record), ShardedContext) or named.get("positions", positions) is None:
+            raise InputError(
+                "with cp the model takes parts of sequences: call ContextParallel(mesh, ...).shard(batch), and "
+                "model(*inputs) with the inputs of what it returns"
+            )
+
+    def first(*inputs: Any, **named: Any) -> Any:
+        model.forward = forward
+        with misplaced_calls(model, attention, named["documents"] if "documents" in named else inputs[2]) as misplaced:
+            output = forward(*inputs, **named)
+        if misplaced:
+            raise InputError(f"with cp: {misplaced[0]}: mend the model or its cp_plan, or use cp: 1")
+        return output
+
+    model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)  # before FSDP's own
+    if not options.verify and not options.compile:  # a compiled block cannot be counted in
+        model.forward = first
+
+
+def _block_names(model: nn.Module) -> list[str]:
+    name_of = {module: name for name, module in model.named_modules()}
+    return [name_of[block] for block in dict.fromkeys(blocks_of(model)) if block is not model]
+
+
 def apply_tensor_parallel(
     model: nn.Module, mesh: Mesh, options: ParallelOptions, *, verified: bool = False
 ) -> ParallelOptions:
-    """The first half of `parallelize`: a model's layers, whole or on the meta device, become their parts over `tp`.
-
-    `verified`: the same model was, for another of its stages. Returns the options with those decided that were left
-    open. Raises InputError as `parallelize` does.
-    """
-    for axis in mesh.layout.axes:
-        if axis not in BUILT and mesh.size(axis) > 1:
-            raise InputError(f"a model cannot be spread over {axis} yet: use {', '.join(BUILT)}, with {axis}: 1")
-    if mesh.size(*DATA_AXES) > 1:
+    """The first half of `parallelize`: a model's layers become their parts over `tp`. Returns the options with those
+    decided that were left open. `verified`: the model was, for another of its stages. Raises as `parallelize`."""
+    if mesh.size(*LOSS_AXES) > 1:
         _refuse_batch_statistics(model)
+    part = SequencePart(cp=mesh.size("cp"), cp_index=mesh.index("cp"))
     if mesh.size("tp") == 1:
-        bind_dropout(model)
+        bind_dropout(model, part)
         return options
-    plan = _plan_of(model, options)
-    try:
-        splits = split_layers(model, plan, mesh.size("tp"))
-    except SplitError as error:
-        raise InputError(str(error)) from error
-    sequence = shards_sequence(plan) if options.sequence_parallel is None else options.sequence_parallel
+    plan = _plan_of(model, "tp_plan", options.tp_plan)
+    if plan is None:
+        raise InputError(
+            f"{type(model).__name__} has no tp_plan, which says how its layers split: use tp: 1, or give one"
+        )
+    splits = split_layers(model, plan, mesh.size("tp"))
+    sequence = has_sequence_parts(options.sequence_parallel, plan)
     if sequence and not shards_sequence(plan):
         raise InputError(f"sequence_parallel: {NO_SEQUENCE}: leave it out, or use sequence_parallel: false")
     if sequence:
         _refuse_batch_statistics(model)
     tp = TensorParallel(mesh, plan, splits, sequence, options.regather)
     _check_split(model, tp, options, verified)
-    bind_dropout(model, mesh.index("tp") if sequence else 0)
+    bind_dropout(model, part._replace(tp=mesh.size("tp"), tp_index=mesh.index("tp")) if sequence else part)
     group = axis_group(mesh, "tp")
     group.waiting = options.waiting
     if options.symmetric_memory:
@@ -118,24 +181,11 @@ def apply_tensor_parallel(
     return replace(options, sequence_parallel=sequence)
 
 
-def _plan_of(model: nn.Module, options: ParallelOptions) -> Mapping[str, str]:
-    if options.tp_plan is not None:
-        return options.tp_plan
-    plan = getattr(sys.modules[type(model).__module__], "tp_plan", None)
-    if plan is None:
-        raise InputError(
-            f"{type(model).__name__} has no tp_plan, which says how its layers split: use tp: 1, or give one"
-        )
-    return plan
-
-
 def _check_split(model: nn.Module, tp: TensorParallel, options: ParallelOptions, verified: bool) -> None:
-    """Compares the split model with the plain one; where that cannot be, the plan has to name all that lies between."""
+    """Compares the split model with the plain one; without that the plan has to name all that lies between."""
     unverified = None if verified else "verify is off"
     if options.verify and not verified:
-        name_of = {module: name for name, module in model.named_modules()}
-        blocks = [name_of[block] for block in dict.fromkeys(blocks_of(model)) if block is not model]
-        unverified = verify(model, blocks, tp, options.sample, options.precision)
+        unverified = verify(model, _block_names(model), tp, options.sample, options.precision)
     names = undecided(model, tp.plan, tp.splits) if unverified is not None and not tp.sequence_parallel else []
     if names:
         raise InputError(
@@ -143,13 +193,23 @@ def _check_split(model: nn.Module, tp: TensorParallel, options: ParallelOptions,
             f"the tp_plan does not say whether this lies there: if it does, give it the style {REPLICATED}; "
             "verify=True (parallel.verify) finds it out"
         )
-    if tp.mesh.rank == 0 and options.verify and unverified is not None:
-        warnings.warn(f"the model was not compared with the plain one: {unverified}: give a sample=(...)", stacklevel=4)
+    if options.verify:
+        _warn_unverified(tp.mesh, unverified)
+
+
+def _warn_unverified(mesh: Mesh, reason: str | None) -> None:
+    if mesh.rank == 0 and reason is not None:
+        warnings.warn(f"the model was not compared with the plain one: {reason}: give a sample=(...)", stacklevel=5)
 
 
 def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> nn.Module:
     """The other half of `parallelize`: precision, recomputation and compilation of blocks, then DDP, FSDP or HSDP."""
     blocks = blocks_of(model)
+    attention: list[str] = []
+    if mesh.size("cp") > 1:  # asked now, because FSDP changes the model's class
+        cp_plan = _plan_of(model, "cp_plan", options.cp_plan) or {}
+        # Of a stage: other patterns name blocks of other stages.
+        attention = [name for name, _ in model.named_modules() if any(fnmatchcase(name, key) for key in cp_plan)]
     if mesh.size("tp") > 1 and not options.sequence_parallel:
         _refuse_plain_dropout(model)
     _wrap_blocks(model, blocks, mesh, options)
@@ -159,15 +219,17 @@ def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) 
             model, blocks, mesh, precision=options.precision, reshard_after_forward=reshard, waiting=options.waiting
         )
     elif mesh.size(REPLICATE) > 1:
-        apply_ddp(model, mesh, options.waiting)
+        add_gradient_sync(model, BucketedAllReduce(model, mesh, options.waiting))
     if mesh.size("tp") > 1:
         assert options.sequence_parallel is not None  # apply_tensor_parallel has decided
         sum_partial_gradients(model, mesh, sequence_parallel=options.sequence_parallel)
+    if mesh.size("cp") > 1:
+        _take_only_parts(model, attention, mesh, options)
     return model
 
 
 def _refuse_plain_dropout(model: nn.Module) -> None:
-    """Ranks of `tp` that all have the whole sequence would each draw a mask of their own for it."""
+    """Without sequence parallelism each rank of `tp` would draw its own mask for the same activations."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             raise InputError(
@@ -178,7 +240,6 @@ def _refuse_plain_dropout(model: nn.Module) -> None:
 
 
 def _refuse_batch_statistics(model: nn.Module) -> None:
-    """Of a batch that ranks share, by samples or along the sequence, each would see its part alone."""
     for name, module in model.named_modules():
         statistics = isinstance(module, nn.modules.batchnorm._NormBase) and (
             isinstance(module, nn.modules.batchnorm._BatchNorm) or module.track_running_stats
@@ -186,8 +247,9 @@ def _refuse_batch_statistics(model: nn.Module) -> None:
         if statistics and module.training:
             raise AgreedError(
                 f"{name} is a {type(module).__name__}, which computes with the samples that a rank happens to have: on "
-                "several data ranks, and with sequence_parallel, the loss would depend on the layout. Use nn.GroupNorm "
-                "or nn.LayerNorm, freeze it with eval(), or use one data rank and sequence_parallel: false"
+                "several data ranks, with cp, and with sequence_parallel, the loss would depend on the layout. Use "
+                "nn.GroupNorm or nn.LayerNorm, freeze it with eval(), or use one data rank, cp: 1 and "
+                "sequence_parallel: false"
             )
 
 
@@ -217,10 +279,7 @@ def _wrap_blocks(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, options:
 
 
 def broadcast_parameters(model: nn.Module, mesh: Mesh) -> None:
-    """Gives all ranks the values of rank 0; from different seeds they would train different models and never notice.
-
-    Parameters become contiguous: NCCL and FSDP take no others, and the optimizer wants gradients that lie as they do.
-    """
+    """Gives all ranks the values of rank 0, in contiguous memory, as NCCL, FSDP and the optimizer need it."""
     group = mesh.world
     if group is None:
         return

@@ -58,9 +58,7 @@ class TensorParallel:
 
 def replace_layers(model: nn.Module, tp: TensorParallel) -> None:
     """Replaces each layer that is split by its parallel kind, under the same name, with this rank's part of its weight.
-
-    Layers that shared a parameter still do. Column-parallel layers of a module with inputs of one width share a gather.
-    """
+    Layers that shared a parameter still do. Column-parallel layers with inputs of one width share a gather."""
     sharded: dict[Tensor, nn.Parameter] = {}  # a plain parameter -> what has taken its place
     columns: dict[tuple[nn.Module, int], list[ColumnParallelLinear]] = {}
     for split in (*styled_parameters(model, tp.plan), *tp.splits):
@@ -83,8 +81,7 @@ def replace_layers(model: nn.Module, tp: TensorParallel) -> None:
 
 
 def sum_partial_gradients(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> None:
-    """From now on a step's last backward ends with whole gradients of what tensor ranks all hold and each used in part.
-    The model may be a stage without any parallel layer."""
+    """A step's last backward then sums the gradients of `partial_parameters` over `tp`; a stage may have none."""
     parameters = [
         (module, name)
         for module, name in partial_parameters(model, sequence_parallel)
@@ -128,11 +125,9 @@ class TensorParallelLayer(nn.Module):
 
 
 class ColumnParallelLinear(SupportsDeferral, TensorParallelLayer):
-    """A linear layer whose outputs are split over `tp`: (b, s, d) -> (b, s, f/t) of all f.
-
-    With sequence parallelism the input is (b, s/t, d) and is gathered. Layers that read the same input (q, k and v)
-    share one gather, and one sum of the input's gradient, after `share_gather`.
-    """
+    """A linear layer whose outputs are split over `tp`: (b, s, d) -> (b, s, f/t) of all f. With sequence parallelism it
+    gathers its input, (b, s/t, d). Layers that read the same input (q, k and v) share one gather, and one sum of the
+    input's gradient, after `share_gather`."""
 
     def __init__(
         self,
@@ -191,11 +186,8 @@ class ColumnParallelLinear(SupportsDeferral, TensorParallelLayer):
 
 class SharedGather:
     """Column-parallel layers of a module that read the same input: the first that is called computes for all of them.
-
-    Whether they do is not known before they are called. A module that was given two tensors of their width (as a cross
-    attention is) may lead some of them to one and some to the other: then each layer computes for itself. Nothing is
-    kept when the module's forward has ended.
-    """
+    Where the module gets two tensors of their width (as a cross attention does), and may lead some layers to one and
+    some to the other, each computes for itself. Nothing is kept when the module's forward has ended."""
 
     def __init__(self, layers: Sequence[ColumnParallelLinear]) -> None:
         self._layers = list(layers)
@@ -265,10 +257,8 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class RowParallelLinear(SupportsDeferral, TensorParallelLayer):
-    """A linear layer whose inputs are split over `tp`: (b, s, f/t) of all f -> (b, s, d), summed over the ranks.
-
-    With sequence parallelism each rank gets its part of the sum, (b, s/t, d).
-    """
+    """A linear layer with its inputs split over `tp`: (b, s, f/t) -> (b, s, d), the sum over the ranks; with sequence
+    parallelism this rank's part of it, (b, s/t, d)."""
 
     def __init__(self, plain: nn.Linear, mesh: Mesh, *, sequence_parallel: bool = True) -> None:
         super().__init__(mesh, sequence_parallel)
@@ -293,10 +283,8 @@ class RowParallelLinear(SupportsDeferral, TensorParallelLayer):
 
 
 class VocabParallelEmbedding(TensorParallelLayer):
-    """An embedding whose rows, one per token of the vocabulary, are split over `tp`: (b, s) -> (b, s, d).
-
-    With sequence parallelism each rank gets its part of the sequence, (b, s/t, d).
-    """
+    """An embedding whose rows, one per token of the vocabulary, are split over `tp`: (b, s) -> (b, s, d); with sequence
+    parallelism this rank's part, (b, s/t, d)."""
 
     def __init__(self, plain: nn.Embedding, mesh: Mesh, *, sequence_parallel: bool = True) -> None:
         """Raises ValueError: an option that a split one does not have (`unsupported_options`)."""

@@ -177,11 +177,8 @@ class ColumnParallelMatmul(torch.autograd.Function):
 
 
 class RowParallelMatmul(torch.autograd.Function):
-    """x (..., s, f/t) times a weight (d, f/t), summed over the ranks -> (n, d), or (n/t, d) with `sequence`.
-
-    It keeps x as it came: where its rows have to be copied into the order of the sequence (attention's output), the
-    copy is made again in backward, which is cheaper than to hold both.
-    """
+    """x (..., s, f/t) times a weight (d, f/t), summed over the ranks -> (n, d), or (n/t, d) with `sequence`. Keeps x as
+    it came: to copy its rows into the order of the sequence again in backward is cheaper than to hold both."""
 
     @staticmethod
     def forward(

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from meshtrain.errors import InputError
+
 if TYPE_CHECKING:
     from meshtrain.parallel.tensor_parallel import TensorParallel
 
+ATTENTION = "attention"  # the one word of a `cp_plan`
 REPLICATED = "replicated_with_grad_allreduce"
 NO_SEQUENCE = "the tp_plan has no embedding_rowwise layer, which is what splits the sequence over tp"
 
 
-class SplitError(ValueError):
+class SplitError(InputError):
     """A model that cannot be split as asked. `problems` has a sentence for each reason."""
 
     def __init__(self, problems: list[str]) -> None:
@@ -92,12 +95,9 @@ class Style:
 
 
 class Colwise(Style):
-    """A linear layer whose outputs are split.
-
-    Of a module that has a `head_dim` (as Hugging Face's attentions do) it is cut between heads of that width. The most
-    heads among the module's column-wise layers are those of the queries; a layer with fewer has keys or values, and is
-    cut if `tp` divides them, and held by every rank if not.
-    """
+    """A linear layer whose outputs are split: between heads, in a module with a `head_dim` (as Hugging Face's
+    attentions have). The most heads among its column-wise layers are those of the queries; a layer with fewer, of keys
+    or values, is cut if `tp` divides them, and held by every rank if not."""
 
     word, becomes, dim = "colwise", "ColumnParallelLinear", 0
 
@@ -189,11 +189,7 @@ def split_layers(model: Any, plan: Mapping[str, str], tp: int) -> list[Split]:
     """
     modules = dict(model.named_modules())
     names = [*modules, *(f"{name}.{own}".lstrip(".") for name in modules for own in _parameters(modules[name]))]
-    problems = [
-        f"the tp_plan's {pattern!r} matches no layer: mend the pattern"
-        for pattern in plan
-        if not any(fnmatchcase(name, pattern) for name in names)
-    ]
+    problems = _unmatched("tp_plan", plan, names, "layer")
     problems += [
         f"the tp_plan's {pattern!r} is {word!r}: use one of {', '.join(STYLES)}"
         for pattern, word in plan.items()
@@ -213,6 +209,20 @@ def split_layers(model: Any, plan: Mapping[str, str], tp: int) -> list[Split]:
     if problems:
         raise SplitError(list(dict.fromkeys(problems)))
     return splits
+
+
+def context_modules(model: Any, plan: Mapping[str, str]) -> list[str]:
+    """The modules in which, by a `cp_plan`, tokens see each other. Raises SplitError: a wrong pattern or word."""
+    names = [name for name, _ in model.named_modules()]
+    problems = _unmatched("cp_plan", plan, names, "module")
+    problems += [f"the cp_plan's {key!r} is {word!r}: use attention" for key, word in plan.items() if word != ATTENTION]
+    if problems:
+        raise SplitError(problems)
+    return [name for name in names if _word(plan, [name])]
+
+
+def no_context_plan(model: str) -> str:
+    return f"{model} has no cp_plan, which says where it mixes tokens: use cp: 1, or give the model's file one"
 
 
 def styled_parameters(model: Any, plan: Mapping[str, str]) -> Iterator[Split]:
@@ -248,6 +258,11 @@ def shards_sequence(plan: Mapping[str, str]) -> bool:
     return EmbeddingRowwise.word in plan.values()
 
 
+def has_sequence_parts(option: bool | None, plan: Mapping[str, str] | None) -> bool:
+    """Whether each rank of `tp` has a part of the sequence between the layers: by the option, else by the plan."""
+    return shards_sequence(plan or {}) if option is None else option
+
+
 def unsupported_options(embedding: Any) -> list[str]:
     """What an embedding has that one split over the vocabulary does not do."""
     options = ("max_norm", "scale_grad_by_freq", "sparse", "padding_idx")
@@ -256,6 +271,14 @@ def unsupported_options(embedding: Any) -> list[str]:
         f"an embedding with {option} cannot be split over tp: leave {option} out"
         for option, value in values.items()
         if value is not None and value is not False  # a padding_idx may be 0
+    ]
+
+
+def _unmatched(key: str, plan: Mapping[str, str], names: Sequence[str], kind: str) -> list[str]:
+    return [
+        f"the {key}'s {pattern!r} matches no {kind}: mend the pattern"
+        for pattern in plan
+        if not any(fnmatchcase(name, pattern) for name in names)
     ]
 
 

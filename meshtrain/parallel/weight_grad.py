@@ -5,6 +5,7 @@ with a `WeightGradQueue` leaves the other one there, to be done when there is no
 https://arxiv.org/abs/2401.10241). What costs little (norms, biases, embeddings) is computed at once.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -60,29 +61,19 @@ class SupportsDeferral:
 
 
 def run_weight_grads(deferred: Sequence[DeferredWeightGrad]) -> None:
-    """Computes deferred gradients, layer by layer, each of which is added to its parameter's before the next one is
-    made; autograd leads it there from the weight as the layer saw it (a cast, a part).
-
-    Layers that share a parameter are done in one go, which adds their gradients up as a whole backward does.
-    """
+    """Computes deferred gradients layer by layer, each added to its parameter's before the next one is made; autograd
+    leads it there from the weight as the layer saw it (a cast, a part). Layers that share a parameter are done in one
+    go, which adds their gradients up as a whole backward does."""
     parameters = [[_parameter_of(weight) for weight in layer.weights] for layer in deferred]
-    uses = Counter(parameter for of_layer in parameters for parameter in of_layer)
-    sharing: list[DeferredWeightGrad] = []
-    alone: list[list[DeferredWeightGrad]] = []
-    for layer, of_layer in zip(deferred, parameters, strict=True):
-        if any(uses[parameter] > 1 for parameter in of_layer):
-            sharing.append(layer)
-        else:
-            alone.append([layer])
-    for layers in (sharing, *alone):
-        weights: list[Tensor] = []
-        gradients: list[Tensor] = []
+    uses = Counter(itertools.chain(*parameters))
+    shares = [any(uses[parameter] > 1 for parameter in own) for own in parameters]
+    sharing = list(itertools.compress(deferred, shares))
+    alone = [[layer] for layer, shared in zip(deferred, shares, strict=True) if not shared]
+    for layers in (sharing, *alone) if sharing else alone:
         with torch.no_grad():
-            for layer in layers:
-                weights += layer.weights
-                gradients += layer.compute()
-        if weights:
-            torch.autograd.backward(weights, gradients)
+            gradients = [gradient for layer in layers for gradient in layer.compute()]
+        torch.autograd.backward([weight for layer in layers for weight in layer.weights], gradients)
+        del gradients  # their memory is free when the next ones are made
 
 
 def _parameter_of(weight: Tensor) -> Tensor:

@@ -5,9 +5,8 @@ then every stage backwards. The backward of a stage is two computations that may
 gradient of its input, for which the stage before it waits, and the gradients of its weights, for which nobody waits
 before the end of the step.
 
-A `Schedule` is a plain value. The engine runs it, `simulate` puts it on a clock, and pictures draw it: what they all
-ask (what an action waits for, what is sent to whom) is answered here, once. (Schedules as data: DeepSpeed's
-`runtime/pipe/schedule.py`.)
+A `Schedule` is a plain value. The engine runs it, `simulate` puts it on a clock, and pictures draw it. (Schedules as
+data: DeepSpeed's `runtime/pipe/schedule.py`.)
 """
 
 import re
@@ -73,10 +72,8 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A forward and a backward of the same rank that may run at the same time, where the engine can do that.
-
-    They are of different microbatches, and neither waits for the other; one after the other is right as well.
-    """
+    """A forward and a backward of the same rank that may run at the same time, where the engine can do that. They are
+    of different microbatches, and neither waits for the other; one after the other is right as well."""
 
     forward: Action
     backward: Action
@@ -146,10 +143,8 @@ class Schedule:
         return {(action.stage, action.microbatch): action for action in every if action.kind.gives_input_grad}
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """The actions that have to be done before this one can start, on whatever rank they are.
-
-        Where the gradient of the next stage is not scheduled at all, it stands there with this action's own kind.
-        """
+        """The actions that have to be done before this one can start, on whatever rank they are. Where the gradient of
+        the next stage is not scheduled at all, it stands there with this action's own kind."""
         stage, microbatch = action.stage, action.microbatch
         if action.kind is Kind.FORWARD:
             return (Action(Kind.FORWARD, stage - 1, microbatch),) if stage > 0 else ()

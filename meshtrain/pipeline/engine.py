@@ -22,7 +22,7 @@ from meshtrain.parallel.collectives import Waiting
 from meshtrain.parallel.grad_sync import accumulate_gradients, reduce_gradients, set_is_last_backward
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.parallel.weight_grad import DeferredWeightGrad, WeightGradQueue, run_weight_grads
-from meshtrain.pipeline.actions import Action, Kind, Schedule, Transfer
+from meshtrain.pipeline.actions import Action, Kind, Schedule
 from meshtrain.pipeline.p2p import AXIS, Transfers, sends_confirmed_by, transfer_order
 from meshtrain.pipeline.simulate import Event
 
@@ -51,10 +51,8 @@ class _SavedGraph(NamedTuple):
 
 
 class Pipeline(nn.Module):
-    """The stages of this rank, as one module whose parameters have the names of the whole model.
-
-    `run` is a step: forwards, backwards and sums of gradients. Called as a model it computes a forward only.
-    """
+    """The stages of this rank, as one module whose parameters have the names of the whole model. `run` is a step:
+    forwards, backwards and sums of gradients. Called as a model it computes a forward only."""
 
     def __init__(
         self,
@@ -84,11 +82,8 @@ class Pipeline(nn.Module):
         self._rank, self._last_rank = mesh.index(AXIS), schedule.rank_of(schedule.stages - 1)
         self._transfers = Transfers(mesh, device, waiting)
         self._order, self._confirmed = transfer_order(schedule), sends_confirmed_by(schedule, self._rank)
-        self._forwards = tuple(
-            Transfer("activation", stage, 0, schedule.rank_of(stage - 1), schedule.rank_of(stage))
-            for stage in range(1, schedule.stages)
-            if schedule.rank_of(stage - 1) != schedule.rank_of(stage)
-        )
+        forwards = (Action(Kind.FORWARD, stage, 0) for stage in range(schedule.stages))
+        self._forwards = tuple(transfer for action in forwards for transfer in schedule.sends(action))
         self._actions = schedule.actions_of(self._rank)
         self._received = {action: transfer for action in self._actions for transfer in schedule.receives(action)}
         self._sent = {action: transfer for action in self._actions for transfer in schedule.sends(action)}
@@ -162,10 +157,8 @@ class Pipeline(nn.Module):
             self._hand_on(action, received.grad)
 
     def _take(self, action: Action) -> Tensor | None:
-        """What the neighbouring stage has made for this action, once it is there.
-
-        None at the two ends of the model, and for weight gradients: what these need was left by their input gradient.
-        """
+        """What the neighbouring stage has made for this action, once it is there. None at the two ends of the model,
+        and for weight gradients: what these need was left by their input gradient."""
         transfer = self._received.get(action)
         if transfer is not None:
             return self._transfers.receive(transfer)
@@ -176,8 +169,7 @@ class Pipeline(nn.Module):
         if transfer is not None:
             self._transfers.send(transfer, tensor)
             return
-        kind = action.kind
-        self._local_handoff[kind.tensor, action.stage + kind.direction, action.microbatch] = tensor
+        self._local_handoff[action.kind.tensor, action.stage + action.kind.direction, action.microbatch] = tensor
 
     def forward(self, *inputs: Any) -> Tensor | None:
         """The model's output on the ranks that have the last stage; None on all others. All ranks call it together."""

@@ -15,35 +15,27 @@ are ranks, since that is how long the first of a group needs to come round; what
 Fewer microbatches than ranks are right too, with most of the time spent waiting.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from meshtrain.pipeline.actions import Action, Kind, Schedule
-
-# Of a rank: how many forwards its warm-up has, from the first one of its last stage on; how many backwards later a
-# weight gradient is done.
-OfRank = Callable[[int], int]
 
 
 def gpipe(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     """All forwards, then all backwards (Huang et al., GPipe, arXiv 1811.06965): every microbatch is held at once."""
-    return _loop_schedule("gpipe", ranks, [microbatches], stages_per_rank, warmup=lambda rank: microbatches)
+    return _loop_schedule("gpipe", ranks, [microbatches], stages_per_rank)
 
 
 def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """Breadth first: all microbatches through a stage before any goes through the rank's next one.
-
-    (Lamy-Poirier, arXiv 2211.05953.) Of each stage the parameters are gathered and the gradients reduced only once,
-    while the other stages compute. Every forward is held.
+    """Breadth first: all microbatches through a stage before any goes through the rank's next one (Lamy-Poirier, arXiv
+    2211.05953). Of each stage the parameters are gathered and the gradients reduced only once. Every forward is held.
     """
-    return _loop_schedule("looped-bfs", ranks, [microbatches], stages_per_rank, warmup=lambda rank: microbatches)
+    return _loop_schedule("looped-bfs", ranks, [microbatches], stages_per_rank)
 
 
 def one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
-    """One forward, one backward, as soon as the first gradient is back (Narayanan et al., arXiv 2104.04473).
-
-    It takes the time of GPipe, and a rank holds only as many microbatches as there are ranks from it to the end.
-    """
-    return _loop_schedule("1f1b", ranks, [microbatches], stages_per_rank, warmup=lambda rank: ranks - 1 - rank)
+    """One forward, one backward, as soon as the first gradient is back (Narayanan et al., arXiv 2104.04473). It takes
+    the time of GPipe, and a rank holds only as many microbatches as there are ranks from it to the end."""
+    return _loop_schedule("1f1b", ranks, [microbatches], stages_per_rank, warmup=1)
 
 
 def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
@@ -52,20 +44,13 @@ def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> Sch
     The pipeline fills with smaller steps, so that with v stages a rank the bubble is 1 / v of 1f1b's. A first gradient
     is due 2 (ranks - 1 - rank) actions after a rank's last stage had its first forward: there and back again.
     """
-    groups = _groups(microbatches, ranks)
-    return _loop_schedule(
-        "interleaved-1f1b", ranks, groups, stages_per_rank, warmup=lambda rank: 2 * (ranks - 1 - rank)
-    )
+    return _loop_schedule("interleaved-1f1b", ranks, _groups(microbatches, ranks), stages_per_rank, warmup=2)
 
 
 def zb_h1(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     """1f1b with weight gradients put off, in the memory of its first rank (Qi et al., zero bubble, arXiv 2401.10241).
-
-    Gradients travel back without waiting for weight gradients, so that the bubble is a third of 1f1b's.
-    """
-    return _loop_schedule(
-        "zb-h1", ranks, [microbatches], stages_per_rank, warmup=lambda rank: ranks - 1 - rank, delay=lambda rank: rank
-    )
+    Gradients travel back without waiting for weight gradients, so that the bubble is a third of 1f1b's."""
+    return _loop_schedule("zb-h1", ranks, [microbatches], stages_per_rank, warmup=1, delay=1)
 
 
 def zb_h2(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
@@ -74,25 +59,13 @@ def zb_h2(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     Forwards fill the time until the first gradient is back, weight gradients that of the last. The ranks end as they
     began, one after another. It takes 2 * ranks - 1 microbatches to fill all of that time.
     """
-    return _loop_schedule(
-        "zb-h2",
-        ranks,
-        [microbatches],
-        stages_per_rank,
-        warmup=lambda rank: 2 * (ranks - 1 - rank),
-        delay=lambda rank: 2 * rank,
-    )
+    return _loop_schedule("zb-h2", ranks, [microbatches], stages_per_rank, warmup=2, delay=2)
 
 
 def interleaved_zb(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """zb-h1 over several stages per rank (Qi et al., arXiv 2401.10241; Narayanan et al., arXiv 2104.04473).
-
-    Gradients come back sooner than in interleaved-1f1b, so that the warm-up is shorter and less is held.
-    """
-    groups = _groups(microbatches, ranks)
-    return _loop_schedule(
-        "interleaved-zb", ranks, groups, stages_per_rank, warmup=lambda rank: ranks - 1 - rank, delay=lambda rank: rank
-    )
+    """zb-h1 over several stages per rank (Qi et al., arXiv 2401.10241; Narayanan et al., arXiv 2104.04473). Gradients
+    come back sooner than in interleaved-1f1b, so that the warm-up is shorter and less is held."""
+    return _loop_schedule("interleaved-zb", ranks, _groups(microbatches, ranks), stages_per_rank, warmup=1, delay=1)
 
 
 def _groups(microbatches: int, ranks: int) -> list[int]:
@@ -106,33 +79,36 @@ def _groups(microbatches: int, ranks: int) -> list[int]:
 
 
 def _loop_schedule(
-    name: str, ranks: int, groups: Sequence[int], stages_per_rank: int, warmup: OfRank, delay: OfRank | None = None
+    name: str, ranks: int, groups: Sequence[int], stages: int, *, warmup: int | None = None, delay: int | None = None
 ) -> Schedule:
-    """The schedule of all these names. Without `delay` a backward is whole, and nothing is put off."""
+    """The schedule of all these names, with so many `stages` per rank.
+
+    `warmup`: forwards for each later rank, counted from the first one of a rank's last stage on; None: all forwards.
+    `delay`: backwards for each earlier rank, after which a weight gradient is done; None: backwards are whole.
+    """
     forwards: list[tuple[int, int]] = []  # (which of the rank's stages, microbatch), the same on every rank
     backwards: list[tuple[int, int]] = []
     first = 0
     for size in groups:
         group = range(first, first + size)
-        forwards += [(turn, microbatch) for turn in range(stages_per_rank) for microbatch in group]
-        backwards += [(turn, microbatch) for turn in reversed(range(stages_per_rank)) for microbatch in group]
+        forwards += [(turn, microbatch) for turn in range(stages) for microbatch in group]
+        backwards += [(turn, microbatch) for turn in reversed(range(stages)) for microbatch in group]
         first += size
-    before = (stages_per_rank - 1) * max(groups)  # forwards before the first one of a rank's last stage
+    before = (stages - 1) * max(groups)  # forwards before the first one of a rank's last stage
     rows = []
     for rank in range(ranks):
         front = [Action(Kind.FORWARD, turn * ranks + rank, microbatch) for turn, microbatch in forwards]
         back = [(turn * ranks + rank, microbatch) for turn, microbatch in backwards]
-        rows.append(_alternate(front, back, before + warmup(rank), None if delay is None else delay(rank)))
-    return Schedule(name, first, tuple(range(ranks)) * stages_per_rank, tuple(rows))
+        count = len(front) if warmup is None else before + warmup * (ranks - 1 - rank)
+        rows.append(_alternate(front, back, count, None if delay is None else delay * rank))
+    return Schedule(name, first, tuple(range(ranks)) * stages, tuple(rows))
 
 
 def _alternate(
     forwards: Sequence[Action], backwards: Sequence[tuple[int, int]], warmup: int, delay: int | None
 ) -> tuple[Action, ...]:
     """One rank: the warm-up; a forward and a backward in turn; then what is left of the backwards.
-
-    `backwards`: (stage, microbatch) in order. `delay`: how many backwards later the weight gradient of one is done.
-    """
+    `backwards`: (stage, microbatch) in order. `delay`: how many backwards later the weight gradient of one is done."""
     row = list(forwards[:warmup])
     for i, backward in enumerate(backwards):
         row += forwards[warmup + i : warmup + i + 1]

@@ -1,8 +1,7 @@
-"""Partition of a model into pipeline stages: contiguous runs of its blocks, balanced by what they cost.
+"""Partition of a model into pipeline stages: contiguous runs of its blocks, balanced by what they cost. Pure.
 
-Pure: it gets a number per block (`modeling.flops.block_flops` has them) and gives ranges of blocks. The slowest stage
-is what a pipeline waits for, so its cost is made as small as it can be; among the splits that reach it, the one whose
-stages differ least is taken.
+The slowest stage is what a pipeline waits for, so its cost is made as small as it can be; among the splits that reach
+it, the one whose stages differ least is taken. Costs are numbers per block (`modeling.flops.block_flops` has them).
 """
 
 import math
@@ -10,6 +9,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+
+from meshtrain.formatting import plural
 
 
 class StageSplitError(ValueError):
@@ -36,7 +37,7 @@ class StageSplit:
     def describe(self) -> str:
         """One line for people: `18 blocks in 4 stages: 5 + 5 + 5 + 3, the largest stage 4 % above the mean`."""
         stages, blocks = len(self.bounds), self.bounds[-1][1]
-        line = f"{_count(blocks, 'block')} in {_count(stages, 'stage')}"
+        line = f"{plural(blocks, 'block')} in {plural(stages, 'stage')}"
         if stages == 1:
             return line
         sizes = f"{min(self.counts)} to {max(self.counts)} each" if stages > 16 else " + ".join(map(str, self.counts))
@@ -77,34 +78,30 @@ def _too_many(blocks: int, ranks: int, stages_per_rank: int) -> str:
     most_ranks, most_each = blocks // stages_per_rank, blocks // ranks
     ways = []
     if most_ranks:
-        ways.append(f"at most {_count(most_ranks, 'rank')} with {_count(stages_per_rank, 'stage')} each")
+        ways.append(f"at most {plural(most_ranks, 'rank')} with {plural(stages_per_rank, 'stage')} each")
     if most_each and stages_per_rank > 1:
-        ways.append(f"{_count(ranks, 'rank')} with at most {_count(most_each, 'stage')} each")
+        ways.append(f"{plural(ranks, 'rank')} with at most {plural(most_each, 'stage')} each")
     elif stages_per_rank > 1:
-        ways.append(f"at most {_count(blocks, 'rank')} with 1 stage each")
+        ways.append(f"at most {plural(blocks, 'rank')} with 1 stage each")
     ways.append(f"a model of at least {stages} blocks")
     return (
-        f"{_count(blocks, 'block')} cannot form {stages} stages ({_count(ranks, 'rank')} with "
-        f"{_count(stages_per_rank, 'stage')} each): use {', or '.join(ways)}"
+        f"{plural(blocks, 'block')} cannot form {stages} stages ({plural(ranks, 'rank')} with "
+        f"{plural(stages_per_rank, 'stage')} each): use {', or '.join(ways)}"
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _check_counts(counts: Sequence[int], blocks: int, stages: int) -> None:
     split = f"the split {list(counts)}"
     if len(counts) != stages:
         raise StageSplitError(
-            f"{split} has {_count(len(counts), 'number')}, and there are {_count(stages, 'stage')}: give the number "
+            f"{split} has {plural(len(counts), 'number')}, and there are {plural(stages, 'stage')}: give the number "
             "of blocks of each stage, or none to have them balanced"
         )
     if min(counts) < 1:
         raise StageSplitError(f"{split} has a stage without blocks: give each at least 1")
     if sum(counts) != blocks:
         raise StageSplitError(
-            f"{split} is for {_count(sum(counts), 'block')}, and the model has {blocks} (embedding and head included): "
+            f"{split} is for {plural(sum(counts), 'block')}, and the model has {blocks} (embedding and head included): "
             f"make the numbers add up to {blocks}"
         )
 
@@ -113,10 +110,8 @@ def _check_counts(counts: Sequence[int], blocks: int, stages: int) -> None:
 
 
 def _balanced_ends(costs: Sequence[float], stages: int) -> list[int]:
-    """Where each stage ends: the smallest largest stage, and then the smallest sum of squares.
-
-    The sum of squares is found stage by stage: `best[end]` is that of the blocks before `end` in the stages so far.
-    """
+    """Where each stage ends: the smallest largest stage, and then the smallest sum of squares, found stage by stage:
+    `best[end]` is that of the blocks before `end` in the stages so far."""
     before = list(accumulate(costs, initial=0.0))  # the cost of all blocks before this one
     limit = _smallest_limit(before, stages, max(costs))
     first_begin = [_reach_back(before, end, limit) for end in range(len(before))]

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshtrain.formatting import plural
 from meshtrain.pipeline import loop_schedules, v_schedules
 from meshtrain.pipeline.actions import Action, Kind, Pair, Schedule, ScheduleError
 from meshtrain.pipeline.simulate import simulate
@@ -48,9 +49,7 @@ MOST_PASSES = 1 << 19  # of a microbatch through a stage
 
 def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
     """The named schedule. Every count of microbatches works: no multiple of the ranks, and fewer than ranks, too.
-
-    Raises ScheduleError: an unknown name, or counts that do not work; says which do.
-    """
+    Raises ScheduleError: an unknown name, or counts that do not work; says which do."""
     if name not in _SPECS:
         near = difflib.get_close_matches(name.lower(), NAMES, n=1)
         hint = f"did you mean {near[0]}? There are " if near else "there are "
@@ -69,16 +68,13 @@ def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | No
 
 
 def load(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """The schedule that a config names: one of NAMES, or the path of a CSV file.
-
-    Raises ScheduleError: there is no such schedule, or it does not work with these counts; says what does.
-    """
+    """The schedule that a config names: one of NAMES, or a CSV file. Raises ScheduleError: it does not work here."""
     if not name.endswith(".csv"):
         return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
     schedule = read_csv(name, ranks=ranks, microbatches=microbatches)
     if stages_per_rank not in (None, schedule.stages_per_rank):
         raise ScheduleError(
-            f"the schedule {name} has {_stages(schedule.stages_per_rank)} per rank; found {stages_per_rank}"
+            f"the schedule {name} has {plural(schedule.stages_per_rank, 'stage')} per rank; found {stages_per_rank}"
         )
     return schedule
 
@@ -88,27 +84,19 @@ def _stages_per_rank(name: str, requested: int | None) -> int:
     if requested is None or requested == spec.stages:
         return spec.stages
     if spec.more_stages is None:
-        raise ScheduleError(f"schedule {name} has {_stages(spec.stages)} per rank; found {requested}")
+        raise ScheduleError(f"schedule {name} has {plural(spec.stages, 'stage')} per rank; found {requested}")
     if requested < 2:
         instead = f": one is {spec.more_stages}" if requested == 1 else ""
         raise ScheduleError(f"schedule {name} has 2 stages per rank or more; found {requested}{instead}")
     return requested
 
 
-def _stages(count: int) -> str:
-    return f"{count} stage" + "s" * (count != 1)
-
-
 # What every schedule keeps to ---------------------------------------------------------------------------------------
 
 
 def check(schedule: Schedule) -> None:
-    """Every schedule that trains has passed this.
-
-    Raises:
-        ScheduleError: a microbatch does not pass every stage once each way, or on the wrong rank.
-        DeadlockError: it could not finish; says which actions wait for what.
-    """
+    """Every schedule that trains has passed this. Raises ScheduleError: a microbatch does not pass every stage once
+    each way, or on the wrong rank. DeadlockError: it could not finish; says which actions wait for what."""
     if not schedule.placement or schedule.microbatches < 1:
         raise ScheduleError(f"schedule {schedule.name} has no stages or no microbatches")
     for rank in range(schedule.ranks):

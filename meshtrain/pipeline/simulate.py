@@ -97,16 +97,12 @@ class BlockedRank:
 
 
 class DeadlockError(ScheduleError):
-    """A schedule that cannot finish. `waits`: one for every action that a blocked rank waits for.
+    """A schedule that cannot finish. `waits`: one for every action that a blocked rank waits for. `cycle`: ranks each
+    of which waits for the next, and the last for the first; empty where what is missing is in nobody's list."""
 
-    `cycle`: ranks each of which waits for the next, and the last for the first; empty where what is missing is in
-    nobody's list.
-    """
-
-    def __init__(self, schedule: Schedule, waits: tuple[BlockedRank, ...], cycle: tuple[int, ...]) -> None:
-        self.waits = waits
-        self.cycle = cycle
-        super().__init__(_deadlock_message(schedule, waits, cycle))
+    def __init__(self, schedule: Schedule, waits: Sequence[BlockedRank]) -> None:
+        self.waits, self.cycle = tuple(waits), _cycle(waits)
+        super().__init__(_deadlock_message(schedule, waits, self.cycle))
 
 
 def simulate(
@@ -199,7 +195,7 @@ def _deadlock(
                 if missing not in done:
                     holder, position = ahead.get(missing, (None, None))
                     waits.append(BlockedRank(rank, action, reached[rank], missing, holder, position))
-    return DeadlockError(schedule, tuple(waits), _cycle(waits))
+    return DeadlockError(schedule, waits)
 
 
 def _cycle(waits: Sequence[BlockedRank]) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
 """Pipeline stages: a stage is the whole model, in which the blocks of other stages hand on what they get.
 
-So a stage runs the model's own `forward`, its parameters keep the names that they have in the whole model, and
-everything that takes a model (splitting, sharding, first values, weights from a file) takes a stage.
+So a stage runs the model's own `forward`, and its parameters keep the names that they have in the whole model.
 """
 
 from collections import Counter
@@ -14,11 +13,8 @@ from meshtrain.errors import InputError
 
 
 class OtherStageBlock(nn.Module):
-    """Stands where another stage has a block, and returns its first input.
-
-    A weight that the block shares with one of this stage's (tied embeddings) stays here too, so that the weight keeps
-    all of its names.
-    """
+    """Stands where another stage has a block, and returns its first input. A weight that the block shares with one of
+    this stage's (tied embeddings) stays here too, so that the weight keeps all of its names."""
 
     def forward(self, x: Any, *others: Any, **named: Any) -> Any:
         return x
@@ -50,9 +46,7 @@ def keep_stage(model: nn.Module, first: int, end: int) -> None:
 
 def owners(model: nn.Module) -> list[tuple[str, int]]:
     """(name, block) of every block, and of every largest module that is in no block and around none.
-
-    Raises InputError: the model has a parameter that is in no block, or a block that is there twice.
-    """
+    Raises InputError: the model has a parameter that is in no block, or a block that is there twice."""
     blocks = {block: i for i, block in enumerate(blocks_of(model))}
     _refuse_repeated(model, blocks)
     last = 0
@@ -103,9 +97,7 @@ def _register_at(placeholder: OtherStageBlock, path: str, parameter: nn.Paramete
 
 def stages_of_parameter(model: nn.Module, bounds: Sequence[tuple[int, int]]) -> dict[str, tuple[int, ...]]:
     """The stages that hold each parameter of a whole model, by the first of its names: one, or several if it is tied.
-
-    `bounds`: of each stage, its first block and the one after its last. Raises InputError as `owners` does.
-    """
+    `bounds`: of each stage, its first block and the one after its last. Raises InputError as `owners` does."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     blocks = blocks_of(model)
     owners(model)  # refuses what cannot be dealt out

@@ -1,8 +1,4 @@
-"""A timeline on disk: as JSON, which meshtrain reads again, and as a trace for Perfetto or chrome://tracing.
-
-A simulated timeline and one that a real run has measured have the same form, so everything that draws the one draws
-the other.
-"""
+"""A timeline on disk: as JSON, which meshtrain reads again, and as a trace for Perfetto or chrome://tracing."""
 
 import json
 from collections import defaultdict
@@ -93,11 +89,8 @@ def _event(rank: int, fields: dict[str, Any]) -> Event:
 
 
 def measured_costs(record: Record) -> dict[str, Cost]:
-    """Mean times of each stage's actions, as `simulate` takes them.
-
-    A backward that was run in one piece is taken as half input's and half weights' gradients. Raises InputError: a
-    stage has no forward, or no backward.
-    """
+    """Mean times of each stage's actions, as `simulate` takes them. A backward that was run in one piece is taken as
+    half input's and half weights' gradients. Raises InputError: a stage has no forward, or no backward."""
     durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for event in (event for row in record.timeline.events for event in row):
         durations[event.action.kind, event.action.stage].append(event.duration)
@@ -114,24 +107,19 @@ def measured_costs(record: Record) -> dict[str, Cost]:
 
 
 def trace_json(records: Sequence[Record]) -> dict[str, Any]:
-    """Chrome's trace format: a process for each record, a thread for each rank, arrows for what ranks hand over.
-
-    Times are microseconds; a time without a unit is taken as milliseconds.
-    """
+    """Chrome's trace format: a process for each record, a thread for each rank, arrows for what ranks hand over. Times
+    are microseconds; a time without a unit is taken as milliseconds."""
     events: list[dict[str, Any]] = []
     for process, record in enumerate(records):
+        scale = 1e6 if record.unit == "s" else 1e3
         metadata: dict[str, Any] = {"pid": process, "ph": "M"}
         events.append({**metadata, "name": "process_name", "args": {"name": record.title}})
         for rank, row in enumerate(record.timeline.events):
             events.append({**metadata, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
             events.append({**metadata, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}})
-            events += [_slice(process, event, _microseconds(record)) for event in row]
-        events += _arrows(process, record)
+            events += [_slice(process, event, scale) for event in row]
+        events += _arrows(process, record, scale)
     return {"displayTimeUnit": "ms", "traceEvents": events}
-
-
-def _microseconds(record: Record) -> float:
-    return 1e6 if record.unit == "s" else 1e3
 
 
 def _slice(process: int, event: Event, scale: float) -> dict[str, Any]:
@@ -148,7 +136,7 @@ def _slice(process: int, event: Event, scale: float) -> dict[str, Any]:
     }
 
 
-def _arrows(process: int, record: Record) -> list[dict[str, Any]]:
+def _arrows(process: int, record: Record, scale: float) -> list[dict[str, Any]]:
     """From the action that makes a tensor to the one on another rank that takes it."""
     producers: dict[tuple[str, int, int], Event] = {}
     consumers: dict[tuple[str, int, int], Event] = {}
@@ -158,7 +146,6 @@ def _arrows(process: int, record: Record) -> list[dict[str, Any]]:
             producers[kind.tensor, action.stage + kind.direction, action.microbatch] = event
             consumers[kind.tensor, action.stage, action.microbatch] = event
     arrows: list[dict[str, Any]] = []
-    scale = _microseconds(record)
     for (tensor, stage, microbatch), event in producers.items():
         target = consumers.get((tensor, stage, microbatch))
         if target is None or target.rank == event.rank:

@@ -47,9 +47,7 @@ V_MIN = VShape(1, 1, ((1, 1, 1), (1, 3, 1)), lambda ranks: 2 * -(-(ranks - 1) //
 
 def zbv(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """Zero bubble in the memory of 1f1b (Qi et al., ZB-V, arXiv 2401.10241, and V-ZB, arXiv 2405.15362).
-
-    From 2 * ranks - 1 microbatches on, no rank waits between its first and last action.
-    """
+    From 2 * ranks - 1 microbatches on, no rank waits between its first and last action."""
     return _squeeze("zbv", ZBV, ranks, microbatches)
 
 
@@ -64,10 +62,8 @@ def v_min(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
 
 
 def dualpipev(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Forwards and backwards in pairs, so that what one sends travels while the other computes.
-
-    (DeepSeek-V3, arXiv 2412.19437: DualPipe sends microbatches from both ends, over two copies of the parameters. This
-    is one half of it: cut in the middle and folded, it is a V with one copy.)
+    """Forwards and backwards in pairs, so that what one sends travels while the other computes (DeepSeek-V3, arXiv
+    2412.19437). DualPipe sends microbatches from both ends, over two copies of the parameters; this is one half of it.
     """
     rows = tuple(_pairs_of(ranks, rank, microbatches) for rank in range(ranks))
     return Schedule("dualpipev", microbatches, _placement(ranks), rows)
@@ -171,10 +167,8 @@ class _Rank:
 
 
 def _squeeze(name: str, shape: VShape, ranks: int, microbatches: int) -> Schedule:
-    """The pattern of the shape on a clock: every rank goes on as soon as it can, and fills the time that is left over.
-
-    It is filled with weight gradients that were put off, and with what may come before its turn.
-    """
+    """The pattern of the shape on a clock: every rank goes on as soon as it can, and fills the time that is left over
+    with weight gradients that were put off, and with what may come before its turn."""
     states = [_Rank(rank, ranks, microbatches, shape, block) for rank, block in enumerate(_block(shape, ranks))]
     ended: dict[Action, int] = {}
     for now in range(PERIOD * (microbatches + ranks)):  # all of them are done by then
@@ -187,10 +181,8 @@ def _squeeze(name: str, shape: VShape, ranks: int, microbatches: int) -> Schedul
 
 
 class _PairRow:
-    """The forwards and backwards that a rank has still to do: of each stage in the order of the microbatches.
-
-    A call appends one to the row. When a stage has none left, it appends nothing.
-    """
+    """The forwards and backwards that a rank has still to do: of each stage in the order of the microbatches. A call
+    appends one to the row. When a stage has none left, it appends nothing."""
 
     def __init__(self, microbatches: int) -> None:
         self.row: list[Action | Pair] = []

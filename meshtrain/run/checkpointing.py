@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ RNG = "before each step torch, numpy and random are seeded from (seed, step, ind
 GUESSED_SPEED = 200e6  # bytes that a host writes in a second, before it is known
 
 
-class Checkpointer:
+class Checkpointer(AbstractContextManager["Checkpointer"]):
     """Saves what the section `checkpoint` of the YAML asks for. All ranks do the same after the same steps."""
 
     def __init__(
@@ -51,9 +52,6 @@ class Checkpointer:
         self._guess_s = checkpoint_bytes(state.placements, job.world_size) / GUESSED_SPEED / len(job.layout.hosts)
         self._config = json.loads(json.dumps(spec.config.plain()))
 
-    def __enter__(self) -> "Checkpointer":
-        return self
-
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, TrainingError):  # all ranks are here: what is being written is not given up
             self._saver.wait()
@@ -75,9 +73,10 @@ class Checkpointer:
             return False
         return self._logger.ends_epoch(step) if every == "epoch" else bool(every) and step % int(every) == 0
 
-    def save(self) -> None:
-        """Saves the state after the last step; waits for a copy in memory."""
-        self._save(wait=False)
+    def save(self, *, wait: bool = False) -> None:
+        """Saves the state after the last step. Unless it is to `wait` for the disks, it waits for a copy in memory."""
+        self._saver.save(self._monitor.finished_step, self._about(self._monitor.finished_step), wait=wait)
+        self._monitor.save_s = self._saver.last_save_s or None
 
     def stop_reason(self) -> str | None:
         """Why the run should not go on, if saving has shown that; to be asked in every step."""
@@ -88,24 +87,16 @@ class Checkpointer:
     def finish(self) -> None:
         """Saves the last state, or `check` says why not. Raises TrainingError: saving shows that the run must stop."""
         self._saver.wait()
-        self._raise_stop_reason()
-        if self._monitor.finished_step != self._saver.saved:
-            self._save(wait=True)
-            self._raise_stop_reason()
+        if self._saver.wants_stop is None and self._monitor.finished_step != self._saver.saved:
+            self.save(wait=True)
+        if self._saver.wants_stop is not None:
+            raise TrainingError(self._saver.wants_stop)
 
     def check(self) -> None:
         """Raises TrainingError, on every rank, if the last state was not saved."""
         if self._saver.problem is not None:
             steps = f"{self._monitor.finished_step} steps of {self.spec.steps}"
             raise TrainingError(f"{steps} are done and not saved: {self._saver.problem}")
-
-    def _raise_stop_reason(self) -> None:
-        if self._saver.wants_stop is not None:
-            raise TrainingError(self._saver.wants_stop)
-
-    def _save(self, wait: bool) -> None:
-        self._saver.save(self._monitor.finished_step, self._about(self._monitor.finished_step), wait=wait)
-        self._monitor.save_s = self._saver.last_save_s or None
 
     def _about(self, step: int) -> dict[str, Any]:
         config = self.spec.config

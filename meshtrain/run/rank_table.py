@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from meshtrain.formatting import short
-from meshtrain.layout import DATA_AXES, Layout
+from meshtrain.layout import CONTEXT_AXES, DATA_AXES, FSDP_AXES, Layout
 
 
 def describe_hosts(layout: Layout) -> str:
@@ -35,10 +35,13 @@ def layout_text(layout: Layout, most_lines: int | None = None) -> str:
 
 
 def grouped_axes(layout: Layout) -> list[tuple[str, ...]]:
-    """The axes with groups of more than one rank, and the data axes together where both have."""
+    """The axes with groups of more than one rank, and of derived ones those that are none of these: the data axes
+    together, what shares the parameters, and the two factors of `cp`."""
     large = [axis for axis in layout.axes if layout.size(axis) > 1]
     both = [tuple(DATA_AXES)] if set(DATA_AXES) <= set(large) else []
-    return [*((axis,) for axis in large), *both]
+    made_of = {"fsdp": FSDP_AXES, **dict.fromkeys(CONTEXT_AXES, CONTEXT_AXES)}
+    derived = [(name,) for name, axes in made_of.items() if all(layout.size(axis) > 1 for axis in axes)]
+    return [*((axis,) for axis in large), *both, *derived]
 
 
 def _group_lines(layout: Layout, axes: tuple[str, ...], most_lines: int | None) -> list[str]:

@@ -12,20 +12,21 @@ from meshtrain.job.process import Job
 from meshtrain.mesh import Mesh
 from meshtrain.metrics.plot import plot_loss
 from meshtrain.parallel.mixed_precision import compute_dtype
+from meshtrain.run.setup import context_parallel
 from meshtrain.run.weights_export import export
 
 PROMPT_TOKENS = 16  # of held-out text, which the generated sample goes on from
 
 
-def show(config: Config, job: Job, data: OpenData, model: nn.Module, folder: Path) -> None:
+def show(config: Config, job: Job, mesh: Mesh, data: OpenData, model: nn.Module, folder: Path) -> None:
     """A text by a language model, and the picture of the loss in the run's folder."""
     if data.tokenizer is not None and config.train.sample_tokens > 0:
-        job.say(sample_text(config, job, data, model))
+        job.say(sample_text(config, job, mesh, data, model))
     if job.rank == 0:
         print(plot_loss(folder, config.name), flush=True)
 
 
-def sample_text(config: Config, job: Job, data: OpenData, model: nn.Module) -> str:
+def sample_text(config: Config, job: Job, mesh: Mesh, data: OpenData, model: nn.Module) -> str:
     """Text that the model makes, going on from the beginning of a held-out sample."""
     assert data.tokenizer is not None
     inputs, _ = (data.validation or data.train).item(0, 0)
@@ -38,6 +39,7 @@ def sample_text(config: Config, job: Job, data: OpenData, model: nn.Module) -> s
         seq_len=config.data.seq_len,
         device=job.device,
         seed=config.train.seed,
+        context=context_parallel(config, mesh) if mesh.size("cp") > 1 else None,
     )
     first, rest = data.tokenizer.decode(prompt), data.tokenizer.decode(ids[len(prompt) :])
     return f"\na sample, going on from {first!r}:\n{first}{rest}\n"

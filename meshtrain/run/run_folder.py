@@ -47,9 +47,6 @@ class RunFolder:
                 move_damaged(path, error)
         return None
 
-    def has_exit(self) -> bool:
-        return (self.path / EXIT).exists()
-
     def forget_exit(self) -> None:
         with optional(f"the {EXIT} of the last job stays"):
             (self.path / EXIT).unlink(missing_ok=True)

@@ -19,7 +19,9 @@ from meshtrain.layout import DATA_AXES
 from meshtrain.mesh import Mesh
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.modeling.build import build_model, check_start, outputs, parameter_count, short_sample, spec_of
-from meshtrain.parallel.tp_plan import NO_SEQUENCE, shards_sequence
+from meshtrain.modeling.context import context_costs
+from meshtrain.parallel.context import ContextParallel
+from meshtrain.parallel.tp_plan import NO_SEQUENCE, has_sequence_parts, shards_sequence
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.run.checkpointing import describe_saving
 from meshtrain.run.rank_table import describe_hosts
@@ -27,8 +29,7 @@ from meshtrain.storage import with_retries
 
 
 def load_data(config: Config, job: Job) -> OpenData:
-    """The corpus, prepared and opened. Raises InputError, on every rank: it cannot be had, differs between hosts, or is
-    not what the model takes."""
+    """The corpus, opened. Raises InputError, on every rank: missing, different between hosts, or not the model's."""
     assert job.layout is not None
     first_of_host = job.environment.local_rank == 0
     with job.collective_check("preparing the data"):
@@ -62,9 +63,9 @@ def model_of_run(
     if from_checkpoint:
         config = replace(config, model=replace(config.model, weights=None))
     sample = None
-    if config.parallel.verify and mesh.size("tp") > 1:
+    if config.parallel.verify and mesh.size("cp", "tp") > 1:
         with job.collective_check("reading the first samples"):
-            sample = short_sample(data, mesh.size("tp"))
+            sample = short_sample(data, mesh.size("cp"), mesh.size("tp"))
     return build_model(config, mesh, job.device, lambda: timer.phase("communication"), sample)
 
 
@@ -79,11 +80,20 @@ def readers(
         "workers": config.data.workers,
         "prefetch": config.data.prefetch,
         "pin_memory": config.data.pin_memory,
-        "context": hasattr(model_file(config.model.name), "cp_plan"),  # attention takes the record, not documents
     }
+    if hasattr(model_file(config.model.name), "cp_plan"):
+        split = mesh.size("cp") > 1
+        common["prepare"] = context_parallel(config, mesh).shard if split else Batch.with_context
     order: dict[str, Any] = {"seed": config.train.seed, "global_size": config.batch.global_size}
     batches = train_batches(data.train, first_step=first_step, steps=steps, **order, **common)
     return batches, None if held_out is None else eval_batches(held_out, **common)
+
+
+def context_parallel(config: Config, mesh: Mesh) -> ContextParallel:
+    """How the run's sequences lie over `cp`."""
+    keys, plan = config.parallel, getattr(model_file(config.model.name), "tp_plan", None)
+    sequence = has_sequence_parts(keys.sequence_parallel, plan)
+    return ContextParallel(mesh, method=keys.context, heads=keys.context_heads, sequence_parallel=sequence)
 
 
 def banner_lines(spec: RunSpec, job: Job, data: OpenData, evaluated: Samples | None, model: nn.Module) -> Iterator[str]:
@@ -93,6 +103,8 @@ def banner_lines(spec: RunSpec, job: Job, data: OpenData, evaluated: Samples | N
     yield f"{config.name}: {describe_hosts(layout)}, on {job.device_name()}, {job.meeting_point()}"
     yield f"layout {layout}, {config.train.precision}"
     yield describe_batch(size.global_size, size.micro_size, layout.size(*DATA_AXES))
+    if (costs := context_costs(config, layout)) is not None:
+        yield costs.describe()
     yield f"model {config.model.name}: {parameter_count(spec_of(config).meta):,} parameters"
     plan = getattr(model_file(config.model.name), "tp_plan", {})
     if layout.size("tp") > 1 and config.parallel.sequence_parallel is None and not shards_sequence(plan):

@@ -1,17 +1,18 @@
 """Exit status: how a run ends, written into `exit.json` for scripts and for the next start of the same run."""
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshtrain.checkpoint.resume import Resume, RunSpec
 from meshtrain.config import Config
 from meshtrain.errors import AgreedError, InputError, TrainingError
-from meshtrain.job.exit import by_signal, signal_of
+from meshtrain.job.exit import signal_of
 from meshtrain.job.process import Job
 from meshtrain.job.signals import StopKind, StopReason
 from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind
 from meshtrain.layout import LayoutError
-from meshtrain.run.run_folder import RunFolder
+from meshtrain.run.run_folder import EXIT, RunFolder
 from meshtrain.storage import optional
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ EXIT_RESTART = 1  # the exit status of a process that stops for another node's s
 STOPPED = 75  # the exit status of a run that was asked to stop and can be gone on with: EX_TEMPFAIL of sysexits.h
 
 
-class RunStatus:
+class RunStatus(AbstractContextManager["RunStatus"]):
     """Around a run: rank 0 forgets how the last job ended, and writes down how this one does, unless it is refused at
     start."""
 
@@ -32,9 +33,6 @@ class RunStatus:
         self.stop_kinds: list[StopKind] = []  # of these requests
         self.status = 0  # with which this process ends, if all goes well
         self._goodput: GoodputTracker | None = None  # since the run has begun
-
-    def __enter__(self) -> "RunStatus":
-        return self
 
     @property
     def step(self) -> int:
@@ -100,7 +98,7 @@ class RunStatus:
             self._write("done", 0, "all steps are done", "done")
         else:
             shared = isinstance(error, AgreedError | TrainingError)  # all ranks have it
-            asks = by_signal(error) or (isinstance(error, Exception) and not shared)
+            asks = signal_of(error) is not None or (isinstance(error, Exception) and not shared)
             first = self.job.failures.first_failure(str(self.job), error) if asks else None
             reason = _reason(error) if first is None else (first.diagnosis.headline, first.diagnosis.kind)
             self._write("failed", 1, *reason)
@@ -109,7 +107,7 @@ class RunStatus:
         """The job is lost while this rank is stuck, or rank 0 is gone; called on the lowest rank that is left."""
         if self._goodput is not None and self.job.rank == 0:
             self._write("failed", 1, diagnosis.headline, diagnosis.kind)
-        elif self._goodput is not None and not self.folder.has_exit():
+        elif self._goodput is not None and not (self.folder.path / EXIT).exists():
             # Where a link is cut both sides come here, and the exit.json of rank 0 counts.
             self.folder.write_exit("failed", 1, diagnosis.headline, self.step, kind=diagnosis.kind)
 
@@ -118,15 +116,15 @@ class RunStatus:
             self.folder.write_exit(status, code, reason, self.step, kind=kind)
             return
         summary = self._goodput.summary()
-        self.folder.write_exit(status, code, reason, self.step, summary.plain(), kind=kind)
+        self.folder.write_exit(status, code, reason, self.step, summary.row() | {"jobs": summary.jobs}, kind=kind)
         self._goodput.end(status)
         self.job.say(str(summary))
 
 
 def _reason(error: BaseException) -> tuple[str, DiagnosisKind]:
     text = f"{type(error).__name__}: {error}"
-    if by_signal(error):
-        return f"ended by {signal_of(error)}" if isinstance(error, SystemExit) else text, DiagnosisKind.ENDED
+    if (name := signal_of(error)) is not None:
+        return f"ended by {name}" if isinstance(error, SystemExit) else text, DiagnosisKind.ENDED
     if isinstance(error, InputError | LayoutError):
         return text, DiagnosisKind.INPUT
     return text, DiagnosisKind.TRAINING if isinstance(error, TrainingError) else DiagnosisKind.FAILED

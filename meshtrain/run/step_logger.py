@@ -1,6 +1,8 @@
 """Step logging: the results of steps become rows, totals of the run and of its epochs, and the decision to go on."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from meshtrain.checkpoint.resume import RunSpec
@@ -21,7 +23,7 @@ from meshtrain.run.phase_monitor import PhaseMonitor
 from meshtrain.trainer import StepResult
 
 
-class StepLogger:
+class StepLogger(AbstractContextManager["StepLogger"]):
     """Takes the results of the steps in their order. All ranks have one, because all of them stop together.
 
     Attributes:
@@ -57,9 +59,6 @@ class StepLogger:
         self._flops, of_model = sample_flops(spec_of(self.config).meta, batch.inputs)
         self._peak, of_device = peak_flops(self.job.device, self.config.train.precision)
         self._metrics.say(f"{of_model}; {of_device} (for MFU)")
-
-    def __enter__(self) -> "StepLogger":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._metrics.close()
@@ -151,11 +150,11 @@ class StepLogger:
         self._metrics.say(f"{problem}; its update is left out (train.on_nonfinite: skip)")
 
 
+@dataclass
 class _Sums:
-    def __init__(self, loss: float = 0.0, targets: int = 0, correct: int | None = None) -> None:
-        self.loss = loss
-        self.targets = targets
-        self.correct = correct
+    loss: float = 0.0
+    targets: int = 0
+    correct: int | None = None
 
     def add(self, result: StepResult) -> None:
         self.loss += result.loss * result.num_valid_tokens

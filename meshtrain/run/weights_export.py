@@ -1,8 +1,7 @@
 """Distributed export: a model on any mesh becomes a Hugging Face directory, tensor by tensor.
 
-From the placements and the layout every rank knows who holds which part of what. The files are shared out among the
-ranks that see the folder. In each turn every one of these writers receives the parts of one tensor from the ranks that
-hold them and writes it: no rank ever holds more than one whole tensor.
+The files are shared out among the ranks that see the folder. In each turn every one of these writers receives the parts
+of one tensor from the ranks that hold them and writes it: no rank ever holds more than one whole tensor.
 """
 
 import uuid
@@ -23,7 +22,7 @@ from meshtrain.huggingface.safetensors import FILE_BYTES, Entry
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.sharding import Part, local_part
+from meshtrain.parallel.sharding import Part, local_part, tensor_spec
 
 Turn = tuple[int, str, Entry]  # the rank that writes, its file, and the tensor
 
@@ -54,7 +53,7 @@ def export(
     """
     place = ExportFolder(folder)
     tensors = {names[0]: tensor for names, tensor in named_tensors(model).items()}
-    placements = gather_placements(tensors, job, mesh.layout)
+    placements = gather_placements([tensor_spec(*pair) for pair in tensors.items()], job, mesh.layout)
     entries = [Entry(name, tensor.dtype, tensor.shape) for name, tensor in placements.items()]
     files = plan_export(entries, dtype, file_bytes)
     writers = _begin(place, job)

@@ -22,11 +22,18 @@ LAYOUTS = {
     "pp": "{pp: 4}",
     "dp_shard x tp": "{dp_shard: 2, tp: 2}",
     "pp x tp x dp_shard": "{pp: 2, tp: 2, dp_shard: 2}",
+    "cp": "{cp: 4}",
 }
+WITH_CP = ("one process", "FSDP", "dp_shard x tp")  # what `cp` is tried with: it cuts parameters as FSDP does
 WORLDS = {1: ["one process"], 8: ["pp x tp x dp_shard"]}
 WORLDS[4] = [name for name in LAYOUTS if name not in (*WORLDS[1], *WORLDS[8])]
-CELLS = [(saved, loaded) for saved in LAYOUTS for loaded in LAYOUTS if saved != loaded]
-MICRO = {"tp": 8, "dp_shard x tp": 4}  # one microbatch where each costs many exchanges
+CELLS = [
+    (saved, loaded)
+    for saved in LAYOUTS
+    for loaded in LAYOUTS
+    if saved != loaded and ("cp" not in (saved, loaded) or {saved, loaded} & {*WITH_CP})
+]
+MICRO = {"tp": 8, "dp_shard x tp": 4, "cp": 8}  # one microbatch where each costs many exchanges
 # Nothing divides, the learning rate does not depend on how long the run is, and AdamW's moments are large.
 MODEL = (
     *SMALL,

@@ -320,6 +320,7 @@ def job(processes: int, cases: Sequence[Case], folder: Path) -> list[dict[str, A
 LAYOUTS = {
     "dp": "{dp_replicate: 2}",
     "fsdp": "{dp_shard: 2}",
+    "cp": "{cp: 2}",
     "tp": "{tp: 2}",
     "pp": "{pp: 2}",
 }

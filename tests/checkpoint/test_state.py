@@ -13,6 +13,7 @@ from meshtrain.errors import InputError
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
 from meshtrain.optim.optimizer import Optimizer
+from meshtrain.parallel.sharding import tensor_spec
 from meshtrain.trainer import LossScale
 from tests.checkpoint.known import alone
 from tests.launching import forked
@@ -113,7 +114,7 @@ def test_a_state_that_is_put_back_goes_on_with_the_same_bits() -> None:
 
 def test_a_type_that_no_file_holds_is_refused() -> None:
     with pytest.raises(InputError, match=r"w has the type torch.complex64, and files of weights hold float64, float32"):
-        gather_placements({"w": torch.zeros(2, dtype=torch.complex64)}, alone(), Layout({}))
+        gather_placements([tensor_spec("w", torch.zeros(2, dtype=torch.complex64))], alone(), Layout({}))
 
 
 @pytest.mark.timeout(400)

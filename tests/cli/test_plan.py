@@ -145,6 +145,14 @@ def test_the_table_of_a_layout() -> None:
     )
 
 
+def test_the_table_has_the_groups_of_parameters_and_of_attention() -> None:
+    layout = Layout({"dp_shard": 2, "cp": 4}).with_context_heads(2).on_hosts((8,))
+    titles = [line.partition(":")[0] for line in layout_text(layout).splitlines() if " ranks, " in line]
+    assert titles == ["dp_shard", "cp", "fsdp", "cp_ring", "cp_heads"]
+    assert "fsdp: 1 group of 8 ranks" in layout_text(layout)
+    assert "cp_ring: 4 groups of 2 ranks, none crosses hosts\n  [0, 2]  host 0" in layout_text(layout)
+
+
 def test_a_long_table_loses_its_middle_and_the_file_does_not() -> None:
     layout = Layout({"dp_replicate": 8, "dp_shard": 64, "tp": 8}).on_hosts([8] * 512)
     short = layout_text(layout, 8).splitlines()

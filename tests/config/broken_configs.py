@@ -46,7 +46,7 @@ def check(config):
     return []
 """
 
-# Behind the model file: a model with one layer, and tp_plans for it.
+# Behind the model file: a model with one layer, and plans for it.
 ONE_LAYER = """
 class Layer:
     in_features = out_features = 8
@@ -55,7 +55,12 @@ class Model(Model):
     def named_modules(self):
         return [("", self), ("first", Layer())]
 """
-PLANS = {"plan": {"first": "columns"}, "stale_plan": {"first": "colwise", "second": "rowwise"}}
+PLANS = {
+    "plan": 'tp_plan = {"first": "columns"}',
+    "stale_plan": 'tp_plan = {"first": "colwise", "second": "rowwise"}',
+    "cp_plan": 'cp_plan = {"first": "convolution"}',
+    "stale_cp_plan": 'cp_plan = {"first": "attention", "second": "attention"}',
+}
 
 
 class Error(NamedTuple):
@@ -354,14 +359,59 @@ LAYOUTS = [
         "use at least 1",
     ),
     one(
-        "cp is not trained",
+        "cp of a model without a cp_plan",
         plus("layout:\n  cp: -1\n"),
         5,
-        "context-parallel",
+        "has no cp_plan, which says where it mixes tokens",
         "use cp: 1",
         world_size=2,
-        for_training=True,
     ),
+    one(
+        "cp of images",
+        plus("layout:\n  cp: 2\ndata: {source: digits}\n", model="{name: llama}"),
+        5,
+        "data.source digits gives images, not sequences",
+        "use cp: 1",
+    ),
+    one(
+        "a cp_plan of another model",
+        plus("layout:\n  cp: 2\n", model="{name: MODEL.stale_cp_plan.py, width: 8}"),
+        5,
+        "the cp_plan's 'second' matches no module",
+        "mend the pattern",
+    ),
+    one(
+        "a cp_plan with an unknown word",
+        plus("layout: {cp: 2}\n", model="{name: MODEL.cp_plan.py, width: 8}"),
+        4,
+        "the cp_plan's 'first' is 'convolution'",
+        "use attention",
+    ),
+    one(
+        "heads against cp",
+        plus("layout: {cp: 4}\nparallel:\n  context_heads: 3\n", model="{name: llama}"),
+        6,
+        "parallel.context_heads 3 does not divide layout.cp 4",
+        "use 1, 2 or 4",
+    ),
+    one(
+        "query heads against tp and context_heads",
+        plus("layout: {cp: -1, tp: 2}\nparallel:\n  context_heads: 8\n", model="{name: llama}"),
+        6,
+        "8 query heads do not divide over tp 2 x context_heads 8",
+        "use a context_heads of 1, 2 or 4",
+        world_size=16,
+    ),
+    one(
+        "Ulysses as a way",
+        plus("parallel:\n  context: ulysses\n"),
+        5,
+        "expected one of `gather` or `ring`, found the text 'ulysses'",
+        "with context_heads: 4 ranks swap heads, which is Ulysses",
+    ),
+    one("no way", plus("parallel: {context: p2p}\n"), 4, "found the text 'p2p'", "the default is gather"),
+    one("Megatron's way", plus("parallel: {cp_comm_type: a2a}\n"), 4, "no key", "did you mean context?"),
+    one("DeepSpeed's way", plus("parallel: {ulysses_degree: 4}\n"), 4, "no key", "did you mean context_heads?"),
 ]
 
 SIX_BLOCKS = "{name: llama, num_hidden_layers: 3}"

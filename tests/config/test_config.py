@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     others = {"wrong": "\nclass (:\n", "empty": "x = 1\n", "imports": "import no_such_package\n", "type": typed}
     others |= {"raises": "raise ValueError('no')\n", "exits": "raise SystemExit(0)\n", "asserts": "assert 0, 'why'\n"}
     others["unbuilt"] = MODEL_FILE.replace("        self.config = config\n", "        raise RuntimeError('too wide')\n")
-    others |= {name: f"{MODEL_FILE}{ONE_LAYER}tp_plan = {plan}\n" for name, plan in PLANS.items()}
+    others |= {name: f"{MODEL_FILE}{ONE_LAYER}{plan}\n" for name, plan in PLANS.items()}
     for name, text in others.items():
         Path(f"{path}.{name}.py").write_text(text)
     return str(path)
@@ -240,12 +240,19 @@ def test_missing_files_are_found_before_training_and_not_for_a_plan(load: Any, t
     assert load(text.replace("corpus", "corpus.idx"), for_training=True)
 
 
-def test_training_refuses_axes_that_are_not_built_and_a_plan_shows_them(load: Any) -> None:
-    text = plus("layout: {cp: 2, dp_shard: -1, tp: 2}\n", model="{name: llama}")
-    assert load(text, world_size=8).layout == {"cp": 2, "dp_shard": -1, "tp": 2}
-    (error,) = refused(load, text, world_size=8, for_training=True)
-    assert "layout.cp is 2" in error.message
-    assert load(plus("layout: {tp: 1, dp_shard: 4, dp_replicate: 2}\n"), world_size=8, for_training=True)
+def test_cp_is_trained_and_its_heads_are_the_layouts(load: Any) -> None:
+    text = plus("layout: {cp: 4, dp_shard: -1, tp: 2}\nparallel: {context_heads: 2}\n", model="{name: llama}")
+    config = load(text, world_size=8, for_training=True)
+    assert config.layout == {"cp": 4, "dp_shard": -1, "tp": 2}
+    assert (config.resolved.size("cp_heads"), config.resolved.size("cp_ring")) == (2, 2)
+    # A layout without cp has no use for them: a config stays one config on one process.
+    assert load(text, "layout={dp_shard: -1}", world_size=3).resolved.size("cp_heads") == 1
+
+
+def test_with_cp_sequences_need_not_divide_over_tp(load: Any) -> None:
+    text = plus("data: {seq_len: 33}\nlayout: {cp: 2, tp: 2}\n", model="{name: llama}")
+    assert load(text, world_size=4, for_training=True)
+    assert "does not divide over layout.tp" in refused(load, text, "layout.cp=1", world_size=2)[0].message
 
 
 def test_symmetric_memory_is_refused_only_where_it_would_be_used(load: Any) -> None:
@@ -421,7 +428,9 @@ def overridden(draw: st.DrawFn) -> list[str]:
         "model.shares": st.dictionaries(TEXTS, FLOATS),
         "model.scaling": st.none() | st.dictionaries(TEXTS, SCALARS, max_size=3),
         "model.head_dim": st.none() | st.integers(),
-        "layout": st.permutations(["pp", "dp_shard", "cp"]).map(lambda axes: dict(zip(axes, (2, -1, 3), strict=True))),
+        "layout": st.permutations(["pp", "dp_shard", "dp_replicate"]).map(
+            lambda axes: dict(zip(axes, (2, -1, 3), strict=True))
+        ),
     }
     named = draw(st.lists(st.sampled_from(sorted(choices)), unique=True))
     return [f"train.steps={steps}"] + [f"{name}={write(draw(choices[name]))}" for name in named]

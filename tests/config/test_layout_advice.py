@@ -138,3 +138,12 @@ def test_data_across_hosts_is_normal() -> None:
 def test_a_job_of_131072_ranks() -> None:
     layout = Layout({"pp": 16, "dp_replicate": 8, "dp_shard": 128, "tp": 8}).on_hosts([8] * 16384)
     assert host_warnings(layout) == []
+
+
+def test_neighbours_that_split_heads_and_cross_hosts_are_warned_of() -> None:
+    layout = Layout({"cp": 4, "tp": 2})
+    assert host_warnings(layout.with_context_heads(2).on_hosts((4, 4))) == []
+    (warning,) = host_warnings(layout.with_context_heads(4).on_hosts((4, 4)))
+    assert "context_heads: 4 crosses hosts in 2 of 2 groups (the first is ranks [0, 2, 4, 6] on host 0 and" in warning
+    assert "so that 4 neighbours share a host" in warning
+    assert host_warnings(layout.on_hosts((4, 4))) == []  # keys and values may travel

@@ -66,6 +66,7 @@ MAKERS = {
     "mnist": make_mnist,
     "images": make_images,
     "own-dataset": make_nothing,
+    "long-context": make_nothing,
 }
 
 

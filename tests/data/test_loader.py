@@ -308,7 +308,8 @@ def test_a_model_with_a_cp_plan_gets_the_record_in_the_place_of_documents(opened
     keys = {"seed": 0, "first_step": 0, "steps": 2, "global_size": 4, "micro_size": 2, "rank": 0, "ranks": 1}
     for masked in (True, False):
         data = opened(seq_len=32, mask_documents=masked)
-        plain, records = (flat(train_batches(data.train, **keys, context=context)) for context in (False, True))
+        plain = flat(train_batches(data.train, **keys))
+        records = flat(train_batches(data.train, **keys, prepare=Batch.with_context))
         for one, other in zip(plain, records, strict=True):
             tokens, positions, documents = one.inputs
             context = other.inputs[2]
@@ -322,7 +323,7 @@ def test_a_model_with_a_cp_plan_gets_the_record_in_the_place_of_documents(opened
                 assert torch.equal(context.lengths, cumulative_lengths(documents))
             assert other.to(torch.device("meta"), torch.bfloat16).inputs[2].shape == context.shape
             assert other.with_context() is other
-    evaluated = eval_batches(data.train, micro_size=2, rank=0, ranks=1, context=True)
+    evaluated = eval_batches(data.train, micro_size=2, rank=0, ranks=1, prepare=Batch.with_context)
     assert isinstance(next(iter(evaluated)).inputs[2], AttentionContext)
 
 

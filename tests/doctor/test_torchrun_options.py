@@ -13,8 +13,9 @@ from meshtrain.doctor.facts import processes_of
 from meshtrain.doctor.interfaces import gloo_interfaces, nccl_interfaces
 from meshtrain.doctor.ports import peers_to_check
 from meshtrain.doctor.records import Interface, Place
-from meshtrain.doctor.torchrun_options import expand_hosts, read_place, speaks_for_node
+from meshtrain.doctor.torchrun_options import read_place, speaks_for_node
 from meshtrain.errors import InputError
+from meshtrain.job.environment import expand_hosts
 from meshtrain.metrics.nvidia_smi import throttle_reasons
 from tests.launching import environment
 

@@ -188,7 +188,7 @@ def broken(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
         ({"mlp_bias": True}, ["config.json:", "model.mlp_bias"]),
         ({"quantization_config": {"bits": 4}}, ["config.json:", "there is no key model.quantization_config"]),
         ({"hidden_size": "wide"}, ["config.json:", "model.hidden_size: expected an integer"]),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ["mine.yaml:1", "'yarn' is not built"]),
+        ({"rope_parameters": {"rope_type": "su", "factor": 2.0}}, ["mine.yaml:1", "'su' is not built"]),
     ],
 )
 def test_config_json_is_refused(keys: dict[str, Any], says: list[str], plain: Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from meshtrain.errors import InputError
-from meshtrain.job.environment import expand_hosts, first_host, read_environment
+from meshtrain.job.environment import expand_hosts, read_environment
 
 TORCHRUN = {
     "RANK": "5",
@@ -147,7 +147,7 @@ def test_the_shell_of_a_batch_script_is_a_world_of_one() -> None:
     ],
 )
 def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+    assert expand_hosts(nodes)[0] == first
 
 
 def test_all_hosts_of_a_node_list() -> None:
@@ -162,7 +162,7 @@ def test_all_hosts_of_a_node_list() -> None:
 @pytest.mark.parametrize("nodes", ["", "[1-2]", "gpu[", "gpu[]", "a,,b", "gpu[1-]"])
 def test_a_broken_node_list_is_an_error(nodes: str) -> None:
     with pytest.raises(InputError, match="node list"):
-        first_host(nodes)
+        read_environment(SRUN | {"SLURM_STEP_NODELIST": nodes})
 
 
 def test_a_long_name_with_a_broken_list_is_refused_at_once() -> None:

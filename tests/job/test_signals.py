@@ -20,7 +20,7 @@ import meshtrain.train
 from meshtrain.checkpoint import directory as folder
 from meshtrain.checkpoint.directory import complete_steps
 from meshtrain.job import signals as stopping
-from meshtrain.job.exit import by_signal, signal_of
+from meshtrain.job.exit import signal_of
 from meshtrain.job.signals import Signals, StopReason, StopRequest, limits
 from meshtrain.metrics.logger import read
 from tests.checkpoint.going_on import Case, alone, small_run
@@ -217,7 +217,7 @@ def test_the_end_of_a_slurm_job_is_a_limit(tmp_path: Path) -> None:
     for other in ({}, {"SLURM_JOB_END_TIME": "Unknown"}, {"SLURM_JOB_END_TIME": "1000000000"}):
         assert limits(None, 0.0, other) == []
     late = {"SLURM_JOB_END_TIME": str(int(time.time()) + 3600), "SLURM_JOB_ID": "7"}
-    assert [limit.reason.text for limit in limits(60.0, 0.0, late)] == ["train.time_limit", "the end of SLURM job 7"]
+    assert [reason.text for reason, _ in limits(60.0, 0.0, late)] == ["train.time_limit", "the end of SLURM job 7"]
 
 
 # Runs ---------------------------------------------------------------------------------------------------------------
@@ -464,7 +464,7 @@ def test_under_torchrun_a_stop_ends_with_0(small: str, tmp_path: Path) -> None:
 
 
 def test_an_exit_status_above_128_is_a_signal_only_if_there_is_such_a_signal() -> None:
-    assert [by_signal(SystemExit(code)) for code in (143, 130, 128, 255, 1, None, "no")] == [True, True, *[False] * 5]
-    assert signal_of(SystemExit(143)) == "SIGTERM"
-    assert by_signal(KeyboardInterrupt())
+    names = [signal_of(SystemExit(code)) for code in (143, 130, 128, 255, 1, None, "no")]
+    assert names == ["SIGTERM", "SIGINT", *[None] * 5]
     assert signal_of(KeyboardInterrupt()) == "SIGINT"
+    assert signal_of(ValueError()) is None

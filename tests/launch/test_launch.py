@@ -183,7 +183,7 @@ def test_bash_reads_the_words_too(capsys: pytest.CaptureFixture[str]) -> None:
         ((*NODES, "layout={tp: 8, dp_shard: -1}", *SPLITTABLE), "put tp last: {dp_shard: 4, tp: 8}"),
         (("--slurm", "--nodes", "2", "--gpus-per-node", "3", "layout.tp=2"), "tp crosses hosts in 1 of 3 groups"),
         ((*NODES, "layout={tp: 2, dp_shard: -1}", "data.source=text", "data.path=none"), "data.path: there is no"),
-        ((*NODES, "layout={cp: 2, dp_shard: -1}"), "context-parallel training is not built yet"),
+        ((*NODES, "layout={cp: 4, dp_shard: -1}", "parallel.context_heads=3"), "use 1, 2 or 4"),
         ((*NODES, "train.output=file/run"), "train.output is"),
         ((*NODES, 'train.output=runs/a"b'), "sbatch cannot read a value with quotes"),
     ],

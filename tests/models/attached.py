@@ -7,7 +7,8 @@ from meshtrain.config.locate import model_file
 from meshtrain.loss import attach, record
 
 llama = model_file("llama")
-Config, init_plan, tp_plan, check = llama.Config, llama.init_plan, llama.tp_plan, llama.check
+Config, init_plan, tp_plan, cp_plan = llama.Config, llama.init_plan, llama.tp_plan, llama.cp_plan
+check = llama.check
 
 
 class AttachedLayer(llama.Layer):

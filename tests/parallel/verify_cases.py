@@ -16,7 +16,7 @@ from meshtrain.layout import Layout
 from meshtrain.loss import sample_losses
 from meshtrain.parallel import tensor_parallel as tensor
 from meshtrain.parallel import tp_linear as products
-from meshtrain.parallel import tp_verify as verify
+from meshtrain.parallel import verify
 from meshtrain.parallel.sharding import local_part
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.parallel.tp_plan import REPLICATED

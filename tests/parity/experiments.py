@@ -50,6 +50,16 @@ STAGED = (
 ATTACHED_20 = "attached, 20 steps"
 ATTACHED = ("model.name=tests/models/attached.py",)  # the first layer adds a term to the loss, and statistics
 
+# Longer than the model was made for. The length of a part of a sequence, or a padded one (50 over cp), is another.
+ROPE = {
+    "dynamic rope": (
+        "data.seq_len=50",
+        "model.max_position_embeddings=20",
+        "model.rope_scaling={rope_type: dynamic, factor: 2.0}",
+    ),
+    "yarn rope": ("model.rope_scaling={rope_type: yarn, factor: 4.0, original_max_position_embeddings: 12}",),
+}
+
 BRIEF = ("model.num_hidden_layers=2", "train.steps=8")
 
 # Models of one's own over pp, and what they have that llama does not.
@@ -146,6 +156,26 @@ def experiments(folder: Path) -> dict[str, Experiment]:
             ),
             1e-9,
         ),
+        # Sequences that nothing divides, so that over `cp` some tokens are padding: these add nothing to a term either.
+        Experiment(
+            "padded",
+            QUICKSTART,
+            (
+                *SMALL,
+                *BRIEF,
+                cache,
+                f64,
+                *ATTACHED,
+                "model.vocab_size=259",
+                "model.intermediate_size=109",
+                "model.num_attention_heads=6",
+                "data.seq_len=47",
+                "data.mask_documents=true",
+                f"data.validation={held_out}",
+                "train.eval_every=8",
+            ),
+            1e-9,
+        ),
         # 3 key/value heads on 4 ranks: the three queries of a rank look at one or two of them.
         Experiment(
             "few heads",
@@ -174,6 +204,10 @@ def experiments(folder: Path) -> dict[str, Experiment]:
         *(
             Experiment(name, QUICKSTART, (*SMALL, *STAGED, *BRIEF, cache, f64, *keys), 1e-9)
             for name, keys in {**STAGED_MODELS, **CROSSED_MODELS}.items()
+        ),
+        *(
+            Experiment(name, QUICKSTART, (*SMALL, cache, f64, *ragged_keys, "data.mask_documents=true", *keys), 1e-9)
+            for name, keys in ROPE.items()
         ),
         Experiment("selective", QUICKSTART, (*SMALL, cache, f64, "parallel.recompute=selective"), 1e-9),
         *(
@@ -217,18 +251,23 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
             "{tp: 2}",
             (
                 *("float32", "float64", "ragged", "tied, masked, recomputed", "selective", "uneven", "dropout"),
-                *(ATTACHED_20, *TP_MODELS),
+                *(ATTACHED_20, *TP_MODELS, *ROPE),
             ),
         ),
         (
             "{pp: 2}",
-            ("float32", "staged", "staged, tied", "digits", "attached, recomputed", ATTACHED_20, *STAGED_MODELS),
+            ("float32", "staged", "staged, tied", "digits", "attached, recomputed", ATTACHED_20, *STAGED_MODELS, *ROPE),
+        ),
+        (
+            "{cp: 2}",
+            ("float32", "float64", "ragged", "tied, masked, recomputed", "selective", "dropout", "padded", *ROPE),
         ),
     ],
     3: [
         ("{dp_replicate: 3}", ("float32", "float64", "dropout")),
         ("{dp_shard: 3}", ("float32", "float64", "tied, masked, recomputed")),
         ("{tp: 3}", ("uneven",)),
+        ("{cp: 3}", ("padded", "few heads")),
     ],
     4: [
         ("{dp_replicate: 4}", ("float32", "float64", "ragged", "tied, masked, recomputed", "digits")),
@@ -242,11 +281,20 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
         ("{dp_replicate: 2, tp: 2}", ("float32", "float64", "tied, masked, recomputed", "uneven")),
         ("{dp_shard: 2, tp: 2}", ("float32", "float64", "tied, masked, recomputed", "uneven", "dropout", "between")),
         ("{tp: 2, dp_shard: 2}", ("float64",)),
+        ("{cp: 4}", ("float64", "tied, masked, recomputed", "few heads", "padded")),
+        ("{dp_shard: 2, cp: 2}", ("float64", "ragged")),
+        ("{dp_replicate: 2, cp: 2}", ("dropout", "padded")),
+        ("{cp: 2, tp: 2}", ("float64", "dropout", "padded")),
         ("{pp: 4}", ("float32", "staged", "staged, tied")),
+        ("{pp: 2, cp: 2}", ("staged", "staged, tied", "dynamic rope")),
+        ("{cp: 2, pp: 2}", ("staged",)),
         ("{pp: 2, dp_replicate: 2}", ("float32", "staged", "staged, tied")),
         ("{pp: 2, dp_shard: 2}", ("float32", "staged", "staged, tied")),
         ("{dp_shard: 2, pp: 2}", ("staged",)),
-        ("{pp: 2, tp: 2}", ("float32", "float64", "staged", "staged, tied", ATTACHED_20, *CROSSED_MODELS)),
+        (
+            "{pp: 2, tp: 2}",
+            ("float32", "float64", "staged", "staged, tied", ATTACHED_20, "dynamic rope", *CROSSED_MODELS),
+        ),
     ],
     6: [
         ("{dp_replicate: 2, dp_shard: 3}", ("float32", "float64", "ragged")),
@@ -272,6 +320,8 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
     sizes = yaml.safe_load(layout)
     if name == ATTACHED_20:
         return attached(sizes)
+    if "cp" in sizes:
+        return contexts(layout, name)
     if "pp" in sizes:
         return [(f"pipeline.schedule={schedule}", *more) for schedule, *more in pipelines(sizes, name)]
     if "tp" not in sizes:
@@ -279,7 +329,7 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
         kept = "dp_shard" in sizes and name == "float64" and world in (2, 4)
         return [(), ("parallel.reshard_after_forward=false",)] if kept else [()]
     # Two microbatches in every step: one process has more of them, and each costs many exchanges here.
-    samples = 7 if name in ("ragged", "tied, masked, recomputed", "attached") else 14
+    samples = 7 if name in ("ragged", "tied, masked, recomputed", "attached", *ROPE) else 14
     share = -(-samples * sizes["tp"] // world)
     own = f"batch.micro_size={-(-share // 2)}"
     if layout.startswith("{tp: 2, "):  # the other order of the axes
@@ -307,10 +357,51 @@ def attached(sizes: dict[str, int]) -> list[tuple[str, ...]]:
     return [("pipeline.schedule=zb-h1", cut), ("pipeline.schedule=1f1b", cut, compiled)]
 
 
+RING, TWO = "parallel.context=ring", "parallel.context_heads=2"
+# With `cp`: layout -> experiment -> the ways over it, and what else differs. Each costs many exchanges: few cells.
+CONTEXTS: dict[str, dict[str, list[tuple[str, ...]]]] = {
+    "{cp: 2}": {
+        "float64": [(), (RING,), (TWO,)],
+        "ragged": [(TWO,)],
+        "tied, masked, recomputed": [(RING,)],
+        "dropout": [(TWO,)],
+        "padded": [(), (RING,)],
+    },
+    "{cp: 3}": {"padded": [(RING,)], "few heads": [("parallel.context_heads=3",)]},
+    "{cp: 4}": {
+        "float64": [(RING, TWO)],
+        "tied, masked, recomputed": [(TWO,)],
+        "few heads": [("parallel.context_heads=4",)],
+        "padded": [(RING,)],
+    },
+    "{dp_shard: 2, cp: 2}": {"float64": [("parallel.reshard_after_forward=false",)], "ragged": [(RING,)]},
+    "{dp_replicate: 2, cp: 2}": {"dropout": [(RING,)], "padded": [(TWO,)]},
+    "{cp: 2, tp: 2}": {
+        "float64": [(RING,), (TWO, "parallel.sequence_parallel=false")],
+    },
+    "{pp: 2, cp: 2}": {
+        "staged": [("pipeline.schedule=zbv", RING), ("pipeline.schedule=interleaved-1f1b", TWO)],
+        "staged, tied": [("pipeline.schedule=1f1b",)],
+    },
+    "{cp: 2, pp: 2}": {"staged": [("pipeline.schedule=zb-h1", TWO)]},
+}
+
+
+def contexts(layout: str, name: str) -> list[tuple[str, ...]]:
+    """The same for a layout with `cp`: two microbatches in every step, and with `pp` three."""
+    sizes = yaml.safe_load(layout)
+    samples = {"staged": 15}.get(name, 14)
+    samples = 7 if name in ("ragged", "tied, masked, recomputed", "staged, tied", *ROPE) else samples
+    share = -(-samples // (sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)))
+    own = f"batch.micro_size={-(-share // (3 if 'pp' in sizes else 2))}"
+    return [(own, *more) for more in CONTEXTS[layout].get(name, [()])]
+
+
 def pipelines(sizes: dict[str, int], name: str) -> list[tuple[str, ...]]:
     """What a layout with `pp` is trained with: (schedule, more overrides ...)."""
     p, data = sizes["pp"], sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
-    samples = {"float32": 14, "float64": 14, "staged, tied": 7, "attached, recomputed": 7, "digits": 21}.get(name, 15)
+    samples = {"float32": 14, "float64": 14, "digits": 21}.get(name, 15)
+    samples = 7 if name in ("staged, tied", "attached, recomputed", *ROPE) else samples
 
     def cut(microbatches: int) -> str:
         """A `micro_size` that gives so many, or fewer where there are not that many samples."""
@@ -318,6 +409,8 @@ def pipelines(sizes: dict[str, int], name: str) -> list[tuple[str, ...]]:
 
     if name == "digits":  # three blocks
         return [("1f1b", cut(3)), ("zb-h2", cut(4))]
+    if name in ROPE:
+        return [("1f1b", cut(2 * p))]
     if name in STAGED_MODELS:
         stages = ("pipeline.split=[3, 2]",) * (name == "a frozen stage")
         return [("1f1b", cut(4), *stages), ("zb-h1" if stages else "zbv", cut(3), *stages)]

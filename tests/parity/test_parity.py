@@ -101,7 +101,16 @@ def test_every_layout_prints_the_same_number_of_parameters(
     assert untied - tied == 256 * 32, "one of two tables of 256 tokens and 32 features"
 
 
-SHORT = ("staged", "attached", "attached, recomputed", *STAGED_MODELS, *CROSSED_MODELS)
+@pytest.mark.timeout(4000)
+def test_what_cp_sends_has_its_name(trained: dict[tuple, Trained]) -> None:
+    """Keys and values go over `cp`, and parameters over all that share them."""
+    rows = [one.rows[-1] for (_, layout, _, _), one in trained.items() if "cp" in layout]
+    assert rows
+    assert all(row["sent_bytes_cp"] > 0 and row["sent_bytes_fsdp"] > 0 for row in rows)
+    assert not any("sent_bytes_dp_shard" in row for row in rows)
+
+
+SHORT = ("staged", "padded", "attached", "attached, recomputed", *STAGED_MODELS, *CROSSED_MODELS)
 
 
 def test_the_loss_falls(references: dict[str, list[dict]]) -> None:
@@ -144,13 +153,14 @@ def test_ragged_labels_would_tell_an_average_of_averages(references: dict[str, l
     assert all(max(step) > 1.5 * sum(step) / 4 for step in counts[:5])
 
 
-@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_public_command(
     world: int, references: dict[str, list[dict]], known: dict[str, Experiment], folder: Path
 ) -> None:
     """A cell through the command line: torchrun, and plain python as a world of one."""
     e = known["float64"]
-    layout = "layout={dp_replicate: 2, dp_shard: 2}" if world == 4 else "layout={dp_replicate: -1}"
+    layouts = {1: "{dp_replicate: -1}", 2: "{cp: -1}", 4: "{dp_replicate: 2, dp_shard: 2}"}
+    layout = f"layout={layouts[world]}"
     arguments = ["-m", "meshtrain.train", e.config, *e.overrides, layout, f"train.output={folder / f'command{world}'}"]
     if world == 1:
         run([sys.executable, *arguments]).check()

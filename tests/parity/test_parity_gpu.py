@@ -20,14 +20,16 @@ ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 NAMES = ("float32", "float64", "ragged", "tied, masked, recomputed", "selective", "digits")
-SPLIT = tuple(name for name in NAMES if name != "digits")  # whose model has a tp_plan
+SPLIT = tuple(name for name in NAMES if name != "digits")  # whose model has a tp_plan and a cp_plan
 LAYOUTS = {
-    2: {"{dp_replicate: 2}": NAMES, "{dp_shard: 2}": NAMES, "{tp: 2}": SPLIT, "{pp: 2}": NAMES},
+    2: {"{dp_replicate: 2}": NAMES, "{dp_shard: 2}": NAMES, "{tp: 2}": SPLIT, "{cp: 2}": SPLIT, "{pp: 2}": NAMES},
     4: {
         "{dp_replicate: 4}": NAMES,
         "{dp_shard: 4}": NAMES,
         "{dp_replicate: 2, dp_shard: 2}": NAMES,
         "{dp_shard: 2, tp: 2}": SPLIT,
+        "{cp: 4}": SPLIT,
+        "{cp: 2, tp: 2}": SPLIT,
         "{pp: 2, dp_shard: 2}": SPLIT,
         "{pp: 2, tp: 2}": SPLIT,
     },

@@ -1,6 +1,6 @@
 """Draws docs/images/layouts.png: the loss of one YAML under several layouts, and how far they are from one process.
 
-    SMALL="train.steps=100 model.hidden_size=96 model.intermediate_size=256 data.seq_len=64"
+    SMALL="train.steps=100 optimizer.lr=1e-3 model.hidden_size=96 model.intermediate_size=256 data.seq_len=64"
     python -m meshtrain.train configs/quickstart.yaml $SMALL layout='{}' train.output=runs/one
     torchrun --standalone --nproc-per-node=4 -m meshtrain.train configs/quickstart.yaml $SMALL \
         layout='{pp: 2, tp: 2}' train.output=runs/pp-tp
@@ -23,9 +23,9 @@ from matplotlib.figure import Figure
 from meshtrain.metrics import logger as metrics
 
 INK, QUIET, GRID, BAND = "#1f2430", "#7a8194", "#e6e8ee", "#c9d3ea"
-COLOURS = ("#e2603b", "#2a9d8f", "#3b6fe0", "#9a6fb0", "#d9a21b")
+COLOURS = ("#e2603b", "#2a9d8f", "#3b6fe0", "#9a6fb0", "#d9a21b", "#5b6472")
 DATA = {(True, False): "DDP", (False, True): "FSDP", (True, True): "HSDP", (False, False): ""}
-KINDS = {"pp": "pipeline", "tp": "tensor parallel"}
+KINDS = {"pp": "pipeline", "cp": "context parallel", "tp": "tensor parallel"}
 DASH = 3  # its length, in widths of the line
 
 
@@ -96,7 +96,7 @@ def draw_differences(axes: Axes, runs: list[Run], colours: dict[str, str]) -> No
         shares = [abs(a - b) / b if a != b else math.nan for a, b in zip(run.losses, one.losses, strict=True)]
         axes.plot(steps(run), shares, ".", color=colours[str(run.sizes)], markersize=4.5)
         largest = max(largest, *(share for share in shares if share == share))
-    axes.text(3, largest, one.precision, color=INK, fontsize=10, va="center")
+    axes.text(3, 4 * largest, one.precision, color=INK, fontsize=10)
 
 
 def steps(run: Run) -> range:

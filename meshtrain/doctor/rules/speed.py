@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from meshtrain.doctor.findings import Finding, finding, median_of, names_text
+from meshtrain.doctor.findings import Finding, finding, group_by_value, median_of, names_text
 from meshtrain.doctor.records import ClusterFacts, Timings
 
 SLOW_LINK = 0.5  # of the median link
@@ -33,13 +33,11 @@ def host_of(cluster: ClusterFacts, rank: int) -> str:
 
 
 def _stuck(cluster: ClusterFacts, timings: Timings) -> Iterator[Finding]:
-    by_problem: dict[str, list[int]] = {}
-    for rank, problem in (timings.stuck or {}).items():
-        by_problem.setdefault(problem, []).append(int(rank))
-    for problem, ranks in by_problem.items():
-        hosts = list(dict.fromkeys(host_of(cluster, rank) for rank in sorted(ranks)))
-        ranks_text = names_text([str(rank) for rank in sorted(ranks)])
-        yield finding("collective-failed", hosts, ranks=ranks_text, problem=problem)
+    stuck = timings.stuck or {}
+    for problem, names in group_by_value(list(stuck), list(stuck.values())).items():
+        ranks = sorted(names, key=int)
+        hosts = list(dict.fromkeys(host_of(cluster, int(rank)) for rank in ranks))
+        yield finding("collective-failed", hosts, ranks=names_text(ranks), problem=problem)
 
 
 def _links(cluster: ClusterFacts, timings: Timings) -> Iterator[Finding]:

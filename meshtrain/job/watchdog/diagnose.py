@@ -73,10 +73,7 @@ def _failed(report: RankReport) -> Diagnosis:
 def _out_of_reach(reports: Sequence[RankReport], *kinds: DiagnosisKind) -> Diagnosis | None:
     """Those who do not answer in the first of these ways that there is."""
     for kind in kinds:
-        if kind is DiagnosisKind.STOPPED:
-            lost = [report for report in reports if report.stopped]
-        else:
-            lost = [report for report in reports if report.reach == kind and not report.stopped]
+        lost = [report for report in reports if (DiagnosisKind.STOPPED if report.stopped else report.reach) == kind]
         if lost:
             ranks = set(ranks_of(lost))
             more = [line for report in reports if report.rank not in ranks for line in _also_wrong(report)]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed.distributed_c10d import _world
 
-from meshtrain.job.exit import by_signal, signal_of
+from meshtrain.job.exit import signal_of
 from meshtrain.job.pending import PendingWait, Resource, pending_waits, wait_that_failed
 from meshtrain.job.process import Job
 from meshtrain.job.store import describe
@@ -63,8 +63,8 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        if by_signal(error):
-            return cls(FailureKind.SIGNAL, f"ended by {signal_of(error)}", frames_of(error))
+        if (name := signal_of(error)) is not None:
+            return cls(FailureKind.SIGNAL, f"ended by {name}", frames_of(error))
         broken = is_connection_error(error)
         return cls(FailureKind.ERROR, describe(error), frames_of(error), broken, wait_that_failed(error))
 
@@ -163,12 +163,11 @@ def process_groups(layout: Layout | None, rank: int) -> Groups:
 
 
 def _axis_of(layout: Layout | None, rank: int, ranks: tuple[int, ...]) -> str | None:
-    if layout is None:
-        return "all ranks" if len(ranks) == dist.get_world_size() else None
-    for axis in layout.axes:
-        if tuple(sorted(layout.group(rank, axis))) == ranks:
-            return axis
-    return "all ranks" if len(ranks) == layout.world_size else None
+    if layout is not None:
+        for axis in layout.axes:
+            if tuple(sorted(layout.group(rank, axis))) == ranks:
+                return axis
+    return "all ranks" if len(ranks) == dist.get_world_size() else None
 
 
 def flight_recorder_state(groups: Groups) -> FlightRecord:
@@ -250,8 +249,8 @@ def debugger_attached() -> bool:
     """Whether a debugger holds this process, or might: then nothing takes too long."""
     if any(name in sys.modules for name in DEBUGGERS):
         return True
-    for frame in frames(threading.main_thread().ident or 0):
-        if frame.f_trace is not None or Path(frame.f_code.co_filename).name in DEBUGGER_FILES:
-            return True
+    place = frames(threading.main_thread().ident or 0)
+    if any(frame.f_trace is not None or Path(frame.f_code.co_filename).name in DEBUGGER_FILES for frame in place):
+        return True
     lines = STATUS.read_text().splitlines() if STATUS.exists() else []  # gdb or strace
     return any(line.startswith("TracerPid:") and line.split()[1] != "0" for line in lines)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from meshtrain.job.exit import by_signal, print_failure
+from meshtrain.job.exit import print_failure, signal_of
 from meshtrain.job.process import Job
 from meshtrain.job.signals import ignore_signals, in_main_thread, install_handlers
 from meshtrain.job.store import RemoteFailure, describe
@@ -160,7 +160,7 @@ class Watchdog:
     def _is_own_error(self, error: BaseException) -> bool:
         """Whether it was there before the diagnosis, or is no consequence of it: nobody else prints it."""
         before = self._failure is not None and self._failure.kind == FailureKind.ERROR
-        return not by_signal(error) and (before or not introspect.is_connection_error(error))
+        return signal_of(error) is None and (before or not introspect.is_connection_error(error))
 
     def _wait_for_diagnosis(self) -> None:
         """The launcher's signals do not cut it short: they come just when a rank was lost."""

@@ -1,0 +1,108 @@
+"""Context parallelism before a run: the chunks of its sequences, and what attention sends and keeps of its model."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshtrain.attention import AttentionContext
+from meshtrain.config import Config
+from meshtrain.data.sequence import context_bytes, context_elements, head_ranges, kv_heads_of, padded_length
+from meshtrain.formatting import bytes_text
+from meshtrain.layout import Layout
+from meshtrain.modeling.build import spec_of
+from meshtrain.parallel.mixed_precision import compute_dtype
+from meshtrain.parallel.tp_plan import has_sequence_parts
+
+
+def attention_shapes(model: nn.Module) -> set[tuple[int, int, int, int]]:
+    """(query heads, key/value heads, width of keys, of values) of each call of attention; none if meta cannot run."""
+    calls = set()
+
+    class Calls(AttentionContext):
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+            calls.add((q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]))
+            return v.new_empty(*q.shape[:-1], v.shape[-1])
+
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    try:
+        with torch.no_grad():
+            model(tokens, tokens, Calls())
+    except (RuntimeError, TypeError):
+        return set()
+    return calls
+
+
+@dataclass(frozen=True)
+class ContextCosts:
+    """A microbatch over `cp`, in bytes of the layer and the rank with the most; none where heads are not known."""
+
+    ranks: int
+    length: int  # tokens of a sequence
+    padded: int  # ... and of its padding
+    sent: dict[str, tuple[int, int]]  # way -> in a layer's forward and backward; the config's way comes first
+    saved: int  # from a layer's forward to its backward: q, k, v, the output, and a number per query; or nothing
+    transient: int  # on top while the backward runs, at most; without masks and what a kernel takes inside
+
+    def describe(self) -> str:
+        """`sequence 4096 over cp 4: 1024 a rank in 2 chunks of 512, 0 % padding; attention sends ...`"""
+        own, padding = self.padded // self.ranks, 1 - self.length / self.padded
+        chunks = f"{own} a rank in 2 chunks of {own // 2}, {100 * padding:.2g} % padding"
+        text = f"sequence {self.length} over cp {self.ranks}: {chunks}; "
+        if not self.sent:
+            return text + "what attention sends is not known: the model does not run on the meta device"
+
+        def amount(way: str) -> str:
+            """Heads are swapped evenly; of keys and values some ranks send less, and with documents all may."""
+            return "at most " * (not way.startswith("context_heads")) + bytes_text(*self.sent[way])
+
+        (own_way, sent), *others = self.sent.items()
+        ways = [own_way, *(f"{way}: {'as much' if n == sent else amount(way)}" for way, n in others)]
+        return f"{text}attention sends {amount(own_way)} a layer and microbatch ({'; '.join(ways)})"
+
+    def describe_memory(self) -> str:
+        saved, transient = bytes_text(self.saved), bytes_text(self.transient)
+        return (
+            f"attention keeps {saved} a layer and microbatch, and in its backward it takes at most {transient} on top"
+        )
+
+
+def context_costs(config: Config, layout: Layout) -> ContextCosts | None:
+    """What `cp` costs a run, from closed forms (docs/context-parallel.md); None without it."""
+    ranks, tp, options, length = layout.size("cp"), layout.size("tp"), config.parallel, config.data.seq_len
+    if ranks == 1:
+        return None
+    spec = spec_of(config)
+    sequence = has_sequence_parts(options.sequence_parallel, getattr(spec.module, "tp_plan", None))
+    padded = padded_length(length, ranks, tp if sequence else 1)
+    tokens = config.batch.micro_size * padded // ranks
+    shapes: list[dict[str, Any]] = [
+        {"query_heads": h // tp, "kv_heads": kv_heads_of_rank(h, k, tp), "width": e, "value_width": f, "tokens": tokens}
+        for h, k, e, f in attention_shapes(spec.meta)
+    ]
+    itemsize = compute_dtype(config.train.precision).itemsize
+    ways = [(options.context, options.context_heads), ("gather", 1), ("ring", 1)]
+    if all(shape["query_heads"] % ranks == 0 for shape in shapes):
+        ways.append(("gather", ranks))
+    sent = {}
+    for method, heads in ways if shapes else ():
+        costs = (context_bytes(method, ranks, heads, itemsize=itemsize, **shape) for shape in shapes)
+        forward, backward = max(costs, key=sum)
+        way = ", ".join([method] * (heads < ranks) + [f"context_heads {heads}"] * (heads > 1))
+        sent[way] = forward, backward + forward * (options.recompute == "full")
+    wider = max(4, itemsize) - itemsize  # what is summed, and the number per query, are in float32 at least
+    saved = transient = 0
+    for shape in shapes:
+        elements, more = context_elements(options.context, ranks, options.context_heads, **shape)
+        saved = max(saved, elements * itemsize + wider * tokens * shape["query_heads"])
+        transient = max(transient, more * (4 * itemsize + wider) // 4)  # sums are about a quarter of it
+    if options.recompute == "full":  # it is made again
+        saved, transient = 0, saved + transient
+    return ContextCosts(ranks, length, padded, sent, saved, transient)
+
+
+def kv_heads_of_rank(heads: int, kv_heads: int, tp: int) -> int:
+    """Key/value heads of a rank of `tp`, at most; those that queries do not share evenly are repeated for each."""
+    parts = [(heads, kv_heads, tp, i) for i in range(tp)]
+    return max(len(kv_heads_of(*part)) or len(head_ranges(*part)[1]) for part in parts)

@@ -1,0 +1,164 @@
+"""Context parallelism: every sequence lies in parts over the ranks of `cp`, and attention brings the parts together.
+
+Each rank has two chunks of a sequence (`meshtrain.data.sequence`), and everything but attention needs no more. There
+are three ways to attention, all exact, that can be combined:
+
+    gather  a rank fetches all keys and values that its queries see (Llama 3, https://arxiv.org/abs/2407.21783)
+    ring    they come from one rank at a time, while those of the one before are computed with; partial results are
+            merged by their log-sum-exp (Liu et al., https://arxiv.org/abs/2310.01889)
+    heads   u neighbours swap parts of the sequence for parts of the heads (Ulysses, Jacobs et al.,
+            https://arxiv.org/abs/2309.14509); what is left of `cp` goes one of the ways above (Fang and Zhao,
+            https://arxiv.org/abs/2405.07719)
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshtrain.attention import AttentionContext
+from meshtrain.data.batch import IGNORE, Batch
+from meshtrain.data.sequence import chunks_of, kv_heads_of, owner, padded_length
+from meshtrain.errors import InputError
+from meshtrain.layout import context_heads_problem
+from meshtrain.mesh import Mesh
+from meshtrain.parallel.collectives import AxisGroup, axis_group
+from meshtrain.parallel.context import attention as _attention  # noqa: F401  (the operators)
+from meshtrain.parallel.context import heads as _heads  # noqa: F401
+
+METHODS = ("gather", "ring")
+ops = torch.ops.meshtrain
+
+
+class ContextParallel:
+    """How sequences lie over the `cp` ranks of a mesh, and how attention brings them together.
+
+    It has to live as long as what it has sharded is computed with. Without `cp` it leaves everything as it is.
+    """
+
+    def __init__(self, mesh: Mesh, *, method: str = "gather", heads: int = 1, sequence_parallel: bool = True) -> None:
+        """`method`: "gather" or "ring". `heads`: over how many neighbours on `cp` attention is split by heads instead.
+        `sequence_parallel`: whether `tp` splits the part of each rank once more.
+
+        Raises InputError: there is no such method, or `heads` does not divide `cp`, or the mesh has no such groups.
+        """
+        if method not in METHODS:
+            raise InputError(f"parallel.context: there is no way {method!r}: use {' or '.join(METHODS)}")
+        self.size, self.index, self.group = mesh.size("cp"), mesh.index("cp"), mesh.group("cp")
+        if heads < 1 or self.size % heads:
+            raise InputError(context_heads_problem(heads, self.size))
+        if 1 < heads < self.size and heads != mesh.size("cp_heads"):
+            raise InputError(f"heads {heads}: build the mesh of layout.with_context_heads({heads}) for their groups")
+        self.tp = mesh.size("tp") if sequence_parallel else 1
+        self.method = method
+        self.groups: dict[str, AxisGroup] = {}  # of `ring` and `heads`, where they have more than one rank
+        if heads < self.size:
+            self.groups["ring"] = axis_group(mesh, "cp" if heads == 1 else "cp_ring")
+        if heads > 1:
+            self.groups["heads"] = axis_group(mesh, "cp" if heads == self.size else "cp_heads")
+        self.neighbours = heads, self.index % heads
+
+    def positions(self, length: int) -> Tensor:
+        """(s of this rank,) int64: which positions of the padded sequence this rank has."""
+        chunks = chunks_of(length, self.size, self.index, self.tp) if self.size > 1 else (range(length),)
+        return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks])
+
+    def owner(self, position: int, length: int) -> tuple[int, int]:
+        """Who has a position: (its index on `cp`, the place among its own positions)."""
+        return owner(position, length, self.size, self.tp) if self.size > 1 else (0, position)
+
+    def shard(self, batch: Batch) -> Batch:
+        """This rank's part of a microbatch on the CPU; the model gets a `ShardedContext` in the place of documents.
+
+        Padding repeats the last token and its position, which every model can embed, and has no target.
+
+        Raises InputError: there is not one target for each token, or the batch is a part already.
+        """
+        if self.size == 1:
+            return batch
+        if batch.targets.ndim != 2:
+            raise InputError("cp splits sequences, and this batch has one target a sample: use cp: 1")
+        length = batch.targets.shape[1]
+        own = self.positions(length)
+        places, real = own.clamp(max=length - 1), own < length
+
+        def part(x: Tensor, dim: int) -> Tensor:
+            local = x.index_select(dim, places)
+            return local.pin_memory() if x.is_pinned() else local
+
+        record = batch.with_context().tensors.get("documents")
+        if isinstance(record, ShardedContext):
+            raise InputError("this batch is a rank's part already: call shard once for each batch")
+        documents = record.documents if isinstance(record, AttentionContext) else None
+        inputs = {name: x for name, x in batch.tensors.items() if name != "documents"}
+        local = Batch(inputs, batch.targets).along_sequence(part)
+        tensors = dict(local.tensors) | {"documents": self._context(documents, length)}
+        if tensors.get("positions") is None:  # the model would count from 0
+            tensors["positions"] = places.expand(len(batch.targets), -1).contiguous()
+        ordered = {name: tensors[name] for name in dict.fromkeys((*batch.tensors, "positions", "documents"))}
+        return Batch(ordered, local.targets.masked_fill_(~real, IGNORE))
+
+    def _context(self, documents: Tensor | None, length: int) -> "ShardedContext":
+        if documents is not None:
+            more = padded_length(length, self.size, self.tp) - length
+            padding = documents.amax(1, keepdim=True) + 1  # one more document
+            pinned, documents = documents.is_pinned(), torch.cat([documents, padding.expand(-1, more)], 1)
+            documents = documents.pin_memory() if pinned else documents
+        ring, heads = (self.groups[way].name if way in self.groups else "" for way in ("ring", "heads"))
+        spans, part = visible_spans(documents, 2 * self.size), self.positions(length)
+        ways: dict[str, Any] = {"ring": ring, "method": self.method, "heads": heads, "neighbours": self.neighbours}
+        return ShardedContext(documents, part=part, length=length, spans=spans, **ways)
+
+
+def visible_spans(documents: Tensor | None, chunks: int) -> Tensor:
+    """(2, chunks) int64: of each chunk the first position that its queries see, and the last before its end at which a
+    document begins. Where that is no later, they see all keys from there up to themselves."""
+    if documents is None:
+        return torch.zeros(2, chunks, dtype=torch.int64)
+    length, changes = documents.shape[1], F.pad(documents.diff(dim=1), (1, 0))
+    if (changes < 0).any():  # a document may return: everything may be seen, and nothing is sure to be
+        return torch.tensor([[0], [length]]).expand(2, chunks)
+    begins = torch.where(changes > 0, torch.arange(length), 0).cummax(1).values
+    step = length // chunks
+    return torch.stack([begins[:, ::step].amin(0), begins[:, step - 1 :: step].amax(0)])
+
+
+@dataclass(eq=False, repr=False)
+class ShardedContext(AttentionContext):
+    """What attention must know where sequences are sharded: the documents of the whole sequence, padded.
+
+    Numbers that change from one microbatch to the next are in tensors, or each would be compiled for.
+    """
+
+    spans: Tensor | None = None  # of `visible_spans`, on the CPU always
+    ring: str = ""  # the group over which keys and values travel; "": there is none
+    method: str = "gather"
+    heads: str = ""  # the group over which parts of the sequence are swapped for heads
+    neighbours: tuple[int, int] = (1, 0)  # how many ranks that has, and which of them this one is
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, soft_cap: float | None
+    ) -> Tensor:
+        """q (b, h, s, e), k (b, k, s, e) and v (b, k, s, f) at this rank's positions -> (b, h, s, f) there.
+
+        Raises InputError: the query heads do not divide over the ranks that swap them.
+        """
+        if self.cache is not None:
+            raise NotImplementedError("attention over parts of a sequence with a cache is not built")
+        h, k_heads, (u, index) = q.shape[1], k.shape[1], self.neighbours
+        if h % u:
+            raise InputError(f"{h} query heads do not divide over context_heads {u}: use a divisor of {h}")
+        look = kv_heads_of(h, k_heads, u, index)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if u > 1:
+            q, k, v = ops.to_heads([q, k, v], h, self.heads)
+        settings = look, self.ring, self.method, scale, window, soft_cap
+        y, _ = ops.context_attention(q, k, v, self.documents, self.spans, *settings)
+        return y if u == 1 else ops.to_sequence([y], [h], h, self.heads)[0]
+
+    def to(self, device: torch.device, dtype: torch.dtype | None = None, non_blocking: bool = False) -> Any:
+        """On a device; the documents stay on the CPU, where no one waits for a device to know who sees whom."""
+        moved = replace(self, documents=None).apply(lambda x: x.to(device, non_blocking=non_blocking))
+        return replace(moved, documents=self.documents)

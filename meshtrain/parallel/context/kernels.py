@@ -1,0 +1,383 @@
+"""One block of attention, some queries against some keys, with its log-sum-exp: so that blocks can be merged.
+
+    CPU                   torch's flash attention, in float64 too, with grouped heads and a mask
+    CUDA, 16 bits         cuDNN, flash, memory-efficient attention; of documents flash attention of variable length
+    CUDA, else, or masks  memory-efficient attention; a mask is in memory, once as bool and once as numbers
+    CUDA, float64         products: all scores of the block are in memory, as in torch's own attention
+    `soft_cap`, anywhere  the same, because no fused kernel has it
+
+On CUDA the first is taken that torch allows and that computes small blocks as the products do. Heads whose values have
+another width than their keys, and widths that a kernel does not take, are padded with zeros, which changes no score and
+no sum. The log-sum-exp of a query that sees no key of the block is -inf, and its output 0.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.backends import cuda
+
+from meshtrain.errors import InputError
+
+aten = torch.ops.aten
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+class Segments(NamedTuple):
+    """Runs of queries of one document, in the order of the b m queries laid end to end, and the keys that each sees."""
+
+    queries: Tensor  # how many, int64 on the CPU, as the others
+    keys: Tensor  # how many
+    first: Tensor  # the first of these among the b n keys laid end to end
+
+
+def segments_of(queries: Tensor, keys: Tensor) -> Segments:
+    """Of the documents of a block's queries (b, m) and keys (b, n), on the CPU, neither of which descend in a row."""
+    both = torch.cat([queries, keys], 1)
+    apart = torch.arange(len(both))[:, None] * (both.max() - both.min() + 1)  # no document goes on in the next row
+    flat = (keys + apart).flatten()
+    documents, lengths = (queries + apart).flatten().unique_consecutive(return_counts=True)
+    first, end = (torch.searchsorted(flat, documents, right=right) for right in (False, True))
+    return Segments(lengths, end - first, first)
+
+
+@dataclass(frozen=True)
+class Block:
+    """How the queries (b, h, m, e) of a block look at its keys (b, k, n, e) and values (b, k, n, f)."""
+
+    scale: float  # of the scores
+    soft_cap: float | None = None  # see `meshtrain.attention.attention`
+    causal: bool = False  # the last query sees all keys, the one before it all but the last, ...
+    mask: Tensor | None = None  # bool (b or 1, 1, m, n), True where seen; not with `causal`
+    heads: Sequence[int] = ()  # the key/value head of each query head; (): they share them evenly
+    segments: Segments | None = None  # in place of a mask; `causal` and `window` hold in each of them
+    window: int | None = None  # with `causal` and `segments`
+
+
+class Kernel:
+    """Takes q (b, h, m, e) and k, v (b, h or fewer, n, e)."""
+
+    grouped = True  # whether several query heads may look at one key/value head
+    lower_right = False  # whether `causal` may come with m < n
+    segmented = False  # whether it takes segments
+    multiple = 8  # of which the width of a head has to be; 0: any, and that of values may be another
+    allowed: Callable[[cuda.SDPAParams], bool]  # by torch, on this GPU
+
+    forward: Callable[..., tuple[Tensor, Tensor]]  # block, q, k, v -> output, log-sum-exp
+    backward: Callable[..., Three]  # block, gradient of the output, q, k, v, output, log-sum-exp -> theirs of q, k, v
+
+
+def forward_block(q: Tensor, k: Tensor, v: Tensor, block: Block, kernel: Kernel | None = None) -> tuple[Tensor, Tensor]:
+    """The output (b, h, m, f), in the type of q or a wider one, and the log-sum-exp (b, h, m), at least in float32."""
+    if block.segments is not None and not block.segments.keys.any():
+        return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
+    kernel = kernel or _kernel_of(q, v, block)
+    out, lse = kernel.forward(block, *_inputs(kernel, q, k, v, block))
+    out, blind = out[..., : v.shape[-1]], None
+    # Kernels differ in what they return where nothing is seen; e^0 would count in a merge.
+    if block.mask is not None:
+        blind = ~block.mask.any(-1)
+    elif block.segments is not None and not block.segments.keys.all():
+        rows = (block.segments.keys == 0).repeat_interleave(block.segments.queries)
+        blind = _on_device(rows, q.device).view(len(q), 1, -1)
+    return (out, lse) if blind is None else (out.masked_fill(blind[..., None], 0), lse.masked_fill(blind, -torch.inf))
+
+
+def backward_block(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, kernel: Kernel | None = None
+) -> Three:
+    """The gradients of a block's q, k and v, where `out` and `lse` are those of all blocks of these queries."""
+    if block.segments is not None and not block.segments.keys.any():
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    kernel = kernel or _kernel_of(q, v, block)
+    inputs = *_inputs(kernel, q, k, v, block), _widened(kernel, out, q, v), lse
+    dq, dk, dv = kernel.backward(block, _widened(kernel, grad, q, v), *inputs)
+    if dk.shape[1] > k.shape[1]:
+        counts = _queries_of(q, k, block)
+        dk, dv = (torch.stack([x.sum(1) for x in d.to(lse.dtype).split(counts, 1)], 1) for d in (dk, dv))
+    return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+
+
+def merge_blocks(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The output and log-sum-exp over the keys of two blocks of the same queries, in the type of the latter.
+
+    Each query sees a key of the first. (Flash decoding; Liu et al., https://arxiv.org/abs/2310.01889, section 3.)
+    """
+    total = torch.logaddexp(lse, more_lse)
+    return out * (lse - total).exp()[..., None] + more * (more_lse - total).exp()[..., None], total
+
+
+def choose_kernel(q: Tensor, v: Tensor, soft_cap: float | None, visible: str) -> Kernel:
+    """For blocks in which queries see "all" keys up to themselves, those of their "documents", or what a "mask" says.
+
+    It follows from the GPU and torch alone, so that ranks with the same choose the same. Raises InputError: none works.
+    """
+    if soft_cap is not None or (q.device.type != "cpu" and q.dtype == torch.float64):
+        return PRODUCTS
+    if q.device.type == "cpu":
+        return CPU_FLASH
+    kernels: tuple[Kernel, ...] = (EFFICIENT,)
+    if q.dtype.itemsize == 2 and visible != "mask":
+        kernels = (CUDNN, FLASH, EFFICIENT) if visible == "all" else (FLASH, EFFICIENT)
+    return first_correct(kernels, q.device, q.dtype, q.shape[-1], v.shape[-1], visible == "all")
+
+
+def _kernel_of(q: Tensor, v: Tensor, block: Block) -> Kernel:
+    visible = "documents" if block.segments is not None else "all" if block.mask is None else "mask"
+    return choose_kernel(q, v, block.soft_cap, visible)
+
+
+@cache
+def first_correct(
+    kernels: Sequence[Kernel], device: torch.device, dtype: torch.dtype, e: int, f: int, all_visible: bool
+) -> Kernel:
+    """The first of them whose results for small blocks are those of products; a process tries each but once."""
+    problems = []
+    for kernel in kernels:
+        try:
+            problem = _problem(kernel, device, dtype, e, f, all_visible)
+        except RuntimeError as error:
+            problem = f"fails: {error}"
+        if not problem:
+            return kernel
+        problems.append(f"{type(kernel).__name__.lstrip('_')} {problem}")
+        if problem != NOT_ALLOWED:
+            warnings.warn(f"attention over cp on {device}, {dtype}: {problems[-1]}, so another is taken", stacklevel=2)
+    raise InputError(f"no attention over cp for widths {e} and {f} in {dtype} on {device}: {'; '.join(problems)}")
+
+
+NOT_ALLOWED = "is not allowed by torch"
+
+
+def _problem(kernel: Kernel, device: torch.device, dtype: torch.dtype, e: int, f: int, all_visible: bool) -> str:
+    draw = torch.Generator().manual_seed(0)
+    shapes = (2, 4, 39, f), (2, 4, 39, e), (2, 2, 72, e), (2, 2, 72, f)
+    grad, q, *kv = (torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes)
+    with torch.enable_grad():
+        like = _widened(kernel, q, q, kv[1]).clone().requires_grad_()
+        if not kernel.allowed(cuda.SDPAParams(like, like, like, None, 0.0, False, False)):
+            return NOT_ALLOWED
+    tolerance = max(4 * torch.finfo(dtype).eps, 2**-8)  # tells another result from rounding, that of TF32 too
+    for block, written, n in _small_blocks(kernel, e, device, all_visible):
+        k, v = (x[:, :, :n] for x in kv)
+        out, lse = forward_block(q, k, v, written, PRODUCTS)
+        whole = out.to(dtype), lse.masked_fill(lse == -torch.inf, 0)
+        right = out, lse, *backward_block(grad, q, k, v, *whole, written, PRODUCTS)
+        results = *forward_block(q, k, v, block, kernel), *backward_block(grad, q, k, v, *whole, block, kernel)
+        for x, y in zip(results, right, strict=True):
+            size = max(1.0, float(y.masked_fill(y == -torch.inf, 0).abs().max()))
+            if not torch.allclose(x.to(y.dtype), y, rtol=0, atol=tolerance * size):
+                return "computes something else than attention"
+    return ""
+
+
+def _small_blocks(
+    kernel: Kernel, e: int, device: torch.device, all_visible: bool
+) -> Iterator[tuple[Block, Block, int]]:
+    """Blocks of 39 queries, as a kernel takes them and as products do, and how many keys they have."""
+    keys = torch.tensor([[0] * 9 + [1] * 30 + [2] * 33, [3] * 50 + [5] * 22])
+    if all_visible:
+        for causal in (False, True):
+            block = Block(e**-0.5, causal=causal)
+            yield block, block, 39 if causal and not kernel.lower_right else 71
+        return
+    last, others = keys[:, 33:], keys[:, :39] + 1
+    for queries, causal, window in ((last, True, None), (last, True, 5), (others, False, None)):
+        mask = queries[:, None, :, None] == keys[:, None, None]
+        if causal:
+            mask &= torch.ones(39, 72, dtype=torch.bool).tril(33).triu(34 - (window or 72))
+        written = Block(e**-0.5, mask=mask.to(device))
+        segmented = Block(e**-0.5, causal=causal, segments=segments_of(queries, keys), window=window)
+        yield segmented if kernel.segmented else written, written, 72
+
+
+def _widened(kernel: Kernel, x: Tensor, q: Tensor, v: Tensor) -> Tensor:
+    """With zeros up to the width that a kernel takes of these."""
+    width = -(-max(q.shape[-1], v.shape[-1]) // kernel.multiple) * kernel.multiple if kernel.multiple else 0
+    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+
+
+def _queries_of(q: Tensor, k: Tensor, block: Block) -> list[int]:
+    """How many query heads look at each key/value head."""
+    heads = k.shape[1]
+    return [block.heads.count(i) for i in range(heads)] if block.heads else [q.shape[1] // heads] * heads
+
+
+def _inputs(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block) -> list[Tensor]:
+    """Queries, keys and values as a kernel takes them, the latter repeated for each query head where it needs that."""
+    if q.shape[1] != k.shape[1] and (block.heads or not kernel.grouped):
+        looks = [head for head, n in enumerate(_queries_of(q, k, block)) for _ in range(n)]
+        k, v = (torch.cat([x[:, head : head + 1] for head in looks], 1) for x in (k, v))
+    return [_widened(kernel, x, q, v) for x in (q, k, v)]
+
+
+def _bias(block: Block, q: Tensor, multiple: int = 1) -> Tensor | None:
+    """The mask as what is added to scores, in memory whose rows are a multiple of so many numbers apart."""
+    if block.mask is None:
+        return None
+    *outer, n = block.mask.shape
+    bias = q.new_zeros(*outer, -(-n // multiple) * multiple)[..., :n]
+    return bias.masked_fill_(~block.mask, -torch.inf)
+
+
+def _on_device(x: Tensor, device: torch.device) -> Tensor:
+    """Without waiting for the device."""
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+
+
+class _CpuFlash(Kernel):
+    multiple = 1
+
+    def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        kernel, bias = aten._scaled_dot_product_flash_attention_for_cpu, _bias(block, q)
+        return kernel(q, k, v, 0.0, block.causal, attn_mask=bias, scale=block.scale)
+
+    def backward(self, block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Three:
+        kernel, bias = aten._scaled_dot_product_flash_attention_for_cpu_backward, _bias(block, q)
+        return kernel(grad, q, k, v, out, lse, 0.0, block.causal, attn_mask=bias, scale=block.scale)
+
+
+class _Cudnn(Kernel):
+    allowed = staticmethod(cuda.can_use_cudnn_attention)
+
+    def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        kernel = aten._scaled_dot_product_cudnn_attention
+        out, lse, *_ = kernel(q, k.contiguous(), v.contiguous(), None, True, 0.0, block.causal, scale=block.scale)
+        return out, lse.view(q.shape[:3])
+
+    def backward(self, block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Three:
+        k, v, lse, ends = (
+            k.contiguous(),
+            v.contiguous(),
+            lse.contiguous()[..., None],
+            (None, None, q.shape[2], k.shape[2]),
+        )
+        state = torch.empty((), dtype=torch.int64, device=q.device)
+        kernel = aten._scaled_dot_product_cudnn_attention_backward
+        return kernel(grad, q, k, v, out, lse, state, state, None, *ends, 0.0, block.causal, scale=block.scale)
+
+
+class _Flash(Kernel):
+    """Dao, https://arxiv.org/abs/2307.08691. Not asked for dropout, it does not use the state of a generator.
+
+    With segments all of their sequences lie end to end; keys that nobody sees are left out.
+    It reads 16 bytes at a time, for which keys cut out of wider rows may lie wrong, and of `lse` the pointer alone.
+    """
+
+    lower_right = segmented = True
+    allowed = staticmethod(cuda.can_use_flash_attention)
+
+    def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        (x, *kv), index, settings, options = self._packed(block, q, k, v)
+        out, lse = self.run(x, *(y[index].contiguous() for y in kv), *settings, **options)
+        if block.segments is not None:
+            lse = lse.view(len(lse), len(q), -1).transpose(0, 1)
+        return self._unpacked(out, q), lse
+
+    def backward(self, block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Three:
+        (x, *kv, dy, y), index, settings, options = self._packed(block, q, k, v, grad, out)
+        lse = (lse if block.segments is None else lse.transpose(0, 1).flatten(1)).contiguous()
+        dq, *dkv = self.run_backward(dy, x, *(z[index].contiguous() for z in kv), y, lse, *settings, **options)
+        if block.segments is not None:
+            dkv = [torch.zeros_like(z).index_copy_(0, index, d) for z, d in zip(kv, dkv, strict=True)]
+        return self._unpacked(dq, q), self._unpacked(dkv[0], k), self._unpacked(dkv[1], v)
+
+    def run(self, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return aten._flash_attention_forward(*inputs, False, **options)[:2]
+
+    def run_backward(self, *inputs: Any, **options: Any) -> Three:
+        state = torch.empty(2, dtype=torch.uint64, device=inputs[0].device)
+        return aten._flash_attention_backward(*inputs, state, state, **options)
+
+    @staticmethod
+    def _packed(block: Block, q: Tensor, k: Tensor, *others: Tensor) -> tuple[list[Tensor], Any, tuple, dict[str, Any]]:
+        """The tensors as (b, m, h, e), or with segments (b m, h, e); which keys are seen; what the operators take."""
+        options: dict[str, Any] = {"scale": block.scale}
+        xs = [x.transpose(1, 2) for x in (q, k, *others)]
+        if block.segments is None:
+            return xs, slice(None), (None, None, q.shape[2], k.shape[2], 0.0, block.causal), options
+        if block.window is not None:
+            options |= {"window_size_left": block.window - 1, "window_size_right": 0}
+        queries, keys, first = block.segments
+        ends = [F.pad(lengths.cumsum(0), (1, 0)) for lengths in (queries, keys)]
+        index = torch.arange(int(ends[1][-1])) + (first - ends[1][:-1]).repeat_interleave(keys)
+        cumulative = [_on_device(x.int(), q.device) for x in ends]
+        longest = max(2, int(queries.max())), int(keys.max())  # for single queries there is another way in the kernel
+        settings = *cumulative, *longest, 0.0, block.causal
+        return [x.flatten(0, 1) for x in xs], _on_device(index, q.device), settings, options
+
+    @staticmethod
+    def _unpacked(x: Tensor, like: Tensor) -> Tensor:
+        return x.view(len(like), like.shape[2], *x.shape[-2:]).transpose(1, 2)
+
+
+class _Efficient(Kernel):
+    """Rabe and Staats, https://arxiv.org/abs/2112.05682, as xFormers has it.
+
+    Of `out` it takes for granted that heads lie beside each other.
+    """
+
+    grouped = False
+    allowed = staticmethod(cuda.can_use_efficient_attention)
+    rows = 32  # of which its log-sum-exp has a multiple: those behind the queries are inf
+
+    def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        kernel, bias = aten._scaled_dot_product_efficient_attention, self._bias(block, q)
+        out, lse, *_ = kernel(q, k.contiguous(), v.contiguous(), bias, True, 0.0, block.causal, scale=block.scale)
+        return out, lse[..., : q.shape[2]]
+
+    def backward(self, block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Three:
+        kernel, bias = aten._scaled_dot_product_efficient_attention_backward, self._bias(block, q)
+        k, v, out = k.contiguous(), v.contiguous(), out.transpose(1, 2).contiguous().transpose(1, 2)
+        lse = F.pad(lse, (0, -lse.shape[-1] % self.rows), value=torch.inf).contiguous()
+        state = torch.empty((), dtype=torch.int64, device=q.device)
+        drop = state, state, 0.0, [True, True, True, False]
+        return kernel(grad, q, k, v, bias, out, lse, *drop, block.causal, scale=block.scale)[:3]
+
+    @staticmethod
+    def _bias(block: Block, q: Tensor) -> Tensor | None:
+        bias = _bias(block, q, multiple=16)
+        return None if bias is None else bias.expand(*q.shape[:2], *bias.shape[2:])
+
+
+class _Products(Kernel):
+    """Attention as it is written: the reference of the others."""
+
+    grouped, lower_right, multiple = False, True, 0
+
+    def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        scores, _ = self._scores(q, k, block)
+        lse = scores.logsumexp(-1)
+        p = (scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
+        return p @ v.to(p.dtype), lse
+
+    def backward(self, block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Three:
+        scores, slope = self._scores(q, k, block)
+        p = (scores - lse[..., None]).exp()
+        grad, q, k, v, out = (x.to(p.dtype) for x in (grad, q, k, v, out))
+        ds = p * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * slope
+        return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
+
+    @staticmethod
+    def _scores(q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | float]:
+        """The scores (b, h, m, n), at least in float32, and how they change with q @ k."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * block.scale
+        slope: Tensor | float = block.scale
+        if block.soft_cap is not None:
+            bent = torch.tanh(scores / block.soft_cap)
+            scores, slope = block.soft_cap * bent, block.scale * (1 - bent * bent)
+        mask = block.mask
+        if block.causal:
+            m, n = scores.shape[-2:]
+            mask = torch.ones(m, n, dtype=torch.bool, device=q.device).tril(n - m)
+        return scores if mask is None else scores.masked_fill(~mask, -torch.inf), slope
+
+
+CPU_FLASH, CUDNN, FLASH = _CpuFlash(), _Cudnn(), _Flash()
+EFFICIENT, PRODUCTS = _Efficient(), _Products()

@@ -1,0 +1,442 @@
+"""The check before the first step: whether a model that is split over `tp`, or takes parts of sequences over `cp`,
+computes what the plain model does.
+
+Two copies take a short sample through a forward and a backward, one of them split. Values are compared wherever a block
+begins or ends; each block, and what runs between blocks, has its own backward. Weights are random, because a norm of
+ones or a layer of zeros would hide an error. They exist for one block at a time; blocks that are alike are computed
+once. Neither the model nor a generator of random numbers changes.
+"""
+
+import copy
+import math
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from meshtrain.attention import AttentionContext
+from meshtrain.data.batch import Batch
+from meshtrain.errors import AgreedError
+from meshtrain.mesh import Mesh
+from meshtrain.parallel.context import ContextParallel
+from meshtrain.parallel.mixed_precision import cast, master_dtype
+from meshtrain.parallel.sharding import Part, chunk_range, local_part
+from meshtrain.parallel.tensor_parallel import AXIS, TensorParallel, partial_parameters, replace_layers, shard_parameter
+from meshtrain.parallel.torch_private import replace_parameters, to_local
+from meshtrain.parallel.tp_plan import REPLICATED
+
+TOLERANCE = 1e-3  # of a tensor's largest value: far above the rounding of float32, far below a missing addend
+
+# Attributes in which blocks that are alike may differ.
+OURS = ("mesh", "axis_group", "shared_gather", "shared_gathers", "forward")
+Sample = Sequence[Tensor | None]
+Named = list[tuple[str, Tensor]]
+
+
+def verify(
+    model: nn.Module, blocks: Sequence[str], tp: TensorParallel, sample: Sample | None, precision: str
+) -> str | None:
+    """Compares a plain model with the same model split over `tp`. All ranks call it together and come to one verdict.
+
+    Args:
+        model: plain, on any device, meta included; `blocks`: names of its blocks, each once.
+        sample: what `model(*sample)` takes, two short samples are enough; None: one is made up.
+
+    Returns None, or why the plain model does not take a sample that was made up. Raises AgreedError: they differ, or it
+    does not take the sample.
+    """
+    mesh, dtype, size = tp.mesh, master_dtype(precision), tp.mesh.size(AXIS)
+    inputs = _made_up_sample(model, size) if sample is None else sample
+    inputs = [x if x is None else x.to(mesh.device_type, dtype if x.is_floating_point() else None) for x in inputs]
+
+    def rows(n: int) -> list[int]:
+        return list(range(n))[chunk_range(n, size, mesh.index(AXIS))]
+
+    def compare(sequence: bool) -> str | None:
+        plain, split = _skeleton(model, dtype), _skeleton(model, dtype)
+        replace_layers(split, replace(tp, sequence_parallel=sequence))
+        kinds = {name: _signature(plain.get_submodule(name)) + _signature(split.get_submodule(name)) for name in blocks}
+        places = {name: local_part(p)[1] for name, p in split.named_parameters() if isinstance(p, DTensor)}
+        partial = {module._parameters[name] for module, name in partial_parameters(split, sequence)}
+        reference = _Run(plain, mesh, kinds, places=places)
+        return _Run(split, mesh, kinds, reference, AXIS, rows, sequence, partial).compare(inputs, inputs)
+
+    def difference() -> str | None:
+        problem = compare(tp.sequence_parallel)
+        if problem is None:
+            return None
+        without = tp.sequence_parallel and compare(False) is None
+        remedy = "parallel.sequence_parallel: false, which passes this check" if without else "tp: 1"
+        return f"{problem}. Use {remedy}, or mend the model or its tp_plan (docs/tensor-parallel.md says how)"
+
+    return _verdict(mesh, AXIS, sample, difference)
+
+
+def verify_context(
+    model: nn.Module,
+    blocks: Sequence[str],
+    modules: Sequence[str],
+    context: ContextParallel,
+    mesh: Mesh,
+    sample: Sample | None,
+    precision: str,
+) -> str | None:
+    """Compares a plain model on whole sequences with the same model on parts of them over `cp`; see `verify`.
+    `modules`: those that call attention, each once in a forward, and nothing else may. `sample`: tokens, positions and
+    documents, (b, s) each or None."""
+    device, dtype = torch.device(mesh.device_type), master_dtype(precision)
+    if sample is not None and (sample[0] is None or sample[0].shape[1] % (2 * context.size)):
+        sample = None
+    inputs = _made_up_sample(model, 2 * context.size) if sample is None else sample
+    tokens, positions, *others = (*inputs, None, None)[: max(3, len(inputs))]
+    assert tokens is not None
+    length = tokens.shape[1]
+    targets = tokens.new_zeros(tokens.shape[:2], dtype=torch.int64)
+    positions = torch.arange(length).expand(targets.shape) if positions is None else positions
+    whole = Batch.of((tokens, positions, *others), targets).apply(lambda x: x.cpu()).with_context()
+    part = context.shard(whole).to(device, dtype)
+
+    def rows(n: int) -> list[int]:
+        return context.positions(n).tolist() if n == length else []
+
+    def difference() -> str | None:
+        plain, other = _skeleton(model, dtype), _skeleton(model, dtype)
+        inside = {name: [m.removeprefix(name) for m in modules if f"{m}.".startswith(f"{name}.")] for name in blocks}
+        kinds = {name: f"{_signature(plain.get_submodule(name))} {inside[name]}" for name in blocks}
+        partial = set(other.parameters())
+        compared = _Run(other, mesh, kinds, _Run(plain, mesh, kinds), "cp", rows, sums_shared=True, partial=partial)
+        with misplaced_calls(other, modules, part.inputs[2]) as misplaced:
+            problem = compared.compare(whole.to(device, dtype).inputs, part.inputs, misplaced)
+        return problem and (
+            f"{problem}. Tokens may see each other in the modules that the cp_plan names alone, there through "
+            "meshtrain.attention.attention, which gets the model's third input: use cp: 1, or mend the model or its "
+            "cp_plan"
+        )
+
+    return _verdict(mesh, "cp", sample, difference)
+
+
+@contextmanager
+def misplaced_calls(model: nn.Module, modules: Sequence[str], context: AttentionContext) -> Iterator[list[str]]:
+    """Yields a list that gets calls of attention elsewhere than in these modules, and which do not call it once."""
+    misplaced: list[str] = []
+    calls = [0]  # outside of these modules, and in those that run
+    attend = context.attend
+
+    def count(*arguments: Any) -> Tensor:
+        calls[-1] += 1
+        if len(calls) == 1:
+            misplaced.append("attention is called elsewhere than in the modules that the cp_plan names")
+        return attend(*arguments)
+
+    def leave(name: str) -> None:
+        if (number := calls.pop()) != 1:
+            misplaced.append(f"{name} calls attention {number} times, and what the cp_plan names has to call it once")
+
+    with ExitStack() as stack:
+        for name in modules:
+            module = model.get_submodule(name)
+            stack.enter_context(module.register_forward_pre_hook(lambda *_: calls.append(0)))
+            stack.enter_context(module.register_forward_hook(lambda *_, name=name: leave(name)))
+        context.attend = count  # type: ignore[method-assign, assignment]
+        stack.callback(delattr, context, "attend")  # the method of its class again
+        yield misplaced
+
+
+def _verdict(mesh: Mesh, axis: str, sample: Sample | None, difference: Callable[[], str | None]) -> str | None:
+    """Raises AgreedError for a difference, or restores random generators and returns what `verify` does."""
+    gpus = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=gpus), torch.enable_grad():
+            problem = difference()
+    except _PlainError as error:  # on all ranks: they do the same
+        if sample is None:
+            return str(error)
+        raise AgreedError(
+            f"the plain model does not take the first samples ({error}): mend it, or leave its check out by "
+            "parallel.verify: false"
+        ) from error
+    if problem is not None:
+        raise AgreedError(
+            f"with {axis} {mesh.size(axis)} the model does not compute what it does on one device: {problem}. "
+            "parallel.verify: false leaves this check out"
+        )
+    return None
+
+
+class _PlainError(Exception):
+    """The plain model does not take the sample."""
+
+
+def _made_up_sample(model: nn.Module, tp: int) -> list[Tensor]:
+    """Two short samples for a model's first layer that says what it takes: token ids, or features."""
+    random, length = torch.Generator().manual_seed(0), tp * max(2, math.ceil(8 / tp))
+    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    if tables:
+        return [torch.randint(min(tables), (2, length), generator=random)]
+    widths = [module.in_features for module in model.modules() if isinstance(module, nn.Linear)]
+    return [torch.randn(2, length, *widths[:1], generator=random)]
+
+
+def _skeleton(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of a model whose parameters have no memory."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in model.parameters()
+    }
+    try:
+        return cast(copy.deepcopy(model, memo), dtype).eval()
+    except Exception as error:
+        raise _PlainError(f"it cannot be copied: {type(error).__name__}: {error}") from error
+
+
+def _signature(block: nn.Module) -> str:
+    """By which blocks are alike: the same code, settings and sizes."""
+    return repr(
+        [
+            (
+                name,
+                type(module),
+                [(key, value) for key, value in vars(module).items() if key[0] != "_" and key not in OURS],
+                [(key, p.shape, p.requires_grad) for key, p in module.named_parameters(recurse=False)],
+            )
+            for name, module in block.named_modules()
+        ]
+    )
+
+
+@dataclass(eq=False)
+class _Run:
+    """A forward of a model and the backward of each of its pieces, recorded, or compared with those of a reference."""
+
+    model: nn.Module
+    mesh: Mesh
+    kinds: dict[str, str]  # block -> the same for blocks that are alike
+    reference: "_Run | None" = None  # the run of the plain model; None: this is it
+    axis: str = AXIS  # over which ranks share the work
+    rows: Callable[[int], list[int]] = lambda n: list(range(n))  # those of this rank in a dim of n that is shared
+    # Whether the gradient of what each rank holds whole is the sum over the ranks: with sequence parallelism and `cp`.
+    sums_shared: bool = False
+    partial: Collection[nn.Parameter | None] = ()  # whose gradients are summed (`sum_partial_gradients`)
+    places: dict[str, Part] = field(default_factory=dict)  # split parameter -> this rank's part, all of it that is kept
+    piece: str = "the model"  # that runs now
+    problem: str | None = None  # the first one: others follow from it
+    comparisons: int = 0  # tensors, until then
+
+    def __post_init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}  # by their names
+        self.first: dict[str, str] = {}  # a call of a block -> the first call of one that is alike
+        self._alike: dict[str, str] = {}  # block and inputs -> that call
+        self._names = {parameter: name for name, parameter in self.model.named_parameters()}
+        self._calls: dict[str, int] = {}
+        self._outputs: dict[str, tuple[list[Any], Any]] = {}  # of each first call
+        self._starts: Named = []  # leaves that what runs between the blocks begins with
+        self._ends: Named = []  # and the tensors that it ends with
+
+    def compare(self, whole: Sample, inputs: Sample, others: Sequence[str] = ()) -> str | None:
+        """Runs the reference with `whole`, and this with `inputs`, which may add to `others`, further problems. Returns
+        the first problem of any rank, the same on all. Raises _PlainError: the reference fails."""
+        assert self.reference is not None
+        for run, arguments in ((self.reference, whole), (self, inputs)):
+            try:
+                run.run(arguments)
+            except torch.OutOfMemoryError:  # maybe of this rank alone: it ends the job, and says so
+                raise
+            except Exception as error:
+                failure = f"{type(error).__name__}: {error}"
+                if run is self.reference:
+                    raise _PlainError(failure) from error
+                self.differ(f"{self.piece} fails where the plain model does not: {failure}")
+        for problem in others:
+            self.differ(problem)
+        world, never = self.mesh.layout.world_size, 2**62
+        order = never if self.problem is None else self.comparisons * world + self.mesh.rank
+        first = torch.tensor(order, device=self.mesh.device_type)
+        dist.all_reduce(first, dist.ReduceOp.MIN, group=self.mesh.world)
+        if int(first) == never:
+            return None
+        problems = [self.problem]
+        dist.broadcast_object_list(problems, src=int(first) % world, group=self.mesh.world, device=first.device)
+        return problems[0]
+
+    def run(self, inputs: Sample) -> None:
+        torch.manual_seed(0)
+        blocks = [(name, self.model.get_submodule(name)) for name in self.kinds]
+        inside = {module for _, block in blocks for module in block.modules()}
+        forwards = [(block, block.forward) for _, block in blocks]
+        for name, block in blocks:
+            block.forward = self._isolate(name, block)
+        try:
+            with self._fill(module for module in self.model.modules() if module not in inside) as parameters:
+                ends = self._record("the model's output", tree_flatten(self.model(*inputs))[0])
+                self._backward("the model", self._starts, self._ends, ends, parameters)
+        finally:
+            for block, forward in forwards:  # nothing refers to this run any more: its memory is free when it is done
+                block.forward = forward
+        if self.reference is not None and self._calls != self.reference._calls:
+            self.differ("it calls its blocks another number of times")
+
+    def differ(self, problem: str) -> None:
+        self.problem = self.problem or problem
+
+    def _isolate(self, name: str, block: nn.Module) -> Callable:
+        """A forward of a block that hands on what autograd does not lead through."""
+        forward = block.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            count = self._calls[name] = self._calls.get(name, 0) + 1
+            piece = self.piece = name if count == 1 else f"{name} (call {count})"
+            inputs, structure = tree_flatten((args, kwargs))
+            self._ends += self._record(f"{piece}: input", inputs)
+            if self.reference is None:
+                sizes = [(x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
+                self.first[piece] = self._alike.setdefault(f"{self.kinds[name]} {sizes}", piece)
+            first = (self.reference or self).first.get(piece, piece)
+            if first not in self._outputs:
+                leaves = [_leaf(x) for x in inputs]
+                with self._fill(block.modules()) as parameters:
+                    args, kwargs = tree_unflatten(
+                        tree_map_only(Tensor, torch.clone, leaves), structure
+                    )  # it may change them
+                    outputs, form = tree_flatten(forward(*args, **kwargs))
+                    ends = self._record(f"{piece}: output", outputs)
+                    self._backward(piece, _with_names(f"{piece}: input", leaves), ends, [], parameters)
+                self._outputs[first] = [_leaf(y) for y in outputs], form
+            outputs, form = self._outputs[first]
+            leaves = [_leaf(y) for y in outputs]
+            self._starts += _with_names(f"{piece}: output", leaves)
+            self.piece = f"what comes behind {name}"
+            return tree_unflatten(tree_map_only(Tensor, torch.clone, leaves), form)
+
+        return run
+
+    @contextmanager
+    def _fill(self, modules: Iterable[nn.Module]) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+        """Gives parameters of these modules values inside, by their names: parameter -> the one with values."""
+        filled: dict[nn.Parameter, nn.Parameter] = {}
+
+        def with_values(p: nn.Parameter) -> nn.Parameter:
+            if p not in filled:
+                whole = nn.Parameter(self._values(self._names[p], p.shape, p.dtype), requires_grad=p.requires_grad)
+                filled[p] = shard_parameter(whole, self.mesh, p.placements[0]) if isinstance(p, DTensor) else whole
+            return filled[p]
+
+        with replace_parameters(modules, with_values):
+            yield filled
+
+    def _values(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        random = torch.Generator(self.mesh.device_type).manual_seed(zlib.crc32(name.encode()))
+        options: dict[str, Any] = {"generator": random, "device": self.mesh.device_type, "dtype": dtype}
+        if len(shape) < 2:
+            return torch.rand(shape, **options) + 0.5
+        return torch.randn(shape, **options) / math.sqrt(math.prod(shape[1:]))
+
+    def _record(self, prefix: str, values: list[Any]) -> Named:
+        """Records or compares the tensors of these; gives back those that a backward can start from, by their names."""
+        # Clones, because the model may change its own.
+        copies = [(name, to_local(x).clone()) for name, x in _with_names(prefix, values)]
+        for name, x in copies:
+            self._compare(name, x)
+        return [(name, x) for name, x in copies if x.requires_grad]
+
+    def _backward(
+        self, piece: str, starts: Named, inner: Named, outer: Named, parameters: dict[nn.Parameter, nn.Parameter]
+    ) -> None:
+        """The gradients of a piece's inputs and parameters. `inner`: what it hands on to other pieces; `outer`: its
+        part of the loss, which every rank computes; `parameters`: those of `_fill`."""
+        ends = [(x, self._cotangent(name, x, self.sums_shared)) for name, x in inner]
+        ends += [(x, self._cotangent(name, x, False)) for name, x in outer]
+        ends = [(x, grad) for x, grad in ends if grad is not None and x.requires_grad]
+        if ends:
+            torch.autograd.backward([x for x, _ in ends], [grad for _, grad in ends])
+        for name, x in starts:
+            if x.requires_grad:
+                grad, whole = _grad_of(x), self._whole(name)
+                summed = self.sums_shared and whole is not None and whole.shape == grad.shape
+                self._compare(f"{name}: gradient", self._sum(grad) if summed else grad)
+        grads = [self._whole(f"{piece}: gradient of {self._names[p]}") for p in parameters]
+        least = 1e-3 * max((float(g.abs().max()) for g in grads if g is not None and g.numel()), default=0.0)
+        for p, filled in parameters.items():
+            if p.requires_grad:
+                name, grad = self._names[p], _grad_of(filled)
+                if self.reference is None:
+                    grad = grad[self.places.get(name, ...)].clone()
+                total = grad if isinstance(p, DTensor) and p not in self.partial else self._sum(grad)
+                self._compare(f"{piece}: gradient of {name}", total if p in self.partial else grad, total, least)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        if self.reference is not None:
+            x = x.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(x, group=self.mesh.group(self.axis))
+        return x
+
+    def _whole(self, name: str) -> Tensor | None:
+        return (self.reference or self).tensors.get(name)
+
+    def _cotangent(self, name: str, x: Tensor, shared: bool) -> Tensor | None:
+        """This rank's part of the gradient that a tensor gets, or of a sum over the ranks that is."""
+        whole = self._whole(name)
+        place = None if whole is None else self._place(whole.shape, x.shape)
+        if whole is None or place is None:
+            return None
+        grad = self._values(name, whole.shape, x.dtype)[place]
+        return grad / self.mesh.size(self.axis) if shared and whole.shape == x.shape else grad
+
+    def _place(self, whole: Sequence[int], part: Sequence[int]) -> Any:
+        """Where in a whole tensor this rank's part lies, by their shapes; None: it is no part of it."""
+        dims = [dim for dim, (n, m) in enumerate(zip(whole, part, strict=False)) if n != m]
+        if not dims and len(whole) == len(part):
+            return ...
+        if len(dims) != 1 or len(whole) != len(part):
+            return None
+        rows = self.rows(whole[dims[0]])
+        return (*[slice(None)] * dims[0], rows) if len(rows) == part[dims[0]] else None
+
+    def _compare(self, name: str, x: Tensor, total: Tensor | None = None, least: float = 0.0) -> None:
+        """`total`: what x would be if it were summed over the ranks."""
+        x = x.detach()
+        if self.reference is None:
+            self.tensors[name] = x
+        elif self.problem is None:
+            self.comparisons += 1
+            whole = self._whole(name)
+            place = None if whole is None else self._place(whole.shape, x.shape)
+            if whole is None:
+                self.differ(f"{name} is none of the plain model's")
+            elif place is None:
+                self.differ(f"{name} has the shape {tuple(x.shape)}, and {tuple(whole.shape)} on one device")
+            elif (off := _off(x, whole[place], least)) is not None:
+                sums = total is not None and _off(total, whole[place], least) is None
+                hint = f", but not its sum over tp: the tp_plan has to give it the style {REPLICATED}" if sums else ""
+                self.differ(f"{name} differs by {off:.2g} of its largest value{hint}")
+
+
+def _off(x: Tensor, expected: Tensor, least: float = 0.0) -> float | None:
+    """The largest difference, relative to the largest value; None within the tolerance."""
+    if x.numel() == 0:
+        return None
+    if not (x.is_floating_point() or x.is_complex()):
+        x, expected = x.double(), expected.double()
+    same = (x == expected) | (x.isnan() & expected.isnan())
+    largest = torch.where(expected.isfinite(), expected.abs(), 0).max().clamp(min=max(least, 1e-30))
+    worst = float((torch.where(same, 0, (x - expected).abs()) / largest).max())
+    return None if worst <= TOLERANCE else worst
+
+
+def _with_names(prefix: str, values: Sequence[Any]) -> Named:
+    return [(f"{prefix} {i}", x) for i, x in enumerate(values) if isinstance(x, Tensor)]
+
+
+def _grad_of(x: Tensor) -> Tensor:
+    return torch.zeros_like(to_local(x.detach())) if x.grad is None else to_local(x.grad)
+
+
+def _leaf(x: Any) -> Any:
+    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x

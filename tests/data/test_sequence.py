@@ -1,0 +1,85 @@
+"""Sequences over the ranks of `cp`: every position has one owner, work is even, and a rank gets what it sees."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshtrain.data.sequence import (
+    chunks_of,
+    needed_chunks,
+    owner,
+    padded_length,
+)
+
+lengths, parts, tps = st.integers(1, 300), st.integers(1, 12), st.sampled_from([1, 2, 3, 4, 8])
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> list[list[int]]:
+    """For each row, the document of each position: as many positions as a draw of lengths says."""
+    length = draw(st.integers(1, 120))
+    rows = []
+    for _ in range(draw(st.integers(1, 3))):
+        row: list[int] = []
+        while len(row) < length:
+            row += [len(row)] * draw(st.integers(1, 40))
+        rows.append(row[:length])
+    return rows
+
+
+@given(lengths, parts, tps)
+def test_each_position_has_one_owner_and_a_place(length: int, parts: int, tp: int) -> None:
+    padded = padded_length(length, parts, tp)
+    assert length <= padded < length + parts * 2 * tp
+    ranks = [[p for chunk in chunks_of(length, parts, i, tp) for p in chunk] for i in range(parts)]
+    assert sorted(p for own in ranks for p in own) == list(range(padded))
+    for i, own in enumerate(ranks):
+        assert own == sorted(own)
+        assert len(own) == padded // parts
+        assert len(own) % 2 == len(own) % tp == 0
+        assert [owner(p, length, parts, tp) for p in own] == [(i, place) for place in range(len(own))]
+
+
+@given(lengths, parts, tps)
+def test_padding_is_the_least_that_divides(length: int, parts: int, tp: int) -> None:
+    fits = next(n for n in range(length, length + 2 * parts * tp) if n % (2 * parts) == 0 and n % (parts * tp) == 0)
+    assert padded_length(length, parts, tp) == fits
+
+
+@given(lengths, st.integers(1, 5), st.integers(1, 5), tps)
+def test_neighbours_together_have_a_part_of_a_coarser_zigzag(length: int, rings: int, heads: int, tp: int) -> None:
+    parts = rings * heads
+    padded = padded_length(length, parts, tp)
+    for ring in range(rings):
+        fine = [p for i in range(heads) for chunk in chunks_of(length, parts, ring * heads + i, tp) for p in chunk]
+        assert sorted(fine) == [p for chunk in chunks_of(padded, rings, ring) for p in chunk]
+
+
+@given(lengths, parts)
+def test_each_rank_has_as_many_pairs_of_a_query_and_a_key(length: int, parts: int) -> None:
+    pairs = {sum(p + 1 for chunk in chunks_of(length, parts, i) for p in chunk) for i in range(parts)}
+    assert len(pairs) == 1
+
+
+@given(documents(), st.integers(1, 6))
+def test_exactly_the_chunks_that_some_query_sees_are_needed(rows: list[list[int]], parts: int) -> None:
+    length = padded_length(len(rows[0]), parts)
+    rows = [row + [-1] * (length - len(row)) for row in rows]
+    m = length // (2 * parts)
+    chunks = [range(y * m, (y + 1) * m) for y in range(2 * parts)]
+    first = [min(k for row in rows for q in chunk for k in range(q + 1) if row[k] == row[q]) for chunk in chunks]
+    for reader, needed in enumerate(needed_chunks(first, m)):
+        expected = []
+        for source in range(parts):
+            for half, keys in enumerate(chunks_of(length, parts, source)):
+                queries = [q for chunk in chunks_of(length, parts, reader) for q in chunk]
+                seen = any(row[k] == row[q] for row in rows for q in queries for k in keys if k <= q)
+                expected += [(source, half)] * (seen and source != reader)
+        assert needed == expected
+
+
+@given(parts, st.integers(1, 9))
+def test_with_one_document_a_rank_sends_a_quarter_less_than_everything(parts: int, m: int) -> None:
+    needed = needed_chunks([0] * 2 * parts, m)
+    for j in range(parts):
+        assert sum(source == j for chunks in needed for source, _ in chunks) == parts - 1 + j
+        assert len(needed[j]) == 2 * (parts - 1) - j

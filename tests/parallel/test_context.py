@@ -1,0 +1,109 @@
+"""Attention over sequences that lie in parts on several processes, against one process's attention."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshtrain.data.batch import Batch
+from meshtrain.generate import generate
+from meshtrain.layout import Layout
+from meshtrain.mesh import build_mesh
+from meshtrain.parallel.context import ContextParallel, visible_spans
+from meshtrain.parallel.context.attention import Exchange
+from models import llama
+from tests.launching import Finished, forked, torchrun
+
+HERE = Path(__file__).parent
+GPUS = torch.cuda.device_count()
+
+
+def assert_none_failed(done: Finished, world: int, least: int) -> None:
+    """Each rank of a job of cases has told that at least so many were checked, and no failure."""
+    rows = [json.loads(line) for line in done.check().out.splitlines() if line.startswith("{")]
+    assert len(rows) == world
+    for row in rows:
+        assert row["failures"] == []
+        assert row["checked"] >= least
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("world", "least"), [(2, 2000), (3, 2000), (4, 4000)])
+def test_every_way_computes_what_one_process_does(world: int, least: int) -> None:
+    assert_none_failed(forked(world, HERE / "context_cases.py", timeout=500), world, least)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world", [world for world in (2, 4) if world <= max(GPUS, 2)])
+def test_every_way_computes_the_same_on_gpus(world: int) -> None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS))))
+    script = str(HERE / "context_cases.py")
+    assert_none_failed(torchrun(world, script, timeout=800, env={"CUDA_VISIBLE_DEVICES": visible}), world, 1000)
+
+
+@pytest.mark.parametrize("stages", [[(2, 3, 0)], [(2,), (3,), (0,)]], ids=["gather", "ring"])
+def test_gradients_are_added_in_one_order(stages: list[tuple[int, ...]]) -> None:
+    """Whether they come together or one after the other: these addends have another sum in another order."""
+    like = torch.zeros(1, 1, 2, 1)
+    exchange = Exchange(like, like, None, torch.zeros(2, 8, dtype=torch.int64), (), "", "ring", 1.0, None, None)
+    exchange.size, exchange.index, exchange.own, exchange.first = 4, 1, (1, 6), [0] * 8
+    values = [1.0, 1e20, -1e20, 3.0]
+
+    class Arrived:
+        """What the others of a stage have sent."""
+
+        def __init__(self, ranks: tuple[int, ...]) -> None:
+            self.ranks = ranks
+
+        def wait(self) -> list[torch.Tensor]:
+            counts = [len(range(2)[exchange._halves(j, 1)]) * (j in self.ranks) for j in range(4)]
+            return [torch.full((n, 1, 1, 1, 1), values[j], dtype=torch.float64) for j, n in enumerate(counts)]
+
+    exchange.gradients = {x: torch.full((1, 1, 1, 1), values[1], dtype=torch.float64) for x in exchange.own}
+    for ranks in stages:
+        exchange.going_home = Arrived(ranks)  # type: ignore[assignment]
+        exchange._add_arrived()
+    first, second = exchange.gradient().flatten().tolist()
+    assert first == ((values[1] + values[2]) + values[3]) + values[0] == 4.0
+    assert second == values[1] + values[0], "the other ranks' queries do not see it"
+
+
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=9), min_size=1, max_size=3), st.integers(1, 5))
+def test_spans_say_what_the_queries_of_a_chunk_see(rows: list[list[int]], parts: int) -> None:
+    whole = [[n for n, count in enumerate(row) for _ in range(count)] for row in rows]
+    m = -(-max(map(len, whole)) // (2 * parts))
+    documents = [row + [99] * (2 * parts * m - len(row)) for row in whole]
+    first, last = visible_spans(torch.tensor(documents), 2 * parts).tolist()
+    for y in range(2 * parts):
+        queries = range(y * m, (y + 1) * m)
+        assert first[y] == min(k for row in documents for q in queries for k in range(q + 1) if row[k] == row[q])
+        all_seen = all(row[k] == row[q] for row in documents for q in queries for k in range(first[y], q + 1))
+        assert (last[y] <= first[y]) == all_seen
+
+
+def test_a_document_that_returns_may_be_seen_from_everywhere() -> None:
+    assert visible_spans(torch.tensor([[0, 1, 1, 0], [0, 0, 1, 2]]), 2).tolist() == [[0, 0], [4, 4]]
+    assert visible_spans(None, 2).tolist() == [[0, 0], [0, 0]]
+
+
+def test_without_cp_nothing_changes() -> None:
+    cp = ContextParallel(build_mesh(Layout({})))
+    tokens = torch.arange(7).view(1, 7)
+    batch = Batch.of((tokens, tokens, None), tokens)
+    assert cp.shard(batch) is batch
+    assert cp.positions(7).tolist() == list(range(7))
+    assert cp.owner(5, 7) == (0, 5)
+
+
+def test_without_cp_a_text_needs_no_group() -> None:
+    """A loop of one's own may always make a `ContextParallel`."""
+    mesh = build_mesh(Layout({}))
+    config = llama.Config(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    arguments = {"seq_len": 8, "device": torch.device("cpu"), "seed": 1, "context": ContextParallel(mesh)}
+    assert len(generate(llama.Model(config), [1, 2], 3, **arguments)) == 5
