@@ -579,7 +579,8 @@ with meshtrain.start(8) as job:
         pytest.param("os.kill(os.getpid(), signal.SIGSTOP)", r"is stopped \(SIGSTOP", marks=pytest.mark.cluster),
         pytest.param(
             "time.sleep(1000)",
-            r"did not arrive at all_reduce 51 over all ranks \(ranks 0-2\), where ranks? .*2 waited",
+            # One of the two others may have given up waiting at its own limit before all are asked.
+            r"did not arrive at all_reduce 51 over all ranks \(ranks 0-2\), where ranks? (0|2|0, 2) waited",
             marks=pytest.mark.cluster,
         ),
     ],
