@@ -1,14 +1,13 @@
 """Context parallelism before a run: the chunks of its sequences, and what attention sends and keeps of its model."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshtrain.attention import AttentionContext
 from meshtrain.config import Config
-from meshtrain.data.sequence import context_bytes, context_elements, head_ranges, kv_heads_of, padded_length
+from meshtrain.data.sequence import head_ranges, kv_heads_of, padded_length
 from meshtrain.formatting import bytes_text
 from meshtrain.layout import Layout
 from meshtrain.modeling.build import spec_of
@@ -32,6 +31,48 @@ def attention_shapes(model: nn.Module) -> set[tuple[int, int, int, int]]:
     except (RuntimeError, TypeError):
         return set()
     return calls
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """One attention on a rank, and closed forms of what it costs (docs/context-parallel.md), in numbers.
+
+    u is `context_heads`, and `index` that of the rank on `cp`.
+    """
+
+    ranks: int  # of `cp`
+    query_heads: int  # on a rank of `tp`, as key/value heads
+    kv_heads: int
+    width: int  # of queries and keys
+    value_width: int
+    tokens: int  # of a microbatch on a rank, padding included
+
+    def messages(self, u: int, index: int | None = None, chunks: tuple[int, int] | None = None) -> tuple[int, int]:
+        """What a rank sends in forward and backward. `index` None: that which sends most. `chunks`: how many of its own
+        others see, counted for each of these, and how many of theirs it sees; None: those of one document."""
+        if index is None:
+            return max((self.messages(u, i) for i in range(self.ranks)), key=sum)
+        kv = [len(head_ranges(self.query_heads, self.kv_heads, u, j)[1]) for j in range(u)]
+        own, ring, i = kv[index % u], self.ranks // u, index // u
+        sends, sees = (ring - 1 + i, 2 * (ring - 1) - i) if chunks is None else chunks
+        n = self.tokens * (self.width + self.value_width)
+        queries, chunk = (u - 1) * (self.query_heads // u), own * u * n // 2
+        return n * (queries + sum(kv) - own) + sends * chunk, n * (queries + (u - 1) * own) + (sends + sees) * chunk
+
+    def memory(self, u: int, method: str, index: int = 0) -> tuple[int, int]:
+        """What a rank keeps for the backward, and what that takes on top, at most: no masks, nothing inside a kernel.
+
+        On top: the keys and values that a rank sees (with gather of all ranks, with ring of two and its own), those of
+        a block in one piece, their gradients and the sums of these; three and a half times the gradient of q; where
+        heads are not shared evenly, keys and values for each query head. With one document the first rank sees most.
+        """
+        own, kv = map(len, head_ranges(self.query_heads, self.kv_heads, u, index % u))
+        n, sees, ring = u * self.tokens, 2 * (self.ranks // u) - index // u, self.ranks // u
+        chunk = (self.width + self.value_width) * n // 2
+        at_once, block = (2 * sees + 4 * ring, sees) if method == "gather" else (12, 2)
+        uneven = kv_heads_of(self.query_heads, self.kv_heads, u, index % u)
+        repeated = 2 * block * own * chunk if uneven else 0
+        return 2 * (own + kv) * chunk + n * own, at_once * kv * chunk + 7 * n * own * self.width // 2 + repeated
 
 
 @dataclass(frozen=True)
@@ -62,10 +103,8 @@ class ContextCosts:
         return f"{text}attention sends {amount(own_way)} a layer and microbatch ({'; '.join(ways)})"
 
     def describe_memory(self) -> str:
-        saved, transient = bytes_text(self.saved), bytes_text(self.transient)
-        return (
-            f"attention keeps {saved} a layer and microbatch, and in its backward it takes at most {transient} on top"
-        )
+        saved, more = bytes_text(self.saved), bytes_text(self.transient)
+        return f"attention keeps {saved} a layer and microbatch, and in its backward it takes at most {more} on top"
 
 
 def context_costs(config: Config, layout: Layout) -> ContextCosts | None:
@@ -77,27 +116,26 @@ def context_costs(config: Config, layout: Layout) -> ContextCosts | None:
     sequence = has_sequence_parts(options.sequence_parallel, getattr(spec.module, "tp_plan", None))
     padded = padded_length(length, ranks, tp if sequence else 1)
     tokens = config.batch.micro_size * padded // ranks
-    shapes: list[dict[str, Any]] = [
-        {"query_heads": h // tp, "kv_heads": kv_heads_of_rank(h, k, tp), "width": e, "value_width": f, "tokens": tokens}
+    shapes = [
+        AttentionShape(ranks, h // tp, kv_heads_of_rank(h, k, tp), e, f, tokens)
         for h, k, e, f in attention_shapes(spec.meta)
     ]
-    itemsize = compute_dtype(config.train.precision).itemsize
+    itemsize, again = compute_dtype(config.train.precision).itemsize, options.recompute == "full"
     ways = [(options.context, options.context_heads), ("gather", 1), ("ring", 1)]
-    if all(shape["query_heads"] % ranks == 0 for shape in shapes):
+    if all(shape.query_heads % ranks == 0 for shape in shapes):
         ways.append(("gather", ranks))
     sent = {}
-    for method, heads in ways if shapes else ():
-        costs = (context_bytes(method, ranks, heads, itemsize=itemsize, **shape) for shape in shapes)
-        forward, backward = max(costs, key=sum)
-        way = ", ".join([method] * (heads < ranks) + [f"context_heads {heads}"] * (heads > 1))
-        sent[way] = forward, backward + forward * (options.recompute == "full")
+    for method, u in ways if shapes else ():
+        forward, backward = max((shape.messages(u) for shape in shapes), key=sum)
+        way = ", ".join([method] * (u < ranks) + [f"context_heads {u}"] * (u > 1))
+        sent[way] = itemsize * forward, itemsize * (backward + forward * again)
     wider = max(4, itemsize) - itemsize  # what is summed, and the number per query, are in float32 at least
     saved = transient = 0
     for shape in shapes:
-        elements, more = context_elements(options.context, ranks, options.context_heads, **shape)
-        saved = max(saved, elements * itemsize + wider * tokens * shape["query_heads"])
+        elements, more = shape.memory(options.context_heads, options.context)
+        saved = max(saved, elements * itemsize + wider * tokens * shape.query_heads)
         transient = max(transient, more * (4 * itemsize + wider) // 4)  # sums are about a quarter of it
-    if options.recompute == "full":  # it is made again
+    if again:
         saved, transient = 0, saved + transient
     return ContextCosts(ranks, length, padded, sent, saved, transient)
 

@@ -136,15 +136,21 @@ def misplaced_calls(model: nn.Module, modules: Sequence[str], context: Attention
             misplaced.append("attention is called elsewhere than in the modules that the cp_plan names")
         return attend(*arguments)
 
-    def leave(name: str) -> None:
-        if (number := calls.pop()) != 1:
-            misplaced.append(f"{name} calls attention {number} times, and what the cp_plan names has to call it once")
+    def counted(name: str, forward: Callable) -> Callable:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls.append(0)
+            output = forward(*args, **kwargs)
+            if (n := calls.pop()) != 1:
+                misplaced.append(f"{name} calls attention {n} times, and what the cp_plan names has to call it once")
+            return output
+
+        return run
 
     with ExitStack() as stack:
         for name in modules:
             module = model.get_submodule(name)
-            stack.enter_context(module.register_forward_pre_hook(lambda *_: calls.append(0)))
-            stack.enter_context(module.register_forward_hook(lambda *_, name=name: leave(name)))
+            stack.callback(setattr, module, "forward", module.forward)
+            module.forward = counted(name, module.forward)
         context.attend = count  # type: ignore[method-assign, assignment]
         stack.callback(delattr, context, "attend")  # the method of its class again
         yield misplaced
@@ -187,10 +193,8 @@ def _made_up_sample(model: nn.Module, tp: int) -> list[Tensor]:
 
 def _skeleton(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of a model whose parameters have no memory."""
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        for p in model.parameters()
-    }
+    meta = ((id(p), nn.Parameter(p.detach().to("meta"), p.requires_grad)) for p in model.parameters())
+    memo: dict[int, Any] = dict(meta)
     try:
         return cast(copy.deepcopy(model, memo), dtype).eval()
     except Exception as error:
@@ -199,17 +203,16 @@ def _skeleton(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def _signature(block: nn.Module) -> str:
     """By which blocks are alike: the same code, settings and sizes."""
-    return repr(
-        [
-            (
-                name,
-                type(module),
-                [(key, value) for key, value in vars(module).items() if key[0] != "_" and key not in OURS],
-                [(key, p.shape, p.requires_grad) for key, p in module.named_parameters(recurse=False)],
-            )
-            for name, module in block.named_modules()
-        ]
-    )
+
+    def describe(module: nn.Module) -> tuple[Any, ...]:
+        settings = [(key, value) for key, value in vars(module).items() if key[0] != "_" and key not in OURS]
+        return (
+            type(module),
+            settings,
+            [(key, p.shape, p.requires_grad) for key, p in module.named_parameters("", False)],
+        )
+
+    return repr([(name, *describe(module)) for name, module in block.named_modules()])
 
 
 @dataclass(eq=False)
@@ -231,8 +234,10 @@ class _Run:
     comparisons: int = 0  # tensors, until then
 
     def __post_init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}  # by their names
-        self.first: dict[str, str] = {}  # a call of a block -> the first call of one that is alike
+        plain = self.reference
+        self.tensors: dict[str, Tensor] = {} if plain is None else plain.tensors  # the plain model's, by their names
+        # A call of a block -> the first call of one that is alike.
+        self.first: dict[str, str] = {} if plain is None else plain.first
         self._alike: dict[str, str] = {}  # block and inputs -> that call
         self._names = {parameter: name for name, parameter in self.model.named_parameters()}
         self._calls: dict[str, int] = {}
@@ -298,13 +303,12 @@ class _Run:
             if self.reference is None:
                 sizes = [(x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
                 self.first[piece] = self._alike.setdefault(f"{self.kinds[name]} {sizes}", piece)
-            first = (self.reference or self).first.get(piece, piece)
+            first = self.first.get(piece, piece)
             if first not in self._outputs:
                 leaves = [_leaf(x) for x in inputs]
                 with self._fill(block.modules()) as parameters:
-                    args, kwargs = tree_unflatten(
-                        tree_map_only(Tensor, torch.clone, leaves), structure
-                    )  # it may change them
+                    clones = tree_map_only(Tensor, torch.clone, leaves)  # it may change them
+                    args, kwargs = tree_unflatten(clones, structure)
                     outputs, form = tree_flatten(forward(*args, **kwargs))
                     ends = self._record(f"{piece}: output", outputs)
                     self._backward(piece, _with_names(f"{piece}: input", leaves), ends, [], parameters)
@@ -353,15 +357,16 @@ class _Run:
         part of the loss, which every rank computes; `parameters`: those of `_fill`."""
         ends = [(x, self._cotangent(name, x, self.sums_shared)) for name, x in inner]
         ends += [(x, self._cotangent(name, x, False)) for name, x in outer]
-        ends = [(x, grad) for x, grad in ends if grad is not None and x.requires_grad]
+        ends = [(x, grad) for x, grad in ends if grad is not None]
         if ends:
             torch.autograd.backward([x for x, _ in ends], [grad for _, grad in ends])
         for name, x in starts:
             if x.requires_grad:
-                grad, whole = _grad_of(x), self._whole(name)
+                name, grad = f"{name}: gradient", _grad_of(x)
+                whole = self.tensors.get(name)
                 summed = self.sums_shared and whole is not None and whole.shape == grad.shape
-                self._compare(f"{name}: gradient", self._sum(grad) if summed else grad)
-        grads = [self._whole(f"{piece}: gradient of {self._names[p]}") for p in parameters]
+                self._compare(name, self._sum(grad) if summed else grad)
+        grads = [self.tensors.get(f"{piece}: gradient of {self._names[p]}") for p in parameters]
         least = 1e-3 * max((float(g.abs().max()) for g in grads if g is not None and g.numel()), default=0.0)
         for p, filled in parameters.items():
             if p.requires_grad:
@@ -377,12 +382,9 @@ class _Run:
             dist.all_reduce(x, group=self.mesh.group(self.axis))
         return x
 
-    def _whole(self, name: str) -> Tensor | None:
-        return (self.reference or self).tensors.get(name)
-
     def _cotangent(self, name: str, x: Tensor, shared: bool) -> Tensor | None:
         """This rank's part of the gradient that a tensor gets, or of a sum over the ranks that is."""
-        whole = self._whole(name)
+        whole = self.tensors.get(name)
         place = None if whole is None else self._place(whole.shape, x.shape)
         if whole is None or place is None:
             return None
@@ -406,7 +408,7 @@ class _Run:
             self.tensors[name] = x
         elif self.problem is None:
             self.comparisons += 1
-            whole = self._whole(name)
+            whole = self.tensors.get(name)
             place = None if whole is None else self._place(whole.shape, x.shape)
             if whole is None:
                 self.differ(f"{name} is none of the plain model's")

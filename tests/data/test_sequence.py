@@ -1,14 +1,11 @@
 """Sequences over the ranks of `cp`: every position has one owner, work is even, and a rank gets what it sees."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshtrain.data.sequence import (
-    chunks_of,
-    needed_chunks,
-    owner,
-    padded_length,
-)
+from meshtrain.data.sequence import chunks_of, owner, padded_length, sees_chunk
 
 lengths, parts, tps = st.integers(1, 300), st.integers(1, 12), st.sampled_from([1, 2, 3, 4, 8])
 
@@ -67,19 +64,14 @@ def test_exactly_the_chunks_that_some_query_sees_are_needed(rows: list[list[int]
     m = length // (2 * parts)
     chunks = [range(y * m, (y + 1) * m) for y in range(2 * parts)]
     first = [min(k for row in rows for q in chunk for k in range(q + 1) if row[k] == row[q]) for chunk in chunks]
-    for reader, needed in enumerate(needed_chunks(first, m)):
-        expected = []
-        for source in range(parts):
-            for half, keys in enumerate(chunks_of(length, parts, source)):
-                queries = [q for chunk in chunks_of(length, parts, reader) for q in chunk]
-                seen = any(row[k] == row[q] for row in rows for q in queries for k in keys if k <= q)
-                expected += [(source, half)] * (seen and source != reader)
-        assert needed == expected
+    for reader, x in itertools.product(range(parts), range(2 * parts)):
+        queries = [q for chunk in chunks_of(length, parts, reader) for q in chunk]
+        expected = any(row[k] == row[q] for row in rows for q in queries for k in chunks[x] if k <= q)
+        assert sees_chunk(first, m, reader, x) == expected
 
 
 @given(parts, st.integers(1, 9))
 def test_with_one_document_a_rank_sends_a_quarter_less_than_everything(parts: int, m: int) -> None:
-    needed = needed_chunks([0] * 2 * parts, m)
     for j in range(parts):
-        assert sum(source == j for chunks in needed for source, _ in chunks) == parts - 1 + j
-        assert len(needed[j]) == 2 * (parts - 1) - j
+        readers = [i for i in range(parts) for x in (j, 2 * parts - 1 - j) if sees_chunk([0] * 2 * parts, m, i, x)]
+        assert len([i for i in readers if i != j]) == parts - 1 + j

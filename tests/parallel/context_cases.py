@@ -16,19 +16,13 @@ from torch.utils._pytree import tree_leaves
 import meshtrain
 from meshtrain.attention import AttentionContext, attention, document_mask
 from meshtrain.data.batch import IGNORE, Batch
-from meshtrain.data.sequence import (
-    context_bytes,
-    context_elements,
-    kv_heads_of,
-    needed_chunks,
-    padded_length,
-)
+from meshtrain.data.sequence import kv_heads_of, padded_length, sees_chunk
 from meshtrain.errors import InputError
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
+from meshtrain.modeling.context import AttentionShape
 from meshtrain.parallel.activation_checkpoint import checkpoint_block
 from meshtrain.parallel.context import ContextParallel, ShardedContext, kernels
-from meshtrain.parallel.context import attention as context_attention
 from meshtrain.parallel.context.attention import _context_attention_backward
 from meshtrain.parallel.context.kernels import Block
 
@@ -176,9 +170,9 @@ class Case:
         tokens = torch.arange(self.s).expand(B, -1).contiguous()
         return Batch.of((tokens, tokens, self.documents), tokens + 1)
 
-    def needed(self, parts: int) -> list[list[tuple[int, int]]]:
-        """By the rules of `meshtrain.data.sequence`: the chunks of others that each of `parts` ranks sees. Where
-        documents return, all are taken to be seen."""
+    def traveling(self, parts: int, index: int) -> tuple[int, int]:
+        """By the rules of `meshtrain.data.sequence`: how often others of `parts` ranks see a chunk of this one, and how
+        many of theirs it sees. Where documents return, all are taken to be seen."""
         padded = padded_length(self.s, dist.get_world_size())
         chunk = padded // (2 * parts)
         first = [0] * (2 * parts)
@@ -186,7 +180,13 @@ class Case:
             rows = [row + [-1] * (padded - self.s) for row in self.documents.tolist()]
             first = [min(row.index(row[y * chunk]) for row in rows) for y in range(2 * parts)]
         near = self.options.get("window", padded)
-        return needed_chunks([max(p, y * chunk - near + 1) for y, p in enumerate(first)], chunk)
+        first = [max(p, y * chunk - near + 1) for y, p in enumerate(first)]
+        own, others = (index, 2 * parts - 1 - index), [i for i in range(parts) if i != index]
+        foreign = [x for x in range(2 * parts) if x not in own]
+        return (
+            sum(sees_chunk(first, chunk, reader, x) for reader in others for x in own),
+            sum(sees_chunk(first, chunk, index, x) for x in foreign),
+        )
 
     def sharded(self, cp: ContextParallel) -> tuple[list[Tensor], Tensor, ShardedContext]:
         """This rank's leaves, the gradient of its output, and the record; zeros where there is padding."""
@@ -218,19 +218,17 @@ def check(cases: Cases, case: Case, *, as_on_gpus: bool = False, **way: Any) -> 
         out = attention(*leaves, context, **case.options)
     with Sent(cases.mesh) as back:
         out.backward(grad)
-    shape = {"query_heads": H, "kv_heads": case.kv, "width": E, "value_width": case.f, "index": cp.index}
-    shape["tokens"] = B * leaves[0].shape[2]
-    costs = {"itemsize": case.dtype.itemsize, "needed": case.needed(cp.size // way["heads"])}
-    expected = context_bytes(way["method"], cp.size, way["heads"], **shape, **costs)
+    shape, u = AttentionShape(cp.size, H, case.kv, E, case.f, B * leaves[0].shape[2]), way["heads"]
+    numbers = shape.messages(u, cp.index, case.traveling(cp.size // u, cp.index // u))
+    expected = tuple(case.dtype.itemsize * n for n in numbers)
     cases.equal((there.counted, back.counted), expected, f"{way}: {case.name}: bytes")
     if by_messages:
         cases.equal((there.sent, back.sent), expected, f"{way}: {case.name}: bytes that gloo was given")
     if case.documents is None and not case.options:
-        simple = context_bytes(way["method"], cp.size, way["heads"], **shape, itemsize=case.dtype.itemsize)
-        cases.equal(simple, expected, f"{way}: {case.name}: closed form of one document")
+        cases.equal(shape.messages(u, cp.index), numbers, f"{way}: {case.name}: closed form of one document")
     if way["heads"] == 1:
         cases.equal(out.untyped_storage().data_ptr() in saved, True, f"{way}: {case.name}: the output is kept itself")
-    kept, _ = context_elements(way["method"], cp.size, way["heads"], **shape)
+    kept, _ = shape.memory(u, way["method"], cp.index)
     cases.equal(sum(saved.values()), kept, f"{way}: {case.name}: numbers kept")
     own = cp.positions(case.s)
     real, places = own < case.s, own[own < case.s]
@@ -352,14 +350,13 @@ def memory(cases: Cases, way: dict[str, Any]) -> None:
     looks = kv_heads_of(H, 3, *cp.neighbours)
     with torch.no_grad():
         if context.heads:
-            q, k, v = torch.ops.meshtrain.to_heads([q, k, v], H, context.heads)
-            [grad] = torch.ops.meshtrain.to_heads([grad], H, context.heads)
+            q, k, v = torch.ops.meshtrain.to_heads([q, k, v], [H, 3, 3], context.heads)
+            [grad] = torch.ops.meshtrain.to_heads([grad], [H], context.heads)
         settings = context.documents, context.spans, looks, context.ring, context.method, 0.3, None, None
         out, lse = torch.ops.meshtrain.context_attention(q, k, v, *settings)
         with Peak() as peak:
             _context_attention_backward(grad, q, k, v, out, lse, *settings)
-    shape = {"query_heads": H, "kv_heads": 3, "width": E, "value_width": E, "index": cp.index}
-    _, on_top = context_elements(way["method"], cp.size, way["heads"], tokens=B * 48, **shape)
+    _, on_top = AttentionShape(cp.size, H, 3, E, E, B * 48).memory(way["heads"], way["method"], cp.index)
     cases.equal(0.5 < peak.bytes / 8 / on_top <= 1, True, f"{way}: {peak.bytes / 8} of {on_top} numbers of a backward")
 
 
@@ -421,7 +418,7 @@ def in_segments(cases: Cases, way: dict[str, Any]) -> None:
         return segmented if visible == "documents" else chosen(q, v, soft_cap, visible)
 
     segmented = SegmentBySegment()
-    context_attention.choose_kernel = kernels.choose_kernel = choose
+    kernels.choose_kernel = choose
     for s, kv in ((37, 3), (48, 1)):
         for name, documents in DOCUMENTS.items():
             if documents is not None:
@@ -430,7 +427,7 @@ def in_segments(cases: Cases, way: dict[str, Any]) -> None:
                 choices.clear()
     for name, window in itertools.product(("documents", "causal"), (1, 7, 24, 30)):
         check(cases, Case(37, 3, name, torch.float64, window=window), **way)
-    context_attention.choose_kernel = kernels.choose_kernel = chosen
+    kernels.choose_kernel = chosen
 
 
 if __name__ == "__main__":

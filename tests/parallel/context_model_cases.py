@@ -29,7 +29,7 @@ from meshtrain.optim import clip_gradients, param_groups
 from meshtrain.parallel.context import ContextParallel
 from meshtrain.run.setup import context_parallel
 from meshtrain.run.weights_export import export
-from tests.parallel.context_cases import Cases
+from tests.parallel.context_cases import Cases, Mixer
 from tests.parity.experiments import QUICKSTART, SMALL
 
 llama, CPU = model_file("llama"), torch.device("cpu")
@@ -196,6 +196,29 @@ class KeyBias(OwnAttention):
         return self.o_proj(attention(q, k, v, context).transpose(1, 2).flatten(2))
 
 
+class Gated(Mixer):
+    def forward(self, x: Tensor, gate: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x * gate, context), gate.sin()
+
+
+class Handing(nn.Module):
+    """Its blocks hand on a number for each feature: every rank has all of it, and a part of its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.gate, self.head = nn.Embedding(V, D), nn.Parameter(torch.ones(D)), nn.Linear(D, V)
+        self.layers = nn.ModuleList(Gated() for _ in range(2))
+
+    def blocks(self) -> list[nn.Module]:
+        return [*self.layers]
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Any = None) -> Tensor:
+        x, gate = self.words(tokens), self.gate.exp()
+        for layer in self.layers:
+            x, gate = layer(x, gate, AttentionContext.of(documents))
+        return self.head(x * gate)
+
+
 def with_attention(part: type[nn.Module]) -> type[nn.Module]:
     class Layer(llama.Layer):
         def __init__(self, config: Any) -> None:
@@ -275,6 +298,8 @@ def refusals(cases: Cases, mesh: Mesh) -> None:
 
     biased = message(lambda: spread(fresh(with_attention(KeyBias)), mesh, cp_plan=PLAN))
     cases.equal(biased, "nothing was refused", "a gradient that is rounding")
+    handing = message(lambda: spread(Handing(), mesh, cp_plan={"layers.?": "attention"}))
+    cases.equal(handing, "nothing was refused", "gradients that are sums over the ranks")
 
     model, whole, context = spread(fresh(), mesh), batch_of(0), ContextParallel(mesh)
     part = context.shard(whole)

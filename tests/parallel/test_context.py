@@ -65,11 +65,11 @@ def test_gradients_are_added_in_one_order(stages: list[tuple[int, ...]]) -> None
             counts = [len(range(2)[exchange._halves(j, 1)]) * (j in self.ranks) for j in range(4)]
             return [torch.full((n, 1, 1, 1, 1), values[j], dtype=torch.float64) for j, n in enumerate(counts)]
 
-    exchange.gradients = {x: torch.full((1, 1, 1, 1), values[1], dtype=torch.float64) for x in exchange.own}
+    exchange.gradient = torch.full((2, 1, 1, 1, 1), values[1], dtype=torch.float64)
     for ranks in stages:
         exchange.going_home = Arrived(ranks)  # type: ignore[assignment]
         exchange._add_arrived()
-    first, second = exchange.gradient().flatten().tolist()
+    first, second = exchange.gradient.flatten().tolist()
     assert first == ((values[1] + values[2]) + values[3]) + values[0] == 4.0
     assert second == values[1] + values[0], "the other ranks' queries do not see it"
 

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import ArrowStyle, FancyArrowPatch, FancyBboxPatch, Rectangle
 from PIL import Image
 
-from meshtrain.data.sequence import chunks_of, needed_chunks
+from meshtrain.data.sequence import chunks_of, sees_chunk
 
 INK, QUIET, PANEL, OUTLINE = "#1f2430", "#7a8194", "#f4f5f9", "#bcc2cf"  # those of tensor-parallel.png
 RANKS = ("#3b6fe0", "#e2603b", "#2a9d8f", "#d9a21b")
@@ -55,7 +55,7 @@ class Page:
             self.write(x - 0.12, y + (i + 0.5) * SQUARE, str(i), RANKS[OWNER[i]], 9, ha="center", weight="bold")
             self.write(x + (i + 0.5) * SQUARE, y - 0.12, str(i), RANKS[OWNER[i]], 9, ha="center", weight="bold")
         self.write(x, y - 0.38, title, weight="bold")
-        needed = needed_chunks([max(p for p in (0, *documents) if p <= y) for y in range(0, LENGTH, CHUNK)], CHUNK)
+        needed = needed_chunks([max(p for p in (0, *documents) if p <= y) for y in range(0, LENGTH, CHUNK)])
         text = text.format(sum(map(len, needed)), 2 * CP * (CP - 1))
         for i, line in enumerate(text.split("\n")):
             self.write(x + size + 0.2, y + (i + 0.5) * LINE, line, QUIET, 10)
@@ -115,6 +115,11 @@ class Page:
         self.axes.add_patch(FancyBboxPatch((x, y), width, height, **how))
 
 
+def needed_chunks(first: Sequence[int]) -> list[list[int]]:
+    """For each rank: the chunks of others that its queries see, where those of each chunk see from `first` on."""
+    return [[x for x in OWNER if OWNER[x] != i and sees_chunk(first, CHUNK, i, x)] for i in range(CP)]
+
+
 def tint(colour: str, strength: float) -> tuple[float, ...]:
     """The colour on white."""
     return tuple(1 - strength * (1 - part) for part in to_rgb(colour))
@@ -151,8 +156,7 @@ def ways(page: Page) -> None:
 
     def needed(rank: int, sources: Iterable[int], heads: range) -> dict[int, range]:
         """Chunks of these ranks that a rank of the ring gets, and its own."""
-        lists = needed_chunks([0] * 2 * CP, CHUNK)
-        return {CHUNKS[j][half]: heads for j, half in lists[rank] if j in sources}
+        return {x: heads for x in needed_chunks([0] * 2 * CP)[rank] if OWNER[x] in sources}
 
     start = page.y
     page.boxes("k, v\nown chunks, all heads", own)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshtrain.attention import AttentionContext
 from meshtrain.data.batch import IGNORE, Batch
-from meshtrain.data.sequence import chunks_of, kv_heads_of, owner, padded_length
+from meshtrain.data.sequence import chunks_of, kv_heads_of, owner
 from meshtrain.errors import InputError
 from meshtrain.layout import context_heads_problem
 from meshtrain.mesh import Mesh
@@ -67,7 +67,7 @@ class ContextParallel:
 
     def owner(self, position: int, length: int) -> tuple[int, int]:
         """Who has a position: (its index on `cp`, the place among its own positions)."""
-        return owner(position, length, self.size, self.tp) if self.size > 1 else (0, position)
+        return owner(position, length, self.size, self.tp)
 
     def shard(self, batch: Batch) -> Batch:
         """This rank's part of a microbatch on the CPU; the model gets a `ShardedContext` in the place of documents.
@@ -80,36 +80,24 @@ class ContextParallel:
             return batch
         if batch.targets.ndim != 2:
             raise InputError("cp splits sequences, and this batch has one target a sample: use cp: 1")
-        length = batch.targets.shape[1]
-        own = self.positions(length)
-        places, real = own.clamp(max=length - 1), own < length
-
-        def part(x: Tensor, dim: int) -> Tensor:
-            local = x.index_select(dim, places)
-            return local.pin_memory() if x.is_pinned() else local
-
-        record = batch.with_context().tensors.get("documents")
+        record, length = batch.with_context().tensors.get("documents"), batch.targets.shape[1]
         if isinstance(record, ShardedContext):
             raise InputError("this batch is a rank's part already: call shard once for each batch")
         documents = record.documents if isinstance(record, AttentionContext) else None
-        inputs = {name: x for name, x in batch.tensors.items() if name != "documents"}
-        local = Batch(inputs, batch.targets).along_sequence(part)
-        tensors = dict(local.tensors) | {"documents": self._context(documents, length)}
+        own = self.positions(length)
+        places, more = own.clamp(max=length - 1), self.size * len(own) - length
+        if documents is not None:  # padding is one more
+            documents = torch.cat([documents, (documents.amax(1, keepdim=True) + 1).expand(-1, more)], 1)
+        groups: dict[str, Any] = {way: group.name for way, group in self.groups.items()}
+        settings = {"method": self.method, "neighbours": self.neighbours, **groups}
+        spans = visible_spans(documents, 2 * self.size)
+        part = ShardedContext(documents, part=own, length=length, spans=spans, **settings)
+        local = batch.along_sequence(lambda x, dim: x.index_select(dim, places))
+        tensors = dict(local.tensors)
         if tensors.get("positions") is None:  # the model would count from 0
             tensors["positions"] = places.expand(len(batch.targets), -1).contiguous()
-        ordered = {name: tensors[name] for name in dict.fromkeys((*batch.tensors, "positions", "documents"))}
-        return Batch(ordered, local.targets.masked_fill_(~real, IGNORE))
-
-    def _context(self, documents: Tensor | None, length: int) -> "ShardedContext":
-        if documents is not None:
-            more = padded_length(length, self.size, self.tp) - length
-            padding = documents.amax(1, keepdim=True) + 1  # one more document
-            pinned, documents = documents.is_pinned(), torch.cat([documents, padding.expand(-1, more)], 1)
-            documents = documents.pin_memory() if pinned else documents
-        ring, heads = (self.groups[way].name if way in self.groups else "" for way in ("ring", "heads"))
-        spans, part = visible_spans(documents, 2 * self.size), self.positions(length)
-        ways: dict[str, Any] = {"ring": ring, "method": self.method, "heads": heads, "neighbours": self.neighbours}
-        return ShardedContext(documents, part=part, length=length, spans=spans, **ways)
+        tensors["documents"] = part
+        return Batch(tensors, local.targets.masked_fill_(own >= length, IGNORE))
 
 
 def visible_spans(documents: Tensor | None, chunks: int) -> Tensor:
@@ -147,16 +135,15 @@ class ShardedContext(AttentionContext):
         """
         if self.cache is not None:
             raise NotImplementedError("attention over parts of a sequence with a cache is not built")
-        h, k_heads, (u, index) = q.shape[1], k.shape[1], self.neighbours
+        h, kv_heads, (u, index) = q.shape[1], k.shape[1], self.neighbours
         if h % u:
             raise InputError(f"{h} query heads do not divide over context_heads {u}: use a divisor of {h}")
-        look = kv_heads_of(h, k_heads, u, index)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if u > 1:
-            q, k, v = ops.to_heads([q, k, v], h, self.heads)
-        settings = look, self.ring, self.method, scale, window, soft_cap
+            q, k, v = ops.to_heads([q, k, v], [h, kv_heads, kv_heads], self.heads)
+        settings = kv_heads_of(h, kv_heads, u, index), self.ring, self.method, scale, window, soft_cap
         y, _ = ops.context_attention(q, k, v, self.documents, self.spans, *settings)
-        return y if u == 1 else ops.to_sequence([y], [h], h, self.heads)[0]
+        return y if u == 1 else ops.to_sequence([y], [h], self.heads)[0]
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None, non_blocking: bool = False) -> Any:
         """On a device; the documents stay on the CPU, where no one waits for a device to know who sees whom."""

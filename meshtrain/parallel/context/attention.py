@@ -7,32 +7,17 @@ sums have the same bits every time.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshtrain.data.sequence import sees_chunk
 from meshtrain.parallel.collectives import AsyncResult, axis_group_by_name, differentiable, operator
-from meshtrain.parallel.context.kernels import (
-    Block,
-    backward_block,
-    choose_kernel,
-    forward_block,
-    merge_blocks,
-    segments_of,
-)
+from meshtrain.parallel.context import kernels
+from meshtrain.parallel.context.kernels import Block
 
-
-class _Part(NamedTuple):
-    """Queries of this rank and keys that they look at together."""
-
-    rows: slice  # the queries
-    first: bool  # whether these are the first keys of these queries
-    xs: Sequence[int]  # the chunks of keys
-    skip: int  # where in the first of these the keys begin
-    kv: Tensor  # keys beside values
-    block: Block
+Part = tuple[slice, bool, Tensor, Block]
 
 
 class Exchange:
@@ -40,6 +25,9 @@ class Exchange:
 
     Chunks are numbered along the sequence. What is sent of one is (b, k, m, e + f): keys beside values.
     """
+
+    gradient: Tensor  # of this rank's keys beside values, (2, b, k, m, e + f), at least in float32
+    total: Tensor  # the same of the keys that are computed with
 
     def __init__(self, q: Tensor, v: Tensor, documents: Tensor | None, spans: Tensor, *settings: Any) -> None:
         heads, ring, method, scale, window, soft_cap = settings
@@ -50,43 +38,55 @@ class Exchange:
         length = 2 * self.size * self.chunk
         self.window = None if window is None or window >= length else window
         self.look = Block(scale, soft_cap, heads=heads)
-        self.lower_right = choose_kernel(q, v, soft_cap, "all").lower_right
+        self.lower_right = kernels.choose_kernel(q, v, soft_cap, "all").lower_right
         # Where neighbours have put their chunks together, a chunk begins with that of the first and ends with the last.
         u = spans.shape[1] // (2 * self.size)
         self.first, self.last = spans[0, ::u].tolist(), spans[1, u - 1 :: u].tolist()
+        self.batch, self.documents, ascend = len(q), documents, self.last[-1] < length
         if self.window is not None:
             self.first = [max(visible, y * self.chunk - self.window + 1) for y, visible in enumerate(self.first)]
-        self.batch, self.documents, self.segmented = len(q), documents, False
-        if documents is not None or self.window is not None:
-            self.documents = documents if documents is not None else torch.zeros(1, length, dtype=torch.int64)
-            ascending = bool((self.documents.diff(dim=1) >= 0).all())
-            self.segmented = ascending and choose_kernel(q, v, soft_cap, "documents").segmented
+            self.documents = torch.zeros(1, length, dtype=torch.int64) if documents is None else documents
+        masks = self.documents is not None
+        self.segmented = masks and ascend and kernels.choose_kernel(q, v, soft_cap, "documents").segmented
         # How far down the ring the ranks are whose keys come together.
         away = range(1, self.size)
         self.stages = [[], *([d] for d in away)] if method == "ring" else [list(away)]
-        self.gradients: dict[int, Tensor] = {}  # of the chunks that this rank has seen
         self.going_home: AsyncResult | None = None
 
-    def parts(self, kv: Tensor, backward: bool = False) -> Iterator[_Part]:
-        """What to compute, in turn. In backward the gradients of what has come leave when the next is asked for."""
-        own, coming = dict(zip(self.own, kv, strict=True)), self._start(kv, self.stages[0])
-        for stage, away in enumerate(self.stages):
+    def parts(self, kv: Tensor, backward: bool = False) -> Iterator[Part]:
+        """What to compute, in turn: rows of queries, whether these are their first keys, the keys beside their values,
+        and how queries look at them. In backward their gradient is to be added to `total`; those of what has come
+        together leave when the next is asked for."""
+        arrived, coming = dict(zip(self.own, kv, strict=True)), self._start(kv, self.stages[0])
+        wide = torch.promote_types(kv.dtype, torch.float32)
+        for away, following in zip(self.stages, (*self.stages[1:], []), strict=True):
             received = coming.wait() if coming is not None else []
-            pairs = ((self._visible_of(j), chunks) for j, chunks in enumerate(received) if len(chunks) > 0)
-            chunks = {x: chunk for xs, arrived in pairs for x, chunk in zip(xs, arrived, strict=True)}
-            chunks |= own if stage == 0 else {}
-            if stage + 1 < len(self.stages):
-                coming = self._start(kv, self.stages[stage + 1])
-            for ys, xs in self._pairs(sorted(chunks)):
-                rows = slice(self.own.index(ys[0]) * self.chunk, (self.own.index(ys[-1]) + 1) * self.chunk)
-                skip = max(0, self.first[ys[0]] - xs[0] * self.chunk)
-                keys = torch.cat([chunks[x] for x in xs], 2)[:, :, skip:]
-                yield _Part(rows, xs[-1] == ys[-1], xs, skip, keys, self._block(ys, xs, skip, kv.device))
+            for j in ((self.index - d) % self.size for d in away):
+                arrived |= zip(self._visible_of(j), received[j], strict=True)
+            coming, xs = self._start(kv, following), sorted(arrived)
+            keys = torch.cat([arrived[x] for x in xs], 2) if xs else kv[0, :, :, :0]
+            arrived, received = {}, []
+            gradient = torch.zeros_like(keys, dtype=wide) if backward else keys[:0]
+            for ys, visible in self._pairs(xs):
+                begin, end = self.own.index(ys[0]) * self.chunk, (xs.index(visible[-1]) + 1) * self.chunk
+                skip = max(0, self.first[ys[0]] - visible[0] * self.chunk)
+                rows = slice(begin, begin + len(ys) * self.chunk)
+                columns = slice(end - len(visible) * self.chunk + skip, end)
+                block = self._block(ys, visible, skip, kv.device)
+                self.total = gradient[:, :, columns]
+                yield rows, visible[-1] == ys[-1], keys[:, :, columns], block
             if backward:
-                self._send_home(kv, away)
+                gradients = dict(zip(xs, gradient.split(self.chunk, 2), strict=len(xs) > 0))
+                if self.own[0] in gradients:
+                    self.gradient = torch.stack([gradients[x] for x in self.own])
+                self._add_arrived()
+                self.going_home = self._start(kv, away, gradients)
+                self.total, gradients = keys[:0], {}
+            del keys, gradient
+        self._add_arrived()
 
     def _start(self, kv: Tensor, away: Sequence[int], home: dict[int, Tensor] | None = None) -> AsyncResult | None:
-        """Fetches the chunks of the ranks so far down the ring, or sends home their gradients."""
+        """Fetches the chunks of the ranks so far down the ring, or sends home their gradients in the type of `kv`."""
         if self.axis is None or not away:
             return None
         parts, sizes = [kv[:0]] * self.size, [0] * self.size
@@ -95,38 +95,39 @@ class Exchange:
             if home is None:
                 parts[reader], sizes[source] = kv[self._halves(reader, self.index)], len(self._visible_of(source))
             else:
-                parts[source] = home.get(source, kv[:0])
-                sizes[reader] = len(range(2)[self._halves(reader, self.index)])
+                chunks = [home[x].to(kv.dtype) for x in self._visible_of(source)]
+                parts[source] = torch.stack(chunks) if chunks else kv[:0]
+                sizes[reader] = len(self.own[self._halves(reader, self.index)])
         return self.axis.start_all_to_all(parts, sizes)
 
     def _halves(self, reader: int, source: int) -> slice:
         """Which of its two chunks a rank sends another."""
         both = (source, 2 * self.size - 1 - source)
-        halves = [n for n, x in enumerate(both) if sees_chunk(self.first, self.chunk, reader, x) and source != reader]
+        halves = [n for n, x in enumerate(both) if sees_chunk(self.first, self.chunk, reader, x)]
         return slice(halves[0], halves[-1] + 1) if halves else slice(0, 0)
 
     def _visible_of(self, source: int) -> Sequence[int]:
-        """The chunks of another rank that this one's queries see."""
+        """The chunks of a rank that this one's queries see."""
         return [source, 2 * self.size - 1 - source][self._halves(self.index, source)]
 
-    def _pairs(self, chunks: list[int]) -> list[tuple[Sequence[int], Sequence[int]]]:
+    def _pairs(self, chunks: list[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
         """Chunks of queries, and the chunks of keys that they look at together."""
-        if chunks == [*self.own] and not self._is_masked(self.own, self.own):
-            return [(self.own, self.own)]  # causal, because both ascend
         looks = [[x for x in chunks if x <= y and self.first[y] < (x + 1) * self.chunk] for y in self.own]
-        if looks[0] == looks[1]:
-            return [(self.own, looks[0])] if looks[0] else []
-        pairs: list[tuple[Sequence[int], Sequence[int]]] = []
-        for y, xs in zip(self.own, looks, strict=True):
-            is_split = len(xs) > 1 and xs[-1] == y and not self.lower_right and not self._is_masked((y,), xs)
-            pairs += [((y,), part) for part in ((xs[-1:], xs[:-1]) if is_split else (xs,)) if part]
-        return pairs
+        if chunks == [*self.own] and not self._is_masked(self.own, self.own):
+            yield self.own, self.own  # causal, because both ascend
+        elif looks[0] == looks[1]:
+            yield from [(self.own, looks[0])] if looks[0] else []
+        else:
+            for y, xs in zip(self.own, looks, strict=True):
+                if len(xs) > 1 and xs[-1] == y and not self.lower_right and not self._is_masked((y,), xs):
+                    yield (y,), [xs.pop()]
+                if xs:
+                    yield (y,), xs
 
     def _is_masked(self, ys: Sequence[int], xs: Sequence[int]) -> bool:
         """Whether some query of a block does not see all of its keys up to itself."""
         begin = max(self.first[ys[0]], xs[0] * self.chunk)
-        all_visible = all(self.last[y] <= self.first[y] <= begin for y in ys)
-        return self.window is not None or (self.documents is not None and not all_visible)
+        return self.window is not None or not all(self.last[y] <= self.first[y] <= begin for y in ys)
 
     def _block(self, ys: Sequence[int], xs: Sequence[int], skip: int, device: torch.device) -> Block:
         """How a block's queries look at its keys."""
@@ -140,57 +141,32 @@ class Exchange:
         keys = keys[skip:]
         adjacent = xs[-1] - xs[0] == len(xs) - 1  # else a window would count over a gap
         if self.segmented and (self.window is None or (diagonal and adjacent)):
-            segments = segments_of(*(self.documents[:, x].expand(self.batch, -1) for x in (queries, keys)))
+            segments = kernels.segments_of(*(self.documents[:, x].expand(self.batch, -1) for x in (queries, keys)))
             return replace(self.look, causal=diagonal, segments=segments, window=self.window)
-        documents = self.documents.to(device, non_blocking=True)
-        queries, keys = (x.to(device, non_blocking=True) for x in (queries, keys))
+        documents, queries, keys = (x.to(device, non_blocking=True) for x in (self.documents, queries, keys))
         mask = (queries[:, None] >= keys) & (documents[:, queries, None] == documents[:, None, keys])
         if self.window is not None:
             mask &= queries[:, None] < keys + self.window
         return replace(self.look, mask=mask[:, None])
 
-    def add_gradient(self, part: _Part, dk: Tensor, dv: Tensor) -> None:
-        """Adds the gradients of a block's keys and values to those of its chunks, at least in float32."""
-        e, wide = dk.shape[-1], torch.promote_types(dk.dtype, torch.float32)
-        for n, x in enumerate(part.xs):
-            begin, end = max(0, n * self.chunk - part.skip), (n + 1) * self.chunk - part.skip
-            if x not in self.gradients:
-                shape = (*dk.shape[:2], self.chunk, e + dv.shape[-1])
-                self.gradients[x] = dk.new_zeros(shape, dtype=wide)
-            rows = self.gradients[x][:, :, self.chunk - (end - begin) :]
-            rows[..., :e] += dk[:, :, begin:end]
-            rows[..., e:] += dv[:, :, begin:end]
-
-    def _send_home(self, kv: Tensor, away: Sequence[int]) -> None:
-        """Starts the way of the gradients of a stage's chunks to whose they are, in the type of `kv`."""
-        self._add_arrived()
-        sources = {j: self._visible_of(j) for j in ((self.index - d) % self.size for d in away)}
-        home = {j: torch.stack([self.gradients.pop(x) for x in xs]).to(kv.dtype) for j, xs in sources.items() if xs}
-        self.going_home = self._start(kv, away, home)
-
     def _add_arrived(self) -> None:
         """Adds to this rank's own gradients those that others have sent: of the ranks behind it, around the ring."""
-        arrived: list[Any] = self.going_home.wait() if self.going_home is not None else []
+        arrived = self.going_home.wait() if self.going_home is not None else []
         self.going_home = None
         for j in ((self.index + d) % self.size for d in range(1, self.size) if arrived):
-            for x, gradient in zip(self.own[self._halves(j, self.index)], arrived[j], strict=False):
-                self.gradients[x] += gradient
-
-    def gradient(self) -> Tensor:
-        """That of this rank's keys beside its values: (2, b, k, m, e + f), at least in float32."""
-        self._add_arrived()
-        return torch.stack([self.gradients.pop(x) for x in self.own])
+            if len(arrived[j]) > 0:
+                self.gradient[self._halves(j, self.index)] += arrived[j]
 
 
 def _context_attention(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     """The output (b, h, s, f) and its log-sum-exp (b, h, s) of this rank's queries."""
     (out, lse), widths = _outputs(q, v, torch.promote_types(q.dtype, torch.float32)), [k.shape[-1], v.shape[-1]]
-    for part in Exchange(q, v, *settings).parts(_side_by_side(k, v)):
-        keys, values = part.kv.split(widths, -1)
-        more, more_lse = forward_block(q[:, :, part.rows], keys, values, part.block)
-        if not part.first:
-            more, more_lse = merge_blocks(out[:, :, part.rows], lse[:, :, part.rows], more, more_lse)
-        out[:, :, part.rows], lse[:, :, part.rows] = more, more_lse
+    for rows, is_first, kv, block in Exchange(q, v, *settings).parts(_side_by_side(k, v)):
+        keys, values = kv.split(widths, -1)
+        more, more_lse = kernels.forward_block(q[:, :, rows], keys, values, block)
+        if not is_first:
+            more, more_lse = kernels.merge_blocks(out[:, :, rows], lse[:, :, rows], more, more_lse)
+        out[:, :, rows], lse[:, :, rows] = more, more_lse
     return out.to(q.dtype), lse
 
 
@@ -200,13 +176,14 @@ def _context_attention_backward(
     """The gradients of this rank's q, k and v. Keys and values of others are fetched again."""
     exchange, widths = Exchange(q, v, *settings), [k.shape[-1], v.shape[-1]]
     dq = torch.zeros_like(q, dtype=lse.dtype)
-    for part in exchange.parts(_side_by_side(k, v), backward=True):
-        dy, x, y, sums = (tensor[:, :, part.rows] for tensor in (grad, q, out, lse))
-        keys, values = part.kv.split(widths, -1)
-        dx, dk, dv = backward_block(dy, x, keys, values, y, sums, part.block)
-        dq[:, :, part.rows] += dx
-        exchange.add_gradient(part, dk, dv)
-    dkv = exchange.gradient().movedim(0, 2).flatten(2, 3).to(q.dtype)
+    for rows, _, kv, block in exchange.parts(_side_by_side(k, v), backward=True):
+        dy, x, y, sums = (tensor[:, :, rows] for tensor in (grad, q, out, lse))
+        keys, values = kv.split(widths, -1)
+        dx, dk, dv = kernels.backward_block(dy, x, keys, values, y, sums, block)
+        dq[:, :, rows] += dx
+        exchange.total[..., : widths[0]] += dk
+        exchange.total[..., widths[0] :] += dv
+    dkv = exchange.gradient.movedim(0, 2).flatten(2, 3).to(q.dtype)
     return [dq.to(q.dtype), *(x.contiguous() for x in dkv.split(widths, -1))]
 
 

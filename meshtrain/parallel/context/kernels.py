@@ -29,9 +29,10 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 
 class Segments(NamedTuple):
-    """Runs of queries of one document, in the order of the b m queries laid end to end, and the keys that each sees."""
+    """Runs of queries of one document among the b m laid end to end, and the keys that each sees: int64 on the CPU.
+    Of some of them there are keys."""
 
-    queries: Tensor  # how many, int64 on the CPU, as the others
+    queries: Tensor  # how many
     keys: Tensor  # how many
     first: Tensor  # the first of these among the b n keys laid end to end
 
@@ -74,8 +75,6 @@ class Kernel:
 
 def forward_block(q: Tensor, k: Tensor, v: Tensor, block: Block, kernel: Kernel | None = None) -> tuple[Tensor, Tensor]:
     """The output (b, h, m, f), in the type of q or a wider one, and the log-sum-exp (b, h, m), at least in float32."""
-    if block.segments is not None and not block.segments.keys.any():
-        return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
     kernel = kernel or _kernel_of(q, v, block)
     out, lse = kernel.forward(block, *_inputs(kernel, q, k, v, block))
     out, blind = out[..., : v.shape[-1]], None
@@ -92,8 +91,6 @@ def backward_block(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, kernel: Kernel | None = None
 ) -> Three:
     """The gradients of a block's q, k and v, where `out` and `lse` are those of all blocks of these queries."""
-    if block.segments is not None and not block.segments.keys.any():
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     kernel = kernel or _kernel_of(q, v, block)
     inputs = *_inputs(kernel, q, k, v, block), _widened(kernel, out, q, v), lse
     dq, dk, dv = kernel.backward(block, _widened(kernel, grad, q, v), *inputs)
@@ -163,7 +160,7 @@ def _problem(kernel: Kernel, device: torch.device, dtype: torch.dtype, e: int, f
         if not kernel.allowed(cuda.SDPAParams(like, like, like, None, 0.0, False, False)):
             return NOT_ALLOWED
     tolerance = max(4 * torch.finfo(dtype).eps, 2**-8)  # tells another result from rounding, that of TF32 too
-    for block, written, n in _small_blocks(kernel, e, device, all_visible):
+    for block, written, n in _trials(kernel, e, device, all_visible):
         k, v = (x[:, :, :n] for x in kv)
         out, lse = forward_block(q, k, v, written, PRODUCTS)
         whole = out.to(dtype), lse.masked_fill(lse == -torch.inf, 0)
@@ -176,9 +173,7 @@ def _problem(kernel: Kernel, device: torch.device, dtype: torch.dtype, e: int, f
     return ""
 
 
-def _small_blocks(
-    kernel: Kernel, e: int, device: torch.device, all_visible: bool
-) -> Iterator[tuple[Block, Block, int]]:
+def _trials(kernel: Kernel, e: int, device: torch.device, all_visible: bool) -> Iterator[tuple[Block, Block, int]]:
     """Blocks of 39 queries, as a kernel takes them and as products do, and how many keys they have."""
     keys = torch.tensor([[0] * 9 + [1] * 30 + [2] * 33, [3] * 50 + [5] * 22])
     if all_visible:
@@ -216,13 +211,13 @@ def _inputs(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block) -> li
     return [_widened(kernel, x, q, v) for x in (q, k, v)]
 
 
-def _bias(block: Block, q: Tensor, multiple: int = 1) -> Tensor | None:
-    """The mask as what is added to scores, in memory whose rows are a multiple of so many numbers apart."""
+def _bias(block: Block, q: Tensor) -> Tensor | None:
+    """The mask (b, h, m, n) as what is added to scores, in memory whose rows are a multiple of 16 numbers apart."""
     if block.mask is None:
         return None
     *outer, n = block.mask.shape
-    bias = q.new_zeros(*outer, -(-n // multiple) * multiple)[..., :n]
-    return bias.masked_fill_(~block.mask, -torch.inf)
+    bias = q.new_zeros(*outer, -(-n // 16) * 16)[..., :n]
+    return bias.masked_fill_(~block.mask, -torch.inf).expand(*q.shape[:2], -1, -1)
 
 
 def _on_device(x: Tensor, device: torch.device) -> Tensor:
@@ -242,24 +237,40 @@ class _CpuFlash(Kernel):
         return kernel(grad, q, k, v, out, lse, 0.0, block.causal, attn_mask=bias, scale=block.scale)
 
 
-class _Cudnn(Kernel):
-    allowed = staticmethod(cuda.can_use_cudnn_attention)
+class _Efficient(Kernel):
+    """Rabe and Staats, https://arxiv.org/abs/2112.05682, as xFormers has it.
+
+    Of `out` it takes for granted that heads lie beside each other.
+    """
+
+    grouped = False
+    allowed = staticmethod(cuda.can_use_efficient_attention)
+    rows = 32  # of which its log-sum-exp has a multiple: those behind the queries are inf
+    run = aten._scaled_dot_product_efficient_attention
 
     def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        kernel = aten._scaled_dot_product_cudnn_attention
-        out, lse, *_ = kernel(q, k.contiguous(), v.contiguous(), None, True, 0.0, block.causal, scale=block.scale)
-        return out, lse.view(q.shape[:3])
+        inputs = q, k.contiguous(), v.contiguous(), _bias(block, q)
+        out, lse, *_ = self.run(*inputs, True, 0.0, block.causal, scale=block.scale)
+        return out, lse.flatten(2)[..., : q.shape[2]]
 
     def backward(self, block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Three:
-        k, v, lse, ends = (
-            k.contiguous(),
-            v.contiguous(),
-            lse.contiguous()[..., None],
-            (None, None, q.shape[2], k.shape[2]),
-        )
-        state = torch.empty((), dtype=torch.int64, device=q.device)
-        kernel = aten._scaled_dot_product_cudnn_attention_backward
-        return kernel(grad, q, k, v, out, lse, state, state, None, *ends, 0.0, block.causal, scale=block.scale)
+        kernel, state = aten._scaled_dot_product_efficient_attention_backward, q.new_empty((), dtype=torch.int64)
+        inputs = q, k.contiguous(), v.contiguous(), _bias(block, q), out.transpose(1, 2).contiguous().transpose(1, 2)
+        lse = F.pad(lse, (0, -lse.shape[-1] % self.rows), value=torch.inf).contiguous()
+        drop = state, state, 0.0, [True, True, True, False]
+        return kernel(grad, *inputs, lse, *drop, block.causal, scale=block.scale)[:3]
+
+
+class _Cudnn(_Efficient):
+    grouped = True
+    allowed = staticmethod(cuda.can_use_cudnn_attention)
+    run = aten._scaled_dot_product_cudnn_attention
+
+    def backward(self, block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Three:
+        kernel, state = aten._scaled_dot_product_cudnn_attention_backward, q.new_empty((), dtype=torch.int64)
+        inputs = q, k.contiguous(), v.contiguous(), out, lse.contiguous()[..., None]
+        ends = None, None, q.shape[2], k.shape[2]
+        return kernel(grad, *inputs, state, state, None, *ends, 0.0, block.causal, scale=block.scale)
 
 
 class _Flash(Kernel):
@@ -314,35 +325,6 @@ class _Flash(Kernel):
     @staticmethod
     def _unpacked(x: Tensor, like: Tensor) -> Tensor:
         return x.view(len(like), like.shape[2], *x.shape[-2:]).transpose(1, 2)
-
-
-class _Efficient(Kernel):
-    """Rabe and Staats, https://arxiv.org/abs/2112.05682, as xFormers has it.
-
-    Of `out` it takes for granted that heads lie beside each other.
-    """
-
-    grouped = False
-    allowed = staticmethod(cuda.can_use_efficient_attention)
-    rows = 32  # of which its log-sum-exp has a multiple: those behind the queries are inf
-
-    def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        kernel, bias = aten._scaled_dot_product_efficient_attention, self._bias(block, q)
-        out, lse, *_ = kernel(q, k.contiguous(), v.contiguous(), bias, True, 0.0, block.causal, scale=block.scale)
-        return out, lse[..., : q.shape[2]]
-
-    def backward(self, block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Three:
-        kernel, bias = aten._scaled_dot_product_efficient_attention_backward, self._bias(block, q)
-        k, v, out = k.contiguous(), v.contiguous(), out.transpose(1, 2).contiguous().transpose(1, 2)
-        lse = F.pad(lse, (0, -lse.shape[-1] % self.rows), value=torch.inf).contiguous()
-        state = torch.empty((), dtype=torch.int64, device=q.device)
-        drop = state, state, 0.0, [True, True, True, False]
-        return kernel(grad, q, k, v, bias, out, lse, *drop, block.causal, scale=block.scale)[:3]
-
-    @staticmethod
-    def _bias(block: Block, q: Tensor) -> Tensor | None:
-        bias = _bias(block, q, multiple=16)
-        return None if bias is None else bias.expand(*q.shape[:2], *bias.shape[2:])
 
 
 class _Products(Kernel):
