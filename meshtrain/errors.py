@@ -1,6 +1,10 @@
-"""The one kind of error that is the user's to mend."""
+"""Errors that are the user's to mend, and how messages write lists, ranges and sizes. Pure."""
 
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T", bound=Hashable)
 
 
 class InputError(ValueError):
@@ -39,3 +43,59 @@ class UnreadableError(OSError):
 
 class TrainingError(RuntimeError):
     """The run cannot go on, and every rank has found that out in the same step. The process ends with exit status 1."""
+
+
+def join_some(items: Sequence[str], most: int = 4) -> str:
+    """`a, b, c, d and 12 more`."""
+    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 stage`, `4 stages`."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def ranges(numbers: Iterable[int]) -> list[str]:
+    """`[0, 1, 2, 8]` as `["0-2", "8"]`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+
+
+def fold_names(items: Iterable[tuple[str, T]]) -> list[tuple[str, int, T]]:
+    """Names, and what is known of each; with how many it stands for. Names that differ in numbers only, and of which
+    the same is known, become one, with the numbers in braces: `layers.{0-3}.weight`."""
+    lines = [(tuple(name.split(".")), 1, about) for name, about in items]
+    for at in range(max((len(words) for words, _, _ in lines), default=0)):
+        groups: dict[tuple[tuple[str, ...], T], list[tuple[tuple[str, ...], int]]] = {}
+        for words, n, about in lines:
+            numbered = at < len(words) and words[at].isdecimal()
+            same = (*words[:at], "", *words[at + 1 :]) if numbered else words
+            groups.setdefault((same, about), []).append((words, n))
+        lines = []
+        for (_, about), group in groups.items():
+            words = group[0][0]
+            if len(group) > 1:
+                numbers = ",".join(ranges(int(words[at]) for words, _ in group))
+                words = (*words[:at], f"{{{numbers}}}", *words[at + 1 :])
+            lines.append((words, sum(n for _, n in group), about))
+    return [(".".join(words), n, about) for words, n, about in lines]
+
+
+def short(ranks: Sequence[int], most: int = 8) -> str:
+    """`[0, 1, 2]`, and `[0, 8, ..., 248]` when there are more than `most`."""
+    if len(ranks) <= most:
+        return str(list(ranks))
+    return f"[{ranks[0]}, {ranks[1]}, ..., {ranks[-1]}]"
+
+
+def bytes_text(*sizes: float) -> str:
+    """`512 bytes`, `1.2 GiB`, `340 MiB`; of several `12.0 + 24.0 MiB`, in the unit of the largest."""
+    units = ("bytes", "KiB", "MiB", "GiB", "TiB")
+    power = next((i for i in range(len(units)) if max(sizes) < 1024 ** (i + 1)), len(units) - 1)
+    numbers = [size / 1024**power for size in sizes]
+    return " + ".join(f"{n:.0f}" if power == 0 or n >= 100 else f"{n:.1f}" for n in numbers) + f" {units[power]}"

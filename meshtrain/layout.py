@@ -38,7 +38,6 @@ _ELSEWHERE = {
     **dict.fromkeys(("tensor", "model", "mp"), ("tp",)),
     **dict.fromkeys(("pipeline", "pipe"), ("pp",)),
     "context": ("cp",),
-    "ep": (),  # experts are dealt out over ranks of other axes: never a factor of the world
 }
 
 
@@ -91,6 +90,11 @@ class Layout:
         with `cp` it is `fsdp` that stands for `dp_shard` and `cp`."""
         dims = AXES if self.size("cp") == 1 else ("pp", "dp_replicate", "fsdp", "tp")
         return tuple(dim for dim in dims if self.size(dim) > 1)
+
+    @property
+    def expert_mesh_dims(self) -> tuple[str, ...]:
+        """The dims of torch's second mesh, over the same ranks, for what `experts` > 1 deals out; else none."""
+        return tuple(dim for dim in ("pp", *EXPERT_AXES) if self.size(dim) > 1) if self.experts > 1 else ()
 
     @classmethod
     def resolve(cls, sizes: Mapping[str, int], world_size: int) -> "Layout":
@@ -261,11 +265,19 @@ class Layout:
         copy of the experts where parameters are sharded (`efsdp`), and holds copies of them (`edp_replicate`). Raises
         LayoutError: no group of so many ranks is made like that.
         """
-        if not _is_count(ranks) or _fold(self._named_factors, ranks) is None:
-            within = self.world_size // self.size("pp")
-            fits = [n for n in range(1, within + 1) if within % n == 0 and _fold(self._named_factors, n) is not None]
+        if not _is_count(ranks) or not self.folds(ranks):
+            fits = self.expert_sizes()
             raise LayoutError(f"layout {self}: experts cannot be dealt out over {ranks!r} ranks; use one of {fits}")
         return self._with(experts=ranks)
+
+    def folds(self, ranks: int) -> bool:
+        """Whether experts can be dealt out over so many ranks."""
+        return _fold(self._named_factors, ranks) is not None
+
+    def expert_sizes(self) -> list[int]:
+        """The numbers of ranks over which experts can be dealt out, ascending."""
+        within = self.world_size // self.size("pp")
+        return [ranks for ranks in range(1, within + 1) if within % ranks == 0 and self.folds(ranks)]
 
     # Hosts ----------------------------------------------------------------------------------------------------------
 
@@ -412,6 +424,9 @@ def _is_count(size: object) -> bool:
 def unknown_axis(axis: object) -> str:
     """`there is no axis 'fsdp' (did you mean dp_shard?)`."""
     name = str(axis).lower()
+    if name == "ep":
+        hint = "experts lie on ranks of the other axes: give parallel.expert_parallel, or call Layout.with_experts"
+        return f"there is no axis {axis!r} ({hint})"
     suggestions = _ELSEWHERE[name] if name in _ELSEWHERE else difflib.get_close_matches(name, AXES, n=1, cutoff=0.5)
     hint = f"did you mean {' or '.join(suggestions)}?" if suggestions else f"the axes are {', '.join(AXES)}"
     return f"there is no axis {axis!r} ({hint})"

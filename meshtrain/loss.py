@@ -5,7 +5,7 @@ sample, how many valid targets each has, or that a rank has none at all. Modules
 `attach`, and log statistics with `record`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -140,13 +140,43 @@ def record(name: str, values: Tensor, counts: Tensor | None = None) -> None:
         _forward.add(f"mean/{name}", total, _forward.total(name, counts.detach().double()))
 
 
+@never_compiled
+def tally(name: str, values: Tensor, receive: Callable[[Tensor, Tensor], None], owner: object) -> None:
+    """Sums `values` over the real tokens of the step's global batch, for a module that needs the sum of all layouts.
+
+    Args:
+        name: of this module alone, the same in every step.
+        values: (b, s, n), n numbers for each token.
+        receive: called at the end of the step, on every rank that has the module, with the sums (n,) in float64 and
+            whether the step was not finite, and so made no update: a boolean scalar. Both are on the device.
+        owner: the module, to which no other may give the same name.
+
+    Raises:
+        ValueError: `values` has no number for each sample, or with `cp` not for each token; two modules have one name.
+    """
+    if _forward is not None:
+        first, _ = _forward.terms.receivers.setdefault(f"tally/{name}", (owner, receive))
+        if first is not owner:
+            raise ValueError(f"two modules tally {name}: the number of each layer with experts has to be its own")
+        _forward.add(f"tally/{name}", _forward.total(name, values.detach(), dims=values.dim() - 1))
+
+
+def real_tokens(device: torch.device) -> Tensor | None:
+    """(b, s) or (b, 1), bool: which tokens of the current forward are no padding; None: all of them, as outside of a
+    training step."""
+    return None if _forward is None else _forward.real_tokens(device)
+
+
 class StepTerms:
-    """What `attach` and `record` of this rank's modules come to in one step: (sum, count) pairs by field of a row."""
+    """What `attach`, `record` and `tally` of this rank's modules come to in one step, by field."""
 
     def __init__(self, count: GlobalCount, scale: Tensor | None = None) -> None:
         """`scale`: float16's factor of the loss."""
         self.count, self.scale = count, scale
-        self.sums: dict[str, Tensor] = {}  # field -> (2,) float64 on the device
+        # field -> (2,) float64 on the device, a sum and a count; of `tally` (n,)
+        self.sums: dict[str, Tensor] = {}
+        # Of the fields of `tally`: the module, and what it is told by.
+        self.receivers: dict[str, tuple[object, Callable[[Tensor, Tensor], None]]] = {}
 
     @contextmanager
     def of_microbatch(self, size: int, real: int, tokens: Tensor | None = None) -> Iterator[None]:
@@ -163,10 +193,16 @@ class StepTerms:
         """What the gradient of a sum over tokens is multiplied by."""
         return (1 if self.scale is None else self.scale.double()) / self.count.value()
 
-    def stack(self, fields: Sequence[str]) -> Tensor:
-        """(2 n,) in float64: the sum and the count of each field; zeros where no module of this rank has any."""
-        nothing = self.count.total().new_zeros(2)
-        return torch.cat([self.sums.get(field, nothing) for field in fields]) if fields else nothing[:0]
+    def stack(self, fields: Mapping[str, int]) -> Tensor:
+        """The sums of each field one behind the other, in float64; zeros where no module of this rank has any.
+        `fields`: field -> how many numbers."""
+        zeros = self.count.total().new_zeros
+        return torch.cat([zeros(0), *(self.sums.get(field, zeros(length)) for field, length in fields.items())])
+
+    def receive(self, totals: Mapping[str, Tensor], bad: Tensor) -> None:
+        """Gives modules what the step came to: the sums over all ranks, by field."""
+        for field, (_, receive) in self.receivers.items():
+            receive(totals[field], bad)
 
 
 @dataclass(frozen=True)
@@ -176,14 +212,21 @@ class _Forward:
     real: int
     tokens: Tensor | None
 
-    def total(self, name: str, values: Tensor) -> Tensor:
-        """Over the samples and tokens that are no padding, in float32 at least."""
+    def real_tokens(self, device: torch.device) -> Tensor | None:
+        if self.tokens is None and self.real == self.size:
+            return None
+        samples = torch.arange(self.size, device=device)[:, None] < self.real
+        return samples if self.tokens is None else samples & self.tokens
+
+    def total(self, name: str, values: Tensor, dims: int | None = None) -> Tensor:
+        """Over the samples and tokens that are no padding, in float32 at least: of the first `dims` dims."""
         if isinstance(values, DTensor) or values.dim() == 0 or values.shape[0] != self.size:
             raise ValueError(
                 f"{name} is of shape {tuple(values.shape)}: expected a plain tensor with a number for each of the "
                 f"{self.size} samples of the microbatch, or for each of their tokens"
             )
-        values = (values.float() if values.dtype.itemsize < 4 else values)[: self.real]
+        narrow = values.is_floating_point() and values.dtype.itemsize < 4  # sums of integers and booleans are exact
+        values = (values.float() if narrow else values)[: self.real]
         if self.tokens is not None:
             if values.dim() < 2 or values.shape[1] != len(self.tokens):
                 raise ValueError(
@@ -191,22 +234,24 @@ class _Forward:
                     f"number for each of its {len(self.tokens)} tokens of a sample"
                 )
             values = torch.where(self.tokens.view(-1, *[1] * (values.dim() - 2)), values, 0)
-        return values.sum()
+        return values.sum(None if dims is None else tuple(range(dims)))
 
     def add(self, field: str, total: Tensor, count: Tensor | None = None) -> None:
         if backward_is_running():
             return  # a block that is computed again has been counted
         total = total.detach().double()
-        pair = torch.stack([total, torch.zeros_like(total) if count is None else count])
+        if total.dim() == 0:
+            total = torch.stack([total, torch.zeros_like(total) if count is None else count])
         sums = self.terms.sums
-        sums[field] = sums[field] + pair if field in sums else pair
+        sums[field] = sums[field] + total if field in sums else total
 
 
 _forward: _Forward | None = None  # backward runs in threads of its own, so this is no thread's or context's variable
 
 
-def agree_on_fields(terms: StepTerms, mesh: Mesh, *, same_tokens: bool) -> list[str]:
-    """The fields of all ranks, in one order: stages of a pipeline have different ones. All ranks call it once.
+def agree_on_fields(terms: StepTerms, mesh: Mesh, *, same_tokens: bool) -> dict[str, int]:
+    """The fields of all ranks in one order, and how many numbers each has: stages of a pipeline have different ones.
+    All ranks call it once.
 
     Args:
         same_tokens: the ranks of `tp` have seen the same tokens, and must have computed the same.
@@ -219,15 +264,15 @@ def agree_on_fields(terms: StepTerms, mesh: Mesh, *, same_tokens: bool) -> list[
     if mesh.world is not None:
         every = [None] * mesh.layout.world_size
         dist.all_gather_object(every, own, group=mesh.world)
-    fields = sorted({field for sums in every for field in sums})
+    fields = {field: len(sums[field]) for sums in every for field in sums}
     for group in mesh.layout.groups("tp") if same_tokens else ():
         first = every[group[0]]
         for field in fields:
-            values = torch.tensor([every[rank].get(field, (torch.nan, torch.nan)) for rank in group])
+            values = torch.tensor([every[rank].get(field, [torch.nan] * fields[field]) for rank in group])
             if field in first and not torch.allclose(values, values[0], rtol=1e-6, atol=0, equal_nan=True):
                 raise AgreedError(
                     f"{field} differs between ranks {', '.join(map(str, group))}, which have the same tokens: without "
                     "sequence parallelism attach and record belong between the tensor-parallel layers, where every "
                     "rank of tp has all features"
                 )
-    return fields
+    return dict(sorted(fields.items()))

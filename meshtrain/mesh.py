@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from meshtrain.layout import AXES, CONTEXT_AXES, VIEWS, Layout, LayoutError
+from meshtrain.layout import AXES, CONTEXT_AXES, EXPERT_AXES, VIEWS, Layout, LayoutError
 
 # Devices whose backend runs all that a group sends and receives strictly one after the other (NCCL, each group on a
-# stream of its own): there neighbours on `pp` have a group for each direction.
+# stream of its own): there neighbours on `pp` have a group for each direction, and `ep` has one of its own.
 IN_TURN = ("cuda",)
 
 
@@ -56,8 +56,10 @@ class Mesh:
     device_type: str  # "cpu" or "cuda"
     device_mesh: DeviceMesh | None  # torch's mesh with the layout's `mesh_dims`; None in a world of one
     _groups: dict[tuple[int, ...], dist.ProcessGroup]  # by the ranks in them: one group per distinct set
+    expert_mesh: DeviceMesh | None = None  # with the `expert_mesh_dims`, over the same groups; None without such dims
     comm_bytes: CommBytes = field(default_factory=CommBytes)  # that this rank sends over the mesh
     _links: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)  # by source and target
+    _own: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # by axis, of those that share no group
 
     def size(self, *axes: str) -> int:
         return self.layout.size(*axes)
@@ -73,6 +75,8 @@ class Mesh:
         ranks = tuple(self.layout.group(self.rank, *axes))
         if len(ranks) == 1:
             return None
+        if len(axes) == 1 and axes[0] in self._own:
+            return self._own[axes[0]]
         if ranks not in self._groups:
             views = ", ".join(" x ".join(view) for view in VIEWS.values())
             raise LayoutError(f"no group was made over {' x '.join(axes)}: the mesh has one per axis and over {views}")
@@ -84,17 +88,22 @@ class Mesh:
         return self._links.get((source, target)) or self.group("pp")
 
     def submesh(self, *axes: str) -> DeviceMesh | None:
-        """torch's mesh over some axes, derived ones too: of its dims larger than 1; None if there is none.
+        """torch's mesh over some axes, derived ones too: of its dims larger than 1; None if there is none. Axes of
+        experts come from `expert_mesh`, where there is one.
 
-        Raises LayoutError: an axis that no layout has, or one that has no dim of its own.
+        Raises LayoutError: an axis that no layout has, one that has no dim of its own, or axes of both meshes.
         """
         if self.size(*axes) == 1 or self.device_mesh is None:
             return None
-        assert self.device_mesh.mesh_dim_names is not None  # build_mesh() has named them
-        dims = tuple(dim for dim in self.device_mesh.mesh_dim_names if self.layout.covers(axes, dim))
+        others = set(axes) - {"pp"}
+        if others & set(EXPERT_AXES) and others - set(EXPERT_AXES):
+            raise LayoutError(f"axes of experts and other axes have no common mesh: {', '.join(axes)}")
+        mesh = self.expert_mesh if self.expert_mesh is not None and others & set(EXPERT_AXES) else self.device_mesh
+        assert mesh.mesh_dim_names is not None  # build_mesh() has named them
+        dims = tuple(dim for dim in mesh.mesh_dim_names if self.layout.covers(axes, dim))
         if self.size(*dims) != self.size(*axes):
-            raise LayoutError(f"the mesh has the dims {', '.join(self.device_mesh.mesh_dim_names)}: none for {axes}")
-        return self.device_mesh[dims]
+            raise LayoutError(f"the mesh has the dims {', '.join(mesh.mesh_dim_names)}: none for {axes}")
+        return mesh[dims]
 
     @property
     def speaks_for_samples(self) -> bool:
@@ -119,7 +128,7 @@ class Mesh:
 
     def set_timeout(self, seconds: float) -> None:
         """From now on a collective of any group that takes longer than this fails: so a cut link is noticed."""
-        for group in (*self._groups.values(), *self._links.values()):
+        for group in (*self._groups.values(), *self._links.values(), *self._own.values()):
             _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
@@ -145,12 +154,39 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
     groups = {tuple(range(world_size)): dist.group.WORLD}
     for dim in dims:
         groups.setdefault(tuple(layout.group(rank, dim)), device_mesh.get_group(dim))
-    for axis in (*AXES, *VIEWS, *CONTEXT_AXES):  # in one order on every rank
-        ranks = tuple(layout.group(rank, axis))
+    own_axes = _own_axes(layout, device_type)
+    for axes in _grouped(layout, own_axes):  # in one order on every rank
+        ranks = tuple(layout.group(rank, *axes))
         if len(ranks) > 1 and ranks not in groups:
-            groups[ranks] = _make_group(layout.groups(axis), rank, "_".join(VIEWS.get(axis, (axis,))))
+            groups[ranks] = _make_group(layout.groups(*axes), rank, "_".join(axes))
+    own = {axis: _make_group(layout.groups(axis), rank, axis) for axis in own_axes}
+    expert_mesh = None
+    if dims := layout.expert_mesh_dims:
+        of_each = [own[dim] if dim in own else groups[tuple(layout.group(rank, dim))] for dim in dims]
+        of_dims = of_each if len(of_each) > 1 else of_each[0]  # torch takes the ranks of one dim from its group
+        expert_mesh = DeviceMesh.from_group(of_dims, device_type, _ranks_by_dim(layout, dims), mesh_dim_names=dims)
     links = _make_links(layout, rank) if device_type in IN_TURN else {}
-    return Mesh(layout, rank, device_type, device_mesh, groups, _links=links)
+    return Mesh(layout, rank, device_type, device_mesh, groups, expert_mesh, _links=links, _own=own)
+
+
+def _own_axes(layout: Layout, device_type: str) -> list[str]:
+    """Axes of experts that have a group of their own, also over the ranks of another axis.
+
+    On `ep`, messages to experts would wait behind the collectives of parameters. On `edp_replicate` there is a second
+    reducer of gradients beside that of `dp_replicate`: which of the two starts first depends on the gradients that a
+    rank has, and over one group ranks would add up different buckets.
+    """
+    in_turn = ["ep"] if device_type in IN_TURN else []
+    reduced = [] if layout.size("fsdp") > 1 else ["edp_replicate"]
+    return [axis for axis in in_turn + reduced if layout.experts > 1 and layout.size(axis) > 1]
+
+
+def _grouped(layout: Layout, own_axes: list[str]) -> list[tuple[str, ...]]:
+    """The axes, alone or together, over which there are groups, one for one set of ranks; with experts also over all
+    ranks of a sample."""
+    single = [VIEWS.get(axis, (axis,)) for axis in (*AXES, *VIEWS, *CONTEXT_AXES)]
+    experts = [(axis,) for axis in EXPERT_AXES if axis not in own_axes]
+    return single if layout.experts == 1 else [*single, ("cp", "tp"), *experts]
 
 
 def _ranks_by_dim(layout: Layout, dims: tuple[str, ...]) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """One training step: `forward_backward` of the microbatches, then `optimizer_step`, with one all-reduce over the mesh.
 
-Nothing in it waits for the device, which decides whether it was finite; the host reads the outcome a step later.
+Nothing in it waits for the device, which decides whether it was finite; the host reads the outcome a step later. Only
+with `parallel.expert_rows` it has to know at the end of a step whether all rows found room, or the step runs again.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from meshtrain.config.locate import model_file
 from meshtrain.data.batch import Batch
 from meshtrain.data.order import share
 from meshtrain.dropout import set_dropout
+from meshtrain.experts import LOADS, load_metrics
 from meshtrain.job.pending import Resource, waiting
 from meshtrain.layout import DATA_AXES
 from meshtrain.loss import GlobalCount, StepTerms, agree_on_fields, correct_predictions, sample_losses, valid_targets
@@ -23,8 +25,9 @@ from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.optim.grad_norm import clip_factor
 from meshtrain.optim.optimizer import Optimizer
 from meshtrain.parallel.context import ShardedContext
+from meshtrain.parallel.expert import AXIS, RowLimit, limit_rows
 from meshtrain.parallel.grad_sync import set_is_last_backward
-from meshtrain.parallel.mixed_precision import compute_dtype
+from meshtrain.parallel.mixed_precision import compute_dtype, random_state
 from meshtrain.parallel.tp_plan import has_sequence_parts
 from meshtrain.pipeline.actions import Action, Kind
 from meshtrain.pipeline.engine import Pipeline, shapes_of
@@ -78,7 +81,11 @@ class Trainer:
         sequence = has_sequence_parts(config.parallel.sequence_parallel, plan)
         self._same_tokens = mesh.size("tp") > 1 and not sequence  # between the layers, on all ranks of tp
         self._real_tokens: dict[int, Tensor] = {}  # by the length of a sequence; see `_tokens`
-        self._fields: list[str] | None = None  # of attached terms and statistics, known after the first step
+        # Of attached terms and statistics, and how many numbers each has: known after the first step.
+        self._fields: dict[str, int] | None = None
+        self._expert_rows = config.parallel.expert_rows if mesh.size(AXIS) > 1 else None
+        self._limit: RowLimit | None = None  # under which the gradients were computed
+        self._run_again: Callable[[], None] = lambda: None  # from the same state, without a limit
         self._step, self._batches = 0, list[Batch]()
         self._on_device: tuple[int, Batch] | None = None  # the microbatch that was used last
         self._losses: dict[int, Tensor] = {}  # microbatch -> of each of its samples
@@ -86,8 +93,26 @@ class Trainer:
 
     def forward_backward(self, step: int, microbatches: list[Batch]) -> None:
         """Forward and backward of this rank's microbatches, which are of equal size; `step` is counted from 1."""
-        self.optimizer.zero_grad()
         self.mesh.comm_bytes.restart()  # what an evaluation sent is no step's
+        self._limit = None
+        if self._expert_rows is not None:
+            self._limit = RowLimit(self._expert_rows, self.device)
+            buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+            restore = random_state()
+
+            def run_again() -> None:
+                self._limit = None
+                restore()
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+                self._run(step, microbatches)
+
+            self._run_again = run_again
+        with limit_rows(self.model, self._limit):
+            self._run(step, microbatches)
+
+    def _run(self, step: int, microbatches: list[Batch]) -> None:
+        self.optimizer.zero_grad()
         self._step, self._batches, self._on_device = step, microbatches, None
         self._losses, self._correct = {}, []
         self._count = GlobalCount(sum(valid_targets(batch.targets) for batch in microbatches), self.mesh, self.device)
@@ -158,12 +183,12 @@ class Trainer:
         """The update of step `step` with the accumulated gradients, unless something was not finite. `stop_asked`: this
         rank was asked to stop. Returns a function that gives the step's result; it waits until the device has got
         there."""
+        losses, sums = self._reduce(stop_asked)
+        overflow = sums[4]
+        if self._limit is not None and any(read_later(sums[4:5])()):
+            self._run_again()
+            losses, sums = self._reduce(stop_asked)
         with self.timer.phase("optimizer"):
-            in_order = [self._losses[i] for i in sorted(self._losses)]  # none on a rank without the last stage
-            losses = torch.cat(in_order).double() if in_order else self._zeros(0)
-            sums = self._sums(losses, stop_asked)
-            with self.timer.phase("communication"):
-                self.mesh.sum(sums)  # the one all-reduce of a step
             loss, norm = sums[0] / self._count.value(), sums[1].sqrt()
             scale = torch.ones_like(norm) if self.scale is None else self.scale.value.double()
             unscale = None if self.scale is None else 1 / scale
@@ -173,46 +198,68 @@ class Trainer:
             if unscale is not None:
                 factor = unscale if factor is None else factor * unscale
             lr = self.optimizer.update(step, factor, bad)
+            self._terms.receive(self._by_field(sums[5:]), bad)
             if self.scale is not None:
                 self.scale.update(bad)
-            main = torch.stack([loss, norm, sums[2], self._count.total(), scale, sums[3]])
-            read = read_later(torch.cat([main, sums[4:]]))
+            main = torch.stack([loss, norm, sums[2], self._count.total(), scale, sums[3], overflow])
+            read = read_later(torch.cat([main, sums[5:]]))
         self.timer.end_step()
         sent = self.mesh.comm_bytes.by_axis()
         return lambda: self._result(step, read(), losses, lr, sent)
+
+    def _reduce(self, stop_asked: bool) -> tuple[Tensor, Tensor]:
+        """The losses of this rank's samples, and the sums of `_sums` over all ranks."""
+        with self.timer.phase("optimizer"):
+            in_order = [self._losses[i] for i in sorted(self._losses)]  # none on a rank without the last stage
+            losses = torch.cat(in_order).double() if in_order else self._zeros(0)
+            sums = self._sums(losses, stop_asked)
+            with self.timer.phase("communication"):
+                self.mesh.sum(sums)  # the one all-reduce of a step
+        return losses, sums
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self.device)
 
     def _sums(self, losses: Tensor, stop_asked: bool) -> Tensor:
-        """(4 + 2 n,), this rank's: loss, squared norm of the gradient, correct predictions, stop requests; then the sum
-        and the count of each field of `StepTerms`."""
+        """This rank's: loss, squared norm of the gradient, correct predictions, stop requests, rows for experts without
+        room; then those of each field of `StepTerms`."""
         if self._fields is None:
             self._fields = agree_on_fields(self._terms, self.mesh, same_tokens=self._same_tokens)
-        if new := self._terms.sums.keys() - set(self._fields):
+        if new := self._terms.sums.keys() - self._fields.keys():
             raise RuntimeError(f"step {self._step} attached {', '.join(sorted(new))}, and the first step did not")
         correct = torch.stack(self._correct).sum().double() if self._correct else self._zeros()
         counts_samples = self.mesh.speaks_for_samples
         loss, correct = (x if counts_samples else self._zeros() for x in (losses.sum(), correct))
         # Filled on the device: a copy of a host's number would wait until the device has done all work before it.
         stop = torch.full_like(loss, float(stop_asked))
-        main = torch.stack([loss, self.optimizer.squared_norm(), correct, stop])
+        overflow = self._zeros() if self._limit is None else self._limit.overflow
+        main = torch.stack([loss, self.optimizer.squared_norm(), correct, stop, overflow])
         terms = self._terms.stack(self._fields)
         if self._same_tokens and not counts_samples:
             terms = torch.zeros_like(terms)
         return torch.cat([main, terms])
 
+    def _by_field(self, sums: Tensor) -> dict[str, Tensor]:
+        fields = self._fields or {}
+        return dict(zip(fields, sums.split(list(fields.values())), strict=True))
+
     def _result(self, step: int, numbers: list[float], losses: Tensor, lr: float, sent: dict[str, int]) -> StepResult:
-        loss, norm, correct, targets, scale, stop, *sums = numbers
+        loss, norm, correct, targets, scale, stop, without_room, *sums = numbers
         finite = torch.tensor([loss, norm]).isfinite().tolist()
         bad = [] if all(finite) else (~losses.isfinite()).nonzero().flatten().tolist()
         # Where the scale is down to 1 it is not the scale that is too large.
         overflow = scale > 1 and finite == [True, False]
         hits = int(correct) if self.counts_correct else None
-        terms = {
-            name: total / max(targets, 1) if name.startswith("loss/") else total / count if count else total
-            for name, total, count in zip(self._fields or (), sums[::2], sums[1::2], strict=True)
-        }
+        terms, loads = {}, []
+        for name, values in self._by_field(torch.tensor(sums, dtype=torch.float64)).items():
+            if name.startswith(f"tally/{LOADS}"):
+                loads.append(values)
+            elif not name.startswith("tally/"):
+                total, count = values.tolist()
+                terms[name] = total / max(targets, 1) if name.startswith("loss/") else total / count if count else total
+        terms |= load_metrics(loads)
+        if self._expert_rows is not None:
+            terms["expert_rows_overflow"] = without_room
         return StepResult(step, loss, norm, int(targets), hits, lr, all(finite), overflow, bad, sent, stop > 0, terms)
 
 

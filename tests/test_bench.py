@@ -11,16 +11,21 @@ import yaml
 
 import context_parallel
 import data_parallel
+import expert_balance
+import experts
 import pipeline
 import tensor_parallel
-from harness import chosen, median_interval, read_arguments
+from harness import WORKLOAD, chosen, median_interval, read_arguments
+from meshtrain.config import Config
+from meshtrain.modeling.build import parameter_count, spec_of
+from meshtrain.modeling.experts import expert_costs
 from meshtrain.pipeline.schedule import build
 from meshtrain.pipeline.simulate import simulate
 from side import overridden
 from tests.launching import ROOT, run
 
 FOLDER = ROOT / "tools" / "bench"
-BENCHMARKS = [data_parallel, tensor_parallel, context_parallel, pipeline]
+BENCHMARKS = [data_parallel, tensor_parallel, context_parallel, pipeline, experts]
 each = pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda module: module.__name__)
 
 
@@ -29,14 +34,15 @@ def command(benchmark: ModuleType, *arguments: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What takes long to train is no better test of a benchmark."""
-    values = yaml.safe_load((FOLDER / "workload.yaml").read_text())
-    values["model"] |= {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 300}
-    values["data"]["seq_len"] = 32
-    path = tmp_path_factory.mktemp("bench") / "workload.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return path
+    folder = tmp_path_factory.mktemp("bench")
+    for name, width in (("workload.yaml", "intermediate_size"), ("experts.yaml", "moe_intermediate_size")):
+        values = yaml.safe_load((FOLDER / name).read_text())
+        values["model"] |= {"hidden_size": 64, width: 128, "vocab_size": 300}
+        values["data"]["seq_len"] = 32
+        (folder / name).write_text(yaml.safe_dump(values))
+    return folder
 
 
 @pytest.mark.timeout(900)
@@ -47,12 +53,14 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (tensor_parallel, ["meshtrain tp=2", "torch tp=2, sequence sharded", "torch dp_shard=2 x tp=2"]),
         (context_parallel, ["meshtrain cp=2 ring", "meshtrain tp=2"]),
         (pipeline, ["meshtrain pp=2 zbv", "torch pp=2 zbv"]),
+        (experts, ["meshtrain, 1 process", "meshtrain expert_parallel=2"]),
     ],
-    ids=["data_parallel", "tensor_parallel", "context_parallel", "pipeline"],
+    ids=["data_parallel", "tensor_parallel", "context_parallel", "pipeline", "experts"],
 )
-def test_the_command_prints_its_table(benchmark: ModuleType, only: list[str], workload: Path) -> None:
+def test_the_command_prints_its_table(benchmark: ModuleType, only: list[str], workloads: Path) -> None:
     """A side that does not run here differs from one that does by values that have other tests."""
     named = [argument for name in only for argument in ("--only", name)]
+    workload = workloads / getattr(benchmark, "WORKLOAD", WORKLOAD).name
     done = run(command(benchmark, "--pairs=1", "--steps=1", f"--workload={workload}", *named), timeout=800).check()
     sides = [benchmark.SIDES[0].name, *only]
     for side in benchmark.SIDES:
@@ -104,6 +112,46 @@ def test_checkpoints_are_compared_with_plain_files(ranks: int, tmp_path: Path) -
         assert one["ratio"] == pytest.approx(one["plain_seconds"] / one["seconds"])
     assert 0 < found["lost"]["waited_s"] < found["lost"]["save_s"]
     assert list(tmp_path.iterdir()) == [], "nothing is left"
+
+
+def balance_rows(steps: int, load: float) -> list[dict[str, float]]:
+    """Of a run: the last one has an evaluation, as some others have."""
+    rows = [{"step": i + 1, "loss": 6.0 - i / 50, "expert_load_max": load, "experts_idle": 1.0} for i in range(steps)]
+    for i in (steps // 2, steps - 1):
+        rows[i]["eval_loss"] = 5.0 - i / 100
+    return rows
+
+
+def test_balances_of_experts_are_compared(tmp_path: Path) -> None:
+    runs = {kind: [balance_rows(120, 2.0), balance_rows(120, 2.5)] for kind in ("batch", "sequence", "none")}
+    for row in runs["none"][0][-expert_balance.LAST :]:
+        row["expert_load_max"] = 8.0
+    dense = [{k: v for k, v in row.items() if not k.startswith("expert")} for row in balance_rows(120, 0)]
+    runs["dense"] = [dense, dense]
+    head, _, *lines = expert_balance.table(runs).splitlines()
+    assert head == "| balance | held-out loss | largest load / mean | experts without a token |"
+    assert lines == [
+        "| batch | 3.8100, 3.8100 | 2.00, 2.50 | 1.00, 1.00 |",
+        "| sequence | 3.8100, 3.8100 | 2.00, 2.50 | 1.00, 1.00 |",
+        "| none | 3.8100, 3.8100 | 8.00, 2.50 | 1.00, 1.00 |",
+        "| dense | 3.8100, 3.8100 | | |",
+    ]
+    picture = tmp_path / "balance.png"
+    expert_balance.draw(runs).savefig(picture)
+    assert picture.stat().st_size > 10_000
+
+
+def test_the_models_that_are_compared_have_as_many_parameters_active() -> None:
+    """The runs themselves are those of `meshtrain.train`; the tests of the documents train the same file."""
+    active = {}
+    for name, overrides in expert_balance.BALANCES.items():
+        config = Config.load(str(expert_balance.CONFIG), overrides, world_size=2)
+        assert config.resolved is not None
+        assert config.resolved.experts == (1 if name == expert_balance.DENSE else 2)
+        costs = expert_costs(config, config.resolved)
+        active[name] = parameter_count(spec_of(config).meta) if costs is None else costs.active
+    router = 4 * 16 * 128  # which the dense model has not
+    assert active == dict.fromkeys(active, active[expert_balance.DENSE] + router) | {"dense": active["dense"]}
 
 
 def test_a_script_gets_the_values_with_their_overrides() -> None:

@@ -16,7 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
+from PIL import Image
 
+from meshtrain.cli import main as cli
+from meshtrain.config import Config
+from meshtrain.config.errors import ConfigErrors
+from meshtrain.experts import Balance, Experts, Router
+from meshtrain.layout import Layout
+from meshtrain.parallel.sharding import chunk_range
 from tests.launching import run_together
 
 REPO = Path(__file__).resolve().parent.parent
@@ -250,3 +259,93 @@ def test_the_index_names_every_document() -> None:
 def test_a_config_says_when_to_use_it(path: Path) -> None:
     assert path.read_text().startswith("# ")
     assert f"`{path.name}`" in (REPO / "README.md").read_text(), "README has a list of the configs"
+
+
+# What stands in single documents --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tensor-parallel", "context-parallel", "experts"])
+def test_a_picture_is_what_its_script_draws(name: str, tmp_path: Path) -> None:
+    """Fonts and versions of matplotlib move pixels, so sizes are compared, and that something was drawn."""
+    script = REPO / "tools" / "pictures" / f"{name.replace('-', '_')}.py"
+    drawn = tmp_path / "drawn.png"
+    subprocess.run([sys.executable, script, drawn], check=True, timeout=240, env=os.environ | {"PYTHONPATH": str(REPO)})
+    with Image.open(drawn) as ours, Image.open(REPO / "docs" / "images" / f"{name}.png") as shown:
+        assert ours.size == shown.size
+        assert len(ours.convert("RGB").getcolors(2**16) or []) > 8
+
+
+def table(page: str, name: str) -> list[list[str]]:
+    """The cells of the table between the comments `NAME: ...` and `end of NAME`, without its head."""
+    text = (REPO / "docs" / page).read_text()
+    lines = text.split(f"<!-- {name}:")[1].split(f"<!-- end of {name}")[0].splitlines()[1:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_which_ranks_hold_which_experts() -> None:
+    rows = table("experts.md", "fold")
+    assert len(rows) == 7
+    for sizes, ep, experts, shards, copies in rows:
+        layout = Layout(yaml.safe_load(sizes.strip("`"))).with_experts(int(ep))
+        parts = [chunk_range(8, int(ep), layout.index(rank, "ep")) for rank in range(4)]
+        assert experts == ", ".join(f"{part.start}-{part.stop - 1}" for part in parts), sizes
+        assert (shards, copies) == (str(layout.size("efsdp")), str(layout.size("edp_replicate"))), sizes
+
+
+def test_what_is_refused_of_experts() -> None:
+    """Each sentence of the list, by the overrides that bring it about."""
+    eight = "model={name: qwen3_moe, num_experts: 8}"
+    overrides = [
+        ("layout={dp_shard: 8, tp: 2}", "parallel.expert_parallel=6"),
+        (eight, "layout={dp_shard: 16}", "parallel.expert_parallel=16"),
+        ("model={name: llama}", "layout={dp_shard: 2}", "parallel.expert_parallel=2"),
+        ("layout={tp: 2}", "parallel.sequence_parallel=false"),
+        ("layout={ep: 8}",),
+        (eight, "model.num_experts_per_tok=9"),
+    ]
+    section = (REPO / "docs" / "experts.md").read_text().split("## What is refused")[1].split("\n## ")[0]
+    sentences = re.findall(r"^- `(.*)`$", section, re.MULTILINE)
+    for sentence, keys in zip(sentences, overrides, strict=True):
+        with pytest.raises(ConfigErrors) as refused:
+            Config.load(str(REPO / "configs" / "moe.yaml"), keys)
+        assert sentence in str(refused.value)
+    with pytest.raises(ConfigErrors, match="on the layout, and here no token is dropped"):
+        Config.load(str(REPO / "configs" / "moe.yaml"), ["model.capacity_factor=1.25"])
+
+
+def test_what_a_plan_says_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "qwen3.yaml"
+    config.write_text(
+        "model: {name: qwen3_moe, preset: qwen3-30b-a3b}\ndata: {seq_len: 4096}\nlayout: {dp_shard: 8}\n"
+        "parallel: {expert_parallel: 8}\nbatch: {global_size: 64, micro_size: 1}\n"
+        "train: {steps: 1, precision: bfloat16}\n"
+    )
+    assert cli.main(["plan", str(config)]) == 0
+    printed = capsys.readouterr().out
+    quoted = next(b.text for b in blocks(REPO / "docs" / "experts.md") if "active a token" in b.text)
+    assert quoted in printed
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bfloat16"])
+def test_what_a_layer_of_experts_keeps(narrow: bool) -> None:
+    n, d, f, e, j = 64, 32, 24, 8, 3
+    dtype, itemsize = (torch.bfloat16, 2) if narrow else (torch.float32, 4)
+    gate = Router(d, e, j, balance=Balance(e, 1, 0, aux_loss_coef=0.1)).to(dtype)
+    experts = Experts(e, d, f).to(dtype)
+    x = torch.randn(4, n // 4, d, dtype=dtype, requires_grad=True)
+    own = {p.data_ptr() for p in (x, *gate.parameters(), *experts.parameters())}
+    kept = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        experts(x, *gate(x))
+    rows = n * j * (d + 4 * f) + n * j * d
+    scores = n * e + n * d * narrow
+    expected = rows * itemsize + scores * 4 + 3 * n * j * 8
+    # What the table leaves out: weights before and after their division, two sums of a token; shares and counts of
+    # experts, and the router's weight in float32.
+    small = 4 * (2 * n * j + 2 * n) + 12 * e + 4 * e * d * narrow
+    assert sum(size for storage, size in kept.items() if storage not in own) == expected + small

@@ -17,7 +17,7 @@ REPO = Path(__file__).resolve().parent.parent
 WITHOUT_TORCH = [
     "meshtrain",
     "meshtrain.layout",
-    "meshtrain.storage",
+    "meshtrain.job.storage",
     "meshtrain.job.environment",
     "meshtrain.data.order",
     "meshtrain.parallel.sharding",
@@ -40,8 +40,8 @@ ANYWHERE = [
     for source, _, module in (arrow.partition(" -> ") for arrow in CONTRACTS["downhill"]["ignore_imports"])
     if source == "meshtrain.**"
 ]
-PURE = {"meshtrain.errors", "meshtrain.formatting", "meshtrain.layout", "meshtrain.storage", *ANYWHERE}
-MODELS_MAY_USE = {"meshtrain.attention", "meshtrain.dropout"}
+PURE = {"meshtrain.errors", "meshtrain.layout", "meshtrain.job.storage", *ANYWHERE}
+MODELS_MAY_USE = {f"meshtrain.{name}" for name in ("attention", "dropout", "experts", "rotary", "huggingface.keys")}
 
 
 def imports(path: Path) -> Iterator[str]:

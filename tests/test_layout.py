@@ -303,7 +303,7 @@ def test_layout_needs_nothing_but_the_standard_library() -> None:
         ({"dp": 2}, 2, "there is no axis 'dp' (did you mean dp_replicate or dp_shard?)"),
         ({"fsdp": 2}, 2, "there is no axis 'fsdp' (did you mean dp_shard?)"),
         ({"dp_shards": 2}, 2, "there is no axis 'dp_shards' (did you mean dp_shard?)"),
-        ({"ep": 2}, 2, "there is no axis 'ep' (the axes are pp, dp_replicate, dp_shard, cp, tp)"),
+        ({"ep": 2}, 2, "there is no axis 'ep' (experts lie on ranks of the other axes: give parallel.expert_parallel"),
         ({7: 2, "tp": 0}, 2, "layout {7: 2, tp: 0}: there is no axis 7 (the axes are"),
         ({7: 2, "tp": 0}, 2, "; tp is 0"),
         ([2, 2], 4, "a layout names axes and their sizes, such as {dp_shard: 4, tp: 2}; found [2, 2]"),

@@ -96,8 +96,8 @@ def test_ranks_agree_on_the_fields_and_on_what_they_have_computed_twice(monkeypa
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     terms = StepTerms(GlobalCount(1, ALONE, CPU))
-    assert agree_on_fields(terms, mesh, same_tokens=True) == ["loss/b", "sum/a"]
+    assert agree_on_fields(terms, mesh, same_tokens=True) == {"loss/b": 2, "sum/a": 2}
     every[3] = {"sum/a": [2.1, 0.0]}
-    assert agree_on_fields(terms, mesh, same_tokens=False) == ["loss/b", "sum/a"]
+    assert agree_on_fields(terms, mesh, same_tokens=False) == {"loss/b": 2, "sum/a": 2}
     with pytest.raises(AgreedError, match=r"sum/a differs between ranks 2, 3"):
         agree_on_fields(terms, mesh, same_tokens=True)

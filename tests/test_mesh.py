@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshtrain.layout import VIEWS, Layout, LayoutError
+from meshtrain.layout import EXPERT_AXES, VIEWS, Layout, LayoutError
 from meshtrain.mesh import _splits, build_mesh, rounds
 from tests.launching import forked, two_hosts
 
@@ -21,6 +21,9 @@ EIGHT = [
     {"dp_replicate": 2, "dp_shard": 2, "cp": 2},
     {"dp_shard": 8},
     {"dp_shard": 1, "pp": 8},
+    {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "experts": 2},
+    {"tp": 2, "dp_replicate": 2, "cp": 2, "experts": 8},
+    {"dp_replicate": 2, "pp": 2, "dp_shard": 2, "experts": 2},
 ]
 SIX = [{"pp": 3, "dp_shard": 2}, {"dp_replicate": 3, "tp": 2}, {"dp_shard": 6}]
 
@@ -31,13 +34,20 @@ def check_gathered(printed: str, layouts: list[dict[str, int]]) -> None:
     world = Layout(layouts[0]).world_size
     assert len(found) == world * len(layouts)
     for row in found:
-        layout = Layout(layouts[row["layout"]])
+        sizes = dict(layouts[row["layout"]])
+        experts = sizes.pop("experts", 1)
+        layout = Layout(sizes).with_experts(experts)
+        of_experts = [("cp", "tp"), *((axis,) for axis in EXPERT_AXES)] if experts > 1 else []
         for axes, ranks in row["groups"]:
             assert ranks == layout.group(row["rank"], *axes), (layout, row["rank"], axes)
         assert {tuple(axes) for axes, _ in row["groups"]} == {
-            axes for axes in [(axis,) for axis in layout.axes] + list(VIEWS.values()) if layout.size(*axes) > 1
+            axes
+            for axes in [(axis,) for axis in layout.axes] + list(VIEWS.values()) + of_experts
+            if layout.size(*axes) > 1
         }
-        distinct = {tuple(ranks) for _, ranks in row["groups"]} | {tuple(range(world))}
+        assert row["own"] == sorted(own_axes(layout, "cuda"))
+        shared = [ranks for axes, ranks in row["groups"] if axes[0] not in row["own"]]
+        distinct = {tuple(ranks) for ranks in shared} | {tuple(range(world))}
         assert row["created"] == len(distinct), "one group per distinct set of ranks"
         column = layout.group(row["rank"], "pp")
         i, p = column.index(row["rank"]), len(column)
@@ -108,6 +118,74 @@ def test_fsdp_takes_one_dim_over_dp_shard_and_cp(order: tuple[str, ...]) -> None
     assert mesh.uses_fsdp
     with pytest.raises(LayoutError, match="the mesh has the dims dp_replicate, fsdp, tp"):
         mesh.submesh("dp_shard")
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize("order", [("dp_replicate", "dp_shard", "cp", "tp"), ("cp", "tp", "dp_shard", "dp_replicate")])
+def test_experts_have_a_second_mesh_over_the_same_ranks(order: tuple[str, ...]) -> None:
+    sizes = {"dp_replicate": 4, "dp_shard": 64, "cp": 2, "tp": 8}
+    layout = Layout({axis: sizes[axis] for axis in order}).with_experts(32)
+    mesh = build_mesh(layout, "cpu")
+    experts, shards = mesh.submesh("ep"), mesh.submesh("edp_replicate", "efsdp")
+    assert experts is not None
+    assert shards is not None
+    assert (experts.mesh_dim_names, experts.mesh.tolist()) == (("ep",), layout.group(2049, "ep"))
+    assert (shards.mesh_dim_names, tuple(shards.mesh.shape)) == (("edp_replicate", "efsdp"), (4, 32))
+    assert sorted(shards.mesh.flatten().tolist()) == layout.group(2049, "edp_replicate", "efsdp")
+    assert shards["efsdp"].mesh.tolist() == layout.group(2049, "efsdp")
+    assert tuple(shards.get_coordinate()) == (mesh.index("edp_replicate"), mesh.index("efsdp"))
+    assert mesh.group("edp_replicate") is mesh.group("dp_replicate"), "one group for one set of ranks"
+    assert shards["efsdp"].get_group() is mesh.group("efsdp")
+    for axes in [("ep",), ("efsdp",), ("cp", "tp")]:
+        assert dist.get_process_group_ranks(mesh.group(*axes)) == layout.group(2049, *axes)
+    dense = mesh.submesh("dp_replicate", "fsdp")
+    assert dense is not None
+    assert dense.mesh_dim_names == ("dp_replicate", "fsdp")
+    for mixed in [("edp_replicate", "fsdp"), ("dp_replicate", "ep")]:
+        with pytest.raises(LayoutError, match="axes of experts and other axes have no common mesh"):
+            mesh.submesh(*mixed)
+
+
+def own_axes(layout: Layout, device_type: str) -> set[str]:
+    """`ep` where collectives of a group run in turn, and where nothing shards parameters `edp_replicate`."""
+    axes = ({"ep"} if device_type == "cuda" else set()) | (set() if layout.size("fsdp") > 1 else {"edp_replicate"})
+    return {axis for axis in axes if layout.experts > 1 and layout.size(axis) > 1}
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("sizes", "ep", "same"),
+    [
+        ({"dp_replicate": 64, "tp": 64}, 64, {"ep": ("tp",), "edp_replicate": ("dp_replicate",)}),
+        ({"dp_shard": 512, "tp": 8}, 4096, {"ep": ("dp_shard", "tp")}),  # the world's
+        ({"dp_replicate": 16, "dp_shard": 256}, 256, {"ep": ("fsdp",), "edp_replicate": ("dp_replicate",)}),
+        ({"pp": 2, "dp_replicate": 2048}, 1024, {}),
+    ],
+)
+def test_messages_to_experts_and_their_reducer_share_no_group(
+    sizes: dict[str, int], ep: int, same: dict[str, tuple[str, ...]], device_type: str
+) -> None:
+    """Two orders over one group deadlock on NCCL where ranks do not agree on which is first."""
+    layout = Layout(sizes).with_experts(ep)
+    mesh = build_mesh(layout, device_type)
+    own = own_axes(layout, device_type)
+    for axis in EXPERT_AXES:
+        group = mesh.group(axis)
+        assert group is None or dist.get_process_group_ranks(group) == layout.group(2049, axis)
+        others = [*mesh._groups.values(), *mesh._links.values(), *(g for name, g in mesh._own.items() if name != axis)]
+        if axis in own:
+            assert all(group is not other for other in others)
+        elif axis in same:
+            assert group is mesh.group(*same[axis])
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_experts_on_one_rank_each_lie_as_the_other_parameters_do() -> None:
+    layout = Layout({"dp_replicate": 16, "dp_shard": 256})
+    mesh = build_mesh(layout, "cpu")
+    assert (mesh.expert_mesh, layout.expert_mesh_dims, mesh.submesh("ep")) == (None, (), None)
+    assert mesh.submesh("edp_replicate", "efsdp") == mesh.submesh("dp_replicate", "dp_shard")
 
 
 @pytest.mark.usefixtures("fake_world")

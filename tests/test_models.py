@@ -1,9 +1,12 @@
 """The models that come with the project, as plain PyTorch."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from meshtrain.config.locate import model_file
+from meshtrain.rotary import rotary_frequencies
 
 llama = model_file("llama")
 convnet = model_file("convnet")
@@ -76,12 +79,15 @@ def test_grouped_heads_are_shared_heads() -> None:
     torch.testing.assert_close(full(tokens), grouped(tokens), rtol=1e-9, atol=1e-9)
 
 
+def frequencies(config: Any) -> torch.Tensor:
+    arguments = (*config.rope, config.rotary_width, config.max_position_embeddings)
+    return rotary_frequencies(*arguments, torch.device("cpu"))
+
+
 def test_llama3_scaling_stretches_slow_pairs_only() -> None:
     scaling = llama.presets["llama-3.1-8b"]["rope_scaling"]
     keys = {"hidden_size": 512, "num_attention_heads": 4, "rope_theta": 500000.0}
-    cpu = torch.device("cpu")
-    plain = llama.rotary_frequencies(llama.Config(**keys), cpu)
-    scaled = llama.rotary_frequencies(llama.Config(**keys, rope_scaling=scaling), cpu)
+    plain, scaled = frequencies(llama.Config(**keys)), frequencies(llama.Config(**keys, rope_scaling=scaling))
     turns = 8192 * plain / (2 * torch.pi)
     assert torch.equal(scaled[turns >= 4], plain[turns >= 4])
     torch.testing.assert_close(scaled[turns <= 1], plain[turns <= 1] / 8)
@@ -89,7 +95,7 @@ def test_llama3_scaling_stretches_slow_pairs_only() -> None:
     assert between.any()
     assert ((scaled < plain) & (scaled > plain / 8))[between].all()
     written_as_one = llama.Config(**keys | {"rope_theta": 1.0}, rope_parameters=scaling | {"rope_theta": 500000.0})
-    assert torch.equal(llama.rotary_frequencies(written_as_one, cpu), scaled)
+    assert torch.equal(frequencies(written_as_one), scaled)
 
 
 def test_tied_embeddings_are_one_parameter() -> None:

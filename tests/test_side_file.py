@@ -15,14 +15,14 @@ from rich.console import Console
 
 import meshtrain.run.results
 import meshtrain.run.step_logger
-from meshtrain import storage as side_file
 from meshtrain.job import signals as stopping
+from meshtrain.job import storage as side_file
+from meshtrain.job.storage import SideFile
 from meshtrain.metrics import goodput, plot
 from meshtrain.metrics import logger as metrics
 from meshtrain.metrics.goodput import GoodputTracker
 from meshtrain.metrics.logger import Metrics, MetricsFile, read
 from meshtrain.run.run_folder import RunFolder
-from meshtrain.storage import SideFile
 from tests.checkpoint.going_on import Case, alone, small_run
 
 NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO, errno.EROFS)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from meshtrain.config import Config
@@ -175,3 +176,16 @@ def test_an_evaluation_leaves_what_is_frozen_frozen() -> None:
     batch = Batch.of((torch.randn(4, 3),), torch.tensor([0, 1, 0, 1]))
     evaluate(model, [batch], build_mesh(Layout({"dp_shard": 1})), torch.device("cpu"), torch.float32)
     assert [module.training for module in model.modules()] == [True, True, False]
+
+
+@pytest.mark.parametrize("coefficient", [0.01, 1e300])
+def test_a_skipped_step_leaves_what_routers_count(coefficient: float, shared: Path, tmp_path: Path) -> None:
+    """A term as large as that makes a gradient whose norm is no number."""
+    router = ("model.name=tests/models/moe.py", "model.score=sigmoid", f"model.router_z_loss_coef={coefficient}")
+    rows = train(shared, tmp_path, *router, "train.steps=1", "train.precision=float64", "train.on_nonfinite=skip")
+    tensors = load_file(tmp_path / "checkpoints/step_0000001/rank_00000.safetensors")
+    gate = "model.model.layers.1.mlp.gate"
+    happened = coefficient < 1
+    assert (rows[0]["grad_norm"] is not None) == happened
+    assert tensors[f"{gate}.balance.loads"].sum() == (14 * 48 * 2 if happened else 0)
+    assert tensors[f"{gate}.e_score_correction_bias"].any() == happened

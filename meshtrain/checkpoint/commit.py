@@ -26,8 +26,7 @@ from meshtrain.checkpoint.replica_check import Sums, describe_divergence, find_d
 from meshtrain.checkpoint.shard_file import BLOCK, write_shard
 from meshtrain.checkpoint.staging import Snapshot
 from meshtrain.checkpoint.state import State
-from meshtrain.errors import DamagedError
-from meshtrain.formatting import bytes_text, join_some
+from meshtrain.errors import DamagedError, bytes_text, join_some
 from meshtrain.huggingface.safetensors import Entry
 from meshtrain.job.process import Job
 from meshtrain.job.store import Round

@@ -21,7 +21,10 @@ _FREE = frozenset(
     ("model.preset", "model.weights", "data.path", "data.cache", "data.workers", "data.prefetch", "data.pin_memory")
 )
 _UNLISTED = frozenset(
-    ("checkpoint.resume", "checkpoint.path", "train.output", "train.time_limit", "train.steps", "train.chaos")
+    (
+        *("checkpoint.resume", "checkpoint.path", "train.output", "train.time_limit", "train.steps", "train.chaos"),
+        "parallel.expert_parallel",  # as the layout: what it stood for is compared
+    )
 )
 _FILES = ("model.name", "data.source", "data.validation", "data.tokenizer")  # names, or paths, which may have moved
 
@@ -81,6 +84,7 @@ def compare(manifest: Manifest, spec: "RunSpec", job: Job) -> Changes:
     changes.add(DATA, then, now, refuse=not other_data, words=_data_words)
     assert job.layout is not None
     changes.add("layout", manifest.layout.sizes, job.layout.sizes)
+    changes.add("experts", manifest.layout.experts, job.layout.experts)
     changes.add("the last step, where the learning rate ends", manifest.counters.get("steps"), spec.steps)
     for name, version in spec.versions.items():
         changes.add(name, manifest.versions.get(name), version)

@@ -10,14 +10,14 @@ import numpy as np
 
 from meshtrain.checkpoint.directory import open_manifest
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.checkpoint.placement import Placement, overlap, pieces, shape_of, within
+from meshtrain.checkpoint.placement import Placement, pieces
 from meshtrain.checkpoint.shard_file import ShardReader
 from meshtrain.huggingface.safetensors import SIZES
-from meshtrain.parallel.sharding import Part
+from meshtrain.parallel.sharding import Part, overlap, shape_of, within
 
 BLOCK = 16 * 2**20  # bytes of a tensor that are compared at a time
 STATE = ("step", "samples", "tokens", "data", "rng")  # what a run goes on from, besides the tensors
-ABOUT = ("evaluation", "layout", "versions", "config")  # what tells how it came to that
+ABOUT = ("evaluation", "layout", "experts", "versions", "config")  # what tells how it came to that
 _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1"}
 
 
@@ -133,7 +133,9 @@ def _values(a: Manifest, b: Manifest, keys: tuple[str, ...]) -> dict[str, tuple[
 
 
 def _plain(manifest: Manifest, key: str) -> Any:
-    return str(manifest.layout) if key == "layout" else getattr(manifest, key)
+    if key in ("layout", "experts"):
+        return str(manifest.layout) if key == "layout" else manifest.layout.experts
+    return getattr(manifest, key)
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:

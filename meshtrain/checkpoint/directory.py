@@ -20,7 +20,7 @@ from pathlib import Path
 from meshtrain.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest, dumps
 from meshtrain.checkpoint.shard_file import open_plain
 from meshtrain.errors import DamagedError, InputError, MissingError, UnreadableError
-from meshtrain.storage import fsync_folder, warn, write_whole
+from meshtrain.job.storage import fsync_folder, warn, write_whole
 
 COMPLETE = "COMPLETE"
 CHECKPOINTS = "checkpoints"  # in a run's folder

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.checkpoint.placement import Placement, overlap, pieces, shape_of
+from meshtrain.checkpoint.placement import Placement, pieces
 from meshtrain.checkpoint.shard_file import ShardReader
 from meshtrain.checkpoint.state import LOSS_SCALE, LocalShard, State
 from meshtrain.checkpoint.weights import read_piece
-from meshtrain.errors import InputError
-from meshtrain.formatting import join_some
+from meshtrain.errors import InputError, join_some
 from meshtrain.huggingface.safetensors import SIZES
-from meshtrain.parallel.sharding import Part
+from meshtrain.parallel.sharding import Part, overlap, shape_of
 
 THREADS = 4  # that read at once: neither the disk nor a checksum needs Python's lock
 AHEAD = 4 * THREADS  # reads that are asked for before the first of them is done; fewer than files stay open

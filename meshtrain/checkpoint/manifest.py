@@ -14,13 +14,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from meshtrain.checkpoint.placement import Placement, fits, part_to_write, shape_of
-from meshtrain.errors import DamagedError, InputError
-from meshtrain.formatting import join_some
+from meshtrain.checkpoint.placement import Placement, fits, part_to_write
+from meshtrain.errors import DamagedError, InputError, join_some
 from meshtrain.huggingface.safetensors import MAX_DIMS, METADATA, SIZES, Entry
 from meshtrain.layout import Layout, LayoutError
+from meshtrain.parallel.sharding import shape_of
 
-FORMAT = 1
+FORMAT = 2  # 1 had no `experts`: they were on every rank
 MANIFEST = "manifest.json"
 MAX_BYTES = 2**25  # of a manifest: ten times what 131,072 ranks need
 
@@ -70,7 +70,7 @@ class Manifest:
     def to_json(self) -> str:
         """The text of manifest.json; DamagedError if it is none that `parse` would take."""
         fields = {name: getattr(self, _ATTRIBUTES.get(name, name)) for name in _FIELDS}
-        head = {"format": FORMAT} | fields | {"layout": self.layout.sizes}
+        head = {"format": FORMAT} | fields | {"layout": self.layout.sizes, "experts": self.layout.experts}
         tensors = {name: _about(tensor) for name, tensor in self.tensors.items()}
         files = {name: {"size": file.size, "crc32": file.crc32} for name, file in self.files.items()}
         tables = [_table("tensors", tensors), _table("files", files)]
@@ -118,11 +118,12 @@ def _line(name: str, value: Any) -> str:
 
 
 def _parse(cls: type[Manifest], fields: dict[str, Any]) -> Manifest:
-    known = {"format", "tensors", "files", *_FIELDS}
+    version = fields.get("format", FORMAT)
+    _expect(type(version) is int and 1 <= version <= FORMAT, "format", f"1 or {FORMAT}", version)
+    known = {"format", "tensors", "files", *_FIELDS} | ({"experts"} if version != 1 else set())
     _expect_none(known - fields.keys(), "lacks")
-    _expect_none(fields.keys() - known, f"holds, which format {FORMAT} does not have:")
-    _expect(type(fields["format"]) is int and fields["format"] == FORMAT, "format", str(FORMAT), fields["format"])
-    for name in ("step", "samples", "tokens"):
+    _expect_none(fields.keys() - known, f"holds, which format {version} does not have:")
+    for name in ("step", "samples", "tokens", *({"experts"} & known)):
         _expect(is_count(fields[name]), name, "a count", fields[name])
     for name in ("layout", "tensors", "files", *_OBJECTS):
         _expect(isinstance(fields[name], dict), name, "an object", fields[name])
@@ -130,7 +131,7 @@ def _parse(cls: type[Manifest], fields: dict[str, Any]) -> Manifest:
     _expect(isinstance(written, str) and bool(_TIME.fullmatch(written)), "written", "a time in UTC", written)
     for name, version in fields["versions"].items():
         _expect(_is_word(name) and _is_word(version), f"versions.{name!a}", "a text", version)
-    layout = Layout(fields["layout"])
+    layout = Layout(fields["layout"]).with_experts(fields.get("experts", 1))
     files = _parse_files(fields["files"], layout)
     tensors = {name: _parse_tensor(name, about, layout) for name, about in fields["tensors"].items()}
     needed = sum(Entry(name, tensor.dtype, tensor.shape).nbytes for name, tensor in tensors.items())

@@ -5,11 +5,11 @@ each rank holds. Ranks that hold the same part share the work: its rows are cut 
 the pieces. So each byte is written once, and what a reader needs of which file is found without looking into any.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshtrain.layout import Layout, LayoutError
-from meshtrain.parallel.sharding import Part, chunk_range, local_slice
+from meshtrain.parallel.sharding import Part, chunk_range, is_empty, local_slice, overlapping
 
 
 @dataclass(frozen=True)
@@ -77,45 +77,7 @@ def pieces(tensor: Placement, layout: Layout, part: Part) -> Iterator[tuple[int,
     in_stage = _copies_of_a_stage(tensor, layout)
     # The parts that ranks hold are cut once more, by rows, into what each of them writes.
     all_cuts = [*cuts, (0, copies(tensor, layout))]
-    for (*indices, copy), piece in _overlapping(all_cuts, tuple(slice(0, size) for size in tensor.dims), part):
+    for (*indices, copy), piece in overlapping(all_cuts, tuple(slice(0, size) for size in tensor.dims), part):
         stage, number = divmod(copy, in_stage)
         coordinate = dict(zip(axes, indices, strict=True))
         yield layout.rank_of_copy(number, pp=tensor.stages[stage], **coordinate), piece
-
-
-def overlap(first: Part, second: Part) -> Part:
-    """What two parts of a whole have in common; it may be empty."""
-    pairs = zip(first, second, strict=True)
-    return tuple(slice(low := max(a.start, b.start), max(low, min(a.stop, b.stop))) for a, b in pairs)
-
-
-def within(inner: Part, outer: Part) -> Part:
-    """Where a part lies in another part that contains it."""
-    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(inner, outer, strict=True))
-
-
-def is_empty(part: Part) -> bool:
-    return any(rows.stop <= rows.start for rows in part)
-
-
-def shape_of(part: Part) -> tuple[int, ...]:
-    return tuple(rows.stop - rows.start for rows in part)
-
-
-def _overlapping(cuts: Sequence[tuple[int, int]], whole: Part, part: Part) -> Iterator[tuple[tuple[int, ...], Part]]:
-    """The parts of a whole after cuts, (dim, parts) each, that overlap with `part`, and their index on every cut."""
-    if not cuts:
-        if not is_empty(overlap(whole, part)):
-            yield (), whole
-        return
-    dim, parts = cuts[0]
-    start, size = whole[dim].start, whole[dim].stop - whole[dim].start
-    if size == 0:
-        return
-    chunk = chunk_range(size, parts, 0).stop
-    low, high = max(part[dim].start, start) - start, min(part[dim].stop, whole[dim].stop) - start
-    for index in range(low // chunk, min(parts, -(-high // chunk))):
-        rows = chunk_range(size, parts, index)
-        inner = (*whole[:dim], slice(start + rows.start, start + rows.stop), *whole[dim + 1 :])
-        for others, piece in _overlapping(cuts[1:], inner, part):
-            yield (index, *others), piece

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshtrain.checkpoint.placement import Placement, copies
 from meshtrain.checkpoint.state import State
-from meshtrain.formatting import join_some
+from meshtrain.errors import join_some
 from meshtrain.job.pending import Resource, waiting
 from meshtrain.layout import Layout
 

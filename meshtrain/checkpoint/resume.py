@@ -14,7 +14,7 @@ from meshtrain.checkpoint.verify import problems_of
 from meshtrain.errors import DamagedError, InputError, MissingError, TrainingError, UnreadableError
 from meshtrain.job.consistency import Fingerprint, require_equal
 from meshtrain.job.process import Job
-from meshtrain.storage import with_retries
+from meshtrain.job.storage import with_retries
 
 if TYPE_CHECKING:
     from meshtrain.config import Config

@@ -7,8 +7,7 @@ from pathlib import Path
 from shutil import disk_usage
 
 from meshtrain.checkpoint.directory import TakenError, complete_steps, name_of, read_manifest, remove
-from meshtrain.errors import InputError
-from meshtrain.formatting import bytes_text
+from meshtrain.errors import InputError, bytes_text
 
 BEST = (("accuracy", False), ("eval_loss", True))  # the metric of an evaluation, if it has it; whether lower is better
 SAMPLES = "eval_samples"  # of how many samples an evaluation in a manifest was made; older ones do not say

@@ -16,7 +16,7 @@ from meshtrain.checkpoint.replica_check import Sums
 from meshtrain.checkpoint.retention import Pruner, Retention
 from meshtrain.checkpoint.staging import Snapshot
 from meshtrain.checkpoint.state import State
-from meshtrain.formatting import bytes_text, join_some
+from meshtrain.errors import bytes_text, join_some
 from meshtrain.job.pending import Resource, waiting
 from meshtrain.job.process import Job
 

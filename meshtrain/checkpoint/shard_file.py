@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.checkpoint.manifest import File, Manifest, dumps, file_of, parse_json
-from meshtrain.checkpoint.placement import shape_of
 from meshtrain.errors import DamagedError, MissingError, UnreadableError
 from meshtrain.huggingface.safetensors import METADATA, SIZES, Entry, header_length, pack_header, parse_entry
-from meshtrain.parallel.sharding import Part
-from meshtrain.storage import write_all
+from meshtrain.job.storage import write_all
+from meshtrain.parallel.sharding import Part, shape_of
 
 FORMAT = "meshtrain checkpoint 1"
 BLOCK = 4 * 2**20  # bytes of a tensor under one checksum
@@ -104,12 +103,13 @@ class Shard(AbstractContextManager["Shard"]):
             self.close()
             raise
 
-    def read_into(self, name: str, into: memoryview, rows: slice) -> None:
-        """Reads rows of an entry (`slice(0, 1)` of a scalar) into as many bytes as they have.
+    def read_into(self, name: str, into: memoryview, rows: slice, dims: int = 1) -> None:
+        """Reads rows of an entry (`slice(0, 1)` of a scalar) into as many bytes as they have. `dims`: so many of the
+        first dims count as one, in which the rows lie.
 
         DamagedError: there is no such entry, or a block is not what was written. UnreadableError: not readable now.
         """
-        begin, end = self._range(name, rows)
+        begin, end = self._range(name, rows, dims)
         self.read_bytes(name, begin, into.cast("B") if end > begin else into[:0], end)
 
     def read_bytes(self, name: str, begin: int, into: memoryview, end: int) -> None:
@@ -148,14 +148,14 @@ class Shard(AbstractContextManager["Shard"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _range(self, name: str, rows: slice) -> tuple[int, int]:
+    def _range(self, name: str, rows: slice, dims: int = 1) -> tuple[int, int]:
         entry = self.entries.get(name)
         if entry is None:
             raise DamagedError(self.path, "is not in the file", name)
-        height = entry.shape[0] if entry.shape else 1
+        height = math.prod(entry.shape[:dims])
         if not 0 <= rows.start <= rows.stop <= height:
             raise DamagedError(self.path, f"has {height} rows; {rows.start} to {rows.stop} were to be read", name)
-        row = math.prod(entry.shape[1:]) * SIZES[entry.dtype]
+        row = math.prod(entry.shape[dims:]) * SIZES[entry.dtype]
         return rows.start * row, rows.stop * row
 
     def _block(self, name: str, index: int) -> tuple[int, int]:

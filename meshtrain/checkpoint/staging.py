@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
-from meshtrain.checkpoint.placement import part_to_write, shape_of, within
+from meshtrain.checkpoint.placement import part_to_write
 from meshtrain.checkpoint.state import LocalShard, State
 from meshtrain.huggingface.safetensors import Entry
 from meshtrain.job.pending import Resource, waiting
-from meshtrain.parallel.sharding import Part
+from meshtrain.parallel.sharding import Part, shape_of, within
 
 ALIGNED = 64  # bytes; where each tensor begins
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshtrain.checkpoint.placement import Placement, is_empty, part_of_rank, shape_of
+from meshtrain.checkpoint.placement import Placement, part_of_rank
 from meshtrain.errors import InputError
 from meshtrain.huggingface import safetensors as weights
 from meshtrain.huggingface.load import KINDS, named_tensors
@@ -19,7 +19,7 @@ from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
 from meshtrain.optim.optimizer import Optimizer
-from meshtrain.parallel.sharding import ParameterSpec, Part, local_part, tensor_spec
+from meshtrain.parallel.sharding import ParameterSpec, Part, is_empty, local_part, shape_of, tensor_spec
 from meshtrain.pipeline.engine import Pipeline
 
 if TYPE_CHECKING:

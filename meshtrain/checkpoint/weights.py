@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from meshtrain.checkpoint.directory import find_checkpoint, open_manifest, require_checkpoint
-from meshtrain.checkpoint.placement import overlap, pieces, shape_of, within
+from meshtrain.checkpoint.placement import pieces
 from meshtrain.checkpoint.shard_file import Shard, ShardReader
 from meshtrain.huggingface import load
 from meshtrain.huggingface.load import DTYPES, WeightSource, open_folder
 from meshtrain.huggingface.safetensors import Entry, by_numbers
-from meshtrain.parallel.sharding import Part
+from meshtrain.parallel.sharding import Part, overlap, shape_of, within
 
 PREFIX = "model."  # of the weights in a manifest
 
@@ -75,10 +75,16 @@ def read_piece(file: Shard, name: str, piece: Part, part: Part, target: Tensor, 
 
     `piece`, `part` and `target_part` are parts of the whole tensor; `part` lies in both others.
     """
-    rows, *columns = within(part, piece)
-    into, widths = target[within(part, target_part)], shape_of(piece)[1:]
-    in_place = into.device.type == "cpu" and into.is_contiguous() and tuple(into.shape[1:]) == widths
-    values = into if in_place else torch.empty((rows.stop - rows.start, *widths), dtype=into.dtype, device="cpu")
-    file.read_into(name, values.view(-1).view(torch.uint8).numpy().data, rows)
+    inner, shape = within(part, piece), shape_of(piece)
+    # What is read is one stretch: one index of each of the first dims (an expert), rows of the next, and all columns.
+    dim = next((dim for dim, span in enumerate(inner) if span.stop - span.start > 1), len(shape) - 1)
+    first = 0
+    for size, span in zip(shape[: dim + 1], inner, strict=False):
+        first = first * size + span.start
+    (rows,), columns, widths = shape_of(inner[dim : dim + 1]), inner[dim + 1 :], shape[dim + 1 :]
+    into = target[within(part, target_part)]
+    in_place = into.device.type == "cpu" and into.is_contiguous() and tuple(into.shape[dim + 1 :]) == widths
+    values = into if in_place else torch.empty((rows, *widths), dtype=into.dtype, device="cpu")
+    file.read_into(name, values.view(-1).view(torch.uint8).numpy().data, slice(first, first + rows), dim + 1)
     if not in_place:
         into.copy_(values[(slice(None), *columns)])

@@ -25,8 +25,7 @@ from meshtrain.checkpoint.directory import CHECKPOINTS, require_checkpoint
 from meshtrain.checkpoint.manifest import MANIFEST, Manifest, dumps, parse_json
 from meshtrain.checkpoint.retention import Retention, best_metric, steps_to_keep
 from meshtrain.checkpoint.verify import verify
-from meshtrain.errors import DamagedError, InputError, UnreadableError
-from meshtrain.formatting import bytes_text, plural
+from meshtrain.errors import DamagedError, InputError, UnreadableError, bytes_text, plural
 from meshtrain.run.rank_table import columns
 
 MOST_LINES = 20
@@ -244,6 +243,7 @@ def _description(manifest: Manifest) -> list[tuple[str, str]]:
         ("tokens", f"{manifest.tokens:,}"),
         ("written", manifest.written),
         ("layout", f"{manifest.layout} ({plural(manifest.layout.world_size, 'rank')})"),
+        *([("experts", f"over {manifest.layout.experts} ranks")] if manifest.layout.experts > 1 else []),
         ("size", f"{bytes_text(manifest.total_bytes)} in {plural(len(manifest.files), 'file')}"),
         ("tensors", f"{len(manifest.tensors)}: " + ", ".join(f"{n} of {kind}" for kind, n in kinds.items())),
         ("evaluation", "none at this step" if manifest.evaluation is None else _listed(manifest.evaluation)),

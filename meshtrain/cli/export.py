@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from meshtrain.checkpoint.directory import read_manifest, read_plain
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.weights import open_checkpoint
 from meshtrain.config import locate
-from meshtrain.errors import InputError
-from meshtrain.formatting import bytes_text
+from meshtrain.errors import InputError, bytes_text
 from meshtrain.huggingface.export import ExportFolder, WeightFiles, as_input_errors, config_text, plan_export
 from meshtrain.huggingface.load import DTYPES, WeightSource
 from meshtrain.huggingface.safetensors import FILE_BYTES, Entry
+from meshtrain.huggingface.stored_names import FORMATS, StoredTensor, table_of
 from meshtrain.parallel.mixed_precision import PRECISIONS, compute_dtype
 
 BLOCK = 64 * 2**20  # bytes that are read at a time, unless a row has more
@@ -34,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="a new folder, or that of an earlier export")
     parser.add_argument("--dtype", choices=list(PRECISIONS), help="of the weights; left out: the run's precision")
     parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="original",
+        help="original: a tensor per expert, as models are published; fused: as transformers 5 has them in memory",
+    )
+    parser.add_argument(
         "--model",
         metavar="FILE.py",
         help="the run's own model file, which is run to write config.json (one that a checkpoint names never is)",
@@ -41,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    export(options.checkpoint, options.folder, dtype=options.dtype, model=options.model, say=print)
+    keywords = {"dtype": options.dtype, "model": options.model, "file_format": options.format}
+    export(options.checkpoint, options.folder, **keywords, say=print)
 
 
 def export(
@@ -50,6 +58,7 @@ def export(
     *,
     dtype: str | None = None,
     model: str | None = None,
+    file_format: str = "original",
     say: Callable[[str], None] = lambda line: None,
     file_bytes: int = FILE_BYTES,
 ) -> None:
@@ -60,6 +69,7 @@ def export(
         folder: is made, or takes the place of an earlier export.
         dtype: of the floating tensors, in torch's words; None: that in which the run computes.
         model: the path of a model file to be run for config.json; None: one of meshtrain's own, if the run used one.
+        file_format: of the experts: `original` or `fused`, see `stored_names.table_of`.
         say: is given lines for a person: what could not be written, and what was.
         file_bytes: of one file at most, unless a tensor is larger.
 
@@ -74,8 +84,10 @@ def export(
                 f"the checkpoint of step {manifest.step} holds no weights: its tensors are none of a model"
             )
         kind = compute_dtype(dtype or _precision(manifest))
-        config, tokenizer = _config(manifest, model, say), _tokenizer(manifest, say)
-        files = plan_export(source.entries.values(), kind, file_bytes)
+        module = _module(manifest, model, say)
+        config, tokenizer = _config(module, manifest, say), _tokenizer(manifest, say)
+        table = {} if module is None else table_of(module.Model, file_format)
+        files, parts = plan_export(source.entries.values(), kind, file_bytes, table)
         place = ExportFolder(folder)
         if place.target.resolve().is_relative_to(source.path.resolve()):
             raise InputError(f"{folder} is inside of the checkpoint {source.path}: name a folder somewhere else")
@@ -85,7 +97,7 @@ def export(
                 with WeightFiles(place.making, files) as out:
                     for file, entries in files.items():
                         for entry in entries:
-                            out.write(file, entry, _blocks(source, entry))
+                            out.write(file, entry, _blocks(source, entry, *parts[entry.name]))
                 place.finish(files, config_text(config, kind), tokenizer)
             finally:
                 place.drop()
@@ -93,13 +105,14 @@ def export(
     say(f"weights of step {manifest.step} in {folder}: {len(sizes)} tensors, {bytes_text(sum(sizes))}")
 
 
-def _blocks(source: WeightSource, entry: Entry) -> Iterator[memoryview]:
+def _blocks(source: WeightSource, entry: Entry, name: str, piece: StoredTensor) -> Iterator[memoryview]:
     """A tensor's bytes, a block of rows after the other."""
     dims, kind = entry.shape or (1,), DTYPES[entry.dtype]
-    columns = tuple(slice(0, size) for size in dims[1:])
-    rows = max(1, BLOCK // max(1, math.prod(dims[1:]) * 8))
-    for first in range(0, dims[0], rows):
-        values = source.read(entry.name, (slice(first, min(first + rows, dims[0])), *columns))
+    lead = piece.part[: len(piece.part) - len(dims)]
+    rows, *columns = piece.part[len(lead) :]
+    step = max(1, BLOCK // max(1, math.prod(dims[1:]) * 8))
+    for first in range(rows.start, rows.stop, step):
+        values = source.read(name, (*lead, slice(first, min(first + step, rows.stop)), *columns))
         yield values.to(kind).contiguous().view(-1).view(torch.uint8).numpy().data
 
 
@@ -118,20 +131,27 @@ def _section(manifest: Manifest, name: str) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
-def _config(manifest: Manifest, model: str | None, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """What config.json holds; None where it cannot be known, which is said."""
-    section = _section(manifest, "model")
-    name = section.get("name") if model is None else model
+def _module(manifest: Manifest, model: str | None, say: Callable[[str], None]) -> ModuleType | None:
+    """The model's file; None where it is not known which one may be run, which is said."""
+    name = _section(manifest, "model").get("name") if model is None else model
     if model is None and name not in locate.names("models", ".py"):
         say(
-            f"config.json is not written: the run's model is the file {name!r}, and a file that a checkpoint names is "
-            "not run. --model FILE.py says which file may be."
+            f"config.json is not written, and tensors keep the names that they have in the model: the run's model is "
+            f"the file {name!r}, and a file that a checkpoint names is not run. --model FILE.py says which file may be."
         )
         return None
     try:
-        module = locate.model_file(str(name))
+        return locate.model_file(str(name))
     except FileNotFoundError as error:
         raise InputError(f"--model: {error}") from error
+
+
+def _config(module: ModuleType | None, manifest: Manifest, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """What config.json holds; None where it cannot be known, which is said."""
+    if module is None:
+        return None
+    section = _section(manifest, "model")
+    name = Path(str(module.__file__)).stem
     if not hasattr(module, "to_hugging_face"):
         say(f"config.json is not written: the model {name} has no Hugging Face form")
         return None

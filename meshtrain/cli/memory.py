@@ -1,20 +1,22 @@
 """What becomes of each parameter of a model under a layout: which part of it a rank holds, computed without a job.
 
-`tp` cuts it first, as the model's tp_plan says; FSDP then cuts the rows of what is left.
+`tp` cuts it first, as the model's tp_plan says, or `ep`, if it holds experts; FSDP then cuts the rows of what is left.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from meshtrain.config.model_spec import ModelSpec
-from meshtrain.formatting import ranges
-from meshtrain.layout import FSDP_AXES, Layout
+from meshtrain.errors import fold_names
+from meshtrain.huggingface.stored_names import is_weight
+from meshtrain.layout import EXPERT_AXES, FSDP_AXES, Layout
 from meshtrain.optim.registry import update_rule
-from meshtrain.parallel.sharding import Cut, ParameterSpec, Shape, chunk_range
-from meshtrain.parallel.tp_plan import STYLES, split_layers
+from meshtrain.parallel.sharding import Cut, ParameterSpec, Shape, chunk_range, expert_shard_dim
+from meshtrain.parallel.tp_plan import STYLES, expert_modules, split_layers
 
 CUT = {0: "rows", 1: "columns", None: "held by all"}  # by the dim that `tp` cuts
 
@@ -35,7 +37,7 @@ class MemoryUse:
 def parameters_of(
     model: ModelSpec, layout: Layout, stages: Mapping[str, tuple[int, ...]] | None = None
 ) -> list[ParameterSpec]:
-    """Every parameter of a model, in its order and under the first of its names.
+    """Every parameter of a model that is a weight, in its order and under the first of its names.
 
     `stages`: parameter -> the stages of a pipeline that hold it. Raises SplitError: `tp` cannot split it.
     """
@@ -44,13 +46,21 @@ def parameters_of(
     names: dict[int, list[str]] = {}
     for name, parameter in meta.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    specs, fsdp = [], fsdp_cut(layout)
+    experts = expert_modules(meta, model.module.ep_plan) if layout.experts > 1 else {}
+    specs, fsdp, table = [], fsdp_cut(layout), getattr(model.module, "stored_as", {})
     for name, parameter in meta.named_parameters():
+        if not is_weight(name, table):
+            continue
         layer, _, own = name.rpartition(".")
         split = splits.get(layer)
-        kind = type(meta.get_submodule(layer)).__name__ if split is None else STYLES[split.style].becomes
+        module = meta.get_submodule(layer)
+        kind = type(module).__name__ if split is None else STYLES[split.style].becomes
         dim = None if split is None else split.dim_of(own)
         cuts = fsdp if dim is None else [Cut("tp", dim, tp), *fsdp]
+        if layer in experts:
+            cuts = _expert_cuts(tuple(parameter.shape), layout)
+        elif own in getattr(module, "state_parameters", ()):  # which are nowhere cut
+            cuts = []
         spec = ParameterSpec(name, tuple(parameter.shape), tuple(cuts), trainable=parameter.requires_grad, layer=kind)
         held_by = (0,) if stages is None else stages[name]
         specs.append(replace(spec, tied=tuple(names[id(parameter)][1:]), stages=held_by))
@@ -60,6 +70,12 @@ def parameters_of(
 def fsdp_cut(layout: Layout) -> list[Cut]:
     """How FSDP cuts what `tp` leaves."""
     return [Cut(dim, 0, layout.size(dim)) for dim in layout.mesh_dims if layout.covers(FSDP_AXES, dim)]
+
+
+def _expert_cuts(shape: Shape, layout: Layout) -> list[Cut]:
+    """How `ep` and FSDP cut the experts of a layer."""
+    ranks, shards = layout.size("ep"), layout.size("efsdp")
+    return [Cut("ep", 0, ranks), *([Cut("efsdp", expert_shard_dim(shape, ranks, shards), shards)] * (shards > 1))]
 
 
 def held_by_ranks(
@@ -91,15 +107,34 @@ _Kind = tuple[Shape, tuple[Cut, ...]]  # tensors of one shape that are cut in th
 
 def _fewest_and_most(kinds: Mapping[_Kind, int], layout: Layout) -> tuple[int, int]:
     """Elements that the ranks of one stage hold of tensors; `kinds`: how much an element of each counts."""
-    ranks = {frozenset(kinds.items())}  # the different ones after the cuts so far
+    experts = {kind: n for kind, n in kinds.items() if {cut.axis for cut in kind[1]} & set(EXPERT_AXES)}
+    others = {kind: n for kind, n in kinds.items() if kind not in experts}
+    families = [_held_by_position(others, layout, layout.mesh_dims), _held_by_position(experts, layout, EXPERT_AXES)]
+    if all(len(set(counts.values())) > 1 for _, counts in families):  # which of the two go together is up to the ranks
+        stage = layout.group(0, *(axis for axis in layout.axes if axis != "pp"))
+        sums = [sum(counts[tuple(layout.coordinate(r, *axes).values())] for axes, counts in families) for r in stage]
+        return min(sums), max(sums)
+    return sum(min(counts.values()) for _, counts in families), sum(max(counts.values()) for _, counts in families)
+
+
+def _held_by_position(
+    kinds: Mapping[_Kind, int], layout: Layout, dims: Sequence[str]
+) -> tuple[tuple[str, ...], dict[tuple[int, ...], int]]:
+    """The axes, of these, that cut tensors, the innermost first; and for each position on them how many elements."""
     cutting = {cut.axis for _, cuts in kinds for cut in cuts}
-    for axis in (dim for dim in reversed(layout.mesh_dims) if dim in cutting):  # from the innermost axis outwards
-        ranks = {_after(axis, index, rank) for rank in ranks for index in range(layout.size(axis))}
-    counts = [sum(math.prod(shape) * n for (shape, _), n in rank) for rank in ranks]
-    return min(counts), max(counts)
+    axes = tuple(dim for dim in reversed(dims) if dim in cutting)
+    after, count = cache(_after), cache(_elements)  # of few different states, however many ranks
+    ranks: dict[tuple[int, ...], frozenset[tuple[_Kind, int]]] = {(): frozenset(kinds.items())}
+    for axis in axes:
+        ranks = {(*at, i): after(axis, i, state) for at, state in ranks.items() for i in range(layout.size(axis))}
+    return axes, {at: count(state) for at, state in ranks.items()}
 
 
-def _after(axis: str, index: int, kinds: Iterable[tuple[_Kind, int]]) -> frozenset[tuple[_Kind, int]]:
+def _elements(kinds: frozenset[tuple[_Kind, int]]) -> int:
+    return sum(math.prod(shape) * n for (shape, _), n in kinds)
+
+
+def _after(axis: str, index: int, kinds: frozenset[tuple[_Kind, int]]) -> frozenset[tuple[_Kind, int]]:
     """What the ranks with this index on an axis have left of tensors, and the cuts that are still to be made."""
     remaining: Counter[_Kind] = Counter()
     for (shape, cuts), n in kinds:
@@ -123,29 +158,31 @@ def parameter_json(parameter: ParameterSpec) -> dict[str, Any]:
         "shape": list(parameter.dims),
         "layer": parameter.layer,
         "stages": list(parameter.stages),
-        "over_tp": CUT[_tp_dim(parameter)],
+        "over_tp": _over(parameter, "tp") or CUT[None],
         "after_tp": _largest_and_smallest(parameter.shapes("tp")),
+        "over_ep": _over(parameter, "ep") or CUT[None],
         "on_a_rank": _largest_and_smallest(parameter.shapes()),
     }
 
 
-def _tp_dim(parameter: ParameterSpec) -> int | None:
-    return next((cut.dim for cut in parameter.cuts if cut.axis == "tp"), None)
+def _over(parameter: ParameterSpec, axis: str) -> str | None:
+    return next(("experts" if axis == "ep" else CUT[cut.dim] for cut in parameter.cuts if cut.axis == axis), None)
 
 
 def table(parameters: Iterable[ParameterSpec], layout: Layout) -> list[list[str]]:
     """The rows of a table for people, the titles first. Repeated layers that are the same make one row."""
     rows = []
-    for name, n, parameter in _folded(parameters):
+    for name, n, parameter in fold_names((spec.name, replace(spec, name="")) for spec in parameters):
         row = {"parameter": name, "": f"x{n}" if n > 1 else ""}
         if layout.size("pp") > 1:
             row["stage"] = " and ".join(map(str, parameter.stages))
         row |= {"whole": _shape([parameter.dims]), "layer": parameter.layer}
-        if layout.size("tp") > 1:
-            dim = _tp_dim(parameter)
-            row["over tp"] = CUT[dim] + " / tp" * (dim is not None)
-            row["after tp"] = _shape(parameter.shapes("tp"))
-        row |= {f"after {cut.axis}": _shape(parameter.shapes()) for cut in fsdp_cut(layout)}
+        if inner := " or ".join(axis for axis in ("tp", "ep") if layout.size(axis) > 1):
+            parts = [f"{word} / {axis}" for axis in ("tp", "ep") if (word := _over(parameter, axis))]
+            row[f"over {inner}"] = parts[0] if parts else CUT[None]
+            row[f"after {inner}"] = _shape(parameter.shapes("tp", "ep"))
+        or_experts = " or efsdp" * (layout.experts > 1 and layout.size("efsdp") > 1)
+        row |= {f"after {cut.axis}{or_experts}": _shape(parameter.shapes()) for cut in fsdp_cut(layout)}
         more = f" and {len(parameter.tied) - 1} more" if len(parameter.tied) > 1 else ""
         rows.append(row | {"tied": f"also {parameter.tied[0]}{more}" if parameter.tied else ""})
     return [list(rows[0])[:-1], *(list(row.values()) for row in rows)]
@@ -161,22 +198,3 @@ def _shape(shapes: Iterable[Shape]) -> str:
     ends = _largest_and_smallest(shapes)
     pairs = zip(ends["largest"], ends["smallest"], strict=True)
     return " x ".join(str(most) if most == least else f"{most} to {least}" for most, least in pairs)
-
-
-def _folded(parameters: Iterable[ParameterSpec]) -> list[tuple[str, int, ParameterSpec]]:
-    """Names with the numbers of equal layers in braces; how many parameters each stands for, and the first of them."""
-    lines = [(tuple(spec.name.split(".")), 1, spec) for spec in parameters]
-    for at in range(max((len(words) for words, _, _ in lines), default=0)):
-        groups: dict[Any, list[tuple[tuple[str, ...], int, ParameterSpec]]] = {}
-        for words, n, spec in lines:
-            numbered = at < len(words) and words[at].isdigit()
-            same = (*words[:at], "", *words[at + 1 :]) if numbered else words
-            groups.setdefault((same, n, replace(spec, name="")), []).append((words, n, spec))
-        lines = []
-        for group in groups.values():
-            words, n, spec = group[0]
-            if len(group) > 1:
-                numbers = ",".join(ranges(int(words[at]) for words, _, _ in group))
-                words = (*words[:at], f"{{{numbers}}}", *words[at + 1 :])
-            lines.append((words, n * len(group), spec))
-    return [(".".join(words), n, spec) for words, n, spec in lines]

@@ -15,18 +15,18 @@ from meshtrain.config import Config
 from meshtrain.config.layout_advice import host_warnings
 from meshtrain.config.model_spec import model_spec
 from meshtrain.data.order import BatchSplit, describe_batch
-from meshtrain.errors import InputError
-from meshtrain.formatting import bytes_text
+from meshtrain.errors import InputError, bytes_text
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.optim.registry import update_rule
 from meshtrain.parallel.sharding import ParameterSpec
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.partition import StageSplit
 from meshtrain.pipeline.simulate import Timeline, simulate
-from meshtrain.run.rank_table import columns, describe_hosts, grouped_axes, layout_text, without_middle
+from meshtrain.run.rank_table import columns, describe_hosts, expert_axes, grouped_axes, layout_text, without_middle
 
 if TYPE_CHECKING:
     from meshtrain.modeling.context import ContextCosts
+    from meshtrain.modeling.experts import ExpertCosts
 
 MOST_LINES = 16  # of the table in a terminal, and half of it per axis; `--json` and layout.txt hold everything
 
@@ -55,6 +55,7 @@ class Plan:
     optimizer: str  # its title
     pipeline: PipelinePlan | None = None
     context: "ContextCosts | None" = None
+    experts: "ExpertCosts | None" = None
     notes: tuple[str, ...] = ()
 
 
@@ -80,10 +81,11 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
     placement = (0,) if pipeline is None else pipeline.schedule.placement
     precision, rule = config.train.precision, config.optimizer.name
     memory = held_by_ranks(parameters, layout, precision, rule, placement)
-    from meshtrain.modeling.context import context_costs  # it brings torch, as the model has
+    from meshtrain.modeling.context import context_costs  # they bring torch, as the model has
+    from meshtrain.modeling.experts import expert_costs
 
-    optimizer, context = update_rule(rule).title, context_costs(config, layout)
-    return Plan(name, layout, batch, precision, parameters, memory, optimizer, pipeline, context, tuple(notes))
+    optimizer, costs = update_rule(rule).title, (context_costs(config, layout), expert_costs(config, layout))
+    return Plan(name, layout, batch, precision, parameters, memory, optimizer, pipeline, *costs, tuple(notes))
 
 
 def _pipeline(config: Config, layout: Layout) -> PipelinePlan:
@@ -113,6 +115,8 @@ def plan_text(plan: Plan, each_parameter: bool = False) -> str:
         describe_batch(shape.global_size, shape.micro_size, shape.data_ranks),
         *(() if plan.context is None else (plan.context.describe(),)),
         *_memory_lines(plan),
+        *(() if plan.experts is None else (plan.experts.line,)),
+        *((plan.experts.describe_sent(),) if plan.experts is not None and plan.layout.experts > 1 else ()),
         *((plan.context.describe_memory(),) if plan.context is not None and plan.context.sent else ()),
         *(() if plan.pipeline is None else _pipeline_lines(plan.pipeline, plan.memory)),
         "",
@@ -130,9 +134,15 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "config": plan.config,
         "world_size": layout.world_size,
         "layout": layout.sizes,
+        "expert_parallel": layout.experts,
         "hosts": layout.host_counts(),
         "ranks": [
-            {"rank": r, "host": layout.host(r), "local_rank": layout.local_rank(r), "coordinate": layout.coordinate(r)}
+            {
+                "rank": r,
+                "host": layout.host(r),
+                "local_rank": layout.local_rank(r),
+                "coordinate": layout.coordinate(r, *layout.axes, *expert_axes(layout)),
+            }
             for r in range(layout.world_size)
         ],
         "groups": [
@@ -155,6 +165,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "parameters": {**asdict(plan.memory), "each": [parameter_json(parameter) for parameter in plan.parameters]},
         "pipeline": None if plan.pipeline is None else _pipeline_json(plan.pipeline, plan.memory),
         "context": None if plan.context is None else {**asdict(plan.context), "line": plan.context.describe()},
+        "experts": None if plan.experts is None else asdict(plan.experts),
         "warnings": host_warnings(layout),
         "notes": list(plan.notes),
     }
@@ -190,11 +201,12 @@ def _memory_lines(plan: Plan) -> list[str]:
     nbytes = memory.weight_bytes, memory.gradient_bytes, memory.optimizer_bytes
     weights, gradients, optimizer, together = map(bytes_text, (*nbytes, sum(nbytes)))
     dtype = "float64" if precision == "float64" else "float32"
+    active = "" if plan.experts is None else f"{plan.experts.active:,} active a token, "
     copy = ""
     if precision != dtype and plan.layout.size("fsdp") == 1:
         copy = f" and a copy of the weights in {precision}, {bytes_text(memory.weight_bytes // 2)},"
     return [
-        f"{memory.total:,} parameters, {_from_to(memory.fewest, memory.most)} per rank",
+        f"{memory.total:,} parameters, {active}{_from_to(memory.fewest, memory.most)} per rank",
         f"a rank keeps {together} in {dtype}: weights {weights}, gradients {gradients}, {plan.optimizer} {optimizer}; "
         f"activations{copy} come on top",
     ]

@@ -20,7 +20,7 @@ from meshtrain.config.errors import ConfigError, ConfigErrors, nearest, yaml_tex
 from meshtrain.config.model import read_model
 from meshtrain.config.schema import NAMES, SECTIONS, Data, Fault, ModelSection, Optimizer
 from meshtrain.config.stages import check_stages
-from meshtrain.config.tensor import check_context, check_split
+from meshtrain.config.tensor import check_context, check_experts, check_split, expert_ranks
 from meshtrain.config.yaml_reader import Node, apply_overrides, read_file, write
 from meshtrain.errors import InputError
 from meshtrain.layout import AXES, Layout
@@ -96,6 +96,8 @@ class Config:
         draft.values["train.output"] = draft.values["train.output"].replace("{name}", path.stem)
         if layout is not None and layout.size("cp") > 1:
             layout = layout.with_context_heads(draft.values["parallel.context_heads"])
+        if layout is not None:
+            layout = layout.with_experts(expert_ranks(draft, layout.sizes))
         sections = {section: keys(**draft.section(section)) for section, keys in SECTIONS.items()}
         own = draft.section("model")
         model = ModelSection(own.pop("name"), own.pop("preset"), own.pop("weights"), own)
@@ -120,6 +122,7 @@ def _check_layout(draft: checks.ConfigDraft, sizes: dict[str, int], device: str 
     model_keys = [key for key in draft.section("model") if key not in keys_of(ModelSection)]
     check_split(draft, sizes, model_keys)
     check_context(draft, sizes, model_keys)
+    check_experts(draft, sizes, model_keys)
     check_stages(draft, sizes, model_keys)
     checks.check_device(draft, sizes, device)
 

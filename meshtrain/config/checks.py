@@ -353,10 +353,13 @@ def resolve_layout(draft: ConfigDraft, sizes: dict[str, int], world_size: int | 
     """The layout of the processes; None where a size is still open, or it does not fit them, which is reported."""
     if world_size is None:
         return None if -1 in sizes.values() else Layout(sizes)
+    experts = draft.values["parallel.expert_parallel"]
+    experts = 1 if experts is INVALID or experts is None else experts
     try:
-        return resolve(sizes, world_size)
+        return resolve(sizes, world_size, experts)
     except LayoutError as error:
-        suggestion = f". This job was started again with {world_size}: {world_sizes_text(sizes)}" if again else ""
+        worlds = world_sizes_text(sizes, experts) if again else ""
+        suggestion = f". This job was started again with {world_size}: {worlds}" if again else ""
         draft.report(draft.place_of_any(("layout", *(f"layout.{axis}" for axis in sizes))), f"{error}{suggestion}")
         return None
 

@@ -155,6 +155,11 @@ def describe_unknown_key(name: str, section: str, keys: dict[str, Key], elsewher
     unknown = f"there is no key {yaml_text(f'{section}.{name}')}: "
     if ":" in name:
         return f"{unknown}a colon needs a space after it, as in `{name.replace(':', ': ', 1)}`"
+    if "capacity" in name:
+        return (
+            f"{unknown}which tokens a capacity drops depends on which others compete, so on the layout, and here no "
+            "token is dropped: take it away"
+        )
     suggestion = meant_key(name, keys) or elsewhere.get(name)
     return unknown + (f"did you mean {suggestion}?" if suggestion else f"the keys of {section} are {', '.join(keys)}")
 

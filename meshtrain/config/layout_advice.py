@@ -5,23 +5,25 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from meshtrain.formatting import short
+from meshtrain.errors import short
 from meshtrain.layout import AXES, DATA_AXES, Layout, LayoutError, WorldSizeError, written
 
 Size = TypeVar("Size")  # a number of ranks, or the node of a config that says it
 _BY_HOST = "host by host (srun --distribution=block)"
 
 
-def resolve(sizes: Mapping[str, int], world_size: int) -> Layout:
+def resolve(sizes: Mapping[str, int], world_size: int, experts: int = 1) -> Layout:
     """`Layout.resolve`. Raises LayoutError: as it does, and with the nearest layouts of `world_size` ranks."""
     try:
         return Layout.resolve(sizes, world_size)
     except WorldSizeError as error:
-        raise LayoutError(f"{error}, or use {' or '.join(map(written, nearest(sizes, world_size)))}") from None
+        fits = " or ".join(map(written, nearest(sizes, world_size, experts=experts)))
+        raise LayoutError(f"{error}, or use {fits}" if fits else str(error)) from None
 
 
-def nearest(sizes: Mapping[str, int], world_size: int, limit: int = 2) -> list[dict[str, int]]:
-    """Layouts of exactly `world_size` ranks that are near to `sizes`, nearest first; there is always one.
+def nearest(sizes: Mapping[str, int], world_size: int, limit: int = 2, experts: int = 1) -> list[dict[str, int]]:
+    """Layouts of exactly `world_size` ranks that are near to `sizes`, nearest first; there is always one, unless
+    `experts` ranks, over which those of a layer are dealt out, fold into none.
 
     Fewer changed axes come first, then nearer sizes; data axes are easier to change than those that have to fit the
     model. A size of -1 changes freely, and a layout without a data axis may get one.
@@ -38,7 +40,7 @@ def nearest(sizes: Mapping[str, int], world_size: int, limit: int = 2) -> list[d
                 continue
             for factors in _factorizations(world_size // rest, len(axes + free)):
                 new = base | dict(zip(axes + free, factors, strict=True))
-                if all(new[axis] != base[axis] for axis in axes):
+                if all(new[axis] != base[axis] for axis in axes) and Layout(new).folds(experts):
                     candidates.append(new)
         layouts += sorted(candidates, key=lambda new: _distance(base, new))
         if layouts and (changes >= 2 or len(layouts) >= limit):
@@ -80,21 +82,26 @@ def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
                     yield (first, *rest)
 
 
-def world_sizes_text(sizes: Mapping[str, int]) -> str:
-    """How many processes can form a layout, for people."""
+def world_sizes_text(sizes: Mapping[str, int], experts: int = 1) -> str:
+    """How many processes can form a layout, into which `experts` ranks fold, for people."""
 
-    def multiples(count: int) -> str:
-        return "any number" if count == 1 else f"{count}, {2 * count}, {3 * count}, ... processes"
+    def multiples(axis: str) -> str:
+        fixed = math.prod(size for other, size in sizes.items() if other != axis)
+        if fixed == experts == 1:
+            return "any number"
+        free = (n for n in range(1, 3 * experts + 1) if Layout(add_axis(sizes, axis, n)).folds(experts))
+        worlds = [str(n * fixed) for n in itertools.islice(free, 3)]
+        return f"{', '.join(worlds)}, ... processes" if worlds else "no number of processes"
 
-    fixed = math.prod(size for size in sizes.values() if size != -1)
     if -1 in sizes.values():
-        return f"{multiples(fixed)} can form it"
+        return f"{multiples(next(axis for axis, size in sizes.items() if size == -1))} can form it"
+    fixed = math.prod(sizes.values())
     axis = next((axis for axis in reversed(DATA_AXES) if axis in sizes), "dp_shard")
-    return f"{fixed} processes can form it, and with {axis}: -1 {multiples(fixed // sizes.get(axis, 1))} can"
+    return f"{fixed} processes can form it, and with {axis}: -1 {multiples(axis)} can"
 
 
 def host_warnings(layout: Layout) -> list[str]:
-    """What is allowed and probably a mistake, as sentences: groups of tp, or of cp_heads, that cross hosts."""
+    """What is allowed and probably a mistake, as sentences: groups of tp, of cp_heads or of ep that cross hosts."""
     warnings = []
     if crossing := _crossing(layout, "tp"):
         reason = f"tp communicates in every layer, forward and backward: {_why_tp_crosses(layout)}"
@@ -105,7 +112,23 @@ def host_warnings(layout: Layout) -> list[str]:
             f"context_heads: {heads} crosses hosts {crossing}, and these ranks exchange queries, keys and values in "
             f"every layer: write cp (or what stands behind it) so that {heads} neighbours share a host"
         )
+    if crossing := _crossing(layout, "ep"):
+        reason = f"these ranks exchange what tokens are to their experts in every layer{_within_hosts(layout)}"
+        warnings.append(f"expert_parallel: {layout.experts} crosses hosts {crossing}, and {reason}")
     return warnings
+
+
+def _within_hosts(layout: Layout) -> str:
+    """What would keep the ranks of each expert group on one host: axes in the usual order, or fewer of these ranks."""
+    runs = [run.count for run in layout.runs], [layout.hosts[run.host] for run in layout.runs]
+    usual = {axis: layout.sizes[axis] for axis in AXES if axis in layout.sizes}
+    for ranks in reversed([n for n in layout.expert_sizes() if n <= layout.experts]):
+        for sizes in (layout.sizes, usual):
+            if not _crossing(Layout(sizes).on_hosts(*runs).with_experts(ranks), "ep"):
+                fewer = [f"expert_parallel: {ranks}"] * (ranks < layout.experts)
+                order = [f"the layout {written(sizes)}"] * (list(sizes) != list(layout.axes))
+                return f": use {' and '.join(fewer + order)}"
+    return ""
 
 
 def _crossing(layout: Layout, axis: str) -> str:

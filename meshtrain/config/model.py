@@ -20,6 +20,11 @@ from meshtrain.config.yaml_reader import Node, describe, read_text
 from meshtrain.errors import InputError
 from meshtrain.huggingface import safetensors as weights
 
+# What to do about a value of `only` that another value does not help.
+_WAYS_OUT = {
+    "quantization_config": "the weights beside it are quantized; convert them to bfloat16, and take this key away"
+}
+
 
 def read_model(draft: ConfigDraft, own: dict[str, Key]) -> None:
     """Reads the section into `draft.values`: its `own` keys (`model.name`, ...), and those of the model's `Config`."""
@@ -109,7 +114,8 @@ def _read_given_keys(
         value = child.plain
         if name in only and (value != only[name] or isinstance(value, bool) != isinstance(only[name], bool)):
             built = yaml_text(only[name])
-            message = f"model.{name}: {yaml_text(value)} is not built, only {built} is: use that, or leave it out"
+            way_out = _WAYS_OUT.get(name, "use that, or leave it out")
+            message = f"model.{name}: {yaml_text(value)} is not built, only {built} is: {way_out}"
             draft.report(child.at, message)
         elif name in keys:
             key = keys[name]

@@ -112,6 +112,16 @@ class Parallel:
     context_heads: int = key(1, minimum=1, also="ulysses ulysses_size ulysses_degree sp_ulysses_degree")
     """With `cp`: so many neighbours split the heads of attention instead of its keys and values. As many as `cp` is
     DeepSpeed's Ulysses."""
+    expert_parallel: int | None = key(
+        None, minimum=1, also="ep ep_size expert_parallel_size expert_parallel_degree expert_model_parallel_size"
+    )
+    """Ranks over which the experts of a layer are dealt out, each of which holds whole experts. They are ranks of `tp`,
+    `cp`, `dp_shard` and `dp_replicate`, the inner ones first. null: as many as `tp`."""
+    expert_rows: float | None = key(None, minimum=1, also="expert_buffer expert_buffer_size")
+    """With experts that are dealt out: messages to experts get a fixed size, room for so many times the rows that even
+    loads would send, and the host waits for the device at the end of a step only. No row is dropped: a step in which
+    one finds no room is computed again with the true sizes. null: the true sizes, for which the host waits once per
+    layer and forward."""
     recompute: Literal["none", "selective", "full"] = key(
         "none", also="activation_checkpointing gradient_checkpointing checkpoint_activations"
     )
@@ -220,6 +230,9 @@ class Train:
     export: str | None = key(None, path=True, also="export_dir save_model export_path")
     """A folder into which the weights are written at the end, as Hugging Face's transformers reads them: a new one, or
     that of an earlier export."""
+    export_format: Literal["original", "fused"] = key("original", also="save_original_format")
+    """How an export has the experts of a model: `original`, a tensor per expert, as the files have it that the model is
+    published with, or `fused`, those of a layer in one tensor. transformers reads both."""
     eval_every: int | Literal["epoch"] = key(50, minimum=0, also="eval_interval eval_steps")
     """Steps between evaluations, `epoch` for the end of each epoch, or 0 for never."""
     eval_samples: int | None = key(None, minimum=1, also="eval_iters eval_batches max_eval_samples limit_val_batches")

@@ -1,15 +1,18 @@
-"""Whether the model of a config can be split over the layout's `tp` and `cp`: asked of it, without its memory."""
+"""Whether the model of a config can be split over the layout's `tp` and `cp`, and its experts: asked of it, without its
+memory."""
 
 from meshtrain.config.checks import OF_TOKENS, ConfigDraft
 from meshtrain.config.convert import INVALID
 from meshtrain.config.errors import any_of
+from meshtrain.config.locate import model_file
 from meshtrain.config.model_spec import draft_model
 from meshtrain.config.schema import SOURCES
-from meshtrain.layout import context_heads_problem
+from meshtrain.layout import Layout, context_heads_problem, written
 from meshtrain.parallel.tp_plan import (
     NO_SEQUENCE,
     SplitError,
     context_modules,
+    expert_modules,
     has_sequence_parts,
     no_context_plan,
     shards_sequence,
@@ -86,3 +89,56 @@ def check_context(draft: ConfigDraft, sizes: dict[str, int], keys: list[str]) ->
             f"{queries} query heads do not divide over tp {tp} x context_heads {heads}: use a context_heads of "
             f"{any_of(fits)}",
         )
+
+
+def expert_ranks(draft: ConfigDraft, sizes: dict[str, int]) -> int:
+    """Over how many ranks the experts of a layer are dealt out: as given, or by default as many as `tp`."""
+    ranks = draft.values["parallel.expert_parallel"]
+    return ranks or (sizes.get("tp", 1) if hasattr(model_file(draft.values["model.name"]), "ep_plan") else 1)
+
+
+def check_experts(draft: ConfigDraft, sizes: dict[str, int], keys: list[str]) -> None:
+    """Reports what keeps experts from being dealt out. A size of -1 is not judged. `keys`: names of the model's own."""
+    name = "parallel.expert_parallel"
+    ranks, tp = draft.values[name], sizes.get("tp", 1)
+    spec = draft_model(draft, keys) if ranks is not INVALID and (ranks or tp) > 1 else None
+    if spec is None:
+        return
+    plan = getattr(spec.module, "ep_plan", None)
+    if not plan:
+        if ranks is not None:
+            model = f"the model {draft.values['model.name']} has no ep_plan, which names its experts"
+            draft.report(draft.place(name), f"{name} is {ranks}, and {model}: take it away")
+        return
+    sequence = draft.values["parallel.sequence_parallel"]
+    if tp > 1 and sequence is not INVALID and not has_sequence_parts(sequence, getattr(spec.module, "tp_plan", None)):
+        reason = "ranks of tp would send experts the same tokens" if sequence is False else NO_SEQUENCE
+        draft.report(
+            draft.place_of_any(("parallel.sequence_parallel", "layout.tp")),
+            f"parallel.sequence_parallel false with tp {tp}: {reason}: leave it true, or use expert_parallel: 1",
+        )
+    try:
+        experts = min(expert_modules(spec.meta, plan).values())
+    except SplitError as error:
+        for problem in error.problems:
+            draft.report(draft.place(name), f"{name}: {problem}")
+        return
+    if -1 not in sizes.values():
+        _check_expert_ranks(draft, Layout(sizes), experts)
+
+
+def _check_expert_ranks(draft: ConfigDraft, layout: Layout, experts: int) -> None:
+    """`experts`: of the layer with the fewest."""
+    name = "parallel.expert_parallel"
+    ranks = expert_ranks(draft, layout.sizes)
+    fits = [n for n in layout.expert_sizes() if n <= experts]
+    if ranks in fits:
+        return
+    near = [str(n) for n in (max(n for n in fits if n < ranks), *(n for n in fits if n > ranks))][:2]
+    if layout.folds(ranks):
+        default = " (null: as many as tp)" * (draft.values[name] is None)
+        problem = f"{name} is {ranks}{default} and a layer has {experts} experts"
+    else:
+        inner = "whose inner ranks it takes (tp, cp, dp_shard, dp_replicate)"
+        problem = f"{name} {ranks} does not fold into {written(layout.sizes)}, {inner}"
+    draft.report(draft.place_of_any((name, "layout.tp")), f"{problem}: use {' or '.join(near)}")

@@ -25,7 +25,7 @@ import numpy as np
 
 from meshtrain.data.fingerprint import Files
 from meshtrain.errors import InputError
-from meshtrain.storage import fsync_folder, write_whole
+from meshtrain.job.storage import fsync_folder, write_whole
 
 FORMAT = 1
 _DTYPES = ("uint8", "uint16", "uint32")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshtrain.formatting import join_some
+from meshtrain.errors import join_some
 
 SEVERITIES = ("error", "warning", "note")
 MOST_NAMES = 8

@@ -19,7 +19,7 @@ from meshtrain.doctor import records, sockets
 from meshtrain.doctor.host import owner_of_port, peers_of_port
 from meshtrain.doctor.interfaces import is_loopback
 from meshtrain.doctor.records import ClusterFacts, Host, Place, RecordError, from_json, to_json
-from meshtrain.formatting import join_some
+from meshtrain.errors import join_some
 
 VERSION = 2
 PREFIX = "meshtrain/doctor/"

@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,7 +26,11 @@ from meshtrain.huggingface.safetensors import (
     pack_header,
     planned_files,
 )
-from meshtrain.storage import fsync_folder, write_all, write_whole
+from meshtrain.huggingface.stored_names import StoredTensor, Table, stored_tensors
+from meshtrain.job.storage import fsync_folder, write_all, write_whole
+
+# These stay as exact as they are in training: a bias moves in steps of less than 16 bits resolve. As in transformers.
+FLOAT32 = ("*.e_score_correction_bias",)
 
 
 @contextmanager
@@ -38,10 +42,31 @@ def as_input_errors(path: Path) -> Iterator[None]:
         raise InputError(f"the export to {error.filename or path} failed: {error.strerror or error}") from error
 
 
-def plan_export(entries: Iterable[Entry], dtype: torch.dtype, file_bytes: int = FILE_BYTES) -> dict[str, list[Entry]]:
-    """Name of each file -> what it will hold, in this order; floating tensors become `dtype`."""
-    written = [replace(entry, dtype=KINDS[dtype]) if entry.dtype in FLOATS else entry for entry in entries]
-    return planned_files(written, file_bytes)
+def plan_export(
+    tensors: Iterable[Entry], dtype: torch.dtype, file_bytes: int = FILE_BYTES, stored_as: Table | None = None
+) -> tuple[dict[str, list[Entry]], dict[str, tuple[str, StoredTensor]]]:
+    """The files of an export of a model's tensors, and for each entry the tensor of which it is a part.
+
+    Floating tensors become `dtype`. `stored_as`: see `stored_names`.
+
+    Raises ValueError: the table does not fit, or gives two tensors one name.
+    """
+    entries: list[Entry] = []
+    parts: dict[str, tuple[str, StoredTensor]] = {}
+    for tensor in tensors:
+        for piece in stored_tensors(tensor.name, tensor.shape, stored_as or {}):
+            if piece.name in parts:
+                raise ValueError(f"stored_as: two tensors of the model are stored as {piece.name}")
+            entries.append(Entry(piece.name, _kind(tensor, dtype), piece.shape))
+            parts[piece.name] = tensor.name, piece
+    return planned_files(entries, file_bytes), parts
+
+
+def _kind(tensor: Entry, dtype: torch.dtype) -> str:
+    if tensor.dtype not in FLOATS:
+        return tensor.dtype
+    wide = any(fnmatchcase(tensor.name, pattern) for pattern in FLOAT32) and dtype.itemsize < 4
+    return "F32" if wide else KINDS[dtype]
 
 
 def config_text(config: Mapping[str, Any] | None, dtype: torch.dtype) -> str | None:

@@ -4,7 +4,7 @@ What does not fit is known from headers, before a weight is read. Then a rank re
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,10 +15,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from meshtrain.errors import InputError
-from meshtrain.formatting import join_some
+from meshtrain.errors import InputError, fold_names, join_some, plural
 from meshtrain.huggingface.safetensors import CONFIG, FLOATS, Entry, read_config, stored
-from meshtrain.parallel.sharding import Part, local_part
+from meshtrain.huggingface.stored_names import StoredTensor, stored_tensors, table_of
+from meshtrain.parallel.sharding import Part, is_empty, local_part, overlap, shape_of, within
+from meshtrain.parallel.tp_plan import plan_of
 
 HARMLESS = ("*rotary_emb.inv_freq",)  # older files have them, though they follow from the config
 NAMED = 40  # tensors that a message names of each problem
@@ -79,42 +80,89 @@ def named_tensors(model: nn.Module) -> dict[tuple[str, ...], Tensor]:
     return {tuple(several): tensors[several[0]] for several in names.values()}
 
 
-def check_weights(model: nn.Module, source: WeightSource, keys: Mapping[str, Any] | None = None) -> None:
+# Where the values of a stored tensor go: all names of the model's tensor, itself, and the part.
+_Destination = tuple[tuple[str, ...], Tensor, StoredTensor]
+
+
+def _destinations(model: nn.Module, entries: Mapping[str, Entry]) -> tuple[dict[str, _Destination], list[str]]:
+    """By the names of stored tensors; and the names of those that are missing. Of tied names one is enough."""
+    table = table_of(type(model))
+    destinations: dict[str, _Destination] = {}
+    missing: list[str] = []
+    for names, tensor in named_tensors(model).items():
+        # A file may also have the tensor as the model has it: checkpoints do, and some newer files.
+        forms = [stored_tensors(name, tuple(tensor.shape), {} if name in entries else table) for name in names]
+        present = [form for form in forms if any(piece.name in entries for piece in form)]
+        missing += [piece.name for form in present or forms[:1] for piece in form if piece.name not in entries]
+        for piece in (piece for form in present for piece in form):
+            if piece.name in destinations:
+                raise ValueError(f"stored_as: two tensors of the model are stored as {piece.name}")
+            destinations[piece.name] = names, tensor, piece
+    return destinations, missing
+
+
+def check_weights(
+    model: nn.Module,
+    source: WeightSource,
+    keys: Mapping[str, Any] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> None:
     """Raises InputError, which names all that differs, unless stored tensors are those of a model; none is read.
 
-    `keys`: of the model's Config, if the message is to name the sizes in which those beside the weights differ.
+    Args:
+        keys: of the model's Config, if the message is to name the sizes in which those beside the weights differ.
+        say: is given a line about stored tensors that the model's file says are ignored (patterns in `ignored`).
     """
-    problems = _problems(named_tensors(model), source.entries)
-    if not problems:
-        return
-    differ = _differing(keys, source.keys()) if keys else ""
-    hint = f"; its config and the run's keys differ: {differ}: take those keys away" if differ else ""
-    raise InputError(f"the weights in {source.path} do not fit the model: {'; '.join(problems)}{hint}")
+    destinations, missing = _destinations(model, source.entries)
+    unknown = [name for name in source.entries if name not in destinations and not _matches(name, HARMLESS)]
+    patterns = plan_of(type(model), "ignored") or ()
+    ignored = [name for name in unknown if _matches(name, patterns)]
+    unknown = [name for name in unknown if not _matches(name, patterns)]
+    problems = _problems(destinations, missing, unknown, source.entries)
+    if problems:
+        differ = _differing(keys, source.keys()) if keys else ""
+        hint = f"; its config and the run's keys differ: {differ}: take those keys away" if differ else ""
+        raise InputError(f"the weights in {source.path} do not fit the model: {'; '.join(problems)}{hint}")
+    if ignored:
+        used = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in ignored)]
+        say(f"{source.path}: {plural(len(ignored), 'tensor')} of {join_some(used)} not read: the model has none of it")
 
 
-def _problems(tensors: Mapping[tuple[str, ...], Tensor], entries: Mapping[str, Entry]) -> list[str]:
-    missing, shapes, kinds = [], [], []
-    known = {name for names in tensors for name in names}
-    for names, tensor in tensors.items():
-        present = [name for name in names if name in entries]
-        missing += [] if present else [names[0]]
-        for entry in (entries[name] for name in present):
-            if entry.shape != tuple(tensor.shape):
-                shapes.append(f"{entry.name} (there {list(entry.shape)}, the model's {list(tensor.shape)})")
-            if entry.dtype not in (FLOATS if tensor.is_floating_point() else (KINDS[tensor.dtype],)):
-                kinds.append(f"{entry.name} ({entry.dtype})")
-    unknown = [n for n in entries if n not in known and not any(fnmatchcase(n, pattern) for pattern in HARMLESS)]
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _problems(
+    destinations: Mapping[str, _Destination],
+    missing: Sequence[str],
+    unknown: Sequence[str],
+    entries: Mapping[str, Entry],
+) -> list[str]:
+    shapes, kinds = [], []
+    for name, (_, tensor, piece) in destinations.items():
+        entry = entries.get(name)
+        if entry is None:
+            continue
+        if entry.shape != piece.shape:
+            shapes.append((name, f" (there {list(entry.shape)}, the model's {list(piece.shape)})"))
+        if entry.dtype not in (FLOATS if tensor.is_floating_point() else (KINDS[tensor.dtype],)):
+            kinds.append((name, f" ({entry.dtype})"))
     problems = []
     if missing:
         tied = " (do they tie it? then give model.tie_word_embeddings: true)" * (missing == ["lm_head.weight"])
-        problems.append(f"missing {join_some(missing, NAMED)}{tied}")
+        problems.append(f"missing {_folded((name, '') for name in missing)}{tied}")
     if unknown:
-        problems.append(f"the model has no {join_some(unknown, NAMED)}")
+        problems.append(f"the model has no {_folded((name, '') for name in unknown)}")
     if shapes:
-        problems.append(f"other shapes: {join_some(shapes, NAMED)}")
+        problems.append(f"other shapes: {_folded(shapes)}")
     if kinds:
-        problems.append(f"types that cannot be read: {join_some(kinds, NAMED)}: expected {', '.join(FLOATS)}")
+        problems.append(f"types that cannot be read: {_folded(kinds)}: expected {', '.join(FLOATS)}")
     return problems
+
+
+def _folded(items: Iterable[tuple[str, str]]) -> str:
+    """Names and what is said of them; those that differ in numbers alone, `model.layers.{0-3}.x`, as one."""
+    return join_some([name + text for name, _, text in fold_names(items)], NAMED)
 
 
 def _differing(keys: Mapping[str, Any], stored_keys: Mapping[str, Any]) -> str:
@@ -124,12 +172,15 @@ def _differing(keys: Mapping[str, Any], stored_keys: Mapping[str, Any]) -> str:
     return join_some([f"{name} (there {stored_keys[name]}, here {n})" for name, n in differ.items()])
 
 
-def load_weights(model: nn.Module, source: WeightSource, whole: nn.Module | None = None) -> None:
+def load_weights(model: nn.Module, source: WeightSource, whole: nn.Module | None = None) -> list[str]:
     """Fills a model, plain or parallelized, and casts to the parameters' types. Of tied names one is enough.
 
     Args:
         model: with memory; `to_empty` gives it to one on the meta device.
         whole: the model, on any device, of which `model` may be a stage; by default `model` itself.
+
+    Returns:
+        The names of the tensors that stay as they are, because files do not have them: see `stored_names`.
 
     Raises:
         InputError: the weights do not fit the model; tensors that the model ties differ where they are stored.
@@ -139,21 +190,26 @@ def load_weights(model: nn.Module, source: WeightSource, whole: nn.Module | None
     without = [names[0] for names, tensor in tensors.items() if tensor.is_meta]
     if without:
         raise InputError(f"{join_some(without)} of the model have no memory: model.to_empty(device=...) gives it")
-    by_name = {name: (names, tensor) for names, tensor in tensors.items() for name in names}
-    filled: set[tuple[str, ...]] = set()
+    destinations, _ = _destinations(model, source.entries)
+    filled: set[tuple[Any, ...]] = set()  # parts of tensors: tied ones may be stored twice
     with torch.no_grad():
         for name in source.entries:
-            if name not in by_name:
+            if name not in destinations:
                 continue  # a harmless one, or another stage's
-            names, tensor = by_name[name]
-            local, part = local_part(tensor)
-            if local.numel() > 0:
-                values = source.read(name, part).reshape(local.shape)
-                if names not in filled:
-                    local.copy_(values)
-                elif not torch.equal(local, values.to(local)):
+            names, tensor, piece = destinations[name]
+            local, own = local_part(tensor)
+            common = overlap(piece.part, own)
+            start = (names, *(span.start for span in piece.part))
+            if not is_empty(common):
+                values = source.read(name, piece.slices(common)).reshape(shape_of(common))
+                target = local.view(1)[within(common, own)] if local.dim() == 0 else local[within(common, own)]
+                if start not in filled:
+                    target.copy_(values)
+                elif not torch.equal(target, values.to(target)):
                     raise InputError(
                         f"{name} has values of its own in the files, and the model ties it to another tensor: "
                         "give model.tie_word_embeddings: false"
                     )
-            filled.add(names)
+            filled.add(start)
+    complete = {names for names, *_ in filled}
+    return [names[0] for names in tensors if names not in complete]

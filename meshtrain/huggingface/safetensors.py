@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshtrain.errors import InputError
-from meshtrain.formatting import join_some
+from meshtrain.errors import InputError, join_some
 
 CONFIG, SINGLE, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
 METADATA = "__metadata__"  # the key of a header that is no tensor

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshtrain.config import locate
-from meshtrain.errors import AgreedError
-from meshtrain.formatting import join_some, ranges
+from meshtrain.errors import AgreedError, join_some, ranges
 from meshtrain.job.process import Job
 
 if TYPE_CHECKING:

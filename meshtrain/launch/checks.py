@@ -12,8 +12,7 @@ from meshtrain.config.layout_advice import host_warnings, resolve
 from meshtrain.data.order import describe_batch
 from meshtrain.doctor.files import named_paths
 from meshtrain.doctor.host import filesystem
-from meshtrain.errors import InputError
-from meshtrain.formatting import plural
+from meshtrain.errors import InputError, plural
 from meshtrain.launch.request import Request
 from meshtrain.layout import DATA_AXES, Layout, LayoutError
 

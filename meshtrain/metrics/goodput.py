@@ -14,8 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from meshtrain.job.storage import SideFile, write_whole
 from meshtrain.metrics.progress import duration
-from meshtrain.storage import SideFile, write_whole
 
 FILE = "goodput.jsonl"
 # `startup`: until the first step begins; `training`: steps without their wait for data; `saving`: while training waits.

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from meshtrain.errors import InputError
+from meshtrain.job.storage import SideFile, move_damaged, optional, warn
 from meshtrain.metrics.progress import open_progress
-from meshtrain.storage import SideFile, move_damaged, optional, warn
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

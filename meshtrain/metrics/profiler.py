@@ -6,7 +6,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from meshtrain.config.schema import Metrics
-from meshtrain.storage import optional
+from meshtrain.job.storage import optional
 
 
 class Profiler:

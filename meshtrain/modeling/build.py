@@ -1,6 +1,6 @@
 """From the YAML's model section to a model that is spread over the mesh and has its first values."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,11 +14,13 @@ from meshtrain.data.batch import Samples
 from meshtrain.data.order import microbatches
 from meshtrain.data.sequence import padded_length
 from meshtrain.huggingface.load import check_weights, load_weights
+from meshtrain.huggingface.stored_names import is_weight, table_of
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.mesh import Mesh
 from meshtrain.modeling.flops import block_flops
 from meshtrain.modeling.init import initialise, materialise
 from meshtrain.parallel.collectives import Waiting
+from meshtrain.parallel.expert import apply_expert_parallel
 from meshtrain.parallel.mixed_precision import cast, compute_dtype, master_dtype
 from meshtrain.parallel.parallelize import (
     ParallelOptions,
@@ -64,7 +66,9 @@ def build_model(
 ) -> nn.Module:
     """The model of a config, parallelized, on `device`, with the first values that its seed gives on every layout. With
     `pp`: this rank's stages, as a `Pipeline`. `sample`: see `ParallelOptions`."""
-    options = ParallelOptions(precision=config.train.precision, waiting=waiting, sample=sample, **vars(config.parallel))
+    others = ("expert_parallel", "expert_rows")  # the layout's, and the trainer's
+    keys = {key: value for key, value in vars(config.parallel).items() if key not in others}
+    options = ParallelOptions(precision=config.train.precision, waiting=waiting, sample=sample, **keys)
     if mesh.size("pp") == 1:
         return _stage(config, mesh, device, options)
     schedule, split = stages_of(config, mesh.layout)
@@ -131,12 +135,14 @@ def _stage(
     def give_values() -> None:
         if not whole:
             materialise(model, device)
+        names = None
         if config.model.weights is not None:
             with open_weights(config.model.weights) as source:
-                load_weights(model, source, spec.meta)
-        elif not whole:
+                names = load_weights(model, source, spec.meta)
+        if not whole:
             assert plan is not None
-            initialise(model, plan, seed=config.train.seed, std=getattr(spec.config, "initializer_range", 0.02))
+            std = getattr(spec.config, "initializer_range", 0.02)
+            initialise(model, plan, seed=config.train.seed, std=std, names=names)
 
     if whole:
         with torch.random.fork_rng(devices=[]):
@@ -148,6 +154,7 @@ def _stage(
     cast(model, master_dtype(options.precision))
     apply_context_parallel(model, mesh, options, verified=verified)
     options = apply_tensor_parallel(model, mesh, options, verified=verified)
+    apply_expert_parallel(model, mesh, options)
     if blocks is not None:
         keep_stage(model, *blocks)
     if later is not None:
@@ -160,16 +167,21 @@ def _stage(
     return model
 
 
-def check_start(config: "Config", layout: Layout | None = None, data: Samples | None = None) -> None:
-    """Reads headers or a manifest, and the first sample. Raises InputError: the weights that a run is to start from are
-    not of its model, or `pp` cannot cut it."""
+def check_start(
+    config: "Config",
+    layout: Layout | None = None,
+    data: Samples | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Reads headers or a manifest, and the first sample; says what is not read of the weights. Raises InputError: the
+    weights that a run is to start from are not of its model, or `pp` cannot cut it."""
     if layout is not None and data is not None and layout.size("pp") > 1:
         samples = data.read([(0, 0)] * config.batch.micro_size, config.batch.micro_size)
         check_stages(config, stages_of(config, layout)[1], samples.batch().inputs)
     start = config.model.weights
     if start is not None:
         with open_weights(start) as source:
-            check_weights(spec_of(config).meta, source, config.model.keys)
+            check_weights(spec_of(config).meta, source, config.model.keys, say)
 
 
 def short_sample(data: "OpenData", cp: int, tp: int) -> tuple[Tensor | None, ...] | None:
@@ -185,5 +197,6 @@ def short_sample(data: "OpenData", cp: int, tp: int) -> tuple[Tensor | None, ...
 
 
 def parameter_count(model: nn.Module) -> int:
-    """The number of a model's parameters, tied ones counted once."""
-    return sum(p.numel() for p in model.parameters())
+    """The number of a model's parameters, tied ones counted once, as far as they are weights that files have."""
+    table = table_of(type(model))
+    return sum(p.numel() for name, p in model.named_parameters() if is_weight(name, table))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from meshtrain.attention import AttentionContext
 from meshtrain.config import Config
 from meshtrain.data.sequence import head_ranges, kv_heads_of, padded_length
-from meshtrain.formatting import bytes_text
+from meshtrain.errors import bytes_text
 from meshtrain.layout import Layout
 from meshtrain.modeling.build import spec_of
 from meshtrain.parallel.mixed_precision import compute_dtype

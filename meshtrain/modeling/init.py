@@ -7,7 +7,7 @@ depend on the kind of device either.
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -15,11 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from meshtrain.parallel.sharding import ParameterSpec, local_part, parameters_of
+from meshtrain.parallel.torch_private import allocate
 
 BLOCK_ELEMENTS = 2**16  # about how many values are drawn from one seed
 
 
-def initialise(model: nn.Module, plan: Mapping[str, str], *, seed: int, std: float) -> None:
+def initialise(
+    model: nn.Module, plan: Mapping[str, str], *, seed: int, std: float, names: Container[str] | None = None
+) -> None:
     """Gives a parallelized model its first values.
 
     Args:
@@ -29,12 +32,15 @@ def initialise(model: nn.Module, plan: Mapping[str, str], *, seed: int, std: flo
             https://arxiv.org/abs/1502.01852).
         seed: of the run.
         std: for "normal".
+        names: of the parameters that get values; None: all do.
 
     Raises:
         ValueError: a parameter that no pattern matches, or a rule that does not exist.
     """
     with torch.no_grad():
         for spec, parameter in parameters_of(model):
+            if names is not None and spec.name not in names:
+                continue
             rule = next((rule for pattern, rule in plan.items() if fnmatchcase(spec.name, pattern)), None)
             if rule is None:
                 raise ValueError(f"init_plan has no pattern for the parameter {spec.name}: add one, or '*' as the last")
@@ -42,12 +48,13 @@ def initialise(model: nn.Module, plan: Mapping[str, str], *, seed: int, std: flo
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:
-    """Gives a model on the meta device its memory, without values. Parameters that were one (tied) stay one."""
+    """Gives a model on the meta device its memory, without values; what has memory keeps it. Parameters that were one
+    (tied) stay one."""
     shared: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             shared.setdefault(parameter, []).append((module, name))
-    model.to_empty(device=device)
+    allocate(model, device)
     for (first, first_name), *others in shared.values():
         for module, name in others:
             module._parameters[name] = first._parameters[first_name]

@@ -23,7 +23,12 @@ ATTENTION = {
 }
 
 
-def checkpoint_block(forward: Callable, recompute: str) -> Callable:
+# What says where tokens go is never computed twice: rounding that came out otherwise could send them elsewhere, and
+# ranks would wait for messages that nobody sends.
+ROUTING_OPERATORS = frozenset(f"meshtrain.{name}.default" for name in ("choose", "exchange_counts", "message_sizes"))
+
+
+def checkpoint_block(forward: Callable, recompute: str, *, routes: bool = False) -> Callable:
     """A forward that keeps less for its backward.
 
     Args:
@@ -31,13 +36,15 @@ def checkpoint_block(forward: Callable, recompute: str) -> Callable:
         recompute: "none" keeps everything; "full" keeps the block's inputs only and runs it again in backward
             (Chen et al., https://arxiv.org/abs/1604.06174), what it sends included; "selective" keeps the results of
             `SAVED_OPERATORS`, of attention, and of all communication besides and computes the rest again.
+        routes: the block has experts, and keeps the results of `ROUTING_OPERATORS` in each of the two.
     """
     if recompute == "none":
         return forward
     # A block may draw from torch's generators (F.dropout); run again, it has to draw the same.
     settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
-    if recompute == "selective":
-        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    if recompute == "selective" or routes:
+        policy = _policy if recompute == "selective" else _routing_policy
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     return partial(checkpoint, forward, **settings)
 
 
@@ -46,4 +53,9 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
     must_save = operator in SAVED_OPERATORS or getattr(operator, "namespace", None) == "meshtrain"
     if operator in ATTENTION:
         must_save = kwargs.get("dropout_p", (*args, *[0.0] * 9)[ATTENTION[operator]]) == 0
+    return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _routing_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    must_save = str(operator) in ROUTING_OPERATORS
     return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshtrain.errors import InputError
+from meshtrain.layout import EXPERT_AXES
 from meshtrain.mesh import Mesh
 from meshtrain.parallel import gloo_collectives as gloo
 from meshtrain.parallel.torch_private import enable_symmetric_memory
 
 Waiting = Callable[[], AbstractContextManager]  # entered where a rank waits for others, to measure the time
 
-# By the process group's name, as torch itself finds one. An entry lives as long as the layers that use it do.
+# By the process group's name, as torch itself finds one (`_name`). An entry lives as long as the layers that use it do.
 _axis_groups: WeakValueDictionary[str, "AxisGroup"] = WeakValueDictionary()
 
 
@@ -59,7 +60,7 @@ class AxisGroup:
         self.on_cpu = mesh.device_type == "cpu"
         self.waiting: Waiting = nullcontext
         self.fused = False
-        self.name: str = group.group_name
+        self.name = _name(group, axis)
         _axis_groups[self.name] = self
 
     def fuse(self) -> None:
@@ -105,18 +106,31 @@ class AxisGroup:
 
         No message where there is nothing to send. All ranks have to call it, in the same order.
         """
-        output = parts[0].new_empty(sum(sizes), *parts[0].shape[1:])
+        output, works = self._exchange(parts, sizes)
         received = list(output.split(list(sizes)))
+        return AsyncResult(self, works, lambda: received)
+
+    def start_all_to_all_single(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> AsyncResult:
+        """The same, with what goes and what comes in one tensor each: send[i] rows of x to rank i, in order."""
+        x = x.contiguous()
+        output, works = self._exchange(x.split(list(send)), receive, x)
+        return AsyncResult(self, works, lambda: output)
+
+    def _exchange(
+        self, parts: Sequence[Tensor], sizes: Sequence[int], whole: Tensor | None = None
+    ) -> tuple[Tensor, list[dist.Work]]:
+        """`whole`: the parts one behind the other, where they lie so."""
+        output = parts[0].new_empty(sum(sizes), *parts[0].shape[1:])
         sent = sum(part.nbytes for i, part in enumerate(parts) if i != self.index)
         self.comm_bytes.add(self.axis, "all_to_all", sent)
         if self.on_cpu:
             parts = [part.contiguous() for part in parts]
+            received = output.split(list(sizes))
             received[self.index].copy_(parts[self.index])
-            works = gloo.start_exchange(parts, received, self.group)
-        else:
-            whole, splits = torch.cat(list(parts)), [len(part) for part in parts]
-            works = _started(dist.all_to_all_single(output, whole, list(sizes), splits, self.group, async_op=True))
-        return AsyncResult(self, works, lambda: received)
+            return output, gloo.start_exchange(parts, received, self.group)
+        whole = torch.cat(list(parts)) if whole is None else whole
+        splits = [len(part) for part in parts]
+        return output, _started(dist.all_to_all_single(output, whole, list(sizes), splits, self.group, async_op=True))
 
     def _gather_sums(self, received: Sequence[Tensor], tensor: Tensor) -> Tensor:
         """The second half of an all-reduce: every rank has the sum of its part and sends it to all others."""
@@ -134,8 +148,13 @@ class AxisGroup:
 def axis_group(mesh: Mesh, axis: str) -> AxisGroup:
     """That of this rank over an axis of the mesh: the one there is, or a new one."""
     group = mesh.group(axis)
-    existing = None if group is None else _axis_groups.get(group.group_name)
+    existing = None if group is None else _axis_groups.get(_name(group, axis))
     return existing if existing is not None and existing.comm_bytes is mesh.comm_bytes else AxisGroup(mesh, axis)
+
+
+def _name(group: dist.ProcessGroup, axis: str) -> str:
+    """Axes of experts may have the ranks, and so the process group, of another axis, and count their own bytes."""
+    return f"{group.group_name}/{axis}" if axis in EXPERT_AXES else group.group_name
 
 
 def axis_group_by_name(name: str) -> AxisGroup:
@@ -192,6 +211,32 @@ class ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ops.all_gather(grad, ctx.group), None
+
+
+class AllGather(torch.autograd.Function):
+    """(m, ...) -> (t·m, ...): the parts of all ranks; backward gives each its part of the sum of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return ops.all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ops.reduce_scatter(grad, ctx.group), None
+
+
+class SumGradient(torch.autograd.Function):
+    """What all ranks have and each uses for its own heads stays as it is; its gradient is the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ops.all_reduce(grad, ctx.group), None
 
 
 class AllReduce(torch.autograd.Function):

@@ -7,6 +7,7 @@ It is written here because torch's wrapper changes the names of parameters, and 
 on other axes.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -20,26 +21,30 @@ from meshtrain.parallel.grad_sync import GradientSync, when_backward_begins
 from meshtrain.parallel.torch_private import accumulates, at_end_of_backward, from_local, to_local
 
 REPLICATE = "dp_replicate"
+NamedParameter = tuple[str, nn.Parameter]
 BUCKET_BYTES = 25 * 2**20  # as torch's DDP: large enough for bandwidth, small enough to start early
 
 
 class BucketedAllReduce(GradientSync):
-    """Sums a model's gradients over `dp_replicate` at the end of every last backward.
+    """Sums gradients of a model over an axis of copies at the end of every last backward.
 
     Gradients live in a few flat buckets. As soon as the last gradient of a bucket is there its all-reduce starts, and
     the backward of earlier layers goes on meanwhile (Li et al., https://arxiv.org/abs/2006.15704). The end of the
     backward waits for all of them, so that an ordinary loop needs no call of its own.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, waiting: Waiting) -> None:
-        self.group = mesh.group(REPLICATE)
-        self.size, self.comm_bytes = mesh.size(REPLICATE), mesh.comm_bytes
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, axis: str, waiting: Waiting, named: Callable[[], list[NamedParameter]]
+    ) -> None:
+        """`named`: the parameters of the model that have their copies over this axis."""
+        self.axis, self.group = axis, mesh.group(axis)
+        self.size, self.comm_bytes = mesh.size(axis), mesh.comm_bytes
         self.waiting = waiting
-        self._model = model
+        self._named = named
         self._last = True
         self._in_backward = False
         self._works: list[dist.Work] = []
-        trained = [p for p in model.parameters() if p.requires_grad][::-1]  # in the order of the backward
+        trained = [p for _, p in self._named() if p.requires_grad][::-1]  # in the order of the backward
         self._buckets = [_Bucket(parameters) for parameters in _group_into_buckets(trained)]
         for bucket in self._buckets:
             for parameter in bucket.views:
@@ -84,11 +89,11 @@ class BucketedAllReduce(GradientSync):
 
     def _refuse_unknown(self) -> None:
         known = {p for bucket in self._buckets for p in bucket.views}
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._named():
             if parameter.requires_grad and parameter not in known:
                 raise RuntimeError(
                     f"{name} was unfrozen or replaced after parallelize, so its gradient would not be summed over "
-                    f"{REPLICATE}: unfreeze before parallelize, and use load_state_dict without assign=True"
+                    f"{self.axis}: unfreeze before parallelize, and use load_state_dict without assign=True"
                 )
 
     def _start_full_buckets(self, all_of_them: bool = False) -> None:
@@ -99,7 +104,7 @@ class BucketedAllReduce(GradientSync):
                 return
             for parameter in bucket.views:
                 bucket.adopt(parameter)
-            self.comm_bytes.add(REPLICATE, "all_reduce", 2 * bucket.flat.nbytes * (self.size - 1) / self.size)
+            self.comm_bytes.add(self.axis, "all_reduce", 2 * bucket.flat.nbytes * (self.size - 1) / self.size)
             self._start(bucket.flat)
 
     def _start(self, flat: Tensor) -> None:

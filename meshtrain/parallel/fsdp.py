@@ -4,20 +4,25 @@ It is torch's `fully_shard` (Zhao et al., https://arxiv.org/abs/2304.11277), wit
 and collectives of its own on CPUs.
 """
 
+from collections.abc import Collection
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import Waiting
 from meshtrain.parallel.ddp import REPLICATE
+from meshtrain.parallel.expert import dispatched_modules
 from meshtrain.parallel.gloo_collectives import all_gather, reduce_scatter
 from meshtrain.parallel.grad_sync import GradientSync, add_gradient_sync, when_backward_begins
-from meshtrain.parallel.mixed_precision import compute_dtype, master_dtype
+from meshtrain.parallel.mixed_precision import compute_dtype, master_dtype, state_parameters
+from meshtrain.parallel.sharding import expert_shard_dim
 from meshtrain.parallel.torch_private import (
     DefaultAllGather,
     DefaultReduceScatter,
@@ -28,6 +33,7 @@ from meshtrain.parallel.torch_private import (
 )
 
 SHARD = "fsdp"  # the axis over which parameters are sharded; copies of the shards lie along REPLICATE
+EXPERT_SHARD, EXPERT_REPLICATE = "efsdp", "edp_replicate"  # the same for experts that are dealt out over `ep`
 MIN_UNIT_SIZE = 2**21  # a block of fewer parameters than this (4 MiB in 16 bits) is not worth a gather of its own
 
 
@@ -50,24 +56,43 @@ def apply_fsdp(
         reshard_after_forward: frees a block's parameters after its forward and gathers them again for its backward.
     """
     types = MixedPrecisionPolicy(param_dtype=compute_dtype(precision), reduce_dtype=master_dtype(precision))
+    # Experts that lie over `ep` are units of their own, over the ranks that have the same ones; where each of these has
+    # them whole they stay as they are.
+    experts = dispatched_modules(model)
+    shared = {parameter for module in experts for parameter in module.parameters()}
+    ignored = state_parameters(model) | (shared if mesh.size(EXPERT_SHARD) == 1 else set())
+    units = _group_into_units(model, blocks, shared | ignored)
+    # The last unit's backward follows its forward at once: freeing it between the two would gather it twice.
+    last = {module for block in units[-1] for module in block.modules()} if units else set()
+    for module in experts if mesh.size(EXPERT_SHARD) > 1 else ():
+        _shard_experts(module, mesh, types, reshard=reshard_after_forward and module not in last)
     dims = mesh.submesh(REPLICATE, SHARD)
-    units = _group_into_units(model, blocks)
     for unit in units:
-        # The last unit's backward follows its forward at once: freeing it between the two would gather it twice.
         reshard = reshard_after_forward and unit is not units[-1]
-        fully_shard(unit, mesh=dims, mp_policy=types, reshard_after_forward=reshard)
-    fully_shard(model, mesh=dims, mp_policy=types, reshard_after_forward=False)
+        fully_shard(unit, mesh=dims, mp_policy=types, reshard_after_forward=reshard, ignored_params=ignored)
+    fully_shard(model, mesh=dims, mp_policy=types, reshard_after_forward=False, ignored_params=ignored)
     assert isinstance(model, FSDPModule)
     add_gradient_sync(model, FSDPGradSync(model, reshard_after_forward))
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            shard, replicate = (EXPERT_SHARD, EXPERT_REPLICATE) if module in experts else (SHARD, REPLICATE)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            module.set_custom_all_gather(_AllGather(mesh, waiting))
-            module.set_custom_reduce_scatter(_ReduceScatter(mesh, waiting))
-            if mesh.size(REPLICATE) > 1:
-                module.set_all_reduce_hook(partial(_count_all_reduce, mesh))
+            module.set_custom_all_gather(_AllGather(mesh, shard, waiting))
+            module.set_custom_reduce_scatter(_ReduceScatter(mesh, shard, waiting))
+            if mesh.size(replicate) > 1:
+                module.set_all_reduce_hook(partial(_count_all_reduce, mesh, replicate))
             send_unused_as_zeros(module)
+
+
+def _shard_experts(module: nn.Module, mesh: Mesh, types: MixedPrecisionPolicy, reshard: bool) -> None:
+    def placement(parameter: nn.Parameter) -> Shard:
+        return Shard(expert_shard_dim(parameter.shape, mesh.size("ep"), mesh.size(EXPERT_SHARD)))
+
+    # The weights of a token's experts, which come in float32, are not to be rounded.
+    types = replace(types, cast_forward_inputs=False)
+    dims = mesh.submesh(EXPERT_REPLICATE, EXPERT_SHARD)
+    fully_shard(module, mesh=dims, mp_policy=types, reshard_after_forward=reshard, shard_placement_fn=placement)
 
 
 def unmeasured_wait_phases(mesh: Mesh) -> tuple[str, ...]:
@@ -76,22 +101,26 @@ def unmeasured_wait_phases(mesh: Mesh) -> tuple[str, ...]:
         return ()
     if mesh.device_type != "cpu":
         return "forward", "backward"  # its own streams
-    return ("backward",) if mesh.size(REPLICATE) > 1 else ()  # HSDP's sum over the copies
+    copies = mesh.size(REPLICATE) > 1 or (mesh.size(EXPERT_REPLICATE) > 1 and mesh.size(EXPERT_SHARD) > 1)
+    return ("backward",) if copies else ()  # HSDP's sum over the copies
 
 
-def _group_into_units(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:
+def _group_into_units(
+    model: nn.Module, blocks: list[nn.Module], others: Collection[nn.Parameter] = ()
+) -> list[list[nn.Module]]:
+    """`others`: parameters that are in no unit of blocks."""
     users: dict[nn.Parameter, set[int]] = {}
     for i, block in enumerate(blocks):
-        for parameter in block.parameters():
+        for parameter in set(block.parameters()).difference(others):
             users.setdefault(parameter, set()).add(i)
     sharing = {i for blocks_of_one in users.values() if len(blocks_of_one) > 1 for i in blocks_of_one}
     units: list[list[nn.Module]] = []
     unit: list[nn.Module] = []
     for i, block in enumerate(blocks):
-        if i in sharing or block is model or not any(True for _ in block.parameters()):
+        if i in sharing or block is model or not any(p not in others for p in block.parameters()):
             continue
         unit.append(block)
-        if sum(p.numel() for member in unit for p in member.parameters()) >= MIN_UNIT_SIZE:
+        if sum(p.numel() for member in unit for p in member.parameters() if p not in others) >= MIN_UNIT_SIZE:
             units.append(unit)
             unit = []
     return units  # small ones at the end stay with the whole model
@@ -100,13 +129,13 @@ def _group_into_units(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn
 class _AllGather(DefaultAllGather):
     """FSDP's all-gather, counted. On a CPU it blocks, so its time is time waited; on a GPU it has its own stream."""
 
-    def __init__(self, mesh: Mesh, waiting: Waiting) -> None:
-        self._mesh, self._waiting = mesh, waiting
+    def __init__(self, mesh: Mesh, axis: str, waiting: Waiting) -> None:
+        self._mesh, self._axis, self._waiting = mesh, axis, waiting
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        _count(self._mesh, "all_gather", output_tensor)
+        _count(self._mesh, self._axis, "all_gather", output_tensor)
         if self._mesh.device_type != "cpu":
             return super().__call__(output_tensor, input_tensor, group, async_op)
         with self._waiting():
@@ -117,13 +146,13 @@ class _AllGather(DefaultAllGather):
 class _ReduceScatter(DefaultReduceScatter):
     """FSDP's reduce-scatter, in the same way. `op` is always the sum, because `apply_fsdp` says so to FSDP."""
 
-    def __init__(self, mesh: Mesh, waiting: Waiting) -> None:
-        self._mesh, self._waiting = mesh, waiting
+    def __init__(self, mesh: Mesh, axis: str, waiting: Waiting) -> None:
+        self._mesh, self._axis, self._waiting = mesh, axis, waiting
 
     def __call__(  # type: ignore[override]  # FSDP asks for no work where there is nothing to wait for
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        _count(self._mesh, "reduce_scatter", input_tensor)
+        _count(self._mesh, self._axis, "reduce_scatter", input_tensor)
         if self._mesh.device_type != "cpu":
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
         with self._waiting():
@@ -131,14 +160,14 @@ class _ReduceScatter(DefaultReduceScatter):
         return None
 
 
-def _count(mesh: Mesh, kind: str, whole: Tensor) -> None:
-    axis = SHARD if mesh.size("cp") > 1 else "dp_shard"  # as the mesh's dim
-    mesh.comm_bytes.add(axis, kind, whole.nbytes * (1 - 1 / mesh.size(SHARD)))
+def _count(mesh: Mesh, axis: str, kind: str, whole: Tensor) -> None:
+    name = "dp_shard" if axis == SHARD and mesh.size("cp") == 1 else axis  # as the mesh's dim
+    mesh.comm_bytes.add(name, kind, whole.nbytes * (1 - 1 / mesh.size(axis)))
 
 
-def _count_all_reduce(mesh: Mesh, shards: Tensor) -> None:
-    """HSDP's sum over `dp_replicate`, which FSDP has just made of these gradients."""
-    mesh.comm_bytes.add(REPLICATE, "all_reduce", 2 * shards.nbytes * (1 - 1 / mesh.size(REPLICATE)))
+def _count_all_reduce(mesh: Mesh, axis: str, shards: Tensor) -> None:
+    """HSDP's sum over the copies, which FSDP has just made of these gradients."""
+    mesh.comm_bytes.add(axis, "all_reduce", 2 * shards.nbytes * (1 - 1 / mesh.size(axis)))
 
 
 class FSDPGradSync(GradientSync):

@@ -51,6 +51,12 @@ def cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     return model._apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
+def state_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that no gradient changes and that their modules name in an attribute `state_parameters`: what a step
+    counted, or a correction. They are kept whole in float32 at least, on every rank."""
+    return {getattr(module, name) for module in model.modules() for name in getattr(module, "state_parameters", ())}
+
+
 def set_numerics(precision: str, deterministic: bool) -> None:
     """Sets torch's switches for this process: float32 means float32, without TF32, which keeps 10 bits of the fraction.
     Deterministic kernels give the same layout, machine and versions the same bits each time; an operation that has none
@@ -71,6 +77,21 @@ def reseed(seed: int, step: int, index: int) -> None:
     torch.manual_seed(number)
     np.random.seed(number % 2**32)
     random.seed(number)
+
+
+def random_state() -> Callable[[], None]:
+    """A function that brings torch's, numpy's and Python's random numbers back to where they are now."""
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+    def restore() -> None:
+        torch.set_rng_state(state[0])
+        np.random.set_state(state[1])
+        random.setstate(state[2])
+        if gpu is not None:
+            torch.cuda.set_rng_state(gpu)
+
+    return restore
 
 
 class ComputeCopies(GradientSync):
@@ -124,7 +145,11 @@ class Cast(torch.autograd.Function):
 
 
 def cast_to_compute_dtype(
-    module: nn.Module, forward: Callable, copies: ComputeCopies, without: Sequence[nn.Module] = ()
+    module: nn.Module,
+    forward: Callable,
+    copies: ComputeCopies,
+    without: Sequence[nn.Module] = (),
+    cast_inputs: bool = True,
 ) -> Callable:
     """A forward of `module` in which its parameters and floating-point inputs appear in the type of `copies`: casts, of
     split ones of this rank's parts, stand in their places, and autograd leads gradients back to the parameters
@@ -132,13 +157,16 @@ def cast_to_compute_dtype(
     excluded = {inner for outer in without for inner in outer.modules()}
     modules = [inner for inner in module.modules() if inner not in excluded]
 
-    def replacement(parameter: Tensor) -> Tensor:
-        casts = parameter.is_floating_point() and parameter.dtype != copies.dtype
-        return copies.cast(parameter) if casts else parameter
-
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(Tensor, lambda x: _cast(x, copies.dtype), (args, kwargs))
+        state = state_parameters(module)  # now, because memory that is given to a model makes new parameters
+
+        def replacement(parameter: Tensor) -> Tensor:
+            casts = parameter.is_floating_point() and parameter.dtype != copies.dtype and parameter not in state
+            return copies.cast(parameter) if casts else parameter
+
+        if cast_inputs:
+            args, kwargs = tree_map_only(Tensor, lambda x: _cast(x, copies.dtype), (args, kwargs))
         with replace_parameters(modules, replacement):
             return forward(*args, **kwargs)
 

@@ -1,12 +1,12 @@
 """Parallelization of a plain model: every kind of parallelism is a line here, in the order in which they nest: in
 `apply_tensor_parallel` if it changes layers, in `apply_data_parallel` if it changes what is around them."""
 
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,17 +21,20 @@ from meshtrain.parallel.activation_checkpoint import checkpoint_block
 from meshtrain.parallel.collectives import Waiting, axis_group
 from meshtrain.parallel.compile import compile_block
 from meshtrain.parallel.context import ContextParallel, ShardedContext
-from meshtrain.parallel.ddp import REPLICATE, BucketedAllReduce
-from meshtrain.parallel.fsdp import apply_fsdp
+from meshtrain.parallel.ddp import REPLICATE, BucketedAllReduce, NamedParameter
+from meshtrain.parallel.expert import apply_expert_parallel, dispatched_modules
+from meshtrain.parallel.fsdp import EXPERT_REPLICATE, EXPERT_SHARD, apply_fsdp
 from meshtrain.parallel.grad_sync import add_gradient_sync
 from meshtrain.parallel.mixed_precision import ComputeCopies, cast, cast_to_compute_dtype, compute_dtype, master_dtype
 from meshtrain.parallel.tensor_parallel import TensorParallel, replace_layers, sum_partial_gradients
+from meshtrain.parallel.torch_private import allocate, never_compiled
 from meshtrain.parallel.tp_plan import (
     NO_SEQUENCE,
     REPLICATED,
     context_modules,
     has_sequence_parts,
     no_context_plan,
+    plan_of,
     shards_sequence,
     split_layers,
     undecided,
@@ -52,6 +55,7 @@ class ParallelOptions:
     cp_plan: Mapping[str, str] | None = None  # where tokens see each other; None: that of the model's file
     context: str = "gather"  # over `cp`: how keys and values travel, "gather" or "ring"
     context_heads: int | None = None  # neighbours on `cp` that split heads instead; None: the layout's
+    ep_plan: Mapping[str, str] | None = None  # the experts of its layers; None: that of the model's file
     regather: bool = False  # tensor-parallel layers keep their part of an input and gather it again in backward
     symmetric_memory: bool = False  # products with their gather or scatter in one kernel, on GPUs that allow it
     recompute: str = "none"  # what blocks compute again in backward; see `activation_checkpoint.py`
@@ -65,7 +69,8 @@ class ParallelOptions:
 
 def parallelize(model: nn.Module, mesh: Mesh, **options: Any) -> nn.Module:
     """Makes a plain model train under any layout of data, tensor and context parallelism; in a world of one it stays
-    plain. With `cp` it takes what `ContextParallel.shard` gives.
+    plain. With `cp` it takes what `ContextParallel.shard` gives. On the mesh of a `Layout.with_experts(p)` its experts
+    are dealt out over p ranks.
 
     It stays the object that it was, with the same names of parameters, and is returned. A backward of it ends with
     gradients that are summed over the data ranks and, where each has seen a part, over the tensor ranks. What is
@@ -86,6 +91,7 @@ def parallelize(model: nn.Module, mesh: Mesh, **options: Any) -> nn.Module:
     broadcast_parameters(model, mesh)
     apply_context_parallel(model, mesh, settings)
     resolved = apply_tensor_parallel(model, mesh, settings)
+    apply_expert_parallel(model, mesh, resolved)
     if mesh.rank == 0 and settings.sequence_parallel is None and resolved.sequence_parallel is False:
         warnings.warn(f"sequence_parallel is off: {NO_SEQUENCE}", stacklevel=2)
     return apply_data_parallel(model, mesh, resolved)
@@ -95,7 +101,7 @@ def apply_context_parallel(model: nn.Module, mesh: Mesh, options: ParallelOption
     """Refuses a plain model that cannot take parts of sequences. `verified`, raises: see `apply_tensor_parallel`."""
     if mesh.size("cp") == 1:
         return
-    plan = _plan_of(model, "cp_plan", options.cp_plan)
+    plan = plan_of(type(model), "cp_plan", options.cp_plan)
     if not plan:
         raise InputError(no_context_plan(type(model).__name__))
     names = context_modules(model, plan)
@@ -103,11 +109,6 @@ def apply_context_parallel(model: nn.Module, mesh: Mesh, options: ParallelOption
         context = _context_parallel(mesh, options)
         unverified = verify_context(model, _block_names(model), names, context, mesh, options.sample, options.precision)
         _warn_unverified(mesh, unverified)
-
-
-def _plan_of(model: nn.Module, key: str, plan: Mapping[str, str] | None) -> Mapping[str, str] | None:
-    """A plan as an option gives it, else that of the file of the model's class."""
-    return getattr(sys.modules[type(model).__module__], key, None) if plan is None else plan
 
 
 def _context_parallel(mesh: Mesh, options: ParallelOptions) -> ContextParallel:
@@ -159,7 +160,7 @@ def apply_tensor_parallel(
     if mesh.size("tp") == 1:
         bind_dropout(model, part)
         return options
-    plan = _plan_of(model, "tp_plan", options.tp_plan)
+    plan = plan_of(type(model), "tp_plan", options.tp_plan)
     if plan is None:
         raise InputError(
             f"{type(model).__name__} has no tp_plan, which says how its layers split: use tp: 1, or give one"
@@ -207,25 +208,49 @@ def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) 
     blocks = blocks_of(model)
     attention: list[str] = []
     if mesh.size("cp") > 1:  # asked now, because FSDP changes the model's class
-        cp_plan = _plan_of(model, "cp_plan", options.cp_plan) or {}
+        cp_plan = plan_of(type(model), "cp_plan", options.cp_plan) or {}
         # Of a stage: other patterns name blocks of other stages.
         attention = [name for name, _ in model.named_modules() if any(fnmatchcase(name, key) for key in cp_plan)]
     if mesh.size("tp") > 1 and not options.sequence_parallel:
         _refuse_plain_dropout(model)
-    _wrap_blocks(model, blocks, mesh, options)
+    experts = dispatched_modules(model)
+    _wrap_blocks(model, blocks, experts, mesh, options)
+    _share_samples(model, mesh, options)
     if mesh.uses_fsdp:
         reshard = options.reshard_after_forward
         apply_fsdp(
             model, blocks, mesh, precision=options.precision, reshard_after_forward=reshard, waiting=options.waiting
         )
-    elif mesh.size(REPLICATE) > 1:
-        add_gradient_sync(model, BucketedAllReduce(model, mesh, options.waiting))
+    _sum_over_copies(model, experts, mesh, options.waiting)
     if mesh.size("tp") > 1:
         assert options.sequence_parallel is not None  # apply_tensor_parallel has decided
         sum_partial_gradients(model, mesh, sequence_parallel=options.sequence_parallel)
     if mesh.size("cp") > 1:
         _take_only_parts(model, attention, mesh, options)
     return model
+
+
+def _sum_over_copies(model: nn.Module, experts: list[nn.Module], mesh: Mesh, waiting: Waiting) -> None:
+    """DDP, of what FSDP leaves alone: experts that are dealt out over ranks have other copies than the rest."""
+
+    def named(of_experts: bool) -> list[NamedParameter]:
+        inside = {parameter for module in experts for parameter in module.parameters()}
+        return [(name, p) for name, p in model.named_parameters() if (p in inside) == of_experts]
+
+    if mesh.size(REPLICATE) > 1 and not mesh.uses_fsdp:
+        add_gradient_sync(model, BucketedAllReduce(model, mesh, REPLICATE, waiting, partial(named, False)))
+    if mesh.size(EXPERT_REPLICATE) > 1 and mesh.size(EXPERT_SHARD) == 1 and experts:
+        for module in experts:  # a model that FSDP shards may have no memory yet, which buckets of gradients need
+            allocate(module, torch.device(mesh.device_type))
+        add_gradient_sync(model, BucketedAllReduce(model, mesh, EXPERT_REPLICATE, waiting, partial(named, True)))
+
+
+def _share_samples(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> None:
+    """Tells modules that count the tokens of each sample (`sample_groups`) who else has parts of the same samples."""
+    axes = ["cp"] * (mesh.size("cp") > 1) + ["tp"] * (mesh.size("tp") > 1 and bool(options.sequence_parallel))
+    for module in model.modules():
+        if hasattr(module, "sample_groups"):
+            module.sample_groups = [axis_group(mesh, axis) for axis in axes]  # type: ignore[assignment]
 
 
 def _refuse_plain_dropout(model: nn.Module) -> None:
@@ -253,26 +278,37 @@ def _refuse_batch_statistics(model: nn.Module) -> None:
             )
 
 
-def _wrap_blocks(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, options: ParallelOptions) -> None:
+def _wrap_blocks(
+    model: nn.Module, blocks: list[nn.Module], experts: list[nn.Module], mesh: Mesh, options: ParallelOptions
+) -> None:
     """Replaces each block's forward. No module is put around another, so names of parameters stay as they are."""
     dtype = compute_dtype(options.precision)
     copies = ComputeCopies(dtype)
-    casts = dtype != master_dtype(options.precision) and not mesh.uses_fsdp  # FSDP casts what it gathers
-    if casts:
+    narrow = dtype != master_dtype(options.precision)
+    casts = narrow and not mesh.uses_fsdp  # FSDP casts what it gathers
+    casts_experts = narrow and mesh.uses_fsdp and mesh.size(EXPERT_SHARD) == 1 and bool(experts)
+    if casts or casts_experts:
         add_gradient_sync(model, copies)
+    for module in experts if casts_experts else ():
+        # The weights of a token's experts, which come in float32, are not to be rounded.
+        module.forward = never_compiled(cast_to_compute_dtype(module, module.forward, copies, cast_inputs=False))
     for block in blocks:
         if isinstance(block, OtherStageBlock):
             continue
         run = block.forward
         has_layers = any(True for _ in block.children())  # a single layer has nothing to fuse or to compute again
-        if options.compile and has_layers:
+        routed = [module for module in block.modules() if hasattr(module, "dispatch")]  # experts
+        if options.compile and has_layers and not routed:
             # The compiler sees the recomputation and plans the backward with it.
             run = compile_block(block, checkpoint_block(run, options.recompute))
             run = cast_to_compute_dtype(block, run, copies) if casts else run
         else:
+            if options.compile and has_layers:
+                # Experts run between graphs, which a recomputation inside of a graph cannot: it goes around them.
+                run = compile_block(block, run, without=routed)
             # A block that runs again has its own casts again, so that it keeps none: they are made inside.
             run = cast_to_compute_dtype(block, run, copies) if casts else run
-            run = checkpoint_block(run, options.recompute) if has_layers else run
+            run = checkpoint_block(run, options.recompute, routes=bool(routed)) if has_layers else run
         block.forward = run
     if casts and model not in blocks:
         model.forward = cast_to_compute_dtype(model, model.forward, copies, without=blocks)

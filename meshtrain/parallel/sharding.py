@@ -6,7 +6,7 @@ the last ones, which may be smaller or empty. Pure: the functions that take tens
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -75,11 +75,24 @@ def chunk_range(size: int, parts: int, index: int) -> slice:
     return slice(min(index * chunk, size), min((index + 1) * chunk, size))
 
 
+def chunk_lengths(size: int, parts: int) -> list[int]:
+    """The size of each part of a dim."""
+    ranges = (chunk_range(size, parts, index) for index in range(parts))
+    return [part.stop - part.start for part in ranges]
+
+
 def chunk_sizes(size: int, parts: int) -> set[int]:
     """The different sizes of the parts of a dim: whole ones, a remainder, and none."""
     chunk = max(1, -(-size // parts))
     ranges = (chunk_range(size, parts, index) for index in {0, min(size // chunk, parts - 1), parts - 1})
     return {part.stop - part.start for part in ranges}
+
+
+def expert_shard_dim(shape: Sequence[int], ep: int, efsdp: int) -> int:
+    """Which dim of a layer's experts (E, rows, ...) FSDP cuts once `ep` has cut dim 0: the experts, or the rows of each
+    where a rank has fewer experts than there are shards and the rows divide."""
+    fewer = -(-shape[0] // ep) < efsdp
+    return 1 if fewer and len(shape) > 1 and shape[1] % efsdp == 0 else 0
 
 
 def local_slice(shape: Sequence[int], cuts: Sequence[tuple[int, int, int]]) -> Part:
@@ -89,6 +102,44 @@ def local_slice(shape: Sequence[int], cuts: Sequence[tuple[int, int, int]]) -> P
         inner = chunk_range(spans[dim].stop - spans[dim].start, parts, index)
         spans[dim] = slice(spans[dim].start + inner.start, spans[dim].start + inner.stop)
     return tuple(spans)
+
+
+def overlap(first: Part, second: Part) -> Part:
+    """What two parts of a whole have in common; it may be empty."""
+    pairs = zip(first, second, strict=True)
+    return tuple(slice(low := max(a.start, b.start), max(low, min(a.stop, b.stop))) for a, b in pairs)
+
+
+def within(inner: Part, outer: Part) -> Part:
+    """Where a part lies in another part that contains it."""
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(inner, outer, strict=True))
+
+
+def is_empty(part: Part) -> bool:
+    return any(rows.stop <= rows.start for rows in part)
+
+
+def shape_of(part: Part) -> tuple[int, ...]:
+    return tuple(rows.stop - rows.start for rows in part)
+
+
+def overlapping(cuts: Sequence[tuple[int, int]], whole: Part, part: Part) -> Iterator[tuple[tuple[int, ...], Part]]:
+    """The parts of a whole after cuts, (dim, parts) each, that overlap with `part`, and their index on every cut."""
+    if not cuts:
+        if not is_empty(overlap(whole, part)):
+            yield (), whole
+        return
+    dim, parts = cuts[0]
+    start, size = whole[dim].start, whole[dim].stop - whole[dim].start
+    if size == 0:
+        return
+    chunk = chunk_range(size, parts, 0).stop
+    low, high = max(part[dim].start, start) - start, min(part[dim].stop, whole[dim].stop) - start
+    for index in range(low // chunk, min(parts, -(-high // chunk))):
+        rows = chunk_range(size, parts, index)
+        inner = (*whole[:dim], slice(start + rows.start, start + rows.stop), *whole[dim + 1 :])
+        for others, piece in overlapping(cuts[1:], inner, part):
+            yield (index, *others), piece
 
 
 def tensor_spec(name: str, tensor: "Tensor", stages: tuple[int, ...] = (0,)) -> ParameterSpec:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.collectives import AllReduce, ReduceScatter, axis_group
+from meshtrain.parallel.collectives import AllGather, AllReduce, ReduceScatter, SumGradient, axis_group
 from meshtrain.parallel.grad_sync import TPGradSync, add_gradient_sync
 from meshtrain.parallel.sharding import chunk_range
 from meshtrain.parallel.torch_private import to_local
@@ -50,6 +50,9 @@ class TensorParallel:
 
     def vocab_parallel(self, plain: Any) -> "VocabParallelEmbedding":
         return VocabParallelEmbedding(plain, self.mesh, sequence_parallel=self.sequence_parallel)
+
+    def sequence_gather(self) -> "SequenceGather":
+        return SequenceGather(self.mesh, self.sequence_parallel)
 
     def sum_gradients(self, module: Any, parameters: Sequence[str]) -> None:
         """Remembers parameters that each rank uses in part, for `sum_partial_gradients`."""
@@ -93,11 +96,14 @@ def sum_partial_gradients(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
 
 def partial_parameters(model: nn.Module, sequence_parallel: bool) -> list[tuple[nn.Module, str]]:
     """Parameters that each rank uses in part, as a module and the name there: with sequence parallelism all that are
-    not split; without it those between a column-wise and a row-wise layer, which the plan names."""
+    not split; without it those between a column-wise and a row-wise layer, which the plan names. Experts that are dealt
+    out over ranks get the tokens of all."""
     layers = [module for module in model.modules() if isinstance(module, TensorParallelLayer)]
     split = {parameter for layer in layers for parameter in layer.parameters(recurse=False)}
     partial: dict[Tensor, tuple[nn.Module, str]] = {}
     for module in model.modules():
+        if getattr(module, "dispatch", None) is not None:
+            continue
         if isinstance(module, TensorParallelLayer):
             names = module.partial_parameters()
         else:
@@ -312,17 +318,27 @@ class VocabParallelEmbedding(TensorParallelLayer):
         return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.axis_group.size}"
 
 
-def shard_parameter(parameter: Tensor, mesh: Mesh, placement: Placement) -> nn.Parameter:
+class SequenceGather(TensorParallelLayer):
+    """What every rank needs whole for its own heads: (b, s/t, e) -> (b, s, e), the same for all. Without sequence
+    parallelism each has it already, and only its gradient is summed over the ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.sequence_parallel:
+            return SumGradient.apply(x, self.axis_group.name)
+        return AllGather.apply(x.movedim(-2, 0), self.axis_group.name).movedim(0, -2)
+
+
+def shard_parameter(parameter: Tensor, mesh: Mesh, placement: Placement, axis: str = AXIS) -> nn.Parameter:
     """A parameter of which this rank holds its part, as a DTensor; the values of a plain one are taken over."""
-    tp = mesh.submesh(AXIS)
-    assert tp is not None  # the axis is larger than 1
+    submesh = mesh.submesh(axis)
+    assert submesh is not None  # the axis is larger than 1
     part = parameter.data
     if isinstance(placement, Shard):
         dim = placement.dim
-        rows = chunk_range(parameter.shape[dim], mesh.size(AXIS), mesh.index(AXIS))
+        rows = chunk_range(parameter.shape[dim], mesh.size(axis), mesh.index(axis))
         part = part.narrow(dim, rows.start, rows.stop - rows.start).clone(memory_format=torch.contiguous_format)
     shape, stride = parameter.shape, parameter.stride()
-    sharded = DTensor.from_local(part, tp, [placement], run_check=False, shape=shape, stride=stride)
+    sharded = DTensor.from_local(part, submesh, [placement], run_check=False, shape=shape, stride=stride)
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 

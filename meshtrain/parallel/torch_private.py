@@ -53,6 +53,12 @@ def from_local(local: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """`to_empty` of what is on the meta device. By `_apply` of the whole, in which FSDP learns of the new tensors: else
+    it would pad shards at the first forward, and the optimizer would have those without padding."""
+    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Called within a backward: runs `callback` at its end."""
     Variable._execution_engine.queue_callback(callback)

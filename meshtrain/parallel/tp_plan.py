@@ -3,6 +3,7 @@
 Pure: it looks at the names and sizes of a model's modules and says what follows, or why it cannot be and what could.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from meshtrain.parallel.tensor_parallel import TensorParallel
 
 ATTENTION = "attention"  # the one word of a `cp_plan`
+EXPERTS = "ep_dispatch_experts"  # the one word of an `ep_plan`, Hugging Face's
 REPLICATED = "replicated_with_grad_allreduce"
 NO_SEQUENCE = "the tp_plan has no embedding_rowwise layer, which is what splits the sequence over tp"
 
@@ -78,8 +80,10 @@ class Style:
         """Why a layer cannot take this style, with a way out; nothing if it can. Only sizes are looked at."""
         if all(hasattr(module, size) for size in self.sizes):
             return []
-        actual = type(module).__name__
-        return [f"the tp_plan wants {name} {self.word}, which is for {self.kind}, and it is a {actual}"]
+        return [self.refusal(name, module)]
+
+    def refusal(self, name: str, module: Any) -> str:
+        return f"the tp_plan wants {name} {self.word}, which is for {self.kind}, and it is a {type(module).__name__}"
 
     def split(self, name: str, modules: Mapping[str, Any], plan: Mapping[str, str], tp: int) -> tuple[Split, list[str]]:
         """What becomes of a layer of a model, which `check` has passed, and what is wrong with that on `tp` ranks."""
@@ -90,36 +94,38 @@ class Style:
         return self.dim
 
     def apply(self, plain: Any, split: Split, layers: "TensorParallel") -> Any:
-        """The layer, made by `layers`, that takes the plain one's place, with this rank's part of its parameters."""
-        raise NotImplementedError
+        """What takes the plain layer's place, with this rank's part of its parameters; by default the layer itself."""
+        return plain
 
 
 class Colwise(Style):
     """A linear layer whose outputs are split: between heads, in a module with a `head_dim` (as Hugging Face's
     attentions have). The most heads among its column-wise layers are those of the queries; a layer with fewer, of keys
-    or values, is cut if `tp` divides them, and held by every rank if not."""
+    or values, is cut if `tp` divides them, and held by every rank if not. In a module with `num_heads` and no
+    `head_dim` (latent attention) each layer has so many heads, of a width of its own."""
 
     word, becomes, dim = "colwise", "ColumnParallelLinear", 0
 
     def split(self, name: str, modules: Mapping[str, Any], plan: Mapping[str, str], tp: int) -> tuple[Split, list[str]]:
         parent = name.rpartition(".")[0]
-        width = getattr(modules[parent], "head_dim", None)
-        if width is None:
+        width: Any = getattr(modules[parent], "head_dim", None)
+        count: Any = getattr(modules[parent], "num_heads", None)
+        outputs = modules[name].out_features
+        if width is None and (not isinstance(count, int) or outputs % count):  # nothing is known of heads
             return Split(name, self.word), []
+        if width is None:
+            return Split(name, self.word, count, count, outputs // count), _undivided_heads(count, tp)
         columns = [
             modules[other].out_features
             for other in modules
             if other.rpartition(".")[0] == parent
             and any(fnmatchcase(other, pattern) and word == self.word for pattern, word in plan.items())
         ]
-        problems = []
-        outputs, most = modules[name].out_features, max(columns)
+        problems, most = [], max(columns)
         if outputs % width or most % width:
             problems.append(f"{name} has {outputs} outputs, which are no whole heads of {width}")
         queries, heads = most // width, outputs // width
-        if queries % tp:
-            near = ", ".join(str(n) for n in range(1, queries + 1) if queries % n == 0)
-            problems.append(f"{queries} query heads do not divide over tp {tp}: use a tp of {near}")
+        problems += _undivided_heads(queries, tp)
         return Split(name, self.word, queries, heads, width, everywhere=heads % tp != 0), problems
 
     def apply(self, plain: Any, split: Split, layers: "TensorParallel") -> Any:
@@ -171,10 +177,39 @@ class ReplicatedWithGradAllReduce(Style):
         return plain
 
 
-STYLES: dict[str, Style] = {  # by Hugging Face's words
+class Replicate(Style):
+    """Parameters beside column- and row-wise layers that all ranks hold and use with all features, as they do those
+    outside: the first halves of latent attention's projections. Only says that they lie outside."""
+
+    word, for_parameters = "replicate", True
+
+
+class GatherSequence(Style):
+    """An nn.Identity whose input every rank needs whole for its own heads, and that no column-wise layer gathers: the
+    one rotary key of latent attention. Its gradient is summed over the ranks."""
+
+    word, becomes, kind = "gather_sequence", "SequenceGather", "an nn.Identity"
+
+    def check(self, name: str, module: Any) -> list[str]:
+        return [] if type(module).__name__ == "Identity" else [self.refusal(name, module)]
+
+    def apply(self, plain: Any, split: Split, layers: "TensorParallel") -> Any:
+        return layers.sequence_gather()
+
+
+STYLES: dict[str, Style] = {  # by Hugging Face's words; `gather_sequence` is ours
     style.word: style
-    for style in (Colwise(), Rowwise(), ColwiseGatherOutput(), EmbeddingRowwise(), ReplicatedWithGradAllReduce())
+    for style in (
+        *(Colwise(), Rowwise(), ColwiseGatherOutput(), EmbeddingRowwise(), ReplicatedWithGradAllReduce()),
+        *(Replicate(), GatherSequence()),
+    )
 }
+
+
+def plan_of(model: type, key: str, plan: Any = None) -> Any:
+    """A plan as an option gives it, else what the file of a model's class has, or of its base: FSDP derives classes."""
+    modules = (sys.modules.get(base.__module__) for base in model.__mro__)
+    return next((getattr(module, key) for module in modules if hasattr(module, key)), None) if plan is None else plan
 
 
 def split_layers(model: Any, plan: Mapping[str, str], tp: int) -> list[Split]:
@@ -213,9 +248,32 @@ def split_layers(model: Any, plan: Mapping[str, str], tp: int) -> list[Split]:
 
 def context_modules(model: Any, plan: Mapping[str, str]) -> list[str]:
     """The modules in which, by a `cp_plan`, tokens see each other. Raises SplitError: a wrong pattern or word."""
+    return _planned_modules(model, "cp_plan", plan, ATTENTION)
+
+
+def expert_modules(model: Any, plan: Mapping[str, str]) -> dict[str, int]:
+    """The modules that, by an `ep_plan`, hold the experts of a layer each, and how many. Raises SplitError: a wrong
+    pattern or word, or another kind of module."""
+    counts: dict[str, int] = {}
+    problems = []
+    for name in _planned_modules(model, "ep_plan", plan, EXPERTS):
+        module = model.get_submodule(name)
+        sizes = {p.shape[0] if "." not in own and p.dim() > 1 else None for own, p in module.named_parameters()}
+        counts[name] = next(iter(sizes), None) or 0
+        if len(sizes) != 1 or None in sizes or not hasattr(module, "dispatch"):
+            problems.append(
+                f"the ep_plan names {name}, which is no layer of experts: it has to compute by its `dispatch`, as "
+                "meshtrain.experts.Experts does, and its parameters have to be its own, with the experts as dim 0"
+            )
+    if problems:
+        raise SplitError(problems)
+    return counts
+
+
+def _planned_modules(model: Any, kind: str, plan: Mapping[str, str], word: str) -> list[str]:
     names = [name for name, _ in model.named_modules()]
-    problems = _unmatched("cp_plan", plan, names, "module")
-    problems += [f"the cp_plan's {key!r} is {word!r}: use attention" for key, word in plan.items() if word != ATTENTION]
+    problems = _unmatched(kind, plan, names, "module")
+    problems += [f"the {kind}'s {key!r} is {other!r}: use {word}" for key, other in plan.items() if other != word]
     if problems:
         raise SplitError(problems)
     return [name for name in names if _word(plan, [name])]
@@ -272,6 +330,11 @@ def unsupported_options(embedding: Any) -> list[str]:
         for option, value in values.items()
         if value is not None and value is not False  # a padding_idx may be 0
     ]
+
+
+def _undivided_heads(queries: int, tp: int) -> list[str]:
+    near = ", ".join(str(n) for n in range(1, queries + 1) if queries % n == 0)
+    return [f"{queries} query heads do not divide over tp {tp}: use a tp of {near}"] if queries % tp else []
 
 
 def _unmatched(key: str, plan: Mapping[str, str], names: Sequence[str], kind: str) -> list[str]:

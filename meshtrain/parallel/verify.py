@@ -128,7 +128,8 @@ def misplaced_calls(model: nn.Module, modules: Sequence[str], context: Attention
     """Yields a list that gets calls of attention elsewhere than in these modules, and which do not call it once."""
     misplaced: list[str] = []
     calls = [0]  # outside of these modules, and in those that run
-    attend = context.attend
+    kind: Any = type(context)  # and not the record itself: FSDP gives each of its units a copy
+    attend = kind.attend
 
     def count(*arguments: Any) -> Tensor:
         calls[-1] += 1
@@ -151,8 +152,8 @@ def misplaced_calls(model: nn.Module, modules: Sequence[str], context: Attention
             module = model.get_submodule(name)
             stack.callback(setattr, module, "forward", module.forward)
             module.forward = counted(name, module.forward)
-        context.attend = count  # type: ignore[method-assign, assignment]
-        stack.callback(delattr, context, "attend")  # the method of its class again
+        kind.attend = count
+        stack.callback(setattr, kind, "attend", attend)
         yield misplaced
 
 
@@ -240,6 +241,8 @@ class _Run:
         self.first: dict[str, str] = {} if plain is None else plain.first
         self._alike: dict[str, str] = {}  # block and inputs -> that call
         self._names = {parameter: name for name, parameter in self.model.named_parameters()}
+        experts = (module for module in self.model.modules() if hasattr(module, "dispatch"))
+        self._of_experts = {parameter for module in experts for parameter in module.parameters()}  # (E, out, in)
         self._calls: dict[str, int] = {}
         self._outputs: dict[str, tuple[list[Any], Any]] = {}  # of each first call
         self._starts: Named = []  # leaves that what runs between the blocks begins with
@@ -328,19 +331,21 @@ class _Run:
 
         def with_values(p: nn.Parameter) -> nn.Parameter:
             if p not in filled:
-                whole = nn.Parameter(self._values(self._names[p], p.shape, p.dtype), requires_grad=p.requires_grad)
+                values = self._values(self._names[p], p.shape, p.dtype, 2 if p in self._of_experts else 1)
+                whole = nn.Parameter(values, requires_grad=p.requires_grad)
                 filled[p] = shard_parameter(whole, self.mesh, p.placements[0]) if isinstance(p, DTensor) else whole
             return filled[p]
 
         with replace_parameters(modules, with_values):
             yield filled
 
-    def _values(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def _values(self, name: str, shape: Sequence[int], dtype: torch.dtype, first: int = 1) -> Tensor:
+        """`first`: of the dims that a product sums over; with them its result is about as large as its input."""
         random = torch.Generator(self.mesh.device_type).manual_seed(zlib.crc32(name.encode()))
         options: dict[str, Any] = {"generator": random, "device": self.mesh.device_type, "dtype": dtype}
         if len(shape) < 2:
             return torch.rand(shape, **options) + 0.5
-        return torch.randn(shape, **options) / math.sqrt(math.prod(shape[1:]))
+        return torch.randn(shape, **options) / math.sqrt(math.prod(shape[first:]))
 
     def _record(self, prefix: str, values: list[Any]) -> Named:
         """Records or compares the tensors of these; gives back those that a backward can start from, by their names."""

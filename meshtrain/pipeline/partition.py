@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from meshtrain.formatting import plural
+from meshtrain.errors import plural
 
 
 class StageSplitError(ValueError):

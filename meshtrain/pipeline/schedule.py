@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshtrain.formatting import plural
+from meshtrain.errors import plural
 from meshtrain.pipeline import loop_schedules, v_schedules
 from meshtrain.pipeline.actions import Action, Kind, Pair, Schedule, ScheduleError
 from meshtrain.pipeline.simulate import simulate

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from meshtrain.job.process import Job
+from meshtrain.job.storage import optional
 from meshtrain.layout import Layout
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.pipeline.simulate import Event, Timeline
 from meshtrain.pipeline.timeline_io import timeline_json
-from meshtrain.storage import optional
 
 if TYPE_CHECKING:
     from meshtrain.config import Config

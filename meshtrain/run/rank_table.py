@@ -4,8 +4,8 @@ groups of every axis."""
 from collections import Counter
 from collections.abc import Sequence
 
-from meshtrain.formatting import short
-from meshtrain.layout import CONTEXT_AXES, DATA_AXES, FSDP_AXES, Layout
+from meshtrain.errors import short
+from meshtrain.layout import CONTEXT_AXES, DATA_AXES, EXPERT_AXES, FSDP_AXES, Layout
 
 
 def describe_hosts(layout: Layout) -> str:
@@ -21,27 +21,34 @@ def describe_hosts(layout: Layout) -> str:
 def layout_text(layout: Layout, most_lines: int | None = None) -> str:
     """The table of a placed layout: rank -> host, local rank, coordinate; and every group of every axis. A table longer
     than `most_lines`, or a list of groups longer than half of it, loses its middle."""
-    rows = [["rank", "host", "local", *layout.axes]]
+    axes = (*layout.axes, *expert_axes(layout))
+    rows = [["rank", "host", "local", *axes]]
     rows += [
         [f"... {len(rank)} more ranks ..."]
         if isinstance(rank, range)
-        else [str(rank), layout.host(rank), str(layout.local_rank(rank)), *map(str, layout.coordinate(rank).values())]
+        else [str(rank), layout.host(rank), str(layout.local_rank(rank))]
+        + [str(position) for position in layout.coordinate(rank, *axes).values()]
         for rank in without_middle(range(layout.world_size), most_lines)
     ]
     lines = [f"layout {layout} on {describe_hosts(layout)}", "", *columns(rows)]
-    for axes in grouped_axes(layout):
-        lines += ["", *_group_lines(layout, axes, most_lines)]
+    for grouped in grouped_axes(layout):
+        lines += ["", *_group_lines(layout, grouped, most_lines)]
     return "\n".join(lines) + "\n"
 
 
 def grouped_axes(layout: Layout) -> list[tuple[str, ...]]:
     """The axes with groups of more than one rank, and of derived ones those that are none of these: the data axes
-    together, what shares the parameters, and the two factors of `cp`."""
+    together, what shares the parameters, the two factors of `cp`; and those of experts."""
     large = [axis for axis in layout.axes if layout.size(axis) > 1]
     both = [tuple(DATA_AXES)] if set(DATA_AXES) <= set(large) else []
     made_of = {"fsdp": FSDP_AXES, **dict.fromkeys(CONTEXT_AXES, CONTEXT_AXES)}
     derived = [(name,) for name, axes in made_of.items() if all(layout.size(axis) > 1 for axis in axes)]
-    return [*((axis,) for axis in large), *both, *derived]
+    return [*((axis,) for axis in large), *both, *derived, *((axis,) for axis in reversed(expert_axes(layout)))]
+
+
+def expert_axes(layout: Layout) -> list[str]:
+    """The axes of experts with more than one rank, where these are dealt out: copies, shards, and parts, `ep`."""
+    return [axis for axis in EXPERT_AXES if layout.experts > 1 and layout.size(axis) > 1]
 
 
 def _group_lines(layout: Layout, axes: tuple[str, ...], most_lines: int | None) -> list[str]:

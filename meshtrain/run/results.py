@@ -53,5 +53,6 @@ def write_export(config: Config, job: Job, mesh: Mesh, model: nn.Module, folder:
         described = module.to_hugging_face(module.Config(**config.model.keys))
     tokenizer = None if config.data.tokenizer == "bytes" else config.data.tokenizer
     dtype = compute_dtype(config.train.precision)
-    export(model, folder, job, mesh, dtype=dtype, config=described, tokenizer=tokenizer)
+    file_format = config.train.export_format
+    export(model, folder, job, mesh, dtype=dtype, config=described, tokenizer=tokenizer, file_format=file_format)
     job.say(f"weights in {folder}")

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.checkpoint.directory import InUseError, TakenError, check_owner, clear_unfinished, lock_folder
-from meshtrain.errors import AgreedError, InputError
-from meshtrain.formatting import join_some
+from meshtrain.errors import AgreedError, InputError, join_some
 from meshtrain.job.process import Job
-from meshtrain.storage import move_damaged, optional, warn, write_whole
+from meshtrain.job.storage import move_damaged, optional, warn, write_whole
 
 EXIT = "exit.json"
 LOOK_FOR_S = 15.0  # a network file system may take a while to show what another host has written

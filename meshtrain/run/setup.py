@@ -15,17 +15,18 @@ from meshtrain.data import Batch, EvalBatches, OpenData, Samples, eval_batches, 
 from meshtrain.data.order import describe_batch
 from meshtrain.job.consistency import Fingerprint, flat, require_equal
 from meshtrain.job.process import Job
+from meshtrain.job.storage import with_retries
 from meshtrain.layout import DATA_AXES
 from meshtrain.mesh import Mesh
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.modeling.build import build_model, check_start, outputs, parameter_count, short_sample, spec_of
 from meshtrain.modeling.context import context_costs
+from meshtrain.modeling.experts import expert_costs
 from meshtrain.parallel.context import ContextParallel
 from meshtrain.parallel.tp_plan import NO_SEQUENCE, has_sequence_parts, shards_sequence
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.run.checkpointing import describe_saving
 from meshtrain.run.rank_table import describe_hosts
-from meshtrain.storage import with_retries
 
 
 def load_data(config: Config, job: Job) -> OpenData:
@@ -39,7 +40,7 @@ def load_data(config: Config, job: Job) -> OpenData:
         data = open_data(config.data, n_outputs=outputs(config), seed=config.train.seed, say=job.say)
         samples = with_retries(data.sampled) if first_of_host else None
     with job.collective_check("comparing the weights and the layout with the model"):
-        check_start(config, job.layout, data.train)
+        check_start(config, job.layout, data.train, job.say)
     files = "every host must have the same files, and the same Python for python-stdlib"
     require_equal(job, Fingerprint("the data", flat(data.identity), files))
     damaged = "copy or prepare them anew where they are damaged"
@@ -105,7 +106,11 @@ def banner_lines(spec: RunSpec, job: Job, data: OpenData, evaluated: Samples | N
     yield describe_batch(size.global_size, size.micro_size, layout.size(*DATA_AXES))
     if (costs := context_costs(config, layout)) is not None:
         yield costs.describe()
-    yield f"model {config.model.name}: {parameter_count(spec_of(config).meta):,} parameters"
+    experts = expert_costs(config, layout)
+    active = "" if experts is None else f", {experts.active:,} active a token"
+    yield f"model {config.model.name}: {parameter_count(spec_of(config).meta):,} parameters{active}"
+    if experts is not None:
+        yield experts.line
     plan = getattr(model_file(config.model.name), "tp_plan", {})
     if layout.size("tp") > 1 and config.parallel.sequence_parallel is None and not shards_sequence(plan):
         yield f"parallel.sequence_parallel is off: {NO_SEQUENCE}"

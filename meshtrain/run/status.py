@@ -10,10 +10,10 @@ from meshtrain.errors import AgreedError, InputError, TrainingError
 from meshtrain.job.exit import signal_of
 from meshtrain.job.process import Job
 from meshtrain.job.signals import StopKind, StopReason
+from meshtrain.job.storage import optional
 from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind
 from meshtrain.layout import LayoutError
 from meshtrain.run.run_folder import EXIT, RunFolder
-from meshtrain.storage import optional
 
 if TYPE_CHECKING:
     from meshtrain.metrics.goodput import GoodputTracker

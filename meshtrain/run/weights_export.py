@@ -1,12 +1,13 @@
 """Distributed export: a model on any mesh becomes a Hugging Face directory, tensor by tensor.
 
 The files are shared out among the ranks that see the folder. In each turn every one of these writers receives the parts
-of one tensor from the ranks that hold them and writes it: no rank ever holds more than one whole tensor.
+of one stored tensor (of one expert) from the ranks that hold them and writes it: no rank ever holds more than one
+whole stored tensor besides what it has.
 """
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshtrain.checkpoint.placement import Placement, is_empty, part_of_rank, shape_of
+from meshtrain.checkpoint.placement import Placement
 from meshtrain.checkpoint.state import gather_placements
 from meshtrain.huggingface.export import ExportFolder, WeightFiles, as_input_errors, config_text, plan_export
 from meshtrain.huggingface.load import DTYPES, named_tensors
 from meshtrain.huggingface.safetensors import FILE_BYTES, Entry
+from meshtrain.huggingface.stored_names import StoredTensor, table_of
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.sharding import Part, local_part, tensor_spec
+from meshtrain.parallel.sharding import Part, local_part, overlap, overlapping, shape_of, tensor_spec, within
+from meshtrain.pipeline.engine import Pipeline
 
 Turn = tuple[int, str, Entry]  # the rank that writes, its file, and the tensor
 
@@ -37,6 +40,7 @@ def export(
     config: Mapping[str, Any] | None = None,
     tokenizer: str | Path | None = None,
     file_bytes: int = FILE_BYTES,
+    file_format: str = "original",
 ) -> None:
     """Writes the model's weights; all ranks call it.
 
@@ -47,6 +51,7 @@ def export(
         config: what config.json holds, but for the type; None writes none.
         tokenizer: a tokenizer.json to be copied beside the weights.
         file_bytes: of one file at most, unless a tensor is larger.
+        file_format: of the experts: `original` or `fused`, see `stored_names.table_of`.
 
     Raises:
         AgreedError: on every rank: a rank could not write, for instance because its disk is full.
@@ -55,13 +60,14 @@ def export(
     tensors = {names[0]: tensor for names, tensor in named_tensors(model).items()}
     placements = gather_placements([tensor_spec(*pair) for pair in tensors.items()], job, mesh.layout)
     entries = [Entry(name, tensor.dtype, tensor.shape) for name, tensor in placements.items()]
-    files = plan_export(entries, dtype, file_bytes)
+    first = model.stages()[0] if isinstance(model, Pipeline) else model
+    files, parts = plan_export(entries, dtype, file_bytes, table_of(type(first), file_format))
     writers = _begin(place, job)
     try:
         problem: OSError | None = None  # raised after the last turn: others wait for this rank's parts
         with WeightFiles(place.making, files) as out, torch.no_grad():
             for turn in turns(files, writers):
-                for file, entry, whole in _exchange(turn, tensors, placements, job, mesh.layout):
+                for file, entry, whole in _exchange(turn, parts, tensors, placements, job, mesh.layout):
                     try:
                         if problem is None:
                             out.write(file, entry, [whole.view(-1).view(torch.uint8).numpy().data])
@@ -102,45 +108,50 @@ def _begin(place: ExportFolder, job: Job) -> list[int]:
     return [rank for rank, sees in enumerate(visible) if sees]
 
 
-def _holders(tensor: Placement, writer: int, layout: Layout) -> list[tuple[int, Part]]:
-    """Which rank sends which part to a writer, itself included. Together the parts are the whole. Where several groups
-    have the tensor, it is the writer's own, or the one that differs from it in `pp` only."""
+def _holders(tensor: Placement, part: Part, writer: int, layout: Layout) -> list[tuple[int, Part]]:
+    """Which rank sends what of a part to a writer, itself included. Together it is the part. Where several groups have
+    the tensor, it is the writer's own, or the one that differs from it in `pp` only."""
     index, copy = layout.index(writer, "pp"), layout.copy(writer, *tensor.axes)
     stage = index if index in tensor.stages else tensor.stages[0]
+    cuts = [(dim, layout.size(axis)) for axis, dim in tensor.cuts]
     holders = []
-    for indices in product(*(range(layout.size(axis)) for axis, _ in tensor.cuts)):
+    for indices, piece in overlapping(cuts, tuple(slice(0, size) for size in tensor.dims), part):
         place = {axis: i for (axis, _), i in zip(tensor.cuts, indices, strict=True)}
-        rank = layout.rank_of_copy(copy, pp=stage, **place)
-        piece = part_of_rank(tensor, layout, rank)
-        if piece is not None and not is_empty(piece):
-            holders.append((rank, piece))
+        holders.append((layout.rank_of_copy(copy, pp=stage, **place), overlap(piece, part)))
     return holders
 
 
 def _exchange(
-    turn: Sequence[Turn], tensors: Mapping[str, Tensor], placements: Mapping[str, Placement], job: Job, layout: Layout
+    turn: Sequence[Turn],
+    stored_parts: Mapping[str, tuple[str, StoredTensor]],
+    tensors: Mapping[str, Tensor],
+    placements: Mapping[str, Placement],
+    job: Job,
+    layout: Layout,
 ) -> Iterator[tuple[str, Entry, Tensor]]:
-    """Sends this rank's parts of the turn's tensors to their writers; yields the whole tensor that is its to write."""
+    """Sends what this rank has of the turn's tensors to their writers; yields the whole one that is its to write."""
     operations, outputs = [], []
     for writer, file, entry in turn:
-        kind, holders = DTYPES[entry.dtype], _holders(placements[entry.name], writer, layout)
-        if writer == job.rank:
-            parts = []
-            for rank, piece in holders:
-                if rank == writer:
-                    parts.append((piece, local_part(tensors[entry.name])[0]))
-                    continue
+        name, stored = stored_parts[entry.name]
+        kind, parts = DTYPES[entry.dtype], []
+        for rank, piece in _holders(placements[name], stored.part, writer, layout):
+            if rank == job.rank:
+                local, own = local_part(tensors[name])
+                values = local.reshape(shape_of(own))[within(piece, own)]
+                parts.append((piece, values))
+                if rank != writer:
+                    wire = values.to(kind).contiguous().view(-1).view(torch.uint8)
+                    operations.append(dist.P2POp(dist.isend, wire, writer))
+            elif writer == job.rank:
                 buffer = torch.empty(shape_of(piece), dtype=kind, device=job.device)
                 operations.append(dist.P2POp(dist.irecv, buffer.view(-1).view(torch.uint8), rank))
                 parts.append((piece, buffer))
-            outputs.append((file, entry, kind, parts))
-        elif job.rank in [rank for rank, _ in holders]:
-            wire = local_part(tensors[entry.name])[0].to(kind).contiguous().view(-1).view(torch.uint8)
-            operations.append(dist.P2POp(dist.isend, wire, writer))
+        if writer == job.rank:
+            outputs.append((file, entry, stored, parts))
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
-    for file, entry, kind, parts in outputs:
-        whole = torch.empty(entry.shape or (1,), dtype=kind)
+    for file, entry, stored, parts in outputs:
+        whole = torch.empty(shape_of(stored.part), dtype=DTYPES[entry.dtype])
         for piece, values in parts:
-            whole[piece] = values.to("cpu", kind)
+            whole[within(piece, stored.part)] = values.to("cpu", whole.dtype)
         yield file, entry, whole

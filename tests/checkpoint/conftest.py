@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshtrain import storage
+from meshtrain.job import storage
 
 
 @pytest.fixture(autouse=True)

@@ -20,11 +20,11 @@ import torch
 import meshtrain.run.results
 import meshtrain.run.step_logger
 import meshtrain.train
-from meshtrain import storage
 from meshtrain.config import Config
 from meshtrain.data.batch import IGNORE, Batch
 from meshtrain.errors import InputError, TrainingError
 from meshtrain.job import signals as stopping
+from meshtrain.job import storage
 from meshtrain.job.environment import Environment, read_environment
 from meshtrain.job.exit import job_exit
 from meshtrain.job.process import Job, join

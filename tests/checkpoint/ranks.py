@@ -23,7 +23,6 @@ from torch import nn
 from meshtrain.checkpoint import commit
 from meshtrain.checkpoint import directory as folder
 from meshtrain.checkpoint.load import restore
-from meshtrain.checkpoint.placement import shape_of
 from meshtrain.checkpoint.retention import Retention
 from meshtrain.checkpoint.save import Saver
 from meshtrain.checkpoint.shard_file import Shard, write_shard
@@ -35,6 +34,7 @@ from meshtrain.job.process import Job, join
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.modeling.build import build_model
+from meshtrain.parallel.sharding import shape_of
 from tests.checkpoint.known import ABOUT, CPU, MODEL, OF_4, clear, fill, on, wrong
 from tests.parallel.tensor_parallel_cases import Cases
 from tests.parity.experiments import QUICKSTART

@@ -1,11 +1,14 @@
 """What may differ between a checkpoint's config and that of the run which goes on from it."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from meshtrain.checkpoint.config_diff import compare_configs
+from meshtrain.checkpoint.config_diff import compare, compare_configs
+from meshtrain.layout import Layout
+from tests.checkpoint.test_manifest import made
 
 THEN: dict[str, Any] = {
     "model": {"name": "llama", "hidden_size": 64, "rope_scaling": {"factor": 8.0}, "weights": "/there"},
@@ -15,6 +18,7 @@ THEN: dict[str, Any] = {
     "optimizer": {"lr": 0.1, "betas": [0.9, 0.95]},
     "train": {"steps": 100, "seed": 0, "precision": "float32", "output": "runs/a", "time_limit": None},
     "checkpoint": {"every": 100, "resume": "latest"},
+    "parallel": {"expert_parallel": None},
 }
 
 
@@ -72,7 +76,12 @@ def test_what_may_change_is_listed(values: dict[str, Any], line: str) -> None:
 def test_what_is_told_elsewhere_is_not_told_here() -> None:
     """The layout that -1 stood for is compared with the layout, the number of steps with that of the run."""
     now = changed(
-        train__output="b", train__time_limit="3h", checkpoint__resume="none", train__steps=7, layout__dp_shard=4
+        train__output="b",
+        train__time_limit="3h",
+        checkpoint__resume="none",
+        train__steps=7,
+        layout__dp_shard=4,
+        parallel__expert_parallel=4,
     )
     assert compare_configs(THEN, now) == compare_configs(THEN, THEN)
 
@@ -103,3 +112,16 @@ def test_keys_of_another_version_and_strange_sections_contradict_nothing() -> No
     now = changed(model__new_key=3, train__new=1)
     assert compare_configs(THEN, now) == compare_configs(THEN, THEN)
     assert compare_configs({"model": 3, "train": None, "x": {}}, THEN) == compare_configs(THEN, THEN)
+
+
+def test_the_layouts_are_compared_with_what_experts_make_of_them() -> None:
+    layout = Layout({"dp_shard": 4})
+    then = made(layout.with_experts(4), {}, config={}, counters={"steps": 3})
+    spec = SimpleNamespace(
+        config=SimpleNamespace(plain=dict, checkpoint=SimpleNamespace(allow_other_data=True)),
+        data=then.data,
+        steps=3,
+        versions={},
+    )
+    job = SimpleNamespace(layout=layout)
+    assert compare(then, spec, job).listed == ["experts: 4 -> 1"]

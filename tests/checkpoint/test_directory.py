@@ -216,8 +216,8 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_a_newer_format_and_no_folder_are_no_damage(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path)
-    rewritten(lambda text: text.replace('"format": 1', '"format": 2'))(checkpoint)
-    for path, why in ((checkpoint, "has format 2"), (tmp_path / "x", "there is no checkpoint")):
+    rewritten(lambda text: text.replace('"format": 2', '"format": 3'))(checkpoint)
+    for path, why in ((checkpoint, "has format 3"), (tmp_path / "x", "there is no checkpoint")):
         with pytest.raises(InputError, match=why) as caught:
             open_manifest(path)
         assert not isinstance(caught.value, DamagedError)

@@ -119,7 +119,7 @@ CASES = {
     "a header of 2^60 bytes": Case(huge_header, "its header would have 1,152,921,504,606,846,976 bytes"),
     "no COMPLETE": Case(lambda path: (path / COMPLETE).unlink(), "was never written to its end"),
     "a newer format": Case(
-        lambda path: seal(path, lambda manifest: manifest.update(format=2)), "format 2, and this meshtrain", True
+        lambda path: seal(path, lambda manifest: manifest.update(format=3)), "format 3, and this meshtrain", True
     ),
     "a pickle": Case(pickled, f"{SHARD}: "),
     "a shard of another step": Case(of_another_step, f"{SHARD}: its header or its checksums are not those"),

@@ -11,12 +11,13 @@ from meshtrain.checkpoint import load
 from meshtrain.checkpoint.directory import complete_steps, open_manifest
 from meshtrain.checkpoint.load import differences, restore
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.checkpoint.placement import Placement, shape_of
+from meshtrain.checkpoint.placement import Placement
 from meshtrain.checkpoint.save import Saver
 from meshtrain.checkpoint.shard_file import Shard
 from meshtrain.checkpoint.state import LocalShard
 from meshtrain.checkpoint.verify import verify
 from meshtrain.errors import DamagedError, InputError
+from meshtrain.parallel.sharding import shape_of
 from tests.checkpoint.by_hand import write_checkpoint
 from tests.checkpoint.known import ABOUT, OF_4, alone, clear, fill, on, wrong
 from tests.launching import forked

@@ -16,7 +16,7 @@ from meshtrain.checkpoint.manifest import MAX_BYTES, File, Manifest, file_of
 from meshtrain.checkpoint.placement import Placement
 from meshtrain.errors import DamagedError, InputError
 from meshtrain.layout import Layout
-from tests.checkpoint.test_placement import layouts, placements
+from tests.checkpoint.test_placement import placements, with_experts
 
 WHERE = Path("step_0000100/manifest.json")
 SCHEMA = json.loads(Path(room.__file__).with_name("manifest.schema.json").read_text())
@@ -55,14 +55,14 @@ JSON = st.recursive(
 def test_what_is_written_is_read(
     data: st.DataObject, counters: dict[str, Any], evaluation: dict[str, float] | None
 ) -> None:
-    layout = data.draw(layouts())
+    layout = data.draw(with_experts())
     names = data.draw(st.sets(st.text(st.characters(categories=["L", "N", "P"]), min_size=1), max_size=4))
     tensors = {name: data.draw(placements(layout)) for name in sorted(names)}
     written = made(layout, tensors, counters=counters, evaluation=evaluation)
     text = written.to_json()
     found = Manifest.parse(text, WHERE)
     assert repr(found) == repr(written)  # NaN is not equal to itself
-    assert tuple(found.layout.axes) == layout.axes, "an axis keeps its place"
+    assert found.layout == layout
     VALIDATOR.validate(json.loads(text))
     assert sum(len(found.entries(rank)) for rank in range(layout.world_size)) >= len(tensors)
 
@@ -146,6 +146,9 @@ REFUSED: dict[str, tuple[str | bytes, str]] = {
     "1e999": (TWO.to_json().replace('"step": 100', '"step": 1e999'), "too large a number"),
     "many digits": (TWO.to_json().replace('"step": 100', f'"step": {"9" * 4000}'), "step: expected a count"),
     "too many digits": (TWO.to_json().replace('"step": 100', f'"step": {"9" * 9000}'), "no JSON"),
+    "experts that do not fold": (changed("experts", to=4), "experts cannot be dealt out over 4 ranks; use one of"),
+    "no experts": (changed("experts", to=0), "experts cannot be dealt out over 0 ranks"),
+    "experts that are true": (changed("experts", to=True), "experts: expected a count"),
     "an older format": (changed("format", to=0), "format: expected 1"),
     "a format that is true": (changed("format", to=True), "format: expected 1"),
     "no step": (json.dumps({key: value for key, value in PLAIN.items() if key != "step"}), "lacks 'step'"),
@@ -236,14 +239,22 @@ def test_the_same_tools_make_manifests_that_are_taken() -> None:
 
 
 def test_a_newer_format_is_no_damage() -> None:
-    with pytest.raises(InputError, match=r"step_0000100/manifest.json has format 2, and this meshtrain") as caught:
-        Manifest.parse('{"format": 2, "tensors": "elsewhere"}', WHERE)
+    with pytest.raises(InputError, match=r"step_0000100/manifest.json has format 3, and this meshtrain") as caught:
+        Manifest.parse('{"format": 3, "tensors": "elsewhere"}', WHERE)
     assert not isinstance(caught.value, DamagedError)
 
 
 def test_what_no_reader_would_take_is_not_written() -> None:
     with pytest.raises(DamagedError, match="expected cuts"):
         made(Layout({}), {"model.a": Placement((4,), "F32", (("tp", 0),))}).to_json()
+
+
+def test_format_1_had_no_experts() -> None:
+    of_format_1 = {name: value for name, value in PLAIN.items() if name != "experts"} | {"format": 1}
+    VALIDATOR.validate(of_format_1)
+    assert Manifest.parse(json.dumps(of_format_1), WHERE) == TWO
+    with pytest.raises(DamagedError, match="holds, which format 1 does not have: 'experts'"):
+        Manifest.parse(changed("format", to=1), WHERE)
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,13 @@ from meshtrain.checkpoint.placement import (
     Placement,
     copies,
     fits,
-    is_empty,
-    overlap,
     part_of_rank,
     part_to_write,
     pieces,
-    shape_of,
 )
 from meshtrain.checkpoint.shard_file import combine
 from meshtrain.layout import AXES, EXPERT_AXES, Layout, LayoutError
-from meshtrain.parallel.sharding import Part
+from meshtrain.parallel.sharding import Part, is_empty, overlap, shape_of
 
 
 @st.composite
@@ -104,6 +101,16 @@ def test_pieces_of_a_large_layout_are_found_without_a_walk_over_its_ranks() -> N
     # 1,024 rows of each of tp's 8 columns are shared by 64 copies, 16 rows each.
     assert [rank for rank, _ in found] == [layout.rank(pp=3, dp_replicate=0, dp_shard=0, tp=tp) for tp in range(8)]
     assert {shape_of(piece) for _, piece in found} == {(16, 6656)}
+
+
+def test_pieces_of_experts_are_found_as_fast() -> None:
+    layout = Layout({"pp": 16, "dp_replicate": 64, "dp_shard": 16, "tp": 8}).with_experts(64)
+    tensor = Placement((256, 4096, 7168), "F32", (("ep", 0), ("efsdp", 0)), (3,))
+    found = list(pieces(tensor, layout, (slice(7, 9), slice(0, 4096), slice(0, 7168))))
+    # 4 experts of a rank of ep are 2 for each of 2 shards, and of 64 copies two write one each.
+    places = [{"edp_replicate": 1, "efsdp": 1, "ep": 1}, {"edp_replicate": 0, "efsdp": 0, "ep": 2}]
+    assert [rank for rank, _ in found] == [layout.rank(pp=3, **place) for place in places]
+    assert [piece[0] for _, piece in found] == [slice(7, 8), slice(8, 9)]
 
 
 @settings(max_examples=60, deadline=None)

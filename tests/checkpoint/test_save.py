@@ -24,7 +24,7 @@ from meshtrain.checkpoint.save import Saver
 from meshtrain.checkpoint.shard_file import write_shard
 from meshtrain.checkpoint.state import State
 from meshtrain.checkpoint.verify import verify
-from meshtrain.formatting import bytes_text
+from meshtrain.errors import bytes_text
 from meshtrain.layout import Layout
 from tests.checkpoint.known import ABOUT, alone, clear, fill, on, whole
 from tests.launching import forked

@@ -15,7 +15,6 @@ import pytest
 
 import meshtrain.run.results
 import meshtrain.run.step_logger
-from meshtrain import storage
 from meshtrain.checkpoint import directory as folder
 from meshtrain.checkpoint import resume
 from meshtrain.checkpoint import shard_file as opened
@@ -26,6 +25,7 @@ from meshtrain.cli.checkpoint import _about
 from meshtrain.cli.main import main
 from meshtrain.data import fingerprint as files
 from meshtrain.errors import MissingError, UnreadableError
+from meshtrain.job import storage
 from tests.checkpoint.going_on import Case, alone, small_run
 from tests.launching import forked
 

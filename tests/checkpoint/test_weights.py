@@ -66,8 +66,9 @@ def test_any_part_of_a_tensor(tmp_path: Path) -> None:
     with ShardReader(path, open_manifest(path)[0]) as files:
         for top, bottom in combinations(range(8), 2):
             for left, right in combinations(range(12), 2):
-                part = (slice(top, bottom), slice(left, right), slice(1, 3))
-                assert torch.equal(read_part(files, "w", part), whole[part])
+                for last in (slice(1, 3), slice(0, 3)):
+                    part = (slice(top, bottom), slice(left, right), last)
+                    assert torch.equal(read_part(files, "w", part), whole[part])
 
 
 # Into a plain model -------------------------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed(tmp_path: Path) -> No
     for says in (
         f"the weights in {checkpoint} do not fit the model: missing model.norm.weight, lm_head.weight;",
         "the model has no one, two;",
-        "model.layers.0.self_attn.q_proj.weight (there [24, 23], the model's [24, 24]), model.layers.1.self",
+        "other shapes: model.layers.{0-1}.self_attn.q_proj.weight (there [24, 23], the model's [24, 24]);",
         "model.layers.0.mlp.up_proj.weight (I32)",
     ):
         assert says in str(caught.value)

@@ -10,7 +10,6 @@ from torch import nn
 
 import meshtrain
 from meshtrain.config import Config
-from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
 from meshtrain.modeling.build import build_model
 from meshtrain.parallel.sharding import local_part
@@ -27,7 +26,8 @@ def main() -> None:
     with meshtrain.start() as job:
         for name, layout in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
             config = Config.load(name, [f"layout={layout}"], world_size=job.world_size, for_training=True)
-            mesh = meshtrain.build_mesh(Layout.resolve(config.layout, job.world_size))
+            assert config.resolved is not None
+            mesh = meshtrain.build_mesh(config.resolved)
             model = build_model(config, mesh, job.device)
             row: dict[str, list] = {}
             for part in stages(model, mesh):

@@ -4,15 +4,17 @@ import json
 import math
 import re
 import shlex
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshtrain.cli import main as cli
-from meshtrain.cli.memory import fsdp_cut, held_by_ranks, parameters_of, table
+from meshtrain.cli.memory import _expert_cuts, fsdp_cut, held_by_ranks, parameters_of, table
 from meshtrain.config.locate import model_file
 from meshtrain.config.model_spec import model_spec
 from meshtrain.layout import Layout
@@ -107,12 +109,20 @@ def spec_on(layout: Layout, shape: tuple[int, ...], dim: int | None = None, **mo
 
 
 @st.composite
+def folded(draw: st.DrawFn) -> Layout:
+    axes = draw(st.permutations(["dp_replicate", "dp_shard", "cp", "tp"]))
+    layout = Layout({axis: draw(st.integers(1, 3)) for axis in axes})
+    return layout.with_experts(draw(st.sampled_from(layout.expert_sizes())))
+
+
+@st.composite
 def parameters(draw: st.DrawFn, layout: Layout) -> tuple[ParameterSpec, int | None]:
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     dim = draw(st.sampled_from([None, *range(min(len(shape), 2))]))
     return spec_on(layout, shape, dim), dim
 
 
+@settings(deadline=None)
 @given(st.data(), st.integers(1, 12), st.integers(1, 5))
 def test_parts_are_those_of_torch(data: st.DataObject, shards: int, tp: int) -> None:
     layout = Layout({"dp_replicate": 2, "dp_shard": shards, "tp": tp})
@@ -139,6 +149,37 @@ def chunks(whole: torch.Tensor, parts: int, dim: int) -> list[torch.Tensor]:
         return [whole] * parts
     found = list(whole.chunk(parts, dim))
     return found + [whole.narrow(dim, 0, 0)] * (parts - len(found))
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.data(), folded())
+def test_experts_and_the_rest_are_on_the_same_ranks(data: st.DataObject, layout: Layout) -> None:
+    """The rank with the most of the one need not be that with the most of the other."""
+    dense = [spec_on(layout, (data.draw(st.integers(1, 9)), 3), 0) for _ in range(data.draw(st.integers(0, 2)))]
+    shapes = [(data.draw(st.integers(1, 9)), data.draw(st.sampled_from([2, 4, 6])), 5) for _ in range(2)]
+    specs = dense + [ParameterSpec("", shape, tuple(_expert_cuts(shape, layout))) for shape in shapes]
+    counts = []
+    for rank in layout.group(0, *(axis for axis in layout.axes if axis != "pp")):
+        parts = [spec.part(layout.coordinate(rank, *(cut.axis for cut in spec.cuts))) for spec in specs]
+        counts.append(sum(math.prod(span.stop - span.start for span in part) for part in parts))
+    held = held_by_ranks(specs, layout, "float32", "adamw")
+    assert (held.fewest, held.most) == (min(counts), max(counts))
+
+
+def test_who_has_the_fewest_of_each_may_be_another_rank() -> None:
+    layout = Layout({"dp_shard": 3, "tp": 2}).with_experts(2)
+    dense = spec_on(layout, (7,), 0)  # 4 rows of the first rank of tp are 2, 2 and 0; 3 of the other are 1, 1 and 1
+    experts = ParameterSpec("", (3, 3), tuple(_expert_cuts((3, 3), layout)))  # and of 3 experts it has one
+    assert held_by_ranks([dense, experts], layout, "float32", "adamw").by_pp == ((2, 4),)
+
+
+def test_experts_of_131072_ranks_are_counted_at_once() -> None:
+    layout = Layout({"dp_replicate": 4, "dp_shard": 2048, "cp": 2, "tp": 8}).with_experts(64)
+    specs = [spec_on(layout, (1000, 8), 0), ParameterSpec("", (1000, 512), tuple(_expert_cuts((1000, 512), layout)))]
+    start = time.perf_counter()
+    held = held_by_ranks(specs, layout, "float32", "adamw")
+    assert (held.fewest, held.most) == (0, 8 + 16)  # 16 experts on a rank of ep, or 8 or none; a row of each over efsdp
+    assert time.perf_counter() - start < 20
 
 
 def test_bytes_of_a_rank() -> None:
@@ -229,7 +270,9 @@ def test_a_large_model_is_a_screen() -> None:
 # Against a job ------------------------------------------------------------------------------------------------------
 
 LLAMA = "{name: llama, hidden_size: 24, intermediate_size: 41, num_hidden_layers: 2, num_attention_heads: 4, "
-CASES = [
+MOE = f"{{name: {Path(__file__).parents[1] / 'models' / 'moe.py'}, num_experts: 6, score: sigmoid, " + LLAMA[14:]
+MOE += "num_key_value_heads: 1, vocab_size: 257}"
+CASES: list[tuple[Any, ...]] = [
     # 257 words, 41 features and 24 rows are uneven; a head is 6 rows; one key/value head is held by all.
     (LLAMA + "num_key_value_heads: 1, vocab_size: 257}", "{dp_shard: 2, tp: 2}"),
     (LLAMA + "num_key_value_heads: 2, vocab_size: 257, tie_word_embeddings: true}", "{dp_shard: 2, tp: 2}"),
@@ -249,6 +292,14 @@ CASES = [
     (LLAMA + "num_key_value_heads: 1, vocab_size: 257, tie_word_embeddings: true}", "{pp: 2, tp: 2}"),
     ("{name: OWN, width: 3, tied: true}", "{pp: 2, dp_shard: 2}"),
     ("{name: OWN, width: 3}", "{dp_replicate: 2, pp: 2}"),
+    (MOE, "{dp_shard: 4}", 1),
+    (MOE, "{dp_shard: 4}", 2),  # 3 experts on a rank over 2 shards
+    (MOE, "{dp_shard: 4}", 4),  # 2, 2, 2 and none
+    (MOE, "{dp_shard: 2, tp: 2}", None),
+    (MOE, "{dp_replicate: 2, dp_shard: 2}", 2),
+    (MOE, "{cp: 2, dp_replicate: 2}", 4),
+    (MOE, "{dp_replicate: 2, pp: 2}", 2),
+    (MOE.replace("experts: 6", "experts: 2"), "{cp: 2, dp_shard: 2}", 2),  # rows of an expert over 2 shards
 ]
 
 
@@ -256,11 +307,12 @@ def test_the_plan_is_what_the_ranks_of_a_job_hold(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = []
-    for i, (section, layout) in enumerate(CASES):
+    for i, (section, layout, *experts) in enumerate(CASES):
         path = tmp_path / f"{i}.yaml"
         text = (
             f"model: {section.replace('OWN', model)}\nbatch: {{global_size: 8, micro_size: 2}}\ntrain: {{steps: 1}}\n"
         )
+        text += "".join(f"parallel: {{expert_parallel: {'null' if n is None else n}}}\n" for n in experts)
         text += "pipeline: {schedule: zbv}\n" * ("pp: 2, tp" in layout)  # whose first rank has both ends of the model
         path.write_text(text)
         arguments += [str(path), layout]

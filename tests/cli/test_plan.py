@@ -227,10 +227,51 @@ def test_the_plan_as_json(config: Path, capsys: pytest.CaptureFixture[str]) -> N
         "stages": [0],
         "over_tp": "columns",
         "after_tp": {"largest": [6, 3], "smallest": [6, 3]},
+        "over_ep": "held by all",
         "on_a_rank": {"largest": [3, 3], "smallest": [3, 3]},
     }
     assert plan["pipeline"] is None
     assert plan["warnings"] == []
+
+
+WITH_EXPERTS = """
+model: {name: qwen3_moe, preset: qwen3-30b-a3b}
+data: {source: tokens, path: somewhere, seq_len: 8192}
+layout: {dp_replicate: 2, dp_shard: 8, tp: 2}
+parallel: {expert_parallel: 8}
+batch: {global_size: 64, micro_size: 1}
+train: {steps: 50, precision: bfloat16}
+"""
+
+
+def test_a_plan_with_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "experts.yaml"
+    config.write_text(WITH_EXPERTS)
+    assert cli.main(["plan", str(config), "--hosts", "4x8"]) == 0
+    text = capsys.readouterr().out
+    for line in (
+        "30,532,122,624 parameters, 3,353,032,704 active a token, 1,909,057,280 per rank",
+        "experts: 48 layers x 128, 8 a token; over ep 8: 16, over efsdp 2: 8 on a rank; 2 copies",
+        "with even loads a layer sends 4 x 112 MiB over ep for a microbatch of 4,096 tokens",
+        "rank  host    local  dp_replicate  dp_shard  tp  edp_replicate  efsdp  ep",
+        "31    host 3  7      1             7         1   1              1      7",
+        "ep: 4 groups of 8 ranks, none crosses hosts",
+        "efsdp: 16 groups of 2 ranks, each crosses hosts",
+        "edp_replicate: 16 groups of 2 ranks, each crosses hosts",
+    ):
+        assert line in text.splitlines()
+    several = ["layout={dp_shard: 32}", "parallel={expert_parallel: 32, recompute: full}", "model.num_experts=40"]
+    assert cli.main(["plan", str(config), "--hosts", "4x8", *several]) == 0
+    text = capsys.readouterr().out
+    assert "over ep 32: 2 on a rank, none on 12 ranks of ep; 1 copy\nwith even loads a layer sends 6 x " in text
+    assert "warning: expert_parallel: 32 crosses hosts in 1 of 1 groups" in text
+    assert cli.main(["plan", str(config), "--json", "--hosts", "4x8", "parallel.recompute=full"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["expert_parallel"] == 8
+    assert plan["ranks"][13]["coordinate"].items() >= {"edp_replicate": 0, "efsdp": 1, "ep": 5}.items()
+    assert plan["experts"]["sent"] == 6 * plan["experts"]["message"] + 8 * 112
+    (experts,) = [one for one in plan["parameters"]["each"] if one["name"] == "model.layers.7.mlp.experts.down_proj"]
+    assert (experts["over_ep"], experts["on_a_rank"]["largest"]) == ("experts", [8, 2048, 768])
 
 
 def test_a_plan_warns_of_tp_across_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -333,6 +374,21 @@ def test_without_hosts_a_plan_says_what_it_assumes(tmp_path: Path) -> None:
     assert plan.notes == ("no --hosts given: the smallest world that this layout fits, 2 processes = 1 host x 2",)
     plan = make_plan(str(write_config(tmp_path, "{dp_shard: 3}")))
     assert plan.notes == ("no --hosts given: all on one host, 3 processes = 1 host x 3",)
+
+
+@pytest.mark.parametrize(("per_token", "line"), [(1, "sends 0 x 0 bytes over"), (2, "sends 4 x 16 bytes over")])
+def test_experts_of_a_token_or_two(per_token: int, line: str) -> None:
+    model = [f"model.num_experts_per_tok={per_token}", "model.head_dim=2", "model.hidden_size=4"]
+    others = ["data.seq_len=1", "batch.micro_size=1", "layout={dp_shard: 2}", "parallel.expert_parallel=2"]
+    plan = make_plan("moe", [*model, *others])
+    assert plan.experts is not None
+    assert line in plan.experts.describe_sent()
+
+
+def test_what_no_file_of_weights_has_is_no_parameter() -> None:
+    """The published number of Qwen3-30B-A3B, whose routers remember the loads of their experts."""
+    plan = make_plan("quickstart", ["model={name: qwen3_moe, preset: qwen3-30b-a3b}", "layout={dp_shard: 1}"])
+    assert plan.memory.total == plan.memory.most == 30_532_122_624
 
 
 def test_a_layout_that_does_not_fit_the_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

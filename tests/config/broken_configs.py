@@ -60,6 +60,7 @@ PLANS = {
     "stale_plan": 'tp_plan = {"first": "colwise", "second": "rowwise"}',
     "cp_plan": 'cp_plan = {"first": "convolution"}',
     "stale_cp_plan": 'cp_plan = {"first": "attention", "second": "attention"}',
+    "stale_ep_plan": 'ep_plan = {"*.experts": "ep_dispatch_experts"}',
 }
 
 
@@ -279,6 +280,7 @@ LAYOUTS = [
     one("dp", plus("layout:\n  dp: 2\n"), 5, "no axis 'dp'", "did you mean dp_replicate or dp_shard?"),
     one("a view", plus("layout: {fsdp: 2}\n"), 4, "no axis 'fsdp'", "did you mean dp_shard?"),
     one("a view of experts", plus("layout: {efsdp: 2}\n"), 4, "no axis 'efsdp'", "the axes are pp"),
+    one("experts as an axis", plus("layout: {ep: 2}\n"), 4, "no axis 'ep'", "give parallel.expert_parallel"),
     one("size 0", plus("layout: {tp: 0}\n"), 4, "found 0", "-1 for whatever is left"),
     one("size -2", plus("layout: {dp_shard: -2}\n"), 4, "found -2", "an integer of at least 1"),
     one("size is a float", plus("layout: {dp_shard: 2.0}\n"), 4, "found the number 2.0", "write 2"),
@@ -412,6 +414,78 @@ LAYOUTS = [
     one("no way", plus("parallel: {context: p2p}\n"), 4, "found the text 'p2p'", "the default is gather"),
     one("Megatron's way", plus("parallel: {cp_comm_type: a2a}\n"), 4, "no key", "did you mean context?"),
     one("DeepSpeed's way", plus("parallel: {ulysses_degree: 4}\n"), 4, "no key", "did you mean context_heads?"),
+]
+
+OF_8, OF_16 = "layout: {dp_shard: 8}\n", "layout: {dp_shard: 8, tp: 2}\n"
+WITH_EXPERTS = f"{{name: {WHOLE.with_name('moe.py')}, num_experts: 8}}"
+EXPERTS = [
+    one(
+        "experts that do not fold",
+        plus(OF_16 + "parallel:\n  expert_parallel: 6\n", model=WITH_EXPERTS),
+        6,
+        "parallel.expert_parallel 6 does not fold into {dp_shard: 8, tp: 2}, whose inner ranks it takes (tp, cp, ",
+        "use 4 or 8",
+    ),
+    one(
+        "experts that do not fold into the layout of this world",
+        plus("layout: {dp_shard: -1}\nparallel: {expert_parallel: 4}\n", model=WITH_EXPERTS),
+        5,
+        "does not fold into {dp_shard: 6}",
+        "use 3 or 6",
+        world_size=6,
+    ),
+    one(
+        "more ranks than experts",
+        plus(OF_16 + "parallel: {expert_parallel: 16}\n", model=WITH_EXPERTS),
+        5,
+        "parallel.expert_parallel is 16 and a layer has 8 experts",
+        "use 8",
+    ),
+    one(
+        "more ranks of tp than experts",
+        plus("layout: {tp: 8}\n", model=WITH_EXPERTS.replace("8", "6")),
+        4,
+        "parallel.expert_parallel is 8 (null: as many as tp) and a layer has 6 experts",
+        "use 4",
+    ),
+    one(
+        "experts of a model without",
+        plus(OF_8 + "parallel: {expert_parallel: 4}\n"),
+        5,
+        "plain.py has no ep_plan, which names its experts",
+        "take it away",
+    ),
+    one(
+        "experts without sequence parallelism",
+        plus(OF_16 + "parallel: {sequence_parallel: false}\n", model=WITH_EXPERTS),
+        5,
+        "parallel.sequence_parallel false with tp 2: ranks of tp would send experts the same tokens",
+        "leave it true, or use expert_parallel: 1",
+    ),
+    one(
+        "an ep_plan of another model",
+        plus(OF_8 + "parallel: {expert_parallel: 4}\n", model="{name: MODEL.stale_ep_plan.py, width: 8}"),
+        5,
+        "the ep_plan's '*.experts' matches no module",
+        "mend the pattern",
+    ),
+    one("torchtitan's degree", plus("parallel: {expert_parallel_degree: 4}\n"), 4, "no key", "mean expert_parallel?"),
+    one("ep", plus("parallel: {ep: 4}\n"), 4, "no key parallel.ep", "did you mean expert_parallel?"),
+    one("room for less", plus("parallel: {expert_rows: 0.5}\n"), 4, "expert_rows: expected", "at least 1"),
+    one(
+        "a capacity",
+        plus("parallel: {capacity_factor: 1.25}\n"),
+        4,
+        "which tokens a capacity drops depends on which others compete, so on the layout",
+        "take it away",
+    ),
+    one(
+        "a capacity of the model",
+        plus(model="{name: MODEL, width: 8, moe_expert_capacity_factor: 1}"),
+        1,
+        "so on the",
+        "take it",
+    ),
 ]
 
 SIX_BLOCKS = "{name: llama, num_hidden_layers: 3}"
@@ -768,4 +842,17 @@ HOSTILE = [
     ),
 ]
 
-BROKEN = [*HOSTILE, *YAML, *KEYS, *TYPES, *MODELS, *LAYOUTS, *STAGES, *TOGETHER, *CHECKPOINTS, *OVERRIDES, MANY]
+BROKEN = [
+    *HOSTILE,
+    *YAML,
+    *KEYS,
+    *TYPES,
+    *MODELS,
+    *LAYOUTS,
+    *EXPERTS,
+    *STAGES,
+    *TOGETHER,
+    *CHECKPOINTS,
+    *OVERRIDES,
+    MANY,
+]

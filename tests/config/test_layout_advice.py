@@ -147,3 +147,55 @@ def test_neighbours_that_split_heads_and_cross_hosts_are_warned_of() -> None:
     assert "context_heads: 4 crosses hosts in 2 of 2 groups (the first is ranks [0, 2, 4, 6] on host 0 and" in warning
     assert "so that 4 neighbours share a host" in warning
     assert host_warnings(layout.on_hosts((4, 4))) == []  # keys and values may travel
+
+
+def test_near_layouts_are_those_into_which_experts_fold() -> None:
+    with pytest.raises(LayoutError, match=re.escape("start 8, or use {dp_shard: 12, tp: 2} or {dp_shard: 6, tp: 4}")):
+        resolve({"dp_shard": 4, "tp": 2}, 24, experts=8)
+    with pytest.raises(LayoutError, match=r"start 8$"):
+        resolve({"dp_shard": 4, "tp": 2}, 6, experts=4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "experts", "counts", "sentences"),
+    [
+        (
+            {"dp_shard": 8, "tp": 2},
+            16,
+            (8, 8),
+            ["expert_parallel: 16 crosses hosts in 1 of 1 groups (the first is", "layer: use expert_parallel: 8"],
+        ),
+        (
+            {"dp_shard": 4, "dp_replicate": 4},
+            4,
+            [4] * 4,
+            ["in 4 of 4", ": use the layout {dp_replicate: 4, dp_shard: 4}"],
+        ),
+        (
+            {"dp_shard": 4, "dp_replicate": 2},
+            4,
+            [2] * 4,
+            ["use expert_parallel: 2 and the layout {dp_replicate: 2, dp_shard: 4}"],
+        ),
+        ({"dp_shard": 6}, 6, (1, 5), ["use expert_parallel: 1"]),
+    ],
+)
+def test_experts_across_hosts_are_warned_of(
+    sizes: dict[str, int], experts: int, counts: list[int], sentences: list[str]
+) -> None:
+    layout = Layout(sizes).on_hosts(counts)
+    assert host_warnings(layout.with_experts(1)) == []
+    (warning,) = host_warnings(layout.with_experts(experts))
+    for sentence in sentences:
+        assert sentence in warning
+    advice = re.search(r"layout (\{.*?\})", warning)
+    ranks = re.search(r"use expert_parallel: (\d+)", warning)
+    better = Layout(yaml.safe_load(advice[1]) if advice else sizes).on_hosts(counts)
+    assert host_warnings(better.with_experts(int(ranks[1]) if ranks else experts)) == []
+
+
+def test_experts_of_131072_ranks_are_kept_on_their_hosts() -> None:
+    layout = Layout({"pp": 16, "dp_shard": 2048, "tp": 4}).on_hosts([8] * 16384)
+    assert host_warnings(layout.with_experts(8)) == []
+    (warning,) = host_warnings(layout.with_experts(64))
+    assert warning.endswith("use expert_parallel: 8")

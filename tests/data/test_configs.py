@@ -67,6 +67,7 @@ MAKERS = {
     "images": make_images,
     "own-dataset": make_nothing,
     "long-context": make_nothing,
+    "moe": make_nothing,
 }
 
 

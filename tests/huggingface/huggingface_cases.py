@@ -49,8 +49,18 @@ LAYOUTS: dict[int, list[tuple[dict[str, int], str]]] = {  # with the schedule of
         ({"dp_replicate": 2, "pp": 2}, "1f1b"),
     ],
 }
+OF_EXPERTS: dict[int, list[tuple[dict[str, int], str, int]]] = {  # and the ranks over which they are dealt out
+    2: [({"dp_shard": 2}, "", 1), ({"dp_replicate": 2}, "", 2), ({"tp": 2}, "", 2), ({"pp": 2}, "zbv", 1)],
+    3: [],
+    4: [
+        ({"dp_shard": 4}, "", 2),
+        ({"dp_shard": 4}, "", 4),
+        ({"dp_replicate": 2, "dp_shard": 2}, "", 2),
+        ({"dp_shard": 2, "tp": 2}, "", 2),
+        ({"pp": 2, "dp_shard": 2}, "1f1b", 2),
+    ],
+}
 folder = Path(sys.argv[1])
-llama = model_file("llama")
 
 
 class Counted:
@@ -71,8 +81,9 @@ class Counted:
 
 def read(name: str, schedule: str, job: Job, origin: str = "weights") -> Config:
     """A run that starts from the weights of a folder."""
-    text = f"model: {{weights: {folder / name / origin}}}\nbatch: {{global_size: 8, micro_size: 1}}\n"
-    text += f"train: {{steps: 1}}\npipeline: {{schedule: {schedule or '1f1b'}}}\n"
+    kind = json.loads((folder / name / "weights" / "config.json").read_text())["model_type"]
+    text = f"model: {{name: {kind}, weights: {folder / name / origin}}}\nbatch: {{global_size: 8, micro_size: 1}}\n"
+    text += f"train: {{steps: 1}}\ndata: {{seq_len: 32}}\npipeline: {{schedule: {schedule or '1f1b'}}}\n"
     (folder / f"{name}.{job.rank}.yaml").write_text(text)
     return Config.load(str(folder / f"{name}.{job.rank}.yaml"))
 
@@ -102,9 +113,13 @@ def read_their_parts_only(models: list[nn.Module], whole: nn.Module, name: str) 
                 huggingface.load_weights(model, source, whole)
     finally:
         huggingface.safe_open = really
-    tensors = [tensor for model in models for tensor in huggingface.named_tensors(model).values()]
-    held = sum(local_part(tensor)[0].numel() for tensor in tensors)
-    return sum(file.read for file in files) == held
+    return sum(file.read for file in files) == values_to_read(models)
+
+
+def values_to_read(models: list[nn.Module]) -> int:
+    """This rank's parts of all that files have."""
+    tensors = [item for model in models for item in huggingface.named_tensors(model).items()]
+    return sum(local_part(tensor)[0].numel() for (name, *_), tensor in tensors if not name.endswith(".loads"))
 
 
 def checkpoint_read(config: Config, mesh: Mesh, job: Job) -> tuple[nn.Module, bool]:
@@ -123,8 +138,7 @@ def checkpoint_read(config: Config, mesh: Mesh, job: Job) -> tuple[nn.Module, bo
         model = build_model(config, mesh, job.device)
     finally:
         checkpoint_weights.read_part = really
-    tensors = [tensor for part in parts(model, mesh) for tensor in huggingface.named_tensors(part).values()]
-    return model, values == sum(local_part(tensor)[0].numel() for tensor in tensors)
+    return model, values == values_to_read(parts(model, mesh))
 
 
 def logits_agree(model: nn.Module, name: str) -> bool:
@@ -141,7 +155,8 @@ def logits_agree(model: nn.Module, name: str) -> bool:
 def exports(model: nn.Module, config: Config, name: str, mesh: Mesh, job: Job) -> bool:
     """Writes in several files, over an export of another layout, and compares all with what was loaded."""
     out = folder / name / "export"
-    described = llama.to_hugging_face(llama.Config(**config.model.keys))
+    module = model_file(config.model.name)
+    described = module.to_hugging_face(module.Config(**config.model.keys))
     export.export(model, out, job, mesh, dtype=torch.float32, config=described, file_bytes=20_000)
     found = {key: value for path in out.glob("*.safetensors") for key, value in load_file(path).items()}
     wanted = {k: v for path in (folder / name / "weights").glob("*.safetensors") for k, v in load_file(path).items()}
@@ -172,23 +187,39 @@ def fails_on_all(model: nn.Module, mesh: Mesh, job: Job) -> bool:
     return f"rank {job.world_size - 1}: " in said and "No space left" in said and str(folder) in said and not left
 
 
+def holds_its_experts(models: list[nn.Module], layout: Layout) -> bool:
+    tensors = [tensor for model in models for name, tensor in model.named_parameters() if ".experts." in name]
+    return all(len(local_part(tensor)[0]) <= -(-len(tensor) // layout.experts) for tensor in tensors)
+
+
+def cells(world: int) -> Iterator[tuple[Layout, str, list[str]]]:
+    """Layout, schedule, and names of models."""
+    names = sorted(path.parent.name for path in folder.glob("*/weights"))
+    experts = [name for name in names if name.startswith("experts")]
+    for sizes, schedule in LAYOUTS[world]:
+        yield Layout(sizes), schedule, [name for name in names if name not in experts]
+    for sizes, schedule, ranks in OF_EXPERTS[world]:
+        yield Layout(sizes).with_experts(ranks), schedule, experts
+
+
 with meshtrain.start(60) as job:
     failures: list[str] = []
     checked = 0
-    for sizes, schedule in LAYOUTS[job.world_size]:
-        mesh = meshtrain.build_mesh(Layout(sizes))
-        for name in sorted(path.parent.name for path in folder.glob("*/weights")):
+    for layout, schedule, names in cells(job.world_size):
+        mesh = meshtrain.build_mesh(layout)
+        for name in names:
             config = read(name, schedule, job)
             model = build_model(config, mesh, job.device)
-            cell = f"{Layout(sizes)} {schedule} {name} rank {job.rank}"
+            cell = f"{layout} ep {layout.experts} {schedule} {name} rank {job.rank}"
             failures += [] if logits_agree(model, name) else [f"{cell}: logits"]
             once_more = read_their_parts_only(parts(model, mesh), plain_model(config), name)
             failures += [] if once_more else [f"{cell}: reads"]
+            failures += [] if holds_its_experts(parts(model, mesh), layout) else [f"{cell}: experts"]
             failures += [] if exports(model, config, name, mesh, job) else [f"{cell}: export"]
             failures += [] if logits_agree(model, name) else [f"{cell}: logits after the export"]
             model, once = checkpoint_read(read(name, schedule, job, "checkpoints"), mesh, job)
             failures += [] if once else [f"{cell}: reads of the checkpoint"]
             failures += [] if logits_agree(model, name) else [f"{cell}: logits from the checkpoint"]
             checked += 1
-        failures += [] if fails_on_all(model, mesh, job) else [f"{Layout(sizes)} rank {job.rank}: failing"]
+        failures += [] if fails_on_all(model, mesh, job) else [f"{layout} rank {job.rank}: failing"]
     print(json.dumps({"failures": failures, "checked": checked}) + "\n", end="", flush=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from meshtrain.cli import main as cli
 from meshtrain.config import Config, ConfigErrors
@@ -26,6 +26,7 @@ from meshtrain.mesh import build_mesh
 from meshtrain.modeling.build import plain_model
 from meshtrain.run.weights_export import export, turns
 from tests.checkpoint.by_hand import write_checkpoint
+from tests.huggingface.test_moe_models import transformers_model
 from tests.launching import forked
 
 SIZES: dict[str, Any] = {
@@ -186,7 +187,7 @@ def broken(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
         ({"model_type": None}, ["model_type is missing"]),
         ({"attention_bias": True}, ["config.json:", "model.attention_bias: true is not built"]),
         ({"mlp_bias": True}, ["config.json:", "model.mlp_bias"]),
-        ({"quantization_config": {"bits": 4}}, ["config.json:", "there is no key model.quantization_config"]),
+        ({"quantization_config": {"bits": 4}}, ["config.json:", "quantized; convert them to bfloat16"]),
         ({"hidden_size": "wide"}, ["config.json:", "model.hidden_size: expected an integer"]),
         ({"rope_parameters": {"rope_type": "su", "factor": 2.0}}, ["mine.yaml:1", "'su' is not built"]),
     ],
@@ -346,26 +347,28 @@ def test_files_go_round_among_the_writers() -> None:
 @pytest.mark.parametrize("processes", [2, 3, 4])
 def test_ranks_read_and_write_their_parts(processes: int, tmp_path: Path) -> None:
     torch.save(TOKENS, tmp_path / "tokens.pt")
-    for name in ("six",) if processes == 3 else ("llama3", "gqa", "uneven"):
-        theirs = made(**MODELS[name])
-        theirs.save_pretrained(tmp_path / name / "weights", max_shard_size="50KB")
-        torch.save(logits(theirs), tmp_path / name / "logits.pt")
-        config = read(tmp_path / name / "weights")
+    names = {2: ("llama3", "gqa", "uneven", "mixtral"), 3: ("six",), 4: ("llama3", "gqa", "uneven", "mixtral")}
+    for name in names[processes]:
+        theirs = made(**MODELS[name]) if name in MODELS else transformers_model(name)
+        place = tmp_path / (name if name in MODELS else f"experts {name}")
+        theirs.save_pretrained(place / "weights", max_shard_size="50KB")
+        torch.save(logits(theirs), place / "logits.pt")
+        config = read(place / "weights", f"model.name={theirs.config.model_type}")
         write_checkpoint(
-            tmp_path / name / "checkpoints",
+            place / "checkpoints",
             {f"model.{names[0]}": tensor for names, tensor in named_tensors(theirs).items()},
             sizes={"dp_shard": 2, "tp": 5},
             cuts=lambda name, tensor: (("tp", tensor.dim() - 1), ("dp_shard", 0)),
-            config={"model": {"name": "llama", **config.model.keys}},
+            config={"model": {"name": config.model.name, **config.model.keys}},
         )
     done = forked(processes, Path(__file__).parent / "huggingface_cases.py", str(tmp_path), timeout=220).check()
     rows = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
     assert len(rows) == processes
     for row in rows:
         assert row["failures"] == []
-        assert row["checked"] == {2: 15, 3: 2, 4: 24}[processes]
+        assert row["checked"] == {2: 15 + 4, 3: 2, 4: 24 + 5}[processes]
     for written in tmp_path.glob("*/export"):
-        LlamaForCausalLM.from_pretrained(written)
+        AutoModelForCausalLM.from_pretrained(written)
 
 
 @pytest.mark.timeout(240)

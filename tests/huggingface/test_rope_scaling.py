@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
+from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from meshtrain.attention import AttentionContext
@@ -19,6 +21,14 @@ from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
 from meshtrain.modeling.build import plain_model
+from meshtrain.rotary import (
+    cos_sin,
+    rotary_frequencies,
+    rotary_magnitude,
+    rotary_score_factor,
+    rotate,
+    rotate_interleaved,
+)
 from meshtrain.run.weights_export import export
 
 llama = model_file("llama")
@@ -52,7 +62,12 @@ TOKENS = torch.randint(256, (2, LENGTH), generator=torch.Generator().manual_seed
 
 
 def frequencies(config: Any, length: int) -> torch.Tensor:
-    return llama.rotary_frequencies(config, torch.device("cpu"), length)
+    arguments = (*config.rope, config.rotary_width, config.max_position_embeddings)
+    return rotary_frequencies(*arguments, torch.device("cpu"), length)
+
+
+def magnitude(config: Any) -> float:
+    return rotary_magnitude(config.rope[1])
 
 
 @pytest.mark.parametrize("theta", [500.0, 10000.0])
@@ -66,13 +81,39 @@ def test_angles_and_magnitude_are_those_of_transformers(name: str, theta: float)
             theirs = LlamaRotaryEmbedding(LlamaConfig(**sizes))
             theirs(torch.zeros(1), torch.arange(length)[None])  # where `dynamic` learns the length
             torch.testing.assert_close(frequencies(ours, length).float(), theirs.inv_freq, rtol=1e-6, atol=0)
-            assert llama.rotary_magnitude(ours) == pytest.approx(theirs.attention_scaling, rel=1e-12)
+            assert magnitude(ours) == pytest.approx(theirs.attention_scaling, rel=1e-12)
+
+
+def test_parts_and_interleaved_pairs_turn_as_in_transformers() -> None:
+    """Features that do not turn stay; pairs of neighbours come out as halves."""
+    draw = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 7, heads, 12, dtype=torch.float64, generator=draw) for heads in (4, 2))
+    positions = torch.randint(100, (2, 7), generator=draw)
+    cos, sin = cos_sin(positions, 500.0, {}, 8, MOST, torch.float64)
+    full = [torch.cat((x, x), dim=-1).squeeze(2) for x in (cos, sin)]
+    for ours, theirs in zip(
+        (rotate(q, cos, sin), rotate(k, cos, sin)),
+        glm4_moe.apply_rotary_pos_emb(q, k, *full, unsqueeze_dim=2),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+    q, k = q[..., :8], k[..., :8]
+    expected = deepseek_v3.apply_rotary_pos_emb_interleave(q, k, *full, unsqueeze_dim=2)
+    for x, theirs in zip((q, k), expected, strict=True):
+        torch.testing.assert_close(rotate_interleaved(x, cos, sin), theirs)
+
+
+@pytest.mark.parametrize("name", [name for name in SCALINGS if "yarn" in name] + ["linear"])
+def test_deepseek_scales_its_scores_as_in_transformers(name: str) -> None:
+    for scaling in (SCALINGS[name], SCALINGS[name] | ({"mscale_all_dim": 1.0} if "yarn" in name else {})):
+        expected = deepseek_v3.yarn_apply_mscale({key: x for key, x in scaling.items() if x is not None}, 0.125)
+        assert 0.125 * rotary_score_factor(scaling) == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_numbers_of_the_papers() -> None:
     """https://arxiv.org/abs/2309.00071: section 3.4, 0.1 ln(s) + 1 with Llama 2 over 64k; 3.1, b s^(d / (d - 2))."""
     ours = llama.Config(rope_scaling={"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096})
-    assert llama.rotary_magnitude(ours) == pytest.approx(1.2772588722239782)
+    assert magnitude(ours) == pytest.approx(1.2772588722239782)
     scaling = {"rope_type": "dynamic", "factor": 1.0}  # with 1 the base grows by s^(d / (d - 2)) alone
     ours = llama.Config(hidden_size=128, num_attention_heads=1, max_position_embeddings=4096, rope_scaling=scaling)
     base = 10000 * 8 ** (128 / 126)
@@ -120,7 +161,7 @@ def test_a_model_goes_in_and_out_with_its_scaling(name: str, form: str, tmp_path
     assert (logits_of(LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()) - expected).abs().max() <= 1e-5
     again, before = llama.Config(**read(tmp_path / "out").model.keys), llama.Config(**config.model.keys)
     assert torch.equal(frequencies(again, LENGTH), frequencies(before, LENGTH))
-    assert llama.rotary_magnitude(again) == llama.rotary_magnitude(before)
+    assert magnitude(again) == magnitude(before)
 
 
 def test_the_type_may_stand_in_rope_parameters_by_its_old_name() -> None:

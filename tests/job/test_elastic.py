@@ -65,6 +65,13 @@ def test_which_worlds_a_layout_can_be_made_of(sizes: dict[str, int], said: str) 
     assert world_sizes_text(sizes) == said
 
 
+def test_experts_fold_into_the_worlds_that_are_named() -> None:
+    assert world_sizes_text({"dp_shard": -1, "tp": 2}, 8) == "8, 16, 24, ... processes can form it"
+    expected = "32 processes can form it, and with dp_shard: -1 8, 16, 32, ... processes can"
+    assert world_sizes_text({"dp_replicate": 2, "dp_shard": 8, "tp": 2}, 8) == expected
+    assert world_sizes_text({"dp_replicate": 2, "dp_shard": -1}, 2).startswith("2, 4, 8, ... processes")
+
+
 def test_a_job_that_was_started_again_is_told_which_worlds_would_do() -> None:
     def refused(again: bool) -> str:
         with pytest.raises(ConfigErrors) as found:

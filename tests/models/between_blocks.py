@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshtrain.config.locate import model_file
+from meshtrain.rotary import cos_sin
 
 llama = model_file("llama")
 init_plan, tp_plan, check = llama.init_plan, llama.tp_plan, llama.check
@@ -57,8 +58,7 @@ class Model(llama.Model):
         if tweak == "rotary":
             cos, sin = self.rotary(positions)
         else:
-            angles = positions[..., None, None] * llama.rotary_frequencies(self.config, tokens.device)
-            cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+            cos, sin = cos_sin(positions, *self.config.rope, self.config.rotary_width, 0, x.dtype)
         first = x
         for i, layer in enumerate(self.model.layers):
             x = layer(x, cos, sin, mask)
@@ -82,5 +82,4 @@ class Rotary(nn.Module):
         self.config = config
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angles = positions[..., None, None] * llama.rotary_frequencies(self.config, positions.device)
-        return angles.cos().float(), angles.sin().float()
+        return cos_sin(positions, *self.config.rope, self.config.rotary_width, 0, torch.float32)

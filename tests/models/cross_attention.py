@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from meshtrain.attention import attention
 from meshtrain.config.locate import model_file
+from meshtrain.rotary import cos_sin
 
 llama = model_file("llama")
 init_plan = llama.init_plan
@@ -47,8 +48,7 @@ class Model(llama.Model):
 
     def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
         memory = x = self.model.embed_tokens(tokens)
-        angles = positions[..., None, None] * llama.rotary_frequencies(self.config, tokens.device)
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        cos, sin = cos_sin(positions, *self.config.rope, self.config.rotary_width, 0, x.dtype)
         for layer in self.model.layers:
             x = layer(x, cos, sin, None, memory)
         return self.lm_head(self.model.norm(x))

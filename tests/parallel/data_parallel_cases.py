@@ -223,6 +223,21 @@ class Cases:
             x = inputs(0, 0).requires_grad_()
             torch.autograd.grad(model(x, True, True).sum(), [x, model.b.weight])
 
+    def state(self, mesh: Mesh) -> None:
+        """What a module says that it counts is whole and in float32 on each rank, also while a block computes in 16
+        bits."""
+        model, kinds = fresh(), []
+        model.a.register_parameter("counts", nn.Parameter(torch.ones(3), requires_grad=False))
+        model.a.state_parameters = ("counts",)
+        a, forward = model.a, model.a.forward
+        a.forward = lambda x: kinds.extend((a.weight.dtype, a.counts.dtype, type(a.counts))) or forward(x)
+        meshtrain.parallelize(model, mesh, precision="bfloat16")
+        step(model, mesh, 1, USES["all"], dtype=torch.bfloat16)
+        kinds.append(tuple(model.a.counts.shape))
+        if kinds != [torch.bfloat16, torch.float32, nn.Parameter, (3,)]:
+            self.failures.append([str(mesh.layout), "state", str(kinds)])
+        self.checked += 1
+
     def unfrozen(self, mesh: Mesh) -> None:
         """What nobody would sum is refused."""
         model = fresh()
@@ -269,6 +284,7 @@ with meshtrain.start(60) as job:
             if "dp_shard" in layout:
                 cases.sixteen_bits(mesh, reshard)
             cases.exception(mesh, reshard)
+        cases.state(mesh)
         cases.strides(mesh)
         cases.recomputed(mesh)
         if "dp_shard" not in layout:

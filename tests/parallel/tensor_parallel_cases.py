@@ -26,7 +26,7 @@ from meshtrain.parallel.sharding import local_part
 from meshtrain.parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 B, S, D, V = 2, 12, 10, 11  # samples, tokens, width, vocabulary
-llama = model_file("llama")
+llama, deepseek = model_file("llama"), model_file("deepseek_v3")
 
 
 class Cases:
@@ -144,6 +144,23 @@ class Cases:
         # A tensor that does not divide is sent in parts that differ by an element: the counter takes their mean.
         self.equal(abs(sent.bytes - total) <= 64, True, f"{options}: bytes by torch {sent.bytes}, counted {total}")
 
+    def bytes_of_latent_attention(self, sequence: bool) -> None:
+        """Latents and the rotary key take the place of the block's input, each of them once."""
+        d, r = 24, 8 + 10 + 2
+        options = {"sequence_parallel": sequence, "precision": "float64", "verify": False}
+        model = meshtrain.parallelize(latent_attention(), self.mesh, **options)
+        self.mesh.comm_bytes.restart()
+        tokens = torch.randint(V, (B, S))
+        with Sent() as sent:
+            sample_losses(model(tokens), tokens).sum().backward()
+        t, n = self.mesh.size("tp"), B * S
+        share = (t - 1) / t
+        sums = 2 * (3 * d + 8 * d + 8 + 12 * d + 10) * sequence
+        expected = round(8 * share * (n * (6 * d + 2 * r) + 4 * n * d + 3 * n * t + sums))
+        total = sum(self.mesh.comm_bytes.by_kind("tp").values())
+        self.equal(abs(total - expected) <= 8, True, f"latent attention: bytes {total}, by the formula {expected}")
+        self.equal(abs(sent.bytes - total) <= 64, True, f"latent attention: bytes by torch {sent.bytes}, not {total}")
+
     def saved_tensors(self, recompute: str, regather: bool, k: int) -> None:
         """What the forward of a block of a small Llama keeps for its backward, in float32, in elements."""
         plain = small_llama(num_hidden_layers=1, num_key_value_heads=k)
@@ -187,6 +204,14 @@ def small_llama(**keys: Any) -> nn.Module:
     }
     torch.manual_seed(0)
     return llama.Model(llama.Config(**(sizes | keys)))
+
+
+def latent_attention() -> nn.Module:
+    """A plain DeepSeek-V3 of one layer, which has no experts."""
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "vocab_size": V, "v_head_dim": 6}
+    sizes |= {"q_lora_rank": 8, "kv_lora_rank": 10, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2}
+    torch.manual_seed(0)
+    return deepseek.Model(deepseek.Config(**sizes, num_hidden_layers=1))
 
 
 class Created(TorchDispatchMode):
@@ -255,6 +280,7 @@ def main() -> None:
 def layers_and_bytes(cases: Cases) -> None:
     for sequence in (True, False):
         cases.layers(sequence, regather=False)
+        cases.bytes_of_latent_attention(sequence)
     cases.layers(True, regather=True)
     cases.losses_of_large_logits()
     for options in (

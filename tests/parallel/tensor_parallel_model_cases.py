@@ -30,7 +30,7 @@ from meshtrain.parallel import tensor_parallel as tensor
 from meshtrain.parallel.grad_sync import set_is_last_backward
 from meshtrain.parallel.mixed_precision import ComputeCopies
 from meshtrain.train import run
-from tests.parallel.tensor_parallel_cases import Cases, D, S, V, small_llama
+from tests.parallel.tensor_parallel_cases import Cases, D, S, V, latent_attention, small_llama
 from tests.parity.experiments import QUICKSTART, SMALL
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "tensor-parallel.md"
@@ -141,13 +141,13 @@ class Models(Cases):
         }.items():
             self.equal(raises(RuntimeError, loss), True, f"cross entropy of split logits, {how}, raises")
 
-    def text(self, temperature: float, sequence: bool) -> None:
+    def text(self, make: Callable[[], nn.Module], temperature: float, sequence: bool) -> None:
         """Every rank writes what one process does, longer than the window that the model sees."""
         prompt, found = [1, 2, 3], []
-        for model in (self.split(small_llama(), sequence_parallel=sequence), small_llama().double()):
+        for model in (self.split(make(), sequence_parallel=sequence), make().double()):
             settings: dict[str, Any] = {"seq_len": S, "device": self.device, "seed": 5, "temperature": temperature}
             found.append(generate(model, prompt, 20, **settings))
-        self.equal(found[0], found[1], f"text at {temperature}, sequence_parallel={sequence}")
+        self.equal(found[0], found[1], f"text of {make} at {temperature}, sequence_parallel={sequence}")
         self.equal(len(set(found[1])) > 3, True, "the text is worth comparing")
 
     def copies(self) -> None:
@@ -216,7 +216,8 @@ def main() -> None:
             cases.steps(small_llama, few, sequence_parallel=sequence)
             cases.steps(Biased, {}, tp_plan=Biased.plan, sequence_parallel=sequence)
             for temperature in (0.8, 0.0):
-                cases.text(temperature, sequence)
+                cases.text(small_llama, temperature, sequence)
+            cases.text(latent_attention, 0.8, sequence)
         cases.snippet()
         cases.copies()
         cases.symmetric_memory()

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from meshtrain.config.locate import model_file
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.sharding import chunk_range, local_slice
@@ -175,6 +176,33 @@ def test_parameters_between_layers_are_covered_or_undecided(
     between = [split for split in styled_parameters(model, plan) if split.layer not in ("inner.q", "inner.o")]
     assert [name for split in between for name in split.parameters] == covered
     assert undecided(model, plan, splits) == open_ones
+
+
+LATENT = {
+    "self_attn.q_b_proj": "colwise",
+    "self_attn.kv_b_proj": "colwise",
+    "self_attn.o_proj": "rowwise",
+    "self_attn.rotary_key": "gather_sequence",
+}
+
+
+def test_heads_may_have_a_width_of_their_own_in_each_layer() -> None:
+    """Between a latent and its projection every rank has all features, which the plan can say."""
+    deepseek = model_file("deepseek_v3")
+    with torch.device("meta"):
+        model = deepseek.Layer(deepseek.Config(), 0)
+    splits = {split.layer: split for split in split_layers(model, LATENT, 4)}
+    widths = {name: (split.heads, split.width) for name, split in splits.items() if split.heads}
+    assert widths == {"self_attn.q_b_proj": (8, 48), "self_attn.kv_b_proj": (8, 64)}
+    assert not any(split.everywhere for split in splits.values())
+    assert [name.removeprefix("self_attn.") for name in undecided(model, LATENT, list(splits.values()))] == [
+        *("q_a_proj.weight", "q_a_layernorm.weight", "kv_a_proj_with_mqa.weight", "kv_a_layernorm.weight")
+    ]
+    assert not undecided(model, LATENT | {"self_attn.*_a_*": "replicate"}, list(splits.values()))
+    with pytest.raises(SplitError, match="8 query heads do not divide over tp 3: use a tp of 1, 2, 4, 8"):
+        split_layers(model, LATENT, 3)
+    with pytest.raises(SplitError, match=r"o_proj gather_sequence, which is for an nn.Identity, and it is a Linear"):
+        split_layers(model, LATENT | {"self_attn.o_proj": "gather_sequence"}, 2)
 
 
 def test_a_style_for_a_parameter_that_is_not_there_is_a_problem() -> None:

@@ -3,6 +3,7 @@
 import gc
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import meshtrain
 from meshtrain.config.locate import model_file
 from meshtrain.errors import AgreedError, InputError
+from meshtrain.experts import Experts, Router
 from meshtrain.layout import Layout
 from meshtrain.loss import sample_losses
 from meshtrain.parallel import tensor_parallel as tensor
@@ -80,6 +82,17 @@ class Around(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens)
         return self.head(x + self.inner(self.norm(x)))
+
+
+class Mixture(nn.Module):
+    """A layer of experts; `centred`: chosen by what is special about a token of its sample."""
+
+    def __init__(self, centred: bool, width: int = 4) -> None:
+        super().__init__()
+        self.gate, self.experts, self.centred = Router(D, 5, 2), Experts(5, D, width), centred
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(x, *self.gate(x - x.mean(1, keepdim=True) if self.centred else x))
 
 
 class Pooled(Around):
@@ -234,6 +247,20 @@ class Verified(Cases):
         frozen.model.layers.requires_grad_(False)
         self.split(lambda: frozen, llama.tp_plan)
 
+    def mixture_of_experts(self) -> None:
+        whole = {"sequence_parallel": False}
+        self.exact("experts, held by all", lambda: Around(Mixture(False)), AROUND)
+        self.exact("experts, held by all, whole samples", lambda: Around(Mixture(False)), AROUND, **whole)
+        for mixture in (Mixture(True), Mixture(True, 4096)):  # also of what wide experts add
+            self.refused("a sum over a part of a sample", ["output 0 differs by"], partial(Around, mixture), AROUND)
+        dealt_out = Verified(meshtrain.build_mesh(self.mesh.layout.with_experts(self.mesh.size("tp"))))
+        ep_plan = {"inner.experts": "ep_dispatch_experts"}
+        dealt_out.exact("experts", lambda: Around(Mixture(False)), AROUND, ep_plan=ep_plan)
+        for reason, options in (("leave it true", {**whole, "ep_plan": ep_plan}), ("has no ep_plan", {})):
+            said = raised(lambda options=options: dealt_out.split(lambda: Around(Mixture(False)), AROUND, **options))
+            self.equal(reason in said, True, f"{reason}: {said}")
+        self.failures += dealt_out.failures
+
     def nothing_to_split_the_sequence(self) -> None:
         def make() -> nn.Module:
             return nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
@@ -351,6 +378,7 @@ def main() -> None:
         cases = Verified(meshtrain.build_mesh(Layout({"tp": job.world_size})))
         cases.parameters_between()
         cases.other_models()
+        cases.mixture_of_experts()
         cases.nothing_to_split_the_sequence()
         cases.faults()
         cases.leaves_all_alone()

@@ -11,7 +11,7 @@ from meshtrain.parallel.fsdp import MIN_UNIT_SIZE
 from tests.launching import forked, torchrun
 from tests.parity.experiments import Experiment
 
-COMPARED = ("loss", "grad_norm", "eval_loss")
+COMPARED = ("loss", "grad_norm", "eval_loss", "expert_load_max", "experts_idle")
 
 
 def train(
@@ -35,7 +35,7 @@ def train(
         done = forked(world, script, str(file), timeout=1500).check()
     else:  # GPUs, of which a process that is forked must not know anything
         done = torchrun(world, str(script), str(file), timeout=1500, env=env).check()
-    printed = [line for line in done.out.splitlines() if re.fullmatch(r"model \S+: [\d,]+ parameters", line)]
+    printed = [line for line in done.out.splitlines() if re.fullmatch(r"model \S+: [\d,]+ parameters(, .*)?", line)]
     assert len(printed) == len(runs)
     return printed
 

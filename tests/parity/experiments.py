@@ -50,6 +50,51 @@ STAGED = (
 ATTACHED_20 = "attached, 20 steps"
 ATTACHED = ("model.name=tests/models/attached.py",)  # the first layer adds a term to the loss, and statistics
 
+# A small model with experts, and sequences that nothing divides.
+EXPERTS = {
+    "experts": ("parallel.recompute=full",),
+    "experts, sigmoid": (
+        "data.seq_len=48",
+        "model.score=sigmoid",
+        "model.router_balance=sequence",
+        "parallel.recompute=selective",
+    ),
+}
+# The query's latent is as wide as that of keys and values, which is not to be taken for it.
+_LATENT = (
+    *("model.num_key_value_heads=null", "model.q_lora_rank=16", "model.kv_lora_rank=16", "model.v_head_dim=8"),
+    *("model.qk_nope_head_dim=10", "model.qk_rope_head_dim=6"),
+)
+# Without experts, which `tp` without sequence parallelism does not take.
+LATENT = (
+    *("model.name=tests/models/latent.py", *_LATENT, "model.first_k_dense_replace=2", "model.rope_interleave=false"),
+    "model.rope_scaling={rope_type: yarn, factor: 4.0, mscale_all_dim: 1.5, original_max_position_embeddings: 12}",
+    "parallel.recompute=selective",
+)
+# The models that come with the project. A key/value head with a bias is on both ranks of tp.
+EXPERT_MODELS = {
+    "qwen3_moe": (
+        *("model.name=qwen3_moe", "model.num_experts=6", "model.moe_intermediate_size=24", "data.seq_len=48"),
+        *("model.norm_topk_prob=true", "model.mlp_only_layers=[1]", "model.router_aux_loss_coef=0.1"),
+    ),
+    "mixtral": (
+        *("model.name=mixtral", "model.num_local_experts=5", "model.router_aux_loss_coef=0.1"),
+        *("model.router_z_loss_coef=0.01", "model.sliding_window=20", "data.seq_len=48"),
+    ),
+    "glm": (
+        *("model.name=glm4_moe", "model.attention_bias=true", "model.use_qk_norm=true", "data.seq_len=48"),
+        *("model.num_key_value_heads=1", "model.moe_intermediate_size=24", "model.n_shared_experts=2"),
+        *("model.n_routed_experts=6", "model.n_group=3", "model.topk_group=2", "model.routed_scaling_factor=1.5"),
+        *("model.router_aux_loss_coef=0.1", "model.router_bias_speed=0.01", "parallel.recompute=full"),
+    ),
+    "latent attention": (
+        *("model.name=deepseek_v3", *_LATENT, "model.n_routed_experts=6", "model.n_group=3", "model.topk_group=2"),
+        *("model.moe_intermediate_size=24", "model.router_aux_loss_coef=0.1", "model.router_bias_speed=0.05"),
+        *("parallel.recompute=full", "data.seq_len=48"),
+    ),
+}
+EXPERTS |= EXPERT_MODELS
+
 # Longer than the model was made for. The length of a part of a sequence, or a padded one (50 over cp), is another.
 ROPE = {
     "dynamic rope": (
@@ -218,6 +263,21 @@ def experiments(folder: Path) -> dict[str, Experiment]:
             Experiment(name, QUICKSTART, (*SMALL, *BRIEF, cache, f64, *ragged_keys, *ATTACHED, *more), 1e-9)
             for name, more in {"attached": (), "attached, recomputed": ("parallel.recompute=full",)}.items()
         ),
+        *(
+            Experiment(
+                name,
+                QUICKSTART,
+                (
+                    *(*SMALL, *BRIEF, cache, f64, *ragged_keys, "model.name=tests/models/moe.py"),
+                    *("model.num_hidden_layers=3", "data.seq_len=47", *more),
+                ),
+                1e-9,
+            )
+            for name, more in EXPERTS.items()
+        ),
+        # Each rank of tp norms its own heads; over tp 4 two of them have the same key/value head.
+        Experiment("qwen3", QUICKSTART, (*SMALL, *BRIEF, cache, f64, "model.name=qwen3"), 1e-9),
+        Experiment("latent, no experts", QUICKSTART, (*SMALL, *BRIEF, cache, f64, *LATENT), 1e-9),
         Experiment(ATTACHED_20, QUICKSTART, (*SMALL, cache, f64, *ATTACHED), 1e-9),
         Experiment("digits", "configs/digits.yaml", digits, 1e-9),
         # Which ranks and microbatches use a layer depends on their samples.
@@ -246,21 +306,30 @@ def write_ragged(path: Path) -> Path:
 LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
     2: [
         ("{dp_replicate: 2}", ("float32", "float64", "ragged")),
-        ("{dp_shard: 2}", ("float32", "float64", "selective", "rare", "attached, recomputed", ATTACHED_20)),
+        (
+            "{dp_shard: 2}",
+            ("float32", "float64", "selective", "rare", "attached, recomputed", ATTACHED_20, *EXPERT_MODELS),
+        ),
         (
             "{tp: 2}",
             (
                 *("float32", "float64", "ragged", "tied, masked, recomputed", "selective", "uneven", "dropout"),
-                *(ATTACHED_20, *TP_MODELS, *ROPE),
+                *("qwen3", "latent, no experts", ATTACHED_20, *TP_MODELS, *ROPE, *EXPERT_MODELS),
             ),
         ),
         (
             "{pp: 2}",
-            ("float32", "staged", "staged, tied", "digits", "attached, recomputed", ATTACHED_20, *STAGED_MODELS, *ROPE),
+            (
+                *("float32", "staged", "staged, tied", "digits", "attached, recomputed", ATTACHED_20, *STAGED_MODELS),
+                *(*ROPE, *EXPERT_MODELS),
+            ),
         ),
         (
             "{cp: 2}",
-            ("float32", "float64", "ragged", "tied, masked, recomputed", "selective", "dropout", "padded", *ROPE),
+            (
+                *("float32", "float64", "ragged", "tied, masked, recomputed", "selective", "dropout", "padded"),
+                *("latent, no experts", *ROPE, *EXPERT_MODELS),
+            ),
         ),
     ],
     3: [
@@ -270,26 +339,38 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
         ("{cp: 3}", ("padded", "few heads")),
     ],
     4: [
-        ("{dp_replicate: 4}", ("float32", "float64", "ragged", "tied, masked, recomputed", "digits")),
-        ("{dp_shard: 4}", ("float32", "float64", "ragged", "selective", "digits", "dropout")),
+        ("{dp_replicate: 4}", ("float32", "float64", "ragged", "tied, masked, recomputed", "digits", "experts")),
+        (
+            "{dp_shard: 4}",
+            (*("float32", "float64", "ragged", "selective", "digits", "dropout"), *("experts", "experts, sigmoid")),
+        ),
         (
             "{dp_replicate: 2, dp_shard: 2}",
-            ("float32", "float64", "ragged", "tied, masked, recomputed", "dropout", "rare"),
+            (
+                *("float32", "float64", "ragged", "tied, masked, recomputed", "dropout", "rare"),
+                *("experts", "experts, sigmoid"),
+            ),
         ),
         ("{dp_shard: 2, dp_replicate: 2}", ("float64",)),
-        ("{tp: 4}", ("float32", "float64", "tied, masked, recomputed", "few heads")),
+        ("{tp: 4}", ("float32", "float64", "tied, masked, recomputed", "few heads", "qwen3")),
         ("{dp_replicate: 2, tp: 2}", ("float32", "float64", "tied, masked, recomputed", "uneven")),
-        ("{dp_shard: 2, tp: 2}", ("float32", "float64", "tied, masked, recomputed", "uneven", "dropout", "between")),
+        (
+            "{dp_shard: 2, tp: 2}",
+            (
+                *("float32", "float64", "tied, masked, recomputed", "uneven", "dropout", "between", "qwen3"),
+                "experts, sigmoid",
+            ),
+        ),
         ("{tp: 2, dp_shard: 2}", ("float64",)),
         ("{cp: 4}", ("float64", "tied, masked, recomputed", "few heads", "padded")),
         ("{dp_shard: 2, cp: 2}", ("float64", "ragged")),
         ("{dp_replicate: 2, cp: 2}", ("dropout", "padded")),
-        ("{cp: 2, tp: 2}", ("float64", "dropout", "padded")),
+        ("{cp: 2, tp: 2}", ("float64", "dropout", "padded", "experts, sigmoid", "latent attention")),
         ("{pp: 4}", ("float32", "staged", "staged, tied")),
         ("{pp: 2, cp: 2}", ("staged", "staged, tied", "dynamic rope")),
         ("{cp: 2, pp: 2}", ("staged",)),
         ("{pp: 2, dp_replicate: 2}", ("float32", "staged", "staged, tied")),
-        ("{pp: 2, dp_shard: 2}", ("float32", "staged", "staged, tied")),
+        ("{pp: 2, dp_shard: 2}", ("float32", "staged", "staged, tied", "experts")),
         ("{dp_shard: 2, pp: 2}", ("staged",)),
         (
             "{pp: 2, tp: 2}",
@@ -315,9 +396,23 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
 }
 
 
+EP = "parallel.expert_parallel={}".format
+# Where experts are dealt out: layout -> experiment -> over how many ranks, and what else differs.
+EXPERT_PARALLEL: dict[str, dict[str, list[tuple[str, ...]]]] = {
+    "{dp_replicate: 4}": {"experts": [(EP(4),)]},  # over the copies of the rest; one rank has none of six experts
+    "{dp_shard: 4}": {"experts": [()], "experts, sigmoid": [(EP(2),)]},  # three experts over two shards
+    "{dp_replicate: 2, dp_shard: 2}": {"experts": [(EP(2),)], "experts, sigmoid": [()]},
+    "{dp_shard: 2, tp: 2}": {"experts, sigmoid": [("batch.micro_size=2",)]},  # as many as tp
+    "{cp: 2, tp: 2}": {"experts, sigmoid": [(EP(4), "batch.micro_size=4")], "latent attention": [()]},
+    "{pp: 2, dp_shard: 2}": {"experts": [("pipeline.schedule=1f1b", EP(2)), ("pipeline.schedule=zbv", EP(2))]},
+}
+
+
 def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
     """More overrides under which a cell is trained again, because they lead through code of their own."""
     sizes = yaml.safe_load(layout)
+    if name in EXPERTS and layout in EXPERT_PARALLEL:
+        return EXPERT_PARALLEL[layout][name]
     if name == ATTACHED_20:
         return attached(sizes)
     if "cp" in sizes:
@@ -329,14 +424,15 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
         kept = "dp_shard" in sizes and name == "float64" and world in (2, 4)
         return [(), ("parallel.reshard_after_forward=false",)] if kept else [()]
     # Two microbatches in every step: one process has more of them, and each costs many exchanges here.
-    samples = 7 if name in ("ragged", "tied, masked, recomputed", "attached", *ROPE) else 14
+    samples = 7 if name in ("ragged", "tied, masked, recomputed", "attached", *ROPE, *EXPERTS) else 14
     share = -(-samples * sizes["tp"] // world)
     own = f"batch.micro_size={-(-share // 2)}"
     if layout.startswith("{tp: 2, "):  # the other order of the axes
         return [(own,)]
     found: list[tuple[str, ...]] = [(own,)]
     tried = name == "float64" and (world <= 4 or len(sizes) > 2)  # on 8 ranks once
-    if tried or (len(sizes) == 1 and name in ("float32", "uneven", "few heads", "between", "attached")):
+    alone = ("float32", "uneven", "few heads", "between", "attached", "qwen3", "latent, no experts")
+    if tried or (len(sizes) == 1 and name in alone):
         found.append((own, "parallel.sequence_parallel=false"))
     if name == "float64" and world <= 4:
         found.append((own, "parallel.regather=true"))
@@ -366,6 +462,8 @@ CONTEXTS: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "tied, masked, recomputed": [(RING,)],
         "dropout": [(TWO,)],
         "padded": [(), (RING,)],
+        "latent attention": [(RING,)],
+        "latent, no experts": [(), (TWO,)],
     },
     "{cp: 3}": {"padded": [(RING,)], "few heads": [("parallel.context_heads=3",)]},
     "{cp: 4}": {
@@ -374,7 +472,10 @@ CONTEXTS: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "few heads": [("parallel.context_heads=4",)],
         "padded": [(RING,)],
     },
-    "{dp_shard: 2, cp: 2}": {"float64": [("parallel.reshard_after_forward=false",)], "ragged": [(RING,)]},
+    "{dp_shard: 2, cp: 2}": {
+        "float64": [("parallel.reshard_after_forward=false",)],
+        "ragged": [(RING, "parallel.verify=false")],
+    },
     "{dp_replicate: 2, cp: 2}": {"dropout": [(RING,)], "padded": [(TWO,)]},
     "{cp: 2, tp: 2}": {
         "float64": [(RING,), (TWO, "parallel.sequence_parallel=false")],
@@ -401,7 +502,7 @@ def pipelines(sizes: dict[str, int], name: str) -> list[tuple[str, ...]]:
     """What a layout with `pp` is trained with: (schedule, more overrides ...)."""
     p, data = sizes["pp"], sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
     samples = {"float32": 14, "float64": 14, "digits": 21}.get(name, 15)
-    samples = 7 if name in ("staged, tied", "attached, recomputed", *ROPE) else samples
+    samples = 7 if name in ("staged, tied", "attached, recomputed", *ROPE, *EXPERTS) else samples
 
     def cut(microbatches: int) -> str:
         """A `micro_size` that gives so many, or fewer where there are not that many samples."""
@@ -411,6 +512,8 @@ def pipelines(sizes: dict[str, int], name: str) -> list[tuple[str, ...]]:
         return [("1f1b", cut(3)), ("zb-h2", cut(4))]
     if name in ROPE:
         return [("1f1b", cut(2 * p))]
+    if name in EXPERTS:
+        return [("1f1b", cut(4)), ("zbv", cut(3))]
     if name in STAGED_MODELS:
         stages = ("pipeline.split=[3, 2]",) * (name == "a frozen stage")
         return [("1f1b", cut(4), *stages), ("zb-h1" if stages else "zbv", cut(3), *stages)]

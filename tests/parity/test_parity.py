@@ -17,6 +17,7 @@ from tests.launching import run, torchrun
 from tests.parity.cells import assert_same, train
 from tests.parity.experiments import (
     CROSSED_MODELS,
+    EXPERTS,
     LAYOUTS,
     QUICKSTART,
     STAGED_MODELS,
@@ -110,7 +111,17 @@ def test_what_cp_sends_has_its_name(trained: dict[tuple, Trained]) -> None:
     assert not any("sent_bytes_dp_shard" in row for row in rows)
 
 
-SHORT = ("staged", "padded", "attached", "attached, recomputed", *STAGED_MODELS, *CROSSED_MODELS)
+SHORT = (
+    "staged",
+    "padded",
+    "attached",
+    "attached, recomputed",
+    "qwen3",
+    "latent, no experts",
+    *STAGED_MODELS,
+    *CROSSED_MODELS,
+    *EXPERTS,
+)
 
 
 def test_the_loss_falls(references: dict[str, list[dict]]) -> None:

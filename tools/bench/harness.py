@@ -61,9 +61,9 @@ class Goal:
     at_most: float | None = None
 
 
-def command(sides: Sequence[Side], goals: Sequence[Goal], description: str) -> int:
+def command(sides: Sequence[Side], goals: Sequence[Goal], description: str, workload: Path = WORKLOAD) -> int:
     """The whole of a benchmark's command line; the exit status does not depend on the goals."""
-    options = read_arguments(description)
+    options = read_arguments(description, workload)
     sides, goals = chosen(sides, goals, options.only)
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="meshtrain-bench-") as name:
@@ -79,12 +79,12 @@ def command(sides: Sequence[Side], goals: Sequence[Goal], description: str) -> i
     return 0
 
 
-def read_arguments(description: str) -> argparse.Namespace:
+def read_arguments(description: str, workload: Path = WORKLOAD) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--pairs", type=_positive, default=20, help="turns of each side that count (%(default)s)")
     parser.add_argument("--steps", type=_positive, default=2, help="steps of a turn (%(default)s)")
     parser.add_argument("--only", action="append", default=[], metavar="SIDE", help="run this side and the first one")
-    parser.add_argument("--workload", type=Path, default=WORKLOAD, metavar="YAML", help="what they train (%(default)s)")
+    parser.add_argument("--workload", type=Path, default=workload, metavar="YAML", help="what they train (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON, with the time of every turn")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for meshtrain's sides")
     return parser.parse_args()
@@ -115,10 +115,10 @@ def prepare(folder: Path, workload: Path) -> None:
     vocabulary, length = values["model"]["vocab_size"], SAMPLES * values["data"]["seq_len"] + 1
     ids = np.random.default_rng(0).zipf(1.5, length) % vocabulary
     write(folder / "tokens", [Document(ids)], vocab_size=vocabulary, tokenizer="none", source="random numbers")
-    llama = model_file("llama")
-    config = llama.Config(**{key: value for key, value in values["model"].items() if key != "name"})
-    model = llama.Model(config)
-    initialise(model, llama.init_plan, seed=values["train"]["seed"], std=config.initializer_range)
+    module = model_file(values["model"]["name"])
+    config = module.Config(**{key: value for key, value in values["model"].items() if key != "name"})
+    model = module.Model(config)
+    initialise(model, module.init_plan, seed=values["train"]["seed"], std=config.initializer_range)
     save_file(model.state_dict(), folder / "weights.safetensors")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from meshtrain.formatting import ranges
+from meshtrain.errors import ranges
 from meshtrain.job.watchdog.deadlines import DeadlineClock
 from meshtrain.job.watchdog.records import (
     Diagnosis,

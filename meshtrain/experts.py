@@ -1,0 +1,240 @@
+"""Mixtures of experts for plain models: a router chooses experts for each token, and each computes with its tokens.
+
+No token is dropped, and no sum depends on which rank or microbatch a token is in: what `Balance` needs to know of all
+tokens it knows of the whole global batch, of the step before or of a sample.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshtrain.loss import attach, real_tokens, tally
+from meshtrain.parallel.collectives import AxisGroup, operator
+from meshtrain.parallel.grouped import GatherRows, GroupedMatmul
+from meshtrain.parallel.torch_private import never_compiled, to_local
+from meshtrain.parallel.weight_grad import SupportsDeferral
+
+LOADS = "expert_loads/"  # the name of a layer's tally, with the number of the layer
+Products = Callable[[Tensor, Tensor], Tensor]
+
+
+class Experts(nn.Module, SupportsDeferral):
+    """The SwiGLU experts of a layer, in fused tensors with the names that transformers has for them."""
+
+    # Set by `parallel/expert.py`: (rows (n, d) in the order of experts, counts (E,), products) -> rows (n, d) in the
+    # same order, computed where the experts are: `products` takes rows for this rank's own experts, and their counts.
+    dispatch: Callable[[Tensor, Tensor, Products], Tensor] | None = None
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        for weight in (self.gate_up_proj, self.down_proj):  # as nn.Linear
+            nn.init.uniform_(weight, -1 / math.sqrt(weight.shape[2]), 1 / math.sqrt(weight.shape[2]))
+
+    @never_compiled
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum of what each token's experts make of it, added up in the order of its slots.
+
+        Args:
+            x: (..., d); in training (b, s, d).
+            chosen, weights: (..., j), the experts of each token (int64) and what their results are multiplied by.
+
+        Returns:
+            (..., d), zeros for padding.
+        """
+        real, slots = real_tokens(x.device), chosen.shape[-1]
+        if real is not None:  # slots of padding are nobody's and lie behind all others
+            chosen = torch.where(real.expand(chosen.shape[:-1])[..., None], chosen, self.num_experts)
+        experts, order = chosen.flatten().sort(stable=True)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        ends = torch.searchsorted(experts, torch.arange(self.num_experts, device=order.device), right=True)
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        rows = GatherRows.apply(x.flatten(0, -2), order, inverse, slots)
+        rows = self._products(rows, counts) if self.dispatch is None else self.dispatch(rows, counts, self._products)
+        results = GatherRows.apply(rows, inverse, order, 1).view(*chosen.shape, x.shape[-1])
+        return (results * weights[..., None]).sum(-2).to(x.dtype)
+
+    def _products(self, rows: Tensor, counts: Tensor) -> Tensor:
+        gate_up, down = to_local(self.gate_up_proj), to_local(self.down_proj)
+        gate, up = GroupedMatmul.apply(rows, gate_up, counts, self.weight_grad_queue).chunk(2, dim=-1)
+        return GroupedMatmul.apply(F.silu(gate) * up, down, counts, self.weight_grad_queue)
+
+
+class Router(nn.Module):
+    """Scores each token's experts, in float32 at least, and chooses the best: what transformers calls `gate`."""
+
+    state_parameters: Sequence[str] = ()
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        experts_per_token: int,
+        *,
+        score: str = "softmax",
+        normalize: bool = True,
+        scale: float = 1.0,
+        bias: bool = False,
+        groups: int = 1,
+        groups_per_token: int = 1,
+        balance: "Balance | None" = None,
+    ) -> None:
+        """
+        Args:
+            score: "softmax", or "sigmoid" (DeepSeek-V3, https://arxiv.org/abs/2412.19437).
+            normalize: the weights of a token's experts are divided by their sum. scale: and multiplied by this.
+            bias: experts are chosen by score + `e_score_correction_bias` (https://arxiv.org/abs/2408.15664).
+            groups, groups_per_token: experts are chosen from the best groups only.
+        """
+        super().__init__()
+        self.experts_per_token, self.score, self.normalize, self.scale = experts_per_token, score, normalize, scale
+        self.groups, self.groups_per_token = groups, groups_per_token
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        nn.init.uniform_(self.weight, -1 / math.sqrt(hidden_size), 1 / math.sqrt(hidden_size))
+        if bias:
+            self.e_score_correction_bias = nn.Parameter(torch.zeros(num_experts), requires_grad=False)
+            self.state_parameters = ("e_score_correction_bias",)
+        else:
+            self.register_parameter("e_score_correction_bias", None)
+        self.balance = balance
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x (..., d) -> the chosen experts (..., j), best first, and their weights (..., j)."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(dtype), self.weight.to(dtype))
+        scores = logits.sigmoid() if self.score == "sigmoid" else logits.softmax(-1)
+        chosen = choose(self._ranked(scores.detach()), self.experts_per_token)
+        weights = scores.gather(-1, chosen)
+        if self.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if self.score == "sigmoid" else 0))
+        weights = weights * self.scale
+        if self.balance is not None:
+            weights = self.balance(weights, logits, scores, chosen, self.e_score_correction_bias)
+        return chosen, weights
+
+    def _ranked(self, scores: Tensor) -> Tensor:
+        """What experts are chosen by: scores with the bias, -inf outside of the best groups."""
+        if self.e_score_correction_bias is not None:
+            scores = scores + self.e_score_correction_bias
+        if self.groups == 1:
+            return scores
+        grouped = scores.unflatten(-1, (self.groups, -1))
+        best = min(1 if self.e_score_correction_bias is None else 2, grouped.shape[-1])
+        groups = choose(grouped.topk(best, dim=-1).values.sum(-1), self.groups_per_token)
+        inside = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, groups, True)
+        return grouped.masked_fill(~inside[..., None], -math.inf).flatten(-2)
+
+
+class Balance(nn.Module):
+    """Terms of the loss and corrections that keep the loads of a layer's experts even, the same on every layout.
+
+    For a token with the probabilities p (scores divided by their sum) and the shares f of the experts' loads, which
+    sum to 1, they are aux_loss_coef · E · j · (f · p) and z_loss_coef · logsumexp(logits)², each divided by `layers`.
+    As all attached terms they are summed over the global batch and divided by its number of valid targets.
+
+    `loads` (E,) has how many tokens of the last step's global batch each expert got: zeros before the first.
+    """
+
+    state_parameters: Sequence[str] = ("loads",)
+
+    def __init__(
+        self,
+        num_experts: int,
+        layers: int,
+        layer: int,
+        *,
+        kind: str = "batch",
+        aux_loss_coef: float = 0.0,
+        z_loss_coef: float = 0.0,
+        bias_speed: float = 0.0,
+    ) -> None:
+        """
+        Args:
+            layers: how many layers of the model have experts. layer: the number of this one in the model.
+            kind: whose loads f is of: "batch": of the step before, over the whole global batch, and even ones in the
+                first; "sequence": of the token's sample (https://arxiv.org/abs/2412.19437); "none": no such term.
+            aux_loss_coef: of the term of Switch (https://arxiv.org/abs/2101.03961), as large as in transformers.
+            z_loss_coef: of the term of ST-MoE (https://arxiv.org/abs/2202.08906).
+            bias_speed: by how much a step moves the router's bias of each expert (https://arxiv.org/abs/2408.15664).
+        """
+        super().__init__()
+        self.num_experts, self.layers, self.kind = num_experts, layers, kind
+        self._layer = layer  # by which layers that are alike else, as `parallel/verify.py` asks, may differ
+        self.aux_loss_coef, self.z_loss_coef, self.bias_speed = aux_loss_coef, z_loss_coef, bias_speed
+        self.loads = nn.Parameter(torch.zeros(num_experts), requires_grad=False)
+        self.sample_groups: list[AxisGroup] = []  # whose ranks have parts of the same samples; set by `parallelize`
+
+    def forward(self, weights: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor, bias: Tensor | None) -> Tensor:
+        """The weights (b, s, j) of the chosen experts, with the terms attached.
+
+        Args:
+            logits, scores: (b, s, E), before and after softmax or sigmoid. chosen: (b, s, j).
+            bias: (E,), the router's, which changes at the end of the step.
+        """
+        if not torch.is_grad_enabled():
+            return weights
+        hits = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True)
+        tally(f"{LOADS}{self._layer}", hits, partial(self._end_step, bias), owner=self)
+        if self.kind != "none" and self.aux_loss_coef:
+            shares = self._shares(hits) * chosen.shape[-1]
+            probabilities = scores / scores.sum(-1, keepdim=True)  # of a softmax: as they are
+            factor = self.aux_loss_coef * self.num_experts / self.layers
+            weights = attach(weights, "balance", factor * (shares.to(scores.dtype) * probabilities).sum(-1))
+        if self.z_loss_coef:
+            factor = self.z_loss_coef / self.layers
+            weights = attach(weights, "router_z", factor * logits.logsumexp(-1).square())
+        return weights
+
+    def _shares(self, hits: Tensor) -> Tensor:
+        """Which share of the slots each expert got, (E,) or of each sample (b, 1, E): a sum of 1."""
+        loads = self.loads.detach()
+        if self.kind == "sequence":
+            real = real_tokens(hits.device)
+            loads = (hits if real is None else hits & real[..., None]).sum(1, keepdim=True, dtype=torch.float64)
+            for group in self.sample_groups:
+                loads = torch.ops.meshtrain.all_reduce(loads, group.name)
+        total = loads.sum(-1, keepdim=True)
+        return torch.where(total > 0, loads / total.clamp(min=1), 1 / self.num_experts)
+
+    def _end_step(self, bias: Tensor | None, loads: Tensor, bad: Tensor) -> None:
+        with torch.no_grad():
+            self.loads.copy_(torch.where(bad, self.loads, loads.to(self.loads.dtype)))
+            if bias is not None and self.bias_speed:
+                step = self.bias_speed * torch.sign(loads.mean() - loads)
+                bias.add_(torch.where(bad, 0, step).to(bias.dtype))
+
+
+@never_compiled  # a recomputation sees operators between graphs, and maybe none inside of one
+def choose(scores: Tensor, count: int) -> Tensor:
+    """The `count` best of the scores (..., E), best first, and of equal ones the lower index: (..., count) int64.
+
+    torch.topk takes any of equal scores. An operator, without gradient: no recomputation chooses a second time.
+    """
+    return torch.ops.meshtrain.choose(scores, count)
+
+
+def _choose(scores: Tensor, count: int) -> Tensor:
+    if scores.dtype == torch.float64:
+        return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
+    bits = (scores.float() + 0.0).view(torch.int32).long()  # -0.0 becomes 0.0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the numbers
+    last_first = torch.arange(scores.shape[-1] - 1, -1, -1, device=scores.device)
+    return ((ordered << 32) + last_first).topk(count, dim=-1).indices
+
+
+operator("choose", _choose, lambda scores, count: scores.new_empty(*scores.shape[:-1], count, dtype=torch.int64))
+
+
+def load_metrics(loads: Sequence[Tensor]) -> dict[str, float]:
+    """Fields of a step's row from the loads of each layer's experts: the largest load over the mean of its layer, and
+    how many experts of all layers got no token."""
+    if not loads:
+        return {}
+    largest = max(float(layer.max() / layer.mean().clamp(min=1e-9)) for layer in loads)
+    return {"expert_load_max": largest, "experts_idle": float(sum(int((layer == 0).sum()) for layer in loads))}

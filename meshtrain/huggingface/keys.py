@@ -1,0 +1,204 @@
+"""What the config.json of Hugging Face's decoders have in common: keys, their checks, the way in and the way out.
+
+A model file says by these functions what is its own, and takes the rest from here.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from meshtrain.rotary import is_positive, rope_type, scaling_problems
+
+Problems = list[tuple[str, str]]  # key, what is wrong with it and what would work
+
+COUNTS = {  # at least 1, and at most what no model comes near to: a mistyped number is told at once
+    "hidden_size": 1 << 22,
+    "intermediate_size": 1 << 22,
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 22,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 40,
+}
+
+# Keys of a Hugging Face config.json that change nothing here.
+passed_over = frozenset(
+    {
+        "architectures", "auto_map", "model_type", "transformers_version", "_name_or_path", "torch_dtype", "dtype",
+        "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "attn_implementation", "_attn_implementation",
+        "output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type",
+        "torchscript", "use_bfloat16", "is_encoder_decoder",
+    }
+)  # fmt: skip
+
+# Keys with the one value that is built: another value would be another model.
+only: dict[str, Any] = {
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "quantization_config": None,
+}
+
+
+class DecoderConfig:
+    """What follows from the keys that all decoders have. A model's `Config` is a dataclass that has them as fields."""
+
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int | None
+    head_dim: int | None
+    max_position_embeddings: int
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    rope_parameters: dict[str, Any] | None
+    hidden_dropout: float
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_width(self) -> int:  # features of a head that turn with the position
+        return self.head_width
+
+    @property
+    def rope(self) -> tuple[float, dict[str, Any]]:
+        """The base of the rotary angles and their scaling, whichever way they were written."""
+        if self.rope_parameters is None:
+            return self.rope_theta, self.rope_scaling or {}
+        return self.rope_parameters.get("rope_theta", self.rope_theta), self.rope_parameters
+
+
+def decoder_problems(config: DecoderConfig, counts: Mapping[str, int] = COUNTS) -> Problems:
+    """All that is wrong with the common keys; with wrong counts these alone."""
+    return count_problems(config, counts) or dropout_problems(config) + head_problems(config) + rope_problems(config)
+
+
+def count_problems(config: Any, counts: Mapping[str, int]) -> Problems:
+    """Of keys that are a number from 1 to `counts[key]`, or null."""
+    values = {key: getattr(config, key) for key in counts}
+    return [
+        (key, f"{key} is {value}: use at {'least 1' if value < 1 else f'most {counts[key]:,}'}")
+        for key, value in values.items()
+        if value is not None and not 1 <= value <= counts[key]
+    ]
+
+
+def dropout_problems(config: DecoderConfig) -> Problems:
+    if 0 <= config.hidden_dropout < 1:
+        return []
+    return [("hidden_dropout", f"hidden_dropout is {config.hidden_dropout}: use a share from 0 to below 1")]
+
+
+def head_problems(config: DecoderConfig) -> Problems:
+    problems = []
+    h, k, d = config.num_attention_heads, config.kv_heads, config.hidden_size
+    if config.head_dim is None and d % h:
+        heads = f"use {nearest(_divisors(d), h)} heads, or set head_dim"
+        problems.append(("num_attention_heads", f"hidden_size {d} does not divide into {h} heads: {heads}"))
+    elif config.rotary_width % 2:
+        width = f"head width {config.head_width} is odd"
+        if config.rotary_width != config.head_width:
+            width = f"{config.rotary_width} of {config.head_width} features turn, an odd number"
+        problems.append(("head_dim", f"rotary positions turn pairs of features: {width}"))
+    if h % k:
+        way_out = f"use {nearest(_divisors(h), k)}"
+        problems.append(("num_key_value_heads", f"{h} query heads do not divide over {k} key/value heads: {way_out}"))
+    return problems
+
+
+def rope_problems(config: DecoderConfig) -> Problems:
+    problems = []
+    if not is_positive(config.rope_theta):
+        problems.append(("rope_theta", f"rope_theta is {config.rope_theta}: expected a number above 0"))
+    for key in ("rope_scaling", "rope_parameters"):
+        scaling = getattr(config, key)
+        if scaling is not None:
+            theta = config.rope[0]
+            problem = next(scaling_problems(theta, scaling, config.rotary_width, key), None)
+            problems += [(key, problem)] if problem else []
+    return problems
+
+
+def router_problems(config: Any, experts: str) -> Problems:
+    """Of the keys of a mixture of experts, as far as the config has them. `experts`: the key of their number."""
+    counts = (experts, "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "n_group", "topk_group")
+    if problems := count_problems(config, {key: 1 << 22 for key in counts if hasattr(config, key)}):
+        return problems
+    n, j, layers = getattr(config, experts), config.num_experts_per_tok, config.num_hidden_layers
+    groups, best = getattr(config, "n_group", 1), getattr(config, "topk_group", 1)
+    working = [count for count in _divisors(n) if count == 1 or n // count > 1]
+    inside = n // groups * best
+    if groups not in working:  # a group is as good as its two best experts
+        way_out = f"use {nearest(working, groups)}"
+        problems.append(("n_group", f"{n} experts do not divide into {groups} groups of two or more: {way_out}"))
+    elif best > groups:
+        problems.append(("topk_group", f"topk_group {best} is more than n_group {groups}: use at most {groups}"))
+    elif j > inside:
+        whose = f"{experts} {n}" if groups == 1 else f"the {inside} experts of {best} of {groups} groups"
+        problems.append(("num_experts_per_tok", f"num_experts_per_tok {j} is more than {whose}: use at most {inside}"))
+    dense = getattr(config, "first_k_dense_replace", 0)
+    if not 0 <= dense < layers:
+        message = f"first_k_dense_replace is {dense}, and some of the {layers} layers have to have experts"
+        problems.append(("first_k_dense_replace", f"{message}: use 0 to {layers - 1}"))
+    factors = ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_speed", "routed_scaling_factor")
+    values = {key: getattr(config, key, 0.0) for key in factors}
+    return problems + [
+        (key, f"{key} is {value}: expected a number of at least 0")
+        for key, value in values.items()
+        if not 0 <= value < math.inf
+    ]
+
+
+def nearest(working: list[int], value: int) -> str:
+    """The one or two numbers that work and lie next to the one that does not."""
+    below = [n for n in working if n < value][-1:]
+    above = [n for n in working if n > value][:1]
+    return " or ".join(str(n) for n in below + above)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def read_config_json(
+    keys: dict[str, Any], defaults: dict[str, Any], rope_keys: frozenset[str] = frozenset({"rope_theta"})
+) -> dict[str, Any]:
+    """Our keys for those of a config.json: `rope_parameters` is taken apart, so that each value can be given anew.
+
+    `defaults`: what transformers takes for keys that are left out. `rope_keys`: those of `rope_parameters` that are
+    keys of the model; the others are the scaling.
+    """
+    keys = defaults | keys
+    rope = keys.pop("rope_parameters", None)
+    if rope is not None:
+        scaling = {key: value for key, value in rope.items() if key not in rope_keys}
+        keys |= {key: rope[key] for key in rope_keys & rope.keys()}
+        keys["rope_scaling"] = None if rope_type(scaling) == "default" else scaling
+    return keys
+
+
+def write_config_json(config: Any, architecture: str, model_type: str, only: dict[str, Any]) -> dict[str, Any]:
+    """A config.json that describes a model, for transformers 5 (`rope_parameters`) and those before it."""
+    theta, rope = config.rope
+    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "type")}
+    scaling["rope_type"] = rope_type(rope)
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        **asdict(config),
+        **{key: value for key, value in only.items() if value is not None},
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_width,
+        "rope_theta": theta,
+        "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
+        "rope_parameters": {**scaling, "rope_theta": theta},
+        "bos_token_id": None,  # a run knows no special tokens
+        "eos_token_id": None,
+    }

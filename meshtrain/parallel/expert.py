@@ -1,0 +1,260 @@
+"""Expert parallelism: whole experts are dealt out over the ranks of `ep`, and tokens travel to those that they chose.
+
+Each rank routes its own tokens. Rows go to the rank that has their expert and come back as its results, one for each
+slot of a token, in the order in which they left (GShard, https://arxiv.org/abs/2006.16668). No row is dropped: who is
+over a capacity would depend on who shares a microbatch, and so on the layout. A step under a `RowLimit` in which rows
+found no room is computed again without it. The gradient of an expert is a sum over the rows that it got, from whichever
+rank.
+
+What tensors hold is (n, d) rows, one behind the other: first those of the lowest expert.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+from meshtrain.errors import InputError
+from meshtrain.job.pending import waiting
+from meshtrain.mesh import Mesh
+from meshtrain.parallel.collectives import AxisGroup, axis_group, axis_group_by_name, differentiable, operator
+from meshtrain.parallel.grouped import GatherRows
+from meshtrain.parallel.sharding import chunk_lengths
+from meshtrain.parallel.tensor_parallel import shard_parameter
+from meshtrain.parallel.torch_private import backward_is_running
+from meshtrain.parallel.tp_plan import expert_modules, plan_of
+
+if TYPE_CHECKING:
+    from meshtrain.parallel.parallelize import ParallelOptions
+
+AXIS = "ep"
+
+
+def apply_expert_parallel(model: nn.Module, mesh: Mesh, options: "ParallelOptions") -> None:
+    """Leaves each rank of `ep` its experts, as DTensors, and leads rows to them. A model without `ep` stays as it is.
+
+    The experts of a layer are a module that its model's `ep_plan` names, of any class: all of its parameters have the
+    experts as dim 0, cut as `torch.chunk` does it, and it computes by its `dispatch` once that is set (see
+    `meshtrain.experts.Experts`).
+
+    Raises:
+        InputError: the model names no experts, a module that the plan names is none, layers share experts that FSDP
+            would have to shard, or ranks of `tp` see the same tokens.
+    """
+    if mesh.size(AXIS) == 1:
+        return
+    plan = plan_of(type(model), "ep_plan", options.ep_plan)
+    if not plan:
+        raise InputError(f"{type(model).__name__} has no ep_plan, which names its experts: use expert_parallel: 1")
+    if mesh.size("tp") > 1 and not options.sequence_parallel:
+        raise InputError(
+            f"parallel.sequence_parallel false with tp {mesh.size('tp')}: ranks of tp would send experts the same "
+            "tokens: leave it true, or use expert_parallel: 1"
+        )
+    group = axis_group(mesh, AXIS)
+    group.waiting = options.waiting
+    sharded: dict[Tensor, nn.Parameter] = {}  # layers that shared a parameter still do
+    for name in expert_modules(model, plan):
+        module: Any = model.get_submodule(name)
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if parameter in sharded and mesh.size("efsdp") > 1:  # each module of experts is a unit of FSDP
+                raise InputError(
+                    f"{name} shares {key} with another layer, and FSDP cannot shard experts of two layers: use "
+                    f"expert_parallel: {mesh.size(AXIS) * mesh.size('efsdp')}, or dp_replicate"
+                )
+            if parameter not in sharded:
+                sharded[parameter] = shard_parameter(parameter, mesh, Shard(0), AXIS)
+            setattr(module, key, sharded[parameter])
+        module.dispatch = ExpertDispatch(group)
+
+
+def dispatched_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model, or of a stage, whose experts lie on several ranks."""
+    return [module for module in model.modules() if isinstance(vars(module).get("dispatch"), ExpertDispatch)]
+
+
+class RowLimit:
+    """Room for rows in messages to experts whose sizes are fixed, so that the host has to wait for none.
+
+    Rows that find no room are left out. They are counted, and who sets a limit has to compute the step again without.
+    """
+
+    def __init__(self, factor: float, device: torch.device) -> None:
+        """`factor`: of the rows that a rank sends to each where all experts get as many."""
+        self.factor = factor
+        self.overflow = torch.zeros((), dtype=torch.float64, device=device)  # rows of this rank without room, so far
+
+
+def message_rows(rows: int, experts_of_rank: int, experts: int, factor: float) -> int:
+    """How many of its `rows` a rank can send to each rank under a `RowLimit`: the same on all of them."""
+    return min(rows, math.ceil(factor * rows * experts_of_rank / experts))
+
+
+@contextmanager
+def limit_rows(model: nn.Module, limit: RowLimit | None) -> Iterator[None]:
+    """Inside, forwards and backwards of a model, or of stages, send rows under this limit. None: as many as there
+    are, as everywhere outside."""
+    dispatches: list[ExpertDispatch] = [vars(module)["dispatch"] for module in dispatched_modules(model)]
+    for dispatch in dispatches:
+        dispatch.limit = limit
+    try:
+        yield
+    finally:
+        for dispatch in dispatches:
+            dispatch.limit = None
+
+
+class ExpertDispatch:
+    """Brings rows to their experts over `ep`, and results back: the `dispatch` of a layer's `Experts`.
+
+    All ranks of the axis call it together, also with no rows; nothing is sent where there are none, but under a limit,
+    for which all ranks need as many `rows`. In evaluation and generation it is the same.
+    """
+
+    limit: RowLimit | None = None  # see `limit_rows`
+
+    def __init__(self, axis_group: AxisGroup) -> None:
+        self.axis_group = axis_group
+
+    def __call__(self, rows: Tensor, counts: Tensor, products: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """
+        Args:
+            rows: (n, d), this rank's slots in the order of experts; those behind the last one that is counted are
+                nobody's.
+            counts: (E,) int64, how many rows each expert gets.
+            products: of the rows of this rank's own experts and their counts, to a row of results for each.
+
+        Returns:
+            (n, d), the results in the order of `rows`; zeros for nobody's.
+        """
+        axis, n, limit = self.axis_group, len(rows), self.limit
+        table = ops.exchange_counts(counts, axis.name)
+        if limit is None:
+            send, receive = ops.message_sizes(counts, table, axis.name).tolist()
+            order, inverse = _sort_by_expert(table, sum(receive))
+            messages = _resize(rows, sum(send))
+        else:
+            cuts = chunk_lengths(len(counts), axis.size)
+            room = message_rows(n, cuts[0], len(counts), limit.factor)
+            send = [room if own else 0 for own in cuts]
+            receive = [send[axis.index]] * axis.size
+            source, slot = _fill_messages(_rows_by_rank(counts, axis.size), n, room, sum(send), limit)
+            # What arrives from each rank: rows that found room, by expert, then those that are nobody's.
+            table = table.cumsum(1).clamp(max=room).diff(dim=1, prepend=table.new_zeros(axis.size, 1))
+            nobodys = receive[0] - table.sum(1, keepdim=True)
+            order, inverse = _sort_by_expert(torch.cat([table, nobodys], 1), sum(receive))
+            messages = _GatherOrZeros.apply(rows, source, slot)
+        arrived = ops.exchange_rows(messages, send, receive, axis.name)
+        results = products(GatherRows.apply(arrived, order, inverse, 1), table.sum(0))
+        answers = ops.exchange_rows(GatherRows.apply(results, inverse, order, 1), receive, send, axis.name)
+        return _resize(answers, n) if limit is None else _GatherOrZeros.apply(answers, slot, source)
+
+
+def _fill_messages(rows: Tensor, n: int, room: int, total: int, limit: RowLimit) -> tuple[Tensor, Tensor]:
+    """For messages of `room` rows to each rank, `total` together, of which `rows` (p,) are to be sent: which of this
+    rank's n rows each row of a message is, and which row of a message each of the n is; -1 for none."""
+    ends = rows.cumsum(0)
+    begins = ends - rows
+    if not backward_is_running():  # a block that is computed again has been counted
+        limit.overflow += (rows - room).clamp(min=0).sum()
+    place = torch.arange(total, device=rows.device)
+    target, number = place // max(room, 1), place % max(room, 1)
+    source = torch.where(number < rows[target], begins[target] + number, -1)
+    place = torch.arange(n, device=rows.device)
+    target = torch.searchsorted(ends, place, right=True).clamp(max=len(rows) - 1)
+    number = place - begins[target]
+    return source, torch.where((place < ends[-1]) & (number < room), target * room + number, -1)
+
+
+class _GatherOrZeros(torch.autograd.Function):
+    """x[index], and zeros where it is -1. `inverse`: for each row of x which of the result it is, -1 for none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse, index)
+        return x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _GatherOrZeros.apply(grad, *ctx.saved_tensors), None, None
+
+
+def _resize(rows: Tensor, n: int) -> Tensor:
+    """The first n rows, with zeros behind them where there are fewer."""
+    return rows if len(rows) == n else F.pad(rows, (0, 0, 0, n - len(rows)))
+
+
+def _rows_by_rank(counts: Tensor, ranks: int) -> Tensor:
+    """(E,) -> (p,), how many rows go to each rank."""
+    padded = F.pad(counts, (0, ranks * chunk_lengths(len(counts), ranks)[0] - len(counts)))
+    return padded.view(ranks, -1).sum(1)
+
+
+def _sort_by_expert(table: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Rows come by source, and from each by expert, `table` (p, own) of them: the permutation that orders them by
+    expert, and for each by source, and the one that leads back. No sort, and nothing that waits for a device."""
+    begins = (table.flatten().cumsum(0) - table.flatten()).view(table.shape)  # of each block of rows, as they come
+    by_expert = table.t().flatten()
+    targets = (by_expert.cumsum(0) - by_expert).view(table.shape[1], table.shape[0]).t()
+    index, shift = torch.arange(rows, device=table.device), begins - targets
+    order = index + shift.t().flatten().repeat_interleave(by_expert, output_size=rows)
+    inverse = index - shift.flatten().repeat_interleave(table.flatten(), output_size=rows)
+    return order, inverse
+
+
+# Operators, so that selective recomputation keeps what has been sent -------------------------------------------------
+
+
+def _exchange_counts(counts: Tensor, group: str) -> Tensor:
+    """(E,) -> (p, own): from whom how many rows come for each of this rank's experts."""
+    axis = axis_group_by_name(group)
+    cuts = chunk_lengths(len(counts), axis.size)
+    own = cuts[axis.index]
+    return axis.start_all_to_all_single(counts, cuts, [own] * axis.size).wait().view(axis.size, own)
+
+
+def _exchange_counts_shapes(counts: Tensor, group: str) -> Tensor:
+    axis = axis_group_by_name(group)
+    return counts.new_empty(axis.size, chunk_lengths(len(counts), axis.size)[axis.index])
+
+
+def _message_sizes(counts: Tensor, table: Tensor, group: str) -> Tensor:
+    """On the host, (2, p): how many rows go to each rank and come from it."""
+    axis = axis_group_by_name(group)
+    sizes = torch.stack([_rows_by_rank(counts, axis.size), table.sum(1)])
+    if not sizes.is_cuda:
+        return sizes
+    # The one place of a step where the host waits for the device, once per layer and forward: how much memory the rows
+    # of others need, and how they are sent, are the host's to know. A recomputation keeps the sizes and does not wait.
+    on_host = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=True)
+    on_host.copy_(sizes, non_blocking=True)
+    with axis.waiting(), waiting("the sizes of messages to experts", axis.group):
+        torch.cuda.current_stream().synchronize()
+    return on_host
+
+
+def _exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: str) -> Tensor:
+    return axis_group_by_name(group).start_all_to_all_single(rows, send, receive).wait()
+
+
+def _keep_sizes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.sizes = inputs[1:]
+
+
+def _exchange_rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    send, receive, group = ctx.sizes
+    return ops.exchange_rows(grad, receive, send, group), None, None, None
+
+
+operator("exchange_counts", _exchange_counts, _exchange_counts_shapes)
+operator("message_sizes", _message_sizes, lambda counts, table, group: torch.empty(2, len(table), dtype=torch.int64))
+operator(
+    "exchange_rows", _exchange_rows, lambda rows, send, receive, group: rows.new_empty(sum(receive), *rows.shape[1:])
+)
+differentiable("exchange_rows", _exchange_rows_backward, _keep_sizes)
+ops = torch.ops.meshtrain

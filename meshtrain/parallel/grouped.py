@@ -1,0 +1,121 @@
+"""The three products of layers of experts, where each row is multiplied with the matrix of its own expert.
+
+Rows (n, in) lie in the order of their experts, and `counts` (E,) int64 says how many are whose. Rows behind the last
+one that is counted belong to nobody, as the slots of padding do: their results are zeros. So shapes never depend on
+values, and everything works on the meta device.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from meshtrain.parallel.collectives import operator
+from meshtrain.parallel.weight_grad import WeightGradQueue
+
+
+def _product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """(n, in) and (E, out, in) -> (n, out)."""
+    return _rows_times(x, weight.transpose(1, 2), counts)
+
+
+def _input_grad(grad: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """The gradient of x (n, in) from that of the output (n, out)."""
+    return _rows_times(grad, weight, counts)
+
+
+def _weight_grad(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+    """The gradient of the weight (E, out, in): zeros for an expert without rows."""
+    if _has_kernel(grad, x):
+        return F.grouped_mm(grad.t(), x, offs=_ends(counts))
+    output = grad.new_empty(len(counts), grad.shape[1], x.shape[1])
+    start = 0
+    for matrix, count in zip(output, counts.tolist(), strict=True):
+        torch.mm(grad[start : start + count].t(), x[start : start + count], out=matrix)
+        start += count
+    return output
+
+
+def _rows_times(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    if _has_kernel(x, matrices):
+        y = F.grouped_mm(x, matrices, offs=_ends(counts))
+        # The kernel leaves rows that are not counted as the memory was.
+        return y.masked_fill_((torch.arange(len(x), device=x.device) >= counts.sum())[:, None], 0)
+    y = x.new_empty(len(x), matrices.shape[2])
+    start = 0
+    for matrix, count in zip(matrices, counts.tolist(), strict=True):
+        torch.mm(x[start : start + count], matrix, out=y[start : start + count])
+        start += count
+    y[start:].zero_()
+    return y
+
+
+def _has_kernel(*tensors: Tensor) -> bool:
+    """Whether torch's kernel takes them: bfloat16 on GPUs, and rows of a multiple of 16 bytes."""
+    return all(t.is_cuda and t.dtype == torch.bfloat16 and t.shape[-1] % 8 == 0 and t.shape[-2] > 0 for t in tensors)
+
+
+def _ends(counts: Tensor) -> Tensor:
+    return counts.cumsum(0).to(torch.int32)
+
+
+operator("grouped", _product, lambda x, weight, counts: x.new_empty(x.shape[0], weight.shape[1]))
+operator("grouped_input_grad", _input_grad, lambda grad, weight, counts: grad.new_empty(grad.shape[0], weight.shape[2]))
+operator(
+    "grouped_weight_grad",
+    _weight_grad,
+    lambda grad, x, counts: grad.new_empty(counts.shape[0], grad.shape[1], x.shape[1]),
+)
+ops = torch.ops.meshtrain
+
+
+@register_flop_formula([ops.grouped, ops.grouped_input_grad])
+def _rows_flops(rows: torch.Size, weight: torch.Size, *unused: Any, **named: Any) -> int:
+    return 2 * rows[0] * weight[1] * weight[2]
+
+
+@register_flop_formula(ops.grouped_weight_grad)
+def _weight_flops(grad: torch.Size, x: torch.Size, *unused: Any, **named: Any) -> int:
+    return 2 * grad[0] * grad[1] * x[1]
+
+
+class GroupedMatmul(torch.autograd.Function):
+    """x (n, in) times the matrix of each row's expert, of `weight` (E, out, in) -> (n, out)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, queue: WeightGradQueue | None) -> Tensor:
+        ctx.save_for_backward(x, weight, counts)
+        # A deferred gradient needs the weight's way to its parameter, which a copy made by a recomputation has lost.
+        ctx.queue, ctx.weight = queue, weight if queue is not None else None
+        return ops.grouped(x, weight, counts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight, counts = ctx.saved_tensors
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        grad = grad.contiguous()
+        dx = ops.grouped_input_grad(grad, weight, counts) if needs_dx else None
+        if needs_dw and ctx.queue is not None and ctx.queue.is_recording:
+            inputs = x.detach()  # the queue must not hold the graph that made x
+            ctx.queue.add([ctx.weight], lambda: [ops.grouped_weight_grad(grad, inputs, counts)])
+            return dx, None, None, None
+        return dx, ops.grouped_weight_grad(grad, x, counts) if needs_dw else None, None, None
+
+
+class GatherRows(torch.autograd.Function):
+    """x (n, d) -> (n·j, d): row i is that of the token that has slot `order[i]`; `inverse` is the permutation that
+    leads back. With j = `slots` = 1 it is x[order]. The gradient of a token is the sum over its slots in their order,
+    not in that in which rows arrive: the same bits each time, on GPUs too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, slots: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.shape = len(x), slots, x.shape[1]
+        return x[order // slots if slots > 1 else order]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        rows = grad[ctx.saved_tensors[0]].view(ctx.shape)
+        return rows.sum(1) if ctx.shape[1] > 1 else rows.squeeze(1), None, None, None

@@ -1,0 +1,307 @@
+"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437), as single-device PyTorch: latent attention, and experts that are
+chosen by sigmoid scores and a correction bias, beside experts that compute every token.
+
+The parameters bear the names that transformers has for them in memory; `stored_as` says what files have. Nothing here
+knows of a mesh; the tables at the end say how the weights start and how they split.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from meshtrain.attention import AttentionContext, attention
+from meshtrain.dropout import Dropout
+from meshtrain.experts import Balance, Experts, Router
+from meshtrain.huggingface import keys
+from meshtrain.rotary import cos_sin, rotary_score_factor, rotate, rotate_interleaved
+
+LATENT_EPS = 1e-6  # of the norms of latents, whatever `rms_norm_eps` is
+
+
+@dataclass(frozen=True)
+class Config(keys.DecoderConfig):
+    """Hugging Face's keys of a DeepSeek-V3, and their meaning there; `hidden_dropout` and the last four are ours."""
+
+    hidden_size: int = 256  # width of the model
+    intermediate_size: int = 768  # width between the two halves of the feed-forward part of a layer without experts
+    num_hidden_layers: int = 4  # layers
+    num_attention_heads: int = 8  # heads of a layer
+    num_key_value_heads: int | None = None  # the same number, or null
+    q_lora_rank: int | None = 96  # width of the latent of queries; null: there is none
+    kv_lora_rank: int = 64  # width of the latent of keys and values
+    qk_nope_head_dim: int = 32  # width of the part of a head's query and key that does not know positions
+    qk_rope_head_dim: int = 16  # width of the part that turns with the position; all heads have one such key
+    v_head_dim: int = 32  # width of a head's values
+    vocab_size: int = 256  # token ids that the model knows, from 0
+    max_position_embeddings: int = 2048  # the longest sequence that the model is meant for
+    rope_theta: float = 10000.0  # base of the rotary angles
+    rope_scaling: dict[str, Any] | None = None  # angles for longer sequences: {rope_type: yarn, factor: 4.0, ...}
+    rope_parameters: dict[str, Any] | None = None  # rope_theta and rope_scaling in one, as transformers 5 writes them
+    rope_interleave: bool = True  # whether neighbours are the pairs of features that turn, or the halves of a head
+    rms_norm_eps: float = 1e-6  # added to the mean square in a norm
+    tie_word_embeddings: bool = False  # one matrix for the embedding and the head
+    initializer_range: float = 0.02  # standard deviation of the first weights
+    hidden_dropout: float = 0.0  # share of features dropped behind the embedding, attention and feed-forward part
+    first_k_dense_replace: int = 1  # the first layers have no experts: so many
+    n_routed_experts: int = 8  # experts of a layer of which each token has some
+    n_shared_experts: int = 1  # experts that compute every token, as one of so many times the width
+    moe_intermediate_size: int = 256  # width between the two halves of an expert
+    num_experts_per_tok: int = 2  # experts that compute each token, besides the shared ones
+    n_group: int = 1  # groups of experts, ...
+    topk_group: int = 1  # ... and from how many of them the experts of a token are
+    norm_topk_prob: bool = True  # whether the scores of a token's experts are divided by their sum
+    routed_scaling_factor: float = 1.0  # what the sum of a token's experts is multiplied by
+    router_aux_loss_coef: float = 0.0001  # coefficient of the term of the loss that keeps the experts' loads even
+    router_balance: Literal["batch", "sequence", "none"] = "sequence"  # whose loads: of the last global batch, a sample
+    router_z_loss_coef: float = 0.0  # coefficient of the term that keeps the router's logits small
+    router_bias_speed: float = 0.001  # by how much a step changes the correction bias of an expert
+
+    @property
+    def head_width(self) -> int:
+        """What Hugging Face's config.json calls `head_dim`: of queries and keys, what turns with the position."""
+        return self.qk_rope_head_dim
+
+
+class Attention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1): the keys and values of
+    all heads are made of one narrow latent, and the part of the key that knows the position is the same for all."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        d, h, rope = config.hidden_size, config.num_attention_heads, config.qk_rope_head_dim
+        self.num_heads = h
+        self.latent_widths = [config.kv_lora_rank, rope]  # of what each of three projections gives, in turn
+        self.query_widths = [config.qk_nope_head_dim, rope]
+        self.kv_widths = [config.qk_nope_head_dim, config.v_head_dim]
+        self.rotate = rotate_interleaved if config.rope_interleave else rotate
+        self.scale = sum(self.query_widths) ** -0.5 * rotary_score_factor(config.rope[1])
+        self.q_a_proj = None
+        if config.q_lora_rank is None:
+            self.q_proj = nn.Linear(d, h * sum(self.query_widths), bias=False)
+        else:
+            self.q_a_proj = nn.Linear(d, config.q_lora_rank, bias=False)
+            self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, eps=LATENT_EPS)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, h * sum(self.query_widths), bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(d, sum(self.latent_widths), bias=False)
+        self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, eps=LATENT_EPS)
+        self.kv_b_proj = nn.Linear(config.kv_lora_rank, h * sum(self.kv_widths), bias=False)
+        self.rotary_key = nn.Identity()  # a name for the tp_plan
+        self.o_proj = nn.Linear(h * config.v_head_dim, d, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+        q = self.q_proj(x) if self.q_a_proj is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        latent, rotary_key = self.kv_a_proj_with_mqa(x).split(self.latent_widths, dim=-1)
+        kv = self.kv_b_proj(self.kv_a_layernorm(latent))
+        q, q_rotary = rearrange(q, "b s (h e) -> b s h e", e=sum(self.query_widths)).split(self.query_widths, dim=-1)
+        k, v = rearrange(kv, "b s (h e) -> b s h e", e=sum(self.kv_widths)).split(self.kv_widths, dim=-1)
+        k_rotary = self.rotate(rearrange(self.rotary_key(rotary_key), "b s e -> b s 1 e"), cos, sin)
+        q = torch.cat((q, self.rotate(q_rotary, cos, sin)), dim=-1)
+        k = torch.cat((k, k_rotary.expand(-1, -1, k.shape[2], -1)), dim=-1)
+        q, k, v = (rearrange(t, "b s h e -> b h s e") for t in (q, k, v))
+        y = attention(q, k, v, context, scale=self.scale)
+        return self.o_proj(rearrange(y, "b h s e -> b s (h e)"))
+
+
+class MLP(nn.Module):
+    def __init__(self, d: int, f: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(d, f, bias=False)
+        self.up_proj = nn.Linear(d, f, bias=False)
+        self.down_proj = nn.Linear(f, d, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MixtureOfExperts(nn.Module):
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        d, f, n = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
+        balance = Balance(
+            n,
+            config.num_hidden_layers - config.first_k_dense_replace,
+            layer,
+            kind=config.router_balance,
+            aux_loss_coef=config.router_aux_loss_coef,
+            z_loss_coef=config.router_z_loss_coef,
+            bias_speed=config.router_bias_speed,
+        )
+        self.gate = Router(
+            d,
+            n,
+            config.num_experts_per_tok,
+            score="sigmoid",
+            normalize=config.norm_topk_prob,
+            scale=config.routed_scaling_factor,
+            bias=True,
+            groups=config.n_group,
+            groups_per_token=config.topk_group,
+            balance=balance,
+        )
+        self.experts = Experts(n, d, f)
+        self.shared_experts = MLP(d, config.n_shared_experts * f)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(x, *self.gate(x)) + self.shared_experts(x)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Config, number: int) -> None:
+        super().__init__()
+        dense = number < config.first_k_dense_replace
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.self_attn_dropout = Dropout(config.hidden_dropout)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size) if dense else MixtureOfExperts(config, number)
+        self.mlp_dropout = Dropout(config.hidden_dropout)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+        x = x + self.self_attn_dropout(self.self_attn(self.input_layernorm(x), cos, sin, context))
+        return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)))
+
+
+class Decoder(nn.Module):
+    """What Hugging Face calls `model`: everything but the head."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.dropout = Dropout(config.hidden_dropout)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class Model(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def blocks(self) -> list[nn.Module]:
+        """The modules in the order in which they run; any run of them can be a stage."""
+        return [self.model.embed_tokens, *self.model.layers, self.model.norm, self.lm_head]
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: AttentionContext | Tensor | None = None
+    ) -> Tensor:
+        """Tokens (b, s) to logits (b, s, v); `positions` and `documents` as those of models/llama.py."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        x = self.model.dropout(self.model.embed_tokens(tokens))
+        context = AttentionContext.of(documents)
+        width, longest = self.config.rotary_width, self.config.max_position_embeddings
+        cos, sin = cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length)
+        for i, layer in enumerate(self.model.layers):
+            x = layer(x, cos, sin, context.at(i))
+        return self.lm_head(self.model.norm(x))
+
+
+_WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_COUNTS = keys.COUNTS | dict.fromkeys(_WIDTHS, 1 << 22)
+del _COUNTS["head_dim"]
+
+
+def check(config: Config) -> keys.Problems:
+    """Combinations of keys that make no model: (key, what is wrong and what would work)."""
+    if problems := keys.count_problems(config, _COUNTS):
+        return problems
+    problems = keys.dropout_problems(config) + keys.rope_problems(config)
+    if config.kv_heads != config.num_attention_heads:
+        message = f"num_key_value_heads is {config.kv_heads}: latent attention makes a key of each of the "
+        problems.append(("num_key_value_heads", f"{message}{config.num_attention_heads} heads: use null"))
+    if config.qk_rope_head_dim % 2:
+        message = f"rotary positions turn pairs of features: qk_rope_head_dim {config.qk_rope_head_dim} is odd"
+        problems.append(("qk_rope_head_dim", f"{message}: use {config.qk_rope_head_dim + 1}"))
+    return problems + keys.router_problems(config, "n_routed_experts")
+
+
+# A config.json of Hugging Face's has this `model_type`; a key that it leaves out has the value of transformers.
+model_type = "deepseek_v3"
+_LEFT_OUT: dict[str, Any] = {
+    "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "vocab_size": 129280, "max_position_embeddings": 4096, "first_k_dense_replace": 3, "n_routed_experts": 256,
+    "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+}  # fmt: skip
+_YARN = {
+    "rope_type": "yarn", "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+presets: dict[str, dict[str, Any]] = {
+    "deepseek-v3": _LEFT_OUT | {"max_position_embeddings": 163840, "rope_scaling": _YARN},
+    "moonlight-16b-a3b": _LEFT_OUT | {
+        "hidden_size": 2048, "intermediate_size": 11264, "num_hidden_layers": 27, "num_attention_heads": 16,
+        "q_lora_rank": None, "vocab_size": 163840, "max_position_embeddings": 8192, "rope_theta": 50000.0,
+        "rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "n_routed_experts": 64, "n_shared_experts": 2,
+        "moe_intermediate_size": 1408, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1,
+        "routed_scaling_factor": 2.446,
+    },
+}  # fmt: skip
+
+# Keys of a config.json that change nothing here: layers that predict tokens after the next one are not built, and how
+# experts are kept even is said by `router_*`.
+passed_over = keys.passed_over | {
+    "output_router_logits", "num_nextn_predict_layers", "num_mtp_layers", "head_dim", "qk_head_dim", "ep_size",
+    "aux_loss_alpha", "seq_aux",
+}  # fmt: skip
+
+# Keys with the one value that is built: another value would be another model.
+_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+only = keys.only | _ROUTING | {"pretraining_tp": 1}
+
+
+def from_hugging_face(written: dict[str, Any]) -> dict[str, Any]:
+    """Our keys for those of a config.json."""
+    return keys.read_config_json(written, _LEFT_OUT)
+
+
+def to_hugging_face(config: Config) -> dict[str, Any]:
+    """A config.json that describes a model."""
+    return keys.write_config_json(config, "DeepseekV3ForCausalLM", model_type, only) | {"num_nextn_predict_layers": 0}
+
+
+# First values, by the first pattern that matches: "normal" has the standard deviation `initializer_range`.
+init_plan = {"*norm.weight": "ones", "*.loads": "zeros", "*bias": "zeros", "*": "normal"}
+
+# How the weights split over `tp`, in Hugging Face's words but for the last. `q_[bp]*` is q_b_proj, or q_proj without a
+# latent of queries; `mlp.*gate_proj` is also that of the shared experts.
+tp_plan = {
+    "model.embed_tokens": "embedding_rowwise",
+    "model.layers.*.self_attn.q_[bp]*": "colwise",
+    "model.layers.*.self_attn.kv_b_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.*gate_proj": "colwise",
+    "model.layers.*.mlp.*up_proj": "colwise",
+    "model.layers.*.mlp.*down_proj": "rowwise",
+    "lm_head": "colwise_gather_output",
+    "model.layers.*.self_attn.*_a_*": "replicate",
+    "model.layers.*.self_attn.rotary_key": "gather_sequence",
+}
+
+# The modules in which tokens see each other. A model with this table takes an `AttentionContext` for `documents`.
+cp_plan = {"model.layers.*.self_attn": "attention"}
+
+# The experts, which `parallel.expert_parallel` deals out in whole experts.
+ep_plan = {"model.layers.*.mlp.experts": "ep_dispatch_experts"}
+
+# What files have in the place of a tensor; `{}` counts the experts.
+stored_as: dict[str, tuple[str, ...]] = {
+    "model.layers.*.mlp.experts.gate_up_proj": (
+        "model.layers.*.mlp.experts.{}.gate_proj.weight",
+        "model.layers.*.mlp.experts.{}.up_proj.weight",
+    ),
+    "model.layers.*.mlp.experts.down_proj": ("model.layers.*.mlp.experts.{}.down_proj.weight",),
+    "*.balance.loads": (),
+}
+
+# Tensors of files that are not read: of the layer that predicts one token more.
+ignored = ("model.layers.61.*",)

@@ -1,0 +1,286 @@
+"""GLM-4.5 (https://arxiv.org/abs/2508.06471), as single-device PyTorch: experts that are chosen by sigmoid scores and a
+correction bias, beside experts that compute every token.
+
+The parameters bear the names that transformers has for them in memory; `stored_as` says what files have. Nothing here
+knows of a mesh; the tables at the end say how the weights start and how they split.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from meshtrain.attention import AttentionContext, attention
+from meshtrain.dropout import Dropout
+from meshtrain.experts import Balance, Experts, Router
+from meshtrain.huggingface import keys
+from meshtrain.huggingface.keys import DecoderConfig
+from meshtrain.rotary import cos_sin, rotate
+
+
+@dataclass(frozen=True)
+class Config(DecoderConfig):
+    """Hugging Face's keys of a GLM-4.5, and their meaning there; `hidden_dropout` and the last four are ours."""
+
+    hidden_size: int = 256  # width of the model
+    intermediate_size: int = 768  # width between the two halves of the feed-forward part of a layer without experts
+    num_hidden_layers: int = 4  # layers
+    num_attention_heads: int = 8  # query heads of a layer
+    num_key_value_heads: int | None = None  # key/value heads of a layer; null: as many as query heads
+    head_dim: int | None = None  # width of a head; null: hidden_size / num_attention_heads
+    attention_bias: bool = False  # whether queries, keys and values have a bias
+    use_qk_norm: bool = False  # whether each head's queries and keys are normed
+    vocab_size: int = 256  # token ids that the model knows, from 0
+    max_position_embeddings: int = 2048  # the longest sequence that the model is meant for
+    partial_rotary_factor: float = 0.5  # share of a head's features that turn with the position
+    rope_theta: float = 1000000.0  # base of the rotary angles
+    rope_scaling: dict[str, Any] | None = None  # angles for longer sequences: {rope_type: yarn, factor: 4.0, ...}
+    rope_parameters: dict[str, Any] | None = None  # rope_theta and rope_scaling in one, as transformers 5 writes them
+    rms_norm_eps: float = 1e-5  # added to the mean square in a norm
+    tie_word_embeddings: bool = False  # one matrix for the embedding and the head
+    initializer_range: float = 0.02  # standard deviation of the first weights
+    hidden_dropout: float = 0.0  # share of features dropped behind the embedding, attention and feed-forward part
+    first_k_dense_replace: int = 1  # the first layers have no experts: so many
+    n_routed_experts: int = 8  # experts of a layer of which each token has some
+    n_shared_experts: int = 1  # experts that compute every token, as one of so many times the width
+    moe_intermediate_size: int = 256  # width between the two halves of an expert
+    num_experts_per_tok: int = 2  # experts that compute each token, besides the shared ones
+    n_group: int = 1  # groups of experts, ...
+    topk_group: int = 1  # ... and from how many of them the experts of a token are
+    norm_topk_prob: bool = True  # whether the scores of a token's experts are divided by their sum
+    routed_scaling_factor: float = 1.0  # what the sum of a token's experts is multiplied by
+    router_aux_loss_coef: float = 0.0001  # coefficient of the term of the loss that keeps the experts' loads even
+    router_balance: Literal["batch", "sequence", "none"] = "sequence"  # whose loads: of the last global batch, a sample
+    router_z_loss_coef: float = 0.0  # coefficient of the term that keeps the router's logits small
+    router_bias_speed: float = 0.001  # by how much a step changes the correction bias of an expert
+
+    @property
+    def rotary_factor(self) -> float:
+        return (self.rope_parameters or {}).get("partial_rotary_factor", self.partial_rotary_factor)
+
+    @property
+    def rotary_width(self) -> int:
+        return int(self.head_width * self.rotary_factor)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        d, e, bias = config.hidden_size, config.head_width, config.attention_bias
+        self.head_dim = e
+        self.q_proj = nn.Linear(d, config.num_attention_heads * e, bias=bias)
+        self.k_proj = nn.Linear(d, config.kv_heads * e, bias=bias)
+        self.v_proj = nn.Linear(d, config.kv_heads * e, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * e, d, bias=False)
+        # Without norms there is still what the tp_plan names.
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(e, eps=config.rms_norm_eps) if config.use_qk_norm else nn.Identity() for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+        q, k, v = (
+            rearrange(project(x), "b s (h e) -> b s h e", e=self.head_dim)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        q, k, v = (rearrange(t, "b s h e -> b h s e") for t in (q, k, v))
+        y = attention(q, k, v, context)
+        return self.o_proj(rearrange(y, "b h s e -> b s (h e)"))
+
+
+class MLP(nn.Module):
+    def __init__(self, d: int, f: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(d, f, bias=False)
+        self.up_proj = nn.Linear(d, f, bias=False)
+        self.down_proj = nn.Linear(f, d, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MixtureOfExperts(nn.Module):
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        d, f, n = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
+        balance = Balance(
+            n,
+            config.num_hidden_layers - config.first_k_dense_replace,
+            layer,
+            kind=config.router_balance,
+            aux_loss_coef=config.router_aux_loss_coef,
+            z_loss_coef=config.router_z_loss_coef,
+            bias_speed=config.router_bias_speed,
+        )
+        self.gate = Router(
+            d,
+            n,
+            config.num_experts_per_tok,
+            score="sigmoid",
+            normalize=config.norm_topk_prob,
+            scale=config.routed_scaling_factor,
+            bias=True,
+            groups=config.n_group,
+            groups_per_token=config.topk_group,
+            balance=balance,
+        )
+        self.experts = Experts(n, d, f)
+        self.shared_experts = MLP(d, config.n_shared_experts * f)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(x, *self.gate(x)) + self.shared_experts(x)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Config, number: int) -> None:
+        super().__init__()
+        dense = number < config.first_k_dense_replace
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.self_attn_dropout = Dropout(config.hidden_dropout)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size) if dense else MixtureOfExperts(config, number)
+        self.mlp_dropout = Dropout(config.hidden_dropout)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+        x = x + self.self_attn_dropout(self.self_attn(self.input_layernorm(x), cos, sin, context))
+        return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)))
+
+
+class Decoder(nn.Module):
+    """What Hugging Face calls `model`: everything but the head."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.dropout = Dropout(config.hidden_dropout)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class Model(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def blocks(self) -> list[nn.Module]:
+        """The modules in the order in which they run; any run of them can be a stage."""
+        return [self.model.embed_tokens, *self.model.layers, self.model.norm, self.lm_head]
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: AttentionContext | Tensor | None = None
+    ) -> Tensor:
+        """Tokens (b, s) to logits (b, s, v); `positions` and `documents` as those of models/llama.py."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        x = self.model.dropout(self.model.embed_tokens(tokens))
+        context = AttentionContext.of(documents)
+        width, longest = self.config.rotary_width, self.config.max_position_embeddings
+        cos, sin = cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length)
+        for i, layer in enumerate(self.model.layers):
+            x = layer(x, cos, sin, context.at(i))
+        return self.lm_head(self.model.norm(x))
+
+
+def check(config: Config) -> keys.Problems:
+    """Combinations of keys that make no model: (key, what is wrong and what would work)."""
+    problems = keys.decoder_problems(config) or keys.router_problems(config, "n_routed_experts")
+    if not problems and not 2 <= config.rotary_width <= config.head_width:
+        features = f"{config.rotary_width} of the {config.head_width} features of a head would turn with the position"
+        problems.append(("partial_rotary_factor", f"{features}: use a share above 0 and at most 1"))
+    return problems
+
+
+_COMMON = {
+    "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "vocab_size": 151552,
+    "max_position_embeddings": 131072, "partial_rotary_factor": 0.5, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+}  # fmt: skip
+presets: dict[str, dict[str, Any]] = {
+    "glm-4.5": _COMMON | {
+        "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 92,
+        "first_k_dense_replace": 3, "n_routed_experts": 160, "routed_scaling_factor": 2.5, "use_qk_norm": True,
+    },
+    "glm-4.5-air": _COMMON | {
+        "hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 46,
+        "first_k_dense_replace": 1, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "use_qk_norm": False,
+    },
+}  # fmt: skip
+
+# Layers that predict tokens after the next one are not built.
+passed_over = keys.passed_over | {"output_router_logits", "num_nextn_predict_layers", "num_mtp_layers"}
+
+# Keys with the one value that is built: another value would be another model.
+only = {key: value for key, value in keys.only.items() if key != "attention_bias"}
+
+# A config.json of Hugging Face's has this `model_type`; a key that it leaves out has the value of transformers.
+model_type = "glm4_moe"
+_LEFT_OUT: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "vocab_size": 151552,
+    "max_position_embeddings": 131072,
+    "rope_theta": 10000.0,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 8,
+    "n_routed_experts": 128,
+}
+
+
+def from_hugging_face(written: dict[str, Any]) -> dict[str, Any]:
+    """Our keys for those of a config.json."""
+    return keys.read_config_json(written, _LEFT_OUT, frozenset({"rope_theta", "partial_rotary_factor"}))
+
+
+def to_hugging_face(config: Config) -> dict[str, Any]:
+    """A config.json that describes a model."""
+    written = keys.write_config_json(config, "Glm4MoeForCausalLM", model_type, only)
+    return written | {"partial_rotary_factor": config.rotary_factor, "num_nextn_predict_layers": 0}
+
+
+# First values, by the first pattern that matches: "normal" has the standard deviation `initializer_range`.
+init_plan = {"*norm.weight": "ones", "*.loads": "zeros", "*bias": "zeros", "*": "normal"}
+
+# How the weights split over `tp`, in Hugging Face's words. `mlp.*gate_proj` is also that of the shared experts.
+tp_plan = {
+    "model.embed_tokens": "embedding_rowwise",
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+    "model.layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.*gate_proj": "colwise",
+    "model.layers.*.mlp.*up_proj": "colwise",
+    "model.layers.*.mlp.*down_proj": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+
+# The modules in which tokens see each other. A model with this table takes an `AttentionContext` for `documents`.
+cp_plan = {"model.layers.*.self_attn": "attention"}
+
+# The experts, which `parallel.expert_parallel` deals out in whole experts.
+ep_plan = {"model.layers.*.mlp.experts": "ep_dispatch_experts"}
+
+# What files have in the place of a tensor; `{}` counts the experts.
+stored_as: dict[str, tuple[str, ...]] = {
+    "model.layers.*.mlp.experts.gate_up_proj": (
+        "model.layers.*.mlp.experts.{}.gate_proj.weight",
+        "model.layers.*.mlp.experts.{}.up_proj.weight",
+    ),
+    "model.layers.*.mlp.experts.down_proj": ("model.layers.*.mlp.experts.{}.down_proj.weight",),
+    "*.balance.loads": (),
+}
+
+# Tensors of files that are not read: of the layer that predicts one token more, in GLM-4.5-Air and GLM-4.5.
+ignored = ("model.layers.46.*", "model.layers.92.*")

@@ -1,0 +1,218 @@
+"""Qwen3 (https://arxiv.org/abs/2505.09388), as single-device PyTorch: a Llama that norms each head's queries and keys.
+
+The parameters bear Hugging Face's names, so that weights need no table of names. Nothing here knows of a mesh; the
+small tables at the end say how the weights start (`init_plan`), how they split over `tp` (`tp_plan`), and which modules
+mix the tokens of a sequence (`cp_plan`).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from meshtrain.attention import AttentionContext, attention
+from meshtrain.dropout import Dropout
+from meshtrain.huggingface import keys
+from meshtrain.rotary import cos_sin, rotate
+
+
+@dataclass(frozen=True)
+class Config(keys.DecoderConfig):
+    """Hugging Face's keys of a Qwen3, and their meaning there; `hidden_dropout` is ours."""
+
+    hidden_size: int = 256  # width of the model
+    intermediate_size: int = 768  # width between the two halves of a feed-forward part
+    num_hidden_layers: int = 4  # layers
+    num_attention_heads: int = 8  # query heads of a layer
+    num_key_value_heads: int | None = None  # key/value heads of a layer; null: as many as query heads
+    head_dim: int | None = None  # width of a head; null: hidden_size / num_attention_heads
+    vocab_size: int = 256  # token ids that the model knows, from 0
+    max_position_embeddings: int = 2048  # the longest sequence that the model is meant for
+    rope_theta: float = 10000.0  # base of the rotary angles
+    rope_scaling: dict[str, Any] | None = None  # angles for longer sequences: {rope_type: yarn, factor: 4.0, ...}
+    rope_parameters: dict[str, Any] | None = None  # rope_theta and rope_scaling in one, as transformers 5 writes them
+    rms_norm_eps: float = 1e-6  # added to the mean square in a norm
+    layer_types: list[str] | None = None  # full_attention for each layer: a sliding window is not built
+    tie_word_embeddings: bool = False  # one matrix for the embedding and the head
+    initializer_range: float = 0.02  # standard deviation of the first weights
+    hidden_dropout: float = 0.0  # share of features dropped behind the embedding, attention and feed-forward part
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        d, e = config.hidden_size, config.head_width
+        self.head_dim = e
+        self.q_proj = nn.Linear(d, config.num_attention_heads * e, bias=False)
+        self.k_proj = nn.Linear(d, config.kv_heads * e, bias=False)
+        self.v_proj = nn.Linear(d, config.kv_heads * e, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * e, d, bias=False)
+        self.q_norm = nn.RMSNorm(e, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(e, eps=config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+        q, k, v = (
+            rearrange(project(x), "b s (h e) -> b s h e", e=self.head_dim)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        q, k, v = (rearrange(t, "b s h e -> b h s e") for t in (q, k, v))
+        y = attention(q, k, v, context)
+        return self.o_proj(rearrange(y, "b h s e -> b s (h e)"))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        d, f = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(d, f, bias=False)
+        self.up_proj = nn.Linear(d, f, bias=False)
+        self.down_proj = nn.Linear(f, d, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.self_attn_dropout = Dropout(config.hidden_dropout)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MLP(config)
+        self.mlp_dropout = Dropout(config.hidden_dropout)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+        x = x + self.self_attn_dropout(self.self_attn(self.input_layernorm(x), cos, sin, context))
+        return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)))
+
+
+class Decoder(nn.Module):
+    """What Hugging Face calls `model`: everything but the head."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.dropout = Dropout(config.hidden_dropout)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class Model(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def blocks(self) -> list[nn.Module]:
+        """The modules in the order in which they run; any run of them can be a stage."""
+        return [self.model.embed_tokens, *self.model.layers, self.model.norm, self.lm_head]
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: AttentionContext | Tensor | None = None
+    ) -> Tensor:
+        """Tokens (b, s) to logits (b, s, v); `positions` and `documents` as those of models/llama.py."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        x = self.model.dropout(self.model.embed_tokens(tokens))
+        context = AttentionContext.of(documents)
+        width, longest = self.config.rotary_width, self.config.max_position_embeddings
+        cos, sin = cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length)
+        for i, layer in enumerate(self.model.layers):
+            x = layer(x, cos, sin, context.at(i))
+        return self.lm_head(self.model.norm(x))
+
+
+def check(config: Config) -> keys.Problems:
+    """Combinations of keys that make no model: (key, what is wrong and what would work)."""
+    problems = keys.decoder_problems(config)
+    if not problems and config.layer_types not in (None, ["full_attention"] * config.num_hidden_layers):
+        problems.append(("layer_types", "only full_attention in every layer is built: leave layer_types out"))
+    return problems
+
+
+_COMMON = {
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+presets: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": _COMMON | {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-1.7b": _COMMON | {
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-4b": _COMMON | {
+        "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": _COMMON | {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    },
+    "qwen3-14b": _COMMON | {
+        "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,
+    },
+    "qwen3-32b": _COMMON | {
+        "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
+    },
+}  # fmt: skip
+
+# Keys of a Hugging Face config.json that change nothing here.
+passed_over = keys.passed_over | {"sliding_window", "max_window_layers"}  # without use_sliding_window
+
+# Keys with the one value that is built: another value would be another model.
+only = keys.only | {"use_sliding_window": False}
+
+# A config.json of Hugging Face's has this `model_type`; a key that it leaves out has the value of transformers.
+model_type = "qwen3"
+_LEFT_OUT: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+}
+
+
+def from_hugging_face(values: dict[str, Any]) -> dict[str, Any]:
+    """Our keys for those of a config.json."""
+    return keys.read_config_json(values, _LEFT_OUT)
+
+
+def to_hugging_face(config: Config) -> dict[str, Any]:
+    """A config.json that describes a model."""
+    return keys.write_config_json(config, "Qwen3ForCausalLM", model_type, only)
+
+
+# First values, by the first pattern that matches: "normal" has the standard deviation `initializer_range`.
+init_plan = {"*norm.weight": "ones", "*": "normal"}
+
+# How the weights split over `tp`, in Hugging Face's words.
+tp_plan = {
+    "model.embed_tokens": "embedding_rowwise",
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",  # each rank norms its own heads
+    "model.layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+
+# The modules in which tokens see each other. A model with this table takes an `AttentionContext` for `documents`.
+cp_plan = {"model.layers.*.self_attn": "attention"}

@@ -1,0 +1,263 @@
+"""Qwen3-MoE (https://arxiv.org/abs/2505.09388), as single-device PyTorch: a Qwen3 with experts in its layers.
+
+The parameters bear the names that transformers has for them in memory; `stored_as` says what files have. Nothing here
+knows of a mesh; the tables at the end say how the weights start and how they split.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from meshtrain.attention import AttentionContext, attention
+from meshtrain.dropout import Dropout
+from meshtrain.experts import Balance, Experts, Router
+from meshtrain.huggingface import keys
+from meshtrain.rotary import cos_sin, rotate
+
+
+@dataclass(frozen=True)
+class Config(keys.DecoderConfig):
+    """Hugging Face's keys of a Qwen3-MoE, and their meaning there; `hidden_dropout` and the last two are ours."""
+
+    hidden_size: int = 256  # width of the model
+    intermediate_size: int = 768  # width between the two halves of the feed-forward part of a layer without experts
+    num_hidden_layers: int = 4  # layers
+    num_attention_heads: int = 8  # query heads of a layer
+    num_key_value_heads: int | None = None  # key/value heads of a layer; null: as many as query heads
+    head_dim: int | None = None  # width of a head; null: hidden_size / num_attention_heads
+    vocab_size: int = 256  # token ids that the model knows, from 0
+    max_position_embeddings: int = 2048  # the longest sequence that the model is meant for
+    rope_theta: float = 10000.0  # base of the rotary angles
+    rope_scaling: dict[str, Any] | None = None  # angles for longer sequences: {rope_type: yarn, factor: 4.0, ...}
+    rope_parameters: dict[str, Any] | None = None  # rope_theta and rope_scaling in one, as transformers 5 writes them
+    rms_norm_eps: float = 1e-6  # added to the mean square in a norm
+    tie_word_embeddings: bool = False  # one matrix for the embedding and the head
+    initializer_range: float = 0.02  # standard deviation of the first weights
+    hidden_dropout: float = 0.0  # share of features dropped behind the embedding, attention and feed-forward part
+    num_experts: int = 8  # experts of a layer
+    num_local_experts: int | None = None  # the same, as transformers 5 writes it
+    num_experts_per_tok: int = 2  # experts that compute each token
+    moe_intermediate_size: int = 256  # width between the two halves of an expert
+    norm_topk_prob: bool = False  # whether the scores of a token's experts are divided by their sum
+    decoder_sparse_step: int = 1  # every second (2), third (3), ... layer has experts, ...
+    mlp_only_layers: list[int] | None = None  # ... but for these, counted from 0
+    router_aux_loss_coef: float = 0.001  # coefficient of the term of the loss that keeps the experts' loads even
+    router_balance: Literal["batch", "sequence", "none"] = "batch"  # whose loads: of the last global batch, a sample
+    router_z_loss_coef: float = 0.0  # coefficient of the term that keeps the router's logits small
+
+    @property
+    def sparse_layers(self) -> list[int]:
+        """The layers that have experts."""
+        return [
+            layer
+            for layer in range(self.num_hidden_layers)
+            if (layer + 1) % self.decoder_sparse_step == 0 and layer not in (self.mlp_only_layers or ())
+        ]
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        d, e = config.hidden_size, config.head_width
+        self.head_dim = e
+        self.q_proj = nn.Linear(d, config.num_attention_heads * e, bias=False)
+        self.k_proj = nn.Linear(d, config.kv_heads * e, bias=False)
+        self.v_proj = nn.Linear(d, config.kv_heads * e, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * e, d, bias=False)
+        self.q_norm = nn.RMSNorm(e, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(e, eps=config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+        q, k, v = (
+            rearrange(project(x), "b s (h e) -> b s h e", e=self.head_dim)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        q, k, v = (rearrange(t, "b s h e -> b h s e") for t in (q, k, v))
+        y = attention(q, k, v, context)
+        return self.o_proj(rearrange(y, "b h s e -> b s (h e)"))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        d, f = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(d, f, bias=False)
+        self.up_proj = nn.Linear(d, f, bias=False)
+        self.down_proj = nn.Linear(f, d, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MixtureOfExperts(nn.Module):
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        d, n = config.hidden_size, config.num_local_experts or config.num_experts
+        balance = Balance(
+            n,
+            len(config.sparse_layers),
+            layer,
+            kind=config.router_balance,
+            aux_loss_coef=config.router_aux_loss_coef,
+            z_loss_coef=config.router_z_loss_coef,
+        )
+        self.gate = Router(d, n, config.num_experts_per_tok, normalize=config.norm_topk_prob, balance=balance)
+        self.experts = Experts(n, d, config.moe_intermediate_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(x, *self.gate(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Config, number: int) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.self_attn_dropout = Dropout(config.hidden_dropout)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MixtureOfExperts(config, number) if number in config.sparse_layers else MLP(config)
+        self.mlp_dropout = Dropout(config.hidden_dropout)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+        x = x + self.self_attn_dropout(self.self_attn(self.input_layernorm(x), cos, sin, context))
+        return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)))
+
+
+class Decoder(nn.Module):
+    """What Hugging Face calls `model`: everything but the head."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.dropout = Dropout(config.hidden_dropout)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class Model(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def blocks(self) -> list[nn.Module]:
+        """The modules in the order in which they run; any run of them can be a stage."""
+        return [self.model.embed_tokens, *self.model.layers, self.model.norm, self.lm_head]
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: AttentionContext | Tensor | None = None
+    ) -> Tensor:
+        """Tokens (b, s) to logits (b, s, v); `positions` and `documents` as those of models/llama.py."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        x = self.model.dropout(self.model.embed_tokens(tokens))
+        context = AttentionContext.of(documents)
+        width, longest = self.config.rotary_width, self.config.max_position_embeddings
+        cos, sin = cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length)
+        for i, layer in enumerate(self.model.layers):
+            x = layer(x, cos, sin, context.at(i))
+        return self.lm_head(self.model.norm(x))
+
+
+def check(config: Config) -> keys.Problems:
+    """Combinations of keys that make no model: (key, what is wrong and what would work)."""
+    problems = keys.decoder_problems(config, keys.COUNTS | {"decoder_sparse_step": 1 << 12})
+    experts = "num_experts" if config.num_local_experts is None else "num_local_experts"
+    problems = problems or keys.router_problems(config, experts)
+    if not problems and not config.sparse_layers:
+        key = "mlp_only_layers" if config.mlp_only_layers else "decoder_sparse_step"
+        problems.append((key, f"none of the {config.num_hidden_layers} layers has experts: use the model qwen3"))
+    return problems
+
+
+_COMMON = {
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "num_experts": 128, "num_experts_per_tok": 8,
+    "norm_topk_prob": True, "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+presets: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": _COMMON | {
+        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+    },
+    "qwen3-235b-a22b": _COMMON | {
+        "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+    },
+}  # fmt: skip
+
+# Keys of a Hugging Face config.json that change nothing here.
+passed_over = keys.passed_over | {"output_router_logits", "sliding_window", "max_window_layers"}
+
+# Keys with the one value that is built: another value would be another model.
+only = keys.only | {"use_sliding_window": False}  # without it the two keys of a window mean nothing
+
+# A config.json of Hugging Face's has this `model_type`; a key that it leaves out has the value of transformers.
+model_type = "qwen3_moe"
+_LEFT_OUT: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+    "num_experts": 128,
+}
+
+
+def from_hugging_face(values: dict[str, Any]) -> dict[str, Any]:
+    """Our keys for those of a config.json."""
+    values = keys.read_config_json(values, _LEFT_OUT)
+    experts = values.pop("num_local_experts", None)
+    return values if experts is None else values | {"num_experts": experts}
+
+
+def to_hugging_face(config: Config) -> dict[str, Any]:
+    """A config.json that describes a model."""
+    experts = config.num_local_experts or config.num_experts
+    written = keys.write_config_json(config, "Qwen3MoeForCausalLM", model_type, only)
+    return written | {"num_experts": experts, "num_local_experts": experts}
+
+
+# First values, by the first pattern that matches: "normal" has the standard deviation `initializer_range`.
+init_plan = {"*norm.weight": "ones", "*.loads": "zeros", "*": "normal"}
+
+# How the weights split over `tp`, in Hugging Face's words. All ranks hold the feed-forward part of a layer without
+# experts, which no published model has.
+tp_plan = {
+    "model.embed_tokens": "embedding_rowwise",
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",  # each rank norms its own heads
+    "model.layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+
+# The modules in which tokens see each other. A model with this table takes an `AttentionContext` for `documents`.
+cp_plan = {"model.layers.*.self_attn": "attention"}
+
+# The experts, which `parallel.expert_parallel` deals out in whole experts.
+ep_plan = {"model.layers.*.mlp.experts": "ep_dispatch_experts"}
+
+# What files have in the place of a tensor; `{}` counts the experts.
+stored_as: dict[str, tuple[str, ...]] = {
+    "model.layers.*.mlp.experts.gate_up_proj": (
+        "model.layers.*.mlp.experts.{}.gate_proj.weight",
+        "model.layers.*.mlp.experts.{}.up_proj.weight",
+    ),
+    "model.layers.*.mlp.experts.down_proj": ("model.layers.*.mlp.experts.{}.down_proj.weight",),
+    "*.balance.loads": (),
+}

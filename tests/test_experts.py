@@ -1,0 +1,387 @@
+"""Experts, their router and its balance, against loops over experts in plain PyTorch."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshtrain.config.locate import model_file
+from meshtrain.experts import LOADS, Experts, Router, choose, load_metrics
+from meshtrain.layout import Layout
+from meshtrain.loss import GlobalCount, StepTerms, sample_losses
+from meshtrain.mesh import Mesh
+from meshtrain.modeling.flops import sample_flops
+from meshtrain.parallel import grouped
+from meshtrain.parallel.parallelize import parallelize
+from meshtrain.parallel.torch_private import backward_is_running, never_compiled
+from meshtrain.parallel.weight_grad import WeightGradQueue, defer_weight_grads, run_weight_grads
+
+ALONE = Mesh(Layout({}), 0, "cpu", None, {})
+CPU = torch.device("cpu")
+SAMPLES, S, V, E, J = 7, 5, 11, 6, 2
+moe = model_file("tests/models/moe.py")
+
+
+def config(**keys: object) -> object:
+    small = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "vocab_size": V}
+    return moe.Config(**small, moe_intermediate_size=4, num_hidden_layers=3, **keys)
+
+
+def fresh(**keys: object) -> nn.Module:
+    torch.manual_seed(0)
+    model = moe.Model(config(**keys)).double()
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.weight.data *= 5  # routes by more than a hair
+    return model
+
+
+def loop(experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Expert by expert, those tokens that have chosen it."""
+    y = torch.zeros_like(x)
+    for e in range(experts.num_experts):
+        tokens, slots = (chosen == e).nonzero(as_tuple=True)
+        gate, up = (x[tokens] @ experts.gate_up_proj[e].t()).chunk(2, dim=-1)
+        out = (F.silu(gate) * up) @ experts.down_proj[e].t()
+        y = y.index_add(0, tokens, out * weights[tokens, slots, None])
+    return y
+
+
+# Products and gathers ------------------------------------------------------------------------------------------------
+
+ROUTES: dict[str, Callable[[int], Tensor]] = {
+    "drawn": lambda n: torch.rand(n, E).argsort(dim=-1)[:, :J],
+    "two for all": lambda n: torch.tensor([4, 2]).expand(n, J),
+    "one twice": lambda n: torch.full((n, J), 3),
+}
+
+
+@pytest.mark.parametrize("n", [0, 1, 20])
+@pytest.mark.parametrize("route", ROUTES)
+def test_experts_are_a_loop_over_experts(route: str, n: int) -> None:
+    torch.manual_seed(0)
+    experts, chosen = Experts(E, 8, 4).double(), ROUTES[route](n)
+    x, weights = (torch.randn(n, k, dtype=torch.float64, requires_grad=True) for k in (8, J))
+    tensors, direction = [x, weights, *experts.parameters()], torch.randn(n, 8, dtype=torch.float64)
+    outputs = [experts(x, chosen, weights), loop(experts, x, chosen, weights)]
+    gradients = [torch.autograd.grad(y, tensors, direction) for y in outputs]
+    for one, other in zip((outputs[0], *gradients[0]), (outputs[1], *gradients[1]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_first_values_are_those_of_linear_layers() -> None:
+    experts = Experts(50, 16, 4)
+    assert experts.gate_up_proj.abs().max().item() == pytest.approx(1 / 4, rel=0.01)
+    assert experts.down_proj.abs().max().item() == pytest.approx(1 / 2, rel=0.01)
+
+
+def test_the_kernel_does_as_the_loop_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's kernel for CPUs; of three experts one has no rows, and the last five rows are nobody's."""
+    torch.manual_seed(0)
+    x, weight, grad = (torch.randn(*shape, dtype=torch.bfloat16) for shape in ((12, 8), (3, 16, 8), (12, 16)))
+    counts = torch.tensor([4, 0, 3])
+
+    def products() -> list[Tensor]:
+        ops = torch.ops.meshtrain
+        return [
+            ops.grouped(x, weight, counts),
+            ops.grouped_input_grad(grad, weight, counts),
+            ops.grouped_weight_grad(grad, x, counts),
+        ]
+
+    by_loop = products()
+    monkeypatch.setattr(grouped, "_has_kernel", lambda *tensors: True)
+    for one, other in zip(products(), by_loop, strict=True):
+        torch.testing.assert_close(one, other)
+    for rows in by_loop[:2]:
+        assert rows[:7].abs().min() > 0
+        assert (rows[7:] == 0).all()
+    assert (by_loop[2][1] == 0).all()
+
+
+def test_weight_gradients_can_wait() -> None:
+    torch.manual_seed(0)
+    experts, queue = nn.Sequential(Experts(E, 8, 4)), WeightGradQueue()
+    x, chosen, weights = torch.randn(20, 8, requires_grad=True), ROUTES["drawn"](20), torch.rand(20, J)
+    experts[0](x, chosen, weights).square().sum().backward()
+    at_once = [p.grad for p in (x, *experts.parameters())]
+    for p in (x, *experts.parameters()):
+        p.grad = None
+    defer_weight_grads(experts, queue)
+    y = experts[0](x, chosen, weights).square().sum()
+    with queue.record() as deferred:
+        y.backward()
+    assert all(p.grad is None for p in experts.parameters())
+    run_weight_grads(deferred)
+    assert all(p.grad.equal(grad) for p, grad in zip((x, *experts.parameters()), at_once, strict=True))
+
+
+# The choice ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_of_equal_scores_the_lower_index_is_chosen(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for scores in (
+        torch.randint(-2, 3, (200, 9)).to(dtype),
+        torch.randn(200, 128).to(dtype),
+        torch.zeros(3, 128, dtype=dtype),
+        torch.tensor([[0.0, -0.0, torch.inf, -torch.inf, 0.0, -1.0, 1e-7, -1e-7, torch.inf]]).to(dtype),
+    ):
+        best = scores.double().sort(dim=-1, descending=True, stable=True).indices
+        assert choose(scores, 8).equal(best[:, :8])
+    with torch.device("meta"):
+        assert choose(torch.zeros(2, 3, 9), 8).shape == (2, 3, 8)
+
+
+def test_groups_without_a_bias_go_by_their_best_expert() -> None:
+    router = Router(4, E, J, groups=3, groups_per_token=1)
+    with torch.no_grad():
+        router.weight.copy_(torch.tensor([[5, 5], [5, 4], [5.5, 0], [0, 1], [3, 1], [3, 1]]).repeat(1, 2))
+    chosen, _ = router(torch.tensor([[1.0, 0, 0, 0], [0, 1, 0, 0]]))
+    assert chosen.tolist() == [[2, 3], [0, 1]]
+
+
+# A step --------------------------------------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """A layer's experts as papers have them, for a whole batch at once, with its terms of the loss in a list."""
+
+    def __init__(self, layer: nn.Module, config: object, terms: list[Tensor]) -> None:
+        super().__init__()
+        self.gate, self.experts, self.config, self.terms = layer.gate, layer.experts, config, terms
+        self.loads, self.counted = torch.zeros(E, dtype=torch.float64), torch.zeros(E, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = x @ self.gate.weight.t()
+        if self.config.score == "softmax":
+            scores = ranked = probabilities = logits.softmax(-1)
+        else:
+            scores = logits.sigmoid()
+            probabilities = scores / scores.sum(-1, keepdim=True)
+            ranked = scores + self.gate.e_score_correction_bias
+            groups = ranked.unflatten(-1, (3, 2)).sum(-1).argsort(dim=-1, descending=True)[..., :2]
+            inside = (groups[..., None] == torch.arange(3)).any(-2).repeat_interleave(2, dim=-1)
+            ranked = torch.where(inside, ranked, -1)
+        chosen = ranked.argsort(dim=-1, descending=True, stable=True)[..., :J]
+        weights = scores.gather(-1, chosen)
+        weights = weights / weights.sum(-1, keepdim=True) * (1 if self.config.score == "softmax" else 1.5)
+        hits = F.one_hot(chosen, E).sum(-2).double()  # (b, s, E)
+        self.counted = hits.sum((0, 1))
+        if self.config.router_balance == "batch":
+            shares = self.loads / self.loads.sum() if self.loads.any() else torch.ones(E).double() / E
+        else:
+            shares = hits.sum(1, keepdim=True) / hits.sum((1, 2))[:, None, None]
+        if self.config.router_balance != "none":
+            self.terms.append(0.1 / 2 * E * J * (shares * probabilities).sum())
+        self.terms.append(0.01 / 2 * logits.logsumexp(-1).square().sum())
+        return loop(self.experts, x.flatten(0, 1), chosen.flatten(0, 1), weights.flatten(0, 1)).view_as(x)
+
+    def end_step(self) -> None:
+        self.loads = self.counted
+        if self.config.score == "sigmoid":
+            self.gate.e_score_correction_bias.data += 0.05 * torch.sign(self.loads.mean() - self.loads)
+
+
+def plain(model: nn.Module) -> tuple[nn.Module, list[Tensor]]:
+    model, terms = copy.deepcopy(model), []
+    for layer in model.model.layers[1:]:
+        layer.mlp = Plain(layer.mlp, model.config, terms)
+    return model, terms
+
+
+TOKENS = torch.randint(V, (4, SAMPLES, S), generator=torch.Generator().manual_seed(7))
+
+
+def microbatches(model: nn.Module, tokens: Tensor, size: int, scale: float | None = None) -> StepTerms:
+    """Forward and backward of all samples, `size` at a time; the last microbatch is filled with padding."""
+    count = GlobalCount(tokens.numel(), ALONE, CPU)
+    terms = StepTerms(count, None if scale is None else torch.tensor(scale))
+    for i in range(0, SAMPLES, size):
+        rows = F.pad(tokens[i : i + size], (0, 0, 0, max(i + size - SAMPLES, 0)))
+        real = min(size, SAMPLES - i)
+        with terms.of_microbatch(size, real):
+            loss = sample_losses(model(rows), rows)[:real].sum() / tokens.numel()
+            (loss * (scale or 1)).backward()
+    return terms
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def descend(model: nn.Module) -> None:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.data -= 2 * p.grad
+            p.grad = None
+
+
+CASES = [("softmax", "batch"), ("sigmoid", "batch"), ("sigmoid", "sequence"), ("softmax", "none")]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+@pytest.mark.parametrize(("score", "balance"), CASES)
+def test_a_step_is_that_of_the_whole_batch(score: str, balance: str, size: int) -> None:
+    """Three steps in microbatches of any size, of which the last has padding: gradients, loads, terms, biases."""
+    model = fresh(score=score, router_balance=balance)
+    reference, added = plain(model)
+    for tokens in TOKENS[:3]:
+        terms = microbatches(model, tokens, size)
+        added.clear()
+        loss = sample_losses(reference(tokens), tokens).sum() + sum(added)
+        (loss / tokens.numel()).backward()
+        expected = trained(reference)
+        for name, grad in trained(model).items():
+            torch.testing.assert_close(grad, expected[name], rtol=1e-12, atol=1e-13)
+        attached = sum(terms.sums.get(f"loss/{name}", torch.zeros(2))[0] for name in ("balance", "router_z"))
+        assert attached.item() == pytest.approx(sum(added).item(), rel=1e-12)
+        terms.receive(terms.sums, torch.tensor(False))
+        for one, other in zip(model.model.layers[1:], reference.model.layers[1:], strict=True):
+            other.mlp.end_step()
+            assert one.mlp.gate.balance.loads.equal(other.mlp.loads)
+            assert score == "softmax" or one.mlp.gate.e_score_correction_bias.abs().max() > 0
+        descend(model)
+        descend(reference)
+
+
+def test_a_step_without_an_update_moves_nothing() -> None:
+    model = fresh(score="sigmoid")
+    terms = microbatches(model, TOKENS[0], 2)
+    state = [p for p in model.parameters() if not p.requires_grad]
+    before = [p.clone() for p in state]
+    terms.receive(terms.sums, torch.tensor(True))
+    assert [p.equal(old) for p, old in zip(state, before, strict=True)] == 4 * [True]
+    terms.receive(terms.sums, torch.tensor(False))
+    assert [p.equal(old) for p, old in zip(state, before, strict=True)] == 4 * [False]
+
+
+def test_the_loss_scale_is_on_the_terms_too() -> None:
+    plain, scaled = fresh(), fresh()
+    microbatches(plain, TOKENS[0], 2)
+    microbatches(scaled, TOKENS[0], 2, scale=64.0)
+    for name, grad in trained(scaled).items():
+        torch.testing.assert_close(grad, 64 * trained(plain)[name], rtol=1e-12, atol=1e-13)
+
+
+def test_padding_gets_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 3 samples one is padding, and of their 5 positions one: both get zeros and give nothing to weights."""
+    torch.manual_seed(0)
+    experts, x = Experts(E, 8, 4).double(), torch.randn(3, S, 8, dtype=torch.float64, requires_grad=True)
+    chosen, weights = ROUTES["drawn"](3 * S).view(3, S, J), torch.rand(3, S, J, dtype=torch.float64)
+    rows, products = [], experts._products
+    monkeypatch.setattr(experts, "_products", lambda x, counts: rows.append(int(counts.sum())) or products(x, counts))
+    real = torch.ones(3, S, dtype=torch.bool)
+    real[2], real[:, 3] = False, False
+    with StepTerms(GlobalCount(1, ALONE, CPU)).of_microbatch(3, 2, real[0]):
+        y = experts(x, chosen, weights)
+    y.square().sum().backward()
+    got = [p.grad for p in experts.parameters()]
+    experts.zero_grad()
+    assert rows == [int(real.sum()) * J]
+    assert (y[~real] == 0).all()
+    assert (x.grad[~real] == 0).all()
+    expected = loop(experts, x[real], chosen[real], weights[real])
+    torch.testing.assert_close(y[real], expected, rtol=1e-12, atol=1e-14)
+    expected.square().sum().backward()
+    for grad, p in zip(got, experts.parameters(), strict=True):
+        torch.testing.assert_close(grad, p.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_a_block_that_runs_again_counts_once(recompute: str) -> None:
+    keys = {"score": "sigmoid", "router_balance": "sequence"}
+    model, again = fresh(**keys), parallelize(fresh(**keys), ALONE, precision="float64", recompute=recompute)
+    sums, sums_again = (microbatches(m, TOKENS[0], 2).sums for m in (model, again))
+    assert sums.keys() == sums_again.keys()
+    assert all(value.equal(sums_again[field]) for field, value in sums.items())
+    assert all(grad.equal(trained(again)[name]) for name, grad in trained(model).items())
+    loads = [value for field, value in sums.items() if field.startswith(f"tally/{LOADS}")]
+    assert [int(value.sum()) for value in loads] == 2 * [SAMPLES * S * J]
+    assert load_metrics([torch.tensor([3.0, 0, 0]), torch.tensor([2.0, 0, 2])]) == {
+        "expert_load_max": 3.0,
+        "experts_idle": 3.0,
+    }
+
+
+def test_two_layers_with_one_number_are_refused() -> None:
+    model = fresh()
+    model.model.layers[2].mlp.gate.balance = model.model.layers[1].mlp.gate.balance  # one module twice counts both
+    microbatches(model, TOKENS[0], 2)
+    model.model.layers[2].mlp.gate.balance = copy.deepcopy(model.model.layers[1].mlp.gate.balance)
+    with pytest.raises(ValueError, match="two modules tally expert_loads/1: the number of each layer"):
+        microbatches(model, TOKENS[0], 2)
+
+
+# Beside the rest -----------------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate, self.experts = nn.RMSNorm(8), Router(8, 6, 2), Experts(6, 8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.experts(x, *self.gate(disturbed(self.norm(x))))
+
+
+@never_compiled
+def disturbed(x: Tensor) -> Tensor:
+    """As if the arithmetic of a block that runs again came out otherwise."""
+    return x * (-1.0 if backward_is_running() else 1.0)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_a_block_that_runs_again_routes_as_it_did(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled too, where experts run between graphs; what is computed is what a plain block computes."""
+    routes, forward = [], Experts.forward
+
+    @never_compiled
+    def spied(self: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        routes.append(chosen)
+        return forward(self, x, chosen, weights)
+
+    monkeypatch.setattr(Experts, "forward", spied)
+    gradients = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = parallelize(nn.Sequential(Layer()), ALONE, recompute=recompute, compile=compiled)
+        model(torch.randn(3, 5, 8)).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert len(routes) == 4
+    assert all(route.equal(routes[0]) for route in routes)
+    if recompute == "full":  # selective keeps more of an eager block than of graphs
+        for eager, compiled_one in zip(*gradients, strict=True):
+            torch.testing.assert_close(eager, compiled_one, rtol=1e-4, atol=1e-5)
+
+
+def test_active_parameters_are_what_is_counted() -> None:
+    """6 operations for each parameter that a token uses, and attention's, as for models without experts."""
+    with torch.device("meta"):
+        model = fresh()
+    flops, _ = sample_flops(model, (torch.zeros(2, 40, dtype=torch.int64),))
+    dense = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    active = dense + 2 * (E * 8 + J * 3 * 4 * 8)
+    assert flops == 40 * (6 * active + 12 * 3 * 8 * 40)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_in_16_bits_what_is_counted_stays_in_32(precision: str) -> None:
+    model = parallelize(fresh(score="sigmoid"), ALONE, precision=precision)
+    reference = fresh(score="sigmoid").float()
+    kinds = []
+    gate = model.model.layers[1].mlp.gate
+    gate.register_forward_hook(
+        lambda gate, inputs, outputs: kinds.append(
+            [inputs[0].dtype, gate.weight.dtype, gate.e_score_correction_bias.dtype, outputs[1].dtype]
+        )
+    )
+    terms, exact = microbatches(model, TOKENS[0], 7), microbatches(reference, TOKENS[0], 7)
+    dtype = getattr(torch, precision)
+    assert kinds == [[dtype, dtype, torch.float32, torch.float32]]
+    assert gate.balance.loads.dtype == torch.float32
+    assert terms.sums["loss/balance"][0].item() == pytest.approx(exact.sums["loss/balance"][0].item(), rel=0.05)
+    assert all(grad.dtype == torch.float32 and grad.isfinite().all() for grad in trained(model).values())
