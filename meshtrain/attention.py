@@ -4,13 +4,19 @@ The record travels through a model as any argument does, so recomputation and co
 Another kind of attention (over parts of a sequence, with a cache) is a subclass of it with its own `attend`.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+VARLEN_TYPES = torch.float16, torch.bfloat16  # what attention of variable length computes in
 
 
 @dataclass(eq=False, repr=False)
@@ -18,8 +24,8 @@ class AttentionContext:
     """What attention must know about the tokens of a microbatch."""
 
     documents: Tensor | None = None  # (b, s), the document of each token; none attends across; None: one a row
-    # (b s + 1) int32, for kernels of variable length: see `cumulative_lengths`. None: no documents, or not counted.
-    lengths: Tensor | None = None
+    lengths: Tensor | None = None  # int32, where documents begin: see `cumulative_lengths`. None: none, or not counted
+    kernel: Callable[..., Tensor] | None = None  # attention of variable length, where there is one: see `varlen_kernel`
     part: Tensor | None = None  # (s of this rank), the positions in the sequence that this rank has; None: all
     length: int = 0  # tokens of the whole sequence, without padding, where this rank has a part; 0: those that it has
     cache: Any = None  # keys and values of earlier tokens, in generation
@@ -31,10 +37,11 @@ class AttentionContext:
     def of(cls, documents: "AttentionContext | Tensor | None") -> "AttentionContext":
         """The record for a forward, with its mask: of a batch's record, of a plain tensor (b, s), or of nothing.
 
-        A model calls it outside of its blocks, so that no block has to make a mask.
+        A model calls it outside of its blocks; with a kernel of variable length there is no mask.
         """
         context = documents if isinstance(documents, AttentionContext) else cls(documents)
-        if context.mask is None and context.documents is not None and context.part is None:
+        unmasked = context.mask is None and context.part is None and context.kernel is None
+        if unmasked and context.documents is not None:
             context.mask = document_mask(context.documents)
         return context
 
@@ -54,8 +61,12 @@ class AttentionContext:
         return replace(self, documents=documents, lengths=lengths, part=part, mask=mask, windows={})
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None, non_blocking: bool = False) -> Any:
-        """On a device; `dtype` is for floating-point tensors, and there is none."""
-        return self.apply(lambda x: x.to(device, non_blocking=non_blocking))
+        """On a device; `dtype`: of what attention is called with, by which its kernel is chosen."""
+        moved = self.apply(lambda x: x.to(device, non_blocking=non_blocking))
+        moved.kernel = None if moved.lengths is None else varlen_kernel(torch.device(device), dtype)
+        if moved.kernel is not None:  # one graph for all numbers of documents
+            torch._dynamo.maybe_mark_dynamic(moved.lengths, 0)
+        return moved
 
     def pin_memory(self) -> "AttentionContext":
         return self.apply(Tensor.pin_memory)
@@ -65,6 +76,11 @@ class AttentionContext:
     ) -> Tensor:
         if self.part is not None or self.cache is not None:
             raise NotImplementedError("attention over parts of a sequence, or with a cache, is not built")
+        counted = (
+            self.shape == (q.shape[0], q.shape[2]) == (k.shape[0], k.shape[2])
+        )  # else the mask tells what is wrong
+        if self.kernel is not None and self.lengths is not None and counted and takes_varlen(q, k, v, soft_cap):
+            return _varlen(self.kernel, (q, k, v), self.lengths, scale, window)
         keep = not torch.compiler.is_compiling()  # in a graph it would be a guard that fails at the next layer
         mask = self.mask
         if mask is None and self.documents is not None:
@@ -97,8 +113,7 @@ def attention(
         q: (b, h, s, e).
         k: (b, k, s, e); h is a multiple of k, and each key/value head serves h/k query heads.
         v: (b, k, s, f), of whatever width f.
-        context: None for one document a row; a tensor is a mask that broadcasts to (b, h, s, s), such as
-            `document_mask` gives: True where a query sees a key.
+        context: None for one document a row; a tensor: a mask for (b, h, s, s), True where a query sees a key.
         scale: of the scores; None: 1 / sqrt(e).
         window: a token sees itself and the window - 1 tokens before it (https://arxiv.org/abs/2004.05150); None: all.
         soft_cap: scores x become soft_cap * tanh(x / soft_cap) (Gemma 2, https://arxiv.org/abs/2408.00118, section 2).
@@ -107,6 +122,9 @@ def attention(
     Returns:
         (b, h, s, f).
     """
+    if has_torch_function((q, k, v)):  # torch's protocol for whoever watches calls, as `modeling.flops` does
+        options: Any = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        return handle_torch_function(attention, (q, k, v), q, k, v, context, **options)
     if isinstance(context, AttentionContext):
         return context.attend(q, k, v, scale, window, soft_cap)
     mask = context if window is None or window >= k.shape[2] else _windowed(context, window, k)
@@ -148,11 +166,59 @@ def wants_repeated(
 
     On GPUs torch's flash attention takes grouped heads, but only in 16 bits, without a mask, and up to a width of 256
     that values share. Its memory-efficient kernel takes float32, masks and other widths of values, but grouped heads
-    only in the newest versions. Where no kernel does, torch computes with all scores in memory, (b, h, s, s). In
-    float64 it always does.
+    only in the newest versions. Elsewhere, and in float64, torch computes with all scores in memory, (b, h, s, s).
     """
     flash = dtype in (torch.float16, torch.bfloat16) and not masked and width <= 256 and value_width in (None, width)
     return device == "cuda" and heads != kv_heads and dtype != torch.float64 and not flash
+
+
+@cache
+def varlen_kernel(device: torch.device, dtype: torch.dtype | None) -> Callable[..., Tensor] | None:
+    """torch's attention over documents laid end to end, as this GPU computes it in 16 bits; None: it does not.
+
+    FlashAttention-2 (Dao, https://arxiv.org/abs/2307.08691), or 3 (https://arxiv.org/abs/2407.08608) on Hopper where
+    the module `flash_attn_interface` is installed: that then computes all of torch's flash attention in this process.
+    """
+    if not has_varlen(device, dtype):
+        return None
+    from torch.nn import attention as back_ends
+    from torch.nn.attention.varlen import varlen_attn  # brings the compiler, 2 s
+
+    third = torch.cuda.get_device_capability(device)[0] == 9 and find_spec("flash_attn_interface") is not None
+    if third and "FA3" in back_ends.list_flash_attention_impls() and back_ends.current_flash_attention_impl() is None:
+        back_ends.activate_flash_attention_impl("FA3")
+    # From torch 2.12 on grouped heads are asked for; before, shapes say it.
+    grouped: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    return partial(varlen_attn, **grouped)  # type: ignore[return-value]
+
+
+def has_varlen(device: torch.device, dtype: torch.dtype | None) -> bool:
+    """Whether a device has attention of variable length in a type: NVIDIA's GPUs from Ampere on, in 16 bits."""
+    if device.type != "cuda" or dtype not in VARLEN_TYPES or torch.version.hip is not None:
+        return False
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def takes_varlen(q: Tensor, k: Tensor, v: Tensor, soft_cap: float | None) -> bool:
+    """Whether a kernel of variable length takes these. torch's has no soft cap; narrow heads are padded."""
+    same_type = q.dtype == k.dtype == v.dtype
+    return soft_cap is None and same_type and q.dtype in VARLEN_TYPES and max(q.shape[-1], v.shape[-1]) <= 256
+
+
+def _varlen(
+    kernel: Callable[..., Tensor], qkv: tuple[Tensor, ...], ends: Tensor, scale: float | None, window: int | None
+) -> Tensor:
+    """Documents attend to themselves: those of all rows lie end to end, and no scores of others are computed."""
+    (b, _, s, e), f = qkv[0].shape, qkv[2].shape[-1]
+    # The kernel has one width for all, a multiple of 8, and no backward between 192 and 256 on some cards. Zeros change
+    # neither scores nor sums.
+    width = 256 if max(e, f) > 192 else -(-max(e, f) // 8) * 8
+    padded = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in qkv)
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in padded]
+    before = -1 if window is None or window >= s else window - 1
+    # The longest document is said to be a row: a constant, for which nobody asks the device.
+    y = kernel(*flat, ends, ends, s, s, scale=e**-0.5 if scale is None else scale, window_size=(before, 0))
+    return y[..., :f].unflatten(0, (b, s)).transpose(1, 2)
 
 
 def document_mask(documents: Tensor) -> Tensor:
@@ -167,13 +233,17 @@ def sliding_window(s: int, window: int, device: torch.device) -> Tensor:
     return torch.ones(s, s, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
-def cumulative_lengths(documents: Tensor) -> Tensor:
-    """Where the documents of (b, s) begin in its b s tokens laid end to end, and b s: (b s + 1) int32.
+def cumulative_lengths(documents: Tensor) -> Tensor | None:
+    """Where the documents of (b, s) begin in its b s tokens laid end to end, and b s: int32, on the CPU.
 
-    Rows end documents. There are as many numbers as there could be documents, so that a compiled kernel sees one shape;
-    those behind the last are b s too, the ends of documents without tokens. On the CPU nothing waits for a device.
+    Rows end documents. Padded with b s, the ends of documents without tokens, to b 2^n + 1 numbers: a kernel starts
+    threads for each, whether or not it has tokens, and compiled code would else see many sizes. None where a document
+    may return after another, because the numbers of a row descend.
     """
-    begins = torch.ones(documents.shape, dtype=torch.bool, device=documents.device)
-    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    starts, total = begins.flatten().nonzero().flatten(), documents.numel()
-    return F.pad(starts.int(), (0, total + 1 - len(starts)), value=total)
+    changes = documents.diff(dim=1)
+    if (changes < 0).any():
+        return None
+    begins = F.pad(changes != 0, (1, 0), value=True)
+    starts, rows, total = begins.flatten().nonzero().flatten(), len(documents), documents.numel()
+    size = rows * (1 << (-(-len(starts) // rows) - 1).bit_length())
+    return F.pad(starts.int(), (0, size + 1 - len(starts)), value=total)

@@ -115,7 +115,7 @@ class _DropoutKeys:
 
     def __init__(self, dropouts: dict[str, Dropout]) -> None:
         self._dropouts = list(dropouts.values())
-        self._hashes = [[_hash64(f"meshtrain dropout {name}")] for name in dropouts]
+        self._hashes = [[hash64(f"meshtrain dropout {name}")] for name in dropouts]
         self._names = torch.empty(0)  # (n, 1) on the device
 
     def set(self, seed: int, step: int, samples: range, device: torch.device) -> None:
@@ -123,7 +123,7 @@ class _DropoutKeys:
             return
         if self._names.numel() == 0 or self._names.device != device:
             self._names = torch.tensor(self._hashes, dtype=torch.int64, device=device)
-        hashes = [_hash64(f"meshtrain dropout {seed} {step} {sample}") for sample in samples]
+        hashes = [hash64(f"meshtrain dropout {seed} {step} {sample}") for sample in samples]
         keys = torch.tensor(hashes, dtype=torch.int64, pin_memory=device.type == "cuda")
         for dropout, row in zip(self._dropouts, self._names ^ keys.to(device, non_blocking=True), strict=True):
             dropout.keys = row
@@ -139,21 +139,21 @@ def keep_mask(keys: Tensor, shape: torch.Size, positions: Tensor, p: float) -> T
     rows, words = shape[1:-1].numel(), (width + 1) // 2
     inner = rows // len(positions) * words  # of a position
     numbers = (positions[:, None] * inner + torch.arange(inner, device=keys.device)).flatten()
-    bits = _mix(_mix(keys)[:, None] + numbers * _GAMMA).view(b, rows, words, 1)
+    bits = mix(mix(keys)[:, None] + numbers * GAMMA).view(b, rows, words, 1)
     # Not `view(torch.int32)`: torch 2.13 compiles that and the slice to code that writes past its memory on a CPU.
     halves = torch.cat((bits, bits >> 32), dim=-1) & (2**32 - 1)
     return (halves >= round(p * 2**32)).flatten(2)[..., :width].reshape(shape)
 
 
-def _hash64(text: str) -> int:
+def hash64(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
 # SplitMix64's increment and the multipliers of its finalizer, as int64: torch computes with no unsigned integers.
-_GAMMA, _MIX_1, _MIX_2 = (bits - 2**64 for bits in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+GAMMA, _MIX_1, _MIX_2 = (bits - 2**64 for bits in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def _mix(x: Tensor) -> Tensor:
+def mix(x: Tensor) -> Tensor:
     """The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA
     2014) of each int64: products wrap around, and a mask makes the shifts logical."""
     x = (x ^ ((x >> 30) & (2**34 - 1))) * _MIX_1

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshtrain.data import OpenData
 from meshtrain.data.batch import Batch, Samples, Subset
@@ -14,6 +15,8 @@ from meshtrain.data.order import Permutation
 from meshtrain.errors import AgreedError
 from meshtrain.loss import correct_predictions, sample_losses, valid_targets
 from meshtrain.mesh import Mesh
+from meshtrain.parallel.linear_cross_entropy import LossRequest, request_loss
+from meshtrain.parallel.mixed_precision import weights_stay
 
 TOKEN_SAMPLES = 2048  # of a language model's evaluation, unless the config says how many
 
@@ -24,7 +27,7 @@ class Evaluation:
 
     loss: float  # mean cross entropy over its valid targets, in nats
     targets: int  # how many these are
-    correct: int  # how many of them have the largest logit
+    correct: int  # of a classifier: how many of them have the largest logit
 
     def numbers(self, task: str, bytes_per_target: float | None) -> dict[str, float]:
         """What people compare: perplexity and bits per byte of a language model, accuracy (a share) of a classifier."""
@@ -51,10 +54,11 @@ def evaluation_set(data: OpenData, most: int | None) -> Samples | None:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards what trained trains again, and what was frozen by `eval()` does not."""
+    """Evaluation mode inside, where nobody may change weights; afterwards each module has the mode that it had."""
     training = [module for module in model.modules() if module.training]
     model.eval()
-    yield
+    with weights_stay(model):
+        yield
     for module in training:
         module.training = True
 
@@ -69,15 +73,28 @@ def evaluate(
     with evaluation_mode(model):
         for batch in batches:
             inputs, targets = batch.to(device, dtype)
-            logits = model(*inputs)
-            if logits is None:  # another stage has them
-                continue
-            sums[0] += sample_losses(logits, targets).double().sum()
-            sums[1] += valid_targets(batch.targets)
-            sums[2] += correct_predictions(logits, targets)
+            score = _score(model, inputs, targets)
+            if score is not None:
+                sums[0] += score[0].double()
+                sums[1] += valid_targets(batch.targets)
+                sums[2] += score[1]
     if not mesh.speaks_for_samples:
         sums.zero_()
     loss, targets_seen, correct = mesh.sum(sums).tolist()
     if targets_seen == 0:
         raise AgreedError("the validation data has no target with a loss: use other data, or train.eval_every=0")
     return Evaluation(loss / targets_seen, int(targets_seen), int(correct))
+
+
+def _score(model: nn.Module, inputs: tuple[Any, ...], targets: Tensor) -> tuple[Tensor, Tensor | int] | None:
+    """The sum of the losses, and of a classifier the correct predictions; None on ranks of another stage than the last.
+    A model with a `LossHead` gives no logits, so that evaluation takes no more memory than training."""
+    is_classifier = targets.ndim == 1
+    request = LossRequest(lambda: targets)
+    with nullcontext() if is_classifier else request_loss(request):
+        output = model(*inputs)
+    if output is None:
+        return None
+    losses = request.losses_of(output)
+    losses = sample_losses(output, targets) if losses is None else losses
+    return losses.double().sum(), correct_predictions(output, targets) if is_classifier else 0

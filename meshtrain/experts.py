@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from meshtrain.loss import attach, real_tokens, tally
 from meshtrain.parallel.collectives import AxisGroup, operator
 from meshtrain.parallel.grouped import GatherRows, GroupedMatmul
+from meshtrain.parallel.linear.weight_grad import SupportsDeferral
 from meshtrain.parallel.torch_private import never_compiled, to_local
-from meshtrain.parallel.weight_grad import SupportsDeferral
 
 LOADS = "expert_loads/"  # the name of a layer's tally, with the number of the layer
 Products = Callable[[Tensor, Tensor], Tensor]

@@ -261,9 +261,8 @@ class Layout:
     def with_experts(self, ranks: int) -> "Layout":
         """This layout with the experts of a layer dealt out over `ranks` ranks each.
 
-        `ep` takes whole axes from the inside, in the usual order, and a divisor of the next. What is left shards one
-        copy of the experts where parameters are sharded (`efsdp`), and holds copies of them (`edp_replicate`). Raises
-        LayoutError: no group of so many ranks is made like that.
+        `ep` takes whole axes from the inside, in the usual order, and a divisor of the next. What is left shards a copy
+        of the experts (`efsdp`) or holds copies (`edp_replicate`). LayoutError: no such group.
         """
         if not _is_count(ranks) or not self.folds(ranks):
             fits = self.expert_sizes()

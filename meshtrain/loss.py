@@ -1,8 +1,7 @@
 """The loss of a step: the sum over all valid targets of the global batch, divided by their number.
 
-It is a sum over a count, and never an average of averages. So it does not matter which rank or microbatch holds which
-sample, how many valid targets each has, or that a rank has none at all. Modules add terms to it in the same way, with
-`attach`, and log statistics with `record`.
+It is a sum over a count, and never an average of averages. So it does not matter which rank or microbatch has which
+sample and how many targets. Modules add terms in the same way, with `attach`, and log statistics with `record`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -74,9 +73,6 @@ class GlobalCount:
         return self.total().clamp(min=1)
 
 
-# Terms and statistics of modules ------------------------------------------------------------------------------------
-
-
 class _Attach(torch.autograd.Function):
     """x, whose backward gives `term` its gradient: the factor of the loss."""
 
@@ -114,7 +110,7 @@ def attach(x: Tensor, name: str, term: Tensor) -> Tensor:
         ValueError: `term` has no number for each sample, or with `cp` not for each token.
     """
     if _forward is None or not torch.is_grad_enabled():
-        return x
+        return x.view_as(x) if x.is_meta else x  # who looks at a model there is to see that x is used
     total = _forward.total(name, term)
     _forward.add(f"loss/{name}", total)
     return _Attach.apply(x, total, _forward.terms.factor)
@@ -162,8 +158,7 @@ def tally(name: str, values: Tensor, receive: Callable[[Tensor, Tensor], None], 
 
 
 def real_tokens(device: torch.device) -> Tensor | None:
-    """(b, s) or (b, 1), bool: which tokens of the current forward are no padding; None: all of them, as outside of a
-    training step."""
+    """(b, s) or (b, 1), bool: which tokens of the current forward are no padding; None: all, as outside of a step."""
     return None if _forward is None else _forward.real_tokens(device)
 
 
@@ -250,8 +245,7 @@ _forward: _Forward | None = None  # backward runs in threads of its own, so this
 
 
 def agree_on_fields(terms: StepTerms, mesh: Mesh, *, same_tokens: bool) -> dict[str, int]:
-    """The fields of all ranks in one order, and how many numbers each has: stages of a pipeline have different ones.
-    All ranks call it once.
+    """All ranks' fields in one order (stages have different ones), and how many numbers each has. A collective.
 
     Args:
         same_tokens: the ranks of `tp` have seen the same tokens, and must have computed the same.

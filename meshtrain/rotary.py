@@ -1,7 +1,6 @@
 """Rotary positions (RoPE, https://arxiv.org/abs/2104.09864): pairs of features turn by an angle per position.
 
-Keys and formulas of a `scaling`, which makes a model see longer sequences, are those of transformers: a dict with
-`rope_type` and its numbers, {} for none.
+A `scaling`, for longer sequences, is a dict as in transformers: `rope_type` and its numbers, {} for none.
 """
 
 import math
@@ -21,6 +20,14 @@ ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "yarn": (("factor",), (LENGTH, *YARN, "truncate")),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (LENGTH,)),
 }
+
+
+class Rotary:
+    """What a model hands its blocks of `cos_sin`: tensors that a block gets are cast to the type in which it computes,
+    and what this holds is not. No dataclass and no tuple: FSDP would look into those."""
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self.cos, self.sin = cos, sin
 
 
 def rope_type(scaling: dict[str, Any]) -> Any:
@@ -93,17 +100,18 @@ def cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """What `rotate` takes for tokens at `positions` (b, s): (b, s, 1, width/2) each, computed in float64.
 
+    `dtype`: of what is turned. 16 bits would round a turn by up to 2^-9 of it, so what they are told is float32.
     `length`: tokens of the whole sequence, where this rank has a part of it (`AttentionContext.length`); 0: s.
     """
     length = length or positions.shape[1]
     frequencies = rotary_frequencies(theta, scaling, width, max_position_embeddings, positions.device, length)
     angles = positions[..., None, None] * frequencies
-    magnitude = rotary_magnitude(scaling)
+    magnitude, dtype = rotary_magnitude(scaling), torch.promote_types(dtype, torch.float32)
     return (magnitude * angles.cos()).to(dtype), (magnitude * angles.sin()).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns pairs of features of x (b, s, h, e) by their position's angle.
+    """Turns pairs of features of x (b, s, h, e) by their position's angle, in the type of cos and sin if that is wider.
 
     cos and sin are (b, s, 1, width/2): the pairs are (0, width/2), (1, width/2 + 1), ...; features behind the first
     `width` stay as they are (`partial_rotary_factor`).
@@ -112,14 +120,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if width < x.shape[-1]:
         return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The same for pairs of neighbours (DeepSeek's `rope_interleave`); x is as wide as both halves of a pair.
 
-    The result has the first features of all pairs, then the second ones, as in transformers: scores do not depend on
-    the order as long as queries and keys share it.
+    The result has first the first features of all pairs, as in transformers: scores do not depend on the order.
     """
     return rotate(rearrange(x, "... (pair two) -> ... (two pair)", two=2), cos, sin)
 

@@ -28,9 +28,10 @@ from meshtrain.checkpoint.state import State
 from meshtrain.config import Config
 from meshtrain.config.locate import model_file
 from meshtrain.data import OpenData
+from meshtrain.data.cache import cache_folder
 from meshtrain.errors import InputError
 from meshtrain.evaluate import evaluate, evaluation_set
-from meshtrain.job.consistency import checkpoint_versions, require_equal, run_fingerprints
+from meshtrain.job.consistency import Fingerprint, checkpoint_versions, require_equal, run_fingerprints
 from meshtrain.job.environment import read_environment
 from meshtrain.job.exit import job_exit
 from meshtrain.job.process import Job, join
@@ -43,7 +44,9 @@ from meshtrain.metrics.logger import Metrics, NoMetrics, require_tensorboard
 from meshtrain.metrics.profiler import Profiler
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.metrics.straggler import StragglerDetector
+from meshtrain.modeling.build import compile_choice
 from meshtrain.optim.optimizer import Optimizer
+from meshtrain.parallel.compile import keep_compiled_code
 from meshtrain.parallel.fsdp import unmeasured_wait_phases
 from meshtrain.parallel.mixed_precision import reseed, set_numerics
 from meshtrain.run.checkpointing import Checkpointer
@@ -82,8 +85,7 @@ def main(arguments: Sequence[str] | None = None, signals: Signals | None = None)
 
 
 def run(config: Config, job: Job, signals: Signals | None = None, watchdog: Watchdog | None = None) -> int:
-    """One run of one config in a job that has joined; several may follow one another in one job. `signals`, `watchdog`:
-    None: it hears none, and nobody watches.
+    """One run of one config in a job that has joined; several may follow. `signals`, `watchdog`: None for neither.
 
     Returns:
         0: the run is done; 75: it was asked to stop, and can be gone on with; 1: other nodes were asked alone.
@@ -93,11 +95,16 @@ def run(config: Config, job: Job, signals: Signals | None = None, watchdog: Watc
     """
     watchdog = watchdog or Watchdog(job)
     watchdog.deadlines.start_s, watchdog.deadlines.given_s = config.train.start_timeout_s, config.train.step_timeout_s
-    watchdog.deadlines.compiles = config.parallel.compile
     watchdog.deadlines.save_limit_s = config.checkpoint.timeout_s
     names, counts = job.hosts()
     assert config.resolved is not None  # it was loaded for this number of processes
     job.layout = config.resolved.on_hosts(counts, names)
+    choice = compile_choice(config, job.layout, job.device)
+    remedy = "mend it there, or use parallel.compile=false"
+    require_equal(job, Fingerprint("what parallel.compile: auto chooses", {"auto": str(choice)}, remedy))
+    if choice.compiles:
+        keep_compiled_code(cache_folder(config.data.cache))
+    watchdog.deadlines.compiles = choice.compiles
     set_numerics(config.train.precision, config.train.deterministic)
     folder = RunFolder(Path(config.train.output).expanduser())
     with folder.lock(job), lock_checkpoints(config.checkpoint.path, folder, job) as checkpoints:
@@ -145,7 +152,7 @@ def train(
             tensorboard = config.metrics.tensorboard
             metrics = Metrics(folder, task=data.task, steps=spec.steps, step=checkpoint.step, tensorboard=tensorboard)
         stragglers = StragglerDetector(job, checkpoint.step + 1, metrics.say)
-        monitor = PhaseMonitor(mesh, timer, goodput, watchdog, stragglers, profiler, faults)
+        monitor = PhaseMonitor(mesh, timer, goodput, watchdog, stragglers, profiler, faults, metrics.say)
         logger = StepLogger(spec, job, mesh, data, monitor, metrics, counters=checkpoint.counters)
     checkpointer = Checkpointer(spec, checkpoint, state, logger, monitor, job, metrics.say)
     with logger, checkpointer, stop.active(), monitor:

@@ -5,7 +5,7 @@ with `parallel.expert_rows` it has to know at the end of a step whether all rows
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from meshtrain.optim.optimizer import Optimizer
 from meshtrain.parallel.context import ShardedContext
 from meshtrain.parallel.expert import AXIS, RowLimit, limit_rows
 from meshtrain.parallel.grad_sync import set_is_last_backward
+from meshtrain.parallel.linear_cross_entropy import LossRequest, request_loss
 from meshtrain.parallel.mixed_precision import compute_dtype, random_state
 from meshtrain.parallel.tp_plan import has_sequence_parts
 from meshtrain.pipeline.actions import Action, Kind
@@ -88,6 +89,7 @@ class Trainer:
         self._run_again: Callable[[], None] = lambda: None  # from the same state, without a limit
         self._step, self._batches = 0, list[Batch]()
         self._on_device: tuple[int, Batch] | None = None  # the microbatch that was used last
+        self._request: LossRequest | None = None  # of the microbatch's forward; None: the model gives logits
         self._losses: dict[int, Tensor] = {}  # microbatch -> of each of its samples
         self._correct: list[Tensor] = []
 
@@ -141,17 +143,27 @@ class Trainer:
         with self._microbatch(stage, action.microbatch), self.timer.phase(phase):
             yield
 
-    def loss(self, microbatch: int, logits: Tensor) -> Tensor:
-        """A microbatch's share of the loss of the step, scaled for float16; keeps the loss of each sample."""
+    def loss(self, microbatch: int, output: Tensor) -> Tensor:
+        """A microbatch's share of the loss of the step, scaled for float16; keeps the loss of each sample. `output`:
+        logits, or that share itself, where the model's head has computed it."""
+        losses = None if self._request is None else self._request.losses_of(output)
+        if losses is not None:
+            self._losses[microbatch] = losses
+            return output
         targets = self._batch(microbatch).targets
-        losses = sample_losses(logits, targets)
+        losses = sample_losses(output, targets)
         self._losses[microbatch] = losses.detach()
         if self.counts_correct:
-            self._correct.append(correct_predictions(logits.detach(), targets))
+            self._correct.append(correct_predictions(output.detach(), targets))
         with self.timer.phase("communication"):
             count = self._count.value()
         loss = losses.sum() / count.to(losses.dtype)
         return loss if self.scale is None else loss * self.scale.value
+
+    def _factor(self) -> Tensor:
+        """What a head multiplies the sum of a microbatch's losses by."""
+        with self.timer.phase("communication"):
+            return self._terms.factor()
 
     def _batch(self, microbatch: int) -> Batch:
         if self._on_device is None or self._on_device[0] != microbatch:
@@ -165,7 +177,10 @@ class Trainer:
         first = self.share.start + microbatch * size
         set_dropout(model, seed=self.seed, step=self._step, samples=range(first, first + size))
         real = min(max(self.share.stop - first, 0), size)
-        with self._terms.of_microbatch(size, real, self._tokens(self._batches[microbatch])):
+        request = LossRequest(lambda: self._batch(microbatch).targets, self._factor)
+        self._request = None if self.counts_correct else request
+        requested = nullcontext() if self.counts_correct else request_loss(request)
+        with self._terms.of_microbatch(size, real, self._tokens(self._batches[microbatch])), requested:
             yield
 
     def _tokens(self, batch: Batch) -> Tensor | None:
@@ -181,8 +196,7 @@ class Trainer:
 
     def optimizer_step(self, step: int, stop_asked: bool = False) -> Callable[[], StepResult]:
         """The update of step `step` with the accumulated gradients, unless something was not finite. `stop_asked`: this
-        rank was asked to stop. Returns a function that gives the step's result; it waits until the device has got
-        there."""
+        rank was asked to stop. Returns a function that waits for the step's result."""
         losses, sums = self._reduce(stop_asked)
         overflow = sums[4]
         if self._limit is not None and any(read_later(sums[4:5])()):

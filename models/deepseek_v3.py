@@ -17,7 +17,7 @@ from meshtrain.attention import AttentionContext, attention
 from meshtrain.dropout import Dropout
 from meshtrain.experts import Balance, Experts, Router
 from meshtrain.huggingface import keys
-from meshtrain.rotary import cos_sin, rotary_score_factor, rotate, rotate_interleaved
+from meshtrain.rotary import Rotary, cos_sin, rotary_score_factor, rotate, rotate_interleaved
 
 LATENT_EPS = 1e-6  # of the norms of latents, whatever `rms_norm_eps` is
 
@@ -92,14 +92,14 @@ class Attention(nn.Module):
         self.rotary_key = nn.Identity()  # a name for the tp_plan
         self.o_proj = nn.Linear(h * config.v_head_dim, d, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, context: AttentionContext) -> Tensor:
         q = self.q_proj(x) if self.q_a_proj is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         latent, rotary_key = self.kv_a_proj_with_mqa(x).split(self.latent_widths, dim=-1)
         kv = self.kv_b_proj(self.kv_a_layernorm(latent))
         q, q_rotary = rearrange(q, "b s (h e) -> b s h e", e=sum(self.query_widths)).split(self.query_widths, dim=-1)
         k, v = rearrange(kv, "b s (h e) -> b s h e", e=sum(self.kv_widths)).split(self.kv_widths, dim=-1)
-        k_rotary = self.rotate(rearrange(self.rotary_key(rotary_key), "b s e -> b s 1 e"), cos, sin)
-        q = torch.cat((q, self.rotate(q_rotary, cos, sin)), dim=-1)
+        k_rotary = self.rotate(rearrange(self.rotary_key(rotary_key), "b s e -> b s 1 e"), rotary.cos, rotary.sin)
+        q = torch.cat((q, self.rotate(q_rotary, rotary.cos, rotary.sin)), dim=-1)
         k = torch.cat((k, k_rotary.expand(-1, -1, k.shape[2], -1)), dim=-1)
         q, k, v = (rearrange(t, "b s h e -> b h s e") for t in (q, k, v))
         y = attention(q, k, v, context, scale=self.scale)
@@ -160,8 +160,8 @@ class Layer(nn.Module):
         self.mlp = MLP(config.hidden_size, config.intermediate_size) if dense else MixtureOfExperts(config, number)
         self.mlp_dropout = Dropout(config.hidden_dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
-        x = x + self.self_attn_dropout(self.self_attn(self.input_layernorm(x), cos, sin, context))
+    def forward(self, x: Tensor, rotary: Rotary, context: AttentionContext) -> Tensor:
+        x = x + self.self_attn_dropout(self.self_attn(self.input_layernorm(x), rotary, context))
         return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)))
 
 
@@ -198,9 +198,9 @@ class Model(nn.Module):
         x = self.model.dropout(self.model.embed_tokens(tokens))
         context = AttentionContext.of(documents)
         width, longest = self.config.rotary_width, self.config.max_position_embeddings
-        cos, sin = cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length)
+        rotary = Rotary(*cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length))
         for i, layer in enumerate(self.model.layers):
-            x = layer(x, cos, sin, context.at(i))
+            x = layer(x, rotary, context.at(i))
         return self.lm_head(self.model.norm(x))
 
 
@@ -247,8 +247,7 @@ presets: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-# Keys of a config.json that change nothing here: layers that predict tokens after the next one are not built, and how
-# experts are kept even is said by `router_*`.
+# Keys of a config.json that change nothing here: of layers that predict further tokens, and of experts' balance.
 passed_over = keys.passed_over | {
     "output_router_logits", "num_nextn_predict_layers", "num_mtp_layers", "head_dim", "qk_head_dim", "ep_size",
     "aux_loss_alpha", "seq_aux",

@@ -18,7 +18,7 @@ from meshtrain.dropout import Dropout
 from meshtrain.experts import Balance, Experts, Router
 from meshtrain.huggingface import keys
 from meshtrain.huggingface.keys import DecoderConfig
-from meshtrain.rotary import cos_sin, rotate
+from meshtrain.rotary import Rotary, cos_sin, rotate
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ class Attention(nn.Module):
             nn.RMSNorm(e, eps=config.rms_norm_eps) if config.use_qk_norm else nn.Identity() for _ in range(2)
         )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, context: AttentionContext) -> Tensor:
         q, k, v = (
             rearrange(project(x), "b s (h e) -> b s h e", e=self.head_dim)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        q, k = (rotate(t, rotary.cos, rotary.sin) for t in (self.q_norm(q), self.k_norm(k)))
         q, k, v = (rearrange(t, "b s h e -> b h s e") for t in (q, k, v))
         y = attention(q, k, v, context)
         return self.o_proj(rearrange(y, "b h s e -> b s (h e)"))
@@ -145,8 +145,8 @@ class Layer(nn.Module):
         self.mlp = MLP(config.hidden_size, config.intermediate_size) if dense else MixtureOfExperts(config, number)
         self.mlp_dropout = Dropout(config.hidden_dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
-        x = x + self.self_attn_dropout(self.self_attn(self.input_layernorm(x), cos, sin, context))
+    def forward(self, x: Tensor, rotary: Rotary, context: AttentionContext) -> Tensor:
+        x = x + self.self_attn_dropout(self.self_attn(self.input_layernorm(x), rotary, context))
         return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)))
 
 
@@ -183,9 +183,9 @@ class Model(nn.Module):
         x = self.model.dropout(self.model.embed_tokens(tokens))
         context = AttentionContext.of(documents)
         width, longest = self.config.rotary_width, self.config.max_position_embeddings
-        cos, sin = cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length)
+        rotary = Rotary(*cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length))
         for i, layer in enumerate(self.model.layers):
-            x = layer(x, cos, sin, context.at(i))
+            x = layer(x, rotary, context.at(i))
         return self.lm_head(self.model.norm(x))
 
 

@@ -1,8 +1,7 @@
 """Llama, as single-device PyTorch: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-The parameters bear Hugging Face's names, so that weights need no table of names. Nothing here knows of a mesh; the
-small tables at the end say how the weights start (`init_plan`), how they split over `tp` (`tp_plan`), and which modules
-mix the tokens of a sequence (`cp_plan`).
+The parameters bear Hugging Face's names, so that weights need no table of names. Nothing here knows of a mesh; tables
+at the end say how the weights start (`init_plan`) and split over `tp` (`tp_plan`), and what mixes tokens (`cp_plan`).
 """
 
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from meshtrain.attention import AttentionContext, attention
 from meshtrain.dropout import Dropout
 from meshtrain.huggingface import keys
-from meshtrain.rotary import cos_sin, rotate
+from meshtrain.rotary import Rotary, cos_sin, rotate
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,12 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(d, config.kv_heads * e, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * e, d, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, context: AttentionContext) -> Tensor:
         q, k, v = (
             rearrange(project(x), "b s (h e) -> b s h e", e=self.head_dim)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = (rotate(t, rotary.cos, rotary.sin) for t in (q, k))
         q, k, v = (rearrange(t, "b s h e -> b h s e") for t in (q, k, v))
         y = attention(q, k, v, context)
         return self.o_proj(rearrange(y, "b h s e -> b s (h e)"))
@@ -83,8 +82,8 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
         self.mlp_dropout = Dropout(config.hidden_dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
-        x = x + self.self_attn_dropout(self.self_attn(self.input_layernorm(x), cos, sin, context))
+    def forward(self, x: Tensor, rotary: Rotary, context: AttentionContext) -> Tensor:
+        x = x + self.self_attn_dropout(self.self_attn(self.input_layernorm(x), rotary, context))
         return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)))
 
 
@@ -120,17 +119,16 @@ class Model(nn.Module):
         Args:
             tokens: token ids.
             positions: (b, s), each token's place for the rotary angles; None counts from 0.
-            documents: (b, s), the document of each token; none attends across documents. None: one document a row.
-                A batch brings the record that attention takes.
+            documents: (b, s), the document of each token, or the record that a batch brings. None: one a row.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         x = self.model.dropout(self.model.embed_tokens(tokens))
         context = AttentionContext.of(documents)
         width, longest = self.config.rotary_width, self.config.max_position_embeddings
-        cos, sin = cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length)
+        rotary = Rotary(*cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length))
         for i, layer in enumerate(self.model.layers):
-            x = layer(x, cos, sin, context.at(i))
+            x = layer(x, rotary, context.at(i))
         return self.lm_head(self.model.norm(x))
 
 

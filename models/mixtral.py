@@ -16,7 +16,7 @@ from meshtrain.dropout import Dropout
 from meshtrain.experts import Balance, Experts, Router
 from meshtrain.huggingface import keys
 from meshtrain.huggingface.keys import DecoderConfig
-from meshtrain.rotary import cos_sin, rotate
+from meshtrain.rotary import Rotary, cos_sin, rotate
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(d, config.kv_heads * e, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * e, d, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, context: AttentionContext) -> Tensor:
         q, k, v = (
             rearrange(project(x), "b s (h e) -> b s h e", e=self.head_dim)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = (rotate(t, rotary.cos, rotary.sin) for t in (q, k))
         q, k, v = (rearrange(t, "b s h e -> b h s e") for t in (q, k, v))
         y = attention(q, k, v, context, window=self.window)
         return self.o_proj(rearrange(y, "b h s e -> b s (h e)"))
@@ -96,8 +96,8 @@ class Layer(nn.Module):
         self.mlp = MixtureOfExperts(config, number)
         self.mlp_dropout = Dropout(config.hidden_dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
-        x = x + self.self_attn_dropout(self.self_attn(self.input_layernorm(x), cos, sin, context))
+    def forward(self, x: Tensor, rotary: Rotary, context: AttentionContext) -> Tensor:
+        x = x + self.self_attn_dropout(self.self_attn(self.input_layernorm(x), rotary, context))
         return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)))
 
 
@@ -134,9 +134,9 @@ class Model(nn.Module):
         x = self.model.dropout(self.model.embed_tokens(tokens))
         context = AttentionContext.of(documents)
         width, longest = self.config.rotary_width, self.config.max_position_embeddings
-        cos, sin = cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length)
+        rotary = Rotary(*cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length))
         for i, layer in enumerate(self.model.layers):
-            x = layer(x, cos, sin, context.at(i))
+            x = layer(x, rotary, context.at(i))
         return self.lm_head(self.model.norm(x))
 
 

@@ -1,8 +1,7 @@
 """Qwen3 (https://arxiv.org/abs/2505.09388), as single-device PyTorch: a Llama that norms each head's queries and keys.
 
-The parameters bear Hugging Face's names, so that weights need no table of names. Nothing here knows of a mesh; the
-small tables at the end say how the weights start (`init_plan`), how they split over `tp` (`tp_plan`), and which modules
-mix the tokens of a sequence (`cp_plan`).
+The parameters bear Hugging Face's names, so that weights need no table of names. Nothing here knows of a mesh; tables
+at the end say how the weights start (`init_plan`) and split over `tp` (`tp_plan`), and what mixes tokens (`cp_plan`).
 """
 
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from meshtrain.attention import AttentionContext, attention
 from meshtrain.dropout import Dropout
 from meshtrain.huggingface import keys
-from meshtrain.rotary import cos_sin, rotate
+from meshtrain.rotary import Rotary, cos_sin, rotate
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,12 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(e, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(e, eps=config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, context: AttentionContext) -> Tensor:
         q, k, v = (
             rearrange(project(x), "b s (h e) -> b s h e", e=self.head_dim)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        q, k = (rotate(t, rotary.cos, rotary.sin) for t in (self.q_norm(q), self.k_norm(k)))
         q, k, v = (rearrange(t, "b s h e -> b h s e") for t in (q, k, v))
         y = attention(q, k, v, context)
         return self.o_proj(rearrange(y, "b h s e -> b s (h e)"))
@@ -86,8 +85,8 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
         self.mlp_dropout = Dropout(config.hidden_dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
-        x = x + self.self_attn_dropout(self.self_attn(self.input_layernorm(x), cos, sin, context))
+    def forward(self, x: Tensor, rotary: Rotary, context: AttentionContext) -> Tensor:
+        x = x + self.self_attn_dropout(self.self_attn(self.input_layernorm(x), rotary, context))
         return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)))
 
 
@@ -124,9 +123,9 @@ class Model(nn.Module):
         x = self.model.dropout(self.model.embed_tokens(tokens))
         context = AttentionContext.of(documents)
         width, longest = self.config.rotary_width, self.config.max_position_embeddings
-        cos, sin = cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length)
+        rotary = Rotary(*cos_sin(positions, *self.config.rope, width, longest, x.dtype, context.length))
         for i, layer in enumerate(self.model.layers):
-            x = layer(x, cos, sin, context.at(i))
+            x = layer(x, rotary, context.at(i))
         return self.lm_head(self.model.norm(x))
 
 

@@ -2,15 +2,18 @@
 takes each process longer than most of what tests do.
 
     python tests/forked.py PROCESSES SCRIPT [ARGUMENT ...]       or -m MODULE for the script, as python has it
+    python tests/forked.py --serve DESCRIPTOR                    jobs, one after the other, asked for over a socket
 
 The environment is torchrun's, and so is what happens when a process fails: the others are ended. What a user starts is
 tested under torchrun itself.
 """
 
 import gc
+import json
 import os
 import runpy
 import signal
+import socket
 import sys
 
 import meshtrain.train  # noqa: F401  (and with it torch)
@@ -52,5 +55,34 @@ def run(script: str, *arguments: str) -> None:
         runpy.run_path(script, run_name="__main__")
 
 
+def serve(descriptor: int) -> list[str]:
+    """Forks a process for each job that is asked for (`launching.ForkServer`) and answers with its number and then
+    with its status. Returns in that process alone, with the arguments of the job."""
+    with socket.socket(fileno=descriptor) as requests:
+        while True:
+            request, files, _, _ = socket.recv_fds(requests, 1 << 20, 2)
+            if not request:
+                sys.exit()
+            job = json.loads(request)
+            pid = os.fork()
+            if pid == 0:
+                break
+            for file in files:
+                os.close(file)
+            requests.send(json.dumps(pid).encode())
+            requests.send(json.dumps(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+    os.setsid()
+    for file, standard in zip(files, (1, 2), strict=True):
+        os.dup2(file, standard)
+        os.close(file)
+    os.chdir(job["cwd"])
+    os.environ.clear()
+    os.environ.update(job["env"])
+    return job["arguments"]
+
+
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), *sys.argv[2:]))
+    job_arguments = sys.argv[1:]
+    if job_arguments[0] == "--serve":
+        job_arguments = serve(int(job_arguments[1]))
+    sys.exit(main(int(job_arguments[0]), *job_arguments[1:]))

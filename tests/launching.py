@@ -1,10 +1,14 @@
 """Starts jobs of several processes for tests, with a time limit, and sees that no process is left behind."""
 
+import atexit
+import functools
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -94,10 +98,75 @@ def torchrun(processes: int, *arguments: str, timeout: float = 240, env: Mapping
     return run([*TORCHRUN, "--standalone", f"--nproc-per-node={processes}", *arguments], timeout=timeout, env=env)
 
 
-def forked(processes: int, *arguments: str | Path, timeout: float = 240) -> Finished:
+class ForkServer:
+    """A process that has imported torch once for all jobs of the tests, and forks one after the other (forked.py)."""
+
+    def __init__(self) -> None:
+        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with other:
+            self.process = subprocess.Popen(
+                [sys.executable, str(ROOT / "tests" / "forked.py"), "--serve", str(other.fileno())],
+                cwd=ROOT,
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+                start_new_session=True,
+            )
+
+    def run(self, arguments: Sequence[str], *, timeout: float, cwd: Path) -> Finished:
+        mark = uuid.uuid4().hex
+        request = {"arguments": arguments, "cwd": str(cwd), "env": environment() | {MARK: mark}}
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+
+            def printed() -> list[str]:
+                for file in (out, err):
+                    file.seek(0)
+                return [file.read().decode(errors="replace") for file in (out, err)]
+
+            socket.send_fds(self._socket, [json.dumps(request).encode()], [out.fileno(), err.fileno()])
+            session = self._receive(240)  # it may still be importing torch
+            try:
+                status = self._receive(timeout)
+                left = wait_until_gone(mark, session=session)
+            except TimeoutError as expired:
+                raise AssertionError(f"not done within {timeout} s: {arguments}\n{printed()}") from expired
+            finally:
+                kill_marked(mark, session)
+            assert not left, f"processes left behind by {arguments}: {left}"
+            return Finished(status, *printed())
+
+    def _receive(self, timeout: float) -> int:
+        self._socket.settimeout(timeout)
+        answer = self._socket.recv(64)
+        assert answer, "the process that forks jobs has ended"
+        return json.loads(answer)
+
+    def close(self) -> None:
+        self._socket.close()
+        self.process.kill()
+        self.process.wait()
+
+
+@functools.cache
+def _fork_server() -> ForkServer:
+    server = ForkServer()
+    atexit.register(server.close)
+    return server
+
+
+def forked_command(processes: int, *arguments: str | Path) -> list[str]:
+    """The same job as a command, for those that run beside others."""
+    return [str(part) for part in (sys.executable, ROOT / "tests" / "forked.py", processes, *arguments)]
+
+
+def forked(processes: int, *arguments: str | Path, timeout: float = 240, cwd: Path = ROOT) -> Finished:
     """A job on this host that starts faster than torchrun does (forked.py), for what is no test of starting."""
-    command = [sys.executable, ROOT / "tests" / "forked.py", processes, *arguments]
-    return run([str(part) for part in command], timeout=timeout)
+    try:
+        return _fork_server().run([str(part) for part in (processes, *arguments)], timeout=timeout, cwd=cwd)
+    except BaseException:
+        _fork_server().close()  # it may be in the midst of a job, whose status nobody waits for any more
+        _fork_server.cache_clear()
+        raise
 
 
 def two_hosts(counts: tuple[int, int], *arguments: str, timeout: float = 240) -> list[Finished]:
@@ -126,28 +195,30 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def marked(mark: str) -> list[int]:
-    """The processes of a job that are still there (zombies are not)."""
+def marked(mark: str, session: int | None = None) -> list[int]:
+    """The processes of a job, or of a session too, that are still there (zombies are not)."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+            state, _, _, of_session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            in_session = int(of_session) == session and state != "Z"
+            if in_session or f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
                 found.append(int(folder.name))
         except OSError:  # it has gone meanwhile, or is a zombie
             continue
     return found
 
 
-def wait_until_gone(mark: str, seconds: float = 15) -> list[int]:
+def wait_until_gone(mark: str, seconds: float = 15, session: int | None = None) -> list[int]:
     """What is left of a job after a while; DataLoader's workers notice within seconds that their parent is gone."""
     deadline = time.monotonic() + seconds
-    while (left := marked(mark)) and time.monotonic() < deadline:
+    while (left := marked(mark, session)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
 
 
-def kill_marked(mark: str) -> None:
-    for pid in marked(mark):
+def kill_marked(mark: str, session: int | None = None) -> None:
+    for pid in marked(mark, session):
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:

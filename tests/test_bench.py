@@ -1,10 +1,11 @@
 """The benchmarks run as their README says, and their statistics are right. Nothing here judges CPU time."""
 
+import io
 import json
 import random
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import yaml
@@ -15,7 +16,7 @@ import expert_balance
 import experts
 import pipeline
 import tensor_parallel
-from harness import WORKLOAD, chosen, median_interval, read_arguments
+from harness import WORKLOAD, Goal, Running, Turn, chosen, median_interval, read_arguments, summary
 from meshtrain.config import Config
 from meshtrain.modeling.build import parameter_count, spec_of
 from meshtrain.modeling.experts import expert_costs
@@ -152,6 +153,19 @@ def test_the_models_that_are_compared_have_as_many_parameters_active() -> None:
         active[name] = parameter_count(spec_of(config).meta) if costs is None else costs.active
     router = 4 * 16 * 128  # which the dense model has not
     assert active == dict.fromkeys(active, active[expert_balance.DENSE] + router) | {"dense": active["dense"]}
+
+
+def test_cpu_time_is_summed_over_ranks_and_wall_time_is_that_of_the_slowest(tmp_path: Path) -> None:
+    side = Running(data_parallel.SIDES[0], SimpleNamespace(), tmp_path)
+    ranks = [{"cpu_s": 1.0, "wall_s": 3.0, "allocated": 5, "reserved": 6}, {"cpu_s": 2.0, "wall_s": 2.5}]
+    side.ranks = {i: io.StringIO(json.dumps(rank) + "\n") for i, rank in enumerate(ranks)}
+    assert side.wait() == Turn(3.0, 3.0, 5, 6)
+    turns = {"a": [Turn(2.0, 4.0), Turn(4.0, 9.0)], "b": [Turn(1.0, 8.0), Turn(4.0, 9.0)]}
+    options = SimpleNamespace(steps=2, pairs=2, overrides=[])
+    result = summary(turns, [[1.0], [1.0]], [Goal("a", "b")], options, (0, 0))
+    (ratio,) = result["ratios"]
+    assert (ratio["median"], ratio["wall_median"], ratio["wall_low"], ratio["wall_high"]) == (1.5, 0.75, 0.5, 1.0)
+    assert (result["cpu_s_per_step"]["a"], result["wall_s_per_step"]["a"]) == (1.5, 3.25)
 
 
 def test_a_script_gets_the_values_with_their_overrides() -> None:

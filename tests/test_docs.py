@@ -8,6 +8,7 @@ a file when the paragraph before it ends with: With this `NAME`.
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -26,7 +27,7 @@ from meshtrain.config.errors import ConfigErrors
 from meshtrain.experts import Balance, Experts, Router
 from meshtrain.layout import Layout
 from meshtrain.parallel.sharding import chunk_range
-from tests.launching import run_together
+from tests.launching import forked, run_together
 
 REPO = Path(__file__).resolve().parent.parent
 DOCUMENTS = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
@@ -35,7 +36,7 @@ SEEN = ("README.md", "configs", "docs", "models", "tools")  # of the repository,
 # Added to every training command: documents show real runs, and a test wants to see that they start, train and end.
 SHORT = (
     "train.epochs=null train.steps=3 train.eval_every=0 train.sample_tokens=8 optimizer.warmup_steps=0 "
-    "batch.global_size=8 data.workers=0"
+    "batch.global_size=8 data.seq_len=64 data.workers=0"
 )
 # What .ci/run does before any test: these lines stand in it.
 IN_CI = {"make train", "make test", "make test-cluster", "make check"}
@@ -43,6 +44,19 @@ IN_CI = {"make train", "make test", "make test-cluster", "make check"}
 ROW = {"step": 1, "loss": 1.0, "lr": 0.1, "grad_norm": 1.0}
 GIVEN = {"metrics.md": {"runs/quickstart/metrics.jsonl": json.dumps(ROW) + "\n"}}
 NOT_RUN = {
+    "python tools/bench/kernel_classes.py runs/profile/profile/rank_00000.json --steps 2": (
+        "needs a trace of a GPU: test_gpu_bench.py reads a small one"
+    ),
+    **dict.fromkeys(
+        (
+            "python tools/bench/gpu_roofs.py --json roofs.json",
+            "python tools/bench/gpu_pair.py A1 --against T-none --json",
+            "python tools/bench/gpu_pair.py A1 --against T-sac --against T-amp --pairs 2 --json",
+            "python tools/bench/gpu_pair.py B21 --against T-none --json",
+            "python tools/bench/gpu_pair.py A1 --against parallel.compile=false --json",
+        ),
+        "needs a GPU: test_gpu_bench.py tests what it does around it",
+    ),
     "srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m meshtrain.train my_run.yaml": (
         "needs SLURM with two nodes of 8 GPUs; the environment that srun gives is tested in job/test_environment.py"
     ),
@@ -118,11 +132,6 @@ def goes_on(command: str, folder: Path) -> bool:
     return "meshtrain.train" in command and named is not None and (folder / named[1]).exists()
 
 
-def with_forks(command: str) -> str:
-    """The same job on this host, without starting torch in each of its processes anew (forked.py)."""
-    return STANDALONE.sub(rf"python {REPO / 'tests' / 'forked.py'} \1 ", command)
-
-
 def shortened(command: str, further: bool = False) -> list[str]:
     """What is run for a command: itself, with `SHORT` if it trains; for two hosts, an agent for each.
 
@@ -134,7 +143,7 @@ def shortened(command: str, further: bool = False) -> list[str]:
     if "meshtrain.train" in command:
         command = f"{command} {SHORT}" + " train.steps=5" * further
         if "layout=" not in command:  # any number of processes does: starting one takes longer than its steps
-            command = re.sub(r"(--nproc-per-node=|forked\.py )4", r"\g<1>2", command)
+            command = command.replace("--nproc-per-node=4", "--nproc-per-node=2")
     if "--nnodes=2" not in command:
         return [command]
     with socket.socket() as free:
@@ -166,16 +175,20 @@ def test_the_commands_of_a_document_run(document: Path, folder: Path) -> None:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "CUDA_VISIBLE_DEVICES": "",  # any number of processes runs on a CPU
     }
-    started = False  # a job of torchrun on this host: the first of a document is run as it stands
+    by_torchrun = document.name == "README.md"  # the first job of the first document: that torchrun starts it
     for command in dict.fromkeys(commands(document)):  # what stands there twice is run once
         if is_setup(command) or command in NOT_RUN:
             continue
         further = goes_on(command, folder)
         ended = len(list(folder.glob("runs/*/exit.json")))
         command = command.replace("--standalone --nproc-per-node=gpu", "--standalone --nproc-per-node=2")
-        run = shortened(with_forks(command) if started else command, further)
-        started = started or STANDALONE.match(command) is not None
-        jobs = run_together([("bash", "-c", one) for one in run], env=environment, cwd=folder, timeout=240)
+        run, standalone = shortened(command, further), STANDALONE.match(command)
+        if standalone and not by_torchrun:
+            processes, arguments = STANDALONE.split(run[0])[1:]
+            jobs = [forked(int(processes), *shlex.split(arguments), cwd=folder)]
+        else:
+            jobs = run_together([("bash", "-c", one) for one in run], env=environment, cwd=folder, timeout=240)
+            by_torchrun = by_torchrun and not standalone
         for job in jobs:
             assert job.status == 0, f"{document.name}: {command}\n{job.out}\n{job.err}"
         if "meshtrain.train" in command:

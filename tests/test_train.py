@@ -115,6 +115,10 @@ def test_a_run_and_its_folder(small: tuple[str, ...], tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert "eval_loss" in rows[2]
     assert {"bits_per_byte", "perplexity", "mfu", "memory_gib", "time_communication_s"} <= rows[2].keys()
+    products = 6 * (2 * (2 * 48 * 48 + 2 * 48 * 24 + 3 * 48 * 112) + 48 * 256)  # a token's; attention's come on top
+    causal = (products + 6 * 2 * 48 * 49) / (products + 12 * 2 * 48 * 48)
+    assert [row["mfu_causal"] / row["mfu"] for row in rows] == pytest.approx([causal] * 3, rel=1e-12)
+    assert f"(causal {100 * rows[2]['mfu_causal']:.1f} %)" in printed
     ended = json.loads((output / "exit.json").read_text())
     assert ended.pop("goodput")["jobs"] == 1
     assert ended == {
@@ -223,7 +227,7 @@ def own(tmp_path: Path) -> tuple[str, ...]:
 def test_a_model_of_ones_own(own: tuple[str, ...], tmp_path: Path) -> None:
     """A plain model without tables and with a buffer, the same under HSDP as in one process."""
     forked(4, *MAIN, *own, "layout={dp_replicate: 2, dp_shard: 2}").check()
-    run([sys.executable, *MAIN, *own, f"train.output={tmp_path}/one"]).check()
+    forked(1, *MAIN, *own, f"train.output={tmp_path}/one").check()
     many, one = read(tmp_path / "run/metrics.jsonl"), read(tmp_path / "one/metrics.jsonl")
     assert [row["loss"] for row in many] == pytest.approx([row["loss"] for row in one], rel=1e-5)
     assert one[-1]["loss"] < one[0]["loss"]
@@ -302,7 +306,7 @@ def test_a_step_that_is_not_finite_can_be_skipped(own: tuple[str, ...], tmp_path
 
 def test_own_loop_is_the_same_under_every_layout() -> None:
     script = str(ROOT / "tools/examples/own_loop.py")
-    alone = run([sys.executable, script]).check().out
+    alone = forked(1, script).check().out
     loss = alone.split(": ", 2)[2]
     layouts = [(2, "dp_replicate=2"), (3, "dp_shard=3"), (4, "dp_replicate=2,dp_shard=2"), (4, "dp_shard=2,tp=2")]
     for processes, layout in layouts:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from meshtrain.config import Config
 from meshtrain.data import Batch
@@ -21,6 +22,7 @@ from meshtrain.job.process import join
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
 from meshtrain.metrics.logger import read
+from meshtrain.parallel.compile import CACHE
 from meshtrain.run.phase_monitor import COLLECT_EVERY, PhaseMonitor
 from meshtrain.train import run
 from tests.launching import forked
@@ -84,10 +86,19 @@ def test_sixteen_bits_stay_near(
     assert losses(rows) != losses(reference), "they do compute in 16 bits"
 
 
-def test_compiling_stays_within_rounding(shared: Path, tmp_path: Path, reference: list[dict]) -> None:
+def test_compiling_stays_within_rounding(
+    shared: Path,
+    tmp_path: Path,
+    reference: list[dict],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(CACHE, default_cache_dir())  # where code of an earlier run of the tests may be
     rows = train(shared, tmp_path, "train.steps=6", "parallel.compile=true", "parallel.recompute=selective")
     for found, expected in zip(losses(rows), losses(reference), strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
+    assert rows[0]["wall_compile_s"] > 0
+    assert "step 1: compiled 2 graphs in " in capsys.readouterr().out, "that of the layers, and that of the loss"
 
 
 def test_another_seed_is_another_run(shared: Path, tmp_path: Path, reference: list[dict]) -> None:
@@ -158,8 +169,9 @@ def test_cycles_that_outlive_a_collection_are_collected_later() -> None:
             pass
 
     names = ("step", "close", "enter_phase", "at_step", "restart", "begin", "adapt_deadline")
-    silent = SimpleNamespace(**dict.fromkeys(names, nothing), finished_step=0)
-    with PhaseMonitor(*[silent] * 7) as monitor:  # type: ignore[arg-type]
+    deadlines = SimpleNamespace(compiles=False)
+    silent = SimpleNamespace(**dict.fromkeys(names, nothing), finished_step=0, deadlines=deadlines)
+    with PhaseMonitor(*[silent] * 8) as monitor:  # type: ignore[arg-type]
         node = Node()
         node.itself, gone = node, weakref.ref(node)
         step(COLLECT_EVERY)

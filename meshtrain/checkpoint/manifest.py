@@ -114,9 +114,6 @@ def _line(name: str, value: Any) -> str:
     return f"{json.dumps(name)}: {dumps(value)}"
 
 
-# From JSON ----------------------------------------------------------------------------------------------------------
-
-
 def _parse(cls: type[Manifest], fields: dict[str, Any]) -> Manifest:
     version = fields.get("format", FORMAT)
     _expect(type(version) is int and 1 <= version <= FORMAT, "format", f"1 or {FORMAT}", version)
@@ -207,8 +204,6 @@ def _expect(good: bool, name: str, expected: str, value: Any) -> None:
         text = text if len(text) <= 80 else text[:77] + "..."
         raise _WrongError(f"{name if _is_word(name) else ascii(name)}: expected {expected}; found {text}")
 
-
-# JSON ---------------------------------------------------------------------------------------------------------------
 
 MAX_DEPTH = 50  # of objects in objects; what was read can be walked through without care
 

@@ -60,8 +60,7 @@ class Saver:
     def save(self, step: int, about: Mapping[str, Any], *, wait: bool = False) -> None:
         """Saves the state after this step; with `wait` until it is written, or has failed (`problem`).
 
-        `about`: the fields of Manifest that the run knows: samples, tokens, config, data, versions, rng, counters,
-        evaluation. Rank 0's are written.
+        `about`: rank 0's fields of Manifest: samples, tokens, config, data, versions, rng, counters, evaluation.
         """
         start = time.perf_counter()
         if self._current is not None and not self._current.done.is_set():

@@ -104,8 +104,7 @@ class Shard(AbstractContextManager["Shard"]):
             raise
 
     def read_into(self, name: str, into: memoryview, rows: slice, dims: int = 1) -> None:
-        """Reads rows of an entry (`slice(0, 1)` of a scalar) into as many bytes as they have. `dims`: so many of the
-        first dims count as one, in which the rows lie.
+        """Reads rows of an entry (`slice(0, 1)` of a scalar) into their bytes; the first `dims` dims count as one.
 
         DamagedError: there is no such entry, or a block is not what was written. UnreadableError: not readable now.
         """

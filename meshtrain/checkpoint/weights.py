@@ -22,8 +22,7 @@ PREFIX = "model."  # of the weights in a manifest
 def open_checkpoint(checkpoint: str | Path) -> Iterator[WeightSource]:
     """The weights of a checkpoint, or of the newest of a run's folder, by the names that they have in the model.
 
-    Tied ones have their first name only. DamagedError: it is not complete, or its manifest is not what was written.
-    InputError: there is none.
+    Tied ones have their first name only. InputError: there is none. DamagedError: it or its manifest is not whole.
     """
     path = require_checkpoint(checkpoint)
     manifest, _ = open_manifest(path)

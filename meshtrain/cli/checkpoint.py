@@ -67,9 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"{error.filename} may not be used: {error.strerror}") from error
 
 
-# The actions --------------------------------------------------------------------------------------------------------
-
-
 def _ls(arguments: argparse.Namespace) -> int:
     checkpoints = [_about(path) for path in _checkpoints(arguments.path)]
     if arguments.json:
@@ -189,9 +186,6 @@ def _by_rules(folder: Path, arguments: argparse.Namespace) -> tuple[list[Path], 
     return retained, [path for step, path in paths.items() if step not in stay], damaged
 
 
-# Paths --------------------------------------------------------------------------------------------------------------
-
-
 def _checkpoints(path: Path) -> list[Path]:
     """The checkpoint that a path means, or all that are in the folder that it means, whole or not."""
     if directory.step_of(path.name) is not None or os.path.lexists(path / MANIFEST):
@@ -203,9 +197,6 @@ def _checkpoints(path: Path) -> list[Path]:
     if not checkpoints:
         raise InputError(f"{folder} holds no checkpoint: a checkpoint is a folder such as {directory.name_of(100)}")
     return checkpoints
-
-
-# Text ---------------------------------------------------------------------------------------------------------------
 
 
 def _about(path: Path) -> dict[str, Any]:

@@ -116,9 +116,6 @@ def _blocks(source: WeightSource, entry: Entry, name: str, piece: StoredTensor) 
         yield values.to(kind).contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-# What stands beside the weights -------------------------------------------------------------------------------------
-
-
 def _precision(manifest: Manifest) -> str:
     precision = _section(manifest, "train").get("precision")
     if precision not in PRECISIONS:

@@ -8,16 +8,20 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshtrain.config.model_spec import ModelSpec
-from meshtrain.errors import fold_names
+from meshtrain.errors import bytes_text, fold_names
 from meshtrain.huggingface.stored_names import is_weight
 from meshtrain.layout import EXPERT_AXES, FSDP_AXES, Layout
 from meshtrain.optim.registry import update_rule
 from meshtrain.parallel.sharding import Cut, ParameterSpec, Shape, chunk_range, expert_shard_dim
 from meshtrain.parallel.tp_plan import STYLES, expert_modules, split_layers
 
+if TYPE_CHECKING:
+    from meshtrain.config import Config
+
+GPUS = (("24 GB", 22), ("48 GB", 44), ("80 GB", 79), ("141 GB", 139), ("180 GB", 178))  # GiB that a job can have
 CUT = {0: "rows", 1: "columns", None: "held by all"}  # by the dim that `tp` cuts
 
 
@@ -79,14 +83,19 @@ def _expert_cuts(shape: Shape, layout: Layout) -> list[Cut]:
 
 
 def held_by_ranks(
-    parameters: Iterable[ParameterSpec], layout: Layout, precision: str, optimizer: str, placement: Sequence[int] = (0,)
+    parameters: Iterable[ParameterSpec],
+    layout: Layout,
+    precision: str,
+    optimizer: str,
+    placement: Sequence[int] = (0,),
+    state_precision: str = "float32",
 ) -> MemoryUse:
     """How many parameters the ranks of a layout hold, and their bytes; float32 whatever is computed in, or float64.
 
     `placement`: stage -> its index on `pp`. A parameter of two stages with one index is there twice.
     """
     size = 8 if precision == "float64" else 4
-    state_of = update_rule(optimizer).state_specs
+    state_of = update_rule(optimizer, state_precision).state_specs
     total = 0
     weights: list[Counter[_Kind]] = [Counter() for _ in range(layout.size("pp"))]
     state: list[Counter[_Kind]] = [Counter() for _ in weights]
@@ -147,7 +156,36 @@ def _after(axis: str, index: int, kinds: frozenset[tuple[_Kind, int]]) -> frozen
     return frozenset(remaining.items())
 
 
-# For people and programs --------------------------------------------------------------------------------------------
+def describe_microbatch(config: "Config", model: ModelSpec, layout: Layout, memory: MemoryUse) -> str | None:
+    """What a microbatch adds to weights, gradients and optimizer of a dense decoder in 16 bits that computes nothing
+    again, and on which GPU that fits: by closed forms that nobody has measured. None: another kind of run.
+
+    With d features, kv of them in keys, and f in the feed-forward part, a token keeps 8 d + 4 kv + 4 f bytes in a
+    compiled block (inputs of both norms, q, attention's output; k, v; gate, up) and 12 d + 4 kv + 8 f in another.
+    """
+    decoder, tp = model.config, layout.size("tp")
+    sizes = [
+        getattr(decoder, key, None) for key in ("intermediate_size", "num_hidden_layers", "vocab_size", "kv_heads")
+    ]
+    plain = (
+        config.parallel.recompute == "none" and not getattr(model.module, "ep_plan", None) and layout.size("pp") == 1
+    )
+    if None in sizes or not plain or config.train.precision not in ("bfloat16", "float16"):
+        return None
+    f, n_layers, vocabulary, kv_heads = (size or 0 for size in sizes)
+    d, kv = decoder.hidden_size, kv_heads * decoder.head_width
+    tokens = config.batch.micro_size * config.data.seq_len // layout.size("cp")
+    compiled, eager = (tokens * n_layers * part // tp for part in (8 * d + 4 * kv + 4 * f, 12 * d + 4 * kv + 8 * f))
+    ends = 2 * vocabulary * d  # of FSDP, that and two blocks are whole at once
+    gathered = ends + 2 * (memory.total - ends) // n_layers if config.parallel.reshard_after_forward else memory.total
+    weights = memory.weight_bytes // 2 if layout.size("fsdp") == 1 else 2 * gathered // tp
+    loss = (2 * 2 * min(tokens, 2048) + 4 * d) * vocabulary // tp  # logits of a chunk, their gradient, the weight's
+    in_all = memory.weight_bytes + memory.gradient_bytes + memory.optimizer_bytes + compiled + weights + loss
+    fits = next((f"fits {name} GPUs" for name, gib in GPUS if in_all < 0.95 * gib * 2**30), "fits no GPU")
+    return (
+        f"estimate for {tokens:,} tokens at once: {bytes_text(compiled)} in compiled blocks ({bytes_text(eager)} in "
+        f"others), {bytes_text(weights + loss)} for the loss and weights in 16 bits: {fits} without recomputation"
+    )
 
 
 def parameter_json(parameter: ParameterSpec) -> dict[str, Any]:

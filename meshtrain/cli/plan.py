@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from meshtrain.cli.memory import MemoryUse, held_by_ranks, parameter_json, parameters_of, table
+from meshtrain.cli.memory import MemoryUse, describe_microbatch, held_by_ranks, parameter_json, parameters_of, table
 from meshtrain.config import Config
 from meshtrain.config.layout_advice import host_warnings
 from meshtrain.config.model_spec import model_spec
@@ -53,6 +53,7 @@ class Plan:
     parameters: tuple[ParameterSpec, ...]
     memory: MemoryUse
     optimizer: str  # its title
+    microbatch: str | None = None  # what it adds to the memory of a rank
     pipeline: PipelinePlan | None = None
     context: "ContextCosts | None" = None
     experts: "ExpertCosts | None" = None
@@ -77,15 +78,17 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
     batch = BatchSplit(config.batch.global_size, config.batch.micro_size, layout.size(*DATA_AXES))
     pipeline = _pipeline(config, layout) if layout.size("pp") > 1 else None
     stages = None if pipeline is None else pipeline.holding
-    parameters = tuple(parameters_of(model_spec(config.model.name, config.model.keys), layout, stages))
+    spec = model_spec(config.model.name, config.model.keys)
+    parameters = tuple(parameters_of(spec, layout, stages))
     placement = (0,) if pipeline is None else pipeline.schedule.placement
-    precision, rule = config.train.precision, config.optimizer.name
-    memory = held_by_ranks(parameters, layout, precision, rule, placement)
+    precision, rule = config.train.precision, (config.optimizer.name, config.optimizer.state_precision)
+    memory = held_by_ranks(parameters, layout, precision, rule[0], placement, rule[1])
     from meshtrain.modeling.context import context_costs  # they bring torch, as the model has
     from meshtrain.modeling.experts import expert_costs
 
-    optimizer, costs = update_rule(rule).title, (context_costs(config, layout), expert_costs(config, layout))
-    return Plan(name, layout, batch, precision, parameters, memory, optimizer, pipeline, *costs, tuple(notes))
+    optimizer, costs = update_rule(*rule).title, (context_costs(config, layout), expert_costs(config, layout))
+    line = describe_microbatch(config, spec, layout, memory)
+    return Plan(name, layout, batch, precision, parameters, memory, optimizer, line, pipeline, *costs, tuple(notes))
 
 
 def _pipeline(config: Config, layout: Layout) -> PipelinePlan:
@@ -98,9 +101,6 @@ def _pipeline(config: Config, layout: Layout) -> PipelinePlan:
     timeline = simulate(schedule, forward=costs, input_grad=costs, weight_grad=costs)
     holding = stages_of_parameter(spec_of(config).meta, split.bounds)
     return PipelinePlan(describe_pipeline(schedule, split), schedule, split, holding, timeline)
-
-
-# Text ---------------------------------------------------------------------------------------------------------------
 
 
 def plan_text(plan: Plan, each_parameter: bool = False) -> str:
@@ -163,6 +163,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         },
         "precision": plan.precision,
         "parameters": {**asdict(plan.memory), "each": [parameter_json(parameter) for parameter in plan.parameters]},
+        "microbatch": plan.microbatch,
         "pipeline": None if plan.pipeline is None else _pipeline_json(plan.pipeline, plan.memory),
         "context": None if plan.context is None else {**asdict(plan.context), "line": plan.context.describe()},
         "experts": None if plan.experts is None else asdict(plan.experts),
@@ -209,6 +210,7 @@ def _memory_lines(plan: Plan) -> list[str]:
         f"{memory.total:,} parameters, {active}{_from_to(memory.fewest, memory.most)} per rank",
         f"a rank keeps {together} in {dtype}: weights {weights}, gradients {gradients}, {plan.optimizer} {optimizer}; "
         f"activations{copy} come on top",
+        *((plan.microbatch,) if plan.microbatch else ()),
     ]
 
 
@@ -232,9 +234,6 @@ def _pipeline_lines(pipeline: PipelinePlan, memory: MemoryUse) -> list[str]:
 
 def _from_to(fewest: int, most: int) -> str:
     return f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
-
-
-# The command --------------------------------------------------------------------------------------------------------
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

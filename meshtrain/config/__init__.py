@@ -20,7 +20,7 @@ from meshtrain.config.errors import ConfigError, ConfigErrors, nearest, yaml_tex
 from meshtrain.config.model import read_model
 from meshtrain.config.schema import NAMES, SECTIONS, Data, Fault, ModelSection, Optimizer
 from meshtrain.config.stages import check_stages
-from meshtrain.config.tensor import check_context, check_experts, check_split, expert_ranks
+from meshtrain.config.tensor import check_context, check_experts, check_float8, check_split, expert_ranks
 from meshtrain.config.yaml_reader import Node, apply_overrides, read_file, write
 from meshtrain.errors import InputError
 from meshtrain.layout import AXES, Layout
@@ -123,6 +123,7 @@ def _check_layout(draft: checks.ConfigDraft, sizes: dict[str, int], device: str 
     check_split(draft, sizes, model_keys)
     check_context(draft, sizes, model_keys)
     check_experts(draft, sizes, model_keys)
+    check_float8(draft, sizes, model_keys)
     check_stages(draft, sizes, model_keys)
     checks.check_device(draft, sizes, device)
 

@@ -93,6 +93,15 @@ def micro_batch_fits(micro_size: int, global_size: int) -> Problems:
         )
 
 
+@rule("parallel.reduce_precision", "train.precision")
+def messages_round_nothing_in_float64(reduce_precision: str | None, precision: str) -> Problems:
+    if reduce_precision is not None and precision == "float64":
+        yield (
+            f"parallel.reduce_precision {reduce_precision} rounds the gradients of train.precision float64, which is "
+            "there to check a layout without rounding: leave it out"
+        )
+
+
 @rule("optimizer.min_lr", "optimizer.lr")
 def lr_falls(min_lr: float, lr: float) -> Problems:
     if min_lr > lr:
@@ -110,6 +119,15 @@ def decay_fits(decay_steps: int | None, schedule: str, warmup_steps: int, steps:
         yield (
             f"optimizer.warmup_steps {warmup_steps} and optimizer.decay_steps {decay_steps} are more than "
             f"train.steps {steps} together: use a decay_steps of at most {steps - warmup_steps}"
+        )
+
+
+@rule("train.linear_precision", "train.precision")
+def float8_has_range(linear_precision: str | None, precision: str) -> Problems:
+    if linear_precision is not None and precision == "float16":
+        yield (
+            f"train.linear_precision {linear_precision} rounds to values that train.precision float16 has no room for: "
+            "use precision: bfloat16"
         )
 
 
@@ -365,9 +383,16 @@ def resolve_layout(draft: ConfigDraft, sizes: dict[str, int], world_size: int | 
 
 
 def check_device(draft: ConfigDraft, sizes: dict[str, int], device: str | None) -> None:
-    """Reports what only GPUs can do and this job, if its device is known, is to do without."""
+    """Reports what this job's device, if it is known, cannot do or gains nothing by."""
     if sizes.get("tp", 1) > 1 and draft.values["parallel.symmetric_memory"] is True and device == "cpu":
         draft.report(
             draft.place("parallel.symmetric_memory"),
             "parallel.symmetric_memory needs GPUs, and these processes compute on CPUs: use symmetric_memory: false",
+        )
+    linear_precision, precision = draft.values["train.linear_precision"], draft.values["train.precision"]
+    if device == "cuda" and precision == "float32" and linear_precision not in (None, INVALID):
+        draft.report(
+            draft.place_of_any(("train.linear_precision", "train.precision")),
+            f"train.linear_precision {linear_precision} is fast beside train.precision bfloat16 alone, and it is "
+            "float32: use precision: bfloat16, or linear_precision: null",
         )

@@ -1,7 +1,6 @@
 """Turns the nodes of a config into the values that dataclasses ask for, and says what does not fit.
 
-A field's annotation is its type, and `key(...)` gives its limits. Nothing is coerced but integers to floats: a text is
-never a number, a bool never an integer.
+A field's annotation is its type, and `key(...)` gives its limits. Nothing is coerced but integers to floats.
 """
 
 import dataclasses

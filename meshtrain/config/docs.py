@@ -35,9 +35,6 @@ _LAYOUT = (
 _SIZE = "an integer of at least 1, or -1 for whatever is left"
 
 
-# JSON Schema --------------------------------------------------------------------------------------------------------
-
-
 def schema() -> dict[str, Any]:
     """The JSON Schema (draft 7, which editors know best) of a config."""
     sections: dict[str, Any] = {name: _section_schema(cls) for name, cls in SECTIONS.items()}
@@ -133,9 +130,6 @@ def value_schema(hint: Any, limits: Limits = NO_LIMITS) -> dict[str, Any]:
         return {"type": "object"} | ({"additionalProperties": value_schema(args[1])} if args else {})
     names_of = {bool: "boolean", str: "string", type(None): "null", None: "null"}
     return {"type": names_of[kind]} if kind in names_of else {}
-
-
-# Documentation ------------------------------------------------------------------------------------------------------
 
 
 def markdown() -> str:

@@ -31,8 +31,7 @@ class ModelSpec:
         return self._construct()
 
     def copy(self) -> "nn.Module":
-        """A copy of `meta` to change. Pickled, because `copy.deepcopy` keeps functions as they are: a hook of the copy
-        whose closure names the model would change the original."""
+        """A copy of `meta` to change. Pickled: with `copy.deepcopy` a hook's closure would still name the original."""
         try:
             return pickle.loads(pickle.dumps(self.meta))
         except Exception:  # of many types, some of them the model's own

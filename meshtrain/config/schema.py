@@ -66,7 +66,7 @@ class Data:
     seq_len: int = key(256, minimum=1, also="sequence_length seq_length context_length block_size max_seq_len")
     """Tokens of a sample."""
     mask_documents: bool = False
-    """Whether attention stays inside of a document where several share a sample."""
+    """Whether attention stays inside of a document where several share a sample. On GPUs in 16 bits the faster way."""
     augment: bool = key(False, also="augmentation")
     """Whether training images are shifted and mirrored at random."""
     image_size: int | None = key(None, minimum=1)
@@ -93,16 +93,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class Parallel:
-    """How the model is held and run on a rank. None of it changes what is computed."""
+    """How the model is held and run on a rank. None of it changes what is computed; `reduce_precision` rounds."""
 
     sequence_parallel: bool | None = key(None, also="sequence_parallelism sp")
     """With `tp`: whether activations between the parallel layers are split along the sequence. null: if the model's
     `tp_plan` has an `embedding_rowwise` layer, which is what splits it."""
     regather: bool = False
     """With `tp`: whether a layer's input is gathered again in backward instead of kept."""
-    symmetric_memory: bool = key(False, also="async_tp async_tensor_parallel")
-    """With `tp` on GPUs that reach each other's memory: whether products and the communication beside them run as one
-    kernel."""
+    symmetric_memory: bool | Literal["auto"] = key("auto", also="async_tp async_tensor_parallel")
+    """With `tp` and `sequence_parallel` on GPUs: whether products and the communication beside them run as one kernel,
+    which reads the memory of other GPUs. `auto`: where all GPUs of `tp` are in one host and linked by NVLink."""
     context: Literal["gather", "ring"] = key(
         "gather",
         also="cp_comm_type context_parallel_method cp_method",
@@ -127,10 +127,14 @@ class Parallel:
     )
     """What is computed again in backward instead of kept: `full` the inside of every block, `selective` all but its
     expensive products."""
-    compile: bool = key(False, also="torch_compile")
-    """Whether each block is compiled with `torch.compile`."""
+    compile: bool | Literal["auto"] = key("auto", also="torch_compile")
+    """Whether each block is compiled with `torch.compile`. `auto`: on GPUs, where Triton can build its kernels and the
+    schedule computes whole backwards; not on CPUs."""
     reshard_after_forward: bool = True
     """FSDP: whether a block's gathered weights are let go after forward and gathered again in backward."""
+    reduce_precision: Literal["float32", "bfloat16"] | None = key(None, also="reduce_dtype grad_reduce_dtype")
+    """The numbers in which gradients are sent and summed over the data ranks. With `bfloat16` half as much is sent, and
+    the rounding depends on the layout. null: as they are kept, in float32 or float64."""
     verify: bool = True
     """With `tp` or `cp`: whether the split model is compared with the plain one, on a short sample, before the first
     step."""
@@ -168,6 +172,11 @@ class Optimizer:
     """AdamW's two decay rates of its averages."""
     eps: float = key(1e-8, above=0, also="epsilon adam_eps")
     """AdamW's term in the denominator."""
+    state_precision: Literal["float32", "bfloat16"] = key(
+        "float32", also="state_dtype exp_avg_dtype exp_avg_sq_dtype bf16_optimizer_states bf16_states"
+    )
+    """The numbers in which AdamW's two averages are kept. `bfloat16` halves them, by stochastic rounding that is the
+    same on every layout; a checkpoint fits runs with the same value. `float32`: the type of the weights."""
     weight_decay: float = key(0.1, minimum=0)
     """Decay of the weights with two or more dims; the others do not decay."""
     clip_norm: float | None = key(1.0, above=0, also="grad_clip max_grad_norm clip_grad gradient_clipping max_norm")
@@ -223,6 +232,15 @@ class Train:
     )
     """The numbers of forward and backward. `bfloat16` and `float16` keep float32 weights, and `float16` scales the
     loss; `float64` checks a layout without rounding."""
+    linear_precision: Literal["float8", "mxfp8"] | None = key(
+        None,
+        also="fp8 float8_rowwise enable_fp8 use_fp8 float8_recipe fp8_recipe",
+        instead=("fp8 e4m3 hybrid tensorwise rowwise", "use float8, scaled for each token and each row of a weight"),
+    )
+    """The numbers that the linear layers inside of blocks multiply in forward and for the gradients of their inputs:
+    `float8` is e4m3 with a scale for each token and each row of a weight, `mxfp8` with one for each 32 features. Other
+    layers, and the gradients of weights, have `precision`, as null is for all. GPUs need `bfloat16` beside it; CPUs and
+    GPUs without these numbers emulate them."""
     deterministic: bool = False
     """Whether only kernels are used that give the same bits every time."""
     output: str = key("runs/{name}", path=True, also="output_dir out_dir save_dir out")

@@ -7,7 +7,7 @@ from meshtrain.config.convert import INVALID
 from meshtrain.config.model_spec import draft_model
 from meshtrain.data.order import microbatches
 from meshtrain.layout import DATA_AXES, Layout
-from meshtrain.pipeline.actions import Kind, ScheduleError
+from meshtrain.pipeline.actions import ScheduleError
 from meshtrain.pipeline.partition import StageSplitError, split_blocks
 from meshtrain.pipeline.schedule import load
 
@@ -32,14 +32,11 @@ def check_stages(draft: ConfigDraft, sizes: dict[str, int], keys: list[str]) -> 
         return
     if blocks is not None:
         _check_blocks(draft, blocks, ranks, schedule.stages_per_rank)
-    splits = any(
-        action.kind is Kind.WEIGHT_GRAD for rank in range(schedule.ranks) for action in schedule.actions_of(rank)
-    )
-    if splits and draft.values.get("parallel.compile") is True:
+    if schedule.splits_backward and draft.values.get("parallel.compile") is True:
         draft.report(
             draft.place("parallel.compile"),
             f"parallel.compile: a compiled block computes its gradients at once, and the schedule {schedule.name} "
-            "computes those of weights later: use compile: false, or a schedule such as 1f1b",
+            "computes those of weights later: use compile: auto or false, or a schedule such as 1f1b",
         )
 
 

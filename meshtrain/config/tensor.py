@@ -8,6 +8,7 @@ from meshtrain.config.locate import model_file
 from meshtrain.config.model_spec import draft_model
 from meshtrain.config.schema import SOURCES
 from meshtrain.layout import Layout, context_heads_problem, written
+from meshtrain.parallel.float8_layers import float8_problems
 from meshtrain.parallel.tp_plan import (
     NO_SEQUENCE,
     SplitError,
@@ -18,6 +19,21 @@ from meshtrain.parallel.tp_plan import (
     shards_sequence,
     split_layers,
 )
+
+
+def check_float8(draft: ConfigDraft, sizes: dict[str, int], keys: list[str]) -> None:
+    """Reports a model that has no layer for `train.linear_precision`, or is split as that cannot be."""
+    name, tp = "train.linear_precision", max(sizes.get("tp", 1), 1)
+    precision = draft.values[name]
+    spec = draft_model(draft, keys) if precision not in (None, INVALID) else None
+    if spec is None:
+        return
+    try:
+        splits = split_layers(spec.meta, getattr(spec.module, "tp_plan", None) or {}, tp) if tp > 1 else []
+    except SplitError:  # check_split has said it
+        return
+    for problem in float8_problems(spec.meta, precision, splits, tp):
+        draft.report(draft.place(name), f"{name} {precision}: {problem}")
 
 
 def check_split(draft: ConfigDraft, sizes: dict[str, int], keys: list[str]) -> None:

@@ -27,8 +27,7 @@ class Batch:
 
     Attributes:
         tensors: what the model takes, by name and in its order. Of a language model tokens and positions (b, s), and
-            documents: (b, s), None, or the record of them (`with_context`); int64. Of a classifier images
-            (b, c, height, width) float32.
+            documents: (b, s), None, or their record; int64. Of a classifier images (b, c, h, w) float32.
         targets: (b, s) or (b,) int64; IGNORE where there is no loss. A row of padding has no other.
     """
 
@@ -75,15 +74,15 @@ class Batch:
         lengths = None
         if documents is not None:
             lengths = cumulative_lengths(documents)
-            lengths = lengths.pin_memory() if documents.is_pinned() else lengths
+            lengths = lengths.pin_memory() if lengths is not None and documents.is_pinned() else lengths
         return Batch({**self.tensors, "documents": AttentionContext(documents, lengths)}, self.targets)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
         """The batch on a device, its floating-point inputs (images) in the type that the model computes in."""
 
         def moved(x: Any) -> Any:
-            floats = isinstance(x, Tensor) and x.is_floating_point()
-            return x.to(device, dtype if floats else None, non_blocking=True)
+            typed = not isinstance(x, Tensor) or x.is_floating_point()
+            return x.to(device, dtype if typed else None, non_blocking=True)
 
         return self.apply(moved)
 
@@ -128,6 +127,10 @@ class Samples(ABC):
         targets = torch.stack([target for _, target in rows])
         targets[valid:] = IGNORE
         return Batch.of(inputs, targets)
+
+    def document_lengths(self, indices: Sequence[int]) -> np.ndarray | None:
+        """How long the parts of documents in these samples are, in any order; None: not known without reading them."""
+        return None
 
     def _row(self, index: int, epoch: int) -> Item:
         try:

@@ -3,8 +3,7 @@
 The .bin holds nothing but tokens. The .idx, little-endian: the nine bytes MMIDIDX\\0\\0, the version (uint64, 1), the
 code of the token type (uint8), the numbers of sequences S and of document bounds D (uint64 each), the lengths of the
 sequences (int32 x S), their places in the .bin in bytes (int64 x S), and the sequence at which each document begins,
-closed by S (int64 x D); multimodal files add a mode per sequence (int8 x S). Source: `_IndexWriter` in
-megatron/core/datasets/indexed_dataset.py.
+closed by S (int64 x D); multimodal files add modes (int8 x S). Source: megatron/core/datasets/indexed_dataset.py.
 """
 
 import hashlib

@@ -1,8 +1,7 @@
 """Order of the samples: which ones a step takes, as a function of the step alone, and which rank has which.
 
 Position `p = step * global_batch + i` of the run lies in epoch `p // n_samples`, and a permutation of that epoch says
-which sample stands there. It is evaluated one index at a time, so a restart in step 90,000, or a corpus of 10^12
-samples, costs no more than the first step of a small one.
+which sample stands there. It is evaluated one index at a time, so neither a late restart nor a large corpus costs more.
 
 Pure: no torch, no numpy, no I/O, nothing of the project's.
 """
@@ -22,8 +21,7 @@ _MASK = (1 << 64) - 1
 def batch_samples(seed: int, step: int, global_batch: int, n_samples: int) -> list[int]:
     """The samples of the global batch of `step` (counted from 0), in order; O(global_batch) whatever `n_samples` is.
 
-    Every sample stands exactly once in each epoch; a batch that reaches over its end goes on with the next epoch.
-    ValueError: a size below 1, or a step below 0.
+    Each sample comes once an epoch; a batch may reach into the next. ValueError: a size below 1, or a step below 0.
     """
     if global_batch < 1 or step < 0:
         raise ValueError(f"a global batch of {global_batch} samples in step {step}: expected at least 1, from 0 on")
@@ -144,8 +142,7 @@ class BatchSplit:
 def describe_batch(global_size: int, micro_size: int, data_ranks: int) -> str:
     """One line: `global batch 512 = 8 per rank x 32 data ranks x 2 accumulation`, 8 being the samples of a forward.
 
-    Where shares are uneven, or no multiple of `micro_size`, the line says what a rank has and how much is padding.
-    ValueError: a number below 1.
+    Where shares are uneven, or no multiple of `micro_size`, it says how much is padding. ValueError: a number below 1.
     """
     split = BatchSplit(global_size, micro_size, data_ranks)
     accumulation, (fewest, most) = split.accumulation, split.shares

@@ -28,8 +28,7 @@ class Stream:
         self.documents = documents
         ends = np.cumsum(lengths)
         self.size = int(ends[-1]) if len(ends) else 0
-        # Run r covers the positions [begins[r], begins[r + 1]) of the stream; position p of it is p + shifts[r] in the
-        # file.
+        # Run r covers positions [begins[r], begins[r + 1]) of the stream; p of it is p + shifts[r] in the file.
         self.begins = np.append((ends - lengths)[is_first], self.size)
         self.shifts = starts[is_first] - self.begins[:-1]
 
@@ -135,6 +134,13 @@ class TokenSamples(Samples):
                 begins[row, 0] = True
         self._check(rows, items)
         return PackedTokens(rows, loss, begins, valid)
+
+    def document_lengths(self, indices: Sequence[int]) -> np.ndarray | None:
+        if not self.mask_documents:
+            return None
+        starts, size, documents = np.asarray(indices) * self.seq_len, self.seq_len, self.stream.documents
+        inside = zip(starts, *np.searchsorted(documents, [starts + 1, starts + size]), strict=True)
+        return np.concatenate([np.diff(documents[a:b], prepend=start, append=start + size) for start, a, b in inside])
 
     def _check(self, rows: np.ndarray, items: Sequence[tuple[int, int]]) -> None:
         """A wrong id would end in an assertion on the device, which names no file."""

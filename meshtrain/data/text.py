@@ -89,8 +89,7 @@ def text_files(path: Path) -> TextSource:
 def jsonl_files(path: Path) -> TextSource:
     """A file, or a folder's .jsonl files at any depth, sorted; each line is a document.
 
-    A line is an object with `text`, or with `prompt` and `completion`, of which the prompt carries no loss. Other keys
-    are passed over.
+    A line is an object with `text`, or with `prompt` (without loss) and `completion`; other keys are passed over.
     """
     return TextSource(str(path), _files(path, (".jsonl",), "jsonl"), _read_jsonl)
 

@@ -233,8 +233,7 @@ def open_rendezvous(host: Host) -> Leader:
 
 
 def join_rendezvous(host: Host, seconds: float) -> Member:
-    """Comes to the endpoint, which may be opened later, and tells the facts of this host. Raises JoinError if that
-    takes longer than `seconds`, or somebody else is there."""
+    """Comes to the endpoint with the facts of this host. JoinError: not within `seconds`, or somebody else is there."""
     place = host.place
     start = progress = time.monotonic()
     deadline, strangers = start + seconds, 0

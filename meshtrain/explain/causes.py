@@ -104,9 +104,6 @@ def _is_locked(folder: Path) -> bool:
     return False
 
 
-# Order --------------------------------------------------------------------------------------------------------------
-
-
 def _rank_causes(search: Search, settings: Settings) -> list[Cause]:
     """The causes, most likely first: roots by certainty and time, then suspects, then what followed."""
     matches = {

@@ -43,9 +43,6 @@ def by_numbers(name: str) -> list[tuple[int, str]]:
     return [(int(word), "") if word.isdecimal() else (-1, word) for word in name.split(".")]
 
 
-# Headers ------------------------------------------------------------------------------------------------------------
-
-
 def pack_header(entries: Sequence[Entry], metadata: Mapping[str, str], align: int = 8) -> bytes:
     """The length and header of a file with these tensors in a row; the data begins at a multiple of `align` bytes."""
     about: dict[str, Any] = {METADATA: dict(metadata)}
@@ -113,9 +110,6 @@ def _read_json(path: Path) -> tuple[dict[str, Any], int]:
     return header, size - 8 - length
 
 
-# Folders ------------------------------------------------------------------------------------------------------------
-
-
 def read_config(folder: Path) -> str:
     """The text of a folder's config.json, which is a JSON object; InputError if it is not there or something else."""
     path = folder / CONFIG
@@ -177,9 +171,6 @@ def _read_index(path: Path) -> dict[str, str]:
                 f"{path} says that {name} is in {file!r}: expected the name of a .safetensors file in the same folder"
             )
     return files
-
-
-# Exports ------------------------------------------------------------------------------------------------------------
 
 
 def planned_files(entries: Sequence[Entry], most: int = FILE_BYTES) -> dict[str, list[Entry]]:

@@ -101,9 +101,6 @@ def _alike(digests: Sequence[str | None]) -> list[list[int]]:
     return list(groups.values())
 
 
-# In words (pure) -----------------------------------------------------------------------------------------------------
-
-
 def differences(
     values: Sequence[Mapping[str, str]], groups: Sequence[Sequence[int]], hosts: Sequence[str]
 ) -> list[str]:
@@ -148,9 +145,6 @@ def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         else:
             values[f"{prefix}{key}"] = "null" if value is None else str(value)
     return values
-
-
-# What a run is made of -----------------------------------------------------------------------------------------------
 
 
 def run_fingerprints(config: "Config", variables: Mapping[str, str]) -> Iterator[Fingerprint]:

@@ -106,9 +106,6 @@ def _slurm_master(variables: Mapping[str, str]) -> tuple[str, int]:
     return address, 10000 + (job * 16 + step) % 20000
 
 
-# SLURM's node lists --------------------------------------------------------------------------------------------------
-
-
 def slurm_nodes(variables: Mapping[str, str]) -> tuple[str, ...]:
     """The nodes of a job step, or else of its job, in SLURM's order; none where no list is given. Raises InputError."""
     return next((expand_hosts(variables[name]) for name in SLURM_NODES if name in variables), ())

@@ -38,8 +38,7 @@ def job_exit(job: Job) -> Iterator[None]:
         _barrier_and_destroy(job)
         raise SystemExit(1) from None
     except AgreedError as error:
-        # torchrun ends the other ranks as soon as one exits: none may before rank 0 has printed this. A worker that
-        # torchrun starts again does not print the same once more.
+        # torchrun ends the other ranks as soon as one exits: none may before rank 0 has printed this, and that once.
         if job.rank == 0 and not already_printed(str(error), os.environ):
             print(error, file=sys.stderr, flush=True)
         _barrier_and_destroy(job)

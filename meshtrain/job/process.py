@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -219,6 +219,7 @@ def join(environment: Environment, timeout_s: float = 600) -> Job:
         InputError: this host has fewer GPUs than the job has processes on it, or too few descriptors for the store.
         TimeoutError: the store could not be reached within `timeout_s` seconds.
     """
+    choose_allocator(os.environ)
     device = pick_device(environment.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -227,6 +228,13 @@ def join(environment: Environment, timeout_s: float = 600) -> Job:
     job = Job(environment, device, _store(environment, timeout_s))
     job.again = any(job.gather("meeting", environment.again))  # a node that joins later knows of no earlier start
     return job
+
+
+def choose_allocator(variables: MutableMapping[str, str]) -> None:
+    """Has torch keep a GPU's memory in segments that can grow, which breaks into fewer pieces of no use; unless the
+    environment chooses. Comes before CUDA starts."""
+    if not any(f"PYTORCH_{backend}ALLOC_CONF" in variables for backend in ("", "CUDA_", "HIP_")):
+        variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _open_files(environment: Environment) -> None:

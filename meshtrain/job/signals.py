@@ -58,9 +58,8 @@ class Signals:
     is only remembered: an exception in the middle of that may be swallowed, or break a library.
 
     One request may come as several signals within ONE_REQUEST_S. Python runs a handler only when the main thread is
-    back from its call, perhaps many seconds later, so a handler cannot tell by the clock which signals belong together:
-    once a request has come, these signals are set to SIG_IGN until an alarm (SIGALRM, after ONE_REQUEST_S) restores the
-    handler.
+    back from its call, perhaps many seconds later, so the clock does not tell which belong together: after a request
+    they are set to SIG_IGN until an alarm (SIGALRM, after ONE_REQUEST_S).
 
     Attributes:
         since: when this process began, on the monotonic clock.

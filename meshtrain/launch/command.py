@@ -1,8 +1,7 @@
 """`meshtrain launch CONFIG --slurm --nodes 4 --gpus-per-node 8 [--dry-run]`: a checked script, handed to sbatch.
 
-The script is one of tools/slurm with this job's values in it, and lies in the run's folder. With --dry-run it is
-written and printed, and not submitted. Exit status 0; 1: sbatch has refused it; 2: something is wrong with the config,
-the layout or the options. docs/multi-node.md tells more.
+The script is one of tools/slurm with this job's values, in the run's folder. With --dry-run it is written and printed,
+not submitted. Exit status 1: sbatch has refused it; 2: config, layout or options are wrong. See docs/multi-node.md.
 """
 
 import argparse

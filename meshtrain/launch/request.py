@@ -121,8 +121,7 @@ def _time(value: str | None) -> str | None:
 
 
 def seconds(time: str) -> int:
-    """A limit as SLURM reads it: minutes, minutes:seconds, hours:minutes:seconds; with days in front of hours, `1-12`,
-    of which minutes and seconds may be left away."""
+    """A limit as SLURM reads it: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash or len(parts) == 3:

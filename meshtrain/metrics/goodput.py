@@ -18,8 +18,8 @@ from meshtrain.job.storage import SideFile, write_whole
 from meshtrain.metrics.progress import duration
 
 FILE = "goodput.jsonl"
-# `startup`: until the first step begins; `training`: steps without their wait for data; `saving`: while training waits.
-SPENT = ("startup", "training", "data", "evaluation", "saving")
+# `startup`: until the first step begins; `compile`: torch.compile on rank 0; `training`: steps less that and `data`.
+SPENT = ("startup", "compile", "training", "data", "evaluation", "saving")
 PARTS = (*SPENT, "repeated", "between")  # what only a later job knows: steps done again, and time without a job
 EVERY_S, EVERY_SHARE = 10.0, 0.001  # of a job until its next line: so much of a killed one counts as between jobs
 LONGEST_LINE = 4096
@@ -82,24 +82,25 @@ class GoodputSummary:
         def share(part: str) -> str:
             return f"{100 * self.seconds[part] / self.wall_s if self.wall_s > 0 else 0.0:.1f} %"
 
+        compiling = f"compiling {share('compile')}, " if self.seconds["compile"] > 0 else ""
         lost = ""
         if self.jobs > 1:
             lost = f", lost to restarts: steps done again {share('repeated')}, between jobs {share('between')}"
         return (
             f"wall time {duration(self.wall_s)} in {self.jobs} job{'s' * (self.jobs > 1)}: "
-            f"training {share('training')} (goodput), start-up {share('startup')}, waiting for data {share('data')}, "
-            f"evaluation {share('evaluation')}, saving {share('saving')}{lost}"
+            f"training {share('training')} (goodput), start-up {share('startup')}, {compiling}"
+            f"waiting for data {share('data')}, evaluation {share('evaluation')}, saving {share('saving')}{lost}"
         )
 
 
 def summarize(jobs: Sequence[JobRecord]) -> GoodputSummary:
     """PURE: the sum over the jobs of a run, in their order; of the last one as far as it is. Of each job only that
-    counts which no later one does again, and its start-up."""
+    counts which no later one does again, its start-up, and its compiling."""
     total = dict.fromkeys(PARTS, 0.0)
     again_from = math.inf  # the lowest step that a later job went on from
     for i, job in reversed(list(enumerate(jobs))):
         last = job.last.seconds
-        net = _until(job, again_from) | {"startup": last["startup"]}
+        net = _until(job, again_from) | {part: last[part] for part in ("startup", "compile")}
         for part in SPENT:
             total[part] += net.get(part, 0.0)
             total["repeated"] += last[part] - net.get(part, 0.0)
@@ -251,6 +252,7 @@ def _job_or_mark(line: bytes) -> JobRecord | GoodputRecord | None:
         return None
     if "started" in values:
         return JobRecord(float(values["started"]), step) if _is_time(values["started"]) else None
+    values.setdefault("compile_s", 0.0)  # ledgers of earlier versions do not have it
     seconds = {part: values.get(f"{part}_s") for part in SPENT}
     saved, end = values.get("saved", False), values.get("end")
     if not all(map(_is_time, seconds.values())) or type(saved) is not bool or not isinstance(end, str | None):

@@ -1,7 +1,6 @@
 """What a run measures, on its way to those who watch: `metrics.jsonl`, the terminal, TensorBoard.
 
-Rank 0 owns one `Metrics`; every other rank has a `NoMetrics`, which takes the same calls and does nothing.
-docs/metrics.md says what each field means.
+Rank 0 owns one `Metrics`; others have a `NoMetrics`, which does nothing. docs/metrics.md has the fields.
 """
 
 import importlib.util

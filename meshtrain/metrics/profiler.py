@@ -10,8 +10,7 @@ from meshtrain.job.storage import optional
 
 
 class Profiler:
-    """Traces the steps that `metrics.profile` names, and keeps a memory history if `metrics.memory_snapshot` says so.
-    `about`: what there is to say about it at the start."""
+    """Traces steps by `metrics.profile`, and memory by `metrics.memory_snapshot`. `about`: a line for the start."""
 
     def __init__(self, metrics: Metrics, folder: Path, rank: int, device: torch.device) -> None:
         self._first, self._last = metrics.profile or (0, -1)

@@ -99,7 +99,7 @@ class LiveLine(Progress):
         parts = [
             (f"loss {_fixed(row.get('loss'), 4)}", "green"),
             (_rate(row, self._unit), ""),
-            (_percent("mfu", row.get("mfu")), ""),
+            (_mfu(row), ""),
             (_remaining(self._average.remaining(self._steps - row["step"])), "dim"),
         ]
         for part, style in parts:
@@ -139,7 +139,7 @@ class StepTimeAverage:
 def step_line(row: Values, steps: int, unit: str, remaining: float | None = None) -> str:
     """One step in words; what the row does not have is left out.
 
-    `step  40/200  loss 2.3412  grad_norm 0.81  lr 3.0e-04  12,340 tokens/s  mfu 31.2 %  goodput 97.1 %  left 2m10s`
+    `step  40/200  loss 2.3412  grad_norm 0.81  lr 3.0e-04  12,340 tokens/s  mfu 31.2 % (causal 28.9 %)  left 2m10s`
     """
     parts = [
         f"step {row['step']:>{len(str(steps))}}/{steps}",
@@ -147,7 +147,7 @@ def step_line(row: Values, steps: int, unit: str, remaining: float | None = None
         "" if "grad_norm" not in row else f"grad_norm {_fixed(row['grad_norm'], 2)}",
         "" if "lr" not in row else f"lr {row['lr']:.1e}",
         _rate(row, unit),
-        _percent("mfu", row.get("mfu")),
+        _mfu(row),
         _percent("goodput", row.get("goodput")),
         _share("data", row),
         _share("communication", row),
@@ -198,6 +198,12 @@ def _rate(row: Values, unit: str) -> str:
 
 def _percent(name: str, fraction: float | None) -> str:
     return "" if fraction is None else f"{name} {100 * fraction:.1f} %"
+
+
+def _mfu(row: Values) -> str:
+    """Both ways of counting, where they differ."""
+    full, causal = row.get("mfu"), row.get("mfu_causal")
+    return _percent("mfu", full) + ("" if causal in (None, full) else f" ({_percent('causal', causal)})")
 
 
 def _share(name: str, row: Values) -> str:

@@ -89,8 +89,7 @@ class StepTimer:
     A phase may be entered inside another, also from inside a backward (which runs in a thread of its own on CUDA): the
     inner time counts for the inner phase only. So `communication` is what computing did not hide of it.
 
-    On CUDA every phase is measured on the current stream, `data` too: data that is late while the GPU still has work to
-    do is not counted.
+    On CUDA phases are measured on the current stream: data that is late while the GPU still works is not counted.
     """
 
     def __init__(self, device: torch.device, marks: TimeSource | None = None, *, hiding: Collection[str] = ()) -> None:
@@ -182,8 +181,7 @@ class StepTimer:
 
 
 def memory_gib(device: torch.device) -> float:
-    """The peak so far, in GiB: on CUDA what torch's allocator held in tensors (without its cache and NCCL's buffers),
-    on a CPU the resident memory of the process."""
+    """The peak so far, in GiB: on CUDA of tensors (no cache or NCCL buffers), on a CPU the resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -165,8 +165,7 @@ class StragglerDetector:
         self._uuid = f"GPU-{torch.cuda.get_device_properties(job.device).uuid}" if job.device.type == "cuda" else ""
 
     def finish_step(self, step: int, times: Mapping[str, float]) -> dict[str, float]:
-        """Takes a step's times (StepTimer.pop) before the next update; on rank 0 now and then returns fields of its
-        row."""
+        """Takes a step's times (StepTimer.pop) before the next update; on rank 0 now and then fields of its row."""
         if self._job.store is None:
             return {}
         comparison = self._read() if self._posted is not None else {}

@@ -20,7 +20,11 @@ from meshtrain.mesh import Mesh
 from meshtrain.modeling.flops import block_flops
 from meshtrain.modeling.init import initialise, materialise
 from meshtrain.parallel.collectives import Waiting
+from meshtrain.parallel.compile import CompileChoice, choose_compile
 from meshtrain.parallel.expert import apply_expert_parallel
+from meshtrain.parallel.linear import use_products
+from meshtrain.parallel.linear.weight_grad import WeightGradQueue
+from meshtrain.parallel.linear_cross_entropy import can_fuse, gives_logits
 from meshtrain.parallel.mixed_precision import cast, compute_dtype, master_dtype
 from meshtrain.parallel.parallelize import (
     ParallelOptions,
@@ -29,7 +33,6 @@ from meshtrain.parallel.parallelize import (
     apply_tensor_parallel,
     broadcast_parameters,
 )
-from meshtrain.parallel.weight_grad import WeightGradQueue, defer_weight_grads
 from meshtrain.pipeline.actions import Kind, Schedule
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.pipeline.partition import StageSplit, split_blocks
@@ -66,9 +69,11 @@ def build_model(
 ) -> nn.Module:
     """The model of a config, parallelized, on `device`, with the first values that its seed gives on every layout. With
     `pp`: this rank's stages, as a `Pipeline`. `sample`: see `ParallelOptions`."""
-    others = ("expert_parallel", "expert_rows")  # the layout's, and the trainer's
+    others = ("expert_parallel", "expert_rows", "compile")  # the layout's, the trainer's, and decided here
     keys = {key: value for key, value in vars(config.parallel).items() if key not in others}
-    options = ParallelOptions(precision=config.train.precision, waiting=waiting, sample=sample, **keys)
+    keys |= {"precision": config.train.precision, "linear_precision": config.train.linear_precision}
+    compiles = compile_choice(config, mesh.layout, device).compiles
+    options = ParallelOptions(waiting=waiting, sample=sample, compile=compiles, **keys)
     if mesh.size("pp") == 1:
         return _stage(config, mesh, device, options)
     schedule, split = stages_of(config, mesh.layout)
@@ -88,15 +93,24 @@ def build_model(
     )
 
 
+def compile_choice(config: "Config", layout: Layout, device: torch.device) -> CompileChoice:
+    """Whether the blocks of a run are compiled, the same on all ranks of one kind of machine."""
+    splits_backward = layout.size("pp") > 1 and schedule_of(config, layout).splits_backward
+    return choose_compile(config.parallel.compile, device, splits_backward)
+
+
+def schedule_of(config: "Config", layout: Layout) -> Schedule:
+    batch, section = config.batch, config.pipeline
+    count = microbatches(batch.global_size, batch.micro_size, layout.size(*DATA_AXES))
+    return load(section.schedule, ranks=layout.size("pp"), microbatches=count, stages_per_rank=section.stages_per_rank)
+
+
 def stages_of(config: "Config", layout: Layout) -> tuple[Schedule, StageSplit]:
     """The schedule of a config, and which of the model's blocks are which stage."""
-    batch, section, model = config.batch, config.pipeline, spec_of(config).meta
-    count = microbatches(batch.global_size, batch.micro_size, layout.size(*DATA_AXES))
-    ranks, per_rank = layout.size("pp"), section.stages_per_rank
-    schedule = load(section.schedule, ranks=ranks, microbatches=count, stages_per_rank=per_rank)
+    model, schedule = spec_of(config).meta, schedule_of(config, layout)
     tokens = torch.zeros(1, config.data.seq_len, dtype=torch.int64)
     costs, _ = block_flops(model, blocks_of(model), (tokens, torch.zeros_like(tokens), None))
-    return schedule, split_blocks(costs, schedule.ranks, schedule.stages_per_rank, section.split)
+    return schedule, split_blocks(costs, schedule.ranks, schedule.stages_per_rank, config.pipeline.split)
 
 
 def check_stages(config: "Config", split: StageSplit, inputs: Sequence[Tensor | None] | None = None) -> None:
@@ -158,13 +172,26 @@ def _stage(
     if blocks is not None:
         keep_stage(model, *blocks)
     if later is not None:
-        defer_weight_grads(model, later)
+        use_products(model, queue=later)
     if not mesh.uses_fsdp:
         give_values()
-    apply_data_parallel(model, mesh, options)
+    apply_data_parallel(model, mesh, replace(options, fuse_loss=has_loss_head(model, config)))
     if mesh.uses_fsdp:  # FSDP splits a model that has no memory yet
         give_values()
     return model
+
+
+def has_loss_head(model: nn.Module, config: "Config") -> bool:
+    """Whether the last block of a model, whole or a stage, is the linear layer whose output is that of a language model
+    as it is. A model that does not run on the meta device, or does more with its logits, gives them as they are."""
+    if not can_fuse(blocks_of(model)[-1]) or "vocab_size" not in config.model.keys:
+        return False
+    plain = cast(plain_model(config), compute_dtype(config.train.precision))
+    *others, layer = blocks_of(plain)
+    for block in others[1:]:  # what they compute is not looked at, and takes seconds
+        block.forward = lambda x, *unused, **named: x
+    tokens = torch.zeros(1, config.data.seq_len, dtype=torch.int64, device="meta")
+    return can_fuse(layer) and gives_logits(plain, layer, (tokens, torch.zeros_like(tokens), None))
 
 
 def check_start(
@@ -185,8 +212,7 @@ def check_start(
 
 
 def short_sample(data: "OpenData", cp: int, tp: int) -> tuple[Tensor | None, ...] | None:
-    """Two samples of a run's data to verify a model with, text cut short; with `cp` to a length that its ranks share
-    evenly. None: they are too short for that."""
+    """Two samples to verify a model with, text cut short, with `cp` to an even length. None: too short for that."""
     batch = data.train.read([(0, 0), (0, len(data.train) - 1)], 2).batch()
     parts, least = (padded_length(1, cp, tp), 32) if cp > 1 else (tp, 8)
     length = parts * max(2, -(-least // parts))

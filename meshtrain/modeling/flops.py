@@ -3,21 +3,28 @@
 Model FLOPs utilization (Chowdhery et al. 2022, "PaLM", appendix B) divides the arithmetic that the model needs by what
 the hardware could have done in that time. Recomputing activations and padding are not work the model needs, so they
 lower it; attention counts in full, also where a causal mask lets kernels skip half of it, as everyone reports it.
+`causal_flops` counts the pairs of tokens that see each other instead.
 """
 
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshtrain.attention import AttentionContext, attention
 from meshtrain.parallel.mixed_precision import compute_dtype
 
 # TFLOP/s without sparsity, from NVIDIA's data sheets: the half column holds for bfloat16 and float16 on tensor cores
@@ -55,7 +62,69 @@ Inputs = tuple[Tensor | None, ...]
 _LOSS = 5  # operations of the loss per logit: maximum, difference, exponential, sum, and the difference of its gradient
 
 
-def sample_flops(model: nn.Module, inputs: Inputs) -> tuple[int | None, str]:
+class Causal(NamedTuple):
+    """Causal attention of s tokens."""
+
+    s: int
+    window: int | None  # see `meshtrain.attention.attention`
+    packed: bool  # no token attends across documents
+
+
+class CausalCalls(TorchFunctionMode):
+    """Watches a model's forward for causal attention: that of `attention()`, and torch's own with `is_causal`.
+
+    Attributes:
+        flops: of a pair of tokens in forward and backward, over all heads and samples that ran.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops: Counter[Causal] = Counter()
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
+        options = named | (kwargs or {})
+        if func is attention:
+            context = options["attn_mask"]
+            packed = context.documents is not None if isinstance(context, AttentionContext) else context is not None
+            self._add(options, options["window"], packed)
+        elif func is F.scaled_dot_product_attention and options.get("is_causal"):
+            self._add(options, None, False)
+        return func(*args, **(kwargs or {}))
+
+    def _add(self, call: dict[str, Any], window: int | None, packed: bool) -> None:
+        """Scores and values are a product each, and one more in the backward for each side that gets a gradient."""
+        q, k, v = call["query"], call["key"], call["value"]
+        (b, h, s, e), f = q.shape, v.shape[-1]
+        if s == k.shape[2]:
+            scored = q.requires_grad or k.requires_grad
+            scores, values = 1 + q.requires_grad + k.requires_grad, 1 + scored + v.requires_grad
+            window = None if window is None or window >= s else window
+            self.flops[Causal(s, window, packed)] += 2 * b * h * (e * scores + f * values)
+
+
+def causal_flops(flops: int, attention_flops: Mapping[Causal, int], samples: int, documents: np.ndarray | None) -> int:
+    """FLOPs of so many samples, where of causal attention only pairs count of which one sees the other.
+
+    Args:
+        flops, attention_flops: of one sample, as `sample_flops` gives them.
+        documents: the lengths of all parts of documents in these samples; None: each is one document.
+    """
+    total = flops * samples
+    for call, pair in attention_flops.items():
+        lengths = documents if call.packed and documents is not None else np.full(samples, call.s)
+        total -= pair * (samples * call.s**2 - visible_pairs(lengths, call.window))
+    return total
+
+
+def visible_pairs(lengths: np.ndarray, window: int | None) -> int:
+    """How many pairs (query, key) of documents of these lengths see each other: n (n + 1) / 2 without a window."""
+    n = lengths.astype(np.int64)
+    near = n if window is None else np.minimum(n, window)
+    return int((near * (near + 1) // 2 + (n - near) * near).sum())
+
+
+def sample_flops(model: nn.Module, inputs: Inputs, calls: CausalCalls | None = None) -> tuple[int | None, str]:
     """Floating-point operations of the forward and backward of one sample, and a sentence about them.
 
     The model runs once on the meta device, where tensors have shapes and no values, so this takes no memory and works
@@ -67,16 +136,21 @@ def sample_flops(model: nn.Module, inputs: Inputs) -> tuple[int | None, str]:
     Args:
         model: a plain model, before it is spread over a mesh or compiled.
         inputs: what `model(*inputs)` takes; the first dim of each is the batch. All samples are taken to cost the same.
+        calls: gets the FLOPs of causal attention, as if it were of one sample.
     """
     state, on_meta = _on_meta(model, inputs)
     trained = [tensor for tensor in state.values() if tensor.requires_grad]
     with _counting() as counter, torch.enable_grad():
         try:
-            output = functional_call(model, state, on_meta)
+            with calls or nullcontext():
+                output = functional_call(model, state, on_meta)
             torch.autograd.grad(output.sum(), trained, allow_unused=True)
         except (RuntimeError, TypeError) as error:
             return None, f"model FLOPs not known, so no MFU: {_why_not(error)}"
-    flops = counter.get_total_flops() // _batch_size(inputs)
+    size = _batch_size(inputs)
+    if calls is not None:
+        calls.flops = Counter({call: flops // size for call, flops in calls.flops.items()})
+    flops = counter.get_total_flops() // size
     return flops, f"model {readable(flops)}FLOP per sample, forward and backward, counted on the meta device"
 
 
@@ -120,8 +194,24 @@ def block_flops(model: nn.Module, blocks: Sequence[nn.Module], inputs: Inputs) -
 @contextmanager
 def _counting() -> Iterator[FlopCounterMode]:
     # The math backend, because the fused backward kernels compute the scores twice and would count it.
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+    with FlopCounterMode(display=False, custom_mapping=_varlen_counts()) as counter, sdpa_kernel(SDPBackend.MATH):
         yield counter
+
+
+def _varlen_counts() -> dict[Any, Callable[..., int]]:
+    """Of a model that calls torch's attention of variable length: in full too, as if all were as long as the longest.
+
+    torch 2.11 does not count it, and later versions without values count what pads its lengths.
+    """
+
+    def forward(q: Sequence[int], k: object, v: Sequence[int], *others: Any, **unused: Any) -> int:
+        return 2 * q[0] * q[1] * others[3] * (q[2] + v[2])
+
+    def backward(grad: object, q: Any, k: object, v: Any, out: object, lse: object, *others: Any, **unused: Any) -> int:
+        return 2 * forward(q, k, v, *others)
+
+    ops = torch.ops.torch_attn
+    return {ops._varlen_attn: forward, ops._varlen_attn_backward: backward} if hasattr(ops, "_varlen_attn") else {}
 
 
 def _why_not(error: Exception) -> str:
@@ -214,8 +304,7 @@ def _measured_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, in
 
 
 def _matmul_seconds(size: int, device: torch.device, dtype: torch.dtype) -> float:
-    # A generator of its own: measuring must not move the run's random numbers. Random, because a GPU multiplies zeros
-    # and ones faster than it does anything real.
+    # A generator apart from the run's. Random, because a GPU multiplies zeros and ones faster than real numbers.
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.rand(size, size, device=device, dtype=dtype, generator=generator) for _ in range(2))
     _settle(device)

@@ -1,8 +1,7 @@
 """First values of parameters, the same on every layout.
 
 A parameter's values are a function of (seed, its full name, block of rows): each rank draws the blocks that its shard
-touches and keeps its part, and no rank ever holds the whole. They are drawn on the CPU in float32, so that they do not
-depend on the kind of device either.
+touches and keeps its part, and no rank ever holds the whole. They are drawn on the CPU in float32, whatever the device.
 """
 
 import hashlib
@@ -48,8 +47,7 @@ def initialise(
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:
-    """Gives a model on the meta device its memory, without values; what has memory keeps it. Parameters that were one
-    (tied) stay one."""
+    """Gives what of a model is on the meta device memory, without values; tied parameters stay one."""
     shared: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from meshtrain.optim.grad_norm import scale_gradients
 from meshtrain.optim.optimizer import ParamGroup, UpdateRule
-from meshtrain.parallel.sharding import ParameterSpec
+from meshtrain.optim.rounding import blocks, random_bits, round_stochastically
+from meshtrain.parallel.sharding import ParameterSpec, local_part
 
 if TYPE_CHECKING:
     from meshtrain.config import Optimizer as OptimizerConfig
@@ -21,27 +23,77 @@ class AdamW(UpdateRule):
         super().__init__(groups, config)
         # A shard of a small parameter may be empty, and a stage of a pipeline may have nothing to train.
         self._filled = [(group, [p for p in group.parameters if p.local.numel() > 0]) for group in groups]
+        self._parameters = [p for _, filled in self._filled for p in filled]
         params = [
             {"params": [p.local for p in filled], "weight_decay": group.options.weight_decay}
             for group, filled in self._filled
         ]
         keys: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
+        # The kernel has its factor in float32, which is too few digits for other gradients.
+        self._scales = all(p.local.dtype == torch.float32 for p in self._parameters)
         self._adamw = torch.optim.AdamW(params or [{"params": []}], **keys)
-        for _, filled in self._filled:
-            for p in filled:
-                step = torch.zeros((), dtype=torch.float32, device=p.local.device)
-                self._adamw.state[p.local] = {"step": step, **p.state}
+        for p in self._parameters:
+            step = torch.zeros((), dtype=torch.float32, device=p.local.device)
+            self._adamw.state[p.local] = {"step": step, **p.state}
 
     @staticmethod
     def state_specs(parameter: ParameterSpec) -> dict[str, ParameterSpec]:
         return {name: replace(parameter, name=f"{parameter.name}.{name}") for name in ("exp_avg", "exp_avg_sq")}
 
-    def update(self, skip: Tensor) -> None:
+    def update(self, skip: Tensor, factor: Tensor | None) -> None:
+        # The kernel divides gradients and skips by itself, as for torch's GradScaler: clipping is no pass of its own.
+        if not self._scales:
+            scale_gradients(self._parameters, factor)
+            factor = None
+        self._adamw.grad_scale = None if factor is None else (1 / factor).float()  # type: ignore[attr-defined]
+        self._adamw.found_inf = skip  # type: ignore[attr-defined]
         for (group, _), own in zip(self._filled, self._adamw.param_groups, strict=False):
             own["lr"] = group.lr
-        self._adamw.found_inf = skip  # type: ignore[attr-defined]  # the kernel skips by itself, as for torch's GradScaler
         self._adamw.step()
 
     def set_updates(self, updates: Tensor) -> None:
         for state in self._adamw.state.values():
             state["step"].copy_(updates)
+
+
+class RoundedAdamW(UpdateRule):
+    """AdamW in torch's order, its averages kept in bfloat16 by stochastic rounding, computed in the weights' type."""
+
+    title = "AdamW in bfloat16"
+
+    def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig") -> None:
+        super().__init__(groups, config)
+        self._betas, self._eps = config.betas, config.eps
+        self._parameters = [(group, p) for group in groups for p in group.parameters if p.local.numel() > 0]
+        self._updates: Tensor | float = 0.0  # how many were made
+
+    @staticmethod
+    def state_specs(parameter: ParameterSpec) -> dict[str, ParameterSpec]:
+        return {name: replace(spec, dtype=torch.bfloat16) for name, spec in AdamW.state_specs(parameter).items()}
+
+    @torch.no_grad()
+    def update(self, skip: Tensor, factor: Tensor | None) -> None:
+        update = (self._updates + torch.ones_like(skip)).double()
+        corrections = [1 - beta**update for beta in self._betas]
+        for group, p in self._parameters:
+            rate, decay = group.lr / corrections[0], 1 - group.lr * group.options.weight_decay
+            assert p.local.grad is not None  # `squared_norm` took it
+            whole = [torch.atleast_1d(x.detach()) for x in (p.local, p.local.grad, *p.state.values())]
+            first, *others = local_part(p.parameter.detach())[1]
+            for rows in blocks(whole[0].shape):
+                value, grad, *averages = (x[rows] for x in whole)
+                grad = grad if factor is None else grad * factor
+                exp_avg, exp_avg_sq = (x.to(value.dtype) for x in averages)
+                exp_avg.lerp_(grad, 1 - self._betas[0])
+                exp_avg_sq.mul_(self._betas[1]).addcmul_(grad, grad, value=1 - self._betas[1])
+                denominator = (exp_avg_sq / corrections[1]).sqrt_().add_(self._eps)
+                part = slice(first.start + rows.start, first.start + rows.stop), *others
+                bits = random_bits(p.spec.name, update, p.spec.dims, part)
+                rounded = round_stochastically(exp_avg, bits), round_stochastically(exp_avg_sq, bits >> 16)
+                changed = value * decay - rate * (exp_avg / denominator)
+                for old, new in zip((value, *averages), (changed, *rounded), strict=True):
+                    old.copy_(torch.where(skip.bool(), old, new))
+        self._updates = self._updates + 1 - skip
+
+    def set_updates(self, updates: Tensor) -> None:
+        self._updates = updates.clone()

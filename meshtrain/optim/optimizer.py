@@ -52,8 +52,9 @@ class UpdateRule:
         """What is kept for a parameter: name -> its shape, type, and how it lies. A checkpoint holds these."""
         raise NotImplementedError
 
-    def update(self, skip: Tensor) -> None:
-        """Updates all parameters from `local.grad`, unless the scalar `skip` on the device is 1; waits for nothing."""
+    def update(self, skip: Tensor, factor: Tensor | None) -> None:
+        """Updates parameters from `local.grad` times `factor` (None: 1), unless `skip` is 1: scalars on the device."""
+        scale_gradients([parameter for group in self.groups for parameter in group.parameters], factor)
         for group in self.groups:
             for parameter in group.parameters:
                 with unless(skip, parameter.local, *parameter.state.values()), torch.no_grad():
@@ -62,8 +63,7 @@ class UpdateRule:
     def update_parameter(self, parameter: LocalParameter, lr: float, weight_decay: float) -> None:
         """Changes `parameter.local` and `parameter.state` in place.
 
-        Every rank calls it for the same parameters in the same order, also where its part is empty, so it may
-        communicate: `parameter.whole(...)` gathers a matrix.
+        All ranks call it in the same order, also for empty parts: `parameter.whole(...)` may gather a matrix.
         """
         raise NotImplementedError
 
@@ -100,7 +100,7 @@ class Optimizer:
         self.total_steps = total_steps
         self._parameters = local_parameters(model, mesh)
         self._by_parameter: dict[Tensor, LocalParameter] = {local.parameter: local for local in self._parameters}
-        rule = update_rule(config.name)
+        rule = update_rule(config.name, config.state_precision)
         groups: dict[GroupOptions, ParamGroup] = {}
         for local in self._parameters:
             # The state is there before the first update, so that a checkpoint can be loaded into it.
@@ -133,15 +133,13 @@ class Optimizer:
     def update(self, step: int, factor: Tensor | None, skip: Tensor) -> float:
         """Update `step` (from 1) with gradients multiplied by `factor`; returns the learning rate of the schedule.
 
-        `factor` (None for 1) and `skip` are scalars on the device, for which nothing waits. Where `skip` is 1 no
-        parameter changes.
+        `factor` (None: 1) and `skip` (1: no parameter changes) are scalars on the device, for which nothing waits.
         """
-        scale_gradients(self._parameters, factor)
         lr = learning_rate(self.config, step, self.total_steps)
         for group in self.param_groups:
             group.lr = lr * group.options.lr_scale
         skipped = skip.to(torch.float32)
-        self.rule.update(skipped)
+        self.rule.update(skipped, factor)
         self.updates += 1 - skipped
         return lr
 

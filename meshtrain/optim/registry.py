@@ -3,12 +3,19 @@
 import importlib
 from typing import TYPE_CHECKING
 
+from meshtrain.errors import InputError
+
 if TYPE_CHECKING:
     from meshtrain.optim.optimizer import UpdateRule
 
 OPTIMIZERS = {"adamw": "meshtrain.optim.adamw:AdamW"}  # name -> module:class, an `UpdateRule`
+IN_BFLOAT16 = {"adamw": "meshtrain.optim.adamw:RoundedAdamW"}  # the same, whose state is kept in that type
 
 
-def update_rule(name: str) -> "type[UpdateRule]":
-    module, _, cls = OPTIMIZERS[name].partition(":")
+def update_rule(name: str, state_precision: str = "float32") -> "type[UpdateRule]":
+    """Raises InputError: this optimizer keeps no state in bfloat16."""
+    rules = IN_BFLOAT16 if state_precision == "bfloat16" else OPTIMIZERS
+    if name not in rules:
+        raise InputError(f"optimizer.state_precision bfloat16 is built for {', '.join(rules)}, not for {name}")
+    module, _, cls = rules[name].partition(":")
     return getattr(importlib.import_module(module), cls)

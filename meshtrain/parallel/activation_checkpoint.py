@@ -11,9 +11,13 @@ aten = torch.ops.aten
 
 # Products of matrices, convolutions and attention are dear to compute and are kept; everything between them (norms,
 # activations, rotary turns, casts) costs memory traffic only and is computed again.
-SAVED_OPERATORS = frozenset(op.default for op in (aten.mm, aten.addmm, aten.bmm, aten.linear, aten.convolution))
-# Attention, and which of its arguments is the dropout. One that draws is run again, as everything that draws must be:
-# what draws after it would else not draw the same.
+_SCALED_AND_GROUPED = "_scaled_mm _scaled_mm_v2 _grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2"
+SAVED_OPERATORS = frozenset(
+    [aten.linear.default, aten.convolution.default, torch.ops.higher_order.flex_attention]
+    + [getattr(op, types) for op in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm) for types in ("default", "dtype")]
+    + [getattr(aten, name).default for name in _SCALED_AND_GROUPED.split() if hasattr(aten, name)]
+)
+# Attention, and which argument is the dropout. With one it runs again: what draws later must draw the same.
 ATTENTION = {
     aten._scaled_dot_product_flash_attention.default: 3,
     aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
@@ -21,10 +25,9 @@ ATTENTION = {
     aten._scaled_dot_product_cudnn_attention.default: 5,
     aten._scaled_dot_product_attention_math.default: 4,
 }
+VARLEN = "torch_attn._varlen_attn.default"  # that of packed documents on GPUs, by name: torch brings it when it is used
 
-
-# What says where tokens go is never computed twice: rounding that came out otherwise could send them elsewhere, and
-# ranks would wait for messages that nobody sends.
+# Where tokens go is never computed twice: other rounding would have ranks wait for messages that nobody sends.
 ROUTING_OPERATORS = frozenset(f"meshtrain.{name}.default" for name in ("choose", "exchange_counts", "message_sizes"))
 
 
@@ -50,7 +53,8 @@ def checkpoint_block(forward: Callable, recompute: str, *, routes: bool = False)
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     # Operators of our own communicate, and most of them multiply matrices too.
-    must_save = operator in SAVED_OPERATORS or getattr(operator, "namespace", None) == "meshtrain"
+    own = getattr(operator, "namespace", None) == "meshtrain"
+    must_save = operator in SAVED_OPERATORS or own or str(operator) == VARLEN
     if operator in ATTENTION:
         must_save = kwargs.get("dropout_p", (*args, *[0.0] * 9)[ATTENTION[operator]]) == 0
     return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE

@@ -5,9 +5,10 @@ which torch.compile and selective recomputation can handle. Operators get no Pyt
 `AxisGroup` by the name of its process group. All of them work on the first dim of contiguous tensors.
 """
 
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,7 +19,7 @@ from meshtrain.errors import InputError
 from meshtrain.layout import EXPERT_AXES
 from meshtrain.mesh import Mesh
 from meshtrain.parallel import gloo_collectives as gloo
-from meshtrain.parallel.torch_private import enable_symmetric_memory
+from meshtrain.parallel.torch_private import enable_symmetric_memory, nvlink_neighbours, try_symmetric_memory
 
 Waiting = Callable[[], AbstractContextManager]  # entered where a rank waits for others, to measure the time
 
@@ -47,6 +48,7 @@ class AxisGroup:
         size: the number t of its ranks. index: which of them this one is.
         name: by which operators find it.
         fused: products and collectives by the kernels of torch's symmetric memory that do both at once (CUDA only).
+        choice: why or why not, for people, where it was to be found out.
     """
 
     def __init__(self, mesh: Mesh, axis: str) -> None:
@@ -59,7 +61,7 @@ class AxisGroup:
         self.size, self.index = mesh.size(axis), mesh.index(axis)
         self.on_cpu = mesh.device_type == "cpu"
         self.waiting: Waiting = nullcontext
-        self.fused = False
+        self.fused, self.choice = False, ""
         self.name = _name(group, axis)
         _axis_groups[self.name] = self
 
@@ -69,6 +71,32 @@ class AxisGroup:
             raise InputError("parallel.symmetric_memory needs GPUs: leave it false on CPUs")
         enable_symmetric_memory(self.group)
         self.fused = True
+
+    def fuse_if_possible(self, device: torch.device) -> None:
+        """The same where the ranks can. All of them call it."""
+        endpoints: list[Any] = [None] * self.size
+        own = Endpoint(socket.gethostname(), *nvlink_neighbours(device))
+        dist.all_gather_object(endpoints, own, group=self.group)
+        problem = symmetric_memory_problem(endpoints)
+        if problem is None:
+            problems: list[Any] = [None] * self.size
+            dist.all_gather_object(problems, try_symmetric_memory(self.group), group=self.group)
+            problem = next(filter(None, problems), None)
+        self.choice = "on" if problem is None else f"off: {problem}"
+        self.fused = problem is None
+
+    def gather_matmul(self, part: Tensor, factors: Sequence[Tensor], keep: bool) -> tuple[Any, Sequence[Tensor]]:
+        """(m, d) of every rank times (d, f) of each factor: all (t·m, d), or None without `keep`, and each (t·m, f)."""
+        self._count("all_gather", part, times=self.size)
+        fused = torch.ops.symm_mem.fused_all_gather_matmul
+        return fused(part.contiguous(), list(factors), 0, self.group.group_name, return_A=keep)
+
+    def matmul_scatter(self, x: Tensor, factor: Tensor) -> Tensor:
+        """x (t·m, d) times (d, f) of every rank -> the sum of this rank's part of them (m, f)."""
+        fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
+        part = fused(x.contiguous(), factor, "sum", 0, self.group.group_name)
+        self._count("reduce_scatter", part, times=self.size)
+        return part
 
     def start_all_gather(self, part: Tensor) -> AsyncResult:
         """(m, ...) of every rank -> (t·m, ...)."""
@@ -90,16 +118,20 @@ class AxisGroup:
         works = _started(dist.reduce_scatter_tensor(output, whole, group=self.group, async_op=True))
         return AsyncResult(self, works, lambda: output)
 
-    def start_all_reduce(self, tensor: Tensor) -> AsyncResult:
-        """The sum of a tensor over the ranks; `tensor` is left as it is."""
+    def start_all_reduce(self, tensor: Tensor, *, overwrite: bool = False) -> AsyncResult:
+        """The sum of a tensor over the ranks. `overwrite`: it may be written over `tensor`, which nobody else has."""
         self._count("all_reduce", tensor, times=2)
         if not self.on_cpu:
-            output = tensor.clone()
+            output = tensor if overwrite else tensor.clone()
             works = _started(dist.all_reduce(output, group=self.group, async_op=True))
             return AsyncResult(self, works, lambda: output)
         parts = tensor.flatten().tensor_split(self.size)
         works, received = gloo.start_reduce_scatter(parts, self.group)
         return AsyncResult(self, works, lambda: self._gather_sums(received, tensor))
+
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """The largest of each element on any rank."""
+        return self.start_all_gather(tensor[None]).wait().amax(0)
 
     def start_all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> AsyncResult:
         """parts[i] (m, ...) goes to rank i, and what comes from it has the length sizes[i] -> a list of what came.
@@ -143,6 +175,26 @@ class AxisGroup:
     def _count(self, kind: str, whole: Tensor, times: int = 1) -> None:
         sent = times * whole.numel() * whole.element_size() * (self.size - 1) / self.size
         self.comm_bytes.add(self.axis, kind, sent)
+
+
+class Endpoint(NamedTuple):
+    """Where a rank computes."""
+
+    host: str
+    gpu: str  # by a number that no other has
+    linked: frozenset[str]  # GPUs of this host that it reaches over NVLink, as far as this rank sees them
+
+
+def symmetric_memory_problem(ranks: Sequence[Endpoint]) -> str | None:
+    """Why ranks cannot reach each other's memory over NVLink, for people; None if they can."""
+    if len({rank.host for rank in ranks}) > 1:
+        return "the ranks of tp are on several hosts"
+    apart = [(a, b) for a in ranks for b in ranks if a != b and b.gpu not in a.linked]
+    return (
+        f"GPUs {apart[0][0].gpu} and {apart[0][1].gpu} of {apart[0][0].host} have no NVLink that is known"
+        if apart
+        else None
+    )
 
 
 def axis_group(mesh: Mesh, axis: str) -> AxisGroup:

@@ -1,23 +1,84 @@
-"""torch.compile of a block."""
+"""torch.compile of blocks: whether, where its code is kept, and how a block's forward is compiled."""
 
+import os
+import shutil
+import sysconfig
+import warnings
 from collections.abc import Callable, Collection
-from typing import Any
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from meshtrain.parallel.torch_private import allow_side_effects_in_recomputation, replace_parameters, to_local
+from meshtrain.parallel.torch_private import (
+    allow_side_effects_in_recomputation,
+    breaks_graph,
+    replace_parameters,
+    to_local,
+)
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-def compile_block(block: nn.Module, forward: Callable, without: Collection[nn.Module] = ()) -> Callable:
+class CompileChoice(NamedTuple):
+    """Whether blocks are compiled, and why `auto` is false on a GPU."""
+
+    compiles: bool
+    obstacle: str | None = None
+
+    def __str__(self) -> str:
+        obstacle = f": {self.obstacle}" if self.obstacle else ""
+        return f"blocks are{'' if self.compiles else ' not'} compiled{obstacle}"
+
+
+def choose_compile(setting: bool | str, device: torch.device, splits_backward: bool) -> CompileChoice:
+    """What `auto` stands for on a device; True and False stand. `splits_backward`: the pipeline's schedule computes
+    gradients of weights later, and a compiled block all of them at once."""
+    if setting != "auto" or device.type != "cuda":
+        return CompileChoice(setting is True)
+    obstacle = "the schedule computes gradients of weights later, a compiled block all at once"
+    if not splits_backward:
+        obstacle = missing_tools(torch.cuda.get_device_capability(device)) or ""
+    return CompileChoice(not obstacle, obstacle or None)
+
+
+def missing_tools(capability: tuple[int, int]) -> str | None:
+    """What the compiler lacks to make kernels for a GPU: Triton supports it, and builds launchers in C for Python."""
+    if capability < (7, 0):
+        return f"Triton needs compute capability 7.0, and this GPU has {capability[0]}.{capability[1]}"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if not any(map(shutil.which, [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"])):
+        return "Triton finds no C compiler: install gcc, or name one in CC"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return None if header.exists() else f"Triton needs {header}, of the package python3-dev or python3-devel"
+
+
+def keep_compiled_code(folder: Path) -> None:
+    """Has the compiler keep its code where later starts find it, unless the environment names a place, or nothing can
+    be written there: torch's own default is a temporary folder. torch finds out by itself what is out of date."""
+    place = folder / f"compiled-torch-{torch.__version__}"
+    if CACHE not in os.environ:
+        with suppress(OSError):
+            place.mkdir(parents=True, exist_ok=True)
+        if os.access(place, os.W_OK | os.X_OK):
+            os.environ[CACHE] = str(place)
+
+
+def compile_block(
+    block: nn.Module, forward: Callable, without: Collection[nn.Module] = (), one_graph: bool = False
+) -> Callable:
     """A forward of `block`, compiled at its first call.
 
-    The compiler is given what it can recompute: while the forward runs, parameters that are split appear as this
-    rank's parts, because a graph with a recomputation in it cannot hold DTensors. Autograd leads gradients back to the
-    parameters themselves. Modules in `without` are left out of that: those that are not compiled, and that FSDP gathers
-    by themselves.
+    The compiler is given what it can recompute: while the forward runs, parameters that are split appear as this rank's
+    parts, because a graph with a recomputation in it cannot hold DTensors. Autograd leads gradients back to the
+    parameters themselves. Left out are modules in `without`, which are not compiled and which FSDP gathers apart.
+    `one_graph`: its first call raises one of `breaks_graph` where it cannot be one.
     """
-    compiled = torch.compile(forward)
+    compiled = torch.compile(forward, fullgraph=one_graph)
     # Column-parallel layers hand each other what they have computed together, and are left as they were. Without leave
     # to do that inside of a recomputation, nothing of the block would be compiled.
     allowed = allow_side_effects_in_recomputation()
@@ -25,5 +86,27 @@ def compile_block(block: nn.Module, forward: Callable, without: Collection[nn.Mo
     def run(*args: Any, **kwargs: Any) -> Any:
         with replace_parameters((m for m in block.modules() if m not in without), to_local), allowed:
             return compiled(*args, **kwargs)
+
+    return run
+
+
+def while_one_graph(whole: Callable, plain: Callable, name: str) -> Callable:
+    """`whole`, until the compiler finds that it is not one graph, or too many kinds of layers; from then on `plain`.
+
+    Pieces that run again in backward would be no way out: where the compiler gives up between the two, what is compiled
+    and what is not keep the same tensors in another order, and the checkpoint would hand out the wrong ones.
+    """
+    forward = whole
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal forward
+        if forward is whole:
+            try:
+                return whole(*args, **kwargs)
+            except breaks_graph() as error:
+                reason = str(error).strip().split("\n")[0]
+                warnings.warn(f"{name} is recomputed and not compiled, which takes one graph: {reason}", stacklevel=2)
+                forward = plain
+        return plain(*args, **kwargs)
 
     return run

@@ -1,7 +1,8 @@
-"""Cross entropy and argmax of logits that are split over the vocabulary: the logits are never gathered.
+"""Cross entropy of logits, and the argmax of logits that are split over the vocabulary, which are never gathered.
 
-Per token each rank contributes its largest logit, the sum of exponentials relative to that, and the target's logit if
-it holds it: three numbers, which one all-gather brings to all (after Megatron-LM, https://arxiv.org/abs/1909.08053).
+Over `tp`, per token each rank contributes its largest logit, the sum of exponentials relative to that, and the target's
+logit if it holds it: three numbers, which one all-gather brings to all (after Megatron-LM,
+https://arxiv.org/abs/1909.08053).
 """
 
 from typing import Any
@@ -10,43 +11,67 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshtrain.data.batch import IGNORE
 from meshtrain.parallel.collectives import AxisGroup, axis_group_by_name, ops
 from meshtrain.parallel.sharding import chunk_range
 
 
+def losses_and_gradient(
+    logits: Tensor, targets: Tensor, factor: Tensor | None, first: int, group: str | None
+) -> tuple[Tensor, Tensor | None]:
+    """Cross entropy of each token, and the gradient of its logit: (softmax - one-hot) * factor. Overwrites the logits.
+
+    Args:
+        logits: (n, v), or with `group` this rank's part (n, v/t), from word `first` on; sums are in float32 at least.
+        targets: (n,), IGNORE where there is no loss. factor: a scalar; None: no gradient is wanted.
+
+    Returns:
+        (n,), the same on each rank; and in the type of the logits (n, v) or (n, v/t), 0 for what is ignored.
+    """
+    wide = logits.float() if logits.dtype.itemsize < 4 else logits
+    valid, width = targets != IGNORE, logits.shape[1]
+    mine = valid if group is None else (targets >= first) & (targets < first + width)
+    index = torch.where(mine, targets - first if first else targets, 0)[:, None]
+    if width > 0:
+        largest = wide.amax(-1)
+        target = wide.gather(1, index)[:, 0]
+        total = wide.sub_(largest[:, None]).exp_().sum(-1)
+    else:  # more ranks than parts
+        largest = wide.new_full(targets.shape, -torch.inf)
+        target = total = wide.new_zeros(targets.shape)
+    if group is not None:
+        own = largest
+        target = torch.where(mine, target, 0.0)
+        of_ranks = ops.all_gather(torch.stack([largest, total, target])[None], group)  # (t, 3, n)
+        largest = of_ranks[:, 0].max(0).values
+        total = (of_ranks[:, 1] * (of_ranks[:, 0] - largest).exp()).sum(0)
+        target = of_ranks[:, 2].sum(0)
+    losses = torch.where(valid, largest - target + total.log(), 0.0)
+    if factor is None or width == 0:
+        return losses, None if factor is None else logits
+    factors = torch.where(valid, factor, 0.0)
+    scale = factors / total if group is None else factors / total * (own - largest).exp()
+    wide.mul_(scale[:, None])
+    at_target = wide.gather(1, index)  # before it is rounded
+    at_target = at_target - torch.where(mine, factors, 0.0)[:, None]
+    return losses, wide.to(logits.dtype).scatter_(1, index, at_target.to(logits.dtype))
+
+
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Per token -log softmax(logits)[target] from logits (n, v/t) on each rank: (n,), the same on each; 0 and without a
-    gradient for a target outside of the vocabulary (IGNORE)."""
+    """-log softmax(logits)[target] from logits (n, v/t) of each rank: (n,) on all; 0 without gradient for IGNORE."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocabulary: int, group: str) -> Tensor:
         axis = axis_group_by_name(group)
-        own = chunk_range(vocabulary, axis.size, axis.index)
-        valid = (targets >= 0) & (targets < vocabulary)
-        mine = (targets >= own.start) & (targets < own.stop)
-        local = torch.where(mine, targets - own.start, 0)
-        if logits.shape[1] > 0:
-            largest = logits.max(-1).values
-            p = (logits - largest[:, None]).exp()
-            target = torch.where(mine, logits.gather(1, local[:, None])[:, 0], 0.0)
-        else:  # more ranks than parts
-            largest = logits.new_full(targets.shape, -torch.inf)
-            p, target = logits.clone(), logits.new_zeros(targets.shape)
-        of_ranks = ops.all_gather(torch.stack([largest, p.sum(-1), target])[None], group)  # (t, 3, n)
-        of_all = of_ranks[:, 0].max(0).values
-        total = (of_ranks[:, 1] * (of_ranks[:, 0] - of_all).exp()).sum(0)
-        p.mul_(((largest - of_all).exp() / total)[:, None])  # the softmax
-        ctx.save_for_backward(p, local, mine, valid)
-        return torch.where(valid, total.log() + of_all - of_ranks[:, 2].sum(0), 0.0)
+        first = chunk_range(vocabulary, axis.size, axis.index).start
+        losses, gradient = losses_and_gradient(logits.clone(), targets, logits.new_ones(()), first, group)
+        ctx.save_for_backward(gradient, targets)
+        return losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        p, local, mine, valid = ctx.saved_tensors
-        grad = torch.where(valid, grad, 0.0)
-        dlogits = p * grad[:, None]
-        if dlogits.shape[1] > 0:
-            dlogits.scatter_add_(1, local[:, None], torch.where(mine, -grad, 0.0)[:, None])
-        return dlogits, None, None, None
+        gradient, targets = ctx.saved_tensors
+        return gradient * torch.where(targets != IGNORE, grad, 0.0)[:, None], None, None, None
 
 
 def token_losses(logits: DTensor, targets: Tensor) -> Tensor:

@@ -3,8 +3,7 @@
 Gradients are *summed* over the data ranks, never averaged: the loss of a rank is its share of a sum that was divided by
 a global count before, so the sum is the gradient of the global mean whatever each rank holds.
 
-It is written here because torch's wrapper changes the names of parameters, and allows none that are themselves shards
-on other axes.
+Not torch's wrapper, which renames parameters and allows none that are shards on other axes.
 """
 
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from meshtrain.job.pending import waiting
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import Waiting
 from meshtrain.parallel.grad_sync import GradientSync, when_backward_begins
-from meshtrain.parallel.torch_private import accumulates, at_end_of_backward, from_local, to_local
+from meshtrain.parallel.torch_private import accumulates, at_end_of_backward, from_local, to_local, when_accumulated
 
 REPLICATE = "dp_replicate"
 NamedParameter = tuple[str, nn.Parameter]
@@ -34,33 +33,44 @@ class BucketedAllReduce(GradientSync):
     """
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, axis: str, waiting: Waiting, named: Callable[[], list[NamedParameter]]
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        axis: str,
+        waiting: Waiting,
+        named: Callable[[], list[NamedParameter]],
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """`named`: the parameters of the model that have their copies over this axis."""
+        """`named`: parameters with copies over this axis. `dtype`: of the sums of gradients; None: their own."""
         self.axis, self.group = axis, mesh.group(axis)
         self.size, self.comm_bytes = mesh.size(axis), mesh.comm_bytes
         self.waiting = waiting
         self._named = named
         self._last = True
         self._in_backward = False
-        self._works: list[dist.Work] = []
+        self._dtype = dtype
+        self._works: list[tuple[dist.Work, Tensor, Tensor]] = []  # with the gradients and the message of them
         trained = [p for _, p in self._named() if p.requires_grad][::-1]  # in the order of the backward
         self._buckets = [_Bucket(parameters) for parameters in _group_into_buckets(trained)]
-        for bucket in self._buckets:
-            for parameter in bucket.views:
-                parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket))
+        ready = [(p, partial(self._ready, bucket, p)) for bucket in self._buckets for p in bucket.views]
+        self._accumulators = [when_accumulated(parameter, callback) for parameter, callback in ready]
         when_backward_begins(model, self._begin)
 
     def set_is_last_backward(self, last: bool) -> None:
         self._abandon()
         self._last = last
 
-    def reduce(self) -> None:
-        """The end of the backward: what no gradient came for is summed too, because another rank may have one."""
+    def start_reduce(self) -> None:
+        """What no gradient came for is summed too, because another rank may have one."""
+        self._in_backward = True
         self._start_full_buckets(all_of_them=True)
+
+    def finish_reduce(self) -> None:
         with self.waiting(), waiting("all_reduce", self.group):
-            for work in self._works:
+            for work, flat, message in self._works:
                 work.wait()
+                if message is not flat:
+                    flat.copy_(message)
         self._works.clear()
         self._in_backward = False
         for bucket in self._buckets:
@@ -71,10 +81,16 @@ class BucketedAllReduce(GradientSync):
         if self._last and any(accumulates(p) for bucket in self._buckets for p in bucket.views):
             self._refuse_unknown()
             self._in_backward = True
-            at_end_of_backward(self.reduce)
+            at_end_of_backward(self._end)
+
+    def _end(self) -> None:
+        self.start_reduce()
+        if self.waits:
+            self.finish_reduce()
 
     def _ready(self, bucket: "_Bucket", parameter: Tensor) -> None:
-        bucket.adopt(parameter)
+        if parameter.grad is not None:  # else it has been left for later
+            bucket.adopt(parameter)
         if not self._last:
             return
         if not self._in_backward:  # a backward of something else than the model's output
@@ -104,13 +120,15 @@ class BucketedAllReduce(GradientSync):
                 return
             for parameter in bucket.views:
                 bucket.adopt(parameter)
-            self.comm_bytes.add(self.axis, "all_reduce", 2 * bucket.flat.nbytes * (self.size - 1) / self.size)
-            self._start(bucket.flat)
+            message = self._start(bucket.flat)
+            self.comm_bytes.add(self.axis, "all_reduce", 2 * message.nbytes * (self.size - 1) / self.size)
 
-    def _start(self, flat: Tensor) -> None:
-        work = dist.all_reduce(flat, group=self.group, async_op=True)
+    def _start(self, flat: Tensor) -> Tensor:
+        message = flat.to(self._dtype) if self._dtype is not None and flat.is_floating_point() else flat
+        work = dist.all_reduce(message, group=self.group, async_op=True)
         assert work is not None  # this rank is in the group
-        self._works.append(work)
+        self._works.append((work, flat, message))
+        return message
 
     def _abandon(self) -> None:
         """After a last backward that an exception has ended: makes the sums that are left of NaN, so that all ranks go
@@ -119,7 +137,7 @@ class BucketedAllReduce(GradientSync):
             return
         for bucket in self._buckets[len(self._works) :]:
             self._start(torch.full_like(bucket.flat, torch.nan))
-        self.reduce()
+        self.finish_reduce()
         for bucket in self._buckets:
             bucket.flat.zero_()
 
@@ -133,6 +151,8 @@ class _Bucket:
         self.flat = torch.zeros(sum(p.numel() for p in parts), dtype=parts[0].dtype, device=parts[0].device)
         slices = zip(parameters, self.flat.split([p.numel() for p in parts]), parts, strict=True)
         self.views: dict[Tensor, Tensor] = {p: from_local(view.view_as(part), p) for p, view, part in slices}
+        for parameter, view in self.views.items():
+            parameter.gradient_place = view  # type: ignore[attr-defined]  # where products begin its gradient
 
     def adopt(self, parameter: Tensor) -> None:
         """Moves a gradient that autograd or the user's `zero_grad` put elsewhere into the flat tensor, to be its view:

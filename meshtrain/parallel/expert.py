@@ -3,8 +3,7 @@
 Each rank routes its own tokens. Rows go to the rank that has their expert and come back as its results, one for each
 slot of a token, in the order in which they left (GShard, https://arxiv.org/abs/2006.16668). No row is dropped: who is
 over a capacity would depend on who shares a microbatch, and so on the layout. A step under a `RowLimit` in which rows
-found no room is computed again without it. The gradient of an expert is a sum over the rows that it got, from whichever
-rank.
+found no room is computed again without it. An expert's gradient is a sum over all rows that it got.
 
 What tensors hold is (n, d) rows, one behind the other: first those of the lowest expert.
 """
@@ -38,9 +37,8 @@ AXIS = "ep"
 def apply_expert_parallel(model: nn.Module, mesh: Mesh, options: "ParallelOptions") -> None:
     """Leaves each rank of `ep` its experts, as DTensors, and leads rows to them. A model without `ep` stays as it is.
 
-    The experts of a layer are a module that its model's `ep_plan` names, of any class: all of its parameters have the
-    experts as dim 0, cut as `torch.chunk` does it, and it computes by its `dispatch` once that is set (see
-    `meshtrain.experts.Experts`).
+    The experts of a layer are a module that its model's `ep_plan` names, of any class: its parameters have the experts
+    as dim 0, cut as by `torch.chunk`, and it computes by its `dispatch` (`meshtrain.experts.Experts`).
 
     Raises:
         InputError: the model names no experts, a module that the plan names is none, layers share experts that FSDP
@@ -97,8 +95,7 @@ def message_rows(rows: int, experts_of_rank: int, experts: int, factor: float) -
 
 @contextmanager
 def limit_rows(model: nn.Module, limit: RowLimit | None) -> Iterator[None]:
-    """Inside, forwards and backwards of a model, or of stages, send rows under this limit. None: as many as there
-    are, as everywhere outside."""
+    """Inside, forwards and backwards of a model, or of stages, send rows under this limit. None: without one."""
     dispatches: list[ExpertDispatch] = [vars(module)["dispatch"] for module in dispatched_modules(model)]
     for dispatch in dispatches:
         dispatch.limit = limit

@@ -4,12 +4,14 @@ It is torch's `fully_shard` (Zhao et al., https://arxiv.org/abs/2304.11277), wit
 and collectives of its own on CPUs.
 """
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -21,7 +23,7 @@ from meshtrain.parallel.ddp import REPLICATE
 from meshtrain.parallel.expert import dispatched_modules
 from meshtrain.parallel.gloo_collectives import all_gather, reduce_scatter
 from meshtrain.parallel.grad_sync import GradientSync, add_gradient_sync, when_backward_begins
-from meshtrain.parallel.mixed_precision import compute_dtype, master_dtype, state_parameters
+from meshtrain.parallel.mixed_precision import compute_dtype, master_dtype, message_dtype, state_parameters
 from meshtrain.parallel.sharding import expert_shard_dim
 from meshtrain.parallel.torch_private import (
     DefaultAllGather,
@@ -34,6 +36,7 @@ from meshtrain.parallel.torch_private import (
 
 SHARD = "fsdp"  # the axis over which parameters are sharded; copies of the shards lie along REPLICATE
 EXPERT_SHARD, EXPERT_REPLICATE = "efsdp", "edp_replicate"  # the same for experts that are dealt out over `ep`
+PREFETCHED_ON = ("cuda",)  # where a gather has its own stream; elsewhere to start it early only costs memory
 MIN_UNIT_SIZE = 2**21  # a block of fewer parameters than this (4 MiB in 16 bits) is not worth a gather of its own
 
 
@@ -43,21 +46,21 @@ def apply_fsdp(
     mesh: Mesh,
     *,
     precision: str = "float32",
+    reduce_precision: str | None = None,
     reshard_after_forward: bool = True,
     waiting: Waiting = nullcontext,
 ) -> None:
     """From now on a model's parameters are sharded, and each backward of it ends with sharded sums of gradients.
 
-    Each block gathers its parameters for its own forward and backward; small blocks join the one after them, and what
-    two blocks share stays with the whole model.
+    Each block gathers its parameters itself; small blocks join the next one; what two share stays with the model.
 
     Args:
         model: on any device, meta included. blocks: its modules in the order in which they run.
+        reduce_precision: of the messages of gradients, if that is not the type in which they are added up.
         reshard_after_forward: frees a block's parameters after its forward and gathers them again for its backward.
     """
     types = MixedPrecisionPolicy(param_dtype=compute_dtype(precision), reduce_dtype=master_dtype(precision))
-    # Experts that lie over `ep` are units of their own, over the ranks that have the same ones; where each of these has
-    # them whole they stay as they are.
+    # Experts over `ep` are units of their own, over the ranks that have the same ones; whole ones stay as they are.
     experts = dispatched_modules(model)
     shared = {parameter for module in experts for parameter in module.parameters()}
     ignored = state_parameters(model) | (shared if mesh.size(EXPERT_SHARD) == 1 else set())
@@ -66,6 +69,7 @@ def apply_fsdp(
     last = {module for block in units[-1] for module in block.modules()} if units else set()
     for module in experts if mesh.size(EXPERT_SHARD) > 1 else ():
         _shard_experts(module, mesh, types, reshard=reshard_after_forward and module not in last)
+    message = message_dtype(precision, reduce_precision)
     dims = mesh.submesh(REPLICATE, SHARD)
     for unit in units:
         reshard = reshard_after_forward and unit is not units[-1]
@@ -79,10 +83,30 @@ def apply_fsdp(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_custom_all_gather(_AllGather(mesh, shard, waiting))
-            module.set_custom_reduce_scatter(_ReduceScatter(mesh, shard, waiting))
+            module.set_custom_reduce_scatter(_ReduceScatter(mesh, shard, waiting, message))
             if mesh.size(replicate) > 1:
                 module.set_all_reduce_hook(partial(_count_all_reduce, mesh, replicate))
             send_unused_as_zeros(module)
+    _set_prefetch(model, units, forward=mesh.device_type in PREFETCHED_ON)
+
+
+def _set_prefetch(model: FSDPModule, units: list[list[nn.Module]], forward: bool) -> None:
+    """Which units are gathered ahead of their use: one block with its experts, in either direction."""
+    blocks: list[FSDPModule] = [unit[0] for unit in units]  # type: ignore[misc]  # the members share one state
+    # Explicit in backward, too: torch takes the last unit of the microbatch before for the one before the first. The
+    # first unit names the model, which is there, because with an empty list torch would choose.
+    previous: FSDPModule = model
+    if forward:
+        model.set_modules_to_forward_prefetch(blocks[:1])
+    for i, (unit, block) in enumerate(zip(units, blocks, strict=True)):
+        inside = dict.fromkeys(m for member in unit for m in member.modules() if m not in unit)
+        experts = [m for m in inside if isinstance(m, FSDPModule)]
+        if forward:  # all by the block, whose experts may run in the backward once more
+            block.set_modules_to_forward_prefetch([*experts, *blocks[i + 1 : i + 2]])
+        block.set_modules_to_backward_prefetch([*experts[::-1]] or [previous])
+        for module in experts:
+            module.set_modules_to_backward_prefetch([previous])
+        previous = block
 
 
 def _shard_experts(module: nn.Module, mesh: Mesh, types: MixedPrecisionPolicy, reshard: bool) -> None:
@@ -144,14 +168,28 @@ class _AllGather(DefaultAllGather):
 
 
 class _ReduceScatter(DefaultReduceScatter):
-    """FSDP's reduce-scatter, in the same way. `op` is always the sum, because `apply_fsdp` says so to FSDP."""
+    """FSDP's reduce-scatter, in the same way. `op` is always the sum, because `apply_fsdp` says so to FSDP.
 
-    def __init__(self, mesh: Mesh, axis: str, waiting: Waiting) -> None:
-        self._mesh, self._axis, self._waiting = mesh, axis, waiting
+    With FSDP's own `reduce_dtype` microbatches would be added up in the type of the message. Here only what is sent is
+    cast, and the sum of it, of which HSDP makes the sum over the copies.
+    """
+
+    def __init__(self, mesh: Mesh, axis: str, waiting: Waiting, dtype: torch.dtype | None) -> None:
+        self._mesh, self._axis, self._waiting, self._dtype = mesh, axis, waiting, dtype
+        self._input_numel = 0
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP asks for the input of a sum, and then for its output."""
+        numel = math.prod(map(int, size))
+        is_output = numel * self._mesh.size(self._axis) == self._input_numel
+        self._input_numel = 0 if is_output else numel
+        return super().allocate(size, dtype=self._dtype or dtype if is_output else dtype, device=device)
 
     def __call__(  # type: ignore[override]  # FSDP asks for no work where there is nothing to wait for
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
+        assert output_tensor.dtype == (self._dtype or input_tensor.dtype)  # `allocate` has told the two apart
+        input_tensor = input_tensor.to(output_tensor.dtype)
         _count(self._mesh, self._axis, "reduce_scatter", input_tensor)
         if self._mesh.device_type != "cpu":
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
@@ -179,6 +217,8 @@ class FSDPGradSync(GradientSync):
         self._model = model
         self._keeps = not reshard_after_forward
         self._in_backward = False
+        self._last = True
+        self._sent = False  # whether the last backward of this step has ended
         assert isinstance(model, nn.Module)
         when_backward_begins(model, self._begin)
         model.register_forward_pre_hook(self._abandon, prepend=True)  # before FSDP's own
@@ -189,6 +229,7 @@ class FSDPGradSync(GradientSync):
 
     def _end(self) -> None:
         self._in_backward = False
+        self._sent = self._last
 
     def _abandon(self, *unused: Any) -> None:
         """After a backward that an exception has ended: lets go what FSDP has under way, or it would send no more."""
@@ -199,17 +240,26 @@ class FSDPGradSync(GradientSync):
             self._model.reset_iter_state()
 
     def set_is_last_backward(self, last: bool) -> None:
+        self._last, self._sent = last, False
         if self._keeps:
             self._model.set_requires_gradient_sync(last)
             self._model.set_reshard_after_backward(last)
-            self._model.set_is_last_backward(last)
+            self._model.set_is_last_backward(last and self.waits)  # its end then waits for what it has sent
         else:
             self._model.set_requires_all_reduce(last)
 
-    def reduce(self) -> None:
-        """Sends now, after backwards none of which was the last: what FSDP itself does at the end of the last one."""
+    def start_reduce(self) -> None:
+        """Sends after backwards none of which was the last: what FSDP itself does at the end of the last one."""
         assert self._keeps  # otherwise every backward has sent its own
-        self.set_is_last_backward(True)
+        if not self._sent:
+            self.set_is_last_backward(True)
+            end_fsdp_backward(self._model)
+            self._sent = True
+
+    def finish_reduce(self) -> None:
+        """The end of the last backward once more, with nothing to send."""
+        self._model.set_requires_gradient_sync(False)
+        self._model.set_is_last_backward(True)
         end_fsdp_backward(self._model)
 
     def accumulate(self) -> None:

@@ -12,20 +12,31 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from meshtrain.parallel.collectives import AxisGroup, ops
-from meshtrain.parallel.torch_private import accumulates, after_end_of_backward, current_backward, to_local
+from meshtrain.parallel.collectives import AxisGroup
+from meshtrain.parallel.torch_private import (
+    accumulates,
+    after_end_of_backward,
+    current_backward,
+    to_local,
+    without_dispatch_modes,
+)
 
 
 class GradientSync:
     """Something that sums gradients when the last backward of a step ends, or when it is told to."""
 
+    waits = True  # at the end of the last backward; otherwise in `finish_reduce` (see `defer_waits`)
+
     def set_is_last_backward(self, last: bool) -> None:
         """Whether the next backward is the last of its step."""
         raise NotImplementedError
 
-    def reduce(self) -> None:
-        """Sums now, after backwards none of which was the last."""
+    def start_reduce(self) -> None:
+        """Starts all sums that are not under way, also after backwards none of which was the last. Does not wait."""
         raise NotImplementedError
+
+    def finish_reduce(self) -> None:
+        """Waits for the sums, and makes those that come after them."""
 
     def accumulate(self) -> None:
         """Weight gradients came without a backward of the model (see `weight_grad.py`)."""
@@ -57,10 +68,22 @@ def accumulate_gradients(model: nn.Module) -> None:
         sync.accumulate()
 
 
-def reduce_gradients(model: nn.Module) -> None:
-    """Sums the gradients of all backwards of a step, none of which was said to be the last."""
+def defer_waits(model: nn.Module) -> None:
+    """From now on a last backward of a parallelized model only starts sums: `finish_reduce` has to be called."""
     for sync in gradient_syncs(model):
-        sync.reduce()
+        sync.waits = False
+
+
+def start_reduce(model: nn.Module) -> None:
+    """Starts the sums of the gradients of all backwards of a step that the last backward has not started."""
+    for sync in gradient_syncs(model):
+        sync.start_reduce()
+
+
+def finish_reduce(model: nn.Module) -> None:
+    """Waits for the sums that were started. Gradients are whole then."""
+    for sync in gradient_syncs(model):
+        sync.finish_reduce()
 
 
 def when_backward_begins(model: nn.Module, callback: Callable[[], None]) -> None:
@@ -85,8 +108,7 @@ class TPGradSync(GradientSync):
     """Sums gradients of parameters that all ranks of an axis hold and of which each has used a part.
 
     A norm between the parallel regions sees a rank's part of the sequence; key/value heads that several ranks hold see
-    the queries of each. The sum is made once a step: at the end of the last backward, after the sums over the data
-    ranks, in one all-reduce.
+    the queries of each. One all-reduce sums them at the end of a step, after the sums over the data ranks.
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[tuple[nn.Module, str]], axis_group: AxisGroup) -> None:
@@ -99,7 +121,10 @@ class TPGradSync(GradientSync):
     def set_is_last_backward(self, last: bool) -> None:
         self._last = last
 
-    def reduce(self) -> None:
+    def start_reduce(self) -> None:
+        """Nothing: it takes the sums over the data ranks."""
+
+    def finish_reduce(self) -> None:
         """One all-reduce for all gradients of a type; a parameter that the model did not use is so on all ranks."""
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for module, name in self._parameters:
@@ -107,11 +132,15 @@ class TPGradSync(GradientSync):
             if grad is not None and (local := to_local(grad)).numel() > 0:
                 by_type.setdefault(local.dtype, []).append(local)
         for grads in by_type.values():
-            total = ops.all_reduce(torch.cat([grad.flatten() for grad in grads]), self._axis_group.name)
-            for grad, summed in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
-                grad.copy_(summed.view_as(grad))
+            flat = torch.cat([grad.flatten() for grad in grads])
+            with without_dispatch_modes():  # which see no communication, as it is inside of operators elsewhere
+                total = self._axis_group.start_all_reduce(flat, overwrite=True).wait()
+            parts = total.split([grad.numel() for grad in grads])
+            torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
 
     def _begin(self) -> None:
         # FSDP's backward accumulates into parameters of its own, so there `torch.autograd.grad` is not told apart.
-        if self._last and (self._sharded or any(accumulates(m.get_parameter(name)) for m, name in self._parameters)):
-            after_end_of_backward(self.reduce)  # the sums over the data ranks come first
+        if not self._last or not self.waits:
+            return
+        if self._sharded or any(accumulates(m.get_parameter(name)) for m, name in self._parameters):
+            after_end_of_backward(self.finish_reduce)  # the sums over the data ranks come first

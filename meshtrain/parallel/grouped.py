@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from meshtrain.parallel.collectives import operator
-from meshtrain.parallel.weight_grad import WeightGradQueue
+from meshtrain.parallel.linear.weight_grad import WeightGradQueue, weight_grad
 
 
 def _product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -87,8 +87,7 @@ class GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, queue: WeightGradQueue | None) -> Tensor:
         ctx.save_for_backward(x, weight, counts)
-        # A deferred gradient needs the weight's way to its parameter, which a copy made by a recomputation has lost.
-        ctx.queue, ctx.weight = queue, weight if queue is not None else None
+        ctx.queue, ctx.weights = queue, (weight,) if queue is not None else ()
         return ops.grouped(x, weight, counts)
 
     @staticmethod
@@ -97,11 +96,10 @@ class GroupedMatmul(torch.autograd.Function):
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         grad = grad.contiguous()
         dx = ops.grouped_input_grad(grad, weight, counts) if needs_dx else None
-        if needs_dw and ctx.queue is not None and ctx.queue.is_recording:
-            inputs = x.detach()  # the queue must not hold the graph that made x
-            ctx.queue.add([ctx.weight], lambda: [ops.grouped_weight_grad(grad, inputs, counts)])
+        if not needs_dw:
             return dx, None, None, None
-        return dx, ops.grouped_weight_grad(grad, x, counts) if needs_dw else None, None, None
+        inputs = x.detach()  # a queue must not hold the graph that made x
+        return dx, weight_grad(ctx, 0, lambda: ops.grouped_weight_grad(grad, inputs, counts)), None, None
 
 
 class GatherRows(torch.autograd.Function):

@@ -1,24 +1,35 @@
 """Mixed precision: computing in 16 bits from parameters that stay in 32; and torch's switches for exact numbers.
 
 FSDP casts the parameters that it gathers. Without FSDP nobody does, so a block's forward is wrapped to do the same:
-parameters and floating-point inputs are cast on entry, gradients come back in float32 and are summed there. One rule
-for every layout: a block computes in the 16-bit type, and all that is kept or reduced is float32.
+copies stand for parameters, floating-point inputs are cast on entry, gradients come back in float32 and are summed. One
+rule for every layout: a block computes in the 16-bit type, and all that is kept or reduced is float32.
 """
 
 import hashlib
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import wraps
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from meshtrain.parallel.grad_sync import GradientSync
-from meshtrain.parallel.torch_private import replace_parameters, to_local, without_dispatch_modes
+from meshtrain.errors import InputError
+from meshtrain.parallel.grad_sync import GradientSync, gradient_syncs
+from meshtrain.parallel.torch_private import (
+    backward_is_running,
+    keep_versions,
+    replace_parameters,
+    to_local,
+    without_dispatch_modes,
+)
 
 PRECISIONS = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 
@@ -31,6 +42,15 @@ def compute_dtype(precision: str) -> torch.dtype:
 def master_dtype(precision: str) -> torch.dtype:
     """The type in which parameters, gradients and optimizer states are kept and gradients are reduced."""
     return torch.float64 if precision == "float64" else torch.float32
+
+
+def message_dtype(precision: str, reduce_precision: str | None) -> torch.dtype | None:
+    """The type in which gradients travel between data ranks; None: as they are. Raises InputError: not in float64."""
+    if precision == "float64" and reduce_precision is not None:
+        raise InputError(
+            "reduce_precision rounds, and float64 is there to check a layout without rounding: leave it out"
+        )
+    return None if reduce_precision is None else PRECISIONS[reduce_precision]
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
@@ -59,11 +79,10 @@ def state_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 def set_numerics(precision: str, deterministic: bool) -> None:
     """Sets torch's switches for this process: float32 means float32, without TF32, which keeps 10 bits of the fraction.
-    Deterministic kernels give the same layout, machine and versions the same bits each time; an operation that has none
-    raises RuntimeError."""
+    Deterministic kernels give one layout, machine and versions the same bits; where there is none: RuntimeError."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cudnn.benchmark = False  # picks kernels by a race, and so sometimes others
+    torch.backends.cudnn.benchmark = not deterministic  # picks convolutions by a race, and so sometimes others
     if deterministic:
         # cuBLAS reads this when its first handle is made: two buffers of fixed size and no others.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -94,48 +113,107 @@ def random_state() -> Callable[[], None]:
     return restore
 
 
+@dataclass
+class _Copy:
+    values: Tensor  # this rank's part in 16 bits
+    version: int = -1  # of the parameter when they were written
+    period: int = -1
+
+
 class ComputeCopies(GradientSync):
-    """The 16-bit copies of a model's parameters, one for all microbatches of a step: kept from one that was said not to
-    be the last to the backward of the last, and never between steps: whoever changes weights there tells nobody, and a
-    write to a part of a DTensor shows in no version."""
+    """The 16-bit copies of a model's parameters, which stay: those of a block are views of one flat tensor, in order.
+
+    They are written by the first forward of a period in which nobody changes weights: from a microbatch that was said
+    not to be the last to the backward of the last, an evaluation (`weights_stay`), or else one forward of the model.
+    Never for longer: whoever changes weights then tells nobody, and a write to a part of a DTensor shows in no version.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._copies: dict[Tensor, tuple[int, Tensor]] = {}  # parameter -> its version, this rank's part in 16 bits
+        self._copies: MutableMapping[Tensor, _Copy] = WeakTensorKeyDictionary()  # a tied parameter has one
+        self._period, self._depth = 0, 0  # the number of the period; forwards that run, one inside of another
         self._last = True
+        self._stays, self.in_evaluation = False, False  # whether the period is longer than one forward
 
     def set_is_last_backward(self, last: bool) -> None:
-        if self._last:
-            self._copies.clear()
+        if self._last:  # a step begins
+            self._period += 1
+            self._stays = not last
         self._last = last
 
-    def reduce(self) -> None:
-        self.set_is_last_backward(True)
-        self._copies.clear()
+    def start_reduce(self) -> None:
+        self._last, self._stays = True, False
 
     def backward_begins(self) -> None:
         if self._last:
-            self._copies.clear()
+            self._stays = False
 
-    def cast(self, parameter: Tensor) -> Tensor:
-        """This rank's part of a parameter in 16 bits, with a way for gradients."""
-        in_step = torch.is_grad_enabled()  # an evaluation is of no step, also where a step was given up
-        version, copy = self._copies.get(parameter, (None, None)) if in_step else (None, None)
-        if copy is None or version != parameter._version:
-            copy = _copy(parameter, self.dtype)
-            if in_step and not self._last:
-                self._copies[parameter] = parameter._version, copy
-        return Cast.apply(to_local(parameter), copy, self)
+    def set_evaluation(self, begins: bool) -> None:
+        """Also where a step was given up."""
+        self._period += 1
+        self._stays, self.in_evaluation = False, begins
+
+    @contextmanager
+    def forward(self, parameters: Iterable[Tensor]) -> Iterator[Mapping[Tensor, Tensor]]:
+        """Around a forward: the copy of each of these parameters."""
+        if not (self._depth or self._stays or self.in_evaluation):
+            self._period += 1
+        keeps = torch.is_grad_enabled() or self.in_evaluation
+        self._depth += 1
+        try:
+            # Selective recomputation expects the same operators again, and the copies may be there by then.
+            with without_dispatch_modes(), torch.no_grad():
+                parts = {parameter: to_local(parameter) for parameter in parameters}
+                # A forward without gradients in between leaves alone what a backward may still need.
+                copies = self._current(parts) if keeps else {p: part.to(self.dtype) for p, part in parts.items()}
+            yield copies
+        finally:
+            self._depth -= 1
+
+    def _current(self, parts: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        missing = [p for p, part in parts.items() if not self._fits(p, part)]
+        for parameter, values in zip(missing, _allocate([parts[p] for p in missing], self.dtype), strict=True):
+            self._copies[parameter] = _Copy(values)
+        copies = {parameter: self._copies[parameter] for parameter in parts}
+        again = backward_is_running()  # a block that is computed again, with the weights that it had
+        stale = [p for p, c in copies.items() if c.version != p._version or not (again or c.period == self._period)]
+        # Autograd refuses a backward whose weights have changed since its forward. To write the same values once more,
+        # as the second of two forwards before their backwards does, is no change.
+        same = all(copies[parameter].version == parameter._version for parameter in stale)
+        if stale:
+            _write([copies[p].values for p in stale], [parts[p] for p in stale], same)
+        for parameter in stale:
+            copies[parameter].version, copies[parameter].period = parameter._version, self._period
+        return {parameter: copy.values for parameter, copy in copies.items()}
+
+    def _fits(self, parameter: Tensor, part: Tensor) -> bool:
+        copy = self._copies.get(parameter)
+        return copy is not None and copy.values.shape == part.shape and copy.values.device == part.device
+
+
+def _allocate(parts: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Memory for copies, each from a multiple of 16 bytes on, as fast products of matrices want it."""
+    starts = [0, *accumulate(-(-part.numel() // 8) * 8 for part in parts)]
+    flat = torch.empty(starts[-1], dtype=dtype, device=parts[0].device if parts else None)
+    strides = [torch.empty_like(part, device="meta").stride() for part in parts]
+    return [flat.as_strided(p.shape, stride, start) for p, stride, start in zip(parts, strides, starts, strict=False)]
+
+
+def _write(copies: list[Tensor], parts: list[Tensor], same: bool) -> None:
+    with keep_versions(copies) if same else nullcontext():
+        torch._foreach_copy_(copies, parts)
 
 
 class Cast(torch.autograd.Function):
     """A forward's own view of a copy: what several forwards send back is summed in the parameter's type."""
 
+    elementwise = True  # see `torch_private.accumulator_of`
+
     @staticmethod
     def forward(ctx: Any, local: Tensor, copy: Tensor, copies: ComputeCopies) -> Tensor:
         ctx.dtype, ctx.copies = local.dtype, copies
         ctx.set_materialize_grads(False)
-        return copy.view_as(copy)
+        return copy.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
@@ -152,31 +230,37 @@ def cast_to_compute_dtype(
     cast_inputs: bool = True,
 ) -> Callable:
     """A forward of `module` in which its parameters and floating-point inputs appear in the type of `copies`: casts, of
-    split ones of this rank's parts, stand in their places, and autograd leads gradients back to the parameters
-    themselves. Modules in `without` see to their own parameters."""
+    split ones of this rank's parts, through which gradients go back. Modules in `without` see to their own."""
     excluded = {inner for outer in without for inner in outer.modules()}
     modules = [inner for inner in module.modules() if inner not in excluded]
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         state = state_parameters(module)  # now, because memory that is given to a model makes new parameters
-
-        def replacement(parameter: Tensor) -> Tensor:
-            casts = parameter.is_floating_point() and parameter.dtype != copies.dtype and parameter not in state
-            return copies.cast(parameter) if casts else parameter
-
+        own = [parameter for inner in modules for parameter in inner._parameters.values() if parameter is not None]
+        wide = [p for p in own if p.is_floating_point() and p.dtype != copies.dtype and p not in state]
         if cast_inputs:
             args, kwargs = tree_map_only(Tensor, lambda x: _cast(x, copies.dtype), (args, kwargs))
-        with replace_parameters(modules, replacement):
+        with (
+            copies.forward(wide) as values,
+            replace_parameters(modules, lambda p: Cast.apply(to_local(p), values[p], copies) if p in values else p),
+        ):
             return forward(*args, **kwargs)
 
     return run
 
 
-def _copy(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    # Selective recomputation expects the same operators again, and a copy may be there by then.
-    with without_dispatch_modes(), torch.no_grad():
-        return to_local(parameter).to(dtype)
+@contextmanager
+def weights_stay(model: nn.Module) -> Iterator[None]:
+    """Inside, nobody changes the weights of a parallelized model, so that all forwards share their 16-bit copies."""
+    syncs = [sync for module in model.modules() for sync in gradient_syncs(module) if isinstance(sync, ComputeCopies)]
+    for copies in syncs:
+        copies.set_evaluation(True)
+    try:
+        yield
+    finally:
+        for copies in syncs:
+            copies.set_evaluation(False)
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

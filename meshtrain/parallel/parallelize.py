@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,18 +19,31 @@ from meshtrain.layout import LOSS_AXES
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.activation_checkpoint import checkpoint_block
 from meshtrain.parallel.collectives import Waiting, axis_group
-from meshtrain.parallel.compile import compile_block
+from meshtrain.parallel.compile import compile_block, while_one_graph
 from meshtrain.parallel.context import ContextParallel, ShardedContext
 from meshtrain.parallel.ddp import REPLICATE, BucketedAllReduce, NamedParameter
 from meshtrain.parallel.expert import apply_expert_parallel, dispatched_modules
+from meshtrain.parallel.float8_layers import float8_problems
 from meshtrain.parallel.fsdp import EXPERT_REPLICATE, EXPERT_SHARD, apply_fsdp
 from meshtrain.parallel.grad_sync import add_gradient_sync
-from meshtrain.parallel.mixed_precision import ComputeCopies, cast, cast_to_compute_dtype, compute_dtype, master_dtype
+from meshtrain.parallel.linear import use_products
+from meshtrain.parallel.linear.float8 import apply_float8
+from meshtrain.parallel.linear.weight_grad import let_products_accumulate
+from meshtrain.parallel.linear_cross_entropy import fuse_loss
+from meshtrain.parallel.mixed_precision import (
+    ComputeCopies,
+    cast,
+    cast_to_compute_dtype,
+    compute_dtype,
+    master_dtype,
+    message_dtype,
+)
 from meshtrain.parallel.tensor_parallel import TensorParallel, replace_layers, sum_partial_gradients
 from meshtrain.parallel.torch_private import allocate, never_compiled
 from meshtrain.parallel.tp_plan import (
     NO_SEQUENCE,
     REPLICATED,
+    Split,
     context_modules,
     has_sequence_parts,
     no_context_plan,
@@ -45,22 +58,27 @@ from meshtrain.pipeline.stage import OtherStageBlock, blocks_of
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
-    """How a model is spread over a mesh; only `precision` touches what is computed."""
+    """How a model is spread over a mesh; only `precision` and `linear_precision` touch what is computed."""
 
     precision: str = "float32"  # what blocks compute in: "float32", "float64", "bfloat16" or "float16"
+    # What the linear layers inside of blocks multiply in: "float8", "mxfp8", or None: in `precision`; see `float8.py`.
+    linear_precision: str | None = None
     tp_plan: Mapping[str, str] | None = None  # how layers split over `tp`; None: that in the file of the model's class
-    # Between the tensor-parallel layers each rank has a part of the sequence; None: if the plan has an
-    # `embedding_rowwise` layer, which is what splits it.
+    # Between tensor-parallel layers ranks have parts of the sequence; None: if an `embedding_rowwise` layer splits it.
     sequence_parallel: bool | None = None
     cp_plan: Mapping[str, str] | None = None  # where tokens see each other; None: that of the model's file
     context: str = "gather"  # over `cp`: how keys and values travel, "gather" or "ring"
     context_heads: int | None = None  # neighbours on `cp` that split heads instead; None: the layout's
     ep_plan: Mapping[str, str] | None = None  # the experts of its layers; None: that of the model's file
     regather: bool = False  # tensor-parallel layers keep their part of an input and gather it again in backward
-    symmetric_memory: bool = False  # products with their gather or scatter in one kernel, on GPUs that allow it
+    # Products with their gather or scatter in one kernel; "auto": where the GPUs of `tp` are linked by NVLink.
+    symmetric_memory: bool | Literal["auto"] = "auto"
     recompute: str = "none"  # what blocks compute again in backward; see `activation_checkpoint.py`
     compile: bool = False  # each block by torch.compile
+    # The last block gives the loss where it is requested (`linear_cross_entropy.py`): it makes the model's output.
+    fuse_loss: bool = False
     reshard_after_forward: bool = True  # see `fsdp.apply_fsdp`
+    reduce_precision: str | None = None  # in which gradients are summed over data ranks; None: as they are kept
     verify: bool = True  # before anything else the split model is compared with the plain one; see `verify.py`
     # For that: what `model(*sample)` takes, a few short samples, the same on each rank of `tp`; None: one is made up.
     sample: Sequence[Tensor | None] | None = None
@@ -81,8 +99,7 @@ def parallelize(model: nn.Module, mesh: Mesh, **options: Any) -> nn.Module:
         options: any of `ParallelOptions`, by name.
 
     Raises:
-        InputError: the layout has `pp`, or the model cannot be split, or has a batch norm that trains, on several data
-            ranks.
+        InputError: the layout has `pp`, the model cannot be split, or trains a batch norm on several data ranks.
     """
     if mesh.size("pp") > 1:
         raise InputError("parallelize spreads a model over all axes but pp: use pp: 1")
@@ -158,6 +175,7 @@ def apply_tensor_parallel(
         _refuse_batch_statistics(model)
     part = SequencePart(cp=mesh.size("cp"), cp_index=mesh.index("cp"))
     if mesh.size("tp") == 1:
+        _refuse_float8(model, options)
         bind_dropout(model, part)
         return options
     plan = plan_of(type(model), "tp_plan", options.tp_plan)
@@ -166,6 +184,7 @@ def apply_tensor_parallel(
             f"{type(model).__name__} has no tp_plan, which says how its layers split: use tp: 1, or give one"
         )
     splits = split_layers(model, plan, mesh.size("tp"))
+    _refuse_float8(model, options, splits, mesh.size("tp"))
     sequence = has_sequence_parts(options.sequence_parallel, plan)
     if sequence and not shards_sequence(plan):
         raise InputError(f"sequence_parallel: {NO_SEQUENCE}: leave it out, or use sequence_parallel: false")
@@ -176,10 +195,21 @@ def apply_tensor_parallel(
     bind_dropout(model, part._replace(tp=mesh.size("tp"), tp_index=mesh.index("tp")) if sequence else part)
     group = axis_group(mesh, "tp")
     group.waiting = options.waiting
-    if options.symmetric_memory:
+    if options.symmetric_memory is True:
         group.fuse()
+    elif options.symmetric_memory and sequence and not group.on_cpu and not group.choice:
+        group.fuse_if_possible(torch.device(mesh.device_type))
     replace_layers(model, tp)
     return replace(options, sequence_parallel=sequence)
+
+
+def _refuse_float8(model: nn.Module, options: ParallelOptions, splits: Sequence[Split] = (), tp: int = 1) -> None:
+    if options.linear_precision is not None:
+        problems = float8_problems(model, options.linear_precision, splits, tp)
+        if options.precision == "float16":
+            problems.append("float16 has no room for values rounded to 8 bits: use the precision bfloat16")
+        if problems:
+            raise InputError(f"linear_precision {options.linear_precision}: {'; '.join(problems)}")
 
 
 def _check_split(model: nn.Module, tp: TensorParallel, options: ParallelOptions, verified: bool) -> None:
@@ -214,14 +244,30 @@ def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) 
     if mesh.size("tp") > 1 and not options.sequence_parallel:
         _refuse_plain_dropout(model)
     experts = dispatched_modules(model)
+    if not mesh.uses_fsdp:  # which has its own gradients of what it gathers
+        # On CPUs torch's own layers take less time, although their gradients are added by a pass of its own. Of these
+        # layers, also, the last product of a block is not computed again.
+        if mesh.device_type == "cuda" and options.recompute != "full":
+            use_products(model)
+        let_products_accumulate(model)
+    if options.linear_precision is not None:
+        dtype, compiled = compute_dtype(options.precision), options.compile
+        apply_float8(model, options.linear_precision, dtype, mesh.device_type, compiled=compiled)
+    if options.fuse_loss:
+        fuse_loss(blocks[-1], options.compile)
     _wrap_blocks(model, blocks, experts, mesh, options)
     _share_samples(model, mesh, options)
     if mesh.uses_fsdp:
-        reshard = options.reshard_after_forward
         apply_fsdp(
-            model, blocks, mesh, precision=options.precision, reshard_after_forward=reshard, waiting=options.waiting
+            model,
+            blocks,
+            mesh,
+            precision=options.precision,
+            reduce_precision=options.reduce_precision,
+            reshard_after_forward=options.reshard_after_forward,
+            waiting=options.waiting,
         )
-    _sum_over_copies(model, experts, mesh, options.waiting)
+    _sum_over_copies(model, experts, mesh, options)
     if mesh.size("tp") > 1:
         assert options.sequence_parallel is not None  # apply_tensor_parallel has decided
         sum_partial_gradients(model, mesh, sequence_parallel=options.sequence_parallel)
@@ -230,19 +276,22 @@ def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) 
     return model
 
 
-def _sum_over_copies(model: nn.Module, experts: list[nn.Module], mesh: Mesh, waiting: Waiting) -> None:
+def _sum_over_copies(model: nn.Module, experts: list[nn.Module], mesh: Mesh, options: ParallelOptions) -> None:
     """DDP, of what FSDP leaves alone: experts that are dealt out over ranks have other copies than the rest."""
+    dtype = message_dtype(options.precision, options.reduce_precision)
 
     def named(of_experts: bool) -> list[NamedParameter]:
         inside = {parameter for module in experts for parameter in module.parameters()}
         return [(name, p) for name, p in model.named_parameters() if (p in inside) == of_experts]
 
     if mesh.size(REPLICATE) > 1 and not mesh.uses_fsdp:
-        add_gradient_sync(model, BucketedAllReduce(model, mesh, REPLICATE, waiting, partial(named, False)))
+        sync = BucketedAllReduce(model, mesh, REPLICATE, options.waiting, partial(named, False), dtype)
+        add_gradient_sync(model, sync)
     if mesh.size(EXPERT_REPLICATE) > 1 and mesh.size(EXPERT_SHARD) == 1 and experts:
         for module in experts:  # a model that FSDP shards may have no memory yet, which buckets of gradients need
             allocate(module, torch.device(mesh.device_type))
-        add_gradient_sync(model, BucketedAllReduce(model, mesh, EXPERT_REPLICATE, waiting, partial(named, True)))
+        sync = BucketedAllReduce(model, mesh, EXPERT_REPLICATE, options.waiting, partial(named, True), dtype)
+        add_gradient_sync(model, sync)
 
 
 def _share_samples(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> None:
@@ -298,18 +347,19 @@ def _wrap_blocks(
         run = block.forward
         has_layers = any(True for _ in block.children())  # a single layer has nothing to fuse or to compute again
         routed = [module for module in block.modules() if hasattr(module, "dispatch")]  # experts
-        if options.compile and has_layers and not routed:
-            # The compiler sees the recomputation and plans the backward with it.
-            run = compile_block(block, checkpoint_block(run, options.recompute))
-            run = cast_to_compute_dtype(block, run, copies) if casts else run
-        else:
-            if options.compile and has_layers:
-                # Experts run between graphs, which a recomputation inside of a graph cannot: it goes around them.
-                run = compile_block(block, run, without=routed)
-            # A block that runs again has its own casts again, so that it keeps none: they are made inside.
-            run = cast_to_compute_dtype(block, run, copies) if casts else run
-            run = checkpoint_block(run, options.recompute, routes=bool(routed)) if has_layers else run
-        block.forward = run
+        fused = options.compile and has_layers
+        again_inside = fused and not routed and options.recompute != "none"
+        # Experts run between graphs, which a recomputation inside of a graph cannot: it goes around them.
+        around = compile_block(block, run, without=routed) if fused and not again_inside else run
+        # A block that runs again has its own casts again, so that it keeps none: they are made inside.
+        around = cast_to_compute_dtype(block, around, copies) if casts else around
+        around = checkpoint_block(around, options.recompute, routes=bool(routed)) if has_layers else around
+        if again_inside:
+            # The compiler sees the recomputation and plans the backward with it, if all of the block is one graph.
+            whole = compile_block(block, checkpoint_block(run, options.recompute), one_graph=True)
+            whole = cast_to_compute_dtype(block, whole, copies) if casts else whole
+            around = while_one_graph(whole, around, type(block).__name__)
+        block.forward = around
     if casts and model not in blocks:
         model.forward = cast_to_compute_dtype(model, model.forward, copies, without=blocks)
 

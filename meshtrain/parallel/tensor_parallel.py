@@ -4,8 +4,7 @@ The weight is a DTensor, so FSDP, the optimizer, clipping and checkpoints see on
 computes on the local part, and every communication is a line here (Shoeybi et al., https://arxiv.org/abs/1909.08053).
 With sequence parallelism each rank has its part of the sequence between the parallel layers (Korthikanti et al.,
 https://arxiv.org/abs/2205.05198): tensors are (b, s/t, d) there, and (b, s, ...) inside. Their memory is in the order
-(s, b, d), and what a model sees is a view: then gathering along the sequence is gathering along the outermost dim, and
-copies nothing.
+(s, b, d), and what a model sees is a view: so gathering the sequence, the outermost dim, copies nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +21,11 @@ from torch.utils._pytree import tree_leaves
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import AllGather, AllReduce, ReduceScatter, SumGradient, axis_group
 from meshtrain.parallel.grad_sync import TPGradSync, add_gradient_sync
+from meshtrain.parallel.linear import ProductsLayer
 from meshtrain.parallel.sharding import chunk_range
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.parallel.tp_linear import ColumnParallelMatmul, RowParallelMatmul, flatten_tokens, unflatten_tokens
 from meshtrain.parallel.tp_plan import STYLES, Heads, Split, styled_parameters, unsupported_options
-from meshtrain.parallel.weight_grad import SupportsDeferral
 
 AXIS = "tp"
 
@@ -95,9 +94,8 @@ def sum_partial_gradients(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
 
 
 def partial_parameters(model: nn.Module, sequence_parallel: bool) -> list[tuple[nn.Module, str]]:
-    """Parameters that each rank uses in part, as a module and the name there: with sequence parallelism all that are
-    not split; without it those between a column-wise and a row-wise layer, which the plan names. Experts that are dealt
-    out over ranks get the tokens of all."""
+    """Parameters that each rank uses in part, as module and name there: with sequence parallelism all that are not
+    split but for experts over `ep`; without it those that the plan names, between column- and row-wise layers."""
     layers = [module for module in model.modules() if isinstance(module, TensorParallelLayer)]
     split = {parameter for layer in layers for parameter in layer.parameters(recurse=False)}
     partial: dict[Tensor, tuple[nn.Module, str]] = {}
@@ -130,10 +128,9 @@ class TensorParallelLayer(nn.Module):
         return []
 
 
-class ColumnParallelLinear(SupportsDeferral, TensorParallelLayer):
+class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
     """A linear layer whose outputs are split over `tp`: (b, s, d) -> (b, s, f/t) of all f. With sequence parallelism it
-    gathers its input, (b, s/t, d). Layers that read the same input (q, k and v) share one gather, and one sum of the
-    input's gradient, after `share_gather`."""
+    gathers its input, (b, s/t, d). After `share_gather` layers of one input (q, k and v) share gather and sum."""
 
     def __init__(
         self,
@@ -215,7 +212,8 @@ class SharedGather:
         if not self._shares:
             return self._compute([layer], x)[0]
         if layer not in self._outputs:
-            self._outputs = dict(zip(self._layers, self._compute(self._layers, x), strict=True))
+            alike = [other for other in self._layers if other.products == layer.products]
+            self._outputs |= dict(zip(alike, self._compute(alike, x), strict=True))
             self._input = x
         y = self._outputs.pop(layer)
         if not self._outputs:
@@ -228,7 +226,7 @@ class SharedGather:
         weights = [layer.rows_of(layer.weight) for layer in layers]
         tokens = flatten_tokens(x, sequence)
         products = ColumnParallelMatmul.apply(
-            tokens, axis, sequence, not first.regather, first.weight_grad_queue, *weights
+            tokens, axis, sequence, not first.regather, first.products, first.weight_grad_queue, *weights
         )
         shape = list(x.shape)
         if sequence:
@@ -262,9 +260,8 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             shared.end()
 
 
-class RowParallelLinear(SupportsDeferral, TensorParallelLayer):
-    """A linear layer with its inputs split over `tp`: (b, s, f/t) -> (b, s, d), the sum over the ranks; with sequence
-    parallelism this rank's part of it, (b, s/t, d)."""
+class RowParallelLinear(ProductsLayer, TensorParallelLayer):
+    """A linear layer, inputs split over `tp`: (b, s, f/t) -> sums (b, s, d), with sequence parallelism (b, s/t, d)."""
 
     def __init__(self, plain: nn.Linear, mesh: Mesh, *, sequence_parallel: bool = True) -> None:
         super().__init__(mesh, sequence_parallel)
@@ -274,7 +271,7 @@ class RowParallelLinear(SupportsDeferral, TensorParallelLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         axis, sequence = self.axis_group, self.sequence_parallel
-        y = RowParallelMatmul.apply(x, to_local(self.weight), axis, sequence, self.weight_grad_queue)
+        y = RowParallelMatmul.apply(x, to_local(self.weight), axis, sequence, self.products, self.weight_grad_queue)
         shape = list(x.shape)
         if sequence:
             shape[-2] //= axis.size
@@ -289,8 +286,7 @@ class RowParallelLinear(SupportsDeferral, TensorParallelLayer):
 
 
 class VocabParallelEmbedding(TensorParallelLayer):
-    """An embedding whose rows, one per token of the vocabulary, are split over `tp`: (b, s) -> (b, s, d); with sequence
-    parallelism this rank's part, (b, s/t, d)."""
+    """An embedding with rows split over `tp`: (b, s) -> (b, s, d), or with sequence parallelism (b, s/t, d)."""
 
     def __init__(self, plain: nn.Embedding, mesh: Mesh, *, sequence_parallel: bool = True) -> None:
         """Raises ValueError: an option that a split one does not have (`unsupported_options`)."""

@@ -32,6 +32,8 @@ def to_local(tensor: Tensor) -> Tensor:
 class _FastToLocal(torch.autograd.Function):
     """`DTensor.to_local` of a parameter, whose gradient lies where the parameter does: a third of the CPU time."""
 
+    elementwise = True  # see `accumulator_of`
+
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
         ctx.spec = parameter._spec
@@ -51,6 +53,17 @@ def from_local(local: Tensor, like: Tensor) -> Tensor:
         return local
     mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def as_gradient(local: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient of `parameter` whose part on this rank is `local`: `from_local` in less time."""
+    return DTensor(local, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else local
+
+
+def is_plain_gradient(grad: Tensor, parameter: Tensor) -> bool:
+    """Whether a gradient is dense, has no history and lies over the ranks as its parameter does."""
+    dense = grad.layout == torch.strided and grad.dtype == parameter.dtype and not grad.requires_grad
+    return dense and getattr(grad, "_spec", None) == getattr(parameter, "_spec", None)
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
@@ -76,14 +89,57 @@ def current_backward() -> int:
 
 def accumulates(parameter: Tensor) -> bool:
     """Whether the backward that runs now adds to a parameter's gradient; one of `torch.autograd.grad` does not."""
+    return runs_in_backward(_get_grad_fn_or_grad_acc(parameter))
+
+
+def runs_in_backward(node: Any) -> bool:
+    """Whether the backward that runs now comes to a node of its graph."""
     try:
-        return torch._C._will_engine_execute_node(_get_grad_fn_or_grad_acc(parameter))
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # this very gradient is what `torch.autograd.grad` was asked for
         return False
 
 
+def accumulator_of(node: Any) -> Any:
+    """Where autograd adds what comes to `node` to the gradient of a parameter, its `variable`: element by element,
+    perhaps in another type. None: it adds it to a part, or to nothing."""
+    while node is not None and not hasattr(node, "variable"):
+        if not getattr(getattr(node, "_forward_cls", None), "elementwise", False):
+            return None
+        node = node.next_functions[0][0]
+    return node
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether somebody wants to see, or to change, what is added to a parameter's gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def when_accumulated(parameter: Tensor, callback: Callable[[], None]) -> Any:
+    """Calls back when all gradients of a backward have come to a parameter, and also where products have added them. It
+    does so while what is returned lives: a parameter does not hold this end of its graph."""
+    node = _get_grad_fn_or_grad_acc(parameter)
+    node.register_hook(lambda *unused: callback())
+    return node
+
+
+def is_traced() -> bool:
+    """Whether this code is compiled now, or transformed by `torch.func`, rather than run."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
 never_compiled = _disable_dynamo  # of a function that compiled code may call; loads the compiler at its first call
 without_dispatch_modes = _disable_current_modes  # hides what runs inside from whoever watches operators
+
+
+def raise_unless(condition: Tensor, message: str) -> None:
+    """Of a boolean scalar; on a GPU its kernel fails, and the host waits for nothing."""
+    torch._assert_async(condition, message)
+
+
+def keep_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
+    """Autograd does not notice what is written to these tensors inside."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
 def end_fsdp_backward(model: FSDPModule) -> None:
@@ -115,6 +171,10 @@ def _send_all(unit: FSDPParamGroup, post_backward: Callable[[], None], *unused: 
             if widened:
                 p.to_accumulated_grad_if_needed()
     post_backward()
+    partial_sum = unit._partial_reduce_output  # HSDP's over microbatches, begun in the type of a message
+    if partial_sum is not None and partial_sum.dtype != unit._orig_dtype:
+        with unit.device_handle.stream(unit.comm_ctx.reduce_scatter_stream):  # where the next ones are added
+            unit._partial_reduce_output = partial_sum.to(unit._orig_dtype)
 
 
 @contextmanager
@@ -139,11 +199,65 @@ def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
         enable(group.group_name)
 
 
+def try_symmetric_memory(group: dist.ProcessGroup) -> str | None:
+    """Why memory cannot be shared after all (a container that forbids it); None: it can."""
+    from torch.distributed import _symmetric_memory
+
+    try:
+        enable_symmetric_memory(group)
+        _symmetric_memory.get_symm_mem_workspace(group.group_name, 2**20)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def nvlink_neighbours(device: torch.device) -> tuple[str, frozenset[str]]:
+    """The number of a GPU, and of the visible ones that it reaches over NVLink; none where the driver does not tell."""
+    from torch._C import _distributed_c10d
+    from torch._C._autograd import DeviceType
+
+    numbers = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    try:
+        links = _distributed_c10d._detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix  # type: ignore[attr-defined]
+    except RuntimeError:
+        return numbers[index], frozenset()
+    return numbers[index], frozenset(number for number, n in zip(numbers, links[index], strict=True) if n > 0)
+
+
 def backward_is_running() -> bool:
     """Whether this thread runs a backward; of a block that is computed again the forward runs in one."""
     return current_backward() >= 0
 
 
+@contextmanager
+def compile_callbacks(begins: Callable[[object], None], ends: Callable[[object], None]) -> Iterator[None]:
+    """Inside, these are called around whatever the compiler does, in the thread that waits for it: around the outermost
+    of what is nested, a cached graph included, and around a backward that is compiled when it first runs."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(begins)
+    callback_handler.register_end_callback(ends)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(begins)
+        callback_handler.remove_end_callback(ends)
+
+
+def compiled_graphs() -> int:
+    """The graphs that this process has compiled."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 def allow_side_effects_in_recomputation() -> AbstractContextManager[object]:
     """The compiler may recompute a forward that changes Python objects, and leaves those changes out."""
     return torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
+
+
+def breaks_graph() -> tuple[type[Exception], ...]:
+    """What the compiler raises, before anything has run, where a function is not one graph or has too many versions."""
+    from torch._dynamo import exc
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as DependsOnData
+
+    return exc.Unsupported, exc.UncapturedHigherOrderOpError, exc.FailOnRecompileLimitHit, DependsOnData

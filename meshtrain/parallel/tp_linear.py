@@ -5,14 +5,16 @@ tokens are in the order of the sequence first, so that the parts of the ranks li
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshtrain.parallel.collectives import AsyncResult, AxisGroup, axis_group_by_name, operator
-from meshtrain.parallel.matmul import linear_forward, linear_input_grad, linear_input_grad_sum, linear_weight_grad
-from meshtrain.parallel.weight_grad import WeightGradQueue
+from meshtrain.parallel.linear.matmul import PLAIN, PRODUCTS
+from meshtrain.parallel.linear.weight_grad import WeightGradQueue, weight_grad
+from meshtrain.parallel.torch_private import without_dispatch_modes
 
 Tensors = Sequence[Tensor]
 
@@ -30,99 +32,112 @@ def unflatten_tokens(rows: Tensor, shape: Sequence[int], sequence_first: bool) -
     return rows.view(s, *batch, rows.shape[-1]).movedim(0, -2)
 
 
-def _columns(x: Tensor, weights: Tensors, group: str, sequence: bool, keep: bool) -> list[Tensor]:
-    """Products of one input with several weights. With `sequence` the input is gathered first, and given back if
-    it is to be kept for the backward: [gathered,] y1, y2, ..."""
+def _columns(x: Tensor, weights: Tensors, group: str, sequence: bool, keep: bool, products: str) -> list[Tensor]:
+    """Products of one input, with `sequence` gathered first (and given back to be kept): [gathered,] y1, y2, ..."""
+    forward = PRODUCTS[products].forward
     if not sequence:
-        return [linear_forward(x, weight) for weight in weights]
+        return [forward(x, weight) for weight in weights]
     axis = axis_group_by_name(group)
-    if axis.fused:
-        gathered, ys = torch.ops.symm_mem.fused_all_gather_matmul(
-            x.contiguous(), [weight.t() for weight in weights], 0, group, return_A=keep
-        )
+    if _are_fused(axis, sequence, products):
+        gathered, ys = axis.gather_matmul(x, [weight.t() for weight in weights], keep)
     else:
         gathered = axis.start_all_gather(x.contiguous()).wait()
-        ys = [linear_forward(gathered, weight) for weight in weights]
+        ys = [forward(gathered, weight) for weight in weights]
     return [gathered, *ys] if keep else list(ys)
 
 
-def _columns_shapes(x: Tensor, weights: Tensors, group: str, sequence: bool, keep: bool) -> list[Tensor]:
+def _columns_shapes(x: Tensor, weights: Tensors, group: str, sequence: bool, keep: bool, products: str) -> list[Tensor]:
     n = x.shape[0] * _parts(group, sequence)
     ys = [x.new_empty(n, weight.shape[0]) for weight in weights]
     return [x.new_empty(n, x.shape[1]), *ys] if sequence and keep else ys
 
 
 def _columns_backward(
-    grads: Tensors, x: Tensor, weights: Tensors, group: str, sequence: bool, keep: bool, needs_dw: Sequence[bool]
+    grads: Tensors,
+    x: Tensor,
+    weights: Tensors,
+    group: str,
+    sequence: bool,
+    keep: bool,
+    products: str,
+    needs_dw: Sequence[bool],
 ) -> list[Tensor]:
     """The gradients of the input and of each weight that is trained; the input's is summed over the ranks while the
     weights' are computed. Without `keep` x is this rank's part of the input, which is gathered again meanwhile."""
     gather = sequence and not keep and any(needs_dw)
-    dx, whole = _start_columns_input(grads, x, weights, group, sequence, gather)
+    dx, whole = _start_columns_input(grads, x, weights, group, sequence, gather, products, any(needs_dw))
     inputs = x if whole is None else whole.wait()
-    dws = [linear_weight_grad(grad, inputs) for grad, need in zip(grads, needs_dw, strict=True) if need]
+    dws = [PRODUCTS[products].weight_grad(grad, inputs) for grad, need in zip(grads, needs_dw, strict=True) if need]
     return [dx.wait(), *dws]
 
 
 def _columns_backward_shapes(
-    grads: Tensors, x: Tensor, weights: Tensors, group: str, sequence: bool, keep: bool, needs_dw: Sequence[bool]
+    grads: Tensors,
+    x: Tensor,
+    weights: Tensors,
+    group: str,
+    sequence: bool,
+    keep: bool,
+    products: str,
+    needs_dw: Sequence[bool],
 ) -> list[Tensor]:
     n = grads[0].shape[0] // _parts(group, sequence)
     trained = (weight for weight, need in zip(weights, needs_dw, strict=True) if need)
     return [x.new_empty(n, x.shape[1]), *(torch.empty_like(weight) for weight in trained)]
 
 
-def _columns_input(grads: Tensors, x: Tensor, weights: Tensors, group: str, sequence: bool, keep: bool) -> list[Tensor]:
-    """The gradient of the input alone; and the whole input, if that had to be gathered again for the weights' ones."""
-    dx, whole = _start_columns_input(grads, x, weights, group, sequence, sequence and not keep)
-    return [dx.wait()] if whole is None else [dx.wait(), whole.wait()]
-
-
-def _columns_input_shapes(
-    grads: Tensors, x: Tensor, weights: Tensors, group: str, sequence: bool, keep: bool
-) -> list[Tensor]:
-    n = grads[0].shape[0]
-    dx = x.new_empty(n // _parts(group, sequence), x.shape[1])
-    return [dx, x.new_empty(n, x.shape[1])] if sequence and not keep else [dx]
-
-
 def _start_columns_input(
-    grads: Tensors, x: Tensor, weights: Tensors, group: str, sequence: bool, gather: bool
+    grads: Tensors, x: Tensor, weights: Tensors, group: str, sequence: bool, gather: bool, products: str, hidden: bool
 ) -> tuple[AsyncResult, AsyncResult | None]:
-    """Starts the sum of the input's gradient, and before that with `gather` the gathering of the input."""
+    """Starts the sum of the input's gradient, and before that with `gather` the gathering of the input. `hidden`: the
+    weights' gradients are computed meanwhile; otherwise one kernel may make the product and its sum."""
     axis = axis_group_by_name(group)
     whole = axis.start_all_gather(x.contiguous()) if gather else None
-    return _start_sum(axis, linear_input_grad_sum(grads, weights), sequence), whole
+    if not hidden and _are_fused(axis, sequence, products):
+        whole_of = torch.cat if len(grads) > 1 else lambda parts, dim: parts[0]
+        dx = axis.matmul_scatter(whole_of(list(grads), 1), whole_of(list(weights), 0))
+        return AsyncResult(axis, [], lambda: dx), whole
+    return _start_sum(axis, PRODUCTS[products].input_grad_sum(grads, weights, axis.maximum), sequence), whole
 
 
-def _row(x: Tensor, weight: Tensor, group: str, sequence: bool) -> Tensor:
+def _row(x: Tensor, weight: Tensor, group: str, sequence: bool, products: str) -> Tensor:
     """The product of all ranks' parts, summed: the whole (n, d), or with `sequence` this rank's part (n/t, d)."""
     axis = axis_group_by_name(group)
-    if sequence and axis.fused:
-        return torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), weight.t(), "sum", 0, group)
-    return _start_sum(axis, linear_forward(x, weight), sequence).wait()
+    if _are_fused(axis, sequence, products):
+        return axis.matmul_scatter(x, weight.t())
+    return _start_sum(axis, PRODUCTS[products].forward(x, weight, axis.maximum), sequence).wait()
 
 
-def _row_shapes(x: Tensor, weight: Tensor, group: str, sequence: bool) -> Tensor:
+def _row_shapes(x: Tensor, weight: Tensor, group: str, sequence: bool, products: str) -> Tensor:
     return x.new_empty(x.shape[0] // _parts(group, sequence), weight.shape[0])
 
 
-def _row_input(grad: Tensor, weight: Tensor, group: str, sequence: bool) -> list[Tensor]:
+def _row_input(grad: Tensor, weight: Tensor, group: str, sequence: bool, products: str) -> list[Tensor]:
     """The gradient of the input; and the whole of `grad`, if it had to be gathered."""
+    input_grad = PRODUCTS[products].input_grad
     if not sequence:
-        return [linear_input_grad(grad, weight)]
-    whole = axis_group_by_name(group).start_all_gather(grad.contiguous()).wait()
-    return [linear_input_grad(whole, weight), whole]
+        return [input_grad(grad, weight)]
+    axis = axis_group_by_name(group)
+    if _are_fused(axis, sequence, products):
+        gathered, (dx,) = axis.gather_matmul(grad, [weight], True)
+        return [dx, gathered]
+    whole = axis.start_all_gather(grad.contiguous()).wait()
+    return [input_grad(whole, weight), whole]
 
 
-def _row_input_shapes(grad: Tensor, weight: Tensor, group: str, sequence: bool) -> list[Tensor]:
+def _row_input_shapes(grad: Tensor, weight: Tensor, group: str, sequence: bool, products: str) -> list[Tensor]:
     n = grad.shape[0] * _parts(group, sequence)
     dx = grad.new_empty(n, weight.shape[1])
     return [dx, grad.new_empty(n, grad.shape[1])] if sequence else [dx]
 
 
 def _start_sum(axis: AxisGroup, addends: Tensor, sequence: bool) -> AsyncResult:
-    return axis.start_reduce_scatter(addends) if sequence else axis.start_all_reduce(addends)
+    """Of memory that nobody else has."""
+    return axis.start_reduce_scatter(addends) if sequence else axis.start_all_reduce(addends, overwrite=True)
+
+
+def _are_fused(axis: AxisGroup, sequence: bool, products: str) -> bool:
+    return axis.fused and sequence and products == PLAIN.name
 
 
 def _parts(group: str, sequence: bool) -> int:
@@ -131,7 +146,6 @@ def _parts(group: str, sequence: bool) -> int:
 
 operator("columns", _columns, _columns_shapes)
 operator("columns_backward", _columns_backward, _columns_backward_shapes)
-operator("columns_input", _columns_input, _columns_input_shapes)
 operator("row", _row, _row_shapes)
 operator("row_input", _row_input, _row_input_shapes)
 ops = torch.ops.meshtrain
@@ -147,33 +161,36 @@ class ColumnParallelMatmul(torch.autograd.Function):
         axis: AxisGroup,
         sequence: bool,
         keep: bool,
+        products: str,
         queue: WeightGradQueue | None,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        ys = ops.columns(x, weights, axis.name, sequence, keep)
+        ys = ops.columns(x, weights, axis.name, sequence, keep, products)
         saved = x
         if sequence and keep:
             saved, *ys = ys
         ctx.save_for_backward(saved, *weights)
-        ctx.settings = axis.name, sequence, keep
-        # Saved tensors may be copies, made by a recomputation, from which autograd finds no way to the parameters. A
-        # deferred gradient needs that way, so here are the weights themselves.
+        ctx.settings = axis.name, sequence, keep, products
         ctx.queue, ctx.weights = queue, weights if queue is not None else ()
         return tuple(ys)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        queue, settings = ctx.queue, ctx.settings
-        needs_dw = list(ctx.needs_input_grad[5:])
-        if queue is None or not queue.is_recording or not any(needs_dw):
-            dx, *dws = ops.columns_backward(grads, x, weights, *settings, needs_dw)
-            return dx, None, None, None, None, *(dws.pop(0) if need else None for need in needs_dw)
-        dx, *gathered = ops.columns_input(grads, x, weights, *settings)
-        whole = (gathered[0] if gathered else x).detach()  # the queue must not hold the graph that made x
-        trained = [(w, grad) for w, grad, need in zip(ctx.weights, grads, needs_dw, strict=True) if need]
-        queue.add([w for w, _ in trained], lambda: [linear_weight_grad(grad, whole) for _, grad in trained])
-        return dx, None, None, None, None, *(None for _ in weights)
+        needs_dw = list(ctx.needs_input_grad[6:])
+        nothing = None, None, None, None, None
+        if torch.compiler.is_compiling():
+            dx, *dws = ops.columns_backward(grads, x, weights, *ctx.settings, needs_dw)
+            return dx, *nothing, *(dws.pop(0) if need else None for need in needs_dw)
+        group, sequence, keep, products = ctx.settings
+        gather = sequence and not keep and any(needs_dw)
+        hidden = any(needs_dw) and not (ctx.queue is not None and ctx.queue.is_recording)
+        with without_dispatch_modes():  # which see no communication, as it is inside of operators elsewhere
+            dx, whole = _start_columns_input(grads, x, weights, group, sequence, gather, products, hidden)
+            inputs = (x if whole is None else whole.wait()).detach()  # a queue must not hold the graph that made x
+        dws = [_weight_grad(ctx, i, grad, inputs) if needs_dw[i] else None for i, grad in enumerate(grads)]
+        with without_dispatch_modes():
+            return dx.wait(), *nothing, *dws
 
 
 class RowParallelMatmul(torch.autograd.Function):
@@ -182,23 +199,31 @@ class RowParallelMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, axis: AxisGroup, sequence: bool, queue: WeightGradQueue | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        axis: AxisGroup,
+        sequence: bool,
+        products: str,
+        queue: WeightGradQueue | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.settings = axis.name, sequence
-        ctx.queue, ctx.weight = queue, weight if queue is not None else None
-        return ops.row(flatten_tokens(x, sequence), weight, axis.name, sequence)
+        ctx.settings = axis.name, sequence, products
+        ctx.queue, ctx.weights = queue, (weight,) if queue is not None else ()
+        return ops.row(flatten_tokens(x, sequence), weight, axis.name, sequence, products)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        queue, (group, sequence) = ctx.queue, ctx.settings
-        needs_dw = ctx.needs_input_grad[1]
-        dx, *gathered = ops.row_input(grad, weight, group, sequence)
-        whole, dw = gathered[0] if gathered else grad, None
-        if needs_dw and queue is not None and queue.is_recording:
-            inputs = x.detach()
-            queue.add([ctx.weight], lambda: [linear_weight_grad(whole, flatten_tokens(inputs, sequence))])
-        elif needs_dw:
-            dw = linear_weight_grad(whole, flatten_tokens(x, sequence))
-        return unflatten_tokens(dx, x.shape, sequence), dw, None, None, None
+        dx, *gathered = ops.row_input(grad, weight, *ctx.settings)
+        sequence, dw = ctx.settings[1], None
+        if ctx.needs_input_grad[1]:
+            inputs = flatten_tokens(x.detach(), sequence)
+            dw = _weight_grad(ctx, 0, gathered[0] if gathered else grad, inputs)
+        return unflatten_tokens(dx, x.shape, sequence), dw, None, None, None, None
+
+
+def _weight_grad(ctx: Any, index: int, grad: Tensor, x: Tensor) -> Tensor | None:
+    products = PRODUCTS[ctx.settings[-1]]
+    compute, write = partial(products.weight_grad, grad, x), partial(products.weight_grad_into, grad, x)
+    return weight_grad(ctx, index, compute, write)

@@ -252,8 +252,7 @@ def context_modules(model: Any, plan: Mapping[str, str]) -> list[str]:
 
 
 def expert_modules(model: Any, plan: Mapping[str, str]) -> dict[str, int]:
-    """The modules that, by an `ep_plan`, hold the experts of a layer each, and how many. Raises SplitError: a wrong
-    pattern or word, or another kind of module."""
+    """The modules that, by an `ep_plan`, hold experts, and how many. SplitError: a wrong pattern, word or module."""
     counts: dict[str, int] = {}
     problems = []
     for name in _planned_modules(model, "ep_plan", plan, EXPERTS):

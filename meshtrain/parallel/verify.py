@@ -49,8 +49,7 @@ def verify(
         model: plain, on any device, meta included; `blocks`: names of its blocks, each once.
         sample: what `model(*sample)` takes, two short samples are enough; None: one is made up.
 
-    Returns None, or why the plain model does not take a sample that was made up. Raises AgreedError: they differ, or it
-    does not take the sample.
+    Returns None, or why the plain model takes no made-up sample. AgreedError: they differ, or `sample` is refused.
     """
     mesh, dtype, size = tp.mesh, master_dtype(precision), tp.mesh.size(AXIS)
     inputs = _made_up_sample(model, size) if sample is None else sample
@@ -89,8 +88,7 @@ def verify_context(
     precision: str,
 ) -> str | None:
     """Compares a plain model on whole sequences with the same model on parts of them over `cp`; see `verify`.
-    `modules`: those that call attention, each once in a forward, and nothing else may. `sample`: tokens, positions and
-    documents, (b, s) each or None."""
+    `modules`: which alone call attention, once in a forward. `sample`: tokens, positions, documents, (b, s) or None."""
     device, dtype = torch.device(mesh.device_type), master_dtype(precision)
     if sample is not None and (sample[0] is None or sample[0].shape[1] % (2 * context.size)):
         sample = None

@@ -1,12 +1,10 @@
 """Pipeline schedules as data: for every rank, the actions that it runs, in order.
 
 A *stage* is a piece of the model, and a rank holds one or more of them. A *microbatch* passes every stage forwards, and
-then every stage backwards. The backward of a stage is two computations that may be done at different times: the
-gradient of its input, for which the stage before it waits, and the gradients of its weights, for which nobody waits
-before the end of the step.
+then every stage backwards. The backward of a stage is two computations that may be done at different times: its input's
+gradient, for which the stage before it waits, and its weights', for which nobody waits before the step's end.
 
-A `Schedule` is a plain value. The engine runs it, `simulate` puts it on a clock, and pictures draw it. (Schedules as
-data: DeepSpeed's `runtime/pipe/schedule.py`.)
+A `Schedule` is a plain value, as in DeepSpeed: the engine runs it, `simulate` puts it on a clock, pictures draw it.
 """
 
 import re
@@ -124,6 +122,12 @@ class Schedule:
     def stages_per_rank(self) -> int:
         """The most stages that a rank holds; the named schedules give each rank as many."""
         return max(len(self.stages_of(rank)) for rank in range(self.ranks))
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed in actions of their own, on any rank."""
+        every = (action for rank in range(self.ranks) for action in self.actions_of(rank))
+        return any(action.kind is Kind.WEIGHT_GRAD for action in every)
 
     def rank_of(self, stage: int) -> int:
         return self.placement[stage]

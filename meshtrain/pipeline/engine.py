@@ -1,9 +1,8 @@
 """Pipeline engine: runs a schedule on the stages of this rank, one small interpreter for every schedule.
 
 It does what the schedule's lists say, action by action. A tensor from another rank is waited for when an action needs
-it; everything else (sends, the posting of receives) goes on beside the actions. What an action leaves is held until
-the schedule's last action on it: a forward's graph until its backward, and with a split backward what the weight
-gradients need until those are computed.
+it; everything else (sends, the posting of receives) goes on beside the actions. What an action leaves is held until the
+schedule's last action on it: a forward's graph, and with a split backward what the weight gradients need.
 """
 
 import time
@@ -19,9 +18,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from meshtrain.job.pending import waiting
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import Waiting
-from meshtrain.parallel.grad_sync import accumulate_gradients, reduce_gradients, set_is_last_backward
+from meshtrain.parallel.grad_sync import (
+    accumulate_gradients,
+    defer_waits,
+    finish_reduce,
+    set_is_last_backward,
+    start_reduce,
+)
+from meshtrain.parallel.linear.weight_grad import DeferredWeightGrad, WeightGradQueue, run_weight_grads
 from meshtrain.parallel.torch_private import to_local
-from meshtrain.parallel.weight_grad import DeferredWeightGrad, WeightGradQueue, run_weight_grads
 from meshtrain.pipeline.actions import Action, Kind, Schedule
 from meshtrain.pipeline.p2p import AXIS, Transfers, sends_confirmed_by, transfer_order
 from meshtrain.pipeline.simulate import Event
@@ -78,6 +83,8 @@ class Pipeline(nn.Module):
         self.schedule, self.parameter_stages = schedule, parameter_stages
         self.recorded: list[Event] | None = None  # of the actions of the next runs, if it is a list
         self._stages = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
+        for stage in stages.values():
+            defer_waits(stage)
         self._mesh, self._device, self._queue = mesh, device, weight_grads
         self._rank, self._last_rank = mesh.index(AXIS), schedule.rank_of(schedule.stages - 1)
         self._transfers = Transfers(mesh, device, waiting)
@@ -92,6 +99,8 @@ class Pipeline(nn.Module):
         self._local_handoff: dict[tuple[str, int, int], Tensor] = {}
         self._saved_graphs: dict[tuple[int, int], _SavedGraph] = {}
         self._weight_grads: dict[tuple[int, int], list[DeferredWeightGrad]] = {}
+        self._tied: dict[str, Tensor] = {}  # name -> like this rank's part of a tied weight's gradient, without memory
+        self._addends: dict[tuple[str, int], tuple[dist.Work, Tensor]] = {}  # of a weight and a stage, on their way
 
     def stage(self, number: int) -> nn.Module:
         return self._stages[str(number)]
@@ -107,14 +116,20 @@ class Pipeline(nn.Module):
     def run(self, source: MicrobatchSource) -> None:
         """Forwards and backwards of all microbatches of a step; the gradients are then whole."""
         for stage in self._stages.values():
-            set_is_last_backward(stage, False)  # sums are made where the schedule ends with a stage
+            set_is_last_backward(stage, False)
         keys = [source.shapes(i) for i in range(self.schedule.microbatches)]
         self._transfers.begin(self._order, keys, self._confirmed)
         for i, action in enumerate(self._actions):
+            stage, last = self.stage(action.stage), self._last[action.stage] == i
+            if last and action.kind is not Kind.WEIGHT_GRAD:  # of which some gradients were there before
+                set_is_last_backward(stage, True)
             self._act(action, source)
-            if self._last[action.stage] == i:
-                reduce_gradients(self.stage(action.stage))
+            if last:
+                start_reduce(stage)
+            self._receive_tied()
         self._transfers.end()
+        for stage in self._stages.values():  # in one order on all ranks of a data group
+            finish_reduce(stage)
         self._sum_tied()
 
     def _act(self, action: Action, source: MicrobatchSource) -> None:
@@ -207,6 +222,23 @@ class Pipeline(nn.Module):
             torch.cuda.synchronize(self._device)
         return time.time()  # of the host, which other ranks share or have set their own by
 
+    def _receive_tied(self) -> None:
+        """Posts the receives of other ranks' gradients of tied weights behind all transfers, so that they come while
+        this rank computes; from the second step on, when their forms are known."""
+        for name in self._tied:
+            for stage in self.parameter_stages[name]:
+                rank = self.schedule.rank_of(stage)
+                if (
+                    (name, stage) not in self._addends
+                    and rank != self._rank
+                    and self._transfers.can_receive_ahead(rank)
+                ):
+                    self._receive(name, stage, rank)
+
+    def _receive(self, name: str, stage: int, rank: int) -> None:
+        memory = torch.empty_like(self._tied[name], device=self._device)
+        self._addends[name, stage] = self._transfers.start_receive(memory, rank), memory
+
     def _sum_tied(self) -> None:
         """A weight that several stages hold has one gradient: the sum over them, in their order, on each of them."""
         for name, stages in self.parameter_stages.items():
@@ -219,19 +251,22 @@ class Pipeline(nn.Module):
     def _sum_over_stages(self, name: str, stages: tuple[int, ...], ranks: list[int]) -> None:
         own_stages = [stage for stage, rank in zip(stages, ranks, strict=True) if rank == self._rank]
         own = {stage: self._gradient(stage, name) for stage in own_stages}
-        group, like = self._mesh.group(AXIS), own[own_stages[0]]
+        self._tied[name] = torch.empty_like(own[own_stages[0]], device="meta")
         works, addends = [], []
         for stage, rank in zip(stages, ranks, strict=True):
-            addends.append(own[stage].clone() if stage in own else torch.empty_like(like))
-            if stage not in own:
-                works.append(dist.irecv(addends[-1], group=group, group_src=rank))
-            else:
+            if stage in own:
+                addends.append(own[stage].clone())
                 others = sorted(set(ranks) - {self._rank})
-                works += [dist.isend(addends[-1], group=group, group_dst=other) for other in others]
+                works += [self._transfers.start_send(addends[-1], other) for other in others]
                 self._mesh.comm_bytes.add(AXIS, "send", addends[-1].nbytes * len(others))
-        with waiting("gradients of a tied weight", group):
+            else:
+                if (name, stage) not in self._addends:
+                    self._receive(name, stage, rank)
+                work, addend = self._addends.pop((name, stage))
+                works.append(work)
+                addends.append(addend)
+        with waiting("gradients of a tied weight", self._mesh.group(AXIS)):
             for work in works:
-                assert work is not None  # this rank is in the group
                 work.wait()
         for gradient in own.values():
             gradient.copy_(addends[0])

@@ -145,6 +145,11 @@ class Transfers:
             for transfer in list(self._sending):
                 self._let_go(transfer)
 
+    def can_receive_ahead(self, index: int) -> bool:
+        """Whether all transfers are posted, and a receive behind them holds up nothing that goes to that rank."""
+        own_group = self._mesh.link(self._ranks[index], self._mesh.rank) is not self._mesh.group(AXIS)
+        return self._next == len(self._order) and (own_group or self._device.type == "cpu")
+
     def _let_go(self, transfer: Transfer) -> None:
         with self._pending(transfer):
             for work, _ in self._sending.pop(transfer):
@@ -184,23 +189,28 @@ class Transfers:
         self._start_send(transfer, laid_out)
 
     def _start_send(self, transfer: Transfer, tensor: Tensor) -> None:
-        target = self._ranks[transfer.target]
+        self._sending.setdefault(transfer, []).append((self.start_send(tensor, transfer.target), tensor))
+
+    def start_send(self, tensor: Tensor, index: int) -> dist.Work:
+        """To a rank by its index on `pp`, behind all transfers that are posted."""
+        target = self._ranks[index]
         work = dist.isend(tensor, target, self._mesh.link(self._mesh.rank, target))
         assert work is not None  # this rank is in the group
-        self._sending.setdefault(transfer, []).append((work, tensor))
+        return work
 
     def _post_receive(self, transfer: Transfer) -> None:
         key = self._meta_key(transfer)
         if key not in self._metas:
             packed = torch.empty(2 + 2 * MOST_DIMS, dtype=torch.int64, device=self._device)
             with self._waiting(), self._pending(transfer):
-                self._start_receive(packed, transfer).wait()
+                self.start_receive(packed, transfer.source).wait()
             self._metas[key] = TensorMeta.unpacked(packed)
         memory = self._metas[key].empty(self._device)
-        self._posted[transfer] = self._start_receive(memory, transfer), memory
+        self._posted[transfer] = self.start_receive(memory, transfer.source), memory
 
-    def _start_receive(self, tensor: Tensor, transfer: Transfer) -> dist.Work:
-        source = self._ranks[transfer.source]
+    def start_receive(self, tensor: Tensor, index: int) -> dist.Work:
+        """From a rank by its index on `pp`, behind all transfers that are posted."""
+        source = self._ranks[index]
         work = dist.irecv(tensor, source, self._mesh.link(source, self._mesh.rank))
         assert work is not None  # this rank is in the group
         return work

@@ -106,9 +106,6 @@ def _check_counts(counts: Sequence[int], blocks: int, stages: int) -> None:
         )
 
 
-# The exact balance ---------------------------------------------------------------------------------------------------
-
-
 def _balanced_ends(costs: Sequence[float], stages: int) -> list[int]:
     """Where each stage ends: the smallest largest stage, and then the smallest sum of squares, found stage by stage:
     `best[end]` is that of the blocks before `end` in the stages so far."""

@@ -113,7 +113,10 @@ class _Passage(TorchDispatchMode):
             self._refuse(f"it computes something {position}")
         if number < self._number:
             self._refuse(f"{module} runs behind {self._name}, and blocks() has them the other way round")
-        if any(id(other) in self._derived for other in tree_leaves((others, named))):
+        leaves = tree_leaves((others, named))
+        records = (leaf for leaf in leaves if not isinstance(leaf, Tensor))
+        leaves = leaves + [value for record in records for value in getattr(record, "__dict__", {}).values()]
+        if any(id(leaf) in self._derived for leaf in leaves):
             self._refuse(f"{module} gets, besides its first argument, something that is computed from the activation")
         self._number, self._name = number, module
         return x

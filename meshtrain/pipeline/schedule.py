@@ -3,8 +3,7 @@
     build("1f1b", ranks=4, microbatches=8)      -> Schedule: for every rank the actions that it runs, in order
     read_csv("my_schedule.csv")                 -> Schedule, checked
 
-A new schedule is one function from (ranks, microbatches, stages per rank) to a `Schedule`, and one row of the table
-below.
+A new schedule is a function from (ranks, microbatches, stages per rank) to a `Schedule`, and a row of the table.
 """
 
 import csv

@@ -1,8 +1,7 @@
 """Simulation of a schedule: when every action starts and ends, who idles, how much is held, or why it cannot finish.
 
-The rule is the one that the engine keeps to. A rank runs its list in order, one action at a time, and an action starts
-as soon as what it needs is there: the work of its neighbours, and the time that a tensor takes to come from another
-rank. Sends wait for nobody.
+As in the engine, a rank runs its list in order, one action at a time, and an action starts as soon as what it needs is
+there: its neighbours' work, and the time that a tensor takes from another rank. Sends wait for nobody.
 """
 
 from collections import defaultdict
@@ -110,9 +109,8 @@ def simulate(
 ) -> Timeline:
     """The schedule with every action as early as it can be, in time proportional to the number of actions.
 
-    Costs are per action, so of one stage: a number, or one per stage. A whole backward costs `input_grad` and
-    `weight_grad`; a pair runs one part after the other. `transfer` is the time from the end of an action until another
-    rank has what it made.
+    Costs are per action: a number, or one per stage. A whole backward costs `input_grad` and `weight_grad`, a pair both
+    parts. `transfer`: from the end of an action until another rank has what it made.
 
     Raises:
         DeadlockError: the schedule cannot finish; says which ranks wait for what.

@@ -73,9 +73,6 @@ def _placement(ranks: int) -> tuple[int, ...]:
     return (*range(ranks), *reversed(range(ranks)))
 
 
-# Squeezing a pattern ------------------------------------------------------------------------------------------------
-
-
 def _block(shape: VShape, ranks: int) -> list[list[tuple[int, Kind, int]]]:
     """Of each rank: (time, kind, stage) of the forwards and input gradients of one microbatch."""
     last = ranks - 1
@@ -175,9 +172,6 @@ def _squeeze(name: str, shape: VShape, ranks: int, microbatches: int) -> Schedul
         for state in states:
             state.step(now, ended)
     return Schedule(name, microbatches, _placement(ranks), tuple(tuple(state.row) for state in states))
-
-
-# Pairs --------------------------------------------------------------------------------------------------------------
 
 
 class _PairRow:

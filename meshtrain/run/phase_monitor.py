@@ -2,8 +2,8 @@
 groups, the straggler detector, the profiler, planted faults and Python's garbage collector what the run does now."""
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 from meshtrain.job.watchdog.deadlines import process_group_timeout
@@ -13,6 +13,7 @@ from meshtrain.metrics.goodput import GoodputTracker
 from meshtrain.metrics.profiler import Profiler
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.metrics.straggler import StragglerDetector
+from meshtrain.run.compile_timer import CompileTimer
 from meshtrain.run.fault_injection import FaultInjector
 
 COLLECT_EVERY = 50  # steps between two runs of Python's garbage collector
@@ -53,9 +54,11 @@ class PhaseMonitor:
         stragglers: StragglerDetector,
         profiler: Profiler,
         faults: FaultInjector,
+        say: Callable[[str], None],
     ) -> None:
         self.mesh, self.timer, self.goodput, self.watchdog = mesh, timer, goodput, watchdog
         self.stragglers, self.profiler, self.faults = stragglers, profiler, faults
+        self._compiler = CompileTimer(goodput, say) if watchdog.deadlines.compiles else None
         self.first_step = goodput.finished_step
         self.slowest_s = 0.0
         self.save_s: float | None = None
@@ -87,7 +90,8 @@ class PhaseMonitor:
             gc.collect()  # of all ages: nothing else looks again at what outlives one collection
         self.watchdog.enter_phase("step", step)
         self.faults.at_step(step)
-        yield
+        with self._compiling("step", step):
+            yield
         limit_s = self.watchdog.adapt_deadline(step - self.first_step, self.slowest_s, self.save_s)
         if limit_s is not None:
             self.mesh.set_timeout(limit_s)
@@ -111,7 +115,7 @@ class PhaseMonitor:
             self._set_timeout(self.watchdog.deadlines.longest(name))
         if phase.watchdog is not None:
             self.watchdog.enter_phase(phase.watchdog)
-        with self.goodput.phase(phase.goodput):
+        with self.goodput.phase(phase.goodput), self._compiling(name):
             yield
         if phase.own_timeout:
             self._set_timeout(self.watchdog.deadlines.longest("step"))
@@ -123,6 +127,9 @@ class PhaseMonitor:
         """All steps are done. What follows was not measured, and waits for disks."""
         self.watchdog.enter_phase("end")
         self._set_timeout(self.watchdog.deadlines.start_s)
+
+    def _compiling(self, phase: str, step: int | None = None) -> AbstractContextManager[None]:
+        return nullcontext() if self._compiler is None else self._compiler.phase(phase, step)
 
     def _set_timeout(self, deadline_s: float) -> None:
         self.mesh.set_timeout(process_group_timeout(deadline_s))

@@ -123,8 +123,7 @@ def lock_checkpoints(path: str | None, folder: RunFolder, job: Job) -> Iterator[
 
 
 def check_shared_filesystem(job: Job, folder: Path) -> None:
-    """Raises InputError, on every rank, unless every host reads in this folder what rank 0 has just written there;
-    names the hosts that do not."""
+    """Raises InputError, on every rank, naming hosts that do not read in this folder what rank 0 has just written."""
     proof, token = folder / PROOF, uuid.uuid4().hex
     with job.collective_check("writing to the folder of the checkpoints"):
         if job.rank == 0:

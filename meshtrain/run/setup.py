@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from meshtrain.attention import has_varlen
 from meshtrain.checkpoint.resume import RunSpec
 from meshtrain.config import Config
 from meshtrain.config.layout_advice import host_warnings
@@ -19,10 +20,20 @@ from meshtrain.job.storage import with_retries
 from meshtrain.layout import DATA_AXES
 from meshtrain.mesh import Mesh
 from meshtrain.metrics.step_timer import StepTimer
-from meshtrain.modeling.build import build_model, check_start, outputs, parameter_count, short_sample, spec_of
+from meshtrain.modeling.build import (
+    build_model,
+    check_start,
+    compile_choice,
+    outputs,
+    parameter_count,
+    short_sample,
+    spec_of,
+)
 from meshtrain.modeling.context import context_costs
 from meshtrain.modeling.experts import expert_costs
 from meshtrain.parallel.context import ContextParallel
+from meshtrain.parallel.linear.float8 import describe_float8
+from meshtrain.parallel.mixed_precision import compute_dtype
 from meshtrain.parallel.tp_plan import NO_SEQUENCE, has_sequence_parts, shards_sequence
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.run.checkpointing import describe_saving
@@ -111,14 +122,26 @@ def banner_lines(spec: RunSpec, job: Job, data: OpenData, evaluated: Samples | N
     yield f"model {config.model.name}: {parameter_count(spec_of(config).meta):,} parameters{active}"
     if experts is not None:
         yield experts.line
-    plan = getattr(model_file(config.model.name), "tp_plan", {})
+    if (numbers := config.train.linear_precision) is not None:
+        yield describe_float8(spec_of(config).meta, numbers, compute_dtype(config.train.precision), job.device.type)
+    module = model_file(config.model.name)
+    plan = getattr(module, "tp_plan", {})
     if layout.size("tp") > 1 and config.parallel.sequence_parallel is None and not shards_sequence(plan):
         yield f"parallel.sequence_parallel is off: {NO_SEQUENCE}"
+    choice = compile_choice(config, layout, job.device)
+    if job.device.type == "cuda" and config.parallel.compile == "auto":
+        yield f"parallel.compile: auto: {choice}"
+    groups = (vars(layer)["axis_group"].choice for layer in model.modules() if "axis_group" in vars(layer))
+    if fused := next(filter(None, groups), None):
+        yield f"parallel.symmetric_memory: auto: {fused}"
     if isinstance(model, Pipeline):
         yield model.about
     elif config.metrics.timeline is not None:
         yield "metrics.timeline is for a pipeline, and this layout has none (pp: 1): no timeline is written"
     yield from data.about
+    if config.data.mask_documents and layout.size("cp") == 1 and job.device.type == "cuda":
+        lengths = has_varlen(job.device, compute_dtype(config.train.precision)) and hasattr(module, "cp_plan")
+        yield f"attention within documents by {'their lengths' if lengths else 'a mask of all pairs of tokens'}"
     if evaluated is not None and evaluated is not data.validation:
         yield f"an evaluation takes {len(evaluated):,} samples of the validation (train.eval_samples)"
     yield describe_saving(spec)

@@ -23,8 +23,7 @@ STOPPED = 75  # the exit status of a run that was asked to stop and can be gone 
 
 
 class RunStatus(AbstractContextManager["RunStatus"]):
-    """Around a run: rank 0 forgets how the last job ended, and writes down how this one does, unless it is refused at
-    start."""
+    """Around a run: rank 0 writes down how it ends, over how the last one did, unless it is refused at start."""
 
     def __init__(self, folder: RunFolder, job: Job) -> None:
         self.folder = folder

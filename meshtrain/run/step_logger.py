@@ -18,7 +18,7 @@ from meshtrain.mesh import Mesh
 from meshtrain.metrics.logger import NoMetrics
 from meshtrain.metrics.step_timer import memory_gib
 from meshtrain.modeling.build import spec_of
-from meshtrain.modeling.flops import mfu, peak_flops, sample_flops
+from meshtrain.modeling.flops import CausalCalls, causal_flops, mfu, peak_flops, sample_flops
 from meshtrain.run.phase_monitor import PhaseMonitor
 from meshtrain.trainer import StepResult
 
@@ -56,7 +56,8 @@ class StepLogger(AbstractContextManager["StepLogger"]):
 
     def _count_flops(self) -> None:
         batch = self.data.train.read([(0, 0)], 1).batch()
-        self._flops, of_model = sample_flops(spec_of(self.config).meta, batch.inputs)
+        self._causal, self._packed = CausalCalls(), batch.tensors.get("documents") is not None
+        self._flops, of_model = sample_flops(spec_of(self.config).meta, batch.inputs, self._causal)
         self._peak, of_device = peak_flops(self.job.device, self.config.train.precision)
         self._metrics.say(f"{of_model}; {of_device} (for MFU)")
 
@@ -119,11 +120,21 @@ class StepLogger(AbstractContextManager["StepLogger"]):
             "samples_digest": samples_digest(sample for _, sample in self._items(result.step)),
             "tokens_per_s": result.num_valid_tokens / seconds,
             "mfu": mfu(None if self._flops is None else self._flops * size, seconds, self._peak, self.job.world_size),
+            "mfu_causal": mfu(self._causal_flops(result.step), seconds, self._peak, self.job.world_size),
             "memory_gib": memory_gib(self.job.device),
             **times,
             **{f"sent_bytes_{axis}": sent for axis, sent in result.sent.items()},
             **result.terms,
         }
+
+    def _causal_flops(self, step: int) -> int | None:
+        """FLOPs of a step in which only pairs of tokens count that see each other; None if not known."""
+        if self._flops is None:
+            return None
+        lengths = self.data.train.document_lengths([sample for _, sample in self._items(step)])
+        if self._packed and lengths is None:
+            return None
+        return causal_flops(self._flops, self._causal.flops, self.config.batch.global_size, lengths)
 
     def _items(self, step: int) -> list[tuple[int, int]]:
         size = self.config.batch.global_size

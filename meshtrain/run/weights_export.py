@@ -1,8 +1,7 @@
 """Distributed export: a model on any mesh becomes a Hugging Face directory, tensor by tensor.
 
-The files are shared out among the ranks that see the folder. In each turn every one of these writers receives the parts
-of one stored tensor (of one expert) from the ranks that hold them and writes it: no rank ever holds more than one
-whole stored tensor besides what it has.
+The files are shared out among the ranks that see the folder. In each turn each writer receives the parts of one stored
+tensor (of one expert) and writes it: no rank holds more than that besides its own.
 """
 
 import uuid

@@ -25,7 +25,7 @@ from meshtrain.job.watchdog.diagnose import diagnose
 from meshtrain.job.watchdog.records import PendingCollective, RankReport, RankStatus, Reach
 from tests.checkpoint.going_on import small_run
 from tests.checkpoint.known import ABOUT, alone, fill, on
-from tests.launching import forked
+from tests.launching import forked_command, run_together
 
 
 @pytest.fixture
@@ -250,9 +250,9 @@ def test_a_rank_that_waits_for_its_disk_is_not_lost_and_one_that_is_gone_is() ->
         assert (found.kind, found.ranks) == (reach, (2,))
 
 
-@pytest.mark.parametrize("in_background", [True, False])
-def test_a_slow_disk_ends_no_job(tmp_path: Path, in_background: bool) -> None:
-    """Rank 1 takes several deadlines for its second file."""
+def test_a_slow_disk_ends_no_job(tmp_path: Path) -> None:
+    """Rank 1 takes several deadlines for its second file: in the background, and while all wait, in jobs side by side,
+    which sleep for most of their time."""
     slow = "train.chaos=[{fault: slow, rank: 1, step: 4, during: save, seconds: 14}]"
     options = (
         "train.steps=8",
@@ -261,7 +261,13 @@ def test_a_slow_disk_ends_no_job(tmp_path: Path, in_background: bool) -> None:
         "data.workers=0",
         "layout={dp_shard: 2}",
     )
-    background = f"checkpoint.in_background={in_background}"
-    job = forked(2, "-m", "meshtrain.train", str(small_run(tmp_path)), *options, background, slow).check()
-    assert folder.complete_steps(tmp_path / "run/checkpoints") == [4, 6, 8]
-    assert "waiting for rank 1 on host" in job.err, "a deadline has passed, and who is waited for was said"
+    folders = [tmp_path / name for name in ("true", "false")]
+    commands = []
+    for one in folders:
+        one.mkdir()
+        keys = (*options, f"checkpoint.in_background={one.name}", slow)
+        commands.append(forked_command(2, "-m", "meshtrain.train", small_run(one), *keys))
+    for one, job in zip(folders, run_together(commands), strict=True):
+        job.check()
+        assert folder.complete_steps(one / "run/checkpoints") == [4, 6, 8]
+        assert "waiting for rank 1 on host" in job.err, "a deadline has passed, and who is waited for was said"

@@ -12,7 +12,7 @@ from tests.checkpoint import matrix_cases
 from tests.launching import forked
 from tests.parity.experiments import QUICKSTART, SMALL
 
-SAVED, STEPS = 3, 6  # the step that is loaded, and that of the end
+SAVED, STEPS = 2, 4  # the step that is loaded, and that of the end
 LAYOUTS = {
     "one process": "{dp_shard: 1}",
     "DDP": "{dp_replicate: 4}",
@@ -52,7 +52,9 @@ MODEL = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs on every layout, each with a checkpoint in the middle, and then from each of these on every other layout."""
     folder = tmp_path_factory.mktemp("matrix")
-    first = {world: [run(folder, name, name, "checkpoint.every=3") for name in WORLDS[world]] for world in WORLDS}
+    first = {
+        world: [run(folder, name, name, f"checkpoint.every={SAVED}") for name in WORLDS[world]] for world in WORLDS
+    }
     then = {
         world: [
             run(folder, loaded, f"{saved} to {loaded}", "checkpoint.every=0", f"checkpoint.resume={at(folder, saved)}")
@@ -102,4 +104,4 @@ def test_the_steps_move_the_model(folder: Path) -> None:
         first, last = (folder / layout / "checkpoints" / name_of(step) for step in (SAVED, STEPS))
         assert len(diff(first, last).tensors) == len(open_manifest(first)[0].tensors)
     rows = read(folder / "one process" / "metrics.jsonl")
-    assert rows[-1]["loss"] < 0.95 * rows[SAVED - 1]["loss"]
+    assert rows[-1]["loss"] < 0.95 * rows[0]["loss"]

@@ -420,7 +420,7 @@ def overridden(draw: st.DrawFn) -> list[str]:
         "optimizer.betas": st.lists(st.floats(0, 0.999), min_size=2, max_size=2),
         "data.cache": st.none() | PATHS,
         "data.validation": PATHS | st.floats(0, 0.99),
-        "parallel.compile": st.booleans(),
+        "parallel.compile": st.sampled_from(("auto", True, False)),
         "metrics.profile": st.none() | st.just([first, first + 5]),
         "model.heads": st.sampled_from([1, 2, 4]),
         "model.words": st.lists(TEXTS),

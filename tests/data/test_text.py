@@ -330,6 +330,12 @@ def check_samples(stream: Stream, flat: list[tuple[int, int]], seq_len: int) -> 
         assert same.tolist() == tokens.tolist()
         assert arange.tolist() == list(range(seq_len))
         assert none is None
+        assert [n for n in samples.document_lengths([index]) if n] == [expected.count(document) for document in order]
+    if len(samples):  # any samples in any order, also one twice
+        chosen = [len(samples) - 1, 0, len(samples) - 1]
+        lengths = [samples.document_lengths([index]) for index in chosen]
+        assert np.concatenate(lengths).tolist() == samples.document_lengths(chosen).tolist()
+    assert plain.document_lengths([0]) is None
 
 
 def test_batches_are_contiguous_int64(tmp_path: Path) -> None:

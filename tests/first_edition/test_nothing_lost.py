@@ -36,7 +36,11 @@ def listed(text: str) -> list[str]:
 
 Schema = dict[str, Any]
 # Defaults that changed since, with the reason: where the old default was possible it is still what happens.
-OTHER_DEFAULTS = {"parallel.sequence_parallel": "null asks the model's `tp_plan`; llama's has what makes it true"}
+OTHER_DEFAULTS = {
+    "parallel.sequence_parallel": "null asks the model's `tp_plan`; llama's has what makes it true",
+    "parallel.compile": "auto is true on GPUs, where results stay within rounding; on CPUs it is false as before",
+    "parallel.symmetric_memory": "auto is what false was, but on GPUs that are linked by NVLink",
+}
 
 
 def schema_of(path: Path) -> Schema:

@@ -103,6 +103,17 @@ def test_parts_and_interleaved_pairs_turn_as_in_transformers() -> None:
         torch.testing.assert_close(rotate_interleaved(x, cos, sin), theirs)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_turned_by_angles_in_float32(dtype: torch.dtype) -> None:
+    """One rounding, of the result."""
+    q = torch.randn(1, 64, 2, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    narrow, exact = (cos_sin(torch.arange(64)[None], 500.0, {}, 8, MOST, x) for x in (dtype, torch.float64))
+    turned = rotate(q, *narrow)
+    assert turned.dtype == dtype
+    expected = rotate(q.double(), *exact)
+    assert (turned == expected.to(dtype)).float().mean() > 0.999, "a tie may fall to the other side"
+
+
 @pytest.mark.parametrize("name", [name for name in SCALINGS if "yarn" in name] + ["linear"])
 def test_deepseek_scales_its_scores_as_in_transformers(name: str) -> None:
     for scaling in (SCALINGS[name], SCALINGS[name] | ({"mscale_all_dim": 1.0} if "yarn" in name else {})):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from meshtrain.errors import InputError, TrainingError, UnreadableError
 from meshtrain.job import process as runtime
 from meshtrain.job.environment import Environment
-from meshtrain.job.process import Job
+from meshtrain.job.process import Job, choose_allocator
 from tests.launching import ROOT, environment
 
 JOIN = """
@@ -37,6 +37,16 @@ def test_a_process_that_joins_may_open_as_many_files_as_the_system_allows() -> N
     command = [sys.executable, "-c", JOIN, "64", "700"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), check=True)
     assert json.loads(done.stdout) == [700, 700]
+
+
+def test_the_memory_of_a_gpu_grows_in_segments_unless_the_user_chooses() -> None:
+    variables: dict[str, str] = {}
+    choose_allocator(variables)
+    assert variables == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        variables = {name: "backend:cudaMallocAsync"}
+        choose_allocator(variables)
+        assert variables == {name: "backend:cudaMallocAsync"}
 
 
 @pytest.mark.parametrize(("hard", "refused"), [(4607, True), (4608, False), (resource.RLIM_INFINITY, False)])

@@ -222,8 +222,8 @@ def test_the_parts_add_up_and_no_step_counts_twice(
 
 GOOD = (
     '{"started": 1700000000.0, "step": 0}\n'
-    '{"step": 4, "startup_s": 3.0, "training_s": 3.0, "data_s": 1.0, "evaluation_s": 0.0, "saving_s": 0.5, '
-    '"saved": true}\n'
+    '{"step": 4, "startup_s": 3.0, "compile_s": 0.0, "training_s": 3.0, "data_s": 1.0, "evaluation_s": 0.0, '
+    '"saving_s": 0.5, "saved": true}\n'
 )
 
 
@@ -237,6 +237,14 @@ def test_a_line_that_was_cut_off_is_left_out_without_a_word(world: World) -> Non
         assert ledger.note is None
         assert parts(ledger) == {"startup": 3, "training": 3, "data": 1, "saving": 0.5, "between": 92.5}
         assert (world.folder / FILE).read_text() == GOOD + '{"started": 1700000100.0, "step": 4}\n'
+
+
+def test_a_ledger_from_before_compiling_was_counted_is_read(world: World) -> None:
+    (world.folder / FILE).write_text(GOOD.replace('"compile_s": 0.0, ', ""))
+    jobs, problem = read(world.folder / FILE)
+    assert problem is None
+    assert jobs[0].last.seconds["compile"] == 0
+    assert jobs[0].last.elapsed == 7.5
 
 
 class Payload:

@@ -37,7 +37,12 @@ def test_steps_of_all_widths_stand_under_each_other() -> None:
 
 
 def test_what_a_row_does_not_have_is_left_out() -> None:
-    assert step_line({"step": 1, "loss": 1.5, "mfu": None}, 9, "tokens/s") == "step 1/9  loss 1.5000"
+    assert (
+        step_line({"step": 1, "loss": 1.5, "mfu": None, "mfu_causal": None}, 9, "tokens/s") == "step 1/9  loss 1.5000"
+    )
+    both = {"step": 1, "loss": 1.5, "mfu": 0.312, "mfu_causal": 0.2681}
+    assert step_line(both, 9, "tokens/s") == "step 1/9  loss 1.5000  mfu 31.2 % (causal 26.8 %)"
+    assert step_line(both | {"mfu_causal": 0.312}, 9, "tokens/s") == "step 1/9  loss 1.5000  mfu 31.2 %"  # no attention
 
 
 @pytest.mark.parametrize(

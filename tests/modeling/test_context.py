@@ -206,7 +206,7 @@ def test_the_table_of_memory(llama: str) -> None:
         "attention, `gather`",
         "`ring`",
         "`context_heads`",
-        "logits",
+        "loss",
     ]
     rows = [titles, ["---"] * len(titles)]
     for tokens, layout in LAYOUTS:
@@ -229,6 +229,6 @@ def columns_of(plans: list[Plan]) -> list[str]:
     assert first.context is not None
     tokens, memory = first.context.padded // first.context.ranks, first.memory
     state = memory.weight_bytes + memory.gradient_bytes + memory.optimizer_bytes
-    inputs, logits = 32 * tokens * 4096 * 2 // tp, tokens * 128256 * 2 // tp
+    inputs, loss = 32 * tokens * 4096 * 2 // tp, (2 * 2048 * 2 + 4096 * 4) * 128256 // tp
     attention = [plan.context.saved + plan.context.transient for plan in plans if plan.context is not None]
-    return [f"{size / GI:.1f}" for size in (state, inputs, *attention, logits)]
+    return [f"{size / GI:.1f}" for size in (state, inputs, *attention, loss)]

@@ -1,12 +1,29 @@
 """The arithmetic of a model against closed forms, and the hardware's peak by name."""
 
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
+from meshtrain.attention import AttentionContext, attention, document_mask, sliding_window
 from meshtrain.config.locate import model_file
-from meshtrain.modeling.flops import mfu, peak_flops, readable, sample_flops, table_flops
+from meshtrain.modeling.flops import (
+    Causal,
+    CausalCalls,
+    causal_flops,
+    mfu,
+    peak_flops,
+    readable,
+    sample_flops,
+    table_flops,
+    visible_pairs,
+)
+from meshtrain.run.step_logger import StepLogger
 
 CPU = torch.device("cpu")
 
@@ -66,6 +83,138 @@ def test_the_projects_llama(documents: bool) -> None:
     tokens = torch.zeros(2, 40, dtype=torch.int64)
     flops, _ = sample_flops(model, (tokens, torch.arange(40).expand(2, 40), tokens if documents else None))
     assert flops == closed_form(model, 2, 4 * 32, 40)
+
+
+@pytest.mark.parametrize(
+    ("preset", "full", "causal"),
+    [("llama-3.2-1b", 10.636e9, 9.025e9), ("llama-3.1-8b", 57.9137e9, 51.4712e9)],
+)
+def test_per_token_of_8192_full_and_causal(preset: str, full: float, causal: float) -> None:
+    """6 N + 12 L d s, and 6 N + 6 L d (s + 1) where only the s (s + 1) / 2 pairs count that see each other."""
+    llama, s = model_file("llama"), 8192
+    with torch.device("meta"):
+        model = llama.Model(llama.Config(**llama.presets[preset]))
+    calls = CausalCalls()
+    flops, _ = sample_flops(model, (torch.zeros(1, s, dtype=torch.int64),), calls)
+    assert flops is not None
+    config = model.config
+    layers, d = config.num_hidden_layers, config.hidden_size  # their heads are together as wide
+    weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    assert flops == s * (6 * weights + 12 * layers * d * s)
+    assert causal_flops(flops, calls.flops, 3, None) == 3 * s * (6 * weights + 6 * layers * d * (s + 1))
+    assert flops / s == pytest.approx(full, rel=1e-4)
+    assert causal_flops(flops, calls.flops, 1, None) / s == pytest.approx(causal, rel=1e-4)
+
+
+TRAINED = [trained for trained in itertools.product([False, True], repeat=3) if any(trained)]
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 2.0}, {"window": 3}])
+def test_all_flops_of_attention_are_told_from_the_rest(trained: tuple[bool, ...], options: dict[str, float]) -> None:
+    class Only(nn.Module):
+        """Nothing but attention, of 4 heads of width 6 over 2 of values of width 5, for 3 samples."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            shapes = (3, 4, 7, 6), (3, 2, 7, 6), (3, 2, 7, 5)
+            self.q, self.k, self.v = (nn.Parameter(torch.zeros(shape), x) for shape, x in zip(shapes, trained))  # noqa: B905
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return attention(self.q, self.k, self.v, AttentionContext.of(tokens), **options)
+
+    calls = CausalCalls()
+    flops, _ = sample_flops(Only(), (torch.zeros(3, 7, dtype=torch.int64),), calls)
+    window = options.get("window")
+    assert calls.flops.keys() == {Causal(7, window, True)}
+    assert flops == calls.flops[Causal(7, window, True)] * 7 * 7
+
+
+def test_torchs_own_causal_attention_counts_as_half_and_any_other_in_full() -> None:
+    calls, tokens = CausalCalls(), torch.zeros(2, 24, dtype=torch.int64)
+    flops, _ = sample_flops(Tiny(v=50, d=32, h=4, k=2, blocks=3), (tokens,), calls)
+    assert flops is not None
+    assert calls.flops == {Causal(24, None, False): 12 * 3 * 32}
+    for documents in (None, np.array([12, 12])):  # it knows nothing of documents
+        assert causal_flops(flops, calls.flops, 1, documents) == flops - 12 * 3 * 32 * (24 * 24 - 24 * 25 // 2)
+
+    class Both(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            q = super().forward(x)[:, None]
+            return F.scaled_dot_product_attention(q, q, q) + F.scaled_dot_product_attention(q, q, value=q, attn_mask=x)
+
+    calls = CausalCalls()
+    sample_flops(Both(4, 4), (torch.zeros(1, 4, 4),), calls)
+    assert not calls.flops
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
+def test_pairs_of_packed_documents_count_in_models_with_experts_and_latent_attention(name: str) -> None:
+    module = model_file(name)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+    heads = latent if name == "deepseek_v3" else {"num_key_value_heads": 2, "head_dim": 12}
+    with torch.device("meta"):
+        model = module.Model(module.Config(**sizes, **heads))
+    s, calls = 16, CausalCalls()
+    documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 16])
+    flops, _ = sample_flops(model, (torch.zeros(2, s, dtype=torch.int64), None, documents), calls)
+    assert flops is not None
+    width = 12 + (6 if name == "deepseek_v3" else 12)
+    per_pair = 2 * 3 * 2 * 4 * width
+    assert calls.flops == {Causal(s, None, True): per_pair}
+    seen = int(document_mask(documents).sum())
+    found = causal_flops(flops, calls.flops, 2, np.array([16, 5, 11]))
+    assert found == 2 * flops - per_pair * (2 * s * s - seen)
+
+
+def test_visible_pairs_are_those_of_the_masks() -> None:
+    for seed in range(20):
+        torch.manual_seed(seed)
+        documents = (torch.rand(2, 30) < 0.2).long().cumsum(1)
+        lengths = np.concatenate([row.unique_consecutive(return_counts=True)[1].numpy() for row in documents])
+        for window in (None, 1, 4, 30, 50):
+            mask = document_mask(documents)
+            mask = mask if window is None else mask & sliding_window(30, window, CPU)
+            assert visible_pairs(lengths, window) == int(mask.sum())
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_step_counts_the_documents_of_its_samples(packed: bool, known: bool) -> None:
+    calls = CausalCalls()
+    calls.flops[Causal(8, None, packed)] = 10
+    lengths = {3: [2, 6], 4: [8], 9: [8]}
+
+    def lengths_of(indices: list[int]) -> np.ndarray | None:
+        return np.concatenate([lengths[index] for index in indices]) if known and packed else None
+
+    logger = SimpleNamespace(
+        _flops=1000,
+        _causal=calls,
+        _packed=packed,
+        _items=lambda step: [(0, step), (0, 4)],
+        data=SimpleNamespace(train=SimpleNamespace(document_lengths=lengths_of)),
+        config=SimpleNamespace(batch=SimpleNamespace(global_size=2)),
+    )
+    rows = {step: StepLogger._causal_flops(logger, step) for step in (3, 9)}  # type: ignore[arg-type]
+    whole = 2000 - 10 * 2 * (64 - 36)
+    cut = whole - 10 * 2 * 6
+    assert rows == {3: (cut if known else None) if packed else whole, 9: whole if known or not packed else None}
+    logger._flops = None
+    assert StepLogger._causal_flops(logger, 3) is None  # type: ignore[arg-type]
+
+
+def test_a_model_that_calls_attention_of_variable_length_is_counted_in_full() -> None:
+    class Packed(nn.Linear):
+        def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+            q = super().forward(x).flatten(0, 1).unflatten(1, (2, 8))
+            y = varlen_attn(q, q, q, ends, ends, 12, 12, window_size=(-1, 0))
+            assert isinstance(y, Tensor)
+            return y
+
+    flops, _ = sample_flops(Packed(16, 16, bias=False), (torch.zeros(3, 12, 16), torch.zeros(9, dtype=torch.int32)))
+    assert flops == 12 * (4 * 16 * 16 + 12 * 16 * 12)  # of the inputs no gradient is made
 
 
 def test_a_classifier() -> None:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from meshtrain.config.locate import model_file
 from meshtrain.loss import attach, record
+from meshtrain.rotary import Rotary
 
 llama = model_file("llama")
 Config, init_plan, tp_plan, cp_plan = llama.Config, llama.init_plan, llama.tp_plan, llama.cp_plan
@@ -12,8 +13,8 @@ check = llama.check
 
 
 class AttachedLayer(llama.Layer):
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        x = super().forward(x, cos, sin, mask)
+    def forward(self, x: Tensor, rotary: Rotary, mask: Tensor | None) -> Tensor:
+        x = super().forward(x, rotary, mask)
         squares = x.square().mean(-1)
         record("square", squares, torch.ones_like(squares))
         record("positive", (x > 0).sum(-1))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from meshtrain.attention import attention
 from meshtrain.config.locate import model_file
+from meshtrain.rotary import Rotary, rotate
 
 llama = model_file("llama")
 init_plan = {"*scale": "ones", **llama.init_plan}
@@ -26,12 +27,12 @@ class Attention(llama.Attention):
         super().__init__(config)
         self.q_norm, self.k_norm = nn.RMSNorm(self.head_dim), nn.RMSNorm(self.head_dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, mask: Tensor | None) -> Tensor:
         q, k, v = (
             rearrange(project(x), "b s (h e) -> b s h e", e=self.head_dim)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = (llama.rotate(one, cos, sin) for one in (self.q_norm(q), self.k_norm(k)))
+        q, k = (rotate(one, rotary.cos, rotary.sin) for one in (self.q_norm(q), self.k_norm(k)))
         y = attention(*(rearrange(t, "b s h e -> b h s e") for t in (q, k, v)), mask)
         return self.o_proj(rearrange(y, "b h s e -> b s (h e)"))
 

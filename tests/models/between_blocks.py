@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshtrain.config.locate import model_file
-from meshtrain.rotary import cos_sin
+from meshtrain.rotary import Rotary, cos_sin
 
 llama = model_file("llama")
 init_plan, tp_plan, check = llama.init_plan, llama.tp_plan, llama.check
@@ -41,7 +41,7 @@ class Model(llama.Model):
             self.model.embed_tokens = ScaledEmbedding(config.vocab_size, config.hidden_size)
             self.lm_head = CappedLinear(config.hidden_size, config.vocab_size, bias=False)
         if self.tweak == "rotary":
-            self.rotary = Rotary(config)
+            self.rotary = RotaryEmbedding(config)
 
     def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
         tweak = self.tweak
@@ -56,30 +56,30 @@ class Model(llama.Model):
         if tweak == "values" and bool((positions < 0).any()):
             x = x * 2
         if tweak == "rotary":
-            cos, sin = self.rotary(positions)
+            rotary = self.rotary(positions)
         else:
-            cos, sin = cos_sin(positions, *self.config.rope, self.config.rotary_width, 0, x.dtype)
+            rotary = Rotary(*cos_sin(positions, *self.config.rope, self.config.rotary_width, 0, x.dtype))
         first = x
         for i, layer in enumerate(self.model.layers):
-            x = layer(x, cos, sin, mask)
+            x = layer(x, rotary, mask)
             if tweak == "middle" and i == 0:
                 x = torch.relu(x)
             if tweak == "skip" and i == 1:
-                x = layer(x, first.mean() * cos, sin, None)
+                x = layer(x, Rotary(first.mean() * rotary.cos, rotary.sin), None)
         if tweak == "order":
-            x = self.model.layers[0](x, cos, sin, mask)
+            x = self.model.layers[0](x, rotary, mask)
         if tweak == "eval" and not self.training:
             x = x[:, -1:]
         logits = self.lm_head(self.model.norm(x))
         return soft_cap(logits) if tweak == "cap" else logits.float() if tweak == "float" else logits
 
 
-class Rotary(nn.Module):
+class RotaryEmbedding(nn.Module):
     """As Hugging Face has it: a module without parameters, in no block."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return cos_sin(positions, *self.config.rope, self.config.rotary_width, 0, torch.float32)
+    def forward(self, positions: Tensor) -> Rotary:
+        return Rotary(*cos_sin(positions, *self.config.rope, self.config.rotary_width, 0, torch.float32))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from meshtrain.attention import attention
 from meshtrain.config.locate import model_file
-from meshtrain.rotary import cos_sin
+from meshtrain.rotary import Rotary, cos_sin
 
 llama = model_file("llama")
 init_plan = llama.init_plan
@@ -37,8 +37,8 @@ class Layer(llama.Layer):
         super().__init__(config)
         self.cross, self.cross_norm = Cross(config), nn.RMSNorm(config.hidden_size)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, memory: Tensor) -> Tensor:
-        return super().forward(x + self.cross(self.cross_norm(x), memory), cos, sin, mask)
+    def forward(self, x: Tensor, rotary: Rotary, mask: Tensor | None, memory: Tensor) -> Tensor:
+        return super().forward(x + self.cross(self.cross_norm(x), memory), rotary, mask)
 
 
 class Model(llama.Model):
@@ -48,7 +48,7 @@ class Model(llama.Model):
 
     def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
         memory = x = self.model.embed_tokens(tokens)
-        cos, sin = cos_sin(positions, *self.config.rope, self.config.rotary_width, 0, x.dtype)
+        rotary = Rotary(*cos_sin(positions, *self.config.rope, self.config.rotary_width, 0, x.dtype))
         for layer in self.model.layers:
-            x = layer(x, cos, sin, None, memory)
+            x = layer(x, rotary, None, memory)
         return self.lm_head(self.model.norm(x))

@@ -5,26 +5,29 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from meshtrain.cli.memory import held_by_ranks
+from meshtrain.errors import InputError
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
 from meshtrain.metrics.logger import read
-from meshtrain.optim import Optimizer, clip_gradients, grad_norm
+from meshtrain.optim import Optimizer, clip_gradients, grad_norm, rounding
 from meshtrain.optim.grad_norm import clip_factor, local_parameters
 from meshtrain.optim.lr_schedule import learning_rate
 from meshtrain.optim.optimizer import GroupOptions, UpdateRule
 from meshtrain.optim.registry import OPTIMIZERS, update_rule
+from meshtrain.optim.rounding import random_bits, round_stochastically
 from meshtrain.parallel.mixed_precision import sum_dtype, sum_dtype_of
 from meshtrain.parallel.sharding import ParameterSpec
 from meshtrain.trainer import LossScale
-from tests.launching import TORCHRUN, forked, run
+from tests.launching import TORCHRUN, Finished, forked, run
 from tests.parallel.test_tensor_parallel import assert_none_failed
-from tests.parity.experiments import SMALL
+from tests.parity.experiments import QUICKSTART, SMALL
 
 MESH = build_mesh(Layout({"dp_shard": 1}))
 
@@ -41,6 +44,7 @@ def settings(**keys: object) -> SimpleNamespace:
         "schedule": "cosine",
         "warmup_steps": 10,
         "decay_steps": None,
+        "state_precision": "float32",
     }
     return SimpleNamespace(**(values | keys))
 
@@ -120,6 +124,105 @@ def test_a_skipped_update_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
     for key, value in optimizer.rule._adamw.state[optimizer.param_groups[0].parameters[0].local].items():
         assert torch.equal(value, state[key]), key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("factor", [2.0**-16, 0.3, 1.0])
+def test_gradients_are_scaled_in_the_update(dtype: torch.dtype, factor: float) -> None:
+    """As if they had been scaled before it: a loss scale, a power of 2, to the bit; clipping in float32 but for the
+    rounding of one factor, because the kernel divides by it."""
+    ours, theirs = model_with_gradients().to(dtype), model_with_gradients().to(dtype)
+    optimizer = Optimizer(ours, settings(schedule="constant", warmup_steps=0, weight_decay=0.0), MESH, 10)
+    reference = torch.optim.AdamW(
+        theirs.parameters(), lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=True
+    )
+    exact = dtype == torch.float64 or factor != 0.3
+    for step, skipped in ((1, False), (2, True), (3, False)):
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            a.grad = torch.full_like(a, math.nan) if skipped else torch.cos(step * a.detach() * 100)
+            b.grad = torch.cos(step * b.detach() * 100) * factor
+        optimizer.squared_norm()
+        optimizer.update(step, torch.tensor(factor, dtype=torch.float64), torch.tensor(skipped))
+        if not skipped:
+            reference.step()
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0 if exact else 1e-6, atol=0 if exact else 1e-6)
+
+
+def test_averages_in_bfloat16_are_right_in_the_mean() -> None:
+    """The first step is AdamW's. With a decay whose steps are lost when they are rounded to nearest, the averages of
+    many elements still follow gradients up and down."""
+    keys: dict[str, Any] = {"schedule": "constant", "warmup_steps": 0, "lr": 1e-3, "betas": (0.9, 0.999)}
+    models = [nn.Linear(200, 100) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    exact = Optimizer(models[0], settings(**keys), MESH, 10)
+    rounded = Optimizer(models[1], settings(**keys, state_precision="bfloat16"), MESH, 10)
+    optimizers = exact, rounded
+    for step in range(1, 61):
+        skipped = torch.tensor(step == 7)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, math.nan if skipped else 3.0 if step < 30 else 0.5)
+            optimizer.squared_norm()
+            optimizer.update(step, torch.tensor(0.25, dtype=torch.float64), skipped)
+        ours, theirs = models[1].weight.detach(), models[0].weight.detach()
+        if step == 1:
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+        assert abs((ours - theirs).mean().item()) < step * 1e-3 * 2e-3, "1e-3 is a step"
+        expected = exact.state(models[0].weight)
+        for kind, (_, average) in rounded.state(models[1].weight).items():
+            assert average.dtype == torch.bfloat16
+            assert average.float().mean().item() == pytest.approx(expected[kind][1].mean().item(), rel=2e-3), kind
+    assert rounded.updates == exact.updates == 59
+
+
+def test_random_bits_are_those_of_the_element_wherever_it_lies() -> None:
+    whole, update = (7, 5, 3), torch.tensor(3.0)
+    bits = random_bits("w", update, whole, (slice(0, 7), slice(0, 5), slice(0, 3)))
+    part = (slice(2, 6), slice(1, 2), slice(0, 3))
+    assert torch.equal(random_bits("w", update, whole, part), bits[part])
+    assert bits.unique().numel() == bits.numel()
+    assert not torch.equal(random_bits("v", update, whole, part), bits[part])
+    assert not torch.equal(random_bits("w", update + 1, whole, part), bits[part])
+
+
+def test_stochastic_rounding_keeps_the_mean_and_what_needs_no_rounding() -> None:
+    bits = random_bits("w", torch.tensor(1.0), (100_000,), (slice(0, 100_000),))
+    for value in (1.0, -3.0, 0.0, 2.0**-130):
+        assert torch.equal(round_stochastically(torch.full((9,), value), bits[:9]).float(), torch.full((9,), value))
+    for value in (1 + 2**-9, -1 - 3 * 2**-10):
+        rounded = round_stochastically(torch.full((100_000,), value), bits >> 16).double()
+        assert set(rounded.abs().tolist()) == {1.0, 1 + 2**-7}
+        assert rounded.mean().item() == pytest.approx(value, abs=4 * 2**-8 / 100_000**0.5)
+
+
+def test_an_average_in_bfloat16_is_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which change nothing, as a memory format does not."""
+    found = []
+    for size, memory_format in (
+        (2**22, torch.contiguous_format),
+        (20, torch.contiguous_format),
+        (20, torch.channels_last),
+    ):
+        monkeypatch.setattr(rounding, "BLOCK", size)
+        torch.manual_seed(0)
+        model = nn.ParameterList([torch.randn(5, 3, 2, 2).to(memory_format=memory_format), torch.tensor(0.5)])
+        optimizer = Optimizer(model, settings(state_precision="bfloat16"), MESH, 10)
+        for step in (1, 2):
+            for p in model:
+                p.grad = p.detach().sin()
+            optimizer.squared_norm()
+            optimizer.update(step, None, torch.tensor(False))
+        found.append([p.detach().flatten() for p in model])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_an_optimizer_without_rounding_keeps_no_state_in_bfloat16(toy: type[UpdateRule]) -> None:
+    with pytest.raises(InputError, match="is built for adamw, not for normalized"):
+        Optimizer(nn.Linear(2, 2), settings(name="normalized", state_precision="bfloat16"), MESH, 10)
+    held = held_by_ranks([ParameterSpec("w", (6, 10))], Layout({}), "float64", "adamw", state_precision="bfloat16")
+    assert held.optimizer_bytes == 2 * 2 * 60
 
 
 def test_clipping_is_torchs() -> None:
@@ -262,3 +365,22 @@ def test_another_optimizer_trains_and_resumes_on_any_layout(tmp_path: Path) -> N
     rows = train(two, "two", 6, "layout={tp: 2}")  # resumed on another layout
     assert [row[0] for row in rows] == pytest.approx([row[0] for row in expected], rel=1e-9)
     assert [row[1] for row in rows] == pytest.approx([row[1] for row in expected], rel=1e-9)
+
+
+@pytest.mark.timeout(400)
+def test_averages_in_bfloat16_are_the_same_on_any_layout_and_in_checkpoints(tmp_path: Path) -> None:
+    def train(world: int, output: str, steps: int, *overrides: str) -> Finished:
+        keys = [*SMALL, "train.precision=float64", "optimizer.state_precision=bfloat16", "checkpoint.every=3"]
+        keys += ["optimizer.schedule=constant", "model.tie_word_embeddings=true", f"train.steps={steps}"]
+        command = ("-m", "meshtrain.train", QUICKSTART, *keys, f"train.output={tmp_path}/{output}", *overrides)
+        return forked(world, *command)
+
+    train(1, "one", 6).check()
+    train(2, "two", 3).check()
+    train(2, "two", 6, "layout={pp: 2}").check()  # resumed on another layout, where both stages hold the tied weight
+    rows, expected = (read(tmp_path / name / "metrics.jsonl") for name in ("two", "one"))
+    for kind in ("loss", "grad_norm"):
+        assert [row[kind] for row in rows] == pytest.approx([row[kind] for row in expected], rel=1e-9)
+    refused = train(2, "two", 8, "optimizer.state_precision=float32")
+    assert "other types: optimizer." in refused.err
+    assert "(there BF16, the model's F64)" in refused.err

@@ -167,7 +167,7 @@ class Convolution(llama.Layer):
 class OwnAttention(llama.Attention):
     """Does not ask meshtrain's."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, x: Tensor, rotary: Any, context: AttentionContext) -> Tensor:
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for project in self.projections())
         return self.o_proj(
             F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
@@ -178,7 +178,7 @@ class OwnAttention(llama.Attention):
 
 
 class Twice(OwnAttention):
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, x: Tensor, rotary: Any, context: AttentionContext) -> Tensor:
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for project in self.projections())
         y = attention(q, k, v, context) - 0.5 * attention(q.roll(1, 1), k, v, context)
         return self.o_proj(y.transpose(1, 2).flatten(2))
@@ -191,7 +191,7 @@ class KeyBias(OwnAttention):
         super().__init__(config)
         self.k_proj = nn.Linear(D, self.k_proj.out_features)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, x: Tensor, rotary: Any, context: AttentionContext) -> Tensor:
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for project in self.projections())
         return self.o_proj(attention(q, k, v, context).transpose(1, 2).flatten(2))
 
@@ -264,7 +264,7 @@ REFUSED: dict[type[nn.Module], str] = {
     with_attention(OwnAttention): "model.layers.0: output 0 differs by",
     with_attention(Twice): "model.layers.0.self_attn calls attention 2 times",
     Between: "the model's output 0 differs by",
-    Counted: "model.layers.0: input 1",
+    Counted: "model.layers.0: output 0 differs by",
     Pooled: "the model's output 0",
     own(Normed): "is a BatchNorm1d",
 }

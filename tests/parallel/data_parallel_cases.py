@@ -1,12 +1,15 @@
 """Run under torchrun: gradients of a small model under DDP, FSDP and HSDP against sums made by hand; tells failures."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import meshtrain
@@ -14,6 +17,7 @@ from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
 from meshtrain.parallel import ddp, fsdp
 from meshtrain.parallel.grad_sync import set_is_last_backward
+from meshtrain.parallel.linear import use_products
 
 fsdp.MIN_UNIT_SIZE = 0  # each block by itself
 ddp.BUCKET_BYTES = 200  # several buckets
@@ -60,13 +64,14 @@ class Model(nn.Module):
         self.a = nn.Linear(5, 7)
         self.b = nn.Linear(7, 7)
         self.c = Gain()
-        self.fails = self.reentrant = False
+        self.fails = self.reentrant = self.twice = False
 
     def blocks(self) -> list[nn.Module]:
         return [self.a, self.b, self.c]
 
     def forward(self, x: Tensor, with_b: bool, with_gain: bool) -> Tensor:
         y = torch.tanh(self.a(x))
+        y = torch.tanh(self.a(y[:, :5])) if self.twice else y
         z = y + self.b(y) if with_b else y
         if self.reentrant:
             return checkpoint(self.c, z, with_gain, use_reentrant=True)
@@ -83,9 +88,10 @@ def fresh() -> Model:
     return Model().double()
 
 
-def expected(world: int, microbatches: int, use: Use) -> dict[str, Tensor]:
+def expected(world: int, microbatches: int, use: Use, twice: bool = False) -> dict[str, Tensor]:
     """The gradient of the sum over all ranks and microbatches, in one process."""
     model = fresh()
+    model.twice = twice
     for rank in range(world):
         for microbatch in range(microbatches):
             model(inputs(rank, microbatch), *use(rank, microbatch)).square().sum().backward()
@@ -114,6 +120,16 @@ def step(
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
+
+
+class Copies(TorchDispatchMode):
+    """Copies of matrices."""
+
+    matrices = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.matrices += func is torch.ops.aten.copy_.default and args[0].dim() == 2
+        return func(*args, **(kwargs or {}))
 
 
 class Cases:
@@ -149,6 +165,41 @@ class Cases:
             step(model, mesh, 3, USES[name], dtype=torch.bfloat16)
             wanted = expected(mesh.layout.world_size, 3, USES[name])
             self.same(model, wanted, str(mesh.layout), name, "bfloat16", reshard, tolerance=0.1)
+
+    def half_messages(self, mesh: Mesh, reshard: bool) -> None:
+        """Gradients that travel in bfloat16: half the bytes, rounded sums, and float32 before and after."""
+        sums = ("all_reduce", "reduce_scatter")
+        for precision in ("float32", "bfloat16"):
+            bytes_of, found = [], []
+            for reduce_precision in (None, "bfloat16"):
+                how = {"precision": precision, "reduce_precision": reduce_precision, "reshard_after_forward": reshard}
+                model = meshtrain.parallelize(fresh(), mesh, **how)
+                mesh.comm_bytes.restart()
+                step(model, mesh, 3, USES["last"], dtype=getattr(torch, precision))
+                kinds = [mesh.comm_bytes.by_kind(axis) for axis in mesh.layout.axes]
+                total = sum((Counter(kind) for kind in kinds), Counter())
+                bytes_of.append((sum(total[name] for name in sums), total.total()))
+                found.append(torch.cat([grad.flatten() for grad in gradients(model).values()]))
+                wanted = expected(mesh.layout.world_size, 3, USES["last"])
+                self.same(model, wanted, str(mesh.layout), "half messages", reshard, precision, tolerance=0.1)
+            (whole, all_whole), (half, all_half) = bytes_of
+            right = 2 * half == whole and all_whole - whole == all_half - half and found[1].dtype == torch.float32
+            error = (found[1] - found[0]).abs().max() / found[0].abs().max()
+            if not right or not 1e-5 < error < 2**-6:
+                self.failures.append(
+                    [str(mesh.layout), "half messages", precision, reshard, str(bytes_of), float(error)]
+                )
+        if mesh.uses_fsdp:  # the last model; what microbatches are added up in
+            set_is_last_backward(model, False)
+            model(inputs(mesh.rank, 0).bfloat16(), True, True).sum().backward()
+            groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
+            units = [unit for unit in groups if unit]
+            added = {p.unsharded_accumulated_grad.dtype for unit in units for p in unit.fsdp_params if not reshard}
+            partial_sums = [unit._partial_reduce_output for unit in units if reshard and mesh.size("dp_replicate") > 1]
+            added |= {partial_sum.dtype for partial_sum in partial_sums}
+            added |= {grad.dtype for grad in gradients(model).values()}
+            self.failures += [] if added == {torch.float32} else [["added up in", str(mesh.layout), str(added)]]
+        self.checked += 1
 
     def recomputed(self, mesh: Mesh) -> None:
         """A whole model whose forward runs again inside of the backward."""
@@ -258,9 +309,27 @@ class Cases:
         step(model, mesh, 2, USES["all"])
         self.same(model, expected(mesh.layout.world_size, 2, USES["all"]), "reentrant")
 
+    def products(self, mesh: Mesh) -> None:
+        """Layers whose products add to the gradients, of which one has a hook and one is called twice."""
+        for name, use in (USES | BLOCK_OF_ONE_RANK).items():
+            model = fresh()
+            use_products(model)  # as on GPUs
+            meshtrain.parallelize(model, mesh, precision="float64")
+            model.c.linear.weight.register_hook(lambda grad: grad)
+            model.twice = True
+            for _ in range(2):
+                with Copies() as copies:
+                    step(model, mesh, 3, use)
+                # What autograd makes: of the biases and the gain, once, and where there is a hook.
+                if name == "all" and copies.matrices > 1:
+                    self.failures.append(["gradients of products are copied", copies.matrices])
+            self.same(model, expected(mesh.layout.world_size, 3, use, twice=True), name, "products")
+
     def memory(self, mesh: Mesh) -> None:
         """Gradients lie in memory as large as the parameters, at any time of any step."""
-        model = meshtrain.parallelize(fresh(), mesh, precision="float64")
+        model = fresh()
+        use_products(model)
+        meshtrain.parallelize(model, mesh, precision="float64")
         (sync,) = model.gradient_syncs
         flats = {bucket.flat.untyped_storage().data_ptr() for bucket in sync._buckets}
         whole = sum(p.nbytes for p in model.parameters())
@@ -283,6 +352,7 @@ with meshtrain.start(60) as job:
             cases.uses(mesh, reshard)
             if "dp_shard" in layout:
                 cases.sixteen_bits(mesh, reshard)
+            cases.half_messages(mesh, reshard)
             cases.exception(mesh, reshard)
         cases.state(mesh)
         cases.strides(mesh)
@@ -291,6 +361,7 @@ with meshtrain.start(60) as job:
             cases.exception_of_one_rank(mesh)
             cases.reentrant(mesh)
             cases.memory(mesh)
+            cases.products(mesh)
             cases.gradients_asked_for(mesh)
             cases.unfrozen(mesh)
     print(json.dumps({"failures": cases.failures, "checked": cases.checked}) + "\n", end="", flush=True)

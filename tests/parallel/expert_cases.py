@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -267,11 +268,47 @@ def shared_experts_are_refused(world: int) -> list[str]:
     return ["experts of two layers that FSDP cannot shard were taken"]
 
 
+def gathered_ahead() -> list[str]:
+    """A layer gathers its experts and the next layer, and in the backward the one before, whatever runs once more."""
+    mesh, tokens = meshtrain.build_mesh(Layout({"dp_shard": 4}).with_experts(2)), torch.arange(S)[None]
+    # Of the whole model, of layers and of experts; the last layer stays from its forward to its backward.
+    forward, problems = "all layer experts layer run0 experts run1 ", []
+    for recompute, reshard, expected in (
+        ("none", True, forward + "back1 layer back0 experts"),
+        ("full", True, forward + "back1 layer run1 back0 experts run0"),
+        ("none", False, forward + "back1 back0 run0 run1 back1 back0"),
+    ):
+        model, log = Model(Case((), 2)), list[str]()
+        for number, layer in enumerate(model.layers):
+
+            def run(x: Tensor, number: int = number, forward: Any = layer.forward, log: list = log) -> Tensor:
+                log.append(f"run{number}")
+                y = forward(x)
+                y.register_hook(lambda _: log.append(f"back{number}"))
+                return y
+
+            layer.forward = run
+
+        def count(mesh: Mesh, axis: str, kind: str, whole: Tensor, log: list = log) -> None:
+            if kind == "all_gather":
+                rest = "all" if whole.numel() >= 2 * V * D else "layer"
+                log.append("experts" if axis == fsdp.EXPERT_SHARD else rest)
+
+        with patch.object(fsdp, "PREFETCHED_ON", ("cpu",)), patch.object(fsdp, "_count", count):
+            meshtrain.parallelize(model, mesh, recompute=recompute, reshard_after_forward=reshard)
+            for last in (True,) if reshard else (False, True):
+                set_is_last_backward(model, last)
+                model(tokens).square().sum().backward()
+        if " ".join(log) != expected:
+            problems.append(f"gathered ahead, {recompute}, {reshard}: {' '.join(log)} and not {expected}")
+    return problems
+
+
 if __name__ == "__main__":
     with meshtrain.start(120) as job:
         failures, count = [], 0
         if job.world_size == 4:
-            failures += shared_experts_are_refused(4)
+            failures += shared_experts_are_refused(4) + gathered_ahead()
         for case in cases(job.world_size):
             count += 1
             failures += [f"{case}: {problem}" for problem in run(case, job.rank)]

@@ -43,7 +43,7 @@ class Fused(Cases):
 
 
 def layers_of(model: nn.Module) -> list:
-    return [module for module in model.modules() if hasattr(module, "channel")]
+    return [module for module in model.modules() if hasattr(module, "axis_group")]
 
 
 def main() -> None:

@@ -17,13 +17,19 @@ from torch.utils._pytree import tree_leaves
 
 import meshtrain
 from meshtrain.config.locate import model_file
+from meshtrain.data.batch import IGNORE
 from meshtrain.layout import Layout
 from meshtrain.loss import correct_predictions, sample_losses
 from meshtrain.mesh import Mesh
+from meshtrain.parallel import linear_cross_entropy
 from meshtrain.parallel.cross_entropy import gather_logits
 from meshtrain.parallel.grad_sync import set_is_last_backward
+from meshtrain.parallel.linear import use_products
+from meshtrain.parallel.linear.float8 import EMULATED
+from meshtrain.parallel.linear_cross_entropy import LossRequest, fuse_loss, request_loss
 from meshtrain.parallel.sharding import local_part
 from meshtrain.parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from meshtrain.rotary import Rotary
 
 B, S, D, V = 2, 12, 10, 11  # samples, tokens, width, vocabulary
 llama, deepseek = model_file("llama"), model_file("deepseek_v3")
@@ -105,6 +111,59 @@ class Cases:
             dist.all_reduce(d.bias.grad.to_local(), group=self.mesh.group("tp"))  # type: ignore[union-attr]
         self.gradient(d.bias, down.bias, how + "bias of a row")
 
+    def loss_without_logits(self, sequence: bool, vocabulary: int, factor: float | None) -> None:
+        """In chunks that divide nothing; of a vocabulary of 5 the last of 4 ranks has no part."""
+        how = f"loss without logits, sequence_parallel={sequence}, {vocabulary} words, factor {factor}: "
+        torch.manual_seed(0)
+        head, x0 = nn.Linear(D, vocabulary, bias=False), torch.randn(B, S, D, requires_grad=True)
+        targets = torch.randint(vocabulary, (B, S))
+        targets[0, :5] = IGNORE
+        losses0 = F.cross_entropy(head(x0).flatten(0, 1), targets.flatten(), reduction="none").view(B, S).sum(1)
+        layer = ColumnParallelLinear(head, self.mesh, sequence_parallel=sequence, use_local_output=False)
+        fuse_loss(layer, compiled=False)
+        x = (self.part(x0, 1) if sequence else x0).detach().requires_grad_()
+        self.mesh.comm_bytes.restart()
+        scale = None if factor is None else lambda: torch.tensor(factor)
+        with torch.set_grad_enabled(factor is not None), request_loss(LossRequest(lambda: targets, scale)) as request:
+            output = layer(x)
+        assert request.losses is not None
+        self.same(request.losses, losses0.detach(), how + "losses")
+        t, n = self.mesh.size("tp"), B * S
+        sent = 3 * n * (t - 1) + (n * D * (t - 1) / t if sequence else 0)
+        if factor is not None:
+            (losses0.sum() * factor).backward()
+            output.backward()
+            assert x.grad is not None
+            assert x0.grad is not None
+            self.same(x.grad, self.part(x0.grad, 1) if sequence else x0.grad, how + "gradient of x")
+            self.gradient(layer.weight, head.weight, how + "weight")
+            sent += n * D * (1 if sequence else 2) * (t - 1) / t
+        self.equal(sum(self.mesh.comm_bytes.by_kind("tp").values()), round(8 * sent), how + "bytes")
+
+    def float8(self, sequence: bool) -> None:
+        """Features of very different sizes, on ranks of their own: what a rank's scale would keep, that of all rounds
+        away."""
+        torch.manual_seed(0)
+        gate, down = nn.Linear(D, 7, bias=False), nn.Linear(7, D, bias=False)
+        sizes = torch.logspace(0, -14, 7, base=2)
+        gate.weight.data *= sizes[:, None]
+        down.weight.data *= sizes
+        whole, weights = torch.randn(B, S, D, requires_grad=True), torch.randn(B, S, D)
+        g = ColumnParallelLinear(gate, self.mesh, sequence_parallel=sequence)
+        d = RowParallelLinear(down, self.mesh, sequence_parallel=sequence)
+        for layer in (gate, down, g, d):
+            use_products(layer, EMULATED["float8"])
+        x = (self.part(whole, 1) if sequence else whole).detach().requires_grad_()
+        y0, y = down(gate(whole)), d(g(x))
+        (y0 * weights).sum().backward()
+        (y * (self.part(weights, 1) if sequence else weights)).sum().backward()
+        self.same(y, self.part(y0, 1) if sequence else y0, f"float8, sequence_parallel={sequence}: row")
+        self.gradient(g.weight, gate.weight, "float8: column's weight")
+        self.gradient(d.weight, down.weight, "float8: row's weight")
+        assert x.grad is not None
+        assert whole.grad is not None
+        self.same(x.grad, self.part(whole.grad, 1) if sequence else whole.grad, "float8: input of a column")
+
     def losses_of_large_logits(self) -> None:
         """Logits whose exponentials no floating-point number holds."""
         torch.manual_seed(0)
@@ -169,7 +228,7 @@ class Cases:
         x = torch.randn(S // t, B, d, dtype=torch.float32).transpose(0, 1).requires_grad_()
         angles = torch.rand(1, S, 1, e // 2, dtype=torch.float32)
         with Created(besides=model.parameters()) as created:
-            inputs = [x * 1, angles.cos(), angles.sin()]
+            inputs = [x * 1, Rotary(angles.cos(), angles.sin())]
             y = model.model.layers[0](*inputs, None)
             del inputs
         of_next = y.untyped_storage().nbytes()  # the output is what the next block keeps as its input
@@ -280,9 +339,13 @@ def main() -> None:
 def layers_and_bytes(cases: Cases) -> None:
     for sequence in (True, False):
         cases.layers(sequence, regather=False)
+        cases.float8(sequence)
         cases.bytes_of_latent_attention(sequence)
     cases.layers(True, regather=True)
     cases.losses_of_large_logits()
+    linear_cross_entropy.CHUNK_TOKENS, linear_cross_entropy.CHUNK_LOGITS = 7, 0
+    for sequence, vocabulary, factor in itertools.product((True, False), (V, 5), (None, 3.0)):
+        cases.loss_without_logits(sequence, vocabulary, factor)
     for options in (
         {},
         {"sequence_parallel": False},

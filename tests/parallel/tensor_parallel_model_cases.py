@@ -6,17 +6,22 @@ tensor_parallel_model_cases.py FOLDER: trains a small run in each precision into
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed import _symmetric_memory
 
 import meshtrain
 from meshtrain.config import Config
+from meshtrain.config.locate import model_file
 from meshtrain.errors import InputError
 from meshtrain.generate import generate
 from meshtrain.job.environment import read_environment
@@ -27,8 +32,12 @@ from meshtrain.loss import sample_losses
 from meshtrain.mesh import Mesh
 from meshtrain.optim.optimizer import Optimizer
 from meshtrain.parallel import tensor_parallel as tensor
-from meshtrain.parallel.grad_sync import set_is_last_backward
+from meshtrain.parallel.collectives import axis_group
+from meshtrain.parallel.grad_sync import defer_waits, finish_reduce, set_is_last_backward, start_reduce
+from meshtrain.parallel.linear import use_products
+from meshtrain.parallel.linear.weight_grad import WeightGradQueue, run_weight_grads
 from meshtrain.parallel.mixed_precision import ComputeCopies
+from meshtrain.parallel.torch_private import to_local
 from meshtrain.train import run
 from tests.parallel.tensor_parallel_cases import Cases, D, S, V, latent_attention, small_llama
 from tests.parity.experiments import QUICKSTART, SMALL
@@ -91,12 +100,18 @@ class Models(Cases):
         same samples, so gradients are as many times those of one."""
         model, plain = self.split(make(**keys), **options), make(**keys).double()
         what = f"{self.mesh.layout}, {type(plain).__name__}, {keys}, {options}"
-        for step in (1, 2):
+        copies = self.mesh.size("dp_replicate") > 1 and not self.mesh.uses_fsdp
+        for step in (1, 2, 3) if copies else (1, 2):
             model.zero_grad()
             plain.zero_grad()
+            if step == 3:  # as a pipeline has it: the sums over tp take those over the data ranks
+                defer_waits(model)
             for last in (False, True):
                 set_is_last_backward(model, last)
                 self.losses(model, plain, f"{what}, step {step}")
+            if step == 3:
+                start_reduce(model)
+                finish_reduce(model)
             for parameter in plain.parameters():
                 assert parameter.grad is not None  # both models use all of theirs
                 parameter.grad *= self.mesh.size(*DATA_AXES)
@@ -185,6 +200,58 @@ class Models(Cases):
         refused = raises(InputError, lambda: self.split(small_llama(), symmetric_memory=True))
         self.equal(refused, True, "symmetric memory is refused on CPUs")
 
+    def fused(self) -> None:
+        """The fused kernels, by torch's references of them: where they stand, what comes out, and bytes."""
+        counts: Counter[str] = Counter()
+
+        def counted(name: str, reference: Callable) -> Callable:
+            return lambda *args, **named: counts.update([name]) or reference(*args, **named)
+
+        library, group = torch.library.Library("symm_mem", "IMPL"), axis_group(self.mesh, "tp")
+        for name in ("all_gather_matmul", "matmul_reduce_scatter"):
+            reference = getattr(_symmetric_memory, f"_fused_{name}_fallback")
+            library.impl(f"fused_{name}", counted(name, reference), "CPU")
+        # Two layers with two gathers and two scatters each, and the head; the rows' input gradients gather too. Those
+        # of columns are summed beside the weights' gradients, or in one kernel where these are frozen.
+        for frozen, expected in (([], (9, 4)), (["q_proj", "k_proj", "v_proj"], (9, 6))):
+            for options in ({}, {"regather": True}):
+                what, sent = f"fused, {frozen} frozen, {options}", []
+                for fused in (False, True):
+                    plain = small_llama().double()
+                    for name, parameter in plain.named_parameters():
+                        parameter.requires_grad_(not any(layer in name for layer in frozen))
+                    model = self.split(deepcopy(plain), **options)
+                    self.mesh.comm_bytes.restart()
+                    counts.clear()
+                    with patch.object(group, "fused", fused):
+                        self.losses(model, plain, what)
+                    trained = [p for p in plain.parameters() if p.requires_grad]
+                    for parameter, known in zip(
+                        (p for p in model.parameters() if p.requires_grad), trained, strict=True
+                    ):
+                        self.gradient(parameter, known, what)
+                    sent.append(self.mesh.comm_bytes.by_kind("tp"))
+                found = counts["all_gather_matmul"], counts["matmul_reduce_scatter"]
+                self.equal(found, expected, f"{what}: products with their gather, and with their scatter")
+                self.equal(sent[1], sent[0], f"{what}: bytes")
+        # As a schedule that puts weight gradients off asks for them: while its queue records.
+        queue, found = WeightGradQueue(), []
+        for fused in (False, True):
+            model = self.split(small_llama())
+            use_products(model, queue=queue)
+            counts.clear()
+            with patch.object(group, "fused", fused):
+                loss = sample_losses(model(self.tokens()), self.tokens()).sum()
+                with queue.record() as deferred:
+                    loss.backward()
+                run_weight_grads(deferred)
+            found.append([parameter.grad for parameter in model.parameters()])
+        self.equal(
+            counts["matmul_reduce_scatter"], 4 + 2 * 2 + 1, "products with their scatter, weight gradients put off"
+        )
+        for ours, known in zip(*found, strict=True):
+            self.same(to_local(ours), to_local(known), "fused, weight gradients put off")
+
 
 def raises(kind: type[Exception], action: Callable[[], Any]) -> bool:
     try:
@@ -195,11 +262,15 @@ def raises(kind: type[Exception], action: Callable[[], Any]) -> bool:
 
 
 def train(job: Job, folder: str, layout: str) -> None:
-    """A few steps in each precision, as the command trains."""
+    """A few steps in each precision, as the command trains; rotary angles come to every block in float32."""
+    llama, types = model_file("llama"), set()
+    rotate = llama.rotate
+    llama.rotate = lambda x, cos, sin: types.add((x.dtype, cos.dtype, sin.dtype)) or rotate(x, cos, sin)
     for precision in ("float32", "bfloat16", "float16"):
         keys = (f"train.precision={precision}", f"train.output={folder}/{precision}", f"data.cache={folder}/cache")
         overrides = [*SMALL, *keys, f"layout={layout}", "train.steps=6"]
         run(Config.load(QUICKSTART, overrides, world_size=job.world_size, for_training=True), job)
+    assert types == {(x, torch.float32, torch.float32) for x in (torch.float32, torch.bfloat16, torch.float16)}
 
 
 def main() -> None:
@@ -221,6 +292,7 @@ def main() -> None:
         cases.snippet()
         cases.copies()
         cases.symmetric_memory()
+        cases.fused()
         if job.world_size == 2:
             cases.compiled()
         else:  # what tensor ranks sum comes after what data ranks sum

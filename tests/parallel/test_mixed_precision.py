@@ -1,22 +1,28 @@
-"""16 bits without FSDP: one copy of the weights for all microbatches under way, and never one of old weights."""
+"""16 bits without FSDP: one copy of the weights that stays, written once a step, and never one of old weights."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from meshtrain.config.locate import model_file
+from meshtrain.evaluate import evaluation_mode
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
+from meshtrain.parallel import compile as parallel_compile
 from meshtrain.parallel import mixed_precision as precision
-from meshtrain.parallel.grad_sync import reduce_gradients, set_is_last_backward
+from meshtrain.parallel.grad_sync import finish_reduce, set_is_last_backward, start_reduce
+from meshtrain.parallel.linear import use_products
+from meshtrain.parallel.linear.weight_grad import DeferredWeightGrad, WeightGradQueue, run_weight_grads
 from meshtrain.parallel.parallelize import ParallelOptions, apply_data_parallel
-from meshtrain.parallel.weight_grad import DeferredWeightGrad, WeightGradQueue, defer_weight_grads, run_weight_grads
+from meshtrain.parallel.torch_private import allocate
 from meshtrain.trainer import LossScale
 
+compiler = torch.compile
 llama = model_file("llama")
 TOKENS = torch.randint(0, 11, (4, 2, 12), generator=torch.Generator().manual_seed(1))
 
@@ -26,41 +32,36 @@ def model(queue: WeightGradQueue | None = None, tied: bool = False, **options: A
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "vocab_size": 11}
     made = llama.Model(llama.Config(**sizes, num_hidden_layers=2, num_key_value_heads=2, tie_word_embeddings=tied))
     if queue is not None:
-        defer_weight_grads(made, queue)
+        use_products(made, queue=queue)
     return apply_data_parallel(
         made, Mesh(Layout({}), 0, "cpu", None, {}), ParallelOptions(precision="bfloat16", **options)
     )
 
 
-class Casts:
-    """The memory that copies of weights have taken."""
+class Writes:
+    """Bytes that were written as copies of weights, and where."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.made: list[tuple[StorageWeakRef, int]] = []
-        self._copy = precision._copy
-        monkeypatch.setattr(precision, "_copy", self._watch)
+        self.made: list[Tensor] = []
+        write = precision._write
+        monkeypatch.setattr(precision, "_write", lambda copies, *of: self.made.extend(copies) or write(copies, *of))
 
-    def _watch(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        copy = self._copy(parameter, dtype)
-        self.made.append((StorageWeakRef(copy.untyped_storage()), copy.nbytes))
-        return copy
-
-    def alive(self) -> int:
-        return sum(size for reference, size in self.made if not reference.expired())
+    @property
+    def size(self) -> int:
+        return sum(values.nbytes for values in self.made)
 
 
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_microbatches_under_way_share_one_copy(recompute: str, deferred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a pipeline: four forwards before the first backward."""
+    """As in a pipeline: four forwards before the first backward. The copy stays where it is."""
     queue = WeightGradQueue()
-    net = model(queue if deferred else None, recompute=recompute)
-    copy, casts = 2 * sum(p.numel() for p in net.parameters()), Casts(monkeypatch)
-    for _ in range(2):  # steps
-        casts.made.clear()
+    net = model(queue if deferred else None, recompute=recompute, tied=True)
+    size, writes, places = 2 * sum(p.numel() for p in net.parameters()), Writes(monkeypatch), set()
+    for _ in range(3):  # steps
+        writes.made.clear()
         set_is_last_backward(net, False)
         outputs = [net(tokens).float().square().sum() for tokens in TOKENS]
-        assert casts.alive() == copy
         dues: list[list[DeferredWeightGrad]] = []
         for output in outputs:
             with queue.record() as due:
@@ -68,10 +69,110 @@ def test_microbatches_under_way_share_one_copy(recompute: str, deferred: bool, m
             dues.append(due)
         for due in dues:
             run_weight_grads(due)
-        assert sum(size for _, size in casts.made) == copy, "weights are cast once in a step"
-        del outputs, output, dues, due
-        reduce_gradients(net)
-        assert casts.alive() == 0, "and the copy goes with it"
+        assert writes.size == size, "weights are cast once in a step"
+        places |= {values.data_ptr() for values in writes.made}
+        start_reduce(net)
+        finish_reduce(net)
+        by_data(net)  # of which nobody knows
+    assert len(places) == len(list(net.parameters())), "of all steps"
+    assert not any(place % 16 for place in places)
+
+
+def test_the_copies_of_a_block_lie_in_its_order() -> None:
+    net, weights = model(), {}
+    for name, module in net.model.layers[1].named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda module, x, name=name: weights.update({name: module.weight}))
+    net(TOKENS[0])
+    for above, names in {"self_attn": "qkv", "mlp": ["gate", "up"]}.items():
+        copies = [weights[f"{above}.{name}_proj"] for name in names]
+        for one, following in pairwise(copies):
+            assert one.dtype == torch.bfloat16
+            assert one.data_ptr() + one.nbytes == following.data_ptr()
+            assert one.untyped_storage().data_ptr() == following.untyped_storage().data_ptr()
+
+
+def test_an_evaluation_writes_copies_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a forward without gradients anywhere else leaves them alone: a backward may need them."""
+    net, fresh, writes = model(), model(), Writes(monkeypatch)
+    size = 2 * sum(p.numel() for p in net.parameters())
+    output = net(TOKENS[0]).float().square().sum()
+    kept = [p.detach().clone() for p in net.parameters()]
+    by_data(net)
+    with torch.no_grad():
+        for _ in range(2):
+            outside = net(TOKENS[1])
+        assert writes.size == size
+    for parameter, value in zip(net.parameters(), kept, strict=True):
+        parameter.data.copy_(value)
+    output.backward()
+    fresh(TOKENS[0]).float().square().sum().backward()
+    for ours, theirs in zip(net.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    by_data(net)
+    writes.made.clear()
+    with torch.no_grad(), evaluation_mode(net):
+        inside = [net(TOKENS[1]) for _ in range(2)]
+    assert writes.size == size
+    assert torch.equal(inside[0], outside)
+    assert torch.equal(inside[1], outside)
+
+
+def test_forwards_before_their_backwards_in_a_loop_that_tells_nothing() -> None:
+    """Such loops sum two losses. Weights that change in between are refused, as without copies."""
+    both, each = model(), model()
+    sum(net(tokens).float().square().sum() for net in (both,) for tokens in TOKENS[:2]).backward()
+    for tokens in TOKENS[:2]:
+        each(tokens).float().square().sum().backward()
+    for ours, theirs in zip(both.parameters(), each.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    output = both(TOKENS[0]).float().square().sum()
+    by_hand(both)
+    both(TOKENS[1])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.backward()
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_step_that_was_given_up_leaves_no_old_copies(last: bool) -> None:
+    """Its forward failed; the weights are then others, as those of an older checkpoint."""
+    net, fresh = model(), model()
+    set_is_last_backward(net, last)
+    net(TOKENS[0])
+    with pytest.raises(IndexError):
+        net(TOKENS[0] + 100)
+    by_data(net)
+    fresh.load_state_dict(net.state_dict())
+    with torch.no_grad(), evaluation_mode(net):
+        assert torch.equal(net(TOKENS[1]), fresh(TOKENS[1]))
+    set_is_last_backward(net, last)
+    assert torch.equal(net(TOKENS[2]), fresh(TOKENS[2]))
+
+
+def test_memory_that_a_model_gets_later() -> None:
+    with torch.device("meta"):
+        net = model()
+    fresh = model()
+    allocate(net, torch.device("cpu"))
+    net.load_state_dict(fresh.state_dict())
+    assert torch.equal(net(TOKENS[0]), fresh(TOKENS[0]))
+
+
+def test_a_compiler_makes_one_graph_of_all_layers() -> None:
+    net, plain = model(compile=True), model()
+    torch._dynamo.reset()
+    frames = CompileCounterWithBackend("aot_eager")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            parallel_compile.torch, "compile", lambda forward, **options: compiler(forward, backend=frames, **options)
+        )
+        net = model(compile=True)
+    for tokens in TOKENS[:2]:
+        for one in (net, plain):
+            one(tokens).float().square().sum().backward()
+    assert frames.frame_count == 1
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
@@ -160,3 +261,15 @@ def test_the_loss_scale_has_a_floor() -> None:
     for _ in range(LossScale.GROWTH):
         scale.update(torch.tensor(False))
     assert (scale.value.item(), scale.good.item()) == (2.0, 0)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_convolutions_are_picked_by_a_race_unless_bits_must_repeat(deterministic: bool) -> None:
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.allow_tf32, torch.are_deterministic_algorithms_enabled()
+    try:
+        precision.set_numerics("float32", deterministic)
+        assert cudnn.benchmark is not deterministic
+    finally:
+        cudnn.benchmark, cudnn.allow_tf32, enabled = before
+        torch.use_deterministic_algorithms(enabled)

@@ -3,11 +3,14 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from meshtrain.metrics.logger import read
+from meshtrain.parallel import collectives
+from meshtrain.parallel.collectives import Endpoint, symmetric_memory_problem
 from tests.launching import Finished, forked, torchrun
 from tests.parity.experiments import QUICKSTART
 
@@ -52,6 +55,49 @@ def test_symmetric_memory_is_refused_on_cpus_before_anything_starts(tmp_path: Pa
     assert "command line: parallel.symmetric_memory=true: " in done.err
     assert done.status == 2
     assert not (tmp_path / "run").exists()
+
+
+def linked(host: str, gpu: str, *others: str) -> Endpoint:
+    return Endpoint(host, gpu, frozenset(others))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "problem"),
+    [
+        ([linked("n1", "a", "b", "c"), linked("n1", "b", "a", "c"), linked("n1", "c", "a", "b")], None),
+        ([linked("n1", "a", "b"), linked("n2", "b", "a")], "several hosts"),
+        ([linked("n1", "a", "b"), linked("n1", "b", "a", "c"), linked("n1", "c", "b")], "a and c of n1 have no NVLink"),
+        ([linked("n1", "a"), linked("n1", "b")], "a and b of n1"),  # each process sees its own GPU only
+    ],
+)
+def test_symmetric_memory_is_for_gpus_of_one_host_with_nvlink(ranks: list[Endpoint], problem: str | None) -> None:
+    found = symmetric_memory_problem(ranks)
+    assert found is None if problem is None else problem in found
+
+
+@pytest.mark.parametrize(
+    ("others", "refusal", "choice"),
+    [
+        (linked("n1", "b", "a"), None, "on"),
+        (linked("n2", "b"), None, "off: the ranks of tp are on several hosts"),
+        (linked("n1", "b", "a"), "pidfd_getfd: not permitted", "off: pidfd_getfd: not permitted"),
+    ],
+)
+def test_auto_takes_symmetric_memory_where_all_ranks_can(
+    others: Endpoint, refusal: str | None, choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank's refusal, of another than this one, is all ranks'."""
+
+    def gather(objects: list, own: object, group: object) -> None:
+        objects[:] = [own, others if isinstance(own, Endpoint) else refusal]
+
+    monkeypatch.setattr(collectives.dist, "all_gather_object", gather)
+    monkeypatch.setattr(collectives.socket, "gethostname", lambda: "n1")
+    monkeypatch.setattr(collectives, "nvlink_neighbours", lambda device: ("a", frozenset("b")))
+    monkeypatch.setattr(collectives, "try_symmetric_memory", lambda group: None)
+    group = SimpleNamespace(size=2, group=None, fused=False, choice="")
+    collectives.AxisGroup.fuse_if_possible(group, torch.device("cuda"))
+    assert (group.fused, group.choice) == (choice == "on", choice)
 
 
 @pytest.mark.gpu

@@ -1,7 +1,12 @@
 """Weight gradients that are left for later: the same bits, and really not computed before."""
 
-from collections.abc import Callable, Sequence
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,8 +18,9 @@ from meshtrain.config.locate import model_file
 from meshtrain.layout import Layout
 from meshtrain.loss import sample_losses
 from meshtrain.mesh import Mesh
+from meshtrain.parallel.linear import use_products
+from meshtrain.parallel.linear.weight_grad import DeferredWeightGrad, WeightGradQueue, run_weight_grads
 from meshtrain.parallel.parallelize import ParallelOptions, apply_data_parallel
-from meshtrain.parallel.weight_grad import DeferredWeightGrad, WeightGradQueue, defer_weight_grads, run_weight_grads
 
 llama = model_file("llama")
 ALONE = Mesh(Layout({}), 0, "cpu", None, {})
@@ -31,7 +37,7 @@ def model(
     if tied:  # two linear layers with one parameter
         made.model.layers[1].mlp.up_proj.weight = made.model.layers[0].mlp.up_proj.weight
     if queue is not None:
-        defer_weight_grads(made, queue)
+        use_products(made, queue=queue)
     return apply_data_parallel(made, ALONE, ParallelOptions(recompute=recompute, precision=precision))
 
 
@@ -43,7 +49,7 @@ class Products(TorchDispatchMode):
         self.seen = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        self.seen += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.addmm_.default)
         return func(*args, **(kwargs or {}))
 
 
@@ -113,7 +119,7 @@ def test_a_bias_is_computed_at_once_and_an_input_without_gradient_costs_nothing(
     torch.manual_seed(0)
     layer, known = nn.Linear(4, 3), nn.Linear(4, 3)
     known.load_state_dict(layer.state_dict())
-    defer_weight_grads(layer, queue)
+    use_products(layer, queue=queue)
     x, weight_of = torch.randn(2, 5, 4), torch.randn(2, 5, 3)
     (known(x) * weight_of).sum().backward()
     y = layer(x)
@@ -134,13 +140,13 @@ def test_weight_gradients_are_made_one_after_the_other() -> None:
     most: list[int] = []
 
     def watch(layer: DeferredWeightGrad) -> DeferredWeightGrad:
-        def gradients() -> Sequence[Tensor]:
+        def gradient() -> Tensor:
             computed = layer.compute()
-            alive.extend(StorageWeakRef(gradient.untyped_storage()) for gradient in computed)
+            alive.append(StorageWeakRef(computed.untyped_storage()))
             most.append(sum(not ref.expired() for ref in alive))
             return computed
 
-        return DeferredWeightGrad(layer.weights, gradients)
+        return replace(layer, compute=gradient, write=None)
 
     for _ in range(2):
         loss = sample_losses(made(TOKENS), TOKENS).sum()
@@ -174,3 +180,166 @@ def test_frozen_weights_cost_no_product(queue: WeightGradQueue | None) -> None:
 
 def test_nothing_due_is_nothing_to_do() -> None:
     run_weight_grads([])
+
+
+def twice(net: nn.Module) -> None:
+    """A layer that a forward calls twice."""
+    mlp = net.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) + forward(x.flip(1))
+
+
+def tie(net: nn.Module) -> None:
+    net.lm_head.weight = net.model.embed_tokens.weight
+
+
+def freeze(net: nn.Module) -> None:
+    net.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+
+
+def with_bias(net: nn.Module) -> None:
+    net.lm_head.bias = nn.Parameter(torch.linspace(-1, 1, 11).to(net.lm_head.weight))
+
+
+MODELS: dict[str, Callable[[nn.Module], object]] = {
+    "plain": lambda net: None, "tied": tie, "twice": twice, "frozen": freeze, "bias": with_bias
+}  # fmt: skip
+
+
+def pair(change: Callable[[nn.Module], object], **options: Any) -> tuple[nn.Module, nn.Module]:
+    """A model of torch's own layers, and the same with ours; float64."""
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "vocab_size": 11}
+    torch.manual_seed(0)
+    plain = llama.Model(llama.Config(**sizes, num_hidden_layers=2, num_key_value_heads=2)).double()
+    change(plain)
+    ours = llama.Model(plain.config).double()
+    change(ours)
+    ours.load_state_dict(plain.state_dict())
+    use_products(ours)  # as on GPUs
+    return plain, apply_data_parallel(ours, ALONE, ParallelOptions(precision="float64", **options))
+
+
+def loss_of(net: nn.Module, tokens: Tensor) -> Tensor:
+    return sample_losses(net(tokens), tokens).sum()
+
+
+def same_gradients(plain: nn.Module, ours: nn.Module) -> None:
+    assert gradients(plain).keys() == gradients(ours).keys()
+    for name, grad in gradients(plain).items():
+        torch.testing.assert_close(gradients(ours)[name], grad, rtol=1e-12, atol=1e-14, msg=name)
+
+
+@pytest.mark.parametrize("change", MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_gradients_are_those_of_autograd(change: Callable[[nn.Module], object], recompute: str) -> None:
+    """Three uneven microbatches in two steps, of which the second begins with gradients of zeros."""
+    plain, ours = pair(change, recompute=recompute)
+    for net in (plain, ours):
+        for tokens in (TOKENS, TOKENS[:1], TOKENS[:, :5]):
+            loss_of(net, tokens).backward()
+        loss_of(net, TOKENS).backward(retain_graph=True)
+    same_gradients(plain, ours)
+    for net in (plain, ours):
+        net.zero_grad(set_to_none=False)
+        loss = loss_of(net, TOKENS)
+        loss.backward(retain_graph=recompute == "none")
+        if recompute == "none":
+            loss.backward()
+    same_gradients(plain, ours)
+
+
+class Adds(TorchDispatchMode):
+    """Gradients of matrices that are made apart from where they belong, and products that add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.apart = self.added = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.added += func is torch.ops.aten.addmm_.default
+        self.apart += func in (torch.ops.aten.add_.Tensor, torch.ops.aten.copy_.default) and args[0].dim() == 2
+        return func(*args, **(kwargs or {}))
+
+
+def test_products_add_where_gradients_belong() -> None:
+    _, ours = pair(MODELS["plain"])
+    for add in (False, True):
+        loss = loss_of(ours, TOKENS)
+        with Adds() as adds:
+            loss.backward()
+        assert (adds.added, adds.apart) == (LINEAR, add), "but the embedding's"
+
+
+def test_autograd_keeps_what_it_is_asked_to_see() -> None:
+    """Hooks, anomaly mode, gradients of some tensors only, or to have and not to add, sparse ones."""
+    plain, ours = pair(MODELS["plain"])
+    calls: list[list[float]] = [[], []]
+    for net, own in zip((plain, ours), calls, strict=True):
+        q, o = net.model.layers[1].self_attn.q_proj.weight, net.model.layers[0].self_attn.o_proj.weight
+        hook = q.register_hook(lambda grad: 2 * grad)
+        post = o.register_post_accumulate_grad_hook(lambda p, own=own: own.append(p.grad.sum().item()))
+        for _ in range(2):
+            loss_of(net, TOKENS).backward()
+        hook.remove(), post.remove()
+        with torch.autograd.set_detect_anomaly(True):
+            loss_of(net, TOKENS).backward()
+    same_gradients(plain, ours)
+    torch.testing.assert_close(calls[1], calls[0], rtol=1e-12, atol=1e-14)
+    assert len(calls[0]) == 2
+    before = {name: grad.clone() for name, grad in gradients(ours).items()}
+    asked = [torch.autograd.grad(loss_of(net, TOKENS), list(net.parameters())) for net in (plain, ours)]
+    for actual, expected in zip(*reversed(asked), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+    assert all(torch.equal(grad, before[name]) for name, grad in gradients(ours).items())
+    for net in (plain, ours):
+        loss_of(net, TOKENS).backward(inputs=[net.lm_head.weight, net.model.layers[0].mlp.up_proj.weight])
+        net.lm_head.weight.grad = net.lm_head.weight.grad.to_sparse()
+        loss_of(net, TOKENS).backward()
+    same_gradients(plain, ours)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_second_derivatives() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    ours, x = copy.deepcopy(plain), torch.randn(2, 6, 5, dtype=torch.float64)
+    use_products(ours)
+    apply_data_parallel(ours, ALONE, ParallelOptions(precision="float64"))
+    for net in (plain, ours):
+        net(x).square().sum().backward(create_graph=True)
+        penalty = sum(p.grad.square().sum() for p in net.parameters())
+        net.zero_grad()
+        penalty.backward()
+    same_gradients(plain, ours)
+
+
+def test_a_compiled_block_leaves_its_gradients_to_autograd() -> None:
+    with patch("torch.compile", partial(torch.compile, backend="aot_eager", fullgraph=True)):
+        plain, ours = pair(MODELS["plain"], compile=True)
+        for net in (plain, ours):
+            for tokens in (TOKENS, TOKENS.flip(1)):
+                loss_of(net, tokens).backward()
+    same_gradients(plain, ours)
+
+
+def test_autocast_and_inputs_by_keyword_are_torchs() -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(5, 4)
+    ours, x = copy.deepcopy(plain), torch.randn(2, 6, 5)
+    use_products(ours)
+    for net in (plain, ours):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = net(input=x)
+        y.float().square().sum().backward()
+    same_gradients(plain, ours)
+
+
+def test_a_model_stays_one_that_can_be_copied_and_pickled() -> None:
+    plain, ours = pair(MODELS["plain"])
+    for net in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        plain.zero_grad()
+        for _ in range(2):
+            loss_of(net, TOKENS).backward()
+            loss_of(plain, TOKENS).backward()
+        same_gradients(plain, net)
+    assert not gradients(ours)

@@ -3,6 +3,7 @@
 import gc
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,8 +18,8 @@ from meshtrain.experts import Experts, Router
 from meshtrain.layout import Layout
 from meshtrain.loss import sample_losses
 from meshtrain.parallel import tensor_parallel as tensor
-from meshtrain.parallel import tp_linear as products
 from meshtrain.parallel import verify
+from meshtrain.parallel.linear.matmul import PLAIN, PRODUCTS
 from meshtrain.parallel.sharding import local_part
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.parallel.tp_plan import REPLICATED
@@ -319,8 +320,9 @@ class Verified(Cases):
 
     def shared_gathers(self) -> None:
         """Layers that read two tensors: a product for each, nothing kept; and none of a forward without gradients."""
-        made, product = [], products.linear_forward
-        products.linear_forward = lambda x, weight: (made.append(1), product(x, weight))[1]
+        made: list[int] = []
+        counted = replace(PLAIN, forward=lambda *of: made.append(1) or PLAIN.forward(*of))
+        PRODUCTS[PLAIN.name] = counted
         how: dict[str, Any] = {"verify": False, "sequence_parallel": False}
         x, memory = (torch.randn(1, 4, D, dtype=torch.float64) for _ in range(2))
         cross = self.split(Cross, {"[qkv]": "colwise"}, **how)
@@ -349,7 +351,7 @@ class Verified(Cases):
             if isinstance(one, tensor.SharedGather) and (one._outputs or one._input is not None)
         ]
         self.equal(kept, [], "gathers that keep something")
-        products.linear_forward = product
+        PRODUCTS[PLAIN.name] = PLAIN
 
     def uneven_heads(self) -> None:
         """No tensor is made from numbers of the host in a forward."""

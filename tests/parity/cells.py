@@ -19,6 +19,7 @@ def train(
     world: int,
     runs: list[tuple[Experiment, str, str, tuple[str, ...]]],
     env: Mapping[str, str] | None = None,
+    script: str = "train_cells.py",
 ) -> list[str]:
     """Trains (experiment, folder, layout, more overrides) one after another in one job of `world` processes.
 
@@ -30,11 +31,11 @@ def train(
     ]
     file = folder / f"cells_{world}_{len(cells)}.json"
     file.write_text(json.dumps(cells))
-    script = Path(__file__).parent / "train_cells.py"
+    path = Path(__file__).parent / script
     if env is None:
-        done = forked(world, script, str(file), timeout=1500).check()
+        done = forked(world, path, str(file), timeout=1500).check()
     else:  # GPUs, of which a process that is forked must not know anything
-        done = torchrun(world, str(script), str(file), timeout=1500, env=env).check()
+        done = torchrun(world, str(path), str(file), timeout=1500, env=env).check()
     printed = [line for line in done.out.splitlines() if re.fullmatch(r"model \S+: [\d,]+ parameters(, .*)?", line)]
     assert len(printed) == len(runs)
     return printed

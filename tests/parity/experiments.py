@@ -47,7 +47,7 @@ STAGED = (
     "batch.global_size=15",
 )
 
-ATTACHED_20 = "attached, 20 steps"
+ATTACHED_EVEN = "attached, even"
 ATTACHED = ("model.name=tests/models/attached.py",)  # the first layer adds a term to the loss, and statistics
 
 # A small model with experts, and sequences that nothing divides.
@@ -105,7 +105,13 @@ ROPE = {
     "yarn rope": ("model.rope_scaling={rope_type: yarn, factor: 4.0, original_max_position_embeddings: 12}",),
 }
 
-BRIEF = ("model.num_hidden_layers=2", "train.steps=8")
+# Layers wide enough for products in 8 bits, beside keys and values, which are not, and of which each of many ranks has
+# all. What three ranks have of 208 features is of different sizes.
+_WIDE = (
+    *("model.hidden_size=128", "model.num_attention_heads=12", "model.head_dim=16", "data.seq_len=24"),
+    "parallel.recompute=selective",
+)
+FLOAT8 = {"float8": (*_WIDE, "model.intermediate_size=208"), "mxfp8": (*_WIDE, "model.intermediate_size=192")}
 
 # Models of one's own over pp, and what they have that llama does not.
 _FROZEN = "model.name=tests/models/frozen.py"
@@ -149,34 +155,34 @@ def experiments(folder: Path) -> dict[str, Experiment]:
     held_out = folder / "held_out.txt"  # an evaluation is a few batches: many more would cost more than the training
     held_out.write_text("A text that no sample of the training has in it. " * 50)
     cache = f"data.cache={folder / 'cache'}"
-    f64 = "train.precision=float64"
+    # Whatever makes a layout wrong shows in the first steps, at this tolerance; rounding adds up over more,
+    # which "float32" and "float64" show in 20.
+    exact = (cache, "train.precision=float64", "train.steps=8", "optimizer.warmup_steps=2")
     ragged_keys = (
         "data.source=jsonl",
         f"data.path={ragged}",
         "data.validation=0.03",
-        "train.eval_every=10",
+        "train.eval_every=8",
         "train.eval_samples=9",  # of more: the same ones on all layouts
         "batch.global_size=7",
     )
     digits = (
         "train.epochs=null",
-        "train.steps=20",
-        f64,
+        *exact,
         "data.workers=0",
-        "train.eval_every=20",
+        "train.eval_every=8",
         "batch.global_size=21",
     )
     every = [
         Experiment("float32", QUICKSTART, (*SMALL, cache), 1e-5),
-        Experiment("float64", QUICKSTART, (*SMALL, cache, f64), 1e-9),
-        Experiment("ragged", QUICKSTART, (*SMALL, cache, f64, *ragged_keys), 1e-9),
+        Experiment("float64", QUICKSTART, (*SMALL, cache, "train.precision=float64"), 1e-9),
+        Experiment("ragged", QUICKSTART, (*SMALL, *exact, *ragged_keys), 1e-9),
         Experiment(
             "tied, masked, recomputed",
             QUICKSTART,
             (
                 *SMALL,
-                cache,
-                f64,
+                *exact,
                 *ragged_keys,
                 "model.tie_word_embeddings=true",
                 "data.mask_documents=true",
@@ -184,20 +190,19 @@ def experiments(folder: Path) -> dict[str, Experiment]:
             ),
             1e-9,
         ),
-        Experiment("dropout", QUICKSTART, (*SMALL, cache, f64, "model.hidden_dropout=0.1"), 1e-9),
+        Experiment("dropout", QUICKSTART, (*SMALL, *exact, "model.hidden_dropout=0.1"), 1e-9),
         # Nothing divides: 259 tokens, 109 features, and 2 key/value heads where tp is 3.
         Experiment(
             "uneven",
             QUICKSTART,
             (
                 *SMALL,
-                cache,
-                f64,
+                *exact,
                 "model.vocab_size=259",
                 "model.intermediate_size=109",
                 "model.num_attention_heads=6",
                 f"data.validation={held_out}",
-                "train.eval_every=20",
+                "train.eval_every=8",
             ),
             1e-9,
         ),
@@ -207,9 +212,7 @@ def experiments(folder: Path) -> dict[str, Experiment]:
             QUICKSTART,
             (
                 *SMALL,
-                *BRIEF,
-                cache,
-                f64,
+                *exact,
                 *ATTACHED,
                 "model.vocab_size=259",
                 "model.intermediate_size=109",
@@ -225,19 +228,18 @@ def experiments(folder: Path) -> dict[str, Experiment]:
         Experiment(
             "few heads",
             QUICKSTART,
-            (*SMALL, cache, f64, "model.num_attention_heads=12", "model.num_key_value_heads=3"),
+            (*SMALL, *exact, "model.num_attention_heads=12", "model.num_key_value_heads=3"),
             1e-9,
         ),
         # For the many schedules: they differ in the order of a step's work, which shows in the first steps or never.
-        Experiment("staged", QUICKSTART, (*SMALL, *STAGED, cache, f64, "train.steps=8"), 1e-9),
+        Experiment("staged", QUICKSTART, (*SMALL, *STAGED, *exact, "train.steps=4", "optimizer.warmup_steps=0"), 1e-9),
         Experiment(
             "staged, tied",
             QUICKSTART,
             (
                 *SMALL,
                 *STAGED,
-                cache,
-                f64,
+                *exact,
                 *ragged_keys,
                 "model.tie_word_embeddings=true",
                 "model.hidden_dropout=0.1",
@@ -247,20 +249,20 @@ def experiments(folder: Path) -> dict[str, Experiment]:
             1e-9,
         ),
         *(
-            Experiment(name, QUICKSTART, (*SMALL, *STAGED, *BRIEF, cache, f64, *keys), 1e-9)
+            Experiment(name, QUICKSTART, (*SMALL, *STAGED, "model.num_hidden_layers=2", *exact, *keys), 1e-9)
             for name, keys in {**STAGED_MODELS, **CROSSED_MODELS}.items()
         ),
         *(
-            Experiment(name, QUICKSTART, (*SMALL, cache, f64, *ragged_keys, "data.mask_documents=true", *keys), 1e-9)
+            Experiment(name, QUICKSTART, (*SMALL, *exact, *ragged_keys, "data.mask_documents=true", *keys), 1e-9)
             for name, keys in ROPE.items()
         ),
-        Experiment("selective", QUICKSTART, (*SMALL, cache, f64, "parallel.recompute=selective"), 1e-9),
+        Experiment("selective", QUICKSTART, (*SMALL, *exact, "parallel.recompute=selective"), 1e-9),
         *(
-            Experiment(name, QUICKSTART, (*SMALL, cache, f64, f"model.name={MODELS / name}.py", *more), 1e-9)
+            Experiment(name, QUICKSTART, (*SMALL, *exact, f"model.name={MODELS / name}.py", *more), 1e-9)
             for name, more in OWN_MODELS.items()
         ),
         *(
-            Experiment(name, QUICKSTART, (*SMALL, *BRIEF, cache, f64, *ragged_keys, *ATTACHED, *more), 1e-9)
+            Experiment(name, QUICKSTART, (*SMALL, *exact, *ragged_keys, *ATTACHED, *more), 1e-9)
             for name, more in {"attached": (), "attached, recomputed": ("parallel.recompute=full",)}.items()
         ),
         *(
@@ -268,17 +270,21 @@ def experiments(folder: Path) -> dict[str, Experiment]:
                 name,
                 QUICKSTART,
                 (
-                    *(*SMALL, *BRIEF, cache, f64, *ragged_keys, "model.name=tests/models/moe.py"),
+                    *(*SMALL, *exact, *ragged_keys, "model.name=tests/models/moe.py"),
                     *("model.num_hidden_layers=3", "data.seq_len=47", *more),
                 ),
                 1e-9,
             )
             for name, more in EXPERTS.items()
         ),
+        *(
+            Experiment(name, QUICKSTART, (*SMALL, *exact, f"train.linear_precision={name}", *keys), 1e-9)
+            for name, keys in FLOAT8.items()
+        ),
         # Each rank of tp norms its own heads; over tp 4 two of them have the same key/value head.
-        Experiment("qwen3", QUICKSTART, (*SMALL, *BRIEF, cache, f64, "model.name=qwen3"), 1e-9),
-        Experiment("latent, no experts", QUICKSTART, (*SMALL, *BRIEF, cache, f64, *LATENT), 1e-9),
-        Experiment(ATTACHED_20, QUICKSTART, (*SMALL, cache, f64, *ATTACHED), 1e-9),
+        Experiment("qwen3", QUICKSTART, (*SMALL, *exact, "model.name=qwen3"), 1e-9),
+        Experiment("latent, no experts", QUICKSTART, (*SMALL, *exact, *LATENT), 1e-9),
+        Experiment(ATTACHED_EVEN, QUICKSTART, (*SMALL, *exact, *ATTACHED), 1e-9),
         Experiment("digits", "configs/digits.yaml", digits, 1e-9),
         # Which ranks and microbatches use a layer depends on their samples.
         Experiment(
@@ -305,23 +311,32 @@ def write_ragged(path: Path) -> Path:
 # World size -> layouts, each with the experiments that it is compared in.
 LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
     2: [
-        ("{dp_replicate: 2}", ("float32", "float64", "ragged")),
+        ("{dp_replicate: 2}", ("float32", "float64", "ragged", "mxfp8")),
         (
             "{dp_shard: 2}",
-            ("float32", "float64", "selective", "rare", "attached, recomputed", ATTACHED_20, *EXPERT_MODELS),
+            (
+                "float32",
+                "float64",
+                "selective",
+                "rare",
+                "attached, recomputed",
+                ATTACHED_EVEN,
+                "float8",
+                *EXPERT_MODELS,
+            ),
         ),
         (
             "{tp: 2}",
             (
                 *("float32", "float64", "ragged", "tied, masked, recomputed", "selective", "uneven", "dropout"),
-                *("qwen3", "latent, no experts", ATTACHED_20, *TP_MODELS, *ROPE, *EXPERT_MODELS),
+                *("qwen3", "latent, no experts", ATTACHED_EVEN, *TP_MODELS, *ROPE, *EXPERT_MODELS, *FLOAT8),
             ),
         ),
         (
             "{pp: 2}",
             (
-                *("float32", "staged", "staged, tied", "digits", "attached, recomputed", ATTACHED_20, *STAGED_MODELS),
-                *(*ROPE, *EXPERT_MODELS),
+                *("float32", "staged", "staged, tied", "digits", "attached, recomputed", ATTACHED_EVEN, *STAGED_MODELS),
+                *(*ROPE, *EXPERT_MODELS, "float8"),
             ),
         ),
         (
@@ -335,7 +350,7 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
     3: [
         ("{dp_replicate: 3}", ("float32", "float64", "dropout")),
         ("{dp_shard: 3}", ("float32", "float64", "tied, masked, recomputed")),
-        ("{tp: 3}", ("uneven",)),
+        ("{tp: 3}", ("uneven", "float8")),
         ("{cp: 3}", ("padded", "few heads")),
     ],
     4: [
@@ -352,7 +367,7 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
             ),
         ),
         ("{dp_shard: 2, dp_replicate: 2}", ("float64",)),
-        ("{tp: 4}", ("float32", "float64", "tied, masked, recomputed", "few heads", "qwen3")),
+        ("{tp: 4}", ("float32", "float64", "tied, masked, recomputed", "few heads", "qwen3", "float8")),
         ("{dp_replicate: 2, tp: 2}", ("float32", "float64", "tied, masked, recomputed", "uneven")),
         (
             "{dp_shard: 2, tp: 2}",
@@ -365,7 +380,7 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
         ("{cp: 4}", ("float64", "tied, masked, recomputed", "few heads", "padded")),
         ("{dp_shard: 2, cp: 2}", ("float64", "ragged")),
         ("{dp_replicate: 2, cp: 2}", ("dropout", "padded")),
-        ("{cp: 2, tp: 2}", ("float64", "dropout", "padded", "experts, sigmoid", "latent attention")),
+        ("{cp: 2, tp: 2}", ("float64", "dropout", "padded", "experts, sigmoid", "latent attention", "mxfp8")),
         ("{pp: 4}", ("float32", "staged", "staged, tied")),
         ("{pp: 2, cp: 2}", ("staged", "staged, tied", "dynamic rope")),
         ("{cp: 2, pp: 2}", ("staged",)),
@@ -374,7 +389,7 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
         ("{dp_shard: 2, pp: 2}", ("staged",)),
         (
             "{pp: 2, tp: 2}",
-            ("float32", "float64", "staged", "staged, tied", ATTACHED_20, "dynamic rope", *CROSSED_MODELS),
+            ("float32", "float64", "staged", "staged, tied", ATTACHED_EVEN, "dynamic rope", *CROSSED_MODELS),
         ),
     ],
     6: [
@@ -413,7 +428,7 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
     sizes = yaml.safe_load(layout)
     if name in EXPERTS and layout in EXPERT_PARALLEL:
         return EXPERT_PARALLEL[layout][name]
-    if name == ATTACHED_20:
+    if name == ATTACHED_EVEN:
         return attached(sizes)
     if "cp" in sizes:
         return contexts(layout, name)
@@ -431,7 +446,7 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
         return [(own,)]
     found: list[tuple[str, ...]] = [(own,)]
     tried = name == "float64" and (world <= 4 or len(sizes) > 2)  # on 8 ranks once
-    alone = ("float32", "uneven", "few heads", "between", "attached", "qwen3", "latent, no experts")
+    alone = ("float32", "uneven", "few heads", "between", "attached", "qwen3", "latent, no experts", "mxfp8")
     if tried or (len(sizes) == 1 and name in alone):
         found.append((own, "parallel.sequence_parallel=false"))
     if name == "float64" and world <= 4:

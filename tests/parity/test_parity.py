@@ -1,5 +1,6 @@
-"""The promise: the same loss curve on every layout. Each cell trains 20 steps, or 8 where only the order of the work is
-another, and is compared with one process."""
+"""The promise: the same loss curve on every layout. Each cell is compared with one process: 20 steps of the
+plain model, 8 of others, all in float64, where no error hides in rounding, and 4 where only the order of a step's work
+is another."""
 
 import re
 import sys
@@ -16,11 +17,8 @@ from meshtrain.pipeline.schedule import NAMES
 from tests.launching import run, torchrun
 from tests.parity.cells import assert_same, train
 from tests.parity.experiments import (
-    CROSSED_MODELS,
-    EXPERTS,
     LAYOUTS,
     QUICKSTART,
-    STAGED_MODELS,
     Experiment,
     experiments,
     variants,
@@ -111,23 +109,10 @@ def test_what_cp_sends_has_its_name(trained: dict[tuple, Trained]) -> None:
     assert not any("sent_bytes_dp_shard" in row for row in rows)
 
 
-SHORT = (
-    "staged",
-    "padded",
-    "attached",
-    "attached, recomputed",
-    "qwen3",
-    "latent, no experts",
-    *STAGED_MODELS,
-    *CROSSED_MODELS,
-    *EXPERTS,
-)
-
-
 def test_the_loss_falls(references: dict[str, list[dict]]) -> None:
     """Parity of runs that learn nothing would prove little."""
     for name, rows in references.items():
-        steps, share = (8, 0.95) if name in SHORT else (20, 0.8)
+        steps, share = {"float32": (20, 0.8), "float64": (20, 0.8), "staged": (4, 0.97)}.get(name, (8, 0.95))
         if name == "a frozen tied embedding":  # its head stays as it was drawn
             share = 0.98
         assert len(rows) == steps
@@ -152,7 +137,7 @@ def test_ragged_labels_would_tell_an_average_of_averages(references: dict[str, l
     config = Config.load(ragged.config, [*ragged.overrides, "layout={dp_shard: -1}"])
     data = open_data(config.data, n_outputs=256, seed=0, say=print)
     counts = []
-    for step in range(20):
+    for step in range(8):
         samples = batch_samples(0, step, 7, len(data.train))
         counts.append(
             [

@@ -4,6 +4,7 @@ than many small steps.
     torchrun ... train_cells.py CELLS.json        [[config, [override, ...], small], ...]
 
 `small` is what FSDP takes for a small block: 0 gathers each block by itself, which no model of a test's size would do.
+The loss is computed in chunks of 50 tokens, for the same reason.
 
 What a run does only once, because it is long, costs more than 20 steps of a test's model. Nothing that is compared
 depends on it, and other tests have it: the picture and the count of FLOPs are left out here, and the costs of a model's
@@ -27,7 +28,7 @@ from meshtrain.job.environment import read_environment
 from meshtrain.job.exit import job_exit
 from meshtrain.job.process import join
 from meshtrain.modeling.flops import block_flops
-from meshtrain.parallel import fsdp
+from meshtrain.parallel import fsdp, linear_cross_entropy
 
 counted: dict[tuple, tuple[list[float], str]] = {}
 
@@ -43,6 +44,7 @@ def counted_once(model: nn.Module, blocks: Sequence[nn.Module], inputs: tuple[Te
 meshtrain.modeling.build.block_flops = counted_once
 meshtrain.run.step_logger.sample_flops = lambda *_: (None, "FLOPs are not counted")
 meshtrain.run.step_logger.peak_flops = lambda *_: (1.0, "a peak of 1 FLOP/s")
+linear_cross_entropy.CHUNK_TOKENS, linear_cross_entropy.CHUNK_LOGITS = 50, 0
 meshtrain.run.results.plot_loss = lambda *_: "no picture is drawn"
 
 job = join(read_environment(os.environ))

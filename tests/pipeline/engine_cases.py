@@ -6,16 +6,17 @@ engine_cases.py FOLDER        2 or 4 processes; a schedule of one's own is writt
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -33,12 +34,13 @@ from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.modeling.build import build_model, plain_model
 from meshtrain.modeling.init import initialise, materialise
 from meshtrain.optim.optimizer import Optimizer
-from meshtrain.parallel import fsdp
-from meshtrain.parallel.grad_sync import reduce_gradients, set_is_last_backward
+from meshtrain.parallel import ddp, fsdp
+from meshtrain.parallel.grad_sync import finish_reduce, set_is_last_backward, start_reduce
+from meshtrain.parallel.linear import use_products
+from meshtrain.parallel.linear.weight_grad import WeightGradQueue, run_weight_grads
 from meshtrain.parallel.mixed_precision import master_dtype
 from meshtrain.parallel.parallelize import ParallelOptions, apply_data_parallel, apply_tensor_parallel
 from meshtrain.parallel.sharding import local_part
-from meshtrain.parallel.weight_grad import WeightGradQueue, defer_weight_grads, run_weight_grads
 from meshtrain.pipeline.actions import Action, Kind, Schedule
 from meshtrain.pipeline.engine import Pipeline, shapes_of
 from meshtrain.pipeline.schedule import NAMES, build
@@ -118,6 +120,42 @@ class Watched(Step):
         marked = output * mark
         self.outputs.append(StorageWeakRef(marked.untyped_storage()))
         return marked
+
+
+class Sums(Step):
+    """Writes down when sums of gradients start, when they are waited for, and when a parameter has its gradient."""
+
+    def __init__(self, microbatches: int, group: Any) -> None:
+        super().__init__(microbatches)
+        self.log: list[tuple[str, Any]] = []
+        self._all_reduce, self._reduce_scatter, self._group = dist.all_reduce, fsdp.reduce_scatter, group
+
+    @contextmanager
+    def around(self, stage: nn.Module, action: Action) -> Iterator[None]:
+        self.log.append(("begin", action))
+        yield
+        self.log.append(("end", action))
+
+    def start(self, tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        work = self._all_reduce(tensor, group=group, async_op=async_op)
+        if group is not self._group:
+            return work
+        self.log.append(("start", tensor.numel()))
+        return Mock(wait=lambda: (self.log.append(("wait", tensor.numel())), work.wait()))
+
+    def scatter(self, output: Tensor, whole: Tensor, group: Any) -> None:
+        self.log.append(("start", whole.numel()))
+        self._reduce_scatter(output, whole, group)
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        hooks = [
+            p.register_post_accumulate_grad_hook(lambda p: self.log.append(("grad", p))) for p in model.parameters()
+        ]
+        with patch("torch.distributed.all_reduce", self.start), patch.object(fsdp, "reduce_scatter", self.scatter):
+            yield
+        for hook in hooks:
+            hook.remove()
 
 
 class Sent:
@@ -271,6 +309,43 @@ class Engine(Cases):
         twice = {name: 2 * grad for name, grad in self.expected(work).items()}  # both data ranks have the same samples
         self.gradients(model, twice, f"{axis} {schedule}")
 
+    def sums(self, axis: str, schedule: str) -> None:
+        """A stage's sums start within its last backward, or right behind its last weight gradients, in one order on all
+        data ranks; nothing waits for them before the last action of the rank."""
+        with patch.object(ddp, "BUCKET_BYTES", 2000):
+            model = self.pipeline({"pp": 2, axis: 2}, schedule, 3)
+        work, what = Sums(3, self.mesh.group(axis)), f"{axis} {schedule}"
+        with work.watching(model):
+            model.run(work)
+        self.gradients(model, {name: 2 * grad for name, grad in self.expected(work).items()}, what)
+        last = {action.stage: action for action in model.schedule.actions_of(self.mesh.index("pp"))}
+        starts = dict.fromkeys(last.values(), 0)
+        latest, running, early = None, False, set()
+        for kind, about in work.log:
+            if kind in ("begin", "end"):
+                latest, running = about, kind == "begin"
+            elif kind == "start":
+                self.equal(latest in starts, True, f"{what}: a sum starts at {latest}")
+                self.equal(running, latest.kind is not Kind.WEIGHT_GRAD, f"{what}: a sum starts during {latest}")
+                starts[latest] += 1
+            elif kind == "grad" and starts.get(latest):
+                early.add(latest)
+        for action, count in starts.items():
+            stage: Any = model.stage(action.stage)
+            units = {m._get_fsdp_state() for m in stage.modules() if isinstance(m, FSDPModule)}
+            full = [unit for unit in units if unit._fsdp_param_group is not None]
+            parts = len(full) if axis == "dp_shard" else len(stage.gradient_syncs[0]._buckets)
+            self.equal(count, parts, f"{what}: sums of {action}")
+            if action.kind is not Kind.WEIGHT_GRAD and axis == "dp_replicate":
+                self.equal(action in early, True, f"{what}: a sum of {action} starts before its last gradient")
+        kinds = [kind for kind, _ in work.log]
+        done = len(kinds) - kinds[::-1].index("end")
+        self.equal("wait" in kinds[:done], False, f"{what}: nothing waits before the end")
+        self.equal(kinds.count("wait"), kinds.count("start") * (axis == "dp_replicate"), f"{what}: all is waited for")
+        orders: list = [None, None]
+        dist.all_gather_object(orders, [about for kind, about in work.log if kind == "start"], self.mesh.group(axis))
+        self.equal(orders[0], orders[1], f"{what}: one order on all data ranks")
+
     def trained(
         self, layout: dict[str, int], schedule: str, *more: str, alone: Sequence[str] = ()
     ) -> tuple[Pipeline, nn.Module]:
@@ -317,6 +392,37 @@ class Engine(Cases):
             dist.broadcast(other, group_src=last, group=self.mesh.group("pp"))
             if copies:
                 self.equal(torch.equal(mine, other), True, f"tied {layout} {schedule}: the same bits on both ranks")
+
+    def tied_ahead(self, schedule: str) -> None:
+        """What another stage makes of a tied weight is received while this rank computes, from the second step on; each
+        sends its gradient once."""
+        p = dist.get_world_size()
+        model = self.pipeline({"pp": p}, schedule, p + 1, "model.tie_word_embeddings=true")
+        own, log, receive = self.mesh.index("pp"), [], dist.irecv
+
+        def irecv(tensor: Tensor, *source: Any, **named: Any) -> Any:
+            log.append("receive")
+            return receive(tensor, *source, **named)
+
+        for step in (1, 2):
+            work = Step(p + 1)
+            work.around = lambda stage, action: nullcontext(log.append("act"))  # type: ignore[method-assign]
+            log.clear()
+            model.zero_grad()
+            self.mesh.comm_bytes.restart()
+            with patch("torch.distributed.irecv", irecv):
+                model.run(work)
+            what = f"tied ahead, {schedule}, step {step}"
+            self.gradients(model, self.expected(work, "model.tie_word_embeddings=true"), what)
+            tied = own in (model.schedule.rank_of(0), model.schedule.rank_of(model.schedule.stages - 1))
+            if own == model.schedule.rank_of(0):  # whose last action sends nothing
+                self.equal(log[-1], "receive" if step == 1 else "act", f"{what}: what comes last")
+        transfers = sum(len(model.schedule.sends(action)) for action in model._actions)
+        self.equal(
+            self.mesh.comm_bytes.by_kind("pp").get("send", 0),
+            8 * D * (24 * transfers + V * tied),
+            f"tied ahead, {schedule}: bytes",
+        )
 
     def compiled_dropout(self) -> None:
         """Compiled blocks that run again, several microbatches under way; no code is generated: that takes long."""
@@ -371,7 +477,8 @@ class Engine(Cases):
                 leads = [grad for one in due for grad in one.compute() if grad.requires_grad]
                 self.equal(len(leads), 0, f"{what}: what is left leads back into the forward")
                 run_weight_grads(due)
-            reduce_gradients(model)
+            start_reduce(model)
+            finish_reduce(model)
             if split:
                 bad = sorted(name for name in early if "proj" in name or "lm_head" in name)
                 self.equal(bad, [], f"{what}: gradients before their time")
@@ -392,7 +499,7 @@ def split_and_deferred(
     model.to(master_dtype(how.precision))
     how = apply_tensor_parallel(model, mesh, how)
     if later is not None:
-        defer_weight_grads(model, later)
+        use_products(model, queue=later)
     materialise(model, CPU)
     initialise(model, model_file("llama").init_plan, seed=0, std=0.2)
     return apply_data_parallel(model, mesh, how)
@@ -423,6 +530,8 @@ def two(cases: Engine, folder: Path) -> None:
         cases.text(schedule)
         cases.tied({"pp": 2}, schedule)
         cases.ragged(schedule)
+    for schedule in ("1f1b", "looped-bfs"):
+        cases.tied_ahead(schedule)
     cases.own_schedule(folder)
     cases.links("zbv")
     cases.compiled_dropout()
@@ -437,6 +546,7 @@ def four(cases: Engine, folder: Path) -> None:
     for schedule in ("1f1b", "looped-bfs", "zbv"):
         for axis in ("dp_replicate", "dp_shard"):
             cases.data_ranks(axis, schedule)
+            cases.sums(axis, schedule)
     for axis in ("dp_replicate", "dp_shard", "tp"):
         for schedule in ("1f1b", "zbv"):
             cases.tied({"pp": 2, axis: 2}, schedule)
@@ -447,6 +557,8 @@ def four(cases: Engine, folder: Path) -> None:
     cases.ragged("interleaved-1f1b")
     for schedule in ("interleaved-1f1b", "zbv", "1f1b"):
         cases.links(schedule)
+    with patch("meshtrain.mesh.IN_TURN", ("cpu",)):
+        cases.tied_ahead("zb-h2")
 
 
 def main() -> None:

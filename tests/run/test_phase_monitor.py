@@ -35,13 +35,13 @@ def told() -> Recorder:
 @pytest.fixture
 def monitor(told: Recorder) -> Iterator[PhaseMonitor]:
     times = {"step_time_s": 2.0, "time_data_s": 0.5}
-    deadlines = SimpleNamespace(longest={"step": 10.0, "evaluation": 20.0}.__getitem__, start_s=30.0)
+    deadlines = SimpleNamespace(longest={"step": 10.0, "evaluation": 20.0}.__getitem__, start_s=30.0, compiles=False)
     timer = told.of("timer", pop=lambda: dict(times))
     watchdog = told.of("watchdog", deadlines=deadlines, adapt_deadline=lambda *of: of[1] or None)
     stragglers = told.of("stragglers", finish_step=lambda step, times: {"own_time_max_rank": step})
     goodput = GoodputTracker(None, 4, 0.0)
     monitor = PhaseMonitor(
-        told.of("mesh"), timer, goodput, watchdog, stragglers, told.of("profiler"), told.of("faults")
+        told.of("mesh"), timer, goodput, watchdog, stragglers, told.of("profiler"), told.of("faults"), print
     )
     with monitor:
         told.calls.clear()

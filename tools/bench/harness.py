@@ -1,4 +1,4 @@
-"""The room in which a benchmark is made: sides train the same model in turns, and their CPU times make ratios.
+"""The room in which a benchmark is made: sides train the same model in turns, and their times make ratios.
 
 A benchmark is a file beside this one. It names its sides and its goals and calls `command`. All sides are started at
 once and then take turns of a few steps, one side at a time and in alternating order, so that whatever else the machine
@@ -19,8 +19,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TextIO
 
 import numpy as np
@@ -35,7 +36,9 @@ from meshtrain.modeling.init import initialise
 HERE = Path(__file__).resolve().parent
 WORKLOAD = HERE / "workload.yaml"
 WARM_UP = 2  # steps: allocations, and DDP makes its buckets anew in the second
-START_S = 300.0  # how long a side may take for its start, or for a turn
+START_S = 600.0  # how long a side may take for its start, or for a turn
+# One thread per process, as torchrun has it; a GPU would compare two other things.
+ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 SAMPLES = 2000  # of the token file
 
 
@@ -50,6 +53,17 @@ class Side:
     @property
     def ranks(self) -> int:
         return math.prod(self.layout.values())
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the steps of one turn of a side have cost."""
+
+    cpu_s: float  # of all ranks together
+    wall_s: float  # of the rank that took longest
+    allocated: int = 0  # bytes of a GPU's memory at their peak, of the rank with the most; 0: on a CPU
+    reserved: int = 0
+    began: float = 0.0  # time.time()
 
 
 @dataclass(frozen=True)
@@ -72,25 +86,26 @@ def command(sides: Sequence[Side], goals: Sequence[Goal], description: str, work
         with running(sides, folder, options) as started:
             turns = measure(started, options.pairs)
         losses = read_losses(sides, folder)
-    times = {side.name: [turn / options.steps for turn in made] for side, made in zip(sides, turns, strict=True)}
-    result = summary(times, losses, goals, options, (before, os.getloadavg()[0]))
-    result["overhead_ms_per_action"] = overheads(sides, times)
+    by_name = {side.name: made for side, made in zip(sides, turns, strict=True)}
+    result = summary(by_name, losses, goals, options, (before, os.getloadavg()[0]))
+    result["overhead_ms_per_action"] = overheads(sides, result["turns"])
     print(json.dumps(result, indent=1) if options.json else table(result))
     return 0
 
 
 def read_arguments(description: str, workload: Path = WORKLOAD) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--pairs", type=_positive, default=20, help="turns of each side that count (%(default)s)")
-    parser.add_argument("--steps", type=_positive, default=2, help="steps of a turn (%(default)s)")
+    parser.add_argument("--pairs", type=positive, default=20, help="turns of each side that count (%(default)s)")
+    parser.add_argument("--steps", type=positive, default=2, help="steps of a turn (%(default)s)")
     parser.add_argument("--only", action="append", default=[], metavar="SIDE", help="run this side and the first one")
     parser.add_argument("--workload", type=Path, default=workload, metavar="YAML", help="what they train (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON, with the time of every turn")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for meshtrain's sides")
+    parser.set_defaults(warm_up=WARM_UP, environment=ON_CPU, one_by_one=False)
     return parser.parse_args()
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, found {text!r}")
     return int(text)
@@ -112,14 +127,21 @@ def chosen(sides: Sequence[Side], goals: Sequence[Goal], only: Sequence[str]) ->
 def prepare(folder: Path, workload: Path) -> None:
     """What both sides begin with: tokens (their values do not matter for the time) and the first weights."""
     values = yaml.safe_load(workload.read_text())
-    vocabulary, length = values["model"]["vocab_size"], SAMPLES * values["data"]["seq_len"] + 1
+    module, config = model_of(values)
+    vocabulary, length = config.vocab_size, SAMPLES * values["data"]["seq_len"] + 1
     ids = np.random.default_rng(0).zipf(1.5, length) % vocabulary
     write(folder / "tokens", [Document(ids)], vocab_size=vocabulary, tokenizer="none", source="random numbers")
-    module = model_file(values["model"]["name"])
-    config = module.Config(**{key: value for key, value in values["model"].items() if key != "name"})
     model = module.Model(config)
     initialise(model, module.init_plan, seed=values["train"]["seed"], std=config.initializer_range)
     save_file(model.state_dict(), folder / "weights.safetensors")
+
+
+def model_of(values: Mapping[str, Any]) -> tuple[ModuleType, Any]:
+    """The module of a workload's model and its Config; keys that the file gives go before those of its preset."""
+    module = model_file(values["model"]["name"])
+    preset = module.presets[values["model"]["preset"]] if "preset" in values["model"] else {}
+    keys = {key: value for key, value in values["model"].items() if key not in ("name", "preset")}
+    return module, module.Config(**preset | keys)
 
 
 class Running:
@@ -129,19 +151,22 @@ class Running:
         self.side, self.process, self.log = side, process, log
         self.ranks: dict[int, TextIO] = {}
 
-    def turn(self) -> float:
-        """Lets the side make one turn; CPU seconds of all of its ranks."""
+    def turn(self) -> Turn:
+        """Lets the side make one turn."""
+        began = time.time()
         self.go()
-        return self.wait()
+        return replace(self.wait(), began=began)
 
     def go(self) -> None:
         for rank in self.ranks.values():
             rank.write("go\n")
             rank.flush()
 
-    def wait(self) -> float:
-        """Until every rank stands before its next turn; what the last one has cost, in CPU seconds."""
-        return sum(json.loads(self._line(rank))["cpu_s"] for rank in self.ranks.values())
+    def wait(self) -> Turn:
+        """Until every rank stands before its next turn; what the last one has cost."""
+        ranks = [Turn(**json.loads(self._line(rank))) for rank in self.ranks.values()]
+        allocated, reserved = max(rank.allocated for rank in ranks), max(rank.reserved for rank in ranks)
+        return Turn(sum(rank.cpu_s for rank in ranks), max(rank.wall_s for rank in ranks), allocated, reserved)
 
     def _line(self, rank: TextIO) -> str:
         try:
@@ -159,26 +184,36 @@ class Running:
 
 @contextmanager
 def running(sides: Sequence[Side], folder: Path, options: argparse.Namespace) -> Iterator[list[Running]]:
-    """All sides, started and waiting before their first turn; they end with the steps that they have left."""
-    total = WARM_UP + options.pairs * options.steps + 1  # the last one takes place after the last turn
+    """All sides, started and waiting before their first turn; they end with the steps that they have left.
+
+    `options.one_by_one`: a side starts when the one before it has warmed up, and ends before the next one does, because
+    they share a GPU's memory.
+    """
+    total = options.warm_up + options.pairs * options.steps + 1  # the last one takes place after the last turn
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(folder / "socket"))
         server.listen()
         started: list[Running] = []
+        ready: list[Running] = []
         try:
             for i, side in enumerate(sides):
                 started.append(start(i, side, folder, total, options))
-            meet(server, started)
-            for one in started:
-                one.wait()
+                if options.one_by_one or i == len(sides) - 1:
+                    meet(server, started)
+                    for rest in started[len(ready) :]:
+                        rest.wait()
+                    ready = [*started]
             yield started
-            for one in started:
-                one.go()
-            for one in started:
-                if one.process.wait(START_S) != 0:
-                    raise SystemExit(one.failed())
+            for group in [[side] for side in started] if options.one_by_one else [started]:
+                for one in group:
+                    one.go()
+                for one in group:
+                    if one.process.wait(START_S) != 0:
+                        raise SystemExit(one.failed())
         finally:
             for one in started:
+                for rank in one.ranks.values():
+                    rank.close()  # a side that waits for its turn ends
                 if one.process.poll() is None:
                     one.process.terminate()  # torchrun ends its ranks
             for one in started:
@@ -187,7 +222,7 @@ def running(sides: Sequence[Side], folder: Path, options: argparse.Namespace) ->
 
 def start(number: int, side: Side, folder: Path, steps: int, options: argparse.Namespace) -> Running:
     """Starts one side: as `python` for a world of one, under torchrun for more."""
-    turns = {"address": str(folder / "socket"), "side": number, "warm_up": WARM_UP, "steps": options.steps}
+    turns = {"address": str(folder / "socket"), "side": number, "warm_up": options.warm_up, "steps": options.steps}
     overrides = [f"train.steps={steps}", *side.overrides]
     if side.layout:
         overrides.append(f"layout={json.dumps(side.layout)}")
@@ -208,8 +243,7 @@ def start(number: int, side: Side, folder: Path, steps: int, options: argparse.N
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            # One thread per process, as torchrun has it; a GPU would compare two other things.
-            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env=os.environ | options.environment,
         )
     return Running(side, process, log)
 
@@ -230,17 +264,17 @@ def meet(server: socket.socket, sides: Sequence[Running]) -> None:
         sides[hello["side"]].ranks[hello["rank"]] = lines
 
 
-def measure(sides: Sequence[Running], pairs: int) -> list[list[float]]:
-    """CPU seconds of every turn of every side. The order is turned round each time: none is always the first."""
-    times: list[list[float]] = [[] for _ in sides]
+def measure(sides: Sequence[Running], pairs: int) -> list[list[Turn]]:
+    """Every turn of every side. The order is turned round each time: none is always the first."""
+    turns: list[list[Turn]] = [[] for _ in sides]
     order = list(enumerate(sides))
     for pair in range(pairs):
         for i, side in order:
-            times[i].append(side.turn())
+            turns[i].append(side.turn())
         order.reverse()
-        said = ", ".join(f"{turns[-1]:.2f}" for turns in times)
-        print(f"pair {pair + 1}/{pairs}: {said} CPU s", file=sys.stderr, flush=True)
-    return times
+        said = ", ".join(f"{made[-1].cpu_s:.2f} ({made[-1].wall_s:.2f})" for made in turns)
+        print(f"pair {pair + 1}/{pairs}: {said} CPU s (on the wall)", file=sys.stderr, flush=True)
+    return turns
 
 
 def read_losses(sides: Sequence[Side], folder: Path) -> list[list[float]]:
@@ -269,20 +303,32 @@ def _median(values: Sequence[float]) -> float:
     return float(np.median(values))
 
 
+def ratio_of(values: Sequence[float], to: Sequence[float]) -> dict[str, float]:
+    """The median of the ratios of neighbouring turns, and the interval that holds it."""
+    ratios = [x / y for x, y in zip(values, to, strict=True)]
+    low, high, coverage = median_interval(ratios)
+    return {"median": _median(ratios), "low": low, "high": high, "coverage": coverage}
+
+
 def summary(
-    times: dict[str, list[float]],
+    turns: dict[str, list[Turn]],
     losses: list[list[float]],
     goals: Sequence[Goal],
     options: argparse.Namespace,
     load: tuple[float, float],
 ) -> dict[str, Any]:
-    """Everything that is printed. `times`: CPU seconds per step of every turn, over all ranks."""
+    """Everything that is printed. Times are seconds per step of a turn: of CPUs, over all ranks, and on the wall."""
     apart = max(abs(x - y) / abs(y) for side in losses[1:] for x, y in zip(side, losses[0], strict=True))
-    ratios = []
-    for goal in goals:
-        values = [x / y for x, y in zip(times[goal.side], times[goal.to], strict=True)]
-        low, high, coverage = median_interval(values)
-        ratios.append(asdict(goal) | {"median": _median(values), "low": low, "high": high, "coverage": coverage})
+    cpu, wall = (
+        {name: [getattr(turn, clock) / options.steps for turn in made] for name, made in turns.items()}
+        for clock in ("cpu_s", "wall_s")
+    )
+    ratios = [
+        asdict(goal)
+        | ratio_of(cpu[goal.side], cpu[goal.to])
+        | {f"wall_{key}": value for key, value in ratio_of(wall[goal.side], wall[goal.to]).items()}
+        for goal in goals
+    ]
     return {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}",
         "load_before": load[0],
@@ -290,10 +336,12 @@ def summary(
         "pairs": options.pairs,
         "steps": options.steps,
         "overrides": options.overrides,
-        "cpu_s_per_step": {name: _median(turns) for name, turns in times.items()},
+        "cpu_s_per_step": {name: _median(values) for name, values in cpu.items()},
+        "wall_s_per_step": {name: _median(values) for name, values in wall.items()},
         "ratios": ratios,
         "largest_difference_of_losses": apart,
-        "turns": times,
+        "turns": cpu,
+        "wall_turns": wall,
     }
 
 
@@ -317,21 +365,24 @@ def table(result: dict[str, Any]) -> str:
         f"{result['pairs']} pairs of {result['steps']} steps"
         + "".join(f", {override}" for override in result["overrides"]),
         "",
-        f"{'CPU seconds per step, all ranks':<{width}} {'median':>7}"
-        + ", ms per action beyond the first" * bool(overhead),
+        f"{'seconds per step, all ranks':<{width}} {'CPU':>7} {'wall':>7}"
+        + ", CPU ms per action beyond the first" * bool(overhead),
         *(
-            f"{name:<{width}} {seconds:7.3f}" + (f"  {overhead[name]:.2f}" if name in overhead else "")
+            f"{name:<{width}} {seconds:7.3f} {result['wall_s_per_step'][name]:7.3f}"
+            + (f"  {overhead[name]:.2f}" if name in overhead else "")
             for name, seconds in result["cpu_s_per_step"].items()
         ),
         "",
-        f"{'ratio':<{width}} {'median':>7}  {'interval':<15} {'goal':>6}",
+        f"{'ratio':<{width}} {'CPU':>7}  {'interval':<15} {'goal':>6} {'wall':>7}  interval",
     ]
     for label, ratio in zip(labels, result["ratios"], strict=True):
         goal = f"{ratio['at_most']:.2f}" if ratio["at_most"] else "-"
-        interval = f"{ratio['low']:.3f} - {ratio['high']:.3f}"
-        lines.append(f"{label:<{width}} {ratio['median']:7.3f}  {interval:<15} {goal:>6}")
+        cpu, wall = (
+            f"{ratio[of + 'median']:7.3f}  {ratio[of + 'low']:.3f} - {ratio[of + 'high']:.3f}" for of in ("", "wall_")
+        )
+        lines.append(f"{label:<{width}} {cpu:<24} {goal:>6} {wall}")
     if result["ratios"]:
-        lines += ["", f"the interval holds the median with {100 * result['ratios'][0]['coverage']:.1f} %"]
+        lines += ["", f"an interval holds its median with {100 * result['ratios'][0]['coverage']:.1f} %"]
     lines += [
         f"losses of the sides differ by at most {result['largest_difference_of_losses']:.1e}",
     ]

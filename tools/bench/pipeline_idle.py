@@ -25,7 +25,8 @@ from torch import Tensor, nn
 import meshtrain
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh, build_mesh
-from meshtrain.parallel.weight_grad import WeightGradQueue, defer_weight_grads
+from meshtrain.parallel.linear import use_products
+from meshtrain.parallel.linear.weight_grad import WeightGradQueue
 from meshtrain.pipeline.actions import Action, Kind, Schedule
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.pipeline.schedule import NAMES, build
@@ -115,7 +116,7 @@ def stages_of_linears(schedule: Schedule, mesh: Mesh) -> Pipeline:
     later = WeightGradQueue() if splits_backward else None
     if later is not None:
         for stage in stages.values():
-            defer_weight_grads(stage, later)
+            use_products(stage, queue=later)
     return Pipeline(stages, schedule, mesh, torch.device("cpu"), parameter_stages={}, weight_grads=later)
 
 

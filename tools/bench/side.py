@@ -1,7 +1,8 @@
 """One rank of one side of a benchmark: runs meshtrain's command or a script beside it, a few steps at a time.
 
 Between its turns it waits on a socket and takes no CPU time. What is measured is the process's own clock of CPU time,
-all threads included, and that of the processes that read data for it.
+all threads included, and that of the processes that read data for it; the clock on the wall; and, on a GPU, the most
+memory. A GPU is waited for at both ends of a turn and nowhere in between.
 """
 
 import importlib
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from meshtrain import train as command
@@ -37,20 +39,31 @@ class Turns:
         connection.connect(address)
         self._lines = connection.makefile("rw")
         self._say({"side": side, "rank": int(os.environ.get("RANK", "0"))})
-        self._started = 0.0
-        self._readers = 0.0
+        self._cpu, self._wall, self._readers = 0.0, 0.0, 0.0
 
     def before_step(self, step: int) -> None:
         """Step `step`, counted from 1, is about to begin."""
         done = step - 1 - self._warm_up
         if done < 0 or done % self._steps:
             return
-        own = time.process_time() - self._started
+        memory = self._settle()
+        cpu, wall = time.process_time() - self._cpu, time.perf_counter() - self._wall
         before, self._readers = self._readers, _readers_cpu_s()
         # Readers go on for a moment when a turn is over, and are then idle: they count from turn's end to turn's end.
-        self._say({"cpu_s": own + self._readers - before})
-        self._lines.readline()
-        self._started = time.process_time()
+        self._say({"cpu_s": cpu + self._readers - before, "wall_s": wall, **memory})
+        if not self._lines.readline():
+            os._exit(1)  # another side has failed, and nobody measures any more
+        self._cpu, self._wall = time.process_time(), time.perf_counter()
+
+    def _settle(self) -> dict[str, int]:
+        """Waits for the GPU, if there is one: the most bytes of it since the last turn; what is free goes to others."""
+        if not torch.cuda.is_initialized():
+            return {}
+        torch.cuda.synchronize()
+        memory = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return memory
 
     def _say(self, what: dict[str, Any]) -> None:
         self._lines.write(json.dumps(what) + "\n")
@@ -64,7 +77,8 @@ def _readers_cpu_s() -> float:
 
 
 def run_meshtrain(arguments: list[str], before_step: Callable[[int], None]) -> int:
-    """meshtrain's own command, whole; only what it does between two steps is preceded by `before_step`."""
+    """meshtrain's own command, whole; only what it does between two steps is preceded by `before_step`, and the last
+    state is not saved: of a model that fills a GPU that takes longer than the turns."""
 
     class PacedMonitor(command.PhaseMonitor):
         @contextmanager
@@ -73,7 +87,12 @@ def run_meshtrain(arguments: list[str], before_step: Callable[[int], None]) -> i
             with super().step(step):
                 yield
 
+    class UnsavedCheckpointer(command.Checkpointer):
+        def finish(self) -> None:
+            pass
+
     command.PhaseMonitor = PacedMonitor  # type: ignore[misc]
+    command.Checkpointer = UnsavedCheckpointer  # type: ignore[misc]
     return command.main(arguments)
 
 
@@ -84,7 +103,7 @@ def overridden(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
         *sections, key = path.split(".")
         section = values
         for name in sections:
-            section = section[name]
+            section = section.setdefault(name, {})
         section[key] = yaml.safe_load(value)
     return values
 

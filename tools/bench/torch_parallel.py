@@ -95,9 +95,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> 
 
 def plan(between: Placement) -> dict[str, ParallelStyle]:
     """How each layer splits, when activations (b, s, d) are placed so between the parallel regions."""
-    attention = PrepareModuleInput(
-        input_layouts=(between, None, None, None), desired_input_layouts=(Replicate(), None, None, None)
-    )
+    attention = PrepareModuleInput(input_layouts=(between, None, None), desired_input_layouts=(Replicate(), None, None))
     styles: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
         "model.layers.*.self_attn": attention,

@@ -33,8 +33,7 @@ MOVES_S = 5.0  # for ranks that all wait in one place to get on, before they cou
 
 
 def diagnose(reports: Sequence[RankReport], *, hangs: bool) -> Diagnosis | None:
-    """The diagnosis by the reports of all ranks, in their order; None if nothing is wrong. Unless something takes too
-    long (`hangs`), a rank that others wait for is only slow."""
+    """The diagnosis by all ranks' reports, in order; None: nothing is wrong, or without `hangs` ranks are only slow."""
     if any(report.status is not None and report.status.debugged for report in reports):
         return None
     if (lost := _out_of_reach(reports, DiagnosisKind.GONE, DiagnosisKind.STOPPED)) is not None:

@@ -120,9 +120,6 @@ def local_status(job: Job, clock: DeadlineClock, failure: Failure | None) -> Ran
     )
 
 
-# What it waits for ---------------------------------------------------------------------------------------------------
-
-
 def pending_collective(waits: Sequence[PendingWait], groups: Groups) -> PendingCollective | None:
     """The innermost wait for other ranks."""
     for wait in reversed(waits):
@@ -204,9 +201,6 @@ def is_connection_error(error: BaseException) -> bool:
         return True
     modules = [str(frame.f_globals.get("__name__")) for frame in frames_of(error)[:INNERMOST]]
     return any(module.startswith(TALKING) for module in modules)
-
-
-# Where it is ---------------------------------------------------------------------------------------------------------
 
 
 def frames(thread: int) -> list[FrameType]:

@@ -17,8 +17,7 @@ from meshtrain.job.watchdog.watchdog import watched
 def start(timeout_s: float = 600) -> Iterator[Job]:
     """Joins the job that the environment describes (torchrun, srun, or a world of one) and leaves it cleanly.
 
-    If a rank is lost, the others name it; so they do when a collective has taken `timeout_s` seconds, the limit for
-    joining too.
+    The others name a rank that is lost, or for which a collective waits `timeout_s` seconds, the limit for joining too.
 
     Raises:
         SystemExit: with status 2 if the body raises InputError, with status 1 if another rank was lost before. Whatever

@@ -112,8 +112,7 @@ class StatusServer:
                 connection.sendall(json.dumps({ANSWERED: answer}).encode() + b"\n")
 
     def _read(self, connection: socket.socket) -> dict[str, Any] | None:
-        """The question, if it comes from this job. Strangers hold no more than READERS threads; a question of the job
-        may take long to answer, and holds up nobody else's."""
+        """The question, if it comes from this job. Strangers hold READERS threads at most, questions none."""
         try:
             question = json.loads(_read_line(connection, ANSWER_S))
         except (ValueError, RecursionError):  # another protocol

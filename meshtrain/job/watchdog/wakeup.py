@@ -1,7 +1,6 @@
 """Wakes a thread when a signal has come, also while the main thread is stuck in a call that never returns.
 
-Python runs a handler in the main thread, between two instructions; at once it only writes a byte into a pipe
-(signal.set_wakeup_fd).
+Python runs a handler in the main thread, later; at once it only writes to a pipe (signal.set_wakeup_fd).
 """
 
 import os

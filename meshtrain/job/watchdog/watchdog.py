@@ -201,8 +201,7 @@ class Watchdog:
 
     def handle_sigterm(self) -> None:
         """SIGTERM ends this process by its watchdog, unless the program has its own handler: a launcher sends it when a
-        rank was lost, which is named first. An exception by a handler could come anywhere, also where nobody catches
-        it."""
+        rank was lost, which is named first. A handler's exception could come where nobody catches it."""
         self._ends_on_sigterm = self._server is not None and self._wakeup.handle_sigterm()
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
 """Context parallelism: every sequence lies in parts over the ranks of `cp`, and attention brings the parts together.
 
-Each rank has two chunks of a sequence (`meshtrain.data.sequence`), and everything but attention needs no more. There
-are three ways to attention, all exact, that can be combined:
+Each rank has two chunks of a sequence (`meshtrain.data.sequence`). Three exact ways to attention can be combined:
 
     gather  a rank fetches all keys and values that its queries see (Llama 3, https://arxiv.org/abs/2407.21783)
     ring    they come from one rank at a time, while those of the one before are computed with; partial results are

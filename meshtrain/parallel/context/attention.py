@@ -1,8 +1,7 @@
 """Attention of this rank's queries over keys and values that lie on all ranks of `cp`, as operators of torch.
 
 Nothing is sent that nobody sees: which chunks a rank needs follows from the documents, which every rank has. Keys and
-values come straight from whose they are, and their gradients go straight back and are added in a fixed order, so that
-sums have the same bits every time.
+values come straight from their ranks, and gradients go straight back, added in a fixed order (so in the same bits).
 """
 
 from collections.abc import Iterator, Sequence

@@ -29,8 +29,7 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 
 class Segments(NamedTuple):
-    """Runs of queries of one document among the b m laid end to end, and the keys that each sees: int64 on the CPU.
-    Of some of them there are keys."""
+    """Runs of queries of one document among the b m laid end to end, and what keys each sees, if any: int64, CPU."""
 
     queries: Tensor  # how many
     keys: Tensor  # how many

@@ -1,0 +1,63 @@
+"""Float8 layers: which linear layers of a model multiply in 8 bits, and which splits of them over `tp` cannot be exact.
+
+The same layers on every layout, so only names and sizes of the whole model are looked at.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from meshtrain.parallel.tp_plan import STYLES, Split
+
+BLOCKS: dict[str, int | None] = {"float8": None, "mxfp8": 32}  # numbers along a sum that share a scale; None: all
+MIN_FEATURES = 128  # below, a product is over before its operands are rounded
+_LAYERS = ("Linear", "ColumnParallelLinear", "RowParallelLinear")
+_ROUTERS = ("gate", "router")  # as Hugging Face's models call them; a rounded score sends a token elsewhere
+
+
+def float8_layers(model: Any, precision: str) -> tuple[list[str], list[str]]:
+    """Names of a model's linear layers, split or not: those that multiply in a precision of `BLOCKS`, and the others.
+
+    The former lie inside of the model's `blocks()` (a head is a block by itself), are no routers, and have at least
+    `MIN_FEATURES` inputs and outputs, multiples of 16 (MXFP8: 32) as the kernels take them.
+    """
+    blocks = model.blocks() if hasattr(model, "blocks") else []
+    inside = {module for block in blocks for module in block.modules() if module is not block}
+    layers: tuple[list[str], list[str]] = [], []
+    for name, module in model.named_modules():
+        if type(module).__name__ in _LAYERS:
+            sizes = module.in_features, module.out_features
+            fits = all(n >= MIN_FEATURES and n % (BLOCKS[precision] or 16) == 0 for n in sizes)
+            chosen = fits and module in inside and name.rpartition(".")[2] not in _ROUTERS
+            layers[not chosen].append(name)
+    return layers
+
+
+def name_pattern(name: str) -> str:
+    """`model.layers.3.mlp.up_proj` as `model.layers.*.mlp.up_proj`, of which a person reads one line and not eighty."""
+    return re.sub(r"\b\d+\b", "*", name)
+
+
+def float8_problems(model: Any, precision: str, splits: Sequence[Split] = (), tp: int = 1) -> list[str]:
+    """Why a plain model, split in this way, cannot multiply in float8 as it does on one device, with ways out."""
+    names, multiple = float8_layers(model, precision)[0], BLOCKS[precision]
+    if not names:
+        sizes = f"at least {MIN_FEATURES} inputs and outputs, multiples of {multiple or 16}"
+        return [f"{type(model).__name__} has no linear layer inside of its blocks() with {sizes}: use null"]
+    heads, parts = {}, {}  # in the place of ordered sets
+    for split in (split for split in splits if split.layer in names):
+        layer, dim, name = model.get_submodule(split.layer), STYLES[split.style].dim, name_pattern(split.layer)
+        if split.everywhere:  # each rank has its own queries' addend to the gradient of a head, and would round that
+            heads[name] = split.heads
+        elif dim is not None:
+            size = (layer.out_features, layer.in_features)[dim]
+            part = -(-size // tp)  # of each rank but the last ones (torch.chunk)
+            if part % (multiple or 1) or part * (tp - 1) >= size:
+                parts[name] = size
+    way_out = f"cannot be split over tp {tp}: use a smaller tp, or null"
+    problems = []
+    if heads:
+        problems.append(f"{', '.join(heads)}, of {min(heads.values())} heads, {way_out}")
+    if parts:
+        problems.append(f"{', '.join(parts)}, where each rank needs a multiple of {multiple or 1} features, {way_out}")
+    return problems

@@ -1,0 +1,69 @@
+"""Linear layers that compute by the products of `matmul.py`."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshtrain.parallel.linear.matmul import PLAIN, PRODUCTS, Products
+from meshtrain.parallel.linear.weight_grad import SupportsDeferral, WeightGradQueue, weight_grad
+from meshtrain.parallel.torch_private import is_traced
+
+
+class ProductsLayer(SupportsDeferral):
+    """A linear layer, plain or tensor-parallel, that computes by a record of products."""
+
+    products: str = PLAIN.name
+
+
+class Linear(ProductsLayer, nn.Linear):
+    """A plain one."""
+
+    def forward(self, input: Tensor) -> Tensor:  # as torch calls it
+        # Nor does autocast come into our backward.
+        torchs = is_traced() or torch.is_autocast_enabled(input.device.type)
+        if self.products == PLAIN.name and self.weight_grad_queue is None and torchs:
+            return F.linear(input, self.weight, self.bias)
+        return LinearMatmul.apply(input, self.weight, self.bias, self.products, self.weight_grad_queue)
+
+
+def use_products(model: nn.Module, products: Products = PLAIN, queue: WeightGradQueue | None = None) -> None:
+    """A model's linear layers, plain or tensor-parallel, compute by `products`. They, and experts, leave their weight
+    gradients in `queue` while it records; None: in the one they were given before."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Linear  # the same module, for whoever holds, copies or pickles it
+        if isinstance(module, ProductsLayer):
+            module.products = products.name
+        if isinstance(module, SupportsDeferral) and queue is not None:
+            module.weight_grad_queue = queue
+
+
+class LinearMatmul(torch.autograd.Function):
+    """x (..., d) times a weight (f, d), plus a bias (f) if there is one -> (..., f)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: str, queue: WeightGradQueue | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.queue, ctx.weights, ctx.products = queue, (weight,) if queue is not None else (), PRODUCTS[products]
+        y = ctx.products.forward(x, weight)
+        return y if bias is None else y + bias  # selective recomputation holds y, which is not to change
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        grads, dx, dw = grad.reshape(-1, grad.shape[-1]), None, None  # once: it may have to be copied for that
+        if needs_dx:
+            dx = ctx.products.input_grad(grads, weight).view(x.shape)
+        if needs_dw:
+            # A queue must not hold the graph that made x, which a second derivative needs.
+            inputs = (x if torch.is_grad_enabled() else x.detach()).reshape(-1, x.shape[-1])
+            compute = partial(ctx.products.weight_grad, grads, inputs)
+            write = partial(ctx.products.weight_grad_into, grads, inputs)
+            dw = weight_grad(ctx, 0, compute, write)
+        return dx, dw, grads.sum(0) if needs_db else None, None, None

@@ -1,0 +1,233 @@
+"""torch.compile of blocks: where it is chosen, how many graphs it makes, and what it runs again in backward."""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import aot_module_simplified, make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.utils import counters
+from torch.fx import GraphModule
+from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.flop_counter import flop_registry
+
+from meshtrain.config import Config
+from meshtrain.config.locate import model_file
+from meshtrain.data.batch import Batch
+from meshtrain.layout import Layout
+from meshtrain.mesh import build_mesh
+from meshtrain.modeling.build import compile_choice
+from meshtrain.parallel import compile as compiling
+from meshtrain.parallel.activation_checkpoint import ATTENTION, _policy
+from meshtrain.parallel.compile import CACHE, choose_compile, keep_compiled_code, missing_tools
+from meshtrain.parallel.parallelize import parallelize
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+SIZES: dict[str, Any] = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+EXPERTS = {"head_dim": 8, "moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2}
+PRODUCTS = {"mm", "addmm", "bmm"}
+
+
+class Graphs:
+    """A backend of torch.compile that runs what it is given as it is, and keeps it: forward and backward."""
+
+    def __init__(self) -> None:
+        self.forward: list[list[str]] = []  # the names of each graph's operators
+        self.backward: list[list[str]] = []
+
+    def __call__(self, module: GraphModule, inputs: list[torch.Tensor]) -> Callable:
+        def keep(kept: list[list[str]]) -> Callable:
+            def compile_graph(graph: GraphModule, inputs: list[torch.Tensor]) -> Callable:
+                called = (node.target for node in graph.graph.nodes if node.op == "call_function")
+                kept.append([getattr(target, "__name__", str(target)).split(".")[0] for target in called])
+                return make_boxed_func(graph.forward)
+
+            return compile_graph
+
+        partition = min_cut_rematerialization_partition  # what decides in earnest what runs again
+        return aot_module_simplified(
+            module, inputs, fw_compiler=keep(self.forward), bw_compiler=keep(self.backward), partition_fn=partition
+        )
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
+    backend = Graphs()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch.compiler.reset()
+    counters.clear()
+    yield backend
+    torch.compiler.reset()
+
+
+def train_and_evaluate(name: str, sizes: dict[str, Any], **options: Any) -> list[int]:
+    """The graphs that there are after each of two steps, with other documents, and an evaluation each."""
+    file = model_file(name)
+    model = parallelize(file.Model(file.Config(**sizes)), build_mesh(Layout({})), compile=True, **options)
+    found = []
+    for _ in range(2):
+        tokens = torch.randint(50, (2, 12))
+        inputs = Batch.of((tokens, torch.arange(12).expand(2, 12), None), tokens).with_context().inputs
+        model(*inputs).square().sum().backward()
+        with torch.no_grad():
+            model.eval()(*inputs)
+        model.train()
+        found.append(counters["stats"]["unique_graphs"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"recompute": "none", "precision": "bfloat16"}),
+        ("llama", {"recompute": "selective"}),
+        ("llama", {"recompute": "full"}),
+        ("qwen3", {"recompute": "selective", "precision": "bfloat16"}),
+    ],
+)
+def test_all_layers_share_a_graph_and_an_evaluation_has_one(name: str, options: dict, graphs: Graphs) -> None:
+    assert train_and_evaluate(name, SIZES, **options) == [2, 2]
+    assert not counters["graph_break"]
+    (forward,), (backward,) = (graphs.forward[:1], graphs.backward)
+    products = sum(name in PRODUCTS for name in forward)
+    assert products >= 7
+    # Two products for each one, for its input and its weight; `full` has all but the last again, which nobody needs.
+    again = products - 1 if options["recompute"] == "full" else 0
+    assert sum(name in PRODUCTS for name in backward) == 2 * products + again
+    if options["recompute"] != "full":  # in which attention stands inside of an operator that gives it its random state
+        attention = {operator._schema.name.split("::")[1] for operator in ATTENTION}
+        assert len(attention.intersection(forward)) == 1
+        assert not attention.intersection(backward)
+
+
+def test_experts_run_between_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six pieces of a layer with experts, for training and for evaluation; nothing else breaks a graph."""
+    torch.compiler.reset()
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    assert train_and_evaluate("qwen3_moe", SIZES | EXPERTS, recompute="selective") == [12, 12]
+    breaks = {str(name) for reason in counters["graph_break"] for name in re.findall(r"function `([\w.]+)`", reason)}
+    assert breaks == {"choose", "tally", "attach", "Experts.forward"}
+    torch.compiler.reset()
+
+
+class Branching(torch.nn.Module):
+    """A block whose way depends on values, so that it is no graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return x + (y.sin() if y.sum() > 0 else y.cos())
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_a_block_that_is_no_graph_is_recomputed_without_compiling(
+    recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 16 bits, where a block that runs again needs its casts again."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    grads = []
+    for compiles in (False, True):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        options = {"precision": "bfloat16", "recompute": recompute, "compile": compiles}
+        model = parallelize(Branching(), build_mesh(Layout({})), **options)
+        with pytest.warns(UserWarning, match="Branching is recomputed and not compiled") if compiles else nullcontext():
+            model(torch.ones(2, 8)).float().square().sum().backward()
+        grads.append(model.layer.weight.grad)
+    assert torch.equal(*grads)
+    torch.compiler.reset()
+
+
+def test_selective_keeps_whatever_multiplies_matrices() -> None:
+    """All operators whose FLOPs torch counts; those that only other operators call are no business of the policy."""
+    inner = {"_convolution", "cudnn_convolution", "convolution_overrideable", "_slow_conv2d_forward"}
+    inner |= {"_flash_attention_forward", "_efficient_attention_forward"}
+    aten = torch.ops.aten
+    known = [packet for packet in flop_registry if "backward" not in packet.__name__ and packet.__name__ not in inner]
+    operators = [
+        getattr(packet, name)
+        for packet in known
+        if packet not in (torch.ops.higher_order.flex_attention,) and str(packet).startswith("aten.")
+        for name in packet.overloads()
+        if "out" not in name and name != "quantized"
+    ]
+    assert {aten.mm.dtype, aten._scaled_mm.default, aten.baddbmm.default} <= set(operators)
+    for operator in (*operators, torch.ops.higher_order.flex_attention, aten._grouped_mm.default):
+        assert _policy(None, operator) is CheckpointPolicy.MUST_SAVE, operator
+    assert _policy(None, aten.silu.default) is CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_auto_is_true_where_kernels_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking: list[str | None] = [None]
+    monkeypatch.setattr(compiling, "missing_tools", lambda capability: lacking[0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert choose_compile("auto", CPU, False) == (False, None)
+    assert choose_compile(True, CPU, False) == (True, None)
+    assert choose_compile(False, CUDA, False) == (False, None)
+    assert str(choose_compile("auto", CUDA, False)) == "blocks are compiled"
+    assert "blocks are not compiled: the schedule computes gradients" in str(choose_compile("auto", CUDA, True))
+    lacking[0] = "Triton is not installed"
+    assert choose_compile("auto", CUDA, False) == (False, "Triton is not installed")
+
+
+@pytest.mark.parametrize(("schedule", "compiles"), [("1f1b", True), ("zb-h1", False)])
+def test_auto_falls_back_where_the_schedule_splits_backwards(
+    schedule: str, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "missing_tools", lambda capability: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    config = Config.load("configs/quickstart.yaml", ["layout={pp: 2}", f"pipeline.schedule={schedule}"], world_size=2)
+    assert config.resolved is not None
+    assert compile_choice(config, config.resolved, CUDA).compiles == compiles
+
+
+def test_what_triton_needs_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    missing: dict[str, Any] = {"module": None, "compiler": None}
+    monkeypatch.setattr(compiling, "find_spec", lambda name: missing["module"])
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: missing["compiler"] if name == "gcc" else None)
+    monkeypatch.setattr(compiling, "sysconfig", SimpleNamespace(get_path=lambda name: tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert "has 6.1" in str(missing_tools((6, 1)))
+    assert "not installed" in str(missing_tools((9, 0)))
+    missing["module"] = "triton"
+    assert "no C compiler" in str(missing_tools((9, 0)))
+    missing["compiler"] = "/usr/bin/gcc"
+    assert "Python.h" in str(missing_tools((9, 0)))
+    (tmp_path / "Python.h").touch()
+    assert missing_tools((9, 0)) is None
+    monkeypatch.setenv("CC", "icc")
+    assert "no C compiler" in str(missing_tools((9, 0))), "Triton takes what CC names"
+
+
+def test_compiled_code_is_kept_where_a_restart_finds_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(CACHE, "there")
+    keep_compiled_code(tmp_path)
+    assert os.environ[CACHE] == "there", "the user's choice"
+    monkeypatch.delenv(CACHE)
+    (tmp_path / "file").touch()
+    keep_compiled_code(tmp_path / "file")
+    assert CACHE not in os.environ, "nothing can be written there, as in a container without a home"
+    keep_compiled_code(tmp_path)
+    assert Path(os.environ[CACHE]).parent == tmp_path
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        return x @ x  # a library's kernel: no code is generated for it
+
+    for hits in (0, 1):  # each time as a new process would
+        torch.compiler.reset()
+        counters.clear()
+        torch.compile(square)(torch.ones(3, 3))
+        found = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
+        assert min(found, 1) == hits
+    torch.compiler.reset()

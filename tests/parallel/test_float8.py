@@ -1,0 +1,285 @@
+"""Float8 and MXFP8 products: against arithmetic written plainly, against torch's kernels, and token by token."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounter
+from torch._functorch.aot_autograd import make_boxed_func
+
+from meshtrain.config.locate import model_file
+from meshtrain.errors import InputError
+from meshtrain.layout import Layout
+from meshtrain.loss import sample_losses
+from meshtrain.mesh import Mesh
+from meshtrain.parallel.float8_layers import float8_layers, float8_problems
+from meshtrain.parallel.linear import float8
+from meshtrain.parallel.linear.float8 import COMPILED, EMULATED, KERNELS, has_kernel, power_of_two_scale, swizzle
+from meshtrain.parallel.parallelize import ParallelOptions, apply_data_parallel, parallelize
+from meshtrain.parallel.tp_plan import split_layers
+
+llama = model_file("llama")
+ALONE = Mesh(Layout({}), 0, "cpu", None, {})
+SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "vocab_size": 160}
+TOKENS = torch.arange(48).view(2, 24) * 7 % 160
+
+
+def model(**keys: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return llama.Model(llama.Config(**(SIZES | {"num_hidden_layers": 2} | keys)))
+
+
+def e4m3(x: float) -> float:
+    """The nearest number with one sign, four exponent and three fraction bits; of two the even one."""
+    if x == 0:
+        return 0.0
+    step = 2.0 ** (max(math.floor(math.log2(abs(x))), -6) - 3)
+    return round(x / step) * step  # Python's round takes the even one
+
+
+def rounded(x: Tensor, dim: int, block: int | None) -> Tensor:
+    """What a matrix stands for in 8 bits, with scales along `dim`, number by number."""
+    rows = [row.split(block or len(row)) for row in x.movedim(dim, 1)]
+    result = []
+    for blocks in rows:
+        values: list[float] = []
+        for part in blocks:
+            scale = 2.0 ** math.ceil(math.log2(float(part.abs().max()) / 448))
+            values += [e4m3(value / scale) * scale for value in part.tolist()]
+        result.append(values)
+    return torch.tensor(result, dtype=x.dtype).movedim(1, dim)
+
+
+def operands(n: int = 24, d: int = 128, f: int = 192) -> tuple[Tensor, Tensor, Tensor]:
+    """x, weight and the gradient of the output, in float64; sizes of tokens and features lie far apart."""
+    torch.manual_seed(1)
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        spread = torch.exp2(torch.randint(-20, 20, (rows, 1))) * torch.exp2(torch.randint(-3, 3, (1, columns)))
+        return (torch.randn(rows, columns) * spread).double()
+
+    return matrix(n, d), matrix(f, d), matrix(n, f)
+
+
+def test_a_scale_is_the_least_power_of_two_that_fits() -> None:
+    largest = [448.0, 448.0001, 449.0, 1.0, 0.875, 0.8750001, 3e-20, 1.7e30, *torch.rand(200).exp().tolist()]
+    scales = power_of_two_scale(torch.tensor(largest)).tolist()
+    for value, scale in zip(torch.tensor(largest).tolist(), scales, strict=True):
+        assert math.frexp(scale)[0] == 0.5, scale
+        assert 224 < value / scale <= 448, (value, scale)
+    assert 0 < power_of_two_scale(torch.tensor(0.0)) < 1e-30, "a row of zeros stays one"
+    assert not power_of_two_scale(torch.tensor([math.inf, math.nan])).isfinite().any()
+
+
+@pytest.mark.parametrize("precision", ["float8", "mxfp8"])
+def test_products_are_those_of_rounded_operands(precision: str) -> None:
+    """A scale of another dim, or of a whole tensor, would round other numbers away."""
+    products, block = EMULATED[precision], {"float8": None, "mxfp8": 32}[precision]
+    x, weight, grad = operands()
+    y = rounded(x, 1, block) @ rounded(weight, 1, block).t()
+    torch.testing.assert_close(products.forward(x, weight), y, rtol=0, atol=0)
+    dx = rounded(grad, 1, block) @ rounded(weight, 0, block)
+    torch.testing.assert_close(products.input_grad(grad, weight), dx, rtol=1e-12, atol=0)
+    torch.testing.assert_close(products.weight_grad(grad, x), grad.t() @ x, rtol=0, atol=0)
+    other = operands(d=128, f=160)[1:]
+    dx = dx + products.input_grad(other[1], other[0])
+    torch.testing.assert_close(products.input_grad_sum([grad, other[1]], [weight, other[0]]), dx, rtol=1e-12, atol=0)
+    three = x.view(2, 12, -1)
+    assert products.forward(three, weight).equal(products.forward(x, weight).view(2, 12, -1))
+
+
+def test_rounding_costs_no_more_than_four_bits() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, 256), torch.randn(128, 256)
+    for products in EMULATED.values():
+        error = (products.forward(x, weight) - x @ weight.t()).abs()
+        # Each factor is off by 2**-4 of itself, or by 2**-10 of its scale.
+        bound = (2 * 2**-4 + 2**-8) * (x.abs() @ weight.t().abs()) + 256 * 2**-9
+        assert (error <= bound).all()
+        assert 0.01 < error.norm() / (x @ weight.t()).norm() < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_multiplies_the_same_numbers(dtype: torch.dtype) -> None:
+    x, weight, grad = (tensor.to(dtype) for tensor in operands())
+    for run in ("forward", "input_grad"):
+        inputs = (x if run == "forward" else grad), weight
+        kernel, emulated = (getattr(kind["float8"], run)(*inputs).double() for kind in (KERNELS, EMULATED))
+        error = (kernel - emulated).norm(dim=1) / emulated.norm(dim=1)
+        assert (error < 4 * torch.finfo(dtype).eps).all(), run
+
+
+@pytest.mark.parametrize("precision", ["float8", "mxfp8"])
+@pytest.mark.parametrize("n", [24, 200])
+def test_the_kernel_on_gpus_takes_these_shapes_and_strides(precision: str, n: int) -> None:
+    """What torch refuses on a GPU it refuses of tensors without values."""
+    sizes = (n, 192), (160, 192), (n, 160)
+    x, weight, grad = (torch.empty(size, device="meta", dtype=torch.bfloat16) for size in sizes)
+    assert KERNELS[precision].forward(x.view(2, -1, 192), weight).shape == (2, n // 2, 160)
+    assert KERNELS[precision].input_grad(grad, weight).shape == (n, 192)
+    with pytest.raises(RuntimeError, match="divisible by 16"):
+        KERNELS[precision].forward(x, weight[:8])
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(24, 4), (128, 6), (200, 9)])
+def test_scales_of_blocks_lie_as_cublas_wants_them(rows: int, columns: int) -> None:
+    """By its formula of the offset: tiles of 128 x 4, in which 32 rows of 16 hold rows 32 apart side by side."""
+    powers = torch.randint(-20, 20, (rows, columns))
+    swizzled = swizzle(torch.exp2(powers.float())).float()
+    tiles = -(-columns // 4)
+    assert len(swizzled) == -(-rows // 128) * tiles * 512
+    for i in range(rows):
+        for j in range(columns):
+            offset = 512 * (i // 128 * tiles + j // 4) + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
+            assert swizzled[offset] == 2.0 ** int(powers[i, j]), (i, j)
+
+
+@pytest.mark.parametrize("precision", ["float8", "mxfp8"])
+def test_a_token_does_not_depend_on_the_others(precision: str) -> None:
+    """To the bit, also where another is an outlier, or not finite."""
+    x, weight, _ = operands()
+    alone = torch.cat([EMULATED[precision].forward(row[None], weight) for row in x])
+    wild = x.clone()
+    wild[3, 5], wild[7, 0], wild[8, 1] = 1e30, math.nan, math.inf
+    y = EMULATED[precision].forward(wild, weight)
+    calm = [i for i in range(len(x)) if i not in (3, 7, 8)]
+    torch.testing.assert_close(y[calm], alone[calm], rtol=1e-14, atol=0)
+    assert not y[[7, 8]].isfinite().any(), "what is not finite stays visible"
+
+
+def test_a_gpu_has_a_kernel_or_emulates() -> None:
+    both = ["float8", "mxfp8"]
+    chosen = {(8, 0): [], (8, 9): both[:1], (9, 0): both[:1], (10, 0): both, (12, 0): both}
+    for capability, kernels in chosen.items():
+        assert [name for name in KERNELS if has_kernel(name, capability)] == kernels
+    assert not any(has_kernel(name, None) for name in KERNELS)
+
+
+def test_which_layers() -> None:
+    """Not the head, which is a block by itself, and none that is small or odd."""
+    layers, others = float8_layers(model(num_key_value_heads=2), "float8")
+    small = [f"model.layers.{i}.self_attn.{kind}_proj" for i in (0, 1) for kind in "kv"]
+    assert others == [*small, "lm_head"]
+    assert len(layers) == 2 * 5
+    assert len(float8_layers(model(intermediate_size=200), "float8")[0]) == 2 * 4
+    assert len(float8_layers(model(intermediate_size=208), "float8")[0]) == 2 * 7
+    assert len(float8_layers(model(intermediate_size=208), "mxfp8")[0]) == 2 * 4
+    routed = model()
+    routed.model.layers[1].mlp.gate = nn.Linear(128, 128)
+    assert float8_layers(routed, "float8")[1] == ["model.layers.1.mlp.gate", "lm_head"]
+    line = float8.describe_float8(model(num_key_value_heads=2), "float8", torch.float32, "cpu")
+    assert "float8: 10 of 15 linear layers, emulated" in line
+    assert "not model.layers.*.self_attn.k_proj, model.layers.*.self_attn.v_proj, lm_head, embeddings" in line
+
+
+def test_what_cannot_be_exact_is_refused() -> None:
+    few, blocks = model(num_key_value_heads=1, head_dim=128), model()
+    (problem,) = float8_problems(few, "float8", split_layers(few, llama.tp_plan, 4), 4)
+    assert "model.layers.*.self_attn.k_proj, model.layers.*.self_attn.v_proj, of 1 heads, cannot be split" in problem
+    (problem,) = float8_problems(blocks, "mxfp8", split_layers(blocks, llama.tp_plan, 4), 4)
+    assert "mlp.up_proj, model.layers.*.mlp.down_proj, where each rank needs a multiple of 32 features" in problem
+    assert float8_problems(blocks, "mxfp8", split_layers(blocks, llama.tp_plan, 2), 2) == []
+    assert float8_problems(blocks, "float8", split_layers(blocks, llama.tp_plan, 4), 4) == []
+    with pytest.raises(InputError, match="no linear layer inside of its blocks"):
+        parallelize(nn.Sequential(nn.Linear(256, 256)), ALONE, linear_precision="float8")
+
+
+class StraightThrough(torch.autograd.Function):
+    """A linear layer in float8 as the documentation has it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        rows = x.flatten(0, -2)
+        return (rounded(rows, 1, None) @ rounded(weight, 1, None).t()).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        dx = (rounded(rows, 1, None) @ rounded(weight, 0, None)).view(x.shape)
+        return dx, rows.t() @ x.flatten(0, -2)
+
+
+def losses_and_gradients(trained: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+    losses = sample_losses(trained(TOKENS), TOKENS.roll(-1, 1))
+    losses.sum().backward()
+    return losses.detach(), {name: p.grad for name, p in trained.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_model_has_the_gradients_of_its_layers(recompute: str) -> None:
+    reference = model(num_hidden_layers=1, intermediate_size=128, num_key_value_heads=2).double()
+    for name in float8_layers(reference, "float8")[0]:
+        layer: Any = reference.get_submodule(name)
+        layer.forward = lambda x, weight=layer.weight: StraightThrough.apply(x, weight)
+    own = model(num_hidden_layers=1, intermediate_size=128, num_key_value_heads=2).double()
+    options = ParallelOptions(precision="float64", linear_precision="float8", recompute=recompute)
+    losses, gradients = losses_and_gradients(apply_data_parallel(own, ALONE, options))
+    expected, expected_gradients = losses_and_gradients(reference)
+    torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
+    for name, gradient in expected_gradients.items():
+        error = (gradients[name] - gradient).norm() / gradient.norm()
+        assert error < 1e-12, name
+
+
+def test_it_is_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph for the alike blocks and one for their backward, which sees each product, and keeps those of the
+    forward; the numbers are those of eager blocks."""
+    monkeypatch.setattr(float8, "kernel_of", lambda *_: True)
+    products: list[int] = []
+
+    def compile_graph(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        products.append(sum(node.target is torch.ops.aten._scaled_mm.default for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    monkeypatch.setattr(
+        torch, "compile", partial(torch.compile, backend=aot_autograd(fw_compiler=compile_graph), fullgraph=True)
+    )
+    options = ParallelOptions(linear_precision="float8")
+    losses, gradients = losses_and_gradients(apply_data_parallel(model(), ALONE, options))
+    compiled = apply_data_parallel(model(), ALONE, replace(options, compile=True, recompute="selective"))
+    same, same_gradients = losses_and_gradients(compiled)
+    assert products == [7, 7]
+    torch.testing.assert_close(same, losses)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(same_gradients[name], gradient)
+
+
+def test_rounding_alone_is_compiled_once_for_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside of operators, where a compiled block does not see it."""
+    graphs = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs))
+    float8._compiled.cache_clear()
+    counts = []
+    for d, f in ((128, 192), (192, 128), (256, 128), (128, 320), (144, 160)):
+        x, weight, grad = (tensor.float() for tensor in operands(d=d, f=f))
+        assert COMPILED["float8"].forward(x, weight).equal(KERNELS["float8"].forward(x, weight))
+        assert COMPILED["float8"].input_grad(grad, weight).equal(KERNELS["float8"].input_grad(grad, weight))
+        counts.append(graphs.frame_count)
+    float8._compiled.cache_clear()
+    assert 2 <= counts[0] == counts[-1] < 8, "more for each shape, of which the compiler would take eight"
+
+
+def test_training_in_float8_learns_as_much() -> None:
+    """The mean of a curve that falls from 5.1 to 1.6."""
+    means = []
+    for linear_precision in (None, "float8", "mxfp8"):
+        trained = apply_data_parallel(model(), ALONE, ParallelOptions(linear_precision=linear_precision))
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3)
+        losses = []
+        for _ in range(12):
+            optimizer.zero_grad()
+            loss = sample_losses(trained(TOKENS), TOKENS.roll(-1, 1)).sum() / TOKENS.numel()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        means.append(sum(losses) / len(losses))
+        assert losses[-1] < 0.4 * losses[0]
+    assert len(set(means)) == 3
+    assert means[1:] == pytest.approx([means[0]] * 2, rel=0.01), means

@@ -1,0 +1,345 @@
+"""The loss without logits, against plain cross entropy in float64; which models have it; what memory it takes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshtrain.config import Config
+from meshtrain.data.batch import IGNORE, Batch
+from meshtrain.evaluate import evaluate
+from meshtrain.layout import Layout
+from meshtrain.loss import sample_losses
+from meshtrain.mesh import Mesh
+from meshtrain.metrics.step_timer import StepTimer
+from meshtrain.modeling import build
+from meshtrain.optim.optimizer import Optimizer
+from meshtrain.parallel import linear_cross_entropy
+from meshtrain.parallel.cross_entropy import losses_and_gradient
+from meshtrain.parallel.linear import use_products
+from meshtrain.parallel.linear.weight_grad import WeightGradQueue
+from meshtrain.parallel.linear_cross_entropy import LossHead, LossRequest, can_fuse, fuse_loss, request_loss
+from meshtrain.trainer import StepResult, Trainer
+from tests.parity.experiments import QUICKSTART
+
+B, S, D, V = 3, 8, 6, 11
+CPU, ALONE = torch.device("cpu"), Mesh(Layout({}), 0, "cpu", None, {})
+MODELS = Path(__file__).parents[1] / "models"
+
+
+@pytest.fixture(autouse=True)
+def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Tokens of a chunk: 7, unless a test says how many."""
+    size = getattr(request, "param", 7)
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_TOKENS", size)
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_LOGITS", 0)
+    return size
+
+
+def tensors(dtype: torch.dtype = torch.float64) -> tuple[Tensor, nn.Linear, Tensor]:
+    """Inputs (b, s, d), a head, and targets: some are ignored, among them the whole second chunk of 7."""
+    torch.manual_seed(0)
+    x, layer, targets = torch.randn(B, S, D), nn.Linear(D, V, bias=False), torch.randint(V, (B, S))
+    layer.weight.data.mul_(5)
+    targets.view(-1)[7:14] = IGNORE
+    targets[0, 2] = IGNORE
+    return x.to(dtype).requires_grad_(), layer.to(dtype), targets
+
+
+def fused(x: Tensor, layer: nn.Linear, targets: Tensor, factor: float, compiled: bool = False) -> LossRequest:
+    fuse_loss(layer, compiled)
+    with request_loss(LossRequest(lambda: targets, lambda: torch.tensor(factor, dtype=torch.float64))) as request:
+        output = layer(input=x)
+    output.backward()
+    assert request.losses_of(output) is not None
+    return request
+
+
+@pytest.mark.parametrize("chunk", [1, 7, B * S, 100], indirect=True)
+@pytest.mark.parametrize("ignored", [False, True], ids=["some", "all ignored"])
+@pytest.mark.parametrize("frozen", ["nothing", "x", "weight"])
+def test_losses_and_gradients_are_those_of_logits(chunk: int, ignored: bool, frozen: str) -> None:
+    """In float64, with a factor as float16's, for every size of a chunk."""
+    x, layer, targets = tensors()
+    x.requires_grad_(frozen != "x")
+    layer.weight.requires_grad_(frozen != "weight")
+    if ignored:
+        targets[:] = IGNORE
+    losses = sample_losses(layer(x), targets)
+    (losses.sum() * 65536 / 17).backward()
+    expected = [None if t.grad is None else t.grad.clone() for t in (x, layer.weight)]
+    x.grad = layer.weight.grad = None
+    request = fused(x, layer, targets, 65536 / 17)
+    torch.testing.assert_close(request.losses, losses.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(request.output, losses.sum() * 65536 / 17, rtol=1e-12, atol=1e-12)
+    for tensor, grad in zip((x, layer.weight), expected, strict=True):
+        assert (tensor.grad is None) == (grad is None)
+        if grad is not None:
+            torch.testing.assert_close(tensor.grad, grad, rtol=1e-12, atol=1e-12)
+    with torch.no_grad(), request_loss(LossRequest(lambda: targets)) as request:
+        layer(x)
+    torch.testing.assert_close(request.losses, losses.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(layer(x), F.linear(x, layer.weight))  # without a request
+
+
+def test_logits_whose_exponentials_no_number_holds_and_a_sample_that_is_no_number() -> None:
+    x, layer, targets = tensors()
+    layer.weight.data.mul_(10_000)
+    request = fused(x, layer, targets, 1.0)
+    torch.testing.assert_close(request.losses, sample_losses(layer(x), targets).detach(), rtol=1e-12, atol=1e-12)
+    x.data[1, -1, 0] = torch.nan
+    assert fused(x, layer, targets, 1.0).losses.isfinite().tolist() == [True, False, True]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_are_no_further_from_the_truth_than_with_logits(dtype: torch.dtype) -> None:
+    """Logits in 16 bits, losses in float32; a weight gradient over many chunks is summed in float32."""
+
+    def errors(found: list[Tensor]) -> list[float]:
+        return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+
+    x, layer, targets = tensors(dtype)
+    with_logits = sample_losses(layer(x), targets)
+    with_logits.sum().mul(100).backward()
+    plain = [with_logits.detach(), x.grad, layer.weight.grad]
+    wide, wide_layer = x.detach().double().requires_grad_(), nn.Linear(D, V, bias=False, dtype=torch.float64)
+    wide_layer.weight.data.copy_(layer.weight)
+    exact_losses = sample_losses(wide_layer(wide), targets)
+    exact_losses.sum().mul(100).backward()
+    exact: list[Any] = [exact_losses.detach(), wide.grad, wide_layer.weight.grad]
+    x.grad = layer.weight.grad = None
+    request = fused(x, layer, targets, 100.0)
+    assert request.losses.dtype == torch.float32  # type: ignore[union-attr]
+    for found, before in zip(errors([request.losses, x.grad, layer.weight.grad]), errors(plain), strict=True):
+        assert found <= 1.5 * before + 1e-6
+
+
+def test_a_layer_whose_gradients_may_be_put_off_has_them_at_once() -> None:
+    x, layer, targets = tensors()
+    sample_losses(layer(x), targets).sum().backward()
+    assert layer.weight.grad is not None
+    expected, layer.weight.grad = layer.weight.grad, None
+    queue = WeightGradQueue()
+    use_products(layer, queue=queue)
+    assert can_fuse(layer)
+    with queue.record() as deferred:
+        fused(x, layer, targets, 1.0)
+    assert not deferred
+    torch.testing.assert_close(layer.weight.grad, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_backward_of_something_else_is_refused() -> None:
+    x, layer, targets = tensors()
+    fuse_loss(layer, False)
+    with request_loss(LossRequest(lambda: targets, lambda: torch.tensor(1.0))):
+        output = layer(x)
+    with pytest.raises(RuntimeError, match="made in the forward"):
+        (2 * output).backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_pass_over_a_chunk_is_one_graph(dtype: torch.dtype) -> None:
+    """As the compiler is given it, by its own tracing of the backward, which needs no GPU."""
+    x, layer, targets = tensors(dtype)
+    logits, arguments = layer(x).detach().flatten(0, 1), (targets.flatten(), torch.tensor(0.5), 0, None)
+    expected = losses_and_gradient(logits.clone(), *arguments)
+    compiled = torch.compile(losses_and_gradient, dynamic=False, backend="aot_eager", fullgraph=True)
+    for found, known in zip(compiled(logits.clone(), *arguments), expected, strict=True):
+        torch.testing.assert_close(found, known)
+
+
+# Which models -------------------------------------------------------------------------------------------------------
+
+SMALL = (
+    *("model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2", "data.seq_len=12"),
+    *("model.num_key_value_heads=2", "model.intermediate_size=24", "model.vocab_size=300"),
+)
+
+
+def load(*overrides: str) -> Config:
+    return Config.load(QUICKSTART, list(overrides), world_size=1, for_training=True)
+
+
+EXPERTS = (
+    "model.num_hidden_layers=2",
+    "model.n_routed_experts=2",
+    "model.num_experts_per_tok=1",
+    "model.moe_intermediate_size=8",
+)
+ROUTED = {
+    "mixtral": ("model.num_local_experts=2",),
+    "qwen3_moe": ("model.num_experts=2", "model.num_experts_per_tok=1", "model.moe_intermediate_size=8"),
+    "glm4_moe": EXPERTS,
+    "deepseek_v3": EXPERTS,
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", *ROUTED])
+def test_every_language_model_of_the_project_has_it(name: str) -> None:
+    config = load(*SMALL, f"model.name={name}", *ROUTED.get(name, ()))
+    assert build.has_loss_head(build.plain_model(config), config)
+
+
+@pytest.mark.parametrize(
+    ("tweak", "precision", "has"),
+    [
+        ("none", "bfloat16", True),
+        ("scale", "float32", True),  # of the embedding
+        ("inside", "float32", False),  # a class of its own
+        ("cap", "float32", False),
+        ("float", "float32", True),  # nothing happens
+        ("float", "bfloat16", False),
+        ("eval", "float32", False),
+        ("bias", "float32", False),
+        ("loss", "float32", False),
+        ("twice", "float32", False),
+        ("in place of logits", "float32", False),
+        ("other loss", "float32", False),
+        ("loss of training", "float32", False),
+        ("gradient", "float32", False),
+        ("gradient of outputs", "float32", False),
+        ("forward", "float32", False),
+        ("hook", "float32", False),
+        ("hook in place", "float32", False),
+        ("input by a hook", "float32", True),
+        ("fails", "float32", False),
+    ],
+)
+def test_a_model_that_does_more_with_its_logits_gives_them(tweak: str, precision: str, has: bool) -> None:
+    config = load(*SMALL, f"model.name={MODELS}/loss_heads.py", f"model.tweak={tweak}", f"train.precision={precision}")
+    assert build.has_loss_head(build.plain_model(config), config) is has
+
+
+def test_a_block_that_calls_the_head_is_refused() -> None:
+    """It would get a loss; what blocks compute was not looked at."""
+    run = Run.of(f"model.name={MODELS}/loss_heads.py", "model.tweak=in a block")
+    with pytest.raises(RuntimeError, match="outside of blocks"):
+        run.step(1)
+    with pytest.raises(RuntimeError, match="outside of blocks"):
+        run.evaluate()
+
+
+def test_a_classifier_gives_logits() -> None:
+    config = Config.load("configs/digits.yaml", [], world_size=1, for_training=True)
+    assert not build.has_loss_head(build.plain_model(config), config)
+
+
+# Steps and evaluations ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """A small Llama in a world of one, as the command trains it."""
+
+    config: Config
+    trainer: Trainer
+
+    @classmethod
+    def of(cls, *overrides: str) -> "Run":
+        config = load(*SMALL, "batch.global_size=4", "batch.micro_size=2", *overrides)
+        model = build.build_model(config, ALONE, CPU)
+        optimizer = Optimizer(model, config.optimizer, ALONE, 9)
+        return cls(config, Trainer(model, optimizer, config, ALONE, CPU, task="language", timer=StepTimer(CPU)))
+
+    def batches(self) -> list[Batch]:
+        torch.manual_seed(1)
+        batches = []
+        for _ in range(2):
+            tokens = torch.randint(300, (2, 12))
+            targets = tokens.roll(-1, 1)
+            targets[0, :5] = IGNORE
+            positions = torch.arange(12).expand(2, 12)
+            batches.append(Batch.of((tokens, positions, None), targets))
+        batches[1].targets[1] = IGNORE
+        return batches
+
+    def step(self, number: int) -> StepResult:
+        self.trainer.forward_backward(number, self.batches())
+        return self.trainer.optimizer_step(number)()
+
+    def evaluate(self) -> float:
+        return evaluate(self.trainer.model, self.batches(), ALONE, CPU, self.trainer.dtype).loss
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("precision", ["float64", "float16"])
+def test_steps_are_those_with_logits(tied: bool, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = (f"model.tie_word_embeddings={str(tied).lower()}", f"train.precision={precision}")
+    run = Run.of(*keys)
+    assert isinstance(run.trainer.model.lm_head.forward, LossHead) or precision == "float16"  # wrapped by casts
+    monkeypatch.setattr(build, "has_loss_head", lambda *_: False)
+    known = Run.of(*keys)
+    tolerance = 1e-12 if precision == "float64" else 3e-3
+    for number in (1, 2, 3):
+        found, expected = run.step(number), known.step(number)
+        assert found.loss == pytest.approx(expected.loss, rel=tolerance)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=tolerance)
+        assert (found.finite, found.correct) == (True, None)
+    assert run.evaluate() == pytest.approx(known.evaluate(), rel=tolerance)
+
+
+def test_a_sample_whose_loss_is_not_finite_is_named() -> None:
+    run = Run.of()
+    batches = run.batches()
+    weight = run.trainer.model.model.embed_tokens.weight  # type: ignore[union-attr]
+    weight.data[int(batches[1].inputs[0][0, -1])] = torch.nan  # type: ignore[operator]
+    batches[0].tensors["tokens"].clamp_(0, 3)  # type: ignore[union-attr]
+    batches[0].targets.clamp_(max=3)
+    run.trainer.forward_backward(1, batches)
+    result = run.trainer.optimizer_step(1)()
+    assert (result.finite, 2 in result.bad_samples, 0 in result.bad_samples) == (False, True, False)
+
+
+class Allocated(TorchDispatchMode):
+    """The largest memory of a tensor that is made meanwhile, and the most that were there at a time, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.peak = 0
+        self._alive: dict[int, tuple[Any, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in before:
+                storage = tensor.untyped_storage()
+                self._alive[storage._cdata] = torch.multiprocessing.reductions.StorageWeakRef(storage), storage.nbytes()
+                self.largest = max(self.largest, storage.nbytes())
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return made
+
+
+def watched(action: Any) -> Allocated:
+    with Allocated() as allocated:
+        action()
+    return allocated
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_no_tensor_of_tokens_times_vocabulary_exists(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in a step nor in an evaluation, which takes no more memory than a step."""
+    keys = (
+        f"train.precision={precision}",
+        "model.vocab_size=20000",
+        "model.hidden_size=8",
+        "model.intermediate_size=8",
+    )
+    run = Run.of(*keys)
+    logits = 2 * 12 * 20000  # of a microbatch
+    run.step(1)  # the optimizer's state
+    run.trainer.optimizer.zero_grad()
+    step = watched(lambda: run.trainer.forward_backward(2, run.batches()))
+    evaluation = watched(run.evaluate)
+    # At most a chunk in float32, or the weight's gradient.
+    assert max(step.largest, evaluation.largest) <= 4 * 20000 * max(7, 8) < 2 * logits
+    assert evaluation.peak <= step.peak
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_TOKENS", 24)
+    assert watched(run.evaluate).largest >= 2 * logits, "the watch sees what it is to see"

@@ -1,0 +1,431 @@
+"""The logic of benchmarks that need a GPU: what they count, read and compare, on small models and made-up clocks."""
+
+import argparse
+import gzip
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import gpu_pair
+import gpu_roofs
+import gpu_titan
+import kernel_classes
+from gpu_pair import OURS, WORKLOADS, Measured, Sizes, Workload, make_sides, sizes_of, values_of
+from harness import ON_CPU, Side, Turn, model_of
+from meshtrain.config import Config
+from meshtrain.modeling.build import parameter_count
+from meshtrain.modeling.flops import sample_flops
+from tests.launching import ROOT
+
+SMALL = {
+    "name": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+}
+values = {name: values_of(workload) for name, workload in WORKLOADS.items()}
+
+
+# What a workload asks for ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "full", "causal"),
+    [("A1", 1_498_482_688, 10.636, 9.025), ("A-4k", 1_498_482_688, 9.025, 8.220), ("B21", 2_795_573_248, None, 15.232)],
+)
+def test_the_shapes_are_those_of_the_published_models(
+    name: str, parameters: int, full: float | None, causal: float
+) -> None:
+    """GFLOP per token as torchtitan has them (full), and with the half of attention that a causal row needs."""
+    sizes, length = sizes_of(values[name]), WORKLOADS[name].seq_len
+    assert sizes.parameters == parameters
+    assert full is None or sizes.flops(length, causal=False) / 1e9 == pytest.approx(full, abs=5e-4)
+    assert sizes.flops(length, causal=True) / 1e9 == pytest.approx(causal, abs=5e-4)
+
+
+def test_sizes_count_what_the_model_multiplies() -> None:
+    small = values_of(Workload(SMALL, 16, 2, 2, 1))
+    module, config = model_of(small)
+    with torch.device("meta"):
+        model = module.Model(config)
+    assert sizes_of(small).parameters == parameter_count(model)
+    flops, _ = sample_flops(model, (torch.zeros(1, 16, dtype=torch.long), None, None))
+    assert flops == 16 * sizes_of(small).flops(16, causal=False)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_workload_is_a_config_that_meshtrain_takes(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "workload.yaml"
+    file.write_text(yaml.safe_dump(values[name]))
+    config = Config.load(str(file), world_size=1)
+    assert config.batch.global_size * config.data.seq_len % 8192 == 0
+    assert config.optimizer.weight_decay == 0
+
+
+def test_the_predictions_of_the_document_are_consistent() -> None:
+    """Tokens per second, and the utilization that follows from them."""
+    text = (ROOT / "docs" / "performance.md").read_text().split("<!-- predicted:")[1].split("<!-- end of predicted")[0]
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines()[3:]]
+    assert len(rows) == 4
+    for name, _, *cells in rows:
+        flops = sizes_of(values[name]).flops(WORKLOADS[name].seq_len, causal=True)
+        for rate, share in (cells[:2], cells[2:]):
+            assert share == f"{100 * float(rate.replace(',', '')) * flops / 989e12:.0f} %", name
+
+
+def test_sides_stay_together_where_the_memory_is_enough() -> None:
+    assert gpu_pair.fit_together(values["A-4k"], 2, 141 * 2**30)
+    assert not gpu_pair.fit_together(values["B21"], 2, 80 * 2**30)
+    assert not gpu_pair.fit_together(values["B21"], 1, 80 * 2**30), "logits of two sequences"
+    assert gpu_pair.fit_together(values["B21"] | {"batch": {"micro_size": 1}}, 1, 80 * 2**30)
+
+
+# Turns, visits and the result -----------------------------------------------------------------------------------------
+
+
+def options_of(folder: Path, **further: Any) -> argparse.Namespace:
+    shared = {"pairs": 2, "steps": 1, "warm_up": 1, "environment": ON_CPU, "overrides": [], "one_by_one": True}
+    return argparse.Namespace(**shared | {"together": True} | further)
+
+
+@pytest.mark.timeout(300)
+def test_sides_that_start_one_by_one_train_the_same(tmp_path: Path) -> None:
+    small = values_of(Workload(SMALL, 16, 4, 2, 1))
+    small["parallel"] = {}
+    small["data"]["workers"] = 0
+    small["train"]["precision"] = "float32"
+    sides = [Side(OURS, "meshtrain"), Side("plain", "plain_ddp")]
+    measured = gpu_pair.run(sides, small, options_of(tmp_path), tmp_path)
+    assert [len(turns) for turns in measured.turns.values()] == [2, 2]
+    assert all(turn.wall_s > 0 and turn.began > 0 and turn.allocated == 0 for turn in measured.turns[OURS])
+    assert [len(losses) for losses in measured.losses.values()] == [4, 4], "warming up, two turns and the last step"
+    assert gpu_pair.difference(measured.losses["plain"], measured.losses[OURS]) < 1e-5
+    assert not list(tmp_path.glob("*/checkpoints/step_*")), "nothing is saved at the end"
+
+
+def test_sides_that_do_not_fit_together_visit_the_gpu_there_and_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visits: list[str] = []
+
+    @contextmanager
+    def start(sides: Sequence[Side], folder: Path, options: argparse.Namespace) -> Iterator[list[Any]]:
+        assert (folder / "tokens").resolve().exists()
+        assert options.pairs == 2, "half of the three, and the rest"
+        visits.extend(side.name for side in sides)
+        clock = iter(range(10 * len(visits), 1000))
+        yield [SimpleNamespace(turn=lambda: Turn(0.0, float(next(clock))))]
+
+    monkeypatch.setattr(gpu_pair, "running", start)
+    monkeypatch.setattr(gpu_pair, "read_losses", lambda sides, folder: [[float(len(visits))]])
+    small = values_of(Workload(SMALL, 16, 4, 2, 1))
+    measured = gpu_pair.run(make_sides(["T-none"]), small, options_of(tmp_path, together=False, pairs=3), tmp_path)
+    assert visits == [OURS, "T-none", "T-none", OURS]
+    assert [turn.wall_s for turn in measured.turns[OURS]] == [10, 11, 40, 41]
+    assert [turn.wall_s for turn in measured.turns["T-none"]] == [20, 21, 30, 31]
+    assert measured.losses == {OURS: [1.0], "T-none": [2.0]}, "those of the first visit"
+
+
+def test_the_result_follows_from_times_and_sizes() -> None:
+    losses = {OURS: [4.0] * 25, "T-none": [4.0] * 19 + [4.02] + [9.0] * 5}
+    turns = {OURS: [Turn(0, wall, 2**30, 2**31, began) for wall, began in ((1.0, 0), (2.0, 10), (1.0, 20))]}
+    turns["T-none"] = [Turn(0, 1.5, began=began) for began in (3, 13, 23)]
+    small = values_of(Workload(SMALL, 16, 4, 2, 1))
+    sizes = sizes_of(small)
+    samples = [gpu_pair.Sample(time, 1500 + time, 400, 50 + time, 0x5) for time in (0.5, 11, 12, 13.5, 99)]
+    result = gpu_pair.summary(Measured(turns, losses, True), small, 2, samples, peak=1e9)
+    ours, theirs = result["sides"][OURS], result["sides"]["T-none"]
+    assert (ours["ms_per_step"], ours["tokens_per_s"]) == (500, 128)
+    assert ours["mfu_causal"] == pytest.approx(128 * sizes.flops(16, causal=True) / 1e9)
+    assert ours["mfu"] / ours["mfu_causal"] == pytest.approx(sizes.flops(16, False) / sizes.flops(16, True))
+    assert ours["sm_mhz"] == 1511, "of the three samples in its turns"
+    assert ours["held_down_by"] == ["software power cap"], "an idle clock is no reason"
+    assert theirs["celsius"] == 63.5
+    assert theirs["largest_difference_of_losses"] == pytest.approx(0.005), "of the first twenty"
+    ratio = result["ratios"]["T-none"]
+    assert (ratio["median"], ratio["low"], ratio["high"]) == (1.5, 0.75, 1.5), "above 1: meshtrain is faster"
+    printed = gpu_pair.table(result)
+    assert "T-none            1.500  0.750 - 1.500" in printed
+    assert "software power cap" in printed
+    assert len(result["losses"][OURS]) == 20
+
+
+def test_what_nvidia_smi_says_is_read() -> None:
+    """A line that is cut off, as the last one may be, counts for nothing."""
+    text = (
+        "2026/03/01 12:00:00.500, 1980, 512.31, 61, 0x0000000000000004\n"
+        "2026/03/01 12:00:01.000, [N/A], 512.31, 61, 0x0000000000000001\n"
+        "2026/03/01 12:00:01.500, 19"
+    )
+    first, second = gpu_pair.read_samples(text)
+    assert (first.sm_mhz, first.power_w, first.reasons) == (1980, 512.31, 4)
+    assert second.time - first.time == pytest.approx(0.5)
+    assert math.isnan(second.sm_mhz)
+
+
+def test_sides_are_baselines_or_settings() -> None:
+    ours, titan, other = make_sides(["T-sac", "parallel.compile=false"])
+    assert (ours.overrides, titan.kind, titan.overrides) == ((), "gpu_titan", ("titan.baseline=T-sac",))
+    assert (other.kind, other.overrides) == ("meshtrain", ("parallel.compile=false",))
+    with pytest.raises(SystemExit, match="T-nothing: expected T-none, T-sac, T-amp or key"):
+        make_sides(["T-nothing"])
+
+
+# torchtitan's side ----------------------------------------------------------------------------------------------------
+
+
+def test_torchtitan_reads_meshtrain_s_samples(tmp_path: Path) -> None:
+    """In the order of `batch_samples`, with the next token as the target."""
+    small = values_of(Workload(SMALL, 16, 4, 2, 1)) | {"train": {"seed": 3, "steps": 2}}
+    file = tmp_path / "tokens.bin"
+    tokens = np.arange(10 * 16 + 1) % 300
+    tokens.astype(np.uint16).tofile(file)
+    batches = list(gpu_titan.Samples(small, file))
+    assert len(batches) == 4, "two microbatches in each of two steps"
+    read = torch.cat([inputs["input"] for inputs, _ in batches])
+    order = [j for step in range(2) for j in gpu_titan.batch_samples(3, step, 4, 10)]
+    assert read.tolist() == [list(tokens[16 * j : 16 * j + 16]) for j in order]
+    assert all(torch.equal(inputs["input"][:, 1:], targets[:, :-1]) for inputs, targets in batches)
+
+
+@pytest.mark.parametrize("model", [*(values[name]["model"] for name in ("A1", "B21")), SMALL])
+def test_torchtitan_s_feed_forward_is_as_wide(model: dict[str, Any]) -> None:
+    """Its width is 8/3 of the model's, multiplied, rounded down, and up to a multiple."""
+    _, config = model_of({"model": model})
+    arguments = gpu_titan.arguments_0_2(config)
+    hidden = int(arguments["ffn_dim_multiplier"] * int(2 * 4 * arguments["dim"] / 3))
+    multiple = arguments["multiple_of"]
+    assert multiple * ((hidden + multiple - 1) // multiple) == config.intermediate_size
+
+
+def test_torchtitan_gets_the_workload_s_numbers() -> None:
+    config = values["A1"] | {"titan": {"baseline": "T-sac", "compile": True, "folder": "x"}}
+    sections = gpu_titan.sections_0_2(config)
+    assert sections["training"]["max_norm"] == 1.0
+    assert (sections["optimizer"]["beta2"], sections["optimizer"]["weight_decay"]) == (0.95, 0.0)
+    assert sections["activation_checkpoint"] == {"mode": "selective", "selective_ac_option": "op"}
+    assert gpu_titan.rope_scaling(model_of(config)[1])["scaling_factor"] == 32
+    with pytest.raises(ValueError, match="rope_type llama3 alone"):
+        gpu_titan.rope_scaling(SimpleNamespace(rope_scaling={"rope_type": "yarn"}))
+    job = SimpleNamespace(training=SimpleNamespace(steps=1))
+    assert gpu_titan.put(job, {"training": {"steps": 2}}).training.steps == 2
+    with pytest.raises(AttributeError, match="no attribute 'stepz'"):
+        gpu_titan.put(job, {"training": {"stepz": 2}})
+
+
+def test_losses_of_torchtitan_stay_apart_by_step() -> None:
+    class Trainer:
+        step = 0
+
+        def train_step(self, data_iterator: Iterator[Any]) -> None:
+            for _ in range(2):
+                self.forward_backward_step(inputs=next(data_iterator))
+
+        def forward_backward_step(self, *, inputs: float) -> torch.Tensor:
+            return torch.tensor(inputs, requires_grad=True)
+
+    steps: list[int] = []
+    trainer = gpu_titan.paced(steps.append)(Trainer)()
+    data = iter([1.0, 2.0, 3.0, 4.0])
+    for trainer.step in (1, 2):
+        trainer.train_step(data)
+    assert steps == [1, 2]
+    assert [[loss.item() for loss in losses] for losses in trainer.losses] == [[1, 2], [3, 4]]
+
+
+def test_the_first_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_titan.importlib.util, "find_spec", lambda name: None if name == "torchtitan" else name)
+    monkeypatch.setattr(gpu_titan, "installed", lambda: None)
+    monkeypatch.setattr(gpu_titan.torch, "__version__", "2.11.0+cu130")
+    line = "torchtitan's side needs torchtitan: pip install --no-deps torchtitan==0.2.2"
+    assert gpu_titan.needed(["T-none"]) == line
+    monkeypatch.setattr(gpu_titan.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(gpu_titan, "installed", lambda: "0.3.0")
+    assert gpu_titan.needed(["T-none"]) is None
+    assert gpu_titan.needed(["T-amp"]) == "T-amp is a baseline of torchtitan 0.2: 0.3.0 has FSDP on one GPU too"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [
+        (gpu_pair, "gpu_pair.py needs an NVIDIA GPU and nvidia-smi: there is none here\n"),
+        (gpu_roofs, "gpu_roofs.py needs an NVIDIA GPU: torch finds none here\n"),
+    ],
+)
+def test_without_a_gpu_a_line_says_so(
+    script: ModuleType, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", [script.__name__, *(["A1"] if script is gpu_pair else [])])
+    assert script.main() == 2
+    assert capsys.readouterr().err == line
+
+
+# Roofs ----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_part_runs_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where some back ends do not exist; a clock that gives a tenth of a second for each call."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    shape = gpu_roofs.Shape(64, 32, "cpu", torch.bfloat16)
+    sizes = Sizes(layers=2, width=32, heads=32, kv=16, hidden=48, vocabulary=64)
+    roofs = [
+        *gpu_roofs.layers("small", sizes, shape),
+        *gpu_roofs.copies(shape, 1000),
+        *gpu_roofs.attention("attention", 4, 2, 8, shape),
+        *gpu_roofs.losses("small", 32, 64, shape),
+    ]
+
+    def seconds(function: Callable[[], object], times: int) -> float:
+        function()
+        return times / 10
+
+    rows = {roof.name: gpu_roofs.row_of(roof, seconds) for roof in roofs}
+    assert len(rows) == len(roofs), "names are unique"
+    ran = {name for name, row in rows.items() if "ms" in row}
+    for name in ("small o forward", "small down input gradient", "small qkv weight gradient", "copy float32"):
+        assert name in ran
+    assert {
+        "attention flash forward",
+        "attention flash backward",
+        "small loss compiled",
+        "small loss without logits",
+    } <= ran
+    assert rows["attention cudnn forward"]["not_here"].startswith("RuntimeError: ")
+    forward = rows["small down forward"]
+    assert (forward["ms"], forward["tflops"]) == (pytest.approx(100), pytest.approx(2 * 64 * 48 * 32 / 0.1 / 1e12))
+    assert rows["copy float32"]["gb_per_s"] == pytest.approx(8000 / 0.1 / 1e9)
+    assert rows["attention flash backward"]["tflops"] == pytest.approx(2.5 * 2 * 2 * 4 * 32 * 32 * 8 / 0.1 / 1e12)
+    printed = gpu_roofs.line({"name": "x", "ms": 1.0, "tflops": 494.5, "gb_per_s": 1.0}, 989e12, 3.35e12)
+    assert printed.endswith("495 TF/s  50.0 %") or printed.endswith("494 TF/s  50.0 %")
+    assert gpu_roofs.line(rows["copy float32"], 989e12, 8e4).endswith("100.0 %")
+
+
+def test_every_loss_has_the_gradients_of_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    gradients = []
+    for roof in gpu_roofs.losses("small", 32, 64, gpu_roofs.Shape(64, 32, "cpu", torch.float64)):
+        if roof.name.endswith(" of torch") and not hasattr(torch.nn.functional, "linear_cross_entropy"):
+            continue
+        torch.manual_seed(0)
+        gradients.append(roof.make()())
+    assert len(gradients) >= 3
+    for others in gradients[1:]:
+        torch.testing.assert_close(others, gradients[0], rtol=1e-5, atol=1e-7)  # the plain one's logits are float32
+
+
+def test_documents_fill_rows_and_cross_none() -> None:
+    ends = gpu_roofs.document_ends(40_000, 8192)
+    assert ends == sorted(set(ends))
+    assert {8192, 16384, 24576, 32768, 40_000} <= set(ends)
+
+
+def test_a_measurement_is_the_median_of_rounds() -> None:
+    calls: list[int] = []
+    extra = iter([9.0, 0.0, 0.3, 0.0, 0.0, 0.0, 0.1])  # the first call compiles
+
+    def seconds(function: Callable[[], object], times: int) -> float:
+        calls.append(times)
+        return 0.001 * times + next(extra)
+
+    assert gpu_roofs.measure(lambda: None, seconds) == pytest.approx(0.001)
+    assert calls == [1, 2, 50, 50, 50, 50, 50]
+
+
+# A profile by classes -------------------------------------------------------------------------------------------------
+
+NAMES = {
+    "gemm": [
+        "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_tn_align8>(...)",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, true, false>(...)",
+    ],
+    "attention": [
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x128_4x1x1_cga1x1x1_kernel0_0",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<64, 128>>(...)",
+        "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::Mainloop>>>(...)",
+        "triton_tem_fused_flex_attention_0",
+    ],
+    "elementwise": [
+        "triton_poi_fused_add_mul_silu_3",
+        "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_1",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int, ...)",
+        "void (anonymous namespace)::embedding_backward_feature_kernel<float>(...)",
+    ],
+    "loss": [
+        "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float, float, float>(...)",
+        "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(...)",
+        "triton_red_fused__to_copy_amax_exp_log_sub_sum_0",
+    ],
+    "optimizer": [
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>>(...)",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<LpNormFunctor<float>>(...)",
+    ],
+    "copies": [
+        "Memcpy DtoD (Device -> Device)",
+        "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(TensorIteratorBase&)>(...)",
+        "void at::native::(anonymous namespace)::CatArrayBatchedCopy<at::native::OpaqueType<2u>, unsigned int, 3>(...)",
+    ],
+    "communication": ["ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"],
+    "other": ["my_own_kernel"],
+}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_kernel_s_name_says_its_class(kind: str) -> None:
+    assert {name: kernel_classes.class_of(name) for name in NAMES[kind]} == dict.fromkeys(NAMES[kind], kind)
+
+
+def trace_of(events: list[tuple[str, str, float, float]]) -> dict[str, Any]:
+    """A trace of torch.profiler: (category, name, beginning, microseconds)."""
+    made = [{"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": {}} for cat, name, ts, dur in events]
+    return {"traceEvents": [*made, {"ph": "M", "name": "process_name"}]}
+
+
+def test_a_profile_is_divided_among_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two kernels of one class at once count once; what runs beside another class is not alone."""
+    nccl, gemm, copy = NAMES["communication"][0], NAMES["gemm"][0], NAMES["copies"][0]
+    events = [
+        ("kernel", gemm, 100.0, 40.0),
+        ("kernel", gemm, 120.0, 40.0),
+        ("kernel", nccl, 150.0, 30.0),
+        ("gpu_memcpy", copy, 190.0, 10.0),
+        ("cpu_op", "aten::mm", 0.0, 1000.0),
+    ]
+    kernels = kernel_classes.read_kernels(trace_of(events))
+    classes = {found.name: found for found in kernel_classes.summarise(kernels)}
+    assert list(classes) == ["gemm", "communication", "copies", "idle"]
+    assert (classes["gemm"].busy, classes["gemm"].alone, classes["gemm"].kernels) == (60, 50, 2)
+    assert (classes["communication"].busy, classes["communication"].alone) == (30, 20)
+    assert (classes["idle"].busy, kernel_classes.span(kernels)) == (10, 100)
+    file = tmp_path / "rank_00000.json.gz"
+    with gzip.open(file, "wt") as out:
+        json.dump(trace_of(events), out)
+    monkeypatch.setattr("sys.argv", ["kernel_classes.py", str(file), "--steps", "2"])
+    assert kernel_classes.main() == 0
+    assert "gemm               0.030  60.0 %     0.025        1  nvjet" in capsys.readouterr().out
+
+
+def test_a_profile_of_a_cpu_has_no_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps(trace_of([("cpu_op", "aten::mm", 0.0, 1.0)])))
+    monkeypatch.setattr("sys.argv", ["kernel_classes.py", str(file)])
+    assert kernel_classes.main() == 2
+    assert "holds no kernels of a GPU" in capsys.readouterr().err
