@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from meshtrain.layout import Layout
 
 if TYPE_CHECKING:
-    from meshtrain.job.watchdog.session import start
+    from meshtrain.job.watchdog.watchdog import start
     from meshtrain.mesh import build_mesh
     from meshtrain.parallel.context import ContextParallel
     from meshtrain.parallel.parallelize import parallelize
@@ -22,7 +22,7 @@ _ROOMS = {
     "ContextParallel": "meshtrain.parallel.context",
     "build_mesh": "meshtrain.mesh",
     "parallelize": "meshtrain.parallel.parallelize",
-    "start": "meshtrain.job.watchdog.session",
+    "start": "meshtrain.job.watchdog.watchdog",
 }
 
 

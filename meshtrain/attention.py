@@ -76,9 +76,8 @@ class AttentionContext:
     ) -> Tensor:
         if self.part is not None or self.cache is not None:
             raise NotImplementedError("attention over parts of a sequence, or with a cache, is not built")
-        counted = (
-            self.shape == (q.shape[0], q.shape[2]) == (k.shape[0], k.shape[2])
-        )  # else the mask tells what is wrong
+        # Where shapes differ the mask tells what is wrong.
+        counted = self.shape == (q.shape[0], q.shape[2]) == (k.shape[0], k.shape[2])
         if self.kernel is not None and self.lengths is not None and counted and takes_varlen(q, k, v, soft_cap):
             return _varlen(self.kernel, (q, k, v), self.lengths, scale, window)
         keep = not torch.compiler.is_compiling()  # in a graph it would be a guard that fails at the next layer
@@ -119,8 +118,7 @@ def attention(
         soft_cap: scores x become soft_cap * tanh(x / soft_cap) (Gemma 2, https://arxiv.org/abs/2408.00118, section 2).
             No fused kernel of torch's does that: all scores (b, h, s, s) are in memory.
 
-    Returns:
-        (b, h, s, f).
+    Returns (b, h, s, f).
     """
     if has_torch_function((q, k, v)):  # torch's protocol for whoever watches calls, as `modeling.flops` does
         options: Any = {"scale": scale, "window": window, "soft_cap": soft_cap}

@@ -1,10 +1,11 @@
 """Errors that are the user's to mend, and how messages write lists, ranges and sizes. Pure."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T", bound=Hashable)
+V = TypeVar("V")
 
 
 class InputError(ValueError):
@@ -50,9 +51,14 @@ def join_some(items: Sequence[str], most: int = 4) -> str:
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
+def any_of(names: Sequence[str], word: str = "or") -> str:
+    """`a, b or c`."""
+    return f" {word} ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
 def plural(count: int, noun: str) -> str:
-    """`1 stage`, `4 stages`."""
-    return f"{count} {noun}{'s' * (count != 1)}"
+    """`1 stage`, `1,024 stages`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def ranges(numbers: Iterable[int]) -> list[str]:
@@ -64,6 +70,23 @@ def ranges(numbers: Iterable[int]) -> list[str]:
         else:
             runs.append([number])
     return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+
+
+def group_values(pairs: Iterable[tuple[T, V]]) -> dict[T, list[V]]:
+    """The values of each key; both in the order in which they come."""
+    groups: dict[T, list[V]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
+
+
+def flat_items(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """`{"optimizer": {"lr": 1e-3}}` as `("optimizer.lr", 1e-3)`: each value in nested mappings."""
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            yield from flat_items(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def fold_names(items: Iterable[tuple[str, T]]) -> list[tuple[str, int, T]]:

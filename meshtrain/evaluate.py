@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,9 @@ from meshtrain.loss import correct_predictions, sample_losses, valid_targets
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.linear_cross_entropy import LossRequest, request_loss
 from meshtrain.parallel.mixed_precision import weights_stay
+from meshtrain.pipeline.engine import Pipeline, call_stage, ends_of, shapes_of
 
+UNDER_WAY = 4  # batches in a pipeline, for each of its ranks
 TOKEN_SAMPLES = 2048  # of a language model's evaluation, unless the config says how many
 
 
@@ -70,31 +72,32 @@ def evaluate(
     """Runs a parallelized model, which computes in `dtype`, over this rank's share of the evaluation set; every rank
     has the same number of batches. Raises AgreedError: no batch of any rank has a valid target."""
     sums = torch.zeros(3, dtype=torch.float64, device=device)
+    ends, remaining = ends_of(model), iter(batches)
+
+    def score(stage: nn.Module, batch: Batch, received: Tensor | None, last: bool) -> Tensor | None:
+        """A model with a `LossHead` gives no logits, so that evaluation takes no more memory than training."""
+        inputs, targets = batch.to(device, dtype, *ends)
+        is_classifier, request = targets.ndim == 1, LossRequest(lambda: targets)
+        with nullcontext() if is_classifier else request_loss(request):
+            output = call_stage(stage, inputs, received)
+        if not last:
+            return output
+        losses = request.losses_of(output)
+        sums[0] += (sample_losses(output, targets) if losses is None else losses).double().sum()
+        sums[1] += valid_targets(batch.targets)
+        sums[2] += correct_predictions(output, targets) if is_classifier else 0
+        return None
+
     with evaluation_mode(model):
-        for batch in batches:
-            inputs, targets = batch.to(device, dtype)
-            score = _score(model, inputs, targets)
-            if score is not None:
-                sums[0] += score[0].double()
-                sums[1] += valid_targets(batch.targets)
-                sums[2] += score[1]
+        if isinstance(model, Pipeline):
+            while group := list(islice(remaining, UNDER_WAY * mesh.size("pp"))):
+                model.run_forwards(group, [shapes_of(batch.inputs) for batch in group], score)
+        else:
+            for batch in remaining:
+                score(model, batch, None, True)
     if not mesh.speaks_for_samples:
         sums.zero_()
     loss, targets_seen, correct = mesh.sum(sums).tolist()
     if targets_seen == 0:
         raise AgreedError("the validation data has no target with a loss: use other data, or train.eval_every=0")
     return Evaluation(loss / targets_seen, int(targets_seen), int(correct))
-
-
-def _score(model: nn.Module, inputs: tuple[Any, ...], targets: Tensor) -> tuple[Tensor, Tensor | int] | None:
-    """The sum of the losses, and of a classifier the correct predictions; None on ranks of another stage than the last.
-    A model with a `LossHead` gives no logits, so that evaluation takes no more memory than training."""
-    is_classifier = targets.ndim == 1
-    request = LossRequest(lambda: targets)
-    with nullcontext() if is_classifier else request_loss(request):
-        output = model(*inputs)
-    if output is None:
-        return None
-    losses = request.losses_of(output)
-    losses = sample_losses(output, targets) if losses is None else losses
-    return losses.double().sum(), correct_predictions(output, targets) if is_classifier else 0

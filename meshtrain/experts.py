@@ -45,8 +45,7 @@ class Experts(nn.Module, SupportsDeferral):
             x: (..., d); in training (b, s, d).
             chosen, weights: (..., j), the experts of each token (int64) and what their results are multiplied by.
 
-        Returns:
-            (..., d), zeros for padding.
+        Returns (..., d), zeros for padding.
         """
         real, slots = real_tokens(x.device), chosen.shape[-1]
         if real is not None:  # slots of padding are nobody's and lie behind all others

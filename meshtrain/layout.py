@@ -130,8 +130,6 @@ class Layout:
         placed = f" on {len(self.hosts)} host{'s' * (len(self.hosts) != 1)}" if self.hosts else ""
         return f"Layout({self}{placed})"
 
-    # Axes -----------------------------------------------------------------------------------------------------------
-
     @property
     def sizes(self) -> dict[str, int]:
         """Axis -> size, outermost first: what `Layout(...)` was given."""
@@ -155,8 +153,6 @@ class Layout:
             missing = [axis for axis in self.axes if not self.covers(tuple(coordinate), axis)]
             raise LayoutError(f"layout {self}: rank(...) needs a position on every axis; missing: {', '.join(missing)}")
         return self.rank_of_copy(0, **coordinate)
-
-    # Groups ---------------------------------------------------------------------------------------------------------
 
     def group(self, rank: int, *axes: str) -> list[int]:
         """The ranks that differ from `rank` in `axes` only, ascending, itself among them, in time of their number."""
@@ -195,8 +191,6 @@ class Layout:
                 raise LayoutError(f"layout {self}: there is no {axis}={position}; {axis} goes from 0 to {last}")
             rank += _offset(position, factors)
         return rank
-
-    # Factors --------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _named_factors(self) -> dict[str, tuple[Factor, ...]]:
@@ -249,8 +243,6 @@ class Layout:
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise LayoutError(f"layout {self}: there is no rank {rank!r}; ranks go from 0 to {self.world_size - 1}")
 
-    # Context parallelism and experts --------------------------------------------------------------------------------
-
     def with_context_heads(self, ranks: int) -> "Layout":
         """This layout with `cp` made of two factors: `cp_heads`, so many neighbours that split the heads of attention,
         and `cp_ring`, the rest, which splits the sequence. Raises LayoutError: `ranks` does not divide `cp`."""
@@ -277,8 +269,6 @@ class Layout:
         """The numbers of ranks over which experts can be dealt out, ascending."""
         within = self.world_size // self.size("pp")
         return [ranks for ranks in range(1, within + 1) if within % ranks == 0 and self.folds(ranks)]
-
-    # Hosts ----------------------------------------------------------------------------------------------------------
 
     def on_hosts(self, counts: Sequence[int], names: Sequence[str] | None = None) -> "Layout":
         """This layout with its ranks placed on hosts, in rank order: the first `counts[0]` ranks on the first, ...
@@ -315,10 +305,6 @@ class Layout:
 
     def host(self, rank: int) -> str:
         return self.hosts[self._run(rank).host]
-
-    def host_index(self, rank: int) -> int:
-        """The position of a rank's host in `hosts`."""
-        return self._run(rank).host
 
     def local_rank(self, rank: int) -> int:
         """The position of a rank among the ranks of its host."""
@@ -388,9 +374,6 @@ def context_heads_problem(heads: object, cp: int) -> str:
     fits = [str(n) for n in range(1, cp + 1) if cp % n == 0]
     use = f"{', '.join(fits[:-1])} or {fits[-1]}" if len(fits) > 1 else fits[0]
     return f"parallel.context_heads {heads} does not divide layout.cp {cp}: use {use}"
-
-
-# Words --------------------------------------------------------------------------------------------------------------
 
 
 def written(sizes: Mapping[str, int]) -> str:

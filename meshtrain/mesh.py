@@ -4,6 +4,7 @@ torch accepts a mesh that does not cover the world and lets a rank call a collec
 are errors here. Axes of size 1 get no group and no dim: whoever asks for such a group is told None and does nothing.
 """
 
+import copy
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,6 +20,8 @@ from meshtrain.layout import AXES, CONTEXT_AXES, EXPERT_AXES, VIEWS, Layout, Lay
 # Devices whose backend runs all that a group sends and receives strictly one after the other (NCCL, each group on a
 # stream of its own): there neighbours on `pp` have a group for each direction, and `ep` has one of its own.
 IN_TURN = ("cuda",)
+# Groups whose messages computing waits for; those of parameters and gradients come beside it.
+URGENT = ("tp", "cp", *CONTEXT_AXES, "ep", "pp_link")
 
 
 class CommBytes:
@@ -149,7 +152,8 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
     rank = dist.get_rank()
     device_type = device_type or ("cuda" if dist.get_backend() == "nccl" else "cpu")
     dims = layout.mesh_dims
-    device_mesh = DeviceMesh(device_type, _ranks_by_dim(layout, dims), mesh_dim_names=dims)
+    options = tuple((None, _options(dim) if layout.size(dim) < world_size else None) for dim in dims)
+    device_mesh = DeviceMesh(device_type, _ranks_by_dim(layout, dims), mesh_dim_names=dims, backend_override=options)
     assert dist.group.WORLD is not None  # the job has several processes, so it has joined them
     groups = {tuple(range(world_size)): dist.group.WORLD}
     for dim in dims:
@@ -203,12 +207,25 @@ def _make_group(partition: list[list[int]], rank: int, description: str) -> dist
     into all of them at once, where it has connected; one by one each costs the whole world a round.
     """
     if _splits(dist.group.WORLD):
-        own = dist.split_group(split_ranks=[sorted(ranks) for ranks in partition], group_desc=description)
+        of_each = [sorted(ranks) for ranks in partition]
+        own = dist.split_group(split_ranks=of_each, pg_options=_options(description), group_desc=description)
     else:
         groups = [dist.new_group(ranks, group_desc=description) for ranks in partition]
         own = next(group for group, ranks in zip(groups, partition, strict=True) if rank in ranks)
     assert own is not None  # this rank is in one of them
     return own
+
+
+def _options(name: str) -> Any:
+    """Of a group that is split off the world: its own, and for an urgent one a stream that the GPU runs before others,
+    where the backend has such streams (NCCL). None: the world's."""
+    world: Any = dist.group.WORLD
+    urgent = name in URGENT and _splits(world)
+    options: Any = copy.deepcopy(world._get_backend(world.bound_device_id).options) if urgent else None
+    if not hasattr(options, "is_high_priority_stream"):
+        return None
+    options.is_high_priority_stream = True
+    return options
 
 
 def _splits(world: Any) -> bool:

@@ -87,11 +87,8 @@ def main(arguments: Sequence[str] | None = None, signals: Signals | None = None)
 def run(config: Config, job: Job, signals: Signals | None = None, watchdog: Watchdog | None = None) -> int:
     """One run of one config in a job that has joined; several may follow. `signals`, `watchdog`: None for neither.
 
-    Returns:
-        0: the run is done; 75: it was asked to stop, and can be gone on with; 1: other nodes were asked alone.
-
-    Raises:
-        InputError: something that the user gave is wrong. TrainingError: the run could not go on.
+    Returns 0: the run is done; 75: it was asked to stop, and can be gone on with; 1: other nodes were asked alone.
+    Raises InputError: something that the user gave is wrong. TrainingError: the run could not go on.
     """
     watchdog = watchdog or Watchdog(job)
     watchdog.deadlines.start_s, watchdog.deadlines.given_s = config.train.start_timeout_s, config.train.step_timeout_s
@@ -172,9 +169,9 @@ def train(
             if eval_set is not None and logger.evaluates_after(step):
                 logger.flush()
                 with monitor.phase("evaluation"):
-                    samples = watchdog.iterate(eval_set, "evaluation")
-                    evaluation = evaluate(model, samples, mesh, job.device, trainer.dtype)
-                    logger.evaluation(step, evaluation, eval_set.samples)
+                    result = evaluate(model, watchdog.iterate(eval_set, "evaluation"), mesh, job.device, trainer.dtype)
+                    watchdog.deadlines.warm_phases.add("evaluation")  # only now: what was read last may have compiled
+                    logger.evaluation(step, result, eval_set.samples)
             if checkpointer.due(step):
                 logger.flush()
                 with monitor.phase("checkpoint"):

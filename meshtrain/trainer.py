@@ -27,11 +27,11 @@ from meshtrain.optim.optimizer import Optimizer
 from meshtrain.parallel.context import ShardedContext
 from meshtrain.parallel.expert import AXIS, RowLimit, limit_rows
 from meshtrain.parallel.grad_sync import set_is_last_backward
-from meshtrain.parallel.linear_cross_entropy import LossRequest, request_loss
+from meshtrain.parallel.linear_cross_entropy import LossRequest, WeightGradSum, request_loss
 from meshtrain.parallel.mixed_precision import compute_dtype, random_state
 from meshtrain.parallel.tp_plan import has_sequence_parts
 from meshtrain.pipeline.actions import Action, Kind
-from meshtrain.pipeline.engine import Pipeline, shapes_of
+from meshtrain.pipeline.engine import Pipeline, ends_of, shapes_of
 
 if TYPE_CHECKING:
     from meshtrain.config import Config
@@ -117,6 +117,8 @@ class Trainer:
         self.optimizer.zero_grad()
         self._step, self._batches, self._on_device = step, microbatches, None
         self._losses, self._correct = {}, []
+        # FSDP takes gradients in 16 bits, to which the sum would be rounded in the place of its addends.
+        self._weight_grad = None if self.mesh.uses_fsdp and self.dtype.itemsize < 4 else WeightGradSum()
         self._count = GlobalCount(sum(valid_targets(batch.targets) for batch in microbatches), self.mesh, self.device)
         self._terms = StepTerms(self._count, None if self.scale is None else self.scale.value)
         if isinstance(self.model, Pipeline):
@@ -167,7 +169,7 @@ class Trainer:
 
     def _batch(self, microbatch: int) -> Batch:
         if self._on_device is None or self._on_device[0] != microbatch:
-            self._on_device = microbatch, self._batches[microbatch].to(self.device, self.dtype)
+            self._on_device = microbatch, self._batches[microbatch].to(self.device, self.dtype, *ends_of(self.model))
         return self._on_device[1]
 
     @contextmanager
@@ -177,7 +179,7 @@ class Trainer:
         first = self.share.start + microbatch * size
         set_dropout(model, seed=self.seed, step=self._step, samples=range(first, first + size))
         real = min(max(self.share.stop - first, 0), size)
-        request = LossRequest(lambda: self._batch(microbatch).targets, self._factor)
+        request = LossRequest(lambda: self._batch(microbatch).targets, self._factor, self._weight_grad)
         self._request = None if self.counts_correct else request
         requested = nullcontext() if self.counts_correct else request_loss(request)
         with self._terms.of_microbatch(size, real, self._tokens(self._batches[microbatch])), requested:

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 
-from meshtrain.data import Samples, eval_batches
+from meshtrain.data import EvalBatches, Samples
+from meshtrain.data.batch import Batch
 from meshtrain.evaluate import evaluation_set
 from tests.data.test_loader import Numbers, values
 
@@ -23,11 +25,11 @@ def test_an_evaluation_takes_the_same_samples_on_every_number_of_ranks(n: int, m
     held = Held(Numbers(n), "language")
     chosen = evaluation_set(held, most)
     assert (chosen is held.validation) == (count == n), "small sets are what they were"
-    reference = values(eval_batches(chosen, micro_size=4, rank=0, ranks=1))
+    reference = values(EvalBatches(chosen, micro_size=4, rank=0, ranks=1))
     assert len(reference) == len(set(reference)) == count
     assert set(reference) <= set(range(n))
     for ranks in (2, 3, 7):
-        parts = (values(eval_batches(chosen, micro_size=4, rank=rank, ranks=ranks)) for rank in range(ranks))
+        parts = (values(EvalBatches(chosen, micro_size=4, rank=rank, ranks=ranks)) for rank in range(ranks))
         assert [value for part in parts for value in part] == reference
 
 
@@ -37,3 +39,15 @@ def test_an_evaluation_has_a_limit_by_default_where_samples_are_tokens() -> None
     assert len(evaluation_set(Held(Numbers(5000), "classification"), 100)) == 100
     spread = np.array(evaluation_set(Held(Numbers(5000), "language"), 1000).indices)
     assert abs(np.histogram(spread, 5, (0, 5000))[0] - 200).max() < 50, "from all over the set"
+
+
+@pytest.mark.parametrize(("first", "last"), [(True, False), (False, True), (False, False)])
+def test_a_stage_of_a_pipeline_gets_what_it_uses(first: bool, last: bool) -> None:
+    """Images on the first, targets on the last, anything else everywhere; what stays keeps its shape."""
+    x = torch.zeros(2, 3)
+    batch = Batch({"images": x, "scale": x.clone(), "none": None}, x).to(
+        torch.device("meta"), torch.float64, first, last
+    )
+    devices = [batch.tensors["images"].device.type, batch.tensors["scale"].device.type, batch.targets.device.type]
+    assert devices == ["meta" if first else "cpu", "meta", "meta" if last else "cpu"]
+    assert (batch.tensors["scale"].dtype, batch.tensors["none"]) == (torch.float64, None)

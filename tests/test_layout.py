@@ -343,7 +343,7 @@ def test_wrong_questions() -> None:
 
 def test_ranks_on_four_hosts_of_eight() -> None:
     layout = Layout({"dp_shard": 4, "tp": 8}).on_hosts((8, 8, 8, 8))
-    assert (layout.host_index(8), layout.local_rank(8)) == (1, 0)
+    assert (layout.host(8), layout.local_rank(8)) == ("host 1", 0)
     assert (layout.host(31), layout.local_rank(31)) == ("host 3", 7)
     assert layout.hosts == ("host 0", "host 1", "host 2", "host 3")
     assert repr(layout) == "Layout({dp_shard: 4, tp: 8} on 4 hosts)"
@@ -367,7 +367,6 @@ def test_ranks_of_a_host_are_numbered_from_zero(layout: Layout) -> None:
     on_host: dict[str, list[int]] = {host: [] for host in layout.hosts}
     for rank in range(layout.world_size):
         assert layout.local_rank(rank) == len(on_host[layout.host(rank)])
-        assert layout.hosts[layout.host_index(rank)] == layout.host(rank)
         on_host[layout.host(rank)].append(rank)
     assert layout.host_counts() == {host: len(ranks) for host, ranks in on_host.items()}
     assert list(layout.hosts) == sorted(on_host, key=lambda host: on_host[host][0])

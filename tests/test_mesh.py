@@ -209,7 +209,7 @@ def test_groups_are_split_off_the_world_at_once_where_the_backend_can(monkeypatc
     single: list[list[int]] = []
     new_group = dist.new_group
 
-    def split_group(split_ranks: list[list[int]], **_: str) -> object:
+    def split_group(split_ranks: list[list[int]], **_: object) -> object:
         split.append(split_ranks)
         return new_group(next(ranks for ranks in split_ranks if 2049 in ranks))
 
@@ -219,6 +219,7 @@ def test_groups_are_split_off_the_world_at_once_where_the_backend_can(monkeypatc
     assert (len(split), len(single)) == (0, 64), "not here: one by one"
     single.clear()
     monkeypatch.setattr("meshtrain.mesh._splits", lambda world: world is dist.group.WORLD)
+    monkeypatch.setattr("meshtrain.mesh._options", lambda name: None)
     mesh = build_mesh(layout, "cpu")
     assert (split, single) == ([layout.groups("dp_replicate", "dp_shard")], [])
     group = mesh.group("dp_replicate", "dp_shard")
@@ -234,6 +235,39 @@ def test_only_a_world_that_nccl_has_connected_is_split(device: str | None, able:
     bound = None if device is None else torch.device(device)
     assert _splits(SimpleNamespace(bound_device_id=bound, _get_backend=lambda device: backend)) == expected
     assert not _splits(SimpleNamespace())
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_messages_that_computing_waits_for_have_streams_of_high_priority(able: bool, monkeypatch) -> None:
+    """Where the backend has such, each group by a copy of the world's options; the world itself keeps its own."""
+    options = SimpleNamespace(_timeout=7, **({"is_high_priority_stream": False} if able else {}))
+    backend = SimpleNamespace(supports_splitting=True, options=options)
+    world = SimpleNamespace(bound_device_id=torch.device("cuda:1"), _get_backend=lambda device: backend)
+    found: dict[str, object] = {}
+
+    def device_mesh(*_: object, mesh_dim_names: tuple[str, ...], backend_override: tuple) -> object:
+        found.update((name, option) for name, (_, option) in zip(mesh_dim_names, backend_override, strict=True))
+        return SimpleNamespace(get_group=lambda dim: object())
+
+    def split_group(split_ranks: object, pg_options: object, group_desc: str) -> object:
+        found[group_desc] = pg_options
+        return object()
+
+    job = {"is_initialized": lambda: True, "get_world_size": lambda: 8, "get_rank": lambda: 5}
+    fake = SimpleNamespace(group=SimpleNamespace(WORLD=world), split_group=split_group, **job)
+    monkeypatch.setattr("meshtrain.mesh.DeviceMesh", device_mesh)
+    monkeypatch.setattr("meshtrain.mesh.dist", fake)
+    build_mesh(Layout({"pp": 2, "dp_replicate": 2, "tp": 2}), "cuda")
+    build_mesh(Layout({"dp_shard": 2, "cp": 4}).with_context_heads(2), "cuda")
+    urgent = {"tp", "pp_link", "cp", "cp_heads", "cp_ring"}
+    assert found.keys() == urgent | {"pp", "dp_replicate", "fsdp", "dp_shard"}
+    high = SimpleNamespace(_timeout=7, is_high_priority_stream=True)
+    assert found == {name: high if able and name in urgent else None for name in found}
+    assert all(option is not options for option in found.values()), "copies"
+    assert not getattr(options, "is_high_priority_stream", False)
+    found.clear()
+    build_mesh(Layout({"tp": 8}), "cuda")
+    assert found == {"tp": None}, "the group of the world"
 
 
 @pytest.mark.usefixtures("fake_world")

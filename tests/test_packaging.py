@@ -77,7 +77,7 @@ def test_the_installed_wheel_trains(installed: Path, tmp_path: Path) -> None:
 
 def test_the_installed_wheel_plans(installed: Path, tmp_path: Path) -> None:
     plan = ("plan", "configs/quickstart.yaml", "--hosts", "4,2")
-    shown = run("-m", "meshtrain.cli.main", *plan, cwd=tmp_path, PYTHONPATH=str(installed))
+    shown = run("-m", "meshtrain.cli", *plan, cwd=tmp_path, PYTHONPATH=str(installed))
     assert "6 processes = 4 on host 0 + 2 on host 1" in shown
     # The console script is the same command.
     script = str(installed / "bin" / "meshtrain")
@@ -88,7 +88,7 @@ def test_the_installed_wheel_launches(installed: Path, tmp_path: Path) -> None:
     """The scripts of tools/slurm are the wheel's own."""
     job = ("--slurm", "--nodes", "2", "--gpus-per-node", "4", "--dry-run")
     script = run(
-        "-m", "meshtrain.cli.main", "launch", "configs/quickstart.yaml", *job, cwd=tmp_path, PYTHONPATH=str(installed)
+        "-m", "meshtrain.cli", "launch", "configs/quickstart.yaml", *job, cwd=tmp_path, PYTHONPATH=str(installed)
     )
     template = (REPO / "tools" / "slurm" / "train.sbatch").read_text()
     assert script.endswith(template.partition("\nset -euo")[2])

@@ -4,8 +4,10 @@ import json
 import re
 import sys
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +17,11 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from meshtrain.config import Config
 from meshtrain.data import Batch
-from meshtrain.evaluate import evaluate
+from meshtrain.evaluate import Evaluation, evaluate
 from meshtrain.job.environment import Environment
 from meshtrain.job.exit import job_exit
 from meshtrain.job.process import join
+from meshtrain.job.watchdog.watchdog import Watchdog
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
 from meshtrain.metrics.logger import read
@@ -107,8 +110,21 @@ def test_another_seed_is_another_run(shared: Path, tmp_path: Path, reference: li
     assert rows[0]["samples_digest"] != reference[0]["samples_digest"]
 
 
-def test_epochs(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two epochs of a small text: a line at the end of each, an evaluation each, a new order in the second."""
+def test_epochs(
+    shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two epochs of a small text: a line at the end of each, an evaluation each, a new order in the second. Until the
+    first evaluation is done, and not only its batches are read, it may compile."""
+    watchdogs: list[Watchdog] = []
+    warm: list[bool] = []
+
+    def read_ahead(model: nn.Module, batches: Iterable[Batch], *more: Any) -> Evaluation:
+        evaluation = evaluate(model, list(batches), *more)
+        warm.append("evaluation" in watchdogs[0].deadlines.warm_phases)
+        return evaluation
+
+    monkeypatch.setattr("meshtrain.train.evaluate", read_ahead)
+    monkeypatch.setattr("meshtrain.train.Watchdog", lambda job: watchdogs.append(Watchdog(job)) or watchdogs[-1])
     ragged = write_ragged(shared / "ragged.jsonl")
     data = ("data.source=jsonl", f"data.path={ragged}", "data.validation=0.2")
     rows = train(shared, tmp_path, *data, "train.steps=null", "train.epochs=2", "train.eval_every=epoch")
@@ -120,6 +136,7 @@ def test_epochs(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert rows[-1]["step"] == ends[-1]
     assert [row["epoch"] for row in rows] == sorted(row["epoch"] for row in rows)
     assert {row["epoch"] for row in rows} <= {1, 2, 3}
+    assert warm == [False, True]
     assert rows[0]["samples_digest"] != rows[ends[0]]["samples_digest"]
 
 
@@ -188,6 +205,15 @@ def test_an_evaluation_leaves_what_is_frozen_frozen() -> None:
     batch = Batch.of((torch.randn(4, 3),), torch.tensor([0, 1, 0, 1]))
     evaluate(model, [batch], build_mesh(Layout({"dp_shard": 1})), torch.device("cpu"), torch.float32)
     assert [module.training for module in model.modules()] == [True, True, False]
+
+
+def test_an_evaluation_reads_a_batch_when_the_one_before_is_done() -> None:
+    """Each has a deadline of its own, and memory of its own."""
+    read_at, model = [], nn.Linear(3, 2)
+    batches = (read_at.append(0) or Batch.of((torch.randn(4, 3),), torch.tensor([0, 1, 0, 1])) for _ in range(3))
+    model.register_forward_hook(lambda *_: read_at.append(1))
+    evaluate(model, batches, build_mesh(Layout({"dp_shard": 1})), torch.device("cpu"), torch.float32)
+    assert read_at == [0, 1] * 3
 
 
 @pytest.mark.parametrize("coefficient", [0.01, 1e300])

@@ -40,7 +40,7 @@ FAILURES = (OSError, DamagedError, MemoryError, directory.TakenError)
 
 @dataclass
 class CheckpointWrite:
-    """One save of this rank: what it needs, and its outcome."""
+    """One save of this rank: what it needs, and its outcome. `run` is a thread's, all else public the main thread's."""
 
     state: State
     folder: Path
@@ -73,8 +73,6 @@ class CheckpointWrite:
     @property
     def elapsed_s(self) -> float:
         return time.perf_counter() - self._start
-
-    # In the main thread
 
     def poll(self) -> bool:
         """Whether the outcome is known. After `limit_s` rank 0 gives the save up for all."""
@@ -121,8 +119,6 @@ class CheckpointWrite:
         """Rank 0 clears the store of what all ranks have read: they have begun another save since."""
         for meeting in self._rounds:
             meeting.delete()
-
-    # In the thread
 
     def run(self, before: "CheckpointWrite | None") -> None:
         """The whole protocol; `done` is set at its end, whatever happens."""
@@ -214,23 +210,15 @@ class CheckpointWrite:
         try:
             if not problems and not self.given_up:
                 files = {file_of(rank): File(**report) for rank, report in enumerate(reports)}
-                self.nbytes = sum(file.size for file in files.values())
-                text = self._manifest(files).to_json()
-                directory.finish(self.folder, self.step, text, self.notes.append)
+                written, state = datetime.now(UTC).isoformat(timespec="seconds"), self.state
+                manifest = Manifest(self.step, state.layout, state.placements, files, written, **self.about)
+                self.nbytes = manifest.total_bytes
+                directory.finish(self.folder, self.step, manifest.to_json(), self.notes.append)
                 return None
             directory.abandon(self.folder, self.step)
         except FAILURES as error:
             problems.append(self._describe_error(error, self.folder))
         return join_some(problems)
-
-    def _manifest(self, files: Mapping[str, File]) -> Manifest:
-        written = datetime.now(UTC).isoformat(timespec="seconds")
-        state = self.state
-        return Manifest(
-            step=self.step, layout=state.layout, tensors=state.placements, files=files, written=written, **self.about
-        )
-
-    # In both
 
     def _gather(self, meeting: Round) -> list:
         self._gathering = meeting

@@ -17,15 +17,10 @@ if TYPE_CHECKING:
 DATA = "the data"  # as a whole: its fingerprint and size
 _FIXED = ("model.", "data.", "batch.global_size", "train.seed")
 # Of these sections: where the run began or where its data lies and how it is read, but not what it learns from what.
-_FREE = frozenset(
-    ("model.preset", "model.weights", "data.path", "data.cache", "data.workers", "data.prefetch", "data.pin_memory")
-)
+_FREE = ("model.preset", "model.weights", "data.path", "data.cache", "data.workers", "data.prefetch", "data.pin_memory")
 _UNLISTED = frozenset(
-    (
-        *("checkpoint.resume", "checkpoint.path", "train.output", "train.time_limit", "train.steps", "train.chaos"),
-        "parallel.expert_parallel",  # as the layout: what it stood for is compared
-    )
-)
+    ("checkpoint.resume", "checkpoint.path", "train.output", "train.time_limit", "train.steps", "train.chaos")
+) | {"parallel.expert_parallel"}  # as the layout: what it stood for is compared
 _FILES = ("model.name", "data.source", "data.validation", "data.tokenizer")  # names, or paths, which may have moved
 
 

@@ -1,7 +1,7 @@
 """Diff of two checkpoints, whatever layouts wrote them: whole tensors are compared, block by block, without torch."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from meshtrain.checkpoint.directory import open_manifest
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.placement import Placement, pieces
 from meshtrain.checkpoint.shard_file import ShardReader
+from meshtrain.errors import flat_items
 from meshtrain.huggingface.safetensors import SIZES
 from meshtrain.parallel.sharding import Part, overlap, shape_of, within
 
@@ -114,7 +115,7 @@ def _bits(checkpoint: ShardReader, name: str, tensor: Placement, box: Part) -> n
         both = overlap(piece, box)
         stretch = np.empty(shape_of(both), bits.dtype)
         begin = size * int(np.ravel_multi_index([span.start for span in within(both, piece)], shape_of(piece)))
-        shard.read_bytes(name, begin, stretch.data.cast("B"), begin + stretch.nbytes)
+        shard.read_bytes(name, begin, stretch.data.cast("B"))
         bits[within(both, box)] = stretch
     return bits.reshape(-1)
 
@@ -127,21 +128,7 @@ def _numbers(bits: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _values(a: Manifest, b: Manifest, keys: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:
-    of_a, of_b = (dict(_flat("", {key: _plain(manifest, key) for key in keys})) for manifest in (a, b))
+    fields = [vars(x) | {"layout": str(x.layout), "experts": x.layout.experts} for x in (a, b)]
+    of_a, of_b = (dict(flat_items({key: field[key] for key in keys})) for field in fields)
     pairs = {name: (of_a.get(name), of_b.get(name)) for name in dict.fromkeys([*of_a, *of_b])}
     return {name: (x, y) for name, (x, y) in pairs.items() if repr(x) != repr(y)}  # a NaN is equal to itself
-
-
-def _plain(manifest: Manifest, key: str) -> Any:
-    if key in ("layout", "experts"):
-        return str(manifest.layout) if key == "layout" else manifest.layout.experts
-    return getattr(manifest, key)
-
-
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """`optimizer.lr` and its value, for each value in nested objects."""
-    if not isinstance(value, Mapping):
-        yield name, value
-        return
-    for key, member in value.items():
-        yield from _flat(f"{name}.{key}" if name else str(key), member)

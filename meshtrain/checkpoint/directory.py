@@ -97,9 +97,6 @@ def _exists(path: Path) -> bool:
     return True
 
 
-# Reading ------------------------------------------------------------------------------------------------------------
-
-
 def open_manifest(checkpoint: Path) -> tuple[Manifest, str]:
     """The manifest of a checkpoint and its sha256. All files that it names are there and have their sizes.
 
@@ -154,9 +151,6 @@ def read_plain(path: Path, most: int) -> bytes:
 
 def _complete(digest: str) -> str:
     return dumps({"manifest_sha256": digest}) + "\n"
-
-
-# Writing ------------------------------------------------------------------------------------------------------------
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -245,9 +239,6 @@ def _remove_tree(path: Path) -> None:
         path.unlink()
     elif path.is_dir():
         shutil.rmtree(path)
-
-
-# Owning a folder ----------------------------------------------------------------------------------------------------
 
 
 class InUseError(InputError):

@@ -4,7 +4,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from meshtrain.checkpoint.manifest import Manifest
@@ -34,10 +34,10 @@ def restore(checkpoint: Path, manifest: Manifest, state: State) -> None:
     with ShardReader(checkpoint, manifest) as files, ThreadPoolExecutor(THREADS, "checkpoint") as pool:
         pending: deque[Future[None]] = deque()
         try:
-            for read in _reads(manifest, state.shards):
-                local, file = read.local, files.shard_with(read.local.name, read.rank, read.piece)
-                for part in _chunks(read):
-                    pending.append(pool.submit(read_piece, file, local.name, read.piece, part, local.local, local.part))
+            for rank, local, piece in _reads(manifest, state.shards):
+                file = files.shard_with(local.name, rank, piece)
+                for part in _chunks(local, piece):
+                    pending.append(pool.submit(read_piece, file, local.name, piece, part, local.local, local.part))
                 while len(pending) > AHEAD:
                     pending.popleft().result()
             while pending:
@@ -60,26 +60,17 @@ def differences(stored: Mapping[str, Placement], model: Mapping[str, Placement])
     return [f"{text}{':' * text.startswith('other')} {join_some(names)}" for text, names in lists.items() if names]
 
 
-@dataclass(frozen=True)
-class _Read:
-    """A piece of a tensor that rank `rank` has written, and what this rank holds of that tensor."""
-
-    rank: int
-    local: LocalShard
-    piece: Part
-
-
-def _reads(manifest: Manifest, shards: Sequence[LocalShard]) -> list[_Read]:
-    """File by file."""
+def _reads(manifest: Manifest, shards: Sequence[LocalShard]) -> list[tuple[int, LocalShard, Part]]:
+    """File by file: the rank that has written it, what this rank holds of a tensor, and a piece of that in the file."""
     both = [(manifest.tensors[local.name], local) for local in shards if local.name in manifest.tensors]
-    reads = [_Read(rank, local, x) for tensor, local in both for rank, x in pieces(tensor, manifest.layout, local.part)]
-    return sorted(reads, key=lambda read: read.rank)
+    reads = [(rank, local, x) for tensor, local in both for rank, x in pieces(tensor, manifest.layout, local.part)]
+    return sorted(reads, key=itemgetter(0))
 
 
-def _chunks(read: _Read) -> Iterator[Part]:
+def _chunks(local: LocalShard, piece: Part) -> Iterator[Part]:
     """What is needed of a piece, as parts of the whole of at most `CHUNK` bytes, or of one row."""
-    rows, *rest = overlap(read.piece, read.local.part)
-    width = math.prod(shape_of(read.piece)[1:]) * SIZES[read.local.placement.dtype]
+    rows, *rest = overlap(piece, local.part)
+    width = math.prod(shape_of(piece)[1:]) * SIZES[local.placement.dtype]
     step = max(1, CHUNK // max(1, width))
     for first in range(rows.start, rows.stop, step):
         yield slice(first, min(first + step, rows.stop)), *rest

@@ -44,18 +44,18 @@ class Manifest:
     """What is in a checkpoint."""
 
     step: int  # optimizer updates done
-    samples: int  # used since the start of the run
-    tokens: int  # valid target tokens of these
     layout: Layout  # that wrote it
     tensors: Mapping[str, Placement]  # name -> shape, type and placement
     files: Mapping[str, File]  # name -> size and checksum, one file for each rank of the layout
+    written: str  # when, in ISO 8601, UTC
+    samples: int  # used since the start of the run
+    tokens: int  # valid target tokens of these
     config: Mapping[str, Any]  # as resolved: section -> key -> value
     data: Mapping[str, Any]  # fingerprint and sizes
     versions: Mapping[str, str]  # of what wrote it
     rng: Mapping[str, Any]  # from what the random numbers of each step follow
     counters: Mapping[str, Any]  # what the step logger goes on from; `books` in the file
     evaluation: Mapping[str, float] | None  # of just this step, if there was one
-    written: str  # when, in ISO 8601, UTC
 
     @property
     def total_bytes(self) -> int:

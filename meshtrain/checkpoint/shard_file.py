@@ -5,7 +5,6 @@ which follows from those of header and blocks: neither writing nor opening a fil
 """
 
 import errno
-import math
 import os
 import resource
 import stat
@@ -103,18 +102,16 @@ class Shard(AbstractContextManager["Shard"]):
             self.close()
             raise
 
-    def read_into(self, name: str, into: memoryview, rows: slice, dims: int = 1) -> None:
-        """Reads rows of an entry (`slice(0, 1)` of a scalar) into their bytes; the first `dims` dims count as one.
+    def read_bytes(self, name: str, begin: int, into: memoryview) -> None:
+        """Fills `into` with the bytes of an entry from `begin` on; each block that they touch is proved as a whole.
 
-        DamagedError: there is no such entry, or a block is not what was written. UnreadableError: not readable now.
+        DamagedError: there are none, or a block is not what was written. UnreadableError: not readable now.
         """
-        begin, end = self._range(name, rows, dims)
-        self.read_bytes(name, begin, into.cast("B") if end > begin else into[:0], end)
-
-    def read_bytes(self, name: str, begin: int, into: memoryview, end: int) -> None:
-        """The bytes from `begin` to `end` of an entry. Every block that they touch is read and proved as a whole."""
-        if len(into) != end - begin:
-            raise ValueError(f"{name}: room for {len(into)} bytes, and {end - begin} are to be read")
+        entry, end = self.entries.get(name), begin + len(into)
+        if entry is None:
+            raise DamagedError(self.path, "is not in the file", name)
+        if not 0 <= begin <= end <= entry.nbytes:
+            raise DamagedError(self.path, f"has {entry.nbytes:,} bytes; {begin:,} to {end:,} were to be read", name)
         for index in range(begin // BLOCK, -(-end // BLOCK)):
             low, high = self._block(name, index)
             first, last = max(begin, low), min(end, high)
@@ -146,16 +143,6 @@ class Shard(AbstractContextManager["Shard"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _range(self, name: str, rows: slice, dims: int = 1) -> tuple[int, int]:
-        entry = self.entries.get(name)
-        if entry is None:
-            raise DamagedError(self.path, "is not in the file", name)
-        height = math.prod(entry.shape[:dims])
-        if not 0 <= rows.start <= rows.stop <= height:
-            raise DamagedError(self.path, f"has {height} rows; {rows.start} to {rows.stop} were to be read", name)
-        row = math.prod(entry.shape[dims:]) * SIZES[entry.dtype]
-        return rows.start * row, rows.stop * row
 
     def _block(self, name: str, index: int) -> tuple[int, int]:
         """Where a block begins and ends in the bytes of its entry."""
@@ -225,16 +212,9 @@ class ShardReader(AbstractContextManager["ShardReader"]):
         self._open.move_to_end(rank)
         return self._open[rank]
 
-    def close(self) -> None:
-        """May be called twice."""
+    def __exit__(self, *_: object) -> None:
         while self._open:
             self._open.popitem()[1].close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-# Headers -------------------------------------------------------------------------------------------------------------
 
 
 def _parse_header(
@@ -282,9 +262,6 @@ def _header(entries: Sequence[Entry], crcs: Sequence[int]) -> bytes:
     return header
 
 
-# Bytes ----------------------------------------------------------------------------------------------------------------
-
-
 def _blocks(entry: Entry, view: memoryview) -> Iterator[memoryview]:
     if view.nbytes != entry.nbytes:
         raise ValueError(f"{entry.name} has {entry.nbytes} bytes, and {view.nbytes} were given")
@@ -294,8 +271,6 @@ def _blocks(entry: Entry, view: memoryview) -> Iterator[memoryview]:
     yield from (view[at : at + BLOCK] for at in range(0, len(view), BLOCK))
 
 
-# CRC-32 -------------------------------------------------------------------------------------------------------------
-#
 # A CRC is a remainder of polynomials over two elements, so appending n bytes multiplies what was before by x^(8n): the
 # CRC of a file follows from those of its blocks. Numbers are as zlib has them: bit 31 is the coefficient of x^0.
 # (M. Adler's `crc32_combine` in zlib, which Python does not offer.)

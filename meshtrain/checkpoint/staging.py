@@ -5,7 +5,6 @@ Of ranks that hold the same part each copies its share of the rows. The memory i
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,16 +17,6 @@ from meshtrain.job.pending import Resource, waiting
 from meshtrain.parallel.sharding import Part, shape_of, within
 
 ALIGNED = 64  # bytes; where each tensor begins
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """The part of a tensor that this rank writes: its rows and columns of the local shard, and their copy."""
-
-    shard: LocalShard
-    entry: Entry
-    part: Part
-    copy: Tensor
 
 
 class Snapshot:
@@ -45,11 +34,14 @@ class Snapshot:
             # As it is: `Tensor.pin_memory` would round its size up to a power of two.
             pin_memory(self._memory.data_ptr(), self._memory.nbytes)
         self._memory.zero_()  # the system gives memory when it is touched: now, and not in the first save
-        self._pieces, offset = [], 0
+        self._tensors: list[tuple[Entry, Tensor]] = []
+        self._copies: list[tuple[LocalShard, Part, Tensor]] = []  # of a part of the local shard
+        offset = 0
         for entry, part in entries:
             shard = shards[entry.name]
             copy = self._memory[offset : offset + entry.nbytes].view(shard.local.dtype).view(entry.shape)
-            self._pieces.append(_Piece(shard, entry, within(part, shard.part), copy))
+            self._tensors.append((entry, copy))
+            self._copies.append((shard, within(part, shard.part), copy))
             offset += _aligned(entry)
         self._events: list[torch.cuda.Event] = []
         self.host_s = 0.0
@@ -60,8 +52,8 @@ class Snapshot:
         if self._device.type == "cuda":
             self._events = [torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2)]
             self._events[0].record()
-        for piece in self._pieces:
-            piece.copy.copy_(piece.shard.local[piece.part], non_blocking=True)
+        for shard, part, copy in self._copies:
+            copy.copy_(shard.local[part], non_blocking=True)
         if self._events:
             self._events[1].record()
         self.host_s = time.perf_counter() - start
@@ -76,7 +68,7 @@ class Snapshot:
 
     def tensors(self) -> Sequence[tuple[Entry, memoryview]]:
         """The copies, in the order of a file."""
-        return [(piece.entry, piece.copy.view(-1).view(torch.uint8).numpy().data) for piece in self._pieces]
+        return [(entry, copy.view(-1).view(torch.uint8).numpy().data) for entry, copy in self._tensors]
 
     def close(self) -> None:
         """The memory may go; nothing is taken any more."""

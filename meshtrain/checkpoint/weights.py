@@ -1,5 +1,6 @@
 """The weights alone of a checkpoint: for a plain model, and for a run that starts from them on any layout."""
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -84,6 +85,7 @@ def read_piece(file: Shard, name: str, piece: Part, part: Part, target: Tensor, 
     into = target[within(part, target_part)]
     in_place = into.device.type == "cpu" and into.is_contiguous() and tuple(into.shape[dim + 1 :]) == widths
     values = into if in_place else torch.empty((rows, *widths), dtype=into.dtype, device="cpu")
-    file.read_into(name, values.view(-1).view(torch.uint8).numpy().data, slice(first, first + rows), dim + 1)
+    begin = first * math.prod(widths) * values.element_size()
+    file.read_bytes(name, begin, values.view(-1).view(torch.uint8).numpy().data)
     if not in_place:
         into.copy_(values[(slice(None), *columns)])

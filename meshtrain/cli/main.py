@@ -78,5 +78,5 @@ def _overview() -> str:
     )
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # else `python -m` of it would do nothing and end with status 0
     sys.exit(main())

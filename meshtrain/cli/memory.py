@@ -157,34 +157,28 @@ def _after(axis: str, index: int, kinds: frozenset[tuple[_Kind, int]]) -> frozen
 
 
 def describe_microbatch(config: "Config", model: ModelSpec, layout: Layout, memory: MemoryUse) -> str | None:
-    """What a microbatch adds to weights, gradients and optimizer of a dense decoder in 16 bits that computes nothing
-    again, and on which GPU that fits: by closed forms that nobody has measured. None: another kind of run.
-
-    With d features, kv of them in keys, and f in the feed-forward part, a token keeps 8 d + 4 kv + 4 f bytes in a
-    compiled block (inputs of both norms, q, attention's output; k, v; gate, up) and 12 d + 4 kv + 8 f in another.
+    """What a microbatch adds at most to weights, gradients and optimizer of a dense decoder in 16 bits that computes
+    nothing again, and on which GPU that fits, by closed forms; None: another kind of run. With d features, kv of them
+    in keys, and f in the feed-forward part, a layer keeps 12 d + 4 kv + 8 f bytes of a token; compiled, up to 2 f less.
     """
     decoder, tp = model.config, layout.size("tp")
-    sizes = [
-        getattr(decoder, key, None) for key in ("intermediate_size", "num_hidden_layers", "vocab_size", "kv_heads")
-    ]
-    plain = (
-        config.parallel.recompute == "none" and not getattr(model.module, "ep_plan", None) and layout.size("pp") == 1
-    )
+    sizes = [getattr(decoder, k, None) for k in ("intermediate_size", "num_hidden_layers", "vocab_size", "kv_heads")]
+    plain = config.parallel.recompute == "none" and layout.size("pp") == 1 and not hasattr(model.module, "ep_plan")
     if None in sizes or not plain or config.train.precision not in ("bfloat16", "float16"):
         return None
     f, n_layers, vocabulary, kv_heads = (size or 0 for size in sizes)
     d, kv = decoder.hidden_size, kv_heads * decoder.head_width
     tokens = config.batch.micro_size * config.data.seq_len // layout.size("cp")
-    compiled, eager = (tokens * n_layers * part // tp for part in (8 * d + 4 * kv + 4 * f, 12 * d + 4 * kv + 8 * f))
+    layers = tokens * n_layers * (12 * d + 4 * kv + 8 * f) // tp
     ends = 2 * vocabulary * d  # of FSDP, that and two blocks are whole at once
     gathered = ends + 2 * (memory.total - ends) // n_layers if config.parallel.reshard_after_forward else memory.total
     weights = memory.weight_bytes // 2 if layout.size("fsdp") == 1 else 2 * gathered // tp
     loss = (2 * 2 * min(tokens, 2048) + 4 * d) * vocabulary // tp  # logits of a chunk, their gradient, the weight's
-    in_all = memory.weight_bytes + memory.gradient_bytes + memory.optimizer_bytes + compiled + weights + loss
+    in_all = memory.weight_bytes + memory.gradient_bytes + memory.optimizer_bytes + layers + weights + loss
     fits = next((f"fits {name} GPUs" for name, gib in GPUS if in_all < 0.95 * gib * 2**30), "fits no GPU")
     return (
-        f"estimate for {tokens:,} tokens at once: {bytes_text(compiled)} in compiled blocks ({bytes_text(eager)} in "
-        f"others), {bytes_text(weights + loss)} for the loss and weights in 16 bits: {fits} without recomputation"
+        f"estimate for {tokens:,} tokens at once: {bytes_text(layers)} in the layers, {bytes_text(weights + loss)} for "
+        f"the loss and weights in 16 bits: {fits} without recomputation"
     )
 
 

@@ -98,9 +98,6 @@ def _whole(value: float) -> bool:
     return math.isclose(value, round(value), abs_tol=1e-9)
 
 
-# The grid: how much time a column of characters is ------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Grid:
     per_column: float  # time
@@ -220,9 +217,6 @@ def round_step(least: float) -> float:
     """The smallest of 1, 2, 5, 10, 20, 50, ... that is at least this; of 0.1, 0.2, 0.5, ... as well."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(step * power for step in (1, 2, 5, 10) if step * power >= least * (1 - 1e-9))
-
-
-# Below the timelines ------------------------------------------------------------------------------------------------
 
 
 def kinds_of(records: Sequence[Record]) -> list[Kind]:

@@ -19,8 +19,7 @@ from meshtrain.config.convert import keys_of, read_section
 from meshtrain.config.errors import ConfigError, ConfigErrors, nearest, yaml_text
 from meshtrain.config.model import read_model
 from meshtrain.config.schema import NAMES, SECTIONS, Data, Fault, ModelSection, Optimizer
-from meshtrain.config.stages import check_stages
-from meshtrain.config.tensor import check_context, check_experts, check_float8, check_split, expert_ranks
+from meshtrain.config.tensor import check_context, check_experts, check_float8, check_split, check_stages, expert_ranks
 from meshtrain.config.yaml_reader import Node, apply_overrides, read_file, write
 from meshtrain.errors import InputError
 from meshtrain.layout import AXES, Layout
@@ -85,8 +84,11 @@ class Config:
         draft = _read_sections(root, errors)
         sizes = checks.read_layout(draft)
         layout = None if sizes is None else checks.resolve_layout(draft, sizes, world_size, again)
-        if sizes is not None and (layout is not None or world_size is None):
-            _check_layout(draft, sizes if layout is None else layout.sizes, device)
+        if sizes is not None and (layout is not None or world_size is None):  # one of them may still be -1
+            known = sizes if layout is None else layout.sizes
+            for check in (check_split, check_context, check_experts, check_float8, check_stages):
+                check(draft, known)
+            checks.check_device(draft, known, device)
         checks.check_rules(draft)
         checks.check_chaos(draft, None if again else world_size)
         if for_training:
@@ -115,17 +117,6 @@ class Config:
         head = [f"The resolved config of a run, from {self.file or 'Python'}: overrides and every default included."]
         head += self.overrides
         return "".join(f"# {' '.join(line.split())}\n" for line in head) + write(self.plain())
-
-
-def _check_layout(draft: checks.ConfigDraft, sizes: dict[str, int], device: str | None) -> None:
-    """Checks what depends on the sizes of the axes, of which one may still be -1."""
-    model_keys = [key for key in draft.section("model") if key not in keys_of(ModelSection)]
-    check_split(draft, sizes, model_keys)
-    check_context(draft, sizes, model_keys)
-    check_experts(draft, sizes, model_keys)
-    check_float8(draft, sizes, model_keys)
-    check_stages(draft, sizes, model_keys)
-    checks.check_device(draft, sizes, device)
 
 
 def _read_sections(root: Node, errors: list[ConfigError]) -> checks.ConfigDraft:

@@ -10,11 +10,11 @@ from typing import Any
 
 from meshtrain.checkpoint.directory import find_checkpoint
 from meshtrain.config.convert import INVALID, convert, seconds
-from meshtrain.config.errors import ConfigError, Place, any_of, nearest
+from meshtrain.config.errors import ConfigError, Place, nearest
 from meshtrain.config.layout_advice import resolve, world_sizes_text
 from meshtrain.config.schema import SOURCES, Fault
 from meshtrain.config.yaml_reader import Node, describe
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, any_of
 from meshtrain.huggingface import safetensors as weights
 from meshtrain.layout import AXES, Layout, LayoutError, unknown_axis
 
@@ -50,6 +50,11 @@ class ConfigDraft:
 
     def report(self, place: Place, message: str) -> None:
         self.errors.append(ConfigError(place, message))
+
+    def refuse(self, key: str, *problems: object) -> None:
+        """Reports problems of a key, where it stands and by its name."""
+        for problem in problems:
+            self.report(self.place(key), f"{key}: {problem}")
 
 
 Problems = Iterator[str]
@@ -229,9 +234,6 @@ def best_is_known(keep_best: bool, every: Any, eval_every: Any, validation: floa
         )
 
 
-# Faults -------------------------------------------------------------------------------------------------------------
-
-
 def check_chaos(draft: ConfigDraft, world_size: int | None) -> None:
     """Reports faults that no run would meet. `world_size` is None where the faults were not written for it."""
     faults, node = draft.values["train.chaos"], draft.root.get("train", "chaos")
@@ -276,35 +278,27 @@ def _is_saved(step: int, steps: int | None, every: int) -> bool:
     return steps is None or step == steps or (every > 0 and step % every == 0)
 
 
-# Files --------------------------------------------------------------------------------------------------------------
-
-
 def check_files(draft: ConfigDraft) -> None:
     """Reports files and folders that the config names and that are not there."""
-    source, path, validation, tokenizer = (
-        draft.values.get(f"data.{key}", INVALID) for key in ("source", "path", "validation", "tokenizer")
-    )
-    if isinstance(source, str) and source not in SOURCES:
-        _report_missing(draft, "data.source", source, ("",))
+    source = draft.values.get("data.source", INVALID)
     endings = (".bin", ".idx") if source == "megatron" else ("",)
-    if isinstance(path, str) and isinstance(source, str) and SOURCES.get(source):
-        _report_missing(draft, "data.path", path, endings)
-    if isinstance(validation, str) and isinstance(source, str) and source in SOURCES:
-        _report_missing(draft, "data.validation", validation, endings)
-    if isinstance(tokenizer, str) and tokenizer != "bytes" and source in OF_TOKENS:
-        _report_missing(draft, "data.tokenizer", tokenizer, ("",))
-
+    if source not in SOURCES:
+        _report_missing(draft, "data.source")
+    if SOURCES.get(source):
+        _report_missing(draft, "data.path", endings)
+    if source in SOURCES:
+        _report_missing(draft, "data.validation", endings)
+    if source in OF_TOKENS:
+        _report_missing(draft, "data.tokenizer", words=("bytes",))
+    _report_missing(draft, "checkpoint.resume", words=RESUME)
     start = draft.values.get("model.weights", INVALID)
     if isinstance(start, str):
         try:
             if find_checkpoint(start) is None:  # of a checkpoint the manifest is read where the keys are
                 weights.stored(Path(start).expanduser())
         except InputError as error:
-            draft.report(draft.place("model.weights"), f"model.weights: {error}")
+            draft.refuse("model.weights", error)
     _check_export(draft, draft.values.get("train.export"), start)
-    resume = draft.values.get("checkpoint.resume")
-    if isinstance(resume, str) and resume not in RESUME:
-        _report_missing(draft, "checkpoint.resume", resume, ("",), nearest(resume, RESUME))
 
 
 def _check_export(draft: ConfigDraft, export: Any, start: Any) -> None:
@@ -315,12 +309,16 @@ def _check_export(draft: ConfigDraft, export: Any, start: Any) -> None:
     if isinstance(start, str) and folder.resolve() == Path(start).expanduser().resolve():
         problem = f"{folder} is the folder of model.weights, with which the run starts: name another one"
     if problem:
-        draft.report(draft.place("train.export"), f"train.export: {problem}")
+        draft.refuse("train.export", problem)
 
 
 def _report_missing(
-    draft: ConfigDraft, key: str, name: str, endings: tuple[str, ...], suggestion: str | None = None
+    draft: ConfigDraft, key: str, endings: tuple[str, ...] = ("",), words: tuple[str, ...] = ()
 ) -> None:
+    """Reports that a path is not there, which may have these endings; `words` and values that are no text are none."""
+    name = draft.values.get(key)
+    if not isinstance(name, str) or name in words:
+        return
     if endings != ("",) and name.endswith(endings):
         name = name[:-4]  # one file of the pair stands for both
     for ending in endings:
@@ -328,12 +326,10 @@ def _report_missing(
         if not path.exists():
             above = next((parent for parent in path.parents if parent.is_dir()), path.parent)
             hint = "" if above == path.parent else f"; the folder {above} is there, what follows is not"
+            suggestion = nearest(name, words)
             way = f"did you mean {suggestion}?" if suggestion else "mend the path or create the file"
-            draft.report(draft.place(key), f"{key}: there is no {path}{hint}: {way}")
+            draft.refuse(key, f"there is no {path}{hint}: {way}")
             return
-
-
-# Layout -------------------------------------------------------------------------------------------------------------
 
 
 def read_layout(draft: ConfigDraft) -> dict[str, int] | None:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
-from meshtrain.config.errors import ConfigError, any_of, nearest, yaml_text
+from meshtrain.config.errors import ConfigError, nearest, yaml_text
 from meshtrain.config.yaml_reader import Node, describe, read_scalar
+from meshtrain.errors import any_of
 
 
 class _Invalid(Enum):
@@ -90,8 +91,7 @@ class Key:
 def keys_of(cls: type) -> dict[str, Key]:
     """The keys that a dataclass declares: its fields, but for those with `init=False`.
 
-    Raises:
-        TypeError: an annotation that no YAML value fits, with the name of the field.
+    Raises TypeError: an annotation that no YAML value fits, with the name of the field.
     """
     hints = get_type_hints(cls)
     keys = {}
@@ -161,9 +161,6 @@ def describe_unknown_key(name: str, section: str, keys: dict[str, Key], elsewher
         )
     suggestion = meant_key(name, keys) or elsewhere.get(name)
     return unknown + (f"did you mean {suggestion}?" if suggestion else f"the keys of {section} are {', '.join(keys)}")
-
-
-# Values -------------------------------------------------------------------------------------------------------------
 
 
 def convert(
@@ -256,9 +253,6 @@ def _is_broken(node: Node) -> bool:
     value = node.value
     children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return node.broken or any(map(_is_broken, children))
-
-
-# Annotations --------------------------------------------------------------------------------------------------------
 
 
 def _options(hint: Any) -> list[Any]:
@@ -354,8 +348,6 @@ def _did_you_mean(value: Any, names: Iterable[str]) -> str:
     near = nearest(value, names) if isinstance(value, str) else None
     return f"did you mean {near}?" if near else ""
 
-
-# Lengths of time ----------------------------------------------------------------------------------------------------
 
 _LENGTH = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?\Z", re.ASCII)
 

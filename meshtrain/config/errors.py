@@ -4,11 +4,11 @@ Errors are collected in a list that is passed along; only `Config.load` raises.
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, plural
 
 
 @dataclass(frozen=True, order=True)
@@ -47,9 +47,7 @@ class ConfigErrors(InputError):  # noqa: N818 it is several
     def __init__(self, file: str, errors: Iterable[ConfigError]) -> None:
         self.file = file
         self.errors = sorted(errors)
-        count = len(self.errors)
-        lines = [f"{file}: {count} error" + "s" * (count != 1), *map(str, self.errors)]
-        super().__init__("\n".join(lines))
+        super().__init__("\n".join([f"{file}: {plural(len(self.errors), 'error')}", *map(str, self.errors)]))
 
     def __reduce__(self) -> tuple[Any, ...]:  # a worker process may hand it over
         return type(self), (self.file, self.errors)
@@ -77,8 +75,3 @@ def shorten(text: str, most: int = 100) -> str:
     """Text on one line, cut where it is longer than a person wants to read in a message."""
     line = " ".join(text.split())
     return line if len(line) <= most else line[: most - 3] + "..."
-
-
-def any_of(names: Sequence[str]) -> str:
-    """`a, b or c`."""
-    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

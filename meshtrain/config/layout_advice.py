@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from meshtrain.errors import short
+from meshtrain.errors import any_of, join_some, short
 from meshtrain.layout import AXES, DATA_AXES, Layout, LayoutError, WorldSizeError, written
 
 Size = TypeVar("Size")  # a number of ranks, or the node of a config that says it
@@ -168,7 +168,5 @@ def _why_tp_crosses(layout: Layout) -> str:
     )
 
 
-def _first_names(names: Sequence[str], most: int = 3) -> str:
-    if len(names) <= most:
-        return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-    return f"{', '.join(names[:most])} and {len(names) - most} more hosts"
+def _first_names(names: Sequence[str]) -> str:
+    return any_of(names, "and") if len(names) <= 3 else f"{join_some(names, 3)} hosts"

@@ -55,11 +55,11 @@ def model_spec(name: str, keys: Mapping[str, Any]) -> ModelSpec:
     return _latest[0]
 
 
-def draft_model(draft: ConfigDraft, keys: list[str]) -> ModelSpec | None:
-    """The model of a config that is being checked, with these keys of its own; None where they are wrong (reported)."""
-    name = draft.values.get("model.name", INVALID)
-    values = {key: draft.values.get(f"model.{key}", INVALID) for key in keys}
-    if name is INVALID or any(value is INVALID for value in values.values()):
+def draft_model(draft: ConfigDraft) -> ModelSpec | None:
+    """The model of a config that is being checked; None where its keys are wrong (reported)."""
+    values = draft.section("model")
+    name, *_ = (values.pop(key, INVALID) for key in ("name", "preset", "weights"))
+    if name is INVALID or INVALID in values.values():
         return None
     try:
         spec = model_spec(name, values)

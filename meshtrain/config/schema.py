@@ -102,7 +102,8 @@ class Parallel:
     """With `tp`: whether a layer's input is gathered again in backward instead of kept."""
     symmetric_memory: bool | Literal["auto"] = key("auto", also="async_tp async_tensor_parallel")
     """With `tp` and `sequence_parallel` on GPUs: whether products and the communication beside them run as one kernel,
-    which reads the memory of other GPUs. `auto`: where all GPUs of `tp` are in one host and linked by NVLink."""
+    which reads the memory of other GPUs. `auto`: where all GPUs of `tp` are in one host and linked by NVLink. true also
+    puts FSDP's messages into memory that NCCL has registered, on GPUs that can multicast."""
     context: Literal["gather", "ring"] = key(
         "gather",
         also="cp_comm_type context_parallel_method cp_method",

@@ -1,13 +1,15 @@
-"""Whether the model of a config can be split over the layout's `tp` and `cp`, and its experts: asked of it, without its
-memory."""
+"""Whether the model of a config can be split over `tp`, `cp` and `pp`, and its experts: asked of it, without memory."""
+
+from typing import Any
 
 from meshtrain.config.checks import OF_TOKENS, ConfigDraft
 from meshtrain.config.convert import INVALID
-from meshtrain.config.errors import any_of
 from meshtrain.config.locate import model_file
 from meshtrain.config.model_spec import draft_model
 from meshtrain.config.schema import SOURCES
-from meshtrain.layout import Layout, context_heads_problem, written
+from meshtrain.data.order import microbatches
+from meshtrain.errors import any_of
+from meshtrain.layout import DATA_AXES, Layout, context_heads_problem, written
 from meshtrain.parallel.float8_layers import float8_problems
 from meshtrain.parallel.tp_plan import (
     NO_SEQUENCE,
@@ -19,13 +21,16 @@ from meshtrain.parallel.tp_plan import (
     shards_sequence,
     split_layers,
 )
+from meshtrain.pipeline.actions import ScheduleError
+from meshtrain.pipeline.partition import StageSplitError, split_blocks
+from meshtrain.pipeline.schedule import load
 
 
-def check_float8(draft: ConfigDraft, sizes: dict[str, int], keys: list[str]) -> None:
+def check_float8(draft: ConfigDraft, sizes: dict[str, int]) -> None:
     """Reports a model that has no layer for `train.linear_precision`, or is split as that cannot be."""
     name, tp = "train.linear_precision", max(sizes.get("tp", 1), 1)
     precision = draft.values[name]
-    spec = draft_model(draft, keys) if precision not in (None, INVALID) else None
+    spec = draft_model(draft) if precision not in (None, INVALID) else None
     if spec is None:
         return
     try:
@@ -36,38 +41,31 @@ def check_float8(draft: ConfigDraft, sizes: dict[str, int], keys: list[str]) -> 
         draft.report(draft.place(name), f"{name} {precision}: {problem}")
 
 
-def check_split(draft: ConfigDraft, sizes: dict[str, int], keys: list[str]) -> None:
-    """Reports what cannot be split over `tp`, if its size and the model are known. `keys`: names of the model's own."""
+def check_split(draft: ConfigDraft, sizes: dict[str, int]) -> None:
+    """Reports what cannot be split over `tp`, if its size and the model are known."""
     tp, cp = sizes.get("tp", 1), sizes.get("cp", 1)
-    spec = draft_model(draft, keys) if tp > 1 else None
+    spec = draft_model(draft) if tp > 1 else None
     if spec is None:
         return
-    place = draft.place("layout.tp")
     plan = getattr(spec.module, "tp_plan", None)
     if not plan:
-        name = draft.values["model.name"]
-        draft.report(
-            place, f"layout.tp is {tp}, and the model {name} has no tp_plan, which says how it splits: use tp: 1"
-        )
+        model = f"the model {draft.values['model.name']} has no tp_plan, which says how it splits"
+        draft.report(draft.place("layout.tp"), f"layout.tp is {tp}, and {model}: use tp: 1")
         return
     sequence_parallel = draft.values["parallel.sequence_parallel"]
     if sequence_parallel is True and not shards_sequence(plan):
-        message = f"parallel.sequence_parallel: {NO_SEQUENCE}: leave it out, or use false"
-        draft.report(draft.place("parallel.sequence_parallel"), message)
+        draft.refuse("parallel.sequence_parallel", f"{NO_SEQUENCE}: leave it out, or use false")
     elif cp == 1 and sequence_parallel is not INVALID and has_sequence_parts(sequence_parallel, plan):  # cp pads
         _check_sequence(draft, tp)
     try:
         split_layers(spec.meta, plan, tp)
     except SplitError as error:
-        for problem in error.problems:
-            draft.report(place, f"layout.tp: {problem}")
+        draft.refuse("layout.tp", *error.problems)
 
 
 def _check_sequence(draft: ConfigDraft, tp: int) -> None:
     length, source = draft.values["data.seq_len"], draft.values["data.source"]
-    if INVALID in (length, source) or source not in OF_TOKENS:
-        return
-    if length % tp:
+    if INVALID not in (length, source) and source in OF_TOKENS and length % tp:
         near = " or ".join(str(n) for n in (length // tp * tp, -(-length // tp) * tp) if n)
         draft.report(
             draft.place("data.seq_len"),
@@ -76,12 +74,12 @@ def _check_sequence(draft: ConfigDraft, tp: int) -> None:
         )
 
 
-def check_context(draft: ConfigDraft, sizes: dict[str, int], keys: list[str]) -> None:
-    """Reports what cannot be split over `cp`. A size of -1 is not judged. `keys`: names of the model's own."""
+def check_context(draft: ConfigDraft, sizes: dict[str, int]) -> None:
+    """Reports what cannot be split over `cp`. A size of -1 is not judged."""
     cp, heads = sizes.get("cp", 1), draft.values["parallel.context_heads"]
     if cp > 1 and heads is not INVALID and cp % heads:
         draft.report(draft.place_of_any(("parallel.context_heads", "layout.cp")), context_heads_problem(heads, cp))
-    spec = draft_model(draft, keys) if cp > 1 else None
+    spec = draft_model(draft) if cp > 1 else None
     if spec is None:
         return
     plan, place = getattr(spec.module, "cp_plan", None), draft.place("layout.cp")
@@ -94,8 +92,7 @@ def check_context(draft: ConfigDraft, sizes: dict[str, int], keys: list[str]) ->
     try:
         context_modules(spec.meta, plan)
     except SplitError as error:
-        for problem in error.problems:
-            draft.report(place, f"layout.cp: {problem}")
+        draft.refuse("layout.cp", *error.problems)
     queries, tp = draft.values.get("model.num_attention_heads", INVALID), max(sizes.get("tp", 1), 1)
     fit = heads is not INVALID and isinstance(queries, int) and cp % heads == queries % tp == 0
     if fit and queries % (tp * heads):
@@ -113,11 +110,11 @@ def expert_ranks(draft: ConfigDraft, sizes: dict[str, int]) -> int:
     return ranks or (sizes.get("tp", 1) if hasattr(model_file(draft.values["model.name"]), "ep_plan") else 1)
 
 
-def check_experts(draft: ConfigDraft, sizes: dict[str, int], keys: list[str]) -> None:
-    """Reports what keeps experts from being dealt out. A size of -1 is not judged. `keys`: names of the model's own."""
+def check_experts(draft: ConfigDraft, sizes: dict[str, int]) -> None:
+    """Reports what keeps experts from being dealt out. A size of -1 is not judged."""
     name = "parallel.expert_parallel"
     ranks, tp = draft.values[name], sizes.get("tp", 1)
-    spec = draft_model(draft, keys) if ranks is not INVALID and (ranks or tp) > 1 else None
+    spec = draft_model(draft) if ranks is not INVALID and (ranks or tp) > 1 else None
     if spec is None:
         return
     plan = getattr(spec.module, "ep_plan", None)
@@ -136,8 +133,7 @@ def check_experts(draft: ConfigDraft, sizes: dict[str, int], keys: list[str]) ->
     try:
         experts = min(expert_modules(spec.meta, plan).values())
     except SplitError as error:
-        for problem in error.problems:
-            draft.report(draft.place(name), f"{name}: {problem}")
+        draft.refuse(name, *error.problems)
         return
     if -1 not in sizes.values():
         _check_expert_ranks(draft, Layout(sizes), experts)
@@ -158,3 +154,42 @@ def _check_expert_ranks(draft: ConfigDraft, layout: Layout, experts: int) -> Non
         inner = "whose inner ranks it takes (tp, cp, dp_shard, dp_replicate)"
         problem = f"{name} {ranks} does not fold into {written(layout.sizes)}, {inner}"
     draft.report(draft.place_of_any((name, "layout.tp")), f"{problem}: use {' or '.join(near)}")
+
+
+def check_stages(draft: ConfigDraft, sizes: dict[str, int]) -> None:
+    """Reports what cannot run over `pp`, if layout, batch and model are known."""
+    needed = ("pipeline.schedule", "pipeline.stages_per_rank", "batch.global_size", "batch.micro_size")
+    name, per_rank, size, micro = (draft.values.get(key, INVALID) for key in needed)
+    ranks = sizes.get("pp", 1)
+    if ranks == 1 or -1 in sizes.values() or INVALID in (name, per_rank, size, micro):
+        return
+    spec = draft_model(draft)
+    model: Any = None if spec is None else spec.meta
+    blocks = None if model is None else len(model.blocks()) if hasattr(model, "blocks") else 1
+    if blocks is not None and ranks > blocks:  # said before a schedule is made, which may be of any size
+        _check_blocks(draft, blocks, ranks, per_rank or 1)
+        return
+    count = microbatches(size, micro, Layout(sizes).size(*DATA_AXES))
+    try:
+        schedule = load(name, ranks=ranks, microbatches=count, stages_per_rank=per_rank)
+    except ScheduleError as error:
+        draft.refuse("pipeline.schedule", f"{error} (layout.pp is the number of ranks)")
+        return
+    if blocks is not None:
+        _check_blocks(draft, blocks, ranks, schedule.stages_per_rank)
+    if schedule.splits_backward and draft.values.get("parallel.compile") is True:
+        draft.refuse(
+            "parallel.compile",
+            f"a compiled block computes its gradients at once, and the schedule {schedule.name} computes those of "
+            "weights later: use compile: auto or false, or a schedule such as 1f1b",
+        )
+
+
+def _check_blocks(draft: ConfigDraft, blocks: int, ranks: int, per_rank: int) -> None:
+    split: Any = draft.values.get("pipeline.split", INVALID)
+    if split is INVALID:
+        return
+    try:
+        split_blocks([1.0] * blocks, ranks, per_rank, split)
+    except StageSplitError as error:
+        draft.refuse("pipeline.split" if split else "layout.pp", error)

@@ -230,9 +230,6 @@ class _Composer:
         return None
 
 
-# Overrides ----------------------------------------------------------------------------------------------------------
-
-
 def apply_overrides(root: Node, overrides: Sequence[str], errors: list[ConfigError]) -> list[str]:
     """Lays `key.path=value` over the file's nodes, in order: the last one wins. Values are YAML.
 
@@ -289,9 +286,6 @@ def _put(root: Node, keys: list[str], node: Node, errors: list[ConfigError]) -> 
     else:
         parent.value[keys[-1]] = node
     return before
-
-
-# Writing ------------------------------------------------------------------------------------------------------------
 
 
 def write(value: Any) -> str:

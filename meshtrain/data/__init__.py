@@ -5,18 +5,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshtrain.data.batch import IGNORE, Batch, Samples
-    from meshtrain.data.loader import EvalBatches, eval_batches, train_batches
+    from meshtrain.data.loader import EvalBatches, train_batches
     from meshtrain.data.sources import OpenData, open_data, prepare_data
     from meshtrain.data.tokens import Document, write
 
 __all__ = (
-    "IGNORE", "Batch", "Document", "EvalBatches", "OpenData", "Samples", "eval_batches", "open_data", "prepare_data",
-    "train_batches", "write",
+    "IGNORE", "Batch", "Document", "EvalBatches", "OpenData", "Samples", "open_data", "prepare_data", "train_batches",
+    "write",
 )  # fmt: skip
 
 _MODULES = {
     "batch": ("IGNORE", "Batch", "Samples"),
-    "loader": ("EvalBatches", "eval_batches", "train_batches"),
+    "loader": ("EvalBatches", "train_batches"),
     "sources": ("OpenData", "open_data", "prepare_data"),
     "tokens": ("Document", "write"),
 }

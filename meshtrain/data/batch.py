@@ -77,14 +77,16 @@ class Batch:
             lengths = lengths.pin_memory() if lengths is not None and documents.is_pinned() else lengths
         return Batch({**self.tensors, "documents": AttentionContext(documents, lengths)}, self.targets)
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
-        """The batch on a device, its floating-point inputs (images) in the type that the model computes in."""
+    def to(self, device: torch.device, dtype: torch.dtype, first: bool = True, last: bool = True) -> "Batch":
+        """The batch on a device, its floating-point inputs (images) in the type that the model computes in. `first`,
+        `last`: whether the first input is used there, and the targets; else they stay where they are."""
 
         def moved(x: Any) -> Any:
             typed = not isinstance(x, Tensor) or x.is_floating_point()
-            return x.to(device, dtype if typed else None, non_blocking=True)
+            return x if x is None else x.to(device, dtype if typed else None, non_blocking=True)
 
-        return self.apply(moved)
+        tensors = {name: moved(x) if i or first else x for i, (name, x) in enumerate(self.tensors.items())}
+        return Batch(tensors, moved(self.targets) if last else self.targets)
 
     def pin_memory(self) -> "Batch":
         """The batch in pinned memory; torch's DataLoader calls this in its pinning thread."""

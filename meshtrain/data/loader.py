@@ -30,11 +30,8 @@ class Reading(TypedDict, total=False):
     prepare: Callable[[Batch], Batch]
 
 
-class Slots(NamedTuple):
-    """The samples of one microbatch."""
-
-    items: list[tuple[int, int]]  # (epoch, sample); those from `valid` on are copies that fill it up
-    valid: int
+# The samples of one microbatch, each (epoch, sample); those from the number on are copies that fill it up.
+Slots = tuple[list[tuple[int, int]], int]
 
 
 def train_batches(
@@ -73,31 +70,23 @@ def train_batches(
 
     # A step takes all of its microbatches before it begins.
     ahead = max(reading.get("prefetch", 2), -(-count // max(reading.get("workers", 0), 1)))
-    whole_steps: Reading = {**reading, "prefetch": ahead}
-    batches = iter(_Loader(dataset, slots(), persistent=False, **whole_steps))
+    batches = iter(_Loader(dataset, slots(), {**reading, "prefetch": ahead}, persistent=False))
     for _ in range(first_step, steps):
         yield [next(batches) for _ in range(count)]
 
 
-def eval_batches(
-    dataset: Samples, *, micro_size: int, rank: int, ranks: int, **reading: Unpack[Reading]
-) -> "EvalBatches":
+class EvalBatches:
     """One data rank's share of a data set, each sample once over the ranks, in the data set's order.
 
-    The result can be gone through again and again, and keeps its worker processes in between. The number of batches,
-    its `len`, is the same on every rank; rows that fill up the last ones have all targets IGNORE.
+    It can be gone through again and again, and keeps its worker processes in between. The number of batches, its `len`,
+    is the same on every rank; rows that fill up the last ones have all targets IGNORE.
     """
-    return EvalBatches(dataset, micro_size, rank, ranks, reading)
 
-
-class EvalBatches:
-    """What `eval_batches` gives; `samples`: how many there are, over all ranks."""
-
-    def __init__(self, dataset: Samples, micro_size: int, rank: int, ranks: int, reading: Reading) -> None:
-        self.samples = len(dataset)
+    def __init__(self, dataset: Samples, *, micro_size: int, rank: int, ranks: int, **reading: Unpack[Reading]) -> None:
+        self.samples = len(dataset)  # over all ranks
         share, count = order.share(self.samples, ranks, rank), order.microbatches(self.samples, micro_size, ranks)
         self._slots = list(_fill([(0, sample) for sample in share], (0, 0), count, micro_size))
-        self._loader = _Loader(dataset, self._slots, persistent=True, **reading)
+        self._loader = _Loader(dataset, self._slots, reading, persistent=True)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -109,7 +98,7 @@ class EvalBatches:
 def _fill(own: Sequence[tuple[int, int]], filler: tuple[int, int], count: int, micro_size: int) -> Iterator[Slots]:
     for start in range(0, count * micro_size, micro_size):
         items = list(own[start : start + micro_size])
-        yield Slots(items + [filler] * (micro_size - len(items)), len(items))
+        yield items + [filler] * (micro_size - len(items)), len(items)
 
 
 class _Failure(NamedTuple):
@@ -133,7 +122,7 @@ class _Reader(torch.utils.data.Dataset):
 
     def __getitems__(self, slots: Slots) -> Batch | Packed | _Failure:
         try:
-            return self.samples.read(slots.items, slots.valid)
+            return self.samples.read(*slots)
         except InputError as error:
             return _Failure(str(error), None)
         except Exception as error:
@@ -141,18 +130,12 @@ class _Reader(torch.utils.data.Dataset):
 
 
 class _Loader:
-    def __init__(
-        self,
-        dataset: Samples,
-        slots: Iterable[Slots],
-        *,
-        persistent: bool,
-        workers: int = 0,
-        prefetch: int = 2,
-        pin_memory: bool = False,
-        prepare: Callable[[Batch], Batch] = Batch.batch,
-    ) -> None:
-        self._prepare, self._pins = prepare, pin_memory and torch.cuda.is_available()
+    def __init__(self, dataset: Samples, slots: Iterable[Slots], reading: Reading, *, persistent: bool) -> None:
+        if unknown := reading.keys() - Reading.__annotations__:
+            raise TypeError(f"batches are read by {', '.join(Reading.__annotations__)}; found {', '.join(unknown)}")
+        workers, prefetch = reading.get("workers", 0), reading.get("prefetch", 2)
+        self._prepare = reading.get("prepare", Batch.batch)
+        self._pins = reading.get("pin_memory", False) and torch.cuda.is_available()
         # fork: a user's own data set comes from a file loaded by path, which no other start method can send; and a
         # worker is there at once, where a fresh Python would first import torch for seconds.
         ahead = {"prefetch_factor": prefetch, "multiprocessing_context": "fork", "worker_init_fn": _start_worker}

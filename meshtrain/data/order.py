@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isqrt
+from typing import Any
 
 # Each round mixes one half into the other. Four make a Feistel network a pseudo-random permutation (Luby and Rackoff,
 # 1988); six leave room for halves of a few values, as small data sets have them.
@@ -66,21 +67,22 @@ class Permutation:
         if not 0 <= index < self.n:
             raise IndexError(f"index {index} of a permutation of {self.n}")
         while True:
-            index = self._encipher(index)
+            index = self.encipher(index)
             if index < self.n:
                 return index
 
-    def _encipher(self, index: int) -> int:
+    def encipher(self, index: Any) -> Any:
+        """The network alone, of an integer or of a numpy array of them (uint64)."""
         left, right = divmod(index, self.right)
         keys = self.keys
-        for turn in range(0, _ROUNDS, 2):
-            left = (left + mix(right, keys[turn])) % self.left
-            right = (right + mix(left, keys[turn + 1])) % self.right
+        for turn in range(0, _ROUNDS, 2):  # hashes are reduced first: in 64 bits the sum would not fit
+            left = (left + mix(right, keys[turn]) % self.left) % self.left
+            right = (right + mix(left, keys[turn + 1]) % self.right) % self.right
         return left * self.right + right
 
 
-def mix(value: int, key: int) -> int:
-    """A 64-bit hash of `value` under `key` (SplitMix64)."""
+def mix(value: Any, key: int) -> Any:
+    """A 64-bit hash of `value`, an integer or a numpy array of them (uint64), under `key` (SplitMix64)."""
     value = (value * 0x9E3779B97F4A7C15 + key) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -16,11 +16,8 @@ class Stream:
     """Runs of a token file read as one sequence of tokens."""
 
     def __init__(self, corpus: Corpus, starts: np.ndarray, lengths: np.ndarray, documents: np.ndarray) -> None:
-        """
-        Args:
-            starts, lengths: the runs, in tokens of the file; neighbours that touch are merged.
-            documents: where documents begin, ascending, counted in this stream.
-        """
+        """`starts`, `lengths`: the runs, in tokens of the file; neighbours that touch are merged. `documents`: where
+        documents begin, ascending, counted in this stream."""
         starts, lengths = starts[lengths > 0], lengths[lengths > 0]
         is_first = np.ones(len(starts), bool)  # where a run begins that does not go on from the one before
         is_first[1:] = starts[1:] != starts[:-1] + lengths[:-1]

@@ -19,7 +19,7 @@ from meshtrain.data.packing import Stream, TokenSamples
 from meshtrain.data.split import Split, all_documents, bytes_per_target, split_at_end, split_by_hash, split_samples
 from meshtrain.data.tokenizer import Tokenizer, open_tokenizer
 from meshtrain.data.tokens import Corpus, open_tokens, write
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, plural
 
 if TYPE_CHECKING:
     from meshtrain.config import Data
@@ -38,7 +38,6 @@ class OpenData:
     fingerprint: str  # of all the data, the same on every host that has the same
     tokenizer: Tokenizer | None = None  # to read what the model writes; None where the data does not say which
     bytes_per_target: float | None = None  # of the validation: loss / ln 2 / this = bits per byte
-    image_shape: tuple[int, int, int] | None = None  # (c, height, width)
     files: Mapping[str, Files] = field(default_factory=dict)  # by a name for people
 
     @property
@@ -68,8 +67,7 @@ def open_data(config: "Data", *, n_outputs: int | None, seed: int, say: Say) -> 
         seed: of the augmentation of images; the order of samples is `train_batches`'s.
         say: gets a line at a time while this waits or prepares.
 
-    Raises:
-        InputError: anything wrong with the section or the data.
+    Raises InputError: anything wrong with the section or the data.
     """
     if config.source.endswith(".py"):
         return _open_custom(config, n_outputs)
@@ -182,16 +180,12 @@ def _corpus_line(config: "Data", corpus: Corpus) -> str:
     tokens = int(corpus.lengths.sum())
     masked = ", attention within documents" if config.mask_documents else ""
     source = config.source if config.path is None else f"{config.source} {config.path}"
-    return f"{source}: {_count(corpus.documents, 'document')}, {size}{tokens:,} tokens{masked}"
+    return f"{source}: {plural(corpus.documents, 'document')}, {size}{tokens:,} tokens{masked}"
 
 
 def _split_line(name: str, samples: TokenSamples) -> str:
-    documents, size = _count(len(samples.stream.documents), "document"), _count(len(samples), "sample")
+    documents, size = plural(len(samples.stream.documents), "document"), plural(len(samples), "sample")
     return f"{name} {documents}, {size} of {samples.seq_len} tokens"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _open_images(config: "Data", n_outputs: int | None, seed: int) -> OpenData:
@@ -201,15 +195,13 @@ def _open_images(config: "Data", n_outputs: int | None, seed: int) -> OpenData:
             f"data.source {config.source} has {classes} classes (labels 0 to {classes - 1}), but model.num_classes is "
             f"{n_outputs}: set it to {classes}"
         )
-    shape = train.channels, train.image_size, train.image_size
     augmented = replace(train, augment_seed=seed if config.augment else None)
     split: tuple[Samples, Samples | None, str] = augmented, validation, f"from {config.validation}"
     if not isinstance(config.validation, str):
         split = split_samples(augmented, validation, config.validation)
-    size = " x ".join(map(str, shape))
+    size = f"{train.channels} x {train.image_size} x {train.image_size}"
     about = f"images of {size}, {classes} classes{', augmented' if config.augment else ''}"
-    data = _sample_data(config, "classification", split, about, fingerprint)
-    return replace(data, image_shape=shape, files=files)
+    return replace(_sample_data(config, "classification", split, about, fingerprint), files=files)
 
 
 def _open_custom(config: "Data", n_outputs: int | None) -> OpenData:
@@ -220,7 +212,7 @@ def _open_custom(config: "Data", n_outputs: int | None) -> OpenData:
     language = samples.item(0, 0)[1].ndim == 1
     content = f"{Path(config.source).expanduser().read_text('utf-8')} {len(samples)}"
     fingerprint = hashlib.sha256(content.encode()).hexdigest()
-    about = _count(len(samples), "sample")
+    about = plural(len(samples), "sample")
     data = _sample_data(config, "language" if language else "classification", split, about, fingerprint)
     return replace(data, tokenizer=open_tokenizer(config.tokenizer) if language else None)
 
@@ -237,6 +229,6 @@ def _sample_data(
             f"data.source {config.source} gives {len(train)} samples to train on and {held_out} for validation, with "
             f"data.validation {config.validation}: both need at least one; use more data, or data.validation 0"
         )
-    line = "no validation" if validation is None else f"validation {_count(held_out, 'sample')}, {selection}"
-    lines = [f"{config.source}: {about}", f"training {_count(len(train), 'sample')}", line]
+    line = "no validation" if validation is None else f"validation {plural(held_out, 'sample')}, {selection}"
+    lines = [f"{config.source}: {about}", f"training {plural(len(train), 'sample')}", line]
     return OpenData(train, validation, task, lines, fingerprint)

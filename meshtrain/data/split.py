@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshtrain.data.batch import Samples, Subset
-from meshtrain.data.order_numpy import mix
+from meshtrain.data.order import mix
 from meshtrain.data.packing import Stream
 from meshtrain.data.tokens import Corpus
 from meshtrain.errors import InputError
@@ -27,7 +27,7 @@ def held_out_mask(share: float, count: int) -> np.ndarray:
     more and `share` is above 0, at least one is held out and at least one is left. InputError: not 0 <= `share` < 1.
     """
     _check_share(share)
-    value = mix(np.arange(count, dtype=np.uint64), np.uint64(0x6D657368747261))
+    value = mix(np.arange(count, dtype=np.uint64), 0x6D657368747261)
     mask = value < np.uint64(int(share * 2**53) << 11)
     if share > 0 and count > 1:
         mask[value.argmin()] = True

@@ -35,14 +35,7 @@ class Text(NamedTuple):
     ends: bool = True  # whether the document ends with it
 
 
-class Part(NamedTuple):
-    """What a tokenizer gets at once of a document."""
-
-    text: str
-    start: int  # characters of its Text before it
-    source: str
-    loss: bool
-    ends: bool
+Part = tuple[str, int, Text]  # what a tokenizer gets at once, the characters before it, and the Text that it is of
 
 
 class TextSource(NamedTuple):
@@ -185,7 +178,7 @@ def documents(source: TextSource, tokenizer: Tokenizer) -> Iterator[Document]:
         for text in source.read(path):
             for part in _parts(text, tokenizer):
                 waiting.append(part)
-                size += len(part.text)
+                size += len(part[0])
                 if size >= _BATCH_CHARACTERS:
                     yield from _encode(waiting, tokenizer)
                     waiting, size = [], 0
@@ -199,22 +192,22 @@ def _parts(text: Text, tokenizer: Tokenizer) -> Iterator[Part]:
         if len(rest) >= _BATCH_CHARACTERS:
             end = tokenizer.cut(rest)
             if end:
-                yield Part(rest[:end], start, text.source, text.loss, False)
+                yield rest[:end], start, text._replace(ends=False)
                 rest, start = rest[end:], start + end
             elif len(rest) > _MOST_WHOLE:
                 raise InputError(
                     f"{text.source} has {len(rest):,} characters and more in which data.tokenizer finds no place to "
                     "cut them: give shorter documents, for instance as lines of JSONL"
                 )
-    yield Part(rest, start, text.source, text.loss, text.ends)
+    yield rest, start, text
 
 
 def _encode(parts: Sequence[Part], tokenizer: Tokenizer) -> Iterator[Document]:
-    for part in parts:
-        problem = tokenizer.problem(part.text, part.start)
+    for content, start, text in parts:
+        problem = tokenizer.problem(content, start)
         if problem:
-            raise InputError(f"{part.source} {problem}")
-    for part, ids in zip(parts, tokenizer.encode_batch([part.text for part in parts]), strict=True):
-        ids = np.append(ids, ids.dtype.type(tokenizer.end)) if part.ends else ids
-        loss = None if part.loss else np.zeros(len(ids), np.uint8)
-        yield Document(ids, loss, len(part.text.encode()) if part.loss else 0, part.ends)
+            raise InputError(f"{text.source} {problem}")
+    for (content, _, text), ids in zip(parts, tokenizer.encode_batch([part[0] for part in parts]), strict=True):
+        ids = np.append(ids, ids.dtype.type(tokenizer.end)) if text.ends else ids
+        loss = None if text.loss else np.zeros(len(ids), np.uint8)
+        yield Document(ids, loss, len(content.encode()) if text.loss else 0, text.ends)

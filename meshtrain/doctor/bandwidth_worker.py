@@ -84,7 +84,7 @@ def _clocked(job: Job, do: Callable[[], object]) -> float:
 def _links(job: Job, mesh: Mesh, backend: str) -> list[dict[str, Any]]:
     """Bandwidth between the first ranks of pairs of hosts; each number is told by the lower one of the two."""
     layout = mesh.layout
-    firsts = [next(r for r in range(layout.world_size) if layout.host_index(r) == i) for i in range(len(layout.hosts))]
+    firsts = [next(r for r in range(layout.world_size) if layout.host(r) == host) for host in layout.hosts]
     links = []
     for pairs in bandwidth.pairs_in_rounds(len(firsts)):
         at(f"sending between hosts, {len(pairs)} pairs at a time")

@@ -15,22 +15,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from meshtrain.doctor import records
 from meshtrain.doctor.bandwidth import Spec, merge, run_workers
 from meshtrain.doctor.facts import collect, look_up
 from meshtrain.doctor.files import tidy, visible
 from meshtrain.doctor.findings import Finding, status
-from meshtrain.doctor.interfaces import addresses_of, communicates_by
+from meshtrain.doctor.nccl import addresses_of, communicates_by
 from meshtrain.doctor.ports import PortProbe, check_ports, clock_offset, peers_to_check
 from meshtrain.doctor.records import ClusterFacts, Host, PeerChecks, PeerEntry, RecordError, from_json, to_json
 from meshtrain.doctor.rendezvous import JoinError, Leader, Member, join_rendezvous, open_rendezvous, serves
 from meshtrain.doctor.report import print_report, print_summary
 from meshtrain.doctor.rules import blocking, judge
-from meshtrain.doctor.sockets import address_towards, listen
 from meshtrain.doctor.torchrun_options import add_torchrun_options, read_place, speaks_for_node
 from meshtrain.errors import InputError
+from meshtrain.job.sockets import address_towards, listen, plain_address
 from meshtrain.layout import Layout
 
 WAIT_S = 30.0
@@ -129,34 +128,24 @@ def _meet(run: DoctorRun, host: Host, probe: PortProbe) -> Outcome:
 
 def _examine_alone(host: Host) -> Outcome:
     host = replace(host, ranks=tuple(range(host.processes)), route=next(iter(addresses_of(host.interfaces)), ""))
-    cluster = ClusterFacts((host,), visits=(PeerChecks(),), clocks=((0.0, 0.0),))
-    spec, reason = _spec(cluster)
-    timings = records.Timings(skipped=reason)
-    if spec is not None:
-        timings = merge(spec.layout, run_workers(spec, host.ranks, "127.0.0.1", True))
-    cluster = replace(cluster, timings=timings)
+    cluster = _time_collectives(ClusterFacts((host,), visits=(PeerChecks(),), clocks=((0.0, 0.0),)))
     return Outcome(judge(cluster), cluster)
 
 
 def _lead(leader: Leader, run: DoctorRun, probe: PortProbe) -> Outcome:
     cluster = leader.wait(run.wait_s)
     host, *others = cluster.hosts
-    routes = [address_towards(other.route) for other in others]
+    routes = [plain_address(address_towards(other.route)) for other in others]
     host = replace(host, route=next(filter(None, routes), next(iter(addresses_of(host.interfaces)), "")))
     cluster = replace(cluster, hosts=(host, *others))
     entries = tuple(_entry(number, host) for number, host in zip(leader.numbers, cluster.hosts, strict=True))
     leader.board.set("directory", [to_json(entry) for entry in entries])
     own = replace(_check_peers(0, entries, host, run), clock=(0.0, 0.0))
-    checks: list[PeerChecks | None] = []
-    for host, answer in zip(cluster.hosts, leader.gather("checks", to_json(own), CHECKS_S), strict=True):
-        try:
-            checks.append(from_json(PeerChecks, answer, host.host))
-        except RecordError:
-            checks.append(None)
+    checks = leader.gather("checks", PeerChecks, own, CHECKS_S)
     probe.close()
     clocks = tuple(None if check is None else check.clock for check in checks)
     silent = tuple(host.host for host, check in zip(cluster.hosts, checks, strict=True) if check is None)
-    cluster = _time_collectives(leader, replace(cluster, visits=tuple(checks), clocks=clocks, silent=silent))
+    cluster = _time_collectives(replace(cluster, visits=tuple(checks), clocks=clocks, silent=silent), leader)
     findings = judge(cluster)
     leader.board.set("findings", [to_json(finding) for finding in findings])
     leader.close(SLACK_S)
@@ -182,19 +171,19 @@ def _check_peers(node: int, entries: Sequence[PeerEntry], host: Host, run: Docto
     return PeerChecks(check_ports(node, targets), names, present, blind, clock)
 
 
-def _time_collectives(leader: Leader, cluster: ClusterFacts) -> ClusterFacts:
+def _time_collectives(cluster: ClusterFacts, leader: Leader | None = None) -> ClusterFacts:
     """Has the workers of all nodes time the collectives of the layout, unless that is bound to fail."""
     spec, reason = _spec(cluster)
-    leader.board.set("spec", None if spec is None else to_json(spec))
+    if leader is not None:
+        leader.board.set("spec", None if spec is None else to_json(spec))
     if spec is None:
         return replace(cluster, timings=records.Timings(skipped=reason))
     # All nodes' workers end together, or are given up at about the same time: then there is little to wait for.
-    results: dict[int, Any] = dict(run_workers(spec, cluster.hosts[0].ranks, "127.0.0.1", True))
-    answers = leader.gather("timings", {}, 2 * SLACK_S)
-    for answer in answers:
-        for rank, result in answer.items() if isinstance(answer, dict) else ():
-            if rank.isdecimal() and len(rank) < 10 and isinstance(result, dict):
-                results[int(rank)] = result
+    results = run_workers(spec, cluster.hosts[0].ranks, "127.0.0.1", True)
+    answers = [{}] if leader is None else leader.gather("timings", dict[str, dict[str, object]], {}, 2 * SLACK_S)
+    for rank, result in (row for answer in answers for row in (answer or {}).items()):
+        if rank.isdecimal() and len(rank) < 10:
+            results[int(rank)] = result
     silent = [host.host for host, answer in zip(cluster.hosts, answers, strict=True) if answer is None]
     return replace(cluster, timings=merge(spec.layout, results), silent=(*cluster.silent, *silent))
 

@@ -1,23 +1,27 @@
-"""The facts of a host, before it has met the others."""
+"""The facts of a host, before it has met the others: what Linux, torch and nvidia-smi say of it, and its config."""
 
+import array
+import fcntl
+import ipaddress
 import os
 import platform
 import resource
 import socket
+import struct
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from meshtrain.config import Config, locate
-from meshtrain.doctor import host as machine
 from meshtrain.doctor import nccl
-from meshtrain.doctor.files import named_paths, probe
-from meshtrain.doctor.records import Gpu, Host, Place
-from meshtrain.doctor.sockets import resolve
+from meshtrain.doctor.files import free_gib, named_paths, probe
+from meshtrain.doctor.records import Gpu, Host, Interface, Place, Port
 from meshtrain.errors import InputError
+from meshtrain.job.sockets import resolve
 from meshtrain.metrics.nvidia_smi import query, throttle_reasons
 
 SLOW_S = 2.0  # a look-up of a name that takes longer slows every start
@@ -27,6 +31,8 @@ VARIABLES = (
     "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHASHSEED", "MASTER_ADDR",
 )  # fmt: skip
 QUERY = ("index", "name", "uuid", "memory.total", "memory.used", "driver_version")
+SIOCGIFCONF = 0x8912  # <linux/sockios.h>
+IFREQ = 40  # bytes of `struct ifreq` on 64-bit Linux
 
 
 def collect(place: Place, config: str | None, overrides: Sequence[str], variables: Mapping[str, str]) -> Host:
@@ -36,8 +42,8 @@ def collect(place: Place, config: str | None, overrides: Sequence[str], variable
     name = socket.gethostname()
     resolves, slow = look_up({name, place.address})
     gpus = _gpus()
-    memory, free = machine.memory_gib()
-    gpus_seen, ports, cores = torch.cuda.device_count(), machine.ports(), len(os.sched_getaffinity(0))
+    memory, free = memory_gib()
+    gpus_seen, rdma, cores = torch.cuda.device_count(), ports(), len(os.sched_getaffinity(0))
     nccl_conf = nccl.settings_of_files(variables)
     lockable = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return Host(
@@ -46,7 +52,7 @@ def collect(place: Place, config: str | None, overrides: Sequence[str], variable
         processes=processes_of(place.processes, gpus_seen, cores),
         resolves=resolves,
         slow_names=slow,
-        interfaces=machine.interfaces(),
+        interfaces=interfaces(),
         variables={name: variables[name] for name in sorted(variables) if name.startswith(VARIABLES)},
         nccl_conf=nccl_conf,
         versions=_versions(gpus),
@@ -54,14 +60,14 @@ def collect(place: Place, config: str | None, overrides: Sequence[str], variable
         folder=str(Path.cwd()),
         gpus=gpus,
         gpus_seen=gpus_seen,
-        ports=ports,
-        verbs=machine.verbs() or not ports,
+        ports=rdma,
+        verbs=verbs() or not rdma,
         net_plugin=nccl.net_plugin(nccl_conf | dict(variables), nccl.library_cache()) if gpus_seen else "",
         cores=cores,
         load=os.getloadavg()[0],
         memory_gib=memory,
         memory_free_gib=free,
-        shared_memory_gib=machine.free_gib("/dev/shm") if Path("/dev/shm").is_dir() else 0.0,
+        shared_memory_gib=free_gib("/dev/shm") if Path("/dev/shm").is_dir() else 0.0,
         locked_memory_kib=None if lockable == resource.RLIM_INFINITY else lockable // 1024,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
         machine=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
@@ -114,3 +120,72 @@ def _gpus() -> tuple[Gpu, ...]:
         total_gib, used_gib = (float(mib) / 1024 if mib.replace(".", "").isdecimal() else 0.0 for mib in (total, used))
         gpus.append(Gpu(int(index), name, uuid, total_gib, used_gib, driver, throttle_reasons(reasons)))
     return tuple(gpus)
+
+
+def interfaces() -> tuple[Interface, ...]:
+    addresses: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
+    buffer = array.array("B", bytes(IFREQ * 256))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        reply = fcntl.ioctl(any_socket, SIOCGIFCONF, struct.pack("iL", len(buffer), buffer.buffer_info()[0]))
+    for start in range(0, struct.unpack("iL", reply)[0], IFREQ):
+        data = buffer[start : start + IFREQ].tobytes()
+        name = data[:16].partition(b"\0")[0].decode().partition(":")[0]
+        addresses.setdefault(name, []).append(socket.inet_ntoa(data[20:24]))
+    table = Path("/proc/net/if_inet6")
+    for row in map(str.split, table.read_text().splitlines() if table.exists() else ()):
+        addresses.setdefault(row[5], []).append(str(ipaddress.IPv6Address(bytes.fromhex(row[0]))))
+    return tuple(Interface(name, tuple(own)) for name, own in addresses.items())
+
+
+def memory_gib(
+    host: Path = Path("/proc/meminfo"), own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> tuple[float, float]:
+    """All memory that this process may have, and what of it is free or can be freed: the host's, or its cgroup's."""
+    rows = dict(line.split(":") for line in host.read_text().splitlines())
+    most, free = (int(rows[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    for limit, available in _cgroups(own, root):
+        most, free = min(most, limit), min(free, available)
+    return most / 2**30, free / 2**30
+
+
+def _cgroups(own: Path, root: Path) -> Iterator[tuple[int, int]]:
+    """The limit of each group that this process is in, from its own up, and what is left of it (cgroup v2, and v1)."""
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, kinds, path = line.split(":", 2)
+        if kinds not in ("", "memory"):
+            continue
+        v1 = ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")
+        maximum, usage, inactive = v1 if kinds else ("max", "current", "inactive_file")
+        group = root / kinds / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(root / kinds):
+                break
+            with suppress(OSError, ValueError):  # the file is not there, or says "max"
+                limit, used = (int((folder / f"memory.{name}").read_text()) for name in (maximum, usage))
+                rows = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+                yield limit, limit - used + int(rows.get(inactive, 0))
+
+
+def ports(cards: Path = Path("/sys/class/infiniband")) -> tuple[Port, ...]:
+    """The ports of RDMA cards: InfiniBand, RoCE, and a cloud's own."""
+
+    def text(file: Path) -> str:
+        try:
+            return file.read_text().strip()
+        except OSError:  # a GID that is not in use cannot be read
+            return ""
+
+    rows = []
+    for port in sorted(cards.glob("*/ports/*")):
+        driver = port.parents[1] / "device" / "driver"
+        name, rate = f"{port.parts[-3]}:{port.name}", float(text(port / "rate").partition(" ")[0] or 0)  # 400 Gb/sec
+        roce_v2 = any("v2" in text(gid) for gid in (port / "gid_attrs" / "types").glob("*"))
+        driver_name = driver.resolve().name if driver.exists() else ""
+        active = "ACTIVE" in text(port / "state")
+        rows.append(Port(name, text(port / "link_layer"), active, rate, driver_name, roce_v2))
+    return tuple(rows)
+
+
+def verbs(devices: Path = Path("/dev/infiniband")) -> bool:
+    """Whether this process was given the devices of RDMA cards: a container may see cards that it cannot open."""
+    return any(devices.glob("uverbs*"))

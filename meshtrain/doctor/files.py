@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Sequence
@@ -11,9 +12,8 @@ from pathlib import Path
 
 from meshtrain.config import Config
 from meshtrain.data.fingerprint import Files, sampled_digest
-from meshtrain.doctor.host import filesystem, free_gib
 from meshtrain.doctor.records import PathFacts
-from meshtrain.doctor.sockets import call_with_timeout
+from meshtrain.job.sockets import call_with_timeout
 
 PROBE_S = 8.0  # for all that is asked of one path
 READ_S = 0.5  # of reading, to measure its speed
@@ -129,3 +129,18 @@ def tidy(own: Sequence[PathFacts]) -> None:
         if path.token:
             with suppress(OSError):  # its server has gone meanwhile: the file cannot be helped
                 call_with_timeout(PROBE_S, Path(path.seen, path.token).unlink, True)
+
+
+def free_gib(path: str) -> float:
+    return shutil.disk_usage(path).free / 2**30
+
+
+def filesystem(path: str) -> str:
+    """The type of the file system on which a path lies: ext4, nfs4, lustre."""
+    best, kind = "", ""
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, mount, type_, *_ = line.split()
+        mount = mount.encode().decode("unicode_escape")  # a space is written as \040
+        if len(mount) >= len(best) and (path == mount or path.startswith(mount.rstrip("/") + "/")):
+            best, kind = mount, type_
+    return kind

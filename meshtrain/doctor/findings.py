@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshtrain.errors import join_some
+from meshtrain.errors import group_values, join_some
 
 SEVERITIES = ("error", "warning", "note")
 MOST_NAMES = 8
@@ -42,9 +42,7 @@ def names_text(names: Sequence[str]) -> str:
 
 def group_by_value(names: Sequence[str], values: Sequence[str]) -> dict[str, list[str]]:
     """Value -> who has it, the most frequent first; of equally frequent ones the first host's."""
-    groups: dict[str, list[str]] = {}
-    for name, value in zip(names, values, strict=True):
-        groups.setdefault(value, []).append(name)
+    groups = group_values(zip(values, names, strict=True))
     return dict(sorted(groups.items(), key=lambda item: -len(item[1])))
 
 

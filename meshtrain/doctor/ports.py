@@ -1,21 +1,25 @@
-"""Is any other port open between the hosts: torchrun, gloo and NCCL choose ports at random for their connections."""
+"""Is any other port open between the hosts: torchrun, gloo and NCCL choose ports at random for their connections. And
+who has a port of this host, or is connected to it."""
 
 import contextlib
 import json
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from meshtrain.doctor.records import PortCheck
-from meshtrain.doctor.sockets import call_with_timeout, connect, connect_failure, listen
+from meshtrain.job.sockets import call_with_timeout, connect, connect_failure, listen, plain_address
 
 TRY_S = 3.0
 AT_ONCE = 64
 ALL_PAIRS = 64  # hosts up to which each tries every other one
 MOST_BYTES = 4096
+LISTENING = "0A"  # a state in /proc/net/tcp
 
 
 class PortProbe:
@@ -98,3 +102,33 @@ def _ask(address: str, port: int) -> tuple[str, dict[str, Any]]:
     except (OSError, ValueError, RecursionError):
         message = None
     return ("", message) if isinstance(message, dict) else ("another", {})
+
+
+def owner_of_port(port: int) -> str:
+    """Which process of this host listens on a port, in words."""
+    for inode in [row[9] for row in _tcp_rows(port) if row[3] == LISTENING]:
+        for link in Path("/proc").glob("[0-9]*/fd/*"):
+            try:
+                if os.readlink(link) == f"socket:[{inode}]":
+                    words = (link.parents[1] / "cmdline").read_bytes().split(b"\0")
+                    return f"process {link.parts[2]} ({b' '.join(words).decode(errors='replace').strip()[:80]})"
+            except OSError:  # another user's, or gone
+                continue
+    return "another process, of another user"
+
+
+def peers_of_port(port: int) -> set[tuple[str, str]]:
+    """The other ends of connections to a port of this host, also of those that were closed a moment ago."""
+    peers = set()
+    for address, _, number in (row[2].partition(":") for row in _tcp_rows(port) if row[3] != LISTENING):
+        words = bytes.fromhex(address)  # of four bytes, each the last byte first
+        data = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+        family = socket.AF_INET if len(data) == 4 else socket.AF_INET6
+        peers.add((plain_address(socket.inet_ntop(family, data)), number))
+    return peers
+
+
+def _tcp_rows(port: int) -> list[list[str]]:
+    tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+    return [row for row in rows if int(row[1].rpartition(":")[2], 16) == port]

@@ -13,13 +13,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
-from meshtrain.doctor import records, sockets
-from meshtrain.doctor.host import owner_of_port, peers_of_port
-from meshtrain.doctor.interfaces import is_loopback
+from meshtrain.doctor import records
+from meshtrain.doctor.ports import owner_of_port, peers_of_port
 from meshtrain.doctor.records import ClusterFacts, Host, Place, RecordError, from_json, to_json
 from meshtrain.errors import join_some
+from meshtrain.job import sockets
+from meshtrain.job.sockets import is_loopback
 
 VERSION = 2
 PREFIX = "meshtrain/doctor/"
@@ -41,6 +42,8 @@ OTHER_VERSION = "a doctor of another version of meshtrain"
 LOOKS_LIKE_ONE = f"{OTHER_VERSION}, or somebody who only looks like one"
 TORCHRUN = "torch's store, that is a torchrun or a training: run the doctor in its place"
 UNKNOWN = "somebody who is no doctor, such as a health check"
+
+T = TypeVar("T")
 
 
 class JoinError(Exception):
@@ -163,14 +166,14 @@ class Leader:
         enough = len(places) >= min(place.fewest for place in places)
         return odd and enough and time.monotonic() - last > QUIET_S
 
-    def gather(self, phase: str, own: Any, seconds: float) -> list[Any]:
-        """What each node gives, this one's first; None for a node that gives nothing in this time."""
-        deadline, answers = time.monotonic() + seconds, [own]
+    def gather(self, phase: str, kind: type[T], own: T, seconds: float) -> list[T | None]:
+        """What each node gives, this one's first; None for a node that gives nothing of this kind in this time."""
+        deadline, answers = time.monotonic() + seconds, list[T | None]([own])
         for number in self.numbers[1:]:
             answers.append(None)
             try:
                 if number not in self._silent:
-                    answers[-1] = self.board.read(f"{phase}/{number}", deadline)
+                    answers[-1] = from_json(kind, self.board.read(f"{phase}/{number}", deadline), phase)
             except (TimeoutError, RecordError):
                 self._silent.add(number)
         return answers
@@ -179,7 +182,7 @@ class Leader:
         """Ends the store, once the others have read what was told last, or after `seconds`."""
         with contextlib.suppress(JoinError):
             if seconds:
-                self.gather("done", None, seconds)
+                self.gather("done", bool, True, seconds)
         self.board.store = None  # which ends the server
 
 

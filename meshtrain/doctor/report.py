@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from meshtrain.doctor.findings import Finding, status
-from meshtrain.doctor.interfaces import interface_of
+from meshtrain.doctor.nccl import interface_of
 from meshtrain.doctor.records import ClusterFacts, Timing
 from meshtrain.errors import plural
 

@@ -119,9 +119,10 @@ def _of_torchrun(environment: Environment, variables: Mapping[str, str]) -> Plac
 def _of_srun(environment: Environment, variables: Mapping[str, str]) -> Place:
     """The place of one task of a job step. As in training, the first node of the list serves the endpoint."""
     names = slurm_nodes(variables)
-    nodes = int(variables.get("SLURM_STEP_NUM_NODES", variables.get("SLURM_NNODES", str(len(names) or 1))))
+    name = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in variables else "SLURM_NNODES"
+    nodes = _count(variables.get(name, str(len(names) or 1)), name)
     per_node = _tasks(variables.get("SLURM_STEP_TASKS_PER_NODE", variables.get("SLURM_TASKS_PER_NODE", "1")))
-    node = int(variables.get("SLURM_NODEID", "0"))
+    node = _count(variables.get("SLURM_NODEID", "0"), "SLURM_NODEID")
     tasks = per_node[min(node, len(per_node) - 1)]
     first = environment.rank - environment.local_rank
     task_ids = variables.get("SLURM_GTIDS", "")  # this node's ranks, which --distribution=cyclic interleaves

@@ -157,12 +157,11 @@ def _in_folder(folder: str) -> list[str]:
     files = []
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name != "checkpoints" and not name.startswith("."))
-        files += [str(Path(root, name)) for name in sorted(names) if _is_log(name) and Path(root, name).is_file()]
+        logs = [
+            name for name in sorted(names) if (name.endswith(ENDINGS) or NAMES.match(name)) and name != "layout.txt"
+        ]
+        files += [str(Path(root, name)) for name in logs if Path(root, name).is_file()]
     return files
-
-
-def _is_log(name: str) -> bool:
-    return (name.endswith(ENDINGS) or NAMES.match(name) is not None) and name != "layout.txt"
 
 
 def _log(path: str) -> Log:

@@ -48,7 +48,7 @@ class Rule:
     follows: tuple[str, ...] = ()  # rules that explain this one: where one of them is found, this is what followed
     only_with: tuple[str, ...] = ()  # it counts only where one of these is found, too
     kind: str | None = None  # of a job's own diagnosis (`kind` in its line MESHTRAIN_FAILURE) that the rule is about
-    options: str | None = None  # which of the config's own options help: a name in `advice.OPTIONS`
+    options: str | None = None  # which of the config's own options help: a name in `causes.OPTIONS`
     waits: bool = False  # the ranks that say so waited for another one, so that those that keep silent are to blame
     closed: bool = False  # the same for a connection that another rank has closed
     outside: bool = False  # somebody ended the job from outside: where ranks had waited in vain before, that is why

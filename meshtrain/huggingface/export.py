@@ -12,20 +12,9 @@ from typing import Any, BinaryIO
 import torch
 
 from meshtrain.errors import InputError
+from meshtrain.huggingface import safetensors as weights
 from meshtrain.huggingface.load import KINDS
-from meshtrain.huggingface.safetensors import (
-    CONFIG,
-    FILE_BYTES,
-    FLOATS,
-    INDEX,
-    TOKENIZER,
-    WRITER,
-    Entry,
-    export_problem,
-    index,
-    pack_header,
-    planned_files,
-)
+from meshtrain.huggingface.safetensors import Entry
 from meshtrain.huggingface.stored_names import StoredTensor, Table, stored_tensors
 from meshtrain.job.storage import fsync_folder, write_all, write_whole
 
@@ -43,7 +32,7 @@ def as_input_errors(path: Path) -> Iterator[None]:
 
 
 def plan_export(
-    tensors: Iterable[Entry], dtype: torch.dtype, file_bytes: int = FILE_BYTES, stored_as: Table | None = None
+    tensors: Iterable[Entry], dtype: torch.dtype, file_bytes: int = weights.FILE_BYTES, stored_as: Table | None = None
 ) -> tuple[dict[str, list[Entry]], dict[str, tuple[str, StoredTensor]]]:
     """The files of an export of a model's tensors, and for each entry the tensor of which it is a part.
 
@@ -59,11 +48,11 @@ def plan_export(
                 raise ValueError(f"stored_as: two tensors of the model are stored as {piece.name}")
             entries.append(Entry(piece.name, _kind(tensor, dtype), piece.shape))
             parts[piece.name] = tensor.name, piece
-    return planned_files(entries, file_bytes), parts
+    return weights.planned_files(entries, file_bytes), parts
 
 
 def _kind(tensor: Entry, dtype: torch.dtype) -> str:
-    if tensor.dtype not in FLOATS:
+    if tensor.dtype not in weights.FLOATS:
         return tensor.dtype
     wide = any(fnmatchcase(tensor.name, pattern) for pattern in FLOAT32) and dtype.itemsize < 4
     return "F32" if wide else KINDS[dtype]
@@ -94,7 +83,11 @@ class ExportFolder:
 
     def finish(self, files: Mapping[str, Sequence[Entry]], config: str | None, tokenizer: str | None) -> None:
         """Writes the small files, whose texts are given; the folder gets its name. What stood there goes last."""
-        texts = {CONFIG: config, INDEX: index(files) if len(files) > 1 else None, TOKENIZER: tokenizer}
+        texts = {
+            weights.CONFIG: config,
+            weights.INDEX: weights.index(files) if len(files) > 1 else None,
+            weights.TOKENIZER: tokenizer,
+        }
         for name, text in texts.items():
             if text is not None:
                 write_whole(self.making / name, text)
@@ -111,7 +104,7 @@ class ExportFolder:
             shutil.rmtree(before)
 
     def _refuse(self) -> None:
-        problem = export_problem(self.target)
+        problem = weights.export_problem(self.target)
         if problem:
             raise InputError(f"the export cannot be written: {problem}")
 
@@ -134,7 +127,8 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
         try:
             if name not in self._files:
                 self._files[name] = (self.folder / name).open("xb", buffering=0)
-                write_all(self._files[name], pack_header(self.plan[name], {"format": "pt", "writer": WRITER}))
+                metadata = {"format": "pt", "writer": weights.WRITER}
+                write_all(self._files[name], weights.pack_header(self.plan[name], metadata))
             file, remaining = self._files[name], self._remaining[name]
             assert remaining.pop(0) == entry
             for piece in data:

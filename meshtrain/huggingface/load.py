@@ -138,31 +138,28 @@ def _problems(
     unknown: Sequence[str],
     entries: Mapping[str, Entry],
 ) -> list[str]:
-    shapes, kinds = [], []
-    for name, (_, tensor, piece) in destinations.items():
-        entry = entries.get(name)
-        if entry is None:
-            continue
-        if entry.shape != piece.shape:
-            shapes.append((name, f" (there {list(entry.shape)}, the model's {list(piece.shape)})"))
-        if entry.dtype not in (FLOATS if tensor.is_floating_point() else (KINDS[tensor.dtype],)):
-            kinds.append((name, f" ({entry.dtype})"))
-    problems = []
-    if missing:
-        tied = " (do they tie it? then give model.tie_word_embeddings: true)" * (missing == ["lm_head.weight"])
-        problems.append(f"missing {_folded((name, '') for name in missing)}{tied}")
-    if unknown:
-        problems.append(f"the model has no {_folded((name, '') for name in unknown)}")
-    if shapes:
-        problems.append(f"other shapes: {_folded(shapes)}")
-    if kinds:
-        problems.append(f"types that cannot be read: {_folded(kinds)}: expected {', '.join(FLOATS)}")
-    return problems
-
-
-def _folded(items: Iterable[tuple[str, str]]) -> str:
-    """Names and what is said of them; those that differ in numbers alone, `model.layers.{0-3}.x`, as one."""
-    return join_some([name + text for name, _, text in fold_names(items)], NAMED)
+    both = [(entries[name], tensor, piece) for name, (_, tensor, piece) in destinations.items() if name in entries]
+    tied = " (do they tie it? then give model.tie_word_embeddings: true)" * (missing == ["lm_head.weight"])
+    shapes = [
+        (entry.name, f" (there {list(entry.shape)}, the model's {list(piece.shape)})")
+        for entry, _, piece in both
+        if entry.shape != piece.shape
+    ]
+    kinds = [
+        (entry.name, f" ({entry.dtype})")
+        for entry, tensor, _ in both
+        if entry.dtype not in (FLOATS if tensor.is_floating_point() else (KINDS[tensor.dtype],))
+    ]
+    lists = (
+        ("missing", [(name, "") for name in missing], tied),
+        ("the model has no", [(name, "") for name in unknown], ""),
+        ("other shapes:", shapes, ""),
+        ("types that cannot be read:", kinds, f": expected {', '.join(FLOATS)}"),
+    )
+    folded = (
+        (problem, [name + text for name, _, text in fold_names(items)], remedy) for problem, items, remedy in lists
+    )
+    return [f"{problem} {join_some(names, NAMED)}{remedy}" for problem, names, remedy in folded if names]
 
 
 def _differing(keys: Mapping[str, Any], stored_keys: Mapping[str, Any]) -> str:
@@ -179,11 +176,8 @@ def load_weights(model: nn.Module, source: WeightSource, whole: nn.Module | None
         model: with memory; `to_empty` gives it to one on the meta device.
         whole: the model, on any device, of which `model` may be a stage; by default `model` itself.
 
-    Returns:
-        The names of the tensors that stay as they are, because files do not have them: see `stored_names`.
-
-    Raises:
-        InputError: the weights do not fit the model; tensors that the model ties differ where they are stored.
+    Returns the names of the tensors that stay as they are, because files do not have them: see `stored_names`.
+    Raises InputError: the weights do not fit the model; tensors that the model ties differ where they are stored.
     """
     check_weights(model if whole is None else whole, source)
     tensors = named_tensors(model)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshtrain.config import locate
-from meshtrain.errors import AgreedError, join_some, ranges
+from meshtrain.errors import AgreedError, flat_items, group_values, join_some, ranges
 from meshtrain.job.process import Job
 
 if TYPE_CHECKING:
@@ -66,7 +66,10 @@ def _gather_differences(job: Job, fingerprints: Sequence[Fingerprint]) -> list[l
     alike: list[list[list[int]]] = []  # for each fingerprint the groups of ranks that have the same values
     if job.rank == 0:
         hosts, digests = map(list, zip(*meeting.gather(activity), strict=True))
-        alike = [_alike(column) for column in zip(*digests, strict=True)]
+        alike = [
+            list(group_values((digest, rank) for rank, digest in enumerate(column) if digest is not None).values())
+            for column in zip(*digests, strict=True)
+        ]
         meeting.broadcast([[group[0] for group in groups[:MOST_VALUES]] if len(groups) > 1 else [] for groups in alike])
     speakers = meeting.receive(activity)  # for each fingerprint the ranks whose values are looked at
     if not any(speakers):
@@ -92,15 +95,6 @@ def _digest(values: Mapping[str, str] | None) -> str | None:
     return None if values is None else hashlib.sha256(json.dumps(sorted(values.items())).encode()).hexdigest()[:24]
 
 
-def _alike(digests: Sequence[str | None]) -> list[list[int]]:
-    """The ranks that have the same, in the order of their first ranks; without those that have not looked."""
-    groups: dict[str, list[int]] = {}
-    for rank, digest in enumerate(digests):
-        if digest is not None:
-            groups.setdefault(digest, []).append(rank)
-    return list(groups.values())
-
-
 def differences(
     values: Sequence[Mapping[str, str]], groups: Sequence[Sequence[int]], hosts: Sequence[str]
 ) -> list[str]:
@@ -111,11 +105,13 @@ def differences(
     """
     lines = []
     for key in dict.fromkeys(key for by_key in values for key in by_key):
-        by_value: dict[str, list[int]] = {}
-        for by_key, ranks in zip(values, groups, strict=False):
-            by_value.setdefault(by_key.get(key, NOT_SET), []).extend(ranks)
+        pairs = zip(values, groups, strict=False)
+        by_value = group_values((by_key.get(key, NOT_SET), rank) for by_key, ranks in pairs for rank in ranks)
         if len(by_value) > 1:
-            described = [f"{_cut(value)} on {describe_ranks(ranks, hosts)}" for value, ranks in by_value.items()]
+            described = [
+                f"{value[:MOST_CHARACTERS]}{'...' * (len(value) > MOST_CHARACTERS)} on {describe_ranks(ranks, hosts)}"
+                for value, ranks in by_value.items()
+            ]
             lines.append(f"{key}: {', '.join(described)}")
     if len(lines) > MOST_LINES:
         lines[MOST_LINES:] = [f"and {len(lines) - MOST_LINES} more"]
@@ -126,30 +122,21 @@ def differences(
 def describe_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """`rank 4 (host b)`, `ranks 0-3, 9 (hosts a, c)`; long lists are cut. `hosts`: by rank."""
     ordered = sorted(ranks)
-    runs = ranges(ordered)
     names = list(dict.fromkeys(hosts[rank] for rank in ordered))
     of_hosts = f"(host{'s' * (len(names) > 1)} {join_some(names, MOST_NAMES)})"
-    return f"rank{'s' * (len(ordered) > 1)} {join_some(runs, MOST_NAMES)} {of_hosts}"
+    return f"rank{'s' * (len(ordered) > 1)} {join_some(ranges(ordered), MOST_NAMES)} {of_hosts}"
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
-
-
-def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flat(nested: Mapping[str, Any]) -> dict[str, str]:
     """`{"optimizer": {"lr": 1e-3}}` as `{"optimizer.lr": "0.001"}`; None is `null`, as the YAML has it."""
-    values: dict[str, str] = {}
-    for key, value in nested.items():
-        if isinstance(value, Mapping):
-            values |= flat(value, f"{prefix}{key}.")
-        else:
-            values[f"{prefix}{key}"] = "null" if value is None else str(value)
-    return values
+    return {name: "null" if value is None else str(value) for name, value in flat_items(nested)}
 
 
 def run_fingerprints(config: "Config", variables: Mapping[str, str]) -> Iterator[Fingerprint]:
     """What has to be the same on all ranks before a run is built, but for its data. `variables`: the environment."""
     plain = config.plain()
+    files = (config.model.name, config.data.source, config.pipeline.schedule)
+    own = {name: locate.digest(Path(name).expanduser()) for name in files if name.endswith((".py", ".csv"))}
     layout = ", ".join(f"{axis}: {size}" for axis, size in plain.pop("layout").items())  # their order counts
     yield Fingerprint(
         "the config",
@@ -158,7 +145,7 @@ def run_fingerprints(config: "Config", variables: Mapping[str, str]) -> Iterator
     )
     yield Fingerprint(
         "the code",
-        locate.code() | _own_files(config),
+        locate.code() | own,
         "install the same version on all hosts (git status, git log -1), or run it from a folder that all of them see",
     )
     yield Fingerprint(
@@ -170,12 +157,6 @@ def run_fingerprints(config: "Config", variables: Mapping[str, str]) -> Iterator
         "training goes on; export each variable with one value on all hosts, or nowhere",
         refused=False,
     )
-
-
-def _own_files(config: "Config") -> dict[str, str]:
-    named = [name for name in (config.model.name, config.data.source) if name.endswith(".py")]
-    named += [name for name in (config.pipeline.schedule,) if name.endswith(".csv")]
-    return {name: locate.digest(Path(name).expanduser()) for name in named}
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:

@@ -133,14 +133,13 @@ def _numbers(listed: str) -> list[str]:
     return numbers
 
 
-# Elastic restarts ----------------------------------------------------------------------------------------------------
-# torchrun counts failures, not starts: when a node joins, it ends all workers and starts them again with the count that
-# they had, and the agent of a node that joins begins at 0. So a worker leaves marks in the folder that its agent has
-# made for the error files of its workers: the agent keeps it over all starts, and no other agent has it.
-
-
 def started_before(variables: Mapping[str, str]) -> bool:
-    """Whether this worker's agent has started this local rank before; from now on it has."""
+    """Whether this worker's agent has started this local rank before; from now on it has.
+
+    torchrun counts failures, not starts: when a node joins, it ends all workers and starts them again with the count
+    that they had, and the agent of a node that joins begins at 0. So a worker leaves marks in the folder that its agent
+    has made for the error files of its workers: the agent keeps it over all starts, and no other agent has it.
+    """
     folder = _agent_folder(variables)
     if folder is None:
         return False

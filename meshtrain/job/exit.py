@@ -65,9 +65,9 @@ def job_exit(job: Job) -> Iterator[None]:
 
 def print_failure(job: Job, diagnosis: Diagnosis, text: str | None = None) -> None:
     """On stderr, in one piece: the text for people, if it is not printed elsewhere, and the line for programs."""
-    lines = [failure_line(diagnosis, *job.failures.progress())]
+    line = failure_line(diagnosis, *job.failures.progress())
     sys.stdout.flush()
-    sys.stderr.write("".join(f"{line}\n" for line in ([] if text is None else [text]) + lines))
+    sys.stderr.write(f"{line}\n" if text is None else f"{text}\n{line}\n")
     sys.stderr.flush()
 
 

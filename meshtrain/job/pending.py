@@ -5,6 +5,7 @@ The watchdog's thread reads it. Collectives that torch starts by itself (FSDP, a
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -23,23 +24,16 @@ class Resource(StrEnum):
     DISK = "disk"
 
 
+@dataclass(eq=False, slots=True)
 class PendingWait:
     """A context manager around a wait. An error that ends a wait for other ranks carries it: `wait_that_failed`."""
 
-    __slots__ = ("group", "label", "missing", "ranks", "resource")
-
-    def __init__(
-        self,
-        label: str,
-        group: "ProcessGroup | None" = None,
-        *,
-        ranks: Sequence[int] = (),
-        missing: Callable[[], Sequence[int]] | None = None,
-        resource: Resource = Resource.RANKS,
-    ) -> None:
-        """`label`: for people. `group`, or `ranks` where there is none: who is waited for. `missing`: which of them
-        have not come, where that is known; called by another thread."""
-        self.label, self.group, self.ranks, self.missing, self.resource = label, group, ranks, missing, resource
+    label: str  # for people
+    group: "ProcessGroup | None" = None  # who is waited for, or `ranks` where there is none
+    _: KW_ONLY
+    ranks: Sequence[int] = ()
+    missing: Callable[[], Sequence[int]] | None = None  # who has not come, if that is known; another thread calls it
+    resource: Resource = Resource.RANKS
 
     def __enter__(self) -> None:
         _stacks.setdefault(threading.get_ident(), []).append(self)

@@ -3,7 +3,7 @@
 Before any process group exists the ranks talk through the launcher's key-value store.
 """
 
-import ipaddress
+import ctypes
 import os
 import resource
 import socket
@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from meshtrain.config.locate import line_of
-from meshtrain.errors import AgreedError, InputError, TrainingError, UnreadableError
+from meshtrain.errors import AgreedError, InputError, TrainingError, UnreadableError, group_values
 from meshtrain.job.environment import OWN_DESCRIPTORS, Environment, stale_store, started_before
-from meshtrain.job.store import SAY_EVERY_S, Failures, FirstFailureInStore, Round
+from meshtrain.job.sockets import is_loopback
+from meshtrain.job.store import SAY_EVERY_S, Failures, Round
 from meshtrain.layout import Layout, LayoutError
 
 ATTEMPT_S = 5.0  # of reaching the store
@@ -44,7 +45,7 @@ class Job:
     _last_round: Round | None = None  # of rank 0, whose answer is still in the store
 
     def __post_init__(self) -> None:
-        self.failures = FirstFailureInStore(self.store)
+        self.failures = Failures(self.store)
 
     @property
     def rank(self) -> int:
@@ -104,11 +105,8 @@ class Job:
     @contextmanager
     def collective_check(self, activity: str) -> Iterator[None]:
         """Goes on after its body, the `activity`, only if no rank found its input wrong or its files out of reach.
-
-        Raises:
-            AgreedError: on every rank, with the same text: rank 0's problem, or else that of every rank that has one.
-            TrainingError: on every rank: the file system of a host has failed.
-        """
+        Raises on every rank AgreedError, with rank 0's problem, or else that of every rank that has one; or
+        TrainingError: the file system of a host has failed."""
         problem = failure = None
         try:
             yield
@@ -127,11 +125,7 @@ class Job:
             raise TrainingError(f"{activity}: {listed}{others}")
         if problems[0]:
             raise AgreedError(problems[0])
-        by_text: dict[str, list[str]] = {}
-        for rank, text in enumerate(problems):
-            if text:
-                by_text.setdefault(text, []).append(str(rank))
-        if by_text:
+        if by_text := group_values((text, str(rank)) for rank, text in enumerate(problems) if text):
             raise AgreedError("\n".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in by_text.items()))
 
     def hosts(self) -> tuple[list[str], list[int]]:
@@ -180,7 +174,7 @@ class Job:
         if alone or self.device.type == "cuda" or os.environ.get("GLOO_SOCKET_IFNAME"):
             return
         own = _own_address(name)
-        if own is None or ipaddress.ip_address(own).is_loopback:
+        if own is None or is_loopback(own):
             interfaces = [interface for _, interface in socket.if_nameindex() if interface != "lo"]
             leads = "leads to no address of it" if own is None else f"is {own}"
             raise InputError(
@@ -213,16 +207,15 @@ def _schedule_as_batch() -> None:
 
 
 def join(environment: Environment, timeout_s: float = 600) -> Job:
-    """Picks this process's device and meets the other ranks at the job's store.
-
-    Raises:
-        InputError: this host has fewer GPUs than the job has processes on it, or too few descriptors for the store.
-        TimeoutError: the store could not be reached within `timeout_s` seconds.
-    """
+    """Picks this process's device and meets the other ranks at the job's store. Raises InputError: this host has fewer
+    GPUs than the job has processes on it, or too few descriptors for the store; TimeoutError: the store could not be
+    reached within `timeout_s` seconds."""
     choose_allocator(os.environ)
     device = pick_device(environment.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    elif not any(name.startswith("MALLOC_") for name in os.environ):  # the user has not chosen
+        _keep_freed_memory()
     _open_files(environment)
     environment = replace(environment, started_before=started_before(os.environ))
     job = Job(environment, device, _store(environment, timeout_s))
@@ -235,6 +228,15 @@ def choose_allocator(variables: MutableMapping[str, str]) -> None:
     environment chooses. Comes before CUDA starts."""
     if not any(f"PYTORCH_{backend}ALLOC_CONF" in variables for backend in ("", "CUDA_", "HIP_")):
         variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def _keep_freed_memory() -> None:
+    """Has glibc keep what tensors up to 32 MiB leave free. It would give the end of its heap back to the system after
+    each backward, and the next forward would take a page fault for each 4 KiB of it."""
+    with suppress(AttributeError, OSError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD: the most to which glibc raises it by itself
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
 
 
 def _open_files(environment: Environment) -> None:

@@ -7,6 +7,7 @@ imports nothing that takes long: it is there before torch is, because a signal w
 import atexit
 import ctypes
 import os
+import select
 import signal
 import sys
 import threading
@@ -18,6 +19,9 @@ from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from weakref import ref
+
+from meshtrain.job.storage import optional
 
 FILE = "STOP"
 LOOK_EVERY_S = 1.0  # at the STOP file; a look is cheap, but not on every file system
@@ -30,9 +34,6 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 Handler = Any  # what signal.signal takes
-
-
-# Handlers ------------------------------------------------------------------------------------------------------------
 
 
 def in_main_thread() -> bool:
@@ -60,17 +61,12 @@ class Signals:
     One request may come as several signals within ONE_REQUEST_S. Python runs a handler only when the main thread is
     back from its call, perhaps many seconds later, so the clock does not tell which belong together: after a request
     they are set to SIG_IGN until an alarm (SIGALRM, after ONE_REQUEST_S).
-
-    Attributes:
-        since: when this process began, on the monotonic clock.
-        request: the signal that asked for a stop, if one did.
-        training: whether there is a loop that obeys a request.
     """
 
     def __init__(self) -> None:
-        self.since = time.monotonic()
-        self.request: StopKind | None = None
-        self.training = False
+        self.since = time.monotonic()  # when this process began
+        self.request: StopKind | None = None  # the signal that asked for a stop
+        self.training = False  # whether there is a loop that obeys a request
         self._asked_at = 0.0
         self._importing = False
         self._remembered: tuple[int, float] | None = None  # a signal of that time, and when it came
@@ -128,7 +124,85 @@ class Signals:
         signal.setitimer(signal.ITIMER_REAL, max(seconds - ONE_REQUEST_S, 0.001) if seconds else 0)
 
 
-# Requests to stop ----------------------------------------------------------------------------------------------------
+class SignalWakeup:
+    """A pipe that wakes a thread in `wait`, by a signal or `wake`, also while the main thread is stuck in a call that
+    never returns. Python runs a handler in the main thread, later; at once it only writes to a pipe (set_wakeup_fd)."""
+
+    def __init__(self) -> None:
+        self._out, self._in = os.pipe()
+        for end in (self._out, self._in):
+            os.set_blocking(end, False)
+        self._installed = False
+        self._handler = lambda number, _: self._write(number)  # one object, to be known again
+
+    def install(self) -> None:
+        """From now on signals wake it, unless the program has set a wakeup descriptor itself. For the main thread."""
+        if not in_main_thread():
+            return
+        before = signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
+        self._installed = before == -1
+        if not self._installed:
+            signal.set_wakeup_fd(before)
+        _uninstall_in_children(self)
+
+    def handle_sigterm(self) -> bool:
+        """SIGTERM only wakes it from now on, unless the program has its own handler; whether it is so."""
+        if in_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            install_handlers({signal.SIGTERM: self._handler})
+        return self.handles_sigterm
+
+    @property
+    def handles_sigterm(self) -> bool:
+        """Whether it is so still: the program may have installed a handler meanwhile."""
+        return signal.getsignal(signal.SIGTERM) is self._handler
+
+    def uninstall(self) -> None:
+        """Signals do not wake it any more. What the program has put in its place stays."""
+        if not in_main_thread():
+            return
+        if self._installed:
+            now = signal.set_wakeup_fd(-1)
+            if now not in (-1, self._in):
+                signal.set_wakeup_fd(now)
+            self._installed = False
+        if self.handles_sigterm:
+            install_handlers({signal.SIGTERM: signal.SIG_DFL})
+
+    def wake(self) -> None:
+        self._write(0)
+
+    def _write(self, number: int) -> None:
+        with suppress(BlockingIOError):  # the pipe is full: it wakes anyway
+            os.write(self._in, bytes([number]))
+
+    def wait(self, seconds: float) -> set[int]:
+        """Until it is woken, or for so long; which of SIGNALS have come."""
+        ready, _, _ = select.select([self._out], [], [], seconds)
+        received = os.read(self._out, 4096) if ready else b""
+        return {number for number in SIGNALS if number in received}
+
+
+def _uninstall_in_children(wakeup: SignalWakeup) -> None:
+    """A signal to a process that this one forks (a reader of data) is not for this one; nor is one that comes while it
+    is being forked: it is blocked until the child has uninstalled."""
+    weak, before = ref(wakeup), threading.local()
+
+    def block() -> None:
+        if weak() is not None:
+            before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def unblock() -> None:
+        mask = before.__dict__.pop("mask", None)
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def uninstall() -> None:
+        inherited = weak()
+        if inherited is not None:
+            inherited.uninstall()
+        unblock()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=uninstall)
 
 
 class StopKind(StrEnum):
@@ -254,19 +328,16 @@ class StopRequest:
     def clear(self) -> None:
         """The run has stopped, with everything saved: the file is removed."""
         if self._file is not None:
-            try:
+            with optional(f"remove {self._file}, or the next job stops at once"):
                 self._file.unlink(missing_ok=True)
-            except OSError as error:
-                print(f"warning: remove {self._file}, or the next job stops at once: {error}", flush=True)
-
-
-# The end of the parent -----------------------------------------------------------------------------------------------
-# A launcher that is killed with SIGKILL cannot end its workers. On Linux the kernel does it, also for a worker that is
-# stopped, or stuck in a call (prctl(2), PR_SET_PDEATHSIG). Elsewhere nothing happens here.
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """The kernel kills this process when the thread that started it ends, or if its `parent` has ended already."""
+    """The kernel kills this process when the thread that started it ends, or if its `parent` has ended already.
+
+    A launcher that is killed with SIGKILL cannot end its workers. On Linux the kernel does, also for a worker that is
+    stopped, or stuck in a call (prctl(2), PR_SET_PDEATHSIG). Elsewhere nothing happens here.
+    """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -46,11 +46,8 @@ class SideFile:
     """
 
     def __init__(self, path: Path, start: int = 0, end: int | None = 0) -> None:
-        """
-        Args:
-            start: of its last line, in bytes.
-            end: of its last line; what comes after is cut off. None: lines are added to whatever is there.
-        """
+        """`start`, `end`: of its last line, in bytes; what comes after it is cut off. `end` None: lines are added to
+        whatever is there."""
         self.path, self._start, self._end = path, start, end
         self._size: int | None = None  # of the file when this writer has left it, if that is known
         self._shared = False  # somebody else writes to it
@@ -172,10 +169,8 @@ T = TypeVar("T")
 
 
 def with_retries(read: Callable[[], T], *more: type[InputError]) -> T:
-    """What `read` returns. An OSError, or one of `more`, is tried again after each of the pauses.
-
-    An OSError that stays becomes an UnreadableError; one of `more` is raised as it was last.
-    """
+    """What `read` returns. An OSError, or one of `more`, is tried again after each of the pauses. Raises
+    UnreadableError for an OSError that stays; one of `more` as it was last."""
     passing: tuple[type[Exception], ...] = (OSError, *more)
     for pause_s in PAUSES_S:
         try:

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,30 +25,16 @@ class RemoteFailure:
     printed: bool = False
 
 
-class Failures(Protocol):
-    """What the ranks of a job know of each other's failures."""
-
-    def first_failure(self, name: str, error: BaseException) -> RemoteFailure | None:
-        """What the job was lost by before rank `name` failed with `error`; None if it is this error. A rank that fails
-        takes its connections with it: later errors of others are consequences."""
-
-    def is_lost(self) -> bool:
-        """Whether the job is lost: nobody needs to be waited for."""
-
-    def leave(self) -> None:
-        """All ranks are leaving: who is not there any more was not lost."""
-
-    def progress(self) -> tuple[str | None, int | None]:
-        """The phase and the step in which this rank is, where that is known."""
-
-
-class FirstFailureInStore:
-    """The failures of a job without a watchdog: the first rank to fail writes its error into the store."""
+class Failures:
+    """What the ranks of a job know of each other's failures. This is a job without a watchdog: the first rank to fail
+    writes its error into the store."""
 
     def __init__(self, store: dist.Store | None) -> None:
         self._store = store
 
     def first_failure(self, name: str, error: BaseException) -> RemoteFailure | None:
+        """What the job was lost by before rank `name` failed with `error`; None if it is this error. A rank that fails
+        takes its connections with it: later errors of others are consequences."""
         if self._store is None or not isinstance(error, Exception):
             return None
         own = f"{name} failed: {describe(error)}"
@@ -59,12 +45,14 @@ class FirstFailureInStore:
         return RemoteFailure(Diagnosis(DiagnosisKind.FAILED, (), first)) if first != own else None
 
     def is_lost(self) -> bool:
+        """Whether the job is lost: nobody needs to be waited for."""
         return self._store is not None and self._store.check(["failure"])
 
     def leave(self) -> None:
-        pass
+        """All ranks are leaving: who is not there any more was not lost."""
 
     def progress(self) -> tuple[str | None, int | None]:
+        """The phase and the step in which this rank is, where that is known."""
         return None, None
 
 
@@ -73,29 +61,26 @@ def describe(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip()
 
 
+@dataclass(eq=False)
 class Round:
     """One gather and broadcast of JSON values by the store: each rank puts one, rank 0 gathers them and broadcasts an
     answer. A rank may go on when it has put its value, and any thread may receive the answer later."""
 
-    def __init__(
-        self,
-        store: dist.Store | None,
-        rank: int,
-        world_size: int,
-        name: str,
-        is_lost: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """`store`: None in a world of one. `name`: of its own, the same on every rank."""
-        self._store = dist.HashStore() if store is None else store
-        self._rank, self._world_size, self.name = rank, world_size, name
-        self._is_lost = is_lost
-        self.meanwhile: Callable[[], object] = lambda: None  # is called while this rank waits
+    store: dist.Store | None  # None in a world of one
+    rank: int
+    world_size: int
+    name: str  # of its own, the same on every rank
+    is_lost: Callable[[], bool] = lambda: False
+    meanwhile: Callable[[], object] = lambda: None  # is called while this rank waits
+
+    def __post_init__(self) -> None:
+        self._store = dist.HashStore() if self.store is None else self.store
         self._cancelled = threading.Event()
         self._count, self._values = 0, dict[int, Any]()  # what rank 0 has read
 
     def put(self, value: object) -> None:
         """This rank's value; does not wait."""
-        text = json.dumps([self._rank, value])
+        text = json.dumps([self.rank, value])
         with self._pending(None, [0]):
             # One key, so that rank 0 reads it in one go; torch's stubs lack the method.
             self._store.append(f"{self.name}/given", f"{text}\n")  # type: ignore[attr-defined]
@@ -103,15 +88,12 @@ class Round:
 
     def gather(self, activity: str | None = None) -> list:
         """Every rank's value in rank order, for rank 0, once all have put one. `activity`: named in the line that says
-        whom rank 0 waits for; None prints nothing.
-
-        Raises:
-            RuntimeError: another rank has failed. CancelledError: this rank does not wait any longer.
-        """
+        whom rank 0 waits for; None prints nothing. Raises RuntimeError: another rank has failed; CancelledError: this
+        rank does not wait any longer."""
         self._wait(self._read_values, activity)
         for key in ("given", "count"):  # a long run has many rounds
             self._store.delete_key(f"{self.name}/{key}")
-        return [self._values[rank] for rank in range(self._world_size)]
+        return [self._values[rank] for rank in range(self.world_size)]
 
     def broadcast(self, value: object) -> None:
         """Rank 0's answer to all; does not wait."""
@@ -124,7 +106,7 @@ class Round:
 
     def missing(self) -> list[int]:
         """The ranks whose values rank 0 had not read when it last looked; any thread may ask."""
-        return [rank for rank in range(self._world_size) if rank not in self._values]
+        return [rank for rank in range(self.world_size) if rank not in self._values]
 
     @property
     def has_answer(self) -> bool:
@@ -146,25 +128,25 @@ class Round:
 
     def _pending(self, activity: str | None, missing: list[int]) -> PendingWait:
         place = f"the meeting {activity or self.name!r} at the store"
-        return waiting(place, ranks=range(self._world_size), missing=lambda: missing or [0])
+        return waiting(place, ranks=range(self.world_size), missing=lambda: missing or [0])
 
     def _wait(self, look: Callable[[], list[int]], activity: str | None) -> None:
         """Until nobody is missing. It polls, because a blocking wait has a time limit."""
         start = printed_at = time.monotonic()
-        pause = max(0.001, self._world_size / 50_000)  # the store's one thread serves all of them
+        pause = max(0.001, self.world_size / 50_000)  # the store's one thread serves all of them
         missing: list[int] = []
         with self._pending(activity, missing):
             while remaining := look():
                 missing[:] = remaining
-                if self._is_lost():
+                if self.is_lost():
                     raise RuntimeError("another rank has failed")
                 self.meanwhile()
                 if self._cancelled.wait(pause):
                     ranks = ", ".join(map(str, missing[:8]))
-                    raise CancelledError(f"rank {self._rank} waits no longer for ranks {ranks}")
-                pause = min(pause * 1.5, max(0.25, self._world_size / 2000))
-                if activity is not None and self._rank == 0 and time.monotonic() - printed_at > SAY_EVERY_S:
+                    raise CancelledError(f"rank {self.rank} waits no longer for ranks {ranks}")
+                pause = min(pause * 1.5, max(0.25, self.world_size / 2000))
+                if activity is not None and self.rank == 0 and time.monotonic() - printed_at > SAY_EVERY_S:
                     printed_at = time.monotonic()
                     ranks = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
-                    count = f"{len(missing)} of {self._world_size} ranks"
+                    count = f"{len(missing)} of {self.world_size} ranks"
                     print(f"{activity}: waiting for {count} ({ranks}), {printed_at - start:.0f} s now", flush=True)

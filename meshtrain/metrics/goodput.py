@@ -7,7 +7,7 @@ What a killed job did after its latest line counts as time between jobs, and ste
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -120,24 +120,16 @@ def _until(job: JobRecord, step: float) -> dict[str, float]:
 class GoodputTracker:
     """Keeps account of a run in each of its jobs; ranks other than 0 for themselves, on no disk."""
 
-    def __init__(
-        self,
-        folder: Path | None,
-        first: int,
-        since: float,
-        *,
-        monotonic: Callable[[], float] = time.monotonic,
-        now: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, folder: Path | None, first: int, since: float, clock: Any = time) -> None:
         """`folder`: None: no ledger. `first`: the step that the job goes on from. `since`: its start, monotonic."""
         self.note: str | None = None  # what is wrong with the ledger of earlier jobs
-        self._monotonic = monotonic
+        self._clock = clock
         self._seconds = dict.fromkeys(SPENT, 0.0)
         self._part, self._changed_at = "startup", since
         self._written_at = 0.0  # seconds of this job that are in the ledger
         self.finished_step = first  # the last one whose result is known
         self._file: SideFile | None = None
-        job = JobRecord(now() - (monotonic() - since), first)
+        job = JobRecord(clock.time() - (clock.monotonic() - since), first)
         past: list[JobRecord] = []
         if folder is not None:
             try:
@@ -195,7 +187,7 @@ class GoodputTracker:
         return sum(self._seconds.values())
 
     def _continue_with(self, part: str) -> None:
-        now = self._monotonic()
+        now = self._clock.monotonic()
         self._seconds[self._part] += now - self._changed_at
         self._part, self._changed_at = part, now
 
@@ -213,31 +205,25 @@ class GoodputTracker:
 
 def read(path: Path) -> tuple[list[JobRecord], str | None]:
     """The jobs of a ledger, and what is wrong with it, in words; bad lines are left out. Raises OSError."""
+    jobs: list[JobRecord] = []
+    bad = 0
     if not path.exists():
-        return [], None
+        return jobs, None
     if not path.is_file():
         raise OSError("it is no file")
     with path.open("rb") as file:
         # None takes more memory than a line of a ledger, and there are no more of them than of a long run.
-        lines = islice(iter(lambda: file.readline(LONGEST_LINE), b""), MOST_LINES)
-        jobs, bad = _parse(lines)
+        for line in islice(iter(lambda: file.readline(LONGEST_LINE), b""), MOST_LINES):
+            if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
+                break  # the last one: its writer was killed
+            record = _job_or_mark(line)
+            if isinstance(record, JobRecord):
+                jobs.append(record)
+            elif record is not None and jobs and _follows(jobs[-1], record):
+                jobs[-1].marks.append(record)
+            else:
+                bad += 1
     return jobs, f"goodput: {path} has {bad} lines that are none of a ledger; they are left out" if bad else None
-
-
-def _parse(lines: Iterable[bytes]) -> tuple[list[JobRecord], int]:
-    jobs: list[JobRecord] = []
-    bad = 0
-    for line in lines:
-        if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
-            break  # the last one: its writer was killed
-        record = _job_or_mark(line)
-        if isinstance(record, JobRecord):
-            jobs.append(record)
-        elif record is not None and jobs and _follows(jobs[-1], record):
-            jobs[-1].marks.append(record)
-        else:
-            bad += 1
-    return jobs, bad
 
 
 def _job_or_mark(line: bytes) -> JobRecord | GoodputRecord | None:

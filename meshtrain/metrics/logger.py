@@ -25,8 +25,7 @@ FILE = "metrics.jsonl"
 def read(path: Path) -> list[dict[str, Any]]:
     """The rows of a `metrics.jsonl`, also of one that is being written; a last line without its end is left out.
 
-    Raises:
-        InputError: a line that is no JSON object.
+    Raises InputError: a line that is no JSON object.
     """
     with path.open("rb") as file:
         return [row for _, _, row in _rows(file, path)]
@@ -163,7 +162,7 @@ class Metrics(NoMetrics):
         if tensorboard:
             with optional("no TensorBoard"):
                 self._writer = _open_writer(folder, step)
-        self._progress = open_progress(console or Console(), task=task, steps=steps, step=step)
+        self._progress = open_progress(console or Console(), task=task, steps=steps)
 
     def say(self, text: str) -> None:
         self._progress.say(text)

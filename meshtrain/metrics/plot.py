@@ -64,7 +64,8 @@ def _draw(rows: Rows, name: str) -> "Figure":
     _losses(top, rows)
     _rate_and_norm(bottom, rows)
     bottom.set_xlabel("step", color=_QUIET)
-    bottom.set_xlim(*_ends(rows))
+    first, last = rows[0]["step"], rows[-1]["step"]
+    bottom.set_xlim((first, last) if first < last else (first - 1, last + 1))
     bottom.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     bottom.xaxis.set_major_formatter("{x:,.0f}")
     bottom.tick_params(axis="x", pad=8)
@@ -121,11 +122,6 @@ def _series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
     """Steps and values of the rows that have `name`; null, which stands for what was not finite, is NaN: a gap."""
     having = [row for row in rows if name in row]
     return [row["step"] for row in having], [math.nan if row[name] is None else row[name] for row in having]
-
-
-def _ends(rows: Rows) -> tuple[float, float]:
-    first, last = rows[0]["step"], rows[-1]["step"]
-    return (first, last) if first < last else (first - 1, last + 1)
 
 
 def _summary(rows: Rows) -> str:

@@ -14,32 +14,37 @@ from rich.text import Text
 
 Values = dict[str, Any]
 
-# A log is read by people: the first steps show that it works, then a line now and then shows that it goes on.
-FIRST_LINES = 5
-SECONDS_PER_LINE = 5.0
-SECONDS_PER_FRAME = 0.2
 
-
-def open_progress(console: Console, *, task: str, steps: int, step: int = 0) -> "Progress":
-    """The display that fits `console`. `task` is `language` or `classification`, `step` what is done already."""
+def open_progress(console: Console, *, task: str, steps: int) -> "Progress":
+    """The display that fits `console`. `task` is `language` or `classification`."""
     live = console.is_terminal and not console.is_dumb_terminal
-    return (LiveLine if live else PlainLines)(console, task=task, steps=steps, step=step)
+    return (LiveLine if live else PlainLines)(console, task=task, steps=steps)
 
 
 class Progress(ABC):
-    def __init__(
-        self, console: Console, *, task: str, steps: int, step: int = 0, now: Callable[[], float] = time.monotonic
-    ) -> None:
+    """Shows the first `first` steps, then at most one every `every_s` seconds, and always the last."""
+
+    first: int
+    every_s: float
+
+    def __init__(self, console: Console, *, task: str, steps: int, now: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._unit = "tokens/s" if task == "language" else "samples/s"
         self._steps = steps
-        self._step = step
         self._now = now
         self._average = StepTimeAverage()
+        self._shown, self._shown_at = 0, -math.inf
 
-    @abstractmethod
     def row(self, row: Values) -> None:
         """A step is done."""
+        self._average.add(row.get("step_time_s"))
+        due = self._shown < self.first or self._now() - self._shown_at >= self.every_s
+        if due or row["step"] == self._steps:
+            self._shown, self._shown_at = self._shown + 1, self._now()
+            self._show(row, self._average.remaining(self._steps - row["step"]))
+
+    @abstractmethod
+    def _show(self, row: Values, remaining_s: float | None) -> None: ...
 
     def say(self, text: str) -> None:
         """Prints `text` as it is: no markup, no wrapping."""
@@ -56,51 +61,40 @@ class Progress(ABC):
 
 
 class PlainLines(Progress):
-    """Every one of the first steps, then at most one every few seconds, and always the last."""
+    """Lines of a log. People read them: the first show that it works, and later ones that it goes on."""
 
-    _shown = 0
-    _shown_at = -math.inf
+    first, every_s = 5, 5.0
 
-    def row(self, row: Values) -> None:
-        self._average.add(row.get("step_time_s"))
-        due = self._shown < FIRST_LINES or self._now() - self._shown_at >= SECONDS_PER_LINE
-        if not due and row["step"] != self._steps:
-            return
-        self._shown += 1
-        self._shown_at = self._now()
-        self.say(step_line(row, self._steps, self._unit, self._average.remaining(self._steps - row["step"])))
+    def _show(self, row: Values, remaining_s: float | None) -> None:
+        self.say(step_line(row, self._steps, self._unit, remaining_s))
 
 
 class LiveLine(Progress):
     """One line that changes in place; what is said appears above it."""
 
+    first, every_s = 0, 0.2
     _live: Live | None = None
-    _drawn_at = -math.inf
 
-    def row(self, row: Values) -> None:
-        self._average.add(row.get("step_time_s"))
-        if self._now() - self._drawn_at < SECONDS_PER_FRAME and row["step"] != self._steps:
-            return
+    def _show(self, row: Values, remaining_s: float | None) -> None:
         if self._live is None:  # only now, so that nothing hides what start-up has to say
             # No thread that draws by itself: it would take time from the steps.
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
-        self._live.update(self._frame(row), refresh=True)
-        self._drawn_at = self._now()
+        self._live.update(self._frame(row, remaining_s), refresh=True)
 
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def _frame(self, row: Values) -> Table:
+    def _frame(self, row: Values, remaining_s: float | None) -> Table:
         text = Text(no_wrap=True, overflow="ellipsis")
         text.append(f"{row['step']}/{self._steps}", style="bold")
         parts = [
             (f"loss {_fixed(row.get('loss'), 4)}", "green"),
             (_rate(row, self._unit), ""),
             (_mfu(row), ""),
-            (_remaining(self._average.remaining(self._steps - row["step"])), "dim"),
+            (_remaining(remaining_s), "dim"),
         ]
         for part, style in parts:
             if part:

@@ -15,7 +15,7 @@ from meshtrain.data.order import microbatches
 from meshtrain.data.sequence import padded_length
 from meshtrain.huggingface.load import check_weights, load_weights
 from meshtrain.huggingface.stored_names import is_weight, table_of
-from meshtrain.layout import DATA_AXES, Layout
+from meshtrain.layout import DATA_AXES, LOSS_AXES, Layout
 from meshtrain.mesh import Mesh
 from meshtrain.modeling.flops import block_flops
 from meshtrain.modeling.init import initialise, materialise
@@ -79,7 +79,9 @@ def build_model(
     schedule, split = stages_of(config, mesh.layout)
     numbers = schedule.stages_of(mesh.index("pp"))
     splits_backward = any(action.kind is Kind.WEIGHT_GRAD for action in schedule.actions_of(mesh.index("pp")))
-    later = WeightGradQueue() if splits_backward else None
+    # A compiled block computes its gradients at once, and sums over data ranks begin beside a whole backward.
+    hands_on_first = numbers[-1] > 0 and not compiles and mesh.size(*LOSS_AXES) == 1
+    later = WeightGradQueue() if splits_backward or hands_on_first else None
     # Many microbatches are under way at once: parameters that were freed between them would be gathered for each.
     options = replace(options, reshard_after_forward=False)
     stages = {

@@ -78,10 +78,11 @@ class AxisGroup:
         own = Endpoint(socket.gethostname(), *nvlink_neighbours(device))
         dist.all_gather_object(endpoints, own, group=self.group)
         problem = symmetric_memory_problem(endpoints)
-        if problem is None:
-            problems: list[Any] = [None] * self.size
-            dist.all_gather_object(problems, try_symmetric_memory(self.group), group=self.group)
-            problem = next(filter(None, problems), None)
+        for together in (False, True):
+            if problem is None:
+                problems: list[Any] = [None] * self.size
+                dist.all_gather_object(problems, try_symmetric_memory(self.group, together), group=self.group)
+                problem = next(filter(None, problems), None)
         self.choice = "on" if problem is None else f"off: {problem}"
         self.fused = problem is None
 

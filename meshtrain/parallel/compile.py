@@ -39,10 +39,9 @@ def choose_compile(setting: bool | str, device: torch.device, splits_backward: b
     gradients of weights later, and a compiled block all of them at once."""
     if setting != "auto" or device.type != "cuda":
         return CompileChoice(setting is True)
-    obstacle = "the schedule computes gradients of weights later, a compiled block all at once"
-    if not splits_backward:
-        obstacle = missing_tools(torch.cuda.get_device_capability(device)) or ""
-    return CompileChoice(not obstacle, obstacle or None)
+    late = "the schedule computes gradients of weights later, a compiled block all at once"
+    obstacle = late if splits_backward else missing_tools(torch.cuda.get_device_capability(device))
+    return CompileChoice(obstacle is None, obstacle)
 
 
 def missing_tools(capability: tuple[int, int]) -> str | None:

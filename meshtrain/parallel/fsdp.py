@@ -26,11 +26,10 @@ from meshtrain.parallel.grad_sync import GradientSync, add_gradient_sync, when_b
 from meshtrain.parallel.mixed_precision import compute_dtype, master_dtype, message_dtype, state_parameters
 from meshtrain.parallel.sharding import expert_shard_dim
 from meshtrain.parallel.torch_private import (
-    DefaultAllGather,
-    DefaultReduceScatter,
     at_end_of_backward,
     current_backward,
     end_fsdp_backward,
+    fsdp_collectives,
     send_unused_as_zeros,
 )
 
@@ -48,6 +47,7 @@ def apply_fsdp(
     precision: str = "float32",
     reduce_precision: str | None = None,
     reshard_after_forward: bool = True,
+    registered_memory: bool = False,
     waiting: Waiting = nullcontext,
 ) -> None:
     """From now on a model's parameters are sharded, and each backward of it ends with sharded sums of gradients.
@@ -58,6 +58,8 @@ def apply_fsdp(
         model: on any device, meta included. blocks: its modules in the order in which they run.
         reduce_precision: of the messages of gradients, if that is not the type in which they are added up.
         reshard_after_forward: frees a block's parameters after its forward and gathers them again for its backward.
+        registered_memory: messages lie in memory that the backend has registered (user buffer registration), if it has
+            such for this device: NCCL for GPUs that can multicast.
     """
     types = MixedPrecisionPolicy(param_dtype=compute_dtype(precision), reduce_dtype=master_dtype(precision))
     # Experts over `ep` are units of their own, over the ranks that have the same ones; whole ones stay as they are.
@@ -82,8 +84,14 @@ def apply_fsdp(
             shard, replicate = (EXPERT_SHARD, EXPERT_REPLICATE) if module in experts else (SHARD, REPLICATE)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            module.set_custom_all_gather(_AllGather(mesh, shard, waiting))
-            module.set_custom_reduce_scatter(_ReduceScatter(mesh, shard, waiting, message))
+            group = mesh.group(shard) if registered_memory else None
+            memory = (
+                fsdp_collectives.DefaultAllocMixin()
+                if group is None
+                else fsdp_collectives.ProcessGroupAllocMixin(group)
+            )
+            module.set_custom_all_gather(_AllGather(mesh, shard, waiting, memory))
+            module.set_custom_reduce_scatter(_ReduceScatter(mesh, shard, waiting, memory, message))
             if mesh.size(replicate) > 1:
                 module.set_all_reduce_hook(partial(_count_all_reduce, mesh, replicate))
             send_unused_as_zeros(module)
@@ -150,11 +158,12 @@ def _group_into_units(
     return units  # small ones at the end stay with the whole model
 
 
-class _AllGather(DefaultAllGather):
+class _AllGather(fsdp_collectives.DefaultAllGather):
     """FSDP's all-gather, counted. On a CPU it blocks, so its time is time waited; on a GPU it has its own stream."""
 
-    def __init__(self, mesh: Mesh, axis: str, waiting: Waiting) -> None:
+    def __init__(self, mesh: Mesh, axis: str, waiting: Waiting, memory: Any) -> None:
         self._mesh, self._axis, self._waiting = mesh, axis, waiting
+        self.allocate = memory.allocate  # type: ignore[method-assign]
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -167,15 +176,15 @@ class _AllGather(DefaultAllGather):
         return None
 
 
-class _ReduceScatter(DefaultReduceScatter):
+class _ReduceScatter(fsdp_collectives.DefaultReduceScatter):
     """FSDP's reduce-scatter, in the same way. `op` is always the sum, because `apply_fsdp` says so to FSDP.
 
     With FSDP's own `reduce_dtype` microbatches would be added up in the type of the message. Here only what is sent is
     cast, and the sum of it, of which HSDP makes the sum over the copies.
     """
 
-    def __init__(self, mesh: Mesh, axis: str, waiting: Waiting, dtype: torch.dtype | None) -> None:
-        self._mesh, self._axis, self._waiting, self._dtype = mesh, axis, waiting, dtype
+    def __init__(self, mesh: Mesh, axis: str, waiting: Waiting, memory: Any, dtype: torch.dtype | None) -> None:
+        self._mesh, self._axis, self._waiting, self._memory, self._dtype = mesh, axis, waiting, memory, dtype
         self._input_numel = 0
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -183,7 +192,7 @@ class _ReduceScatter(DefaultReduceScatter):
         numel = math.prod(map(int, size))
         is_output = numel * self._mesh.size(self._axis) == self._input_numel
         self._input_numel = 0 if is_output else numel
-        return super().allocate(size, dtype=self._dtype or dtype if is_output else dtype, device=device)
+        return self._memory.allocate(size, dtype=self._dtype or dtype if is_output else dtype, device=device)
 
     def __call__(  # type: ignore[override]  # FSDP asks for no work where there is nothing to wait for
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

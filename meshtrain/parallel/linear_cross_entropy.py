@@ -3,7 +3,8 @@
 The logits of all tokens are the largest tensor of a step, and their gradient is another. Here a chunk's logits become
 its losses and are overwritten by their gradient, from which follow the gradients of the layer's input and weight at
 once, in the forward (as Liger Kernel has it, https://arxiv.org/abs/2410.10989). They are held until the backward, which
-only hands them on. With a pipeline schedule that splits backwards the gradient of this weight is therefore not put off.
+only hands them on: the weight's as one sum over all microbatches under way. With a pipeline schedule that splits
+backwards the gradient of this weight is therefore not put off.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,18 +21,40 @@ from meshtrain.parallel.collectives import AxisGroup
 from meshtrain.parallel.cross_entropy import losses_and_gradient
 from meshtrain.parallel.linear import Linear
 from meshtrain.parallel.linear.matmul import linear_forward, linear_input_grad, linear_weight_grad_into
-from meshtrain.parallel.linear.weight_grad import weight_grad
+from meshtrain.parallel.linear.weight_grad import add_or_compute, write_grad
 from meshtrain.parallel.sharding import chunk_range
 from meshtrain.parallel.tensor_parallel import ColumnParallelLinear
-from meshtrain.parallel.torch_private import backward_is_running, raise_unless
+from meshtrain.parallel.torch_private import backward_is_running, has_gradient_hooks, parameter_of, raise_unless
 from meshtrain.parallel.tp_linear import flatten_tokens
 
 CHUNK_TOKENS = 2048  # of a chunk: enough rows for products at full speed
 CHUNK_LOGITS = 2**24  # it has more tokens while their logits are not more than this, so small ones are not cut
+Thunk = Callable[[], Tensor]
+Needs = tuple[bool, bool]  # a gradient of x, of the weight
 CHANGED = (
     "the model's forward computes something of the logits that it did not on the meta device, where it was looked at "
     "without what its blocks compute: make that depend on the model's keys and `training` alone, outside of blocks"
 )
+
+
+class WeightGradSum:
+    """The gradient of the weight, over microbatches of a step whose forwards have run: the last backward gets it. So
+    nothing is where a forward without its backward could spoil it: a step that is given up takes its sum with it."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+        self._forwards = 0  # whose backwards have not run
+
+    def put(self, total: Tensor | None) -> None:
+        self.total = total
+        self._forwards += 1
+
+    def take(self) -> Tensor | None:
+        self._forwards -= 1
+        if self._forwards:
+            return None
+        total, self.total = self.total, None
+        return total
 
 
 class LossRequest:
@@ -43,15 +66,17 @@ class LossRequest:
         losses: of each sample, (b,), without a gradient.
     """
 
-    def __init__(self, targets: Callable[[], Tensor], factor: Callable[[], Tensor] | None = None) -> None:
-        """`targets`: (b, s), IGNORE where there is no loss. `factor`: of the sum, on the device; None: no gradient."""
-        self.targets, self.factor = targets, factor
+    def __init__(self, targets: Thunk, factor: Thunk | None = None, weight_grad: WeightGradSum | None = None) -> None:
+        """`targets`: (b, s), IGNORE where there is no loss. `factor`: of the sum, on the device; None: no gradient.
+        `weight_grad`: of a step, in which forwards may run before backwards; None: of this forward alone."""
+        self.targets, self.factor, self.weight_grad = targets, factor, weight_grad or WeightGradSum()
         self.output: Tensor | None = None
         self.losses: Tensor | None = None
+        self.version = 0  # of the output, which a hook could change in place
 
     def losses_of(self, output: Tensor) -> Tensor | None:
         """The losses, if the model's head has computed them. Raises RuntimeError: the model has changed its output."""
-        if self.output is not None and output is not self.output:
+        if self.output is not None and (output is not self.output or output._version != self.version):
             raise RuntimeError(CHANGED)
         return self.losses
 
@@ -143,18 +168,21 @@ class LossHead:
         targets = targets.t() if self.sequence else targets
         arguments = flatten_tokens(input, self.sequence), weight, targets.reshape(-1)
         if request.factor is None:
-            losses, _, _ = self.compute(*arguments, None, (False, False))
+            losses, _, _ = self.compute(*arguments, None, (False, False), None)
             output = losses.sum()
         else:
-            output, losses = LinearCrossEntropy.apply(*arguments, request.factor(), self)
-        request.output, request.losses = output, losses.view(targets.shape).sum(dim)
+            # Of a checkpoint around the head, whose first forward's is in the sum, and for a hook, which sees each.
+            alone = backward_is_running() or has_gradient_hooks(parameter_of(weight))
+            weight_grad = WeightGradSum() if alone else request.weight_grad
+            output, losses = LinearCrossEntropy.apply(*arguments, request.factor(), self, weight_grad)
+        request.output, request.losses, request.version = output, losses.view(targets.shape).sum(dim), output._version
         return output
 
     def compute(
-        self, x: Tensor, weight: Tensor, targets: Tensor, factor: Tensor | None, needs: tuple[bool, bool]
+        self, x: Tensor, weight: Tensor, targets: Tensor, factor: Tensor | None, needs: Needs, dw: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The losses (n,) of tokens x (n, d), or with sequence parallelism (n/t, d), and the gradients of x and of the
-        weight, so far as `needs` says; none without a factor."""
+        weight, added to `dw`, so far as `needs` says; none without a factor."""
         axis, first, rows = self.axis, 0, self.layer.out_features
         if axis is not None:
             first = chunk_range(rows, axis.size, axis.index).start
@@ -165,7 +193,6 @@ class LossHead:
         losses: list[Tensor] = []
         parts: list[Tensor] = []
         dx: Callable[[], Tensor] | None = None
-        dw: Tensor | None = None
         for inputs, words in chunks:
             logits = linear_forward(inputs, weight)
             of_tokens, grad = self.softmax(logits, words, factor, first, None if axis is None else axis.name)
@@ -187,7 +214,7 @@ class LossHead:
 
 
 def _add_weight_grad(grad: Tensor, x: Tensor, total: Tensor | None) -> Tensor:
-    """The sum over the chunks, in float32 at least."""
+    """The sum over chunks and microbatches, in float32 at least."""
     add = total is not None
     if total is None:
         total = grad.new_empty(grad.shape[1], x.shape[1], dtype=torch.promote_types(grad.dtype, torch.float32))
@@ -204,24 +231,25 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, factor: Tensor, head: LossHead
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, factor: Tensor, head: LossHead, weight_grad: WeightGradSum
     ) -> tuple[Tensor, Tensor]:
         factor = factor.to(torch.promote_types(x.dtype, torch.float32))
-        losses, *grads = head.compute(x, weight, targets, factor, ctx.needs_input_grad[:2])
-        ctx.save_for_backward(*grads)
-        ctx.dtype, ctx.queue = weight.dtype, None  # there is nothing to put off
+        needs = ctx.needs_input_grad[:2]
+        losses, dx, dw = head.compute(x, weight, targets, factor, needs, weight_grad.total)
+        weight_grad.put(dw)
+        ctx.save_for_backward(dx)
+        ctx.weight_grad, ctx.dtype = weight_grad, weight.dtype
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(losses)
         return losses.sum() * factor, losses
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         raise_unless(grad == 1, "gradients are made in the forward: run the backward of what the model gives itself")
-        dx, dw = ctx.saved_tensors
+        if ctx.weight_grad is None:
+            raise RuntimeError("the backward of a loss without logits runs once")
+        (dx,), dw = ctx.saved_tensors, ctx.weight_grad.take()
+        ctx.weight_grad = None
         if dw is not None and dw.dtype != ctx.dtype:  # the sum of a parameter in float32 takes it as it is
-            dw = weight_grad(ctx, 0, partial(dw.to, ctx.dtype), partial(_write, dw))
-        return dx, dw, None, None, None
-
-
-def _write(grad: Tensor, place: Tensor, add: bool) -> None:
-    place.add_(grad) if add else place.copy_(grad)
+            dw = add_or_compute(ctx.next_functions[1][0], partial(dw.to, ctx.dtype), partial(write_grad, dw))
+        return dx, dw, None, None, None, None

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from itertools import accumulate
 from typing import Any
 
@@ -23,6 +23,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshtrain.errors import InputError
 from meshtrain.parallel.grad_sync import GradientSync, gradient_syncs
+from meshtrain.parallel.linear.shared_input import SharedInput, stack
+from meshtrain.parallel.linear.weight_grad import add_or_compute, write_grad
 from meshtrain.parallel.torch_private import (
     backward_is_running,
     keep_versions,
@@ -31,6 +33,7 @@ from meshtrain.parallel.torch_private import (
     without_dispatch_modes,
 )
 
+ADDED_ON = ("cuda",)  # where 16-bit gradients are added without a cast of their own, which takes time on the host
 PRECISIONS = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 
 
@@ -116,7 +119,7 @@ def random_state() -> Callable[[], None]:
 @dataclass
 class _Copy:
     values: Tensor  # this rank's part in 16 bits
-    version: int = -1  # of the parameter when they were written
+    version: int = -1  # of the float32 part when they were written: that of a DTensor knows nothing of its part
     period: int = -1
 
 
@@ -125,7 +128,7 @@ class ComputeCopies(GradientSync):
 
     They are written by the first forward of a period in which nobody changes weights: from a microbatch that was said
     not to be the last to the backward of the last, an evaluation (`weights_stay`), or else one forward of the model.
-    Never for longer: whoever changes weights then tells nobody, and a write to a part of a DTensor shows in no version.
+    Never for longer: whoever changes weights then tells nobody, and a write to `.data` shows in no version.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -176,14 +179,15 @@ class ComputeCopies(GradientSync):
             self._copies[parameter] = _Copy(values)
         copies = {parameter: self._copies[parameter] for parameter in parts}
         again = backward_is_running()  # a block that is computed again, with the weights that it had
-        stale = [p for p, c in copies.items() if c.version != p._version or not (again or c.period == self._period)]
+        current = zip(copies.items(), parts.values(), strict=True)
+        stale = [p for (p, c), x in current if c.version != x._version or not (again or c.period == self._period)]
         # Autograd refuses a backward whose weights have changed since its forward. To write the same values once more,
         # as the second of two forwards before their backwards does, is no change.
-        same = all(copies[parameter].version == parameter._version for parameter in stale)
+        same = all(copies[parameter].version == parts[parameter]._version for parameter in stale)
         if stale:
             _write([copies[p].values for p in stale], [parts[p] for p in stale], same)
         for parameter in stale:
-            copies[parameter].version, copies[parameter].period = parameter._version, self._period
+            copies[parameter].version, copies[parameter].period = parts[parameter]._version, self._period
         return {parameter: copy.values for parameter, copy in copies.items()}
 
     def _fits(self, parameter: Tensor, part: Tensor) -> bool:
@@ -205,21 +209,28 @@ def _write(copies: list[Tensor], parts: list[Tensor], same: bool) -> None:
 
 
 class Cast(torch.autograd.Function):
-    """A forward's own view of a copy: what several forwards send back is summed in the parameter's type."""
+    """A forward's own view of the copy of some parts, whose rows lie one behind the other in it: what several forwards
+    send back is summed in the parameters' type."""
 
     elementwise = True  # see `torch_private.accumulator_of`
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, copy: Tensor, copies: ComputeCopies) -> Tensor:
-        ctx.dtype, ctx.copies = local.dtype, copies
+    def forward(ctx: Any, copies: ComputeCopies, copy: Sequence[Tensor], *parts: Tensor) -> Tensor:
+        ctx.copies, ctx.dtype = copies, parts[0].dtype
+        ctx.rows = [len(part) for part in parts] if len(parts) > 1 else None
         ctx.set_materialize_grads(False)
-        return copy.detach()
+        return copy[0].detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.copies.backward_begins()
-        # None from a layer that leaves its weight gradient for later.
-        return None if grad is None else grad.to(ctx.dtype), None, None
+        if grad is None:  # from a layer that leaves its weight gradient for later
+            return None, None, *(None for _ in ctx.next_functions)
+        grads = [grad] if ctx.rows is None else grad.split(ctx.rows)
+        if grad.device.type not in ADDED_ON or grad.layout != torch.strided:
+            return None, None, *(part.to(ctx.dtype) for part in grads)
+        pairs = zip(ctx.next_functions, grads, strict=True)
+        return None, None, *(add_or_compute(n[0], partial(g.to, ctx.dtype), partial(write_grad, g)) for n, g in pairs)
 
 
 def cast_to_compute_dtype(
@@ -233,21 +244,45 @@ def cast_to_compute_dtype(
     split ones of this rank's parts, through which gradients go back. Modules in `without` see to their own."""
     excluded = {inner for outer in without for inner in outer.modules()}
     modules = [inner for inner in module.modules() if inner not in excluded]
+    groups = [shared for inner in modules for shared in getattr(inner, "shared_inputs", ()) if shared.merges]
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         state = state_parameters(module)  # now, because memory that is given to a model makes new parameters
-        own = [parameter for inner in modules for parameter in inner._parameters.values() if parameter is not None]
+        own: Iterable[Tensor] = [p for inner in modules for p in inner._parameters.values() if p is not None]
+        if groups:  # whose weights lie beside each other
+            own = dict.fromkeys([*(layer.weight for group in groups for layer in group.layers), *own])
         wide = [p for p in own if p.is_floating_point() and p.dtype != copies.dtype and p not in state]
         if cast_inputs:
             args, kwargs = tree_map_only(Tensor, lambda x: _cast(x, copies.dtype), (args, kwargs))
         with (
             copies.forward(wide) as values,
-            replace_parameters(modules, lambda p: Cast.apply(to_local(p), values[p], copies) if p in values else p),
+            _casts(groups, values, copies) as cast_of,
+            replace_parameters(modules, cast_of),
         ):
             return forward(*args, **kwargs)
 
     return run
+
+
+@contextmanager
+def _casts(
+    groups: Sequence[SharedInput], values: Mapping[Tensor, Tensor], copies: ComputeCopies
+) -> Iterator[Callable[[Tensor], Tensor]]:
+    """What stands for a parameter inside. Layers that read the same input have one weight, if their copies lie so."""
+    parts: dict[Tensor, Tensor] = {}
+    for shared in groups:
+        weights = [layer.weight for layer in shared.layers]
+        whole = stack([values[p] for p in weights]) if all(p in values for p in weights) else None
+        if whole is not None:
+            shared.weight = Cast.apply(copies, [whole], *map(to_local, weights))
+            parts |= dict(zip(weights, shared.weight.split([len(values[p]) for p in weights]), strict=True))
+    alone = values if not parts else {p: copy for p, copy in values.items() if p not in parts}
+    try:
+        yield lambda p: Cast.apply(copies, [alone[p]], to_local(p)) if p in alone else parts.get(p, p)
+    finally:
+        for shared in groups:
+            shared.weight = None
 
 
 @contextmanager

@@ -26,8 +26,10 @@ from meshtrain.parallel.expert import apply_expert_parallel, dispatched_modules
 from meshtrain.parallel.float8_layers import float8_problems
 from meshtrain.parallel.fsdp import EXPERT_REPLICATE, EXPERT_SHARD, apply_fsdp
 from meshtrain.parallel.grad_sync import add_gradient_sync
-from meshtrain.parallel.linear import use_products
+from meshtrain.parallel.linear import Linear, use_products
 from meshtrain.parallel.linear.float8 import apply_float8
+from meshtrain.parallel.linear.matmul import PLAIN
+from meshtrain.parallel.linear.shared_input import share_input
 from meshtrain.parallel.linear.weight_grad import let_products_accumulate
 from meshtrain.parallel.linear_cross_entropy import fuse_loss
 from meshtrain.parallel.mixed_precision import (
@@ -43,6 +45,7 @@ from meshtrain.parallel.torch_private import allocate, never_compiled
 from meshtrain.parallel.tp_plan import (
     NO_SEQUENCE,
     REPLICATED,
+    Colwise,
     Split,
     context_modules,
     has_sequence_parts,
@@ -50,10 +53,15 @@ from meshtrain.parallel.tp_plan import (
     plan_of,
     shards_sequence,
     split_layers,
+    style_of,
     undecided,
 )
 from meshtrain.parallel.verify import misplaced_calls, verify, verify_context
 from meshtrain.pipeline.stage import OtherStageBlock, blocks_of
+
+# Where layers that read the same input compute one product, in 16 bits, compiled and without FSDP, which gathers each
+# weight into memory of its own. On CPUs it takes as long as several.
+MERGED_ON = ("cuda",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +79,8 @@ class ParallelOptions:
     context_heads: int | None = None  # neighbours on `cp` that split heads instead; None: the layout's
     ep_plan: Mapping[str, str] | None = None  # the experts of its layers; None: that of the model's file
     regather: bool = False  # tensor-parallel layers keep their part of an input and gather it again in backward
-    # Products with their gather or scatter in one kernel; "auto": where the GPUs of `tp` are linked by NVLink.
+    # Products with their gather or scatter in one kernel; "auto": where the GPUs of `tp` are linked by NVLink. True:
+    # FSDP's messages in registered memory, too.
     symmetric_memory: bool | Literal["auto"] = "auto"
     recompute: str = "none"  # what blocks compute again in backward; see `activation_checkpoint.py`
     compile: bool = False  # each block by torch.compile
@@ -253,6 +262,9 @@ def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) 
     if options.linear_precision is not None:
         dtype, compiled = compute_dtype(options.precision), options.compile
         apply_float8(model, options.linear_precision, dtype, mesh.device_type, compiled=compiled)
+    narrow = compute_dtype(options.precision) != master_dtype(options.precision)
+    if options.compile and narrow and not mesh.uses_fsdp and mesh.device_type in MERGED_ON:
+        _merge_weights(model, plan_of(type(model), "tp_plan", options.tp_plan) or {})
     if options.fuse_loss:
         fuse_loss(blocks[-1], options.compile)
     _wrap_blocks(model, blocks, experts, mesh, options)
@@ -265,6 +277,7 @@ def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) 
             precision=options.precision,
             reduce_precision=options.reduce_precision,
             reshard_after_forward=options.reshard_after_forward,
+            registered_memory=options.symmetric_memory is True,
             waiting=options.waiting,
         )
     _sum_over_copies(model, experts, mesh, options)
@@ -274,6 +287,21 @@ def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) 
     if mesh.size("cp") > 1:
         _take_only_parts(model, attention, mesh, options)
     return model
+
+
+def _merge_weights(model: nn.Module, plan: Mapping[str, str]) -> None:
+    """The layers of a module that a plan splits by columns read the same input, here as over `tp`."""
+    columns: dict[tuple[str, int], list[nn.Linear]] = {}
+    for name, module in model.named_modules():
+        plain = type(module) in (nn.Linear, Linear) and "weight" in module._parameters  # pruning makes another of it
+        if plain and style_of(plan, [name]) == Colwise.word:
+            module.__class__ = Linear
+            columns.setdefault((name.rpartition(".")[0], module.in_features), []).append(module)
+    for (parent, _), layers in columns.items():
+        share_input(layers, model.get_submodule(parent))
+    for module in model.modules():
+        for shared in getattr(module, "shared_inputs", ()):
+            shared.merges = all(x.products == PLAIN.name and getattr(x, "heads", None) is None for x in shared.layers)
 
 
 def _sum_over_copies(model: nn.Module, experts: list[nn.Module], mesh: Mesh, options: ParallelOptions) -> None:
@@ -360,8 +388,18 @@ def _wrap_blocks(
             whole = cast_to_compute_dtype(block, whole, copies) if casts else whole
             around = while_one_graph(whole, around, type(block).__name__)
         block.forward = around
+        if casts or fused:
+            block.__deepcopy__ = _refuse_copy  # type: ignore[assignment]
     if casts and model not in blocks:
         model.forward = cast_to_compute_dtype(model, model.forward, copies, without=blocks)
+
+
+def _refuse_copy(memo: dict[int, Any]) -> None:
+    """In the place of `copy.deepcopy`, which would leave functions as they are."""
+    raise InputError(
+        "a copy of this model would compute with the weights of the original, which its compiled and 16-bit blocks "
+        "refer to: copy the plain model and parallelize the copy, or copy its state_dict"
+    )
 
 
 def broadcast_parameters(model: nn.Module, mesh: Mesh) -> None:

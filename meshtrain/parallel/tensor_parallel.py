@@ -9,19 +9,18 @@ https://arxiv.org/abs/2205.05198): tensors are (b, s/t, d) there, and (b, s, ...
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.utils._pytree import tree_leaves
 
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import AllGather, AllReduce, ReduceScatter, SumGradient, axis_group
 from meshtrain.parallel.grad_sync import TPGradSync, add_gradient_sync
 from meshtrain.parallel.linear import ProductsLayer
+from meshtrain.parallel.linear.shared_input import SharedInput, share_input, split_outputs
 from meshtrain.parallel.sharding import chunk_range
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.parallel.tp_linear import ColumnParallelMatmul, RowParallelMatmul, flatten_tokens, unflatten_tokens
@@ -79,7 +78,7 @@ def replace_layers(model: nn.Module, tp: TensorParallel) -> None:
         if isinstance(layer, ColumnParallelLinear) and layer.use_local_output:
             columns.setdefault((parent, layer.in_features), []).append(layer)
     for (parent, _), layers in columns.items():
-        share_gather(layers, parent)
+        share_input(layers, parent)
 
 
 def sum_partial_gradients(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> None:
@@ -130,7 +129,7 @@ class TensorParallelLayer(nn.Module):
 
 class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
     """A linear layer whose outputs are split over `tp`: (b, s, d) -> (b, s, f/t) of all f. With sequence parallelism it
-    gathers its input, (b, s/t, d). After `share_gather` layers of one input (q, k and v) share gather and sum."""
+    gathers its input, (b, s/t, d). After `share_input` layers of one input (q, k and v) share gather and sum."""
 
     def __init__(
         self,
@@ -158,10 +157,31 @@ class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
         placement = Shard(0) if heads is None else Replicate()
         self.weight = shard_parameter(plain.weight, mesh, placement)
         self.bias = None if plain.bias is None else shard_parameter(plain.bias, mesh, placement)
-        self.shared_gather = SharedGather([self])
+        self.shared_input = SharedInput([self])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.shared_gather.output(self, x)
+        return self.shared_input.output(self, x)
+
+    @staticmethod
+    def outputs(layers: Sequence["ColumnParallelLinear"], x: Tensor, weight: Tensor | None) -> list[Tensor]:
+        """Of layers that read the same x. `weight`: those of all of them, one behind the other, if they are one."""
+        first = layers[0]
+        axis, sequence = first.axis_group, first.sequence_parallel
+        weights = [layer.rows_of(layer.weight) for layer in layers]
+        tokens = flatten_tokens(x, sequence)
+        products = ColumnParallelMatmul.apply(
+            *(tokens, axis, sequence, not first.regather, first.products, first.weight_grad_queue),
+            *(weights if weight is None else [weight]),
+        )
+        if weight is not None:
+            products = split_outputs(products[0], [len(rows) for rows in weights])
+        shape = list(x.shape)
+        if sequence:
+            shape[-2] *= axis.size
+        return [
+            layer.output_of(unflatten_tokens(product, shape, sequence))
+            for layer, product in zip(layers, products, strict=True)
+        ]
 
     def rows_of(self, parameter: Tensor) -> Tensor:
         """The rows of the weight or bias that this rank computes with."""
@@ -185,79 +205,6 @@ class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
 
     def extra_repr(self) -> str:
         return _shape(self) + (f", {self.heads.count} heads held by all" if self.heads else "")
-
-
-class SharedGather:
-    """Column-parallel layers of a module that read the same input: the first that is called computes for all of them.
-    Where the module gets two tensors of their width (as a cross attention does), and may lead some layers to one and
-    some to the other, each computes for itself. Nothing is kept when the module's forward has ended."""
-
-    def __init__(self, layers: Sequence[ColumnParallelLinear]) -> None:
-        self._layers = list(layers)
-        self._shares = False
-        self._input: Tensor | None = None  # of the outputs, while there are any
-        self._outputs: dict[ColumnParallelLinear, Tensor] = {}  # of layers that have not been called yet
-
-    def begin(self, arguments: Sequence[Any]) -> None:
-        width = self._layers[0].in_features
-        inputs = [x for x in arguments if isinstance(x, Tensor) and x.shape[-1:] == (width,)]
-        self._shares = all(x is inputs[0] for x in inputs)
-
-    def end(self) -> None:
-        self._shares, self._input, self._outputs = False, None, {}
-
-    def output(self, layer: ColumnParallelLinear, x: Tensor) -> Tensor:
-        if self._outputs and self._input is not x:  # the layers read different tensors after all
-            self.end()
-        if not self._shares:
-            return self._compute([layer], x)[0]
-        if layer not in self._outputs:
-            alike = [other for other in self._layers if other.products == layer.products]
-            self._outputs |= dict(zip(alike, self._compute(alike, x), strict=True))
-            self._input = x
-        y = self._outputs.pop(layer)
-        if not self._outputs:
-            self._input = None  # its memory is not held until the end
-        return y
-
-    def _compute(self, layers: Sequence[ColumnParallelLinear], x: Tensor) -> list[Tensor]:
-        first = layers[0]
-        axis, sequence = first.axis_group, first.sequence_parallel
-        weights = [layer.rows_of(layer.weight) for layer in layers]
-        tokens = flatten_tokens(x, sequence)
-        products = ColumnParallelMatmul.apply(
-            tokens, axis, sequence, not first.regather, first.products, first.weight_grad_queue, *weights
-        )
-        shape = list(x.shape)
-        if sequence:
-            shape[-2] *= axis.size
-        return [
-            layer.output_of(unflatten_tokens(product, shape, sequence))
-            for layer, product in zip(layers, products, strict=True)
-        ]
-
-
-def share_gather(layers: Sequence[ColumnParallelLinear], module: nn.Module) -> None:
-    """From now on these layers, which a module's forward calls, gather a tensor that they share once."""
-    if len(layers) == 1 or ("forward" in vars(module) and not hasattr(module, "shared_gathers")):
-        return
-    shared = SharedGather(layers)
-    for layer in layers:
-        layer.shared_gather = shared
-    module.shared_gathers = (*getattr(module, "shared_gathers", ()), shared)  # type: ignore[assignment]
-    # Not by hooks, and the same function for all modules: a compiler would compile each block anew.
-    module.forward = MethodType(_forward, module)
-
-
-def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    shared_gathers: tuple[SharedGather, ...] = module.shared_gathers  # type: ignore[assignment]
-    for shared in shared_gathers:
-        shared.begin(tree_leaves((args, kwargs)))
-    try:
-        return type(module).forward(module, *args, **kwargs)
-    finally:
-        for shared in shared_gathers:
-            shared.end()
 
 
 class RowParallelLinear(ProductsLayer, TensorParallelLayer):

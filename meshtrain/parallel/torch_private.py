@@ -12,12 +12,12 @@ from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.autograd.graph import _get_grad_fn_or_grad_acc
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["DefaultAllGather", "DefaultReduceScatter"]  # the rest is defined here
+__all__ = ["fsdp_collectives"]  # the rest is defined here
 
 
 def to_local(tensor: Tensor) -> Tensor:
@@ -102,17 +102,23 @@ def runs_in_backward(node: Any) -> bool:
 
 def accumulator_of(node: Any) -> Any:
     """Where autograd adds what comes to `node` to the gradient of a parameter, its `variable`: element by element,
-    perhaps in another type. None: it adds it to a part, or to nothing."""
+    perhaps in another type. None: it adds it to a part, to several, or to nothing."""
     while node is not None and not hasattr(node, "variable"):
-        if not getattr(getattr(node, "_forward_cls", None), "elementwise", False):
+        if not getattr(getattr(node, "_forward_cls", None), "elementwise", False) or len(node.next_functions) > 1:
             return None
         node = node.next_functions[0][0]
     return node
 
 
-def has_gradient_hooks(parameter: Tensor) -> bool:
+def parameter_of(weight: Tensor) -> Tensor | None:
+    """The parameter all of which a tensor is, perhaps in another type."""
+    node = _get_grad_fn_or_grad_acc(weight) if weight.requires_grad else None
+    return getattr(accumulator_of(node), "variable", None)
+
+
+def has_gradient_hooks(parameter: Tensor | None) -> bool:
     """Whether somebody wants to see, or to change, what is added to a parameter's gradient."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    return parameter is not None and bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def when_accumulated(parameter: Tensor, callback: Callable[[], None]) -> Any:
@@ -199,13 +205,18 @@ def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
         enable(group.group_name)
 
 
-def try_symmetric_memory(group: dist.ProcessGroup) -> str | None:
-    """Why memory cannot be shared after all (a container that forbids it); None: it can."""
+def try_symmetric_memory(group: dist.ProcessGroup, together: bool) -> str | None:
+    """Why memory cannot be shared after all (a container that forbids it); None: it can. `together`: the half in which
+    ranks wait for each other, after all have come through the other one."""
     from torch.distributed import _symmetric_memory
 
     try:
-        enable_symmetric_memory(group)
-        _symmetric_memory.get_symm_mem_workspace(group.group_name, 2**20)
+        if together:
+            _symmetric_memory.get_symm_mem_workspace(group.group_name, 2**20)
+        else:
+            enable_symmetric_memory(group)
+            device = torch.device("cuda", torch.cuda.current_device())
+            _symmetric_memory.empty(2**20, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         return str(error).splitlines()[0]
     return None

@@ -5,15 +5,14 @@ tokens are in the order of the sequence first, so that the parts of the ranks li
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshtrain.parallel.collectives import AsyncResult, AxisGroup, axis_group_by_name, operator
-from meshtrain.parallel.linear.matmul import PLAIN, PRODUCTS
-from meshtrain.parallel.linear.weight_grad import WeightGradQueue, weight_grad
+from meshtrain.parallel.linear.matmul import PLAIN, PRODUCTS, linear_weight_grad
+from meshtrain.parallel.linear.weight_grad import WeightGradQueue, product_weight_grad
 from meshtrain.parallel.torch_private import without_dispatch_modes
 
 Tensors = Sequence[Tensor]
@@ -67,7 +66,7 @@ def _columns_backward(
     gather = sequence and not keep and any(needs_dw)
     dx, whole = _start_columns_input(grads, x, weights, group, sequence, gather, products, any(needs_dw))
     inputs = x if whole is None else whole.wait()
-    dws = [PRODUCTS[products].weight_grad(grad, inputs) for grad, need in zip(grads, needs_dw, strict=True) if need]
+    dws = [linear_weight_grad(grad, inputs) for grad, need in zip(grads, needs_dw, strict=True) if need]
     return [dx.wait(), *dws]
 
 
@@ -114,15 +113,15 @@ def _row_shapes(x: Tensor, weight: Tensor, group: str, sequence: bool, products:
 
 def _row_input(grad: Tensor, weight: Tensor, group: str, sequence: bool, products: str) -> list[Tensor]:
     """The gradient of the input; and the whole of `grad`, if it had to be gathered."""
-    input_grad = PRODUCTS[products].input_grad
+    input_grad_sum = PRODUCTS[products].input_grad_sum
     if not sequence:
-        return [input_grad(grad, weight)]
+        return [input_grad_sum([grad], [weight])]
     axis = axis_group_by_name(group)
     if _are_fused(axis, sequence, products):
         gathered, (dx,) = axis.gather_matmul(grad, [weight], True)
         return [dx, gathered]
     whole = axis.start_all_gather(grad.contiguous()).wait()
-    return [input_grad(whole, weight), whole]
+    return [input_grad_sum([whole], [weight]), whole]
 
 
 def _row_input_shapes(grad: Tensor, weight: Tensor, group: str, sequence: bool, products: str) -> list[Tensor]:
@@ -188,7 +187,7 @@ class ColumnParallelMatmul(torch.autograd.Function):
         with without_dispatch_modes():  # which see no communication, as it is inside of operators elsewhere
             dx, whole = _start_columns_input(grads, x, weights, group, sequence, gather, products, hidden)
             inputs = (x if whole is None else whole.wait()).detach()  # a queue must not hold the graph that made x
-        dws = [_weight_grad(ctx, i, grad, inputs) if needs_dw[i] else None for i, grad in enumerate(grads)]
+        dws = [product_weight_grad(ctx, i, grad, inputs) if needs_dw[i] else None for i, grad in enumerate(grads)]
         with without_dispatch_modes():
             return dx.wait(), *nothing, *dws
 
@@ -219,11 +218,5 @@ class RowParallelMatmul(torch.autograd.Function):
         sequence, dw = ctx.settings[1], None
         if ctx.needs_input_grad[1]:
             inputs = flatten_tokens(x.detach(), sequence)
-            dw = _weight_grad(ctx, 0, gathered[0] if gathered else grad, inputs)
+            dw = product_weight_grad(ctx, 0, gathered[0] if gathered else grad, inputs)
         return unflatten_tokens(dx, x.shape, sequence), dw, None, None, None, None
-
-
-def _weight_grad(ctx: Any, index: int, grad: Tensor, x: Tensor) -> Tensor | None:
-    products = PRODUCTS[ctx.settings[-1]]
-    compute, write = partial(products.weight_grad, grad, x), partial(products.weight_grad_into, grad, x)
-    return weight_grad(ctx, index, compute, write)

@@ -232,7 +232,7 @@ def split_layers(model: Any, plan: Mapping[str, str], tp: int) -> list[Split]:
     ]
     splits: list[Split] = []
     for name, module in modules.items():
-        style = STYLES.get(_word(plan, [name]) or "")
+        style = STYLES.get(style_of(plan, [name]) or "")
         if style is None or style.for_parameters:
             continue
         refused = style.check(name, module)
@@ -275,7 +275,7 @@ def _planned_modules(model: Any, kind: str, plan: Mapping[str, str], word: str) 
     problems += [f"the {kind}'s {key!r} is {other!r}: use {word}" for key, other in plan.items() if other != word]
     if problems:
         raise SplitError(problems)
-    return [name for name in names if _word(plan, [name])]
+    return [name for name in names if style_of(plan, [name])]
 
 
 def no_context_plan(model: str) -> str:
@@ -286,7 +286,7 @@ def styled_parameters(model: Any, plan: Mapping[str, str]) -> Iterator[Split]:
     """Modules with parameters to which a plan gives a style for parameters, by their name or a module's around them."""
     for name, module in model.named_modules():
         around = [name.rsplit(".", n)[0] for n in range(name.count(".") + 1)]
-        words = {own: _word(plan, [f"{name}.{own}".lstrip("."), *around]) for own in _parameters(module)}
+        words = {own: style_of(plan, [f"{name}.{own}".lstrip("."), *around]) for own in _parameters(module)}
         for word, style in STYLES.items():
             parameters = tuple(own for own in words if words[own] == word)
             if style.for_parameters and parameters:
@@ -344,7 +344,7 @@ def _unmatched(key: str, plan: Mapping[str, str], names: Sequence[str], kind: st
     ]
 
 
-def _word(plan: Mapping[str, str], names: Sequence[str]) -> str | None:
+def style_of(plan: Mapping[str, str], names: Sequence[str]) -> str | None:
     """That of the first pattern which matches one of these names."""
     return next((plan[pattern] for pattern in plan if any(fnmatchcase(name, pattern) for name in names)), None)
 

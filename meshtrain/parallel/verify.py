@@ -35,7 +35,7 @@ from meshtrain.parallel.tp_plan import REPLICATED
 TOLERANCE = 1e-3  # of a tensor's largest value: far above the rounding of float32, far below a missing addend
 
 # Attributes in which blocks that are alike may differ.
-OURS = ("mesh", "axis_group", "shared_gather", "shared_gathers", "forward")
+OURS = ("mesh", "axis_group", "shared_input", "shared_inputs", "forward")
 Sample = Sequence[Tensor | None]
 Named = list[tuple[str, Tensor]]
 

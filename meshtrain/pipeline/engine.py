@@ -6,8 +6,9 @@ schedule's last action on it: a forward's graph, and with a split backward what 
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,6 +29,7 @@ from meshtrain.parallel.grad_sync import (
 from meshtrain.parallel.linear.weight_grad import DeferredWeightGrad, WeightGradQueue, run_weight_grads
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.pipeline.actions import Action, Kind, Schedule
+from meshtrain.pipeline.loop_schedules import forwards_alone
 from meshtrain.pipeline.p2p import AXIS, Transfers, sends_confirmed_by, transfer_order
 from meshtrain.pipeline.simulate import Event
 
@@ -39,13 +41,18 @@ class MicrobatchSource(Protocol):
         """Those of `inputs`, of which nothing need be on the device yet."""
 
     def inputs(self, microbatch: int) -> tuple[Any, ...]:
-        """What the model's forward takes, on the device. Every stage gets all but the first, which it receives."""
+        """What the model's forward takes, on the device: the first on the first stage alone, as others receive it."""
 
     def loss(self, microbatch: int, output: Tensor) -> Tensor:
         """From the model's output to the scalar whose backward is run."""
 
     def around(self, stage: nn.Module, action: Action) -> AbstractContextManager[Any]:
         """Entered around every action: sets what a forward depends on, measures."""
+
+
+# A stage's forward of a microbatch: from the stage, the microbatch, what it has received (None: it is the first) and
+# whether it is the last.
+StageForward = Callable[[nn.Module, Any, Tensor | None, bool], Any]
 
 
 class _SavedGraph(NamedTuple):
@@ -75,7 +82,9 @@ class Pipeline(nn.Module):
         Args:
             stages: of this rank, by their number; each parallelized.
             parameter_stages: parameter -> the stages that hold it; of a tied one several.
-            weight_grads: where the stages leave weight gradients; needed if the schedule splits backwards.
+            weight_grads: where the stages leave weight gradients; needed if the schedule splits backwards. With it, the
+                last backward of each stage gives its input's gradient away before it computes those of weights: the
+                stages before it wait for that one.
             about: a line for people about the stages.
         """
         super().__init__()
@@ -87,14 +96,15 @@ class Pipeline(nn.Module):
             defer_waits(stage)
         self._mesh, self._device, self._queue = mesh, device, weight_grads
         self._rank, self._last_rank = mesh.index(AXIS), schedule.rank_of(schedule.stages - 1)
+        self.ends = schedule.rank_of(0) == self._rank, self._last_rank == self._rank
         self._transfers = Transfers(mesh, device, waiting)
         self._order, self._confirmed = transfer_order(schedule), sends_confirmed_by(schedule, self._rank)
-        forwards = (Action(Kind.FORWARD, stage, 0) for stage in range(schedule.stages))
-        self._forwards = tuple(transfer for action in forwards for transfer in schedule.sends(action))
         self._actions = schedule.actions_of(self._rank)
-        self._received = {action: transfer for action in self._actions for transfer in schedule.receives(action)}
-        self._sent = {action: transfer for action in self._actions for transfer in schedule.sends(action)}
         self._last = {action.stage: i for i, action in enumerate(self._actions)}
+        last = (self._actions[i] for i in self._last.values() if weight_grads is not None)
+        hands_on_first = {action for action in last if action.kind is Kind.BACKWARD and schedule.sends(action)}
+        self._split = hands_on_first | {action for action in self._actions if action.kind is Kind.INPUT_GRAD}
+        self._split_passes = {_key(action) for action in self._split}
         # By stage and microbatch; between stages of this rank by what is handed on, and the stage that takes it.
         self._local_handoff: dict[tuple[str, int, int], Tensor] = {}
         self._saved_graphs: dict[tuple[int, int], _SavedGraph] = {}
@@ -121,7 +131,7 @@ class Pipeline(nn.Module):
         self._transfers.begin(self._order, keys, self._confirmed)
         for i, action in enumerate(self._actions):
             stage, last = self.stage(action.stage), self._last[action.stage] == i
-            if last and action.kind is not Kind.WEIGHT_GRAD:  # of which some gradients were there before
+            if last and action.kind is Kind.BACKWARD and action not in self._split:  # else some gradients come later
                 set_is_last_backward(stage, True)
             self._act(action, source)
             if last:
@@ -135,20 +145,19 @@ class Pipeline(nn.Module):
     def _act(self, action: Action, source: MicrobatchSource) -> None:
         stage = self.stage(action.stage)
         received = self._take(action)  # to wait for it is no part of the action
+        if self._queue is not None:
+            self._queue.used = _key(action) in self._split_passes
         with self._recording(action), source.around(stage, action):
             if action.kind is Kind.FORWARD:
                 self._forward(action, stage, source, received)
             elif action.kind is Kind.WEIGHT_GRAD:
-                run_weight_grads(self._weight_grads.pop(_key(action)))
-                accumulate_gradients(stage)
+                self._run_weight_grads(action, stage)
             else:
-                self._backward(action, received)
+                self._backward(action, stage, received)
 
     def _forward(self, action: Action, stage: nn.Module, source: MicrobatchSource, received: Tensor | None) -> None:
-        inputs = source.inputs(action.microbatch)
-        if received is not None:
-            inputs = (received.requires_grad_(), *inputs[1:])
-        output = stage(*inputs)
+        received = None if received is None else received.requires_grad_()
+        output = call_stage(stage, source.inputs(action.microbatch), received)
         if action.stage == self.schedule.stages - 1:
             loss = source.loss(action.microbatch, output)
             self._saved_graphs[_key(action)] = _SavedGraph(received, loss)
@@ -158,9 +167,9 @@ class Pipeline(nn.Module):
         self._saved_graphs[_key(action)] = _SavedGraph(received, edge)
         self._hand_on(action, output.detach())
 
-    def _backward(self, action: Action, grad: Tensor | None) -> None:
+    def _backward(self, action: Action, stage: nn.Module, grad: Tensor | None) -> None:
         received, output = self._saved_graphs.pop(_key(action))
-        if action.kind is Kind.INPUT_GRAD:
+        if action in self._split:
             assert self._queue is not None  # the schedule splits backwards
             with self._queue.record() as weight_grads:
                 _run_backward(output, grad)
@@ -170,34 +179,43 @@ class Pipeline(nn.Module):
         if received is not None:
             assert received.grad is not None
             self._hand_on(action, received.grad)
+        if action.kind is Kind.BACKWARD and action in self._split:
+            self._run_weight_grads(action, stage)
+
+    def _run_weight_grads(self, action: Action, stage: nn.Module) -> None:
+        run_weight_grads(self._weight_grads.pop(_key(action)))
+        accumulate_gradients(stage)
 
     def _take(self, action: Action) -> Tensor | None:
         """What the neighbouring stage has made for this action, once it is there. None at the two ends of the model,
         and for weight gradients: what these need was left by their input gradient."""
-        transfer = self._received.get(action)
-        if transfer is not None:
+        for transfer in self.schedule.receives(action):
             return self._transfers.receive(transfer)
         return self._local_handoff.pop((action.kind.tensor, *_key(action)), None)
 
     def _hand_on(self, action: Action, tensor: Tensor) -> None:
-        transfer = self._sent.get(action)
-        if transfer is not None:
-            self._transfers.send(transfer, tensor)
-            return
+        for transfer in self.schedule.sends(action):
+            return self._transfers.send(transfer, tensor)
         self._local_handoff[action.kind.tensor, action.stage + action.kind.direction, action.microbatch] = tensor
+
+    @torch.no_grad()
+    def run_forwards(self, microbatches: Sequence[Any], keys: Sequence[Hashable], run: StageForward) -> list[Any]:
+        """Forwards alone, each on its way as soon as a stage is free; all ranks call it together. Returns what `run`
+        has given for the last stage, on the ranks that have it. `keys`: see `Transfers.begin`."""
+        actions, order, confirmed = _forwards(self.schedule.placement, len(keys), self._rank)
+        self._transfers.begin(order, keys, confirmed)
+        results = []
+        for action in actions:
+            last = action.stage == self.schedule.stages - 1
+            result = run(self.stage(action.stage), microbatches[action.microbatch], self._take(action), last)
+            results.append(result) if last else self._hand_on(action, result)
+        self._transfers.end()
+        return results
 
     def forward(self, *inputs: Any) -> Tensor | None:
         """The model's output on the ranks that have the last stage; None on all others. All ranks call it together."""
-        self._transfers.begin(self._forwards, [shapes_of(inputs)])
-        output = None
-        for number in self.schedule.stages_of(self._rank):
-            action = Action(Kind.FORWARD, number, 0)
-            received = self._take(action)
-            output = self.stage(number)(*(inputs if received is None else (received, *inputs[1:])))
-            if number < self.schedule.stages - 1:
-                self._hand_on(action, output)
-        self._transfers.end()
-        return output if self._rank == self._last_rank else None
+        outputs = self.run_forwards([inputs], [shapes_of(inputs)], lambda *of: call_stage(*of[:3]))
+        return outputs[0] if outputs else None
 
     def from_last(self, number: int) -> int:
         """A number that the ranks of the last stage have, on all ranks."""
@@ -284,6 +302,17 @@ class Pipeline(nn.Module):
         return to_local(parameter.grad)
 
 
+def call_stage(stage: nn.Module, inputs: tuple[Any, ...], received: Tensor | None) -> Tensor:
+    """Every stage but the first takes what it has received in the place of the first input."""
+    return stage(*inputs if received is None else (received, *inputs[1:]))
+
+
+@cache
+def _forwards(placement: tuple[int, ...], microbatches: int, rank: int) -> tuple[Any, ...]:
+    plan = forwards_alone(placement, microbatches)
+    return plan.actions_of(rank), transfer_order(plan), sends_confirmed_by(plan, rank)
+
+
 def _run_backward(output: Tensor | GradientEdge | None, grad: Tensor | None) -> None:
     if output is not None:
         torch.autograd.backward(output, grad)
@@ -291,6 +320,11 @@ def _run_backward(output: Tensor | GradientEdge | None, grad: Tensor | None) -> 
 
 def _key(action: Action) -> tuple[int, int]:
     return action.stage, action.microbatch
+
+
+def ends_of(model: nn.Module) -> tuple[bool, bool]:
+    """Whether this rank has a model's first stage, which uses the first input, and its last, which has the loss."""
+    return model.ends if isinstance(model, Pipeline) else (True, True)
 
 
 def shapes_of(inputs: tuple[Any, ...]) -> tuple[tuple[int, ...] | None, ...]:

@@ -78,6 +78,16 @@ def _groups(microbatches: int, ranks: int) -> list[int]:
     return [microbatches // count + (i < microbatches % count) for i in range(count)]
 
 
+def forwards_alone(placement: tuple[int, ...], microbatches: int) -> Schedule:
+    """No backwards, of stages that are on any ranks: microbatch after microbatch comes in, and of what has come to a
+    rank the latest stage goes first."""
+    order = sorted((stage + i, -stage, i) for stage in range(len(placement)) for i in range(microbatches))
+    forwards = [Action(Kind.FORWARD, -stage, i) for _, stage, i in order]
+    ranks = range(max(placement) + 1)
+    actions = (tuple(action for action in forwards if placement[action.stage] == rank) for rank in ranks)
+    return Schedule("forwards", microbatches, placement, tuple(actions))
+
+
 def _loop_schedule(
     name: str, ranks: int, groups: Sequence[int], stages: int, *, warmup: int | None = None, delay: int | None = None
 ) -> Schedule:

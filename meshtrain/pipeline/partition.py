@@ -54,8 +54,7 @@ def split_blocks(
         costs: of each block, in any unit.
         blocks_per_stage: how many blocks each stage has; None: balanced.
 
-    Raises:
-        StageSplitError: more stages than blocks, or a `blocks_per_stage` that does not fit.
+    Raises StageSplitError: more stages than blocks, or a `blocks_per_stage` that does not fit.
     """
     stages = ranks * stages_per_rank
     if stages < 1:
@@ -83,9 +82,9 @@ def _too_many(blocks: int, ranks: int, stages_per_rank: int) -> str:
         ways.append(f"{plural(ranks, 'rank')} with at most {plural(most_each, 'stage')} each")
     elif stages_per_rank > 1:
         ways.append(f"at most {plural(blocks, 'rank')} with 1 stage each")
-    ways.append(f"a model of at least {stages} blocks")
+    ways.append(f"a model of at least {stages:,} blocks")
     return (
-        f"{plural(blocks, 'block')} cannot form {stages} stages ({plural(ranks, 'rank')} with "
+        f"{plural(blocks, 'block')} cannot form {stages:,} stages ({plural(ranks, 'rank')} with "
         f"{plural(stages_per_rank, 'stage')} each): use {', or '.join(ways)}"
     )
 
@@ -110,7 +109,7 @@ def _balanced_ends(costs: Sequence[float], stages: int) -> list[int]:
     """Where each stage ends: the smallest largest stage, and then the smallest sum of squares, found stage by stage:
     `best[end]` is that of the blocks before `end` in the stages so far."""
     before = list(accumulate(costs, initial=0.0))  # the cost of all blocks before this one
-    limit = _smallest_limit(before, stages, max(costs))
+    limit = _smallest_limit(before, stages)
     first_begin = [_reach_back(before, end, limit) for end in range(len(before))]
     best = {0: 0.0}
     begins: list[dict[int, int]] = []  # of each stage: where it ends -> where it then begins
@@ -129,12 +128,9 @@ def _balanced_ends(costs: Sequence[float], stages: int) -> list[int]:
     return ends[::-1]
 
 
-def _smallest_limit(before: Sequence[float], stages: int, largest: float) -> float:
+def _smallest_limit(before: Sequence[float], stages: int) -> float:
     """The smallest cost that no stage has to be above."""
-    low, high = max(largest, before[-1] / stages), before[-1]
-    reached = _filled(before, stages, low)
-    if reached is not None:
-        return reached
+    low, high = 0.0, before[-1]
     while low < (middle := (low + high) / 2) < high:
         reached = _filled(before, stages, middle)
         low, high = (middle, high) if reached is None else (low, reached)

@@ -32,8 +32,7 @@ def check_forward(
         inputs: what the model takes of a microbatch, on any device; only shapes and types are looked at.
         dtype: what blocks compute in.
 
-    Raises:
-        InputError: where stages of this model would compute something else than the model.
+    Raises InputError: where stages of this model would compute something else than the model.
     """
     on_meta = tuple(None if x is None else torch.empty_like(x, device="meta") for x in inputs)
     shapes = _received(model, [blocks_of(model)[first] for first, _ in bounds[1:]], on_meta)

@@ -90,9 +90,6 @@ def _stages_per_rank(name: str, requested: int | None) -> int:
     return requested
 
 
-# What every schedule keeps to ---------------------------------------------------------------------------------------
-
-
 def check(schedule: Schedule) -> None:
     """Every schedule that trains has passed this. Raises ScheduleError: a microbatch does not pass every stage once
     each way, or on the wrong rank. DeadlockError: it could not finish; says which actions wait for what."""
@@ -135,13 +132,11 @@ def _check_passes(schedule: Schedule, stage: int, microbatch: int, counts: Count
         )
 
 
-# CSV: what torch.distributed.pipelining writes as "compute_only" -----------------------------------------------------
-
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
 def read_csv(path: str | os.PathLike[str], *, ranks: int | None = None, microbatches: int | None = None) -> Schedule:
-    """The schedule in a file, checked; its name is that of the file without its ending.
+    """The schedule in a file as torch.distributed.pipelining writes it ("compute_only"), checked, by the file's name.
 
     A row per rank and an action per cell: `2F7` is stage 2, forward, microbatch 7. B is a whole backward, I and W are
     its input and its weight gradients, `(0F1;3B2)OVERLAP_F_B` is a pair; empty cells say nothing.

@@ -103,9 +103,6 @@ def measured_costs(record: Record) -> dict[str, Cost]:
     return {cost: [mean[kind, stage] for stage in range(record.stages)] for cost, kind in _COSTS.items()}
 
 
-# For chrome://tracing and https://ui.perfetto.dev -------------------------------------------------------------------
-
-
 def trace_json(records: Sequence[Record]) -> dict[str, Any]:
     """Chrome's trace format: a process for each record, a thread for each rank, arrows for what ranks hand over. Times
     are microseconds; a time without a unit is taken as milliseconds."""

@@ -11,7 +11,7 @@ from meshtrain.checkpoint.directory import name_of
 from meshtrain.checkpoint.resume import Resume, RunSpec
 from meshtrain.checkpoint.save import Retention, Saver
 from meshtrain.checkpoint.state import State
-from meshtrain.errors import TrainingError
+from meshtrain.errors import TrainingError, any_of
 from meshtrain.job.process import Job
 from meshtrain.run.phase_monitor import PhaseMonitor
 from meshtrain.run.step_logger import StepLogger
@@ -121,5 +121,4 @@ def describe_saving(spec: RunSpec) -> str:
     rules = [f"the last {section.keep_last}" if section.keep_last > 1 else "the last one"]
     rules += [f"those of every {section.keep_every} steps"] if section.keep_every is not None else []
     rules += ["the best one"] if section.keep_best else []
-    listed = " and ".join([", ".join(rules[:-1]), rules[-1]] if len(rules) > 1 else rules)
-    return f"checkpoints {moment} in {spec.checkpoints}, {listed} kept"
+    return f"checkpoints {moment} in {spec.checkpoints}, {any_of(rules, 'and')} kept"

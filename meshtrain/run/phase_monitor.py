@@ -2,10 +2,12 @@
 groups, the straggler detector, the profiler, planted faults and Python's garbage collector what the run does now."""
 
 import gc
+import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import NamedTuple
 
+from meshtrain.errors import plural
 from meshtrain.job.watchdog.deadlines import process_group_timeout
 from meshtrain.job.watchdog.watchdog import Watchdog
 from meshtrain.mesh import Mesh
@@ -13,7 +15,7 @@ from meshtrain.metrics.goodput import GoodputTracker
 from meshtrain.metrics.profiler import Profiler
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.metrics.straggler import StragglerDetector
-from meshtrain.run.compile_timer import CompileTimer
+from meshtrain.parallel.torch_private import compile_callbacks, compiled_graphs
 from meshtrain.run.fault_injection import FaultInjector
 
 COLLECT_EVERY = 50  # steps between two runs of Python's garbage collector
@@ -33,6 +35,37 @@ PHASES = {
     "results": _Phase("evaluation"),
     "export": _Phase("saving"),
 }
+
+
+class CompileTimer:
+    """Gives the time of this process's compiler to the goodput's `compile`, and says what it did and did anew."""
+
+    def __init__(self, goodput: GoodputTracker, say: Callable[[str], None]) -> None:
+        self._goodput, self._say = goodput, say
+        self._again: set[str] = set()  # phases in which it has worked
+
+    @contextmanager
+    def phase(self, name: str, step: int | None = None) -> Iterator[None]:
+        """Around a phase of the run: `step`, with its number, or what is between two steps."""
+        seconds, before, work = 0.0, compiled_graphs(), ExitStack()
+
+        def begin(event: object) -> None:
+            work.enter_context(self._goodput.phase("compile"))
+            work.callback(add, time.monotonic())
+
+        def add(begun: float) -> None:
+            nonlocal seconds
+            seconds += time.monotonic() - begun
+
+        with compile_callbacks(begin, lambda event: work.close()):
+            yield
+        graphs = compiled_graphs() - before
+        if graphs > 0:
+            reason = ", for other shapes or values (TORCH_LOGS=recompiles names them)" * (name in self._again)
+            again = " again" * (name in self._again)
+            label = name if step is None else f"{name} {step}"
+            self._say(f"{label}: compiled {plural(graphs, 'graph')}{again} in {seconds:.1f} s{reason}")
+            self._again.add(name)
 
 
 class PhaseMonitor:

@@ -4,7 +4,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,9 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
-    @contextmanager
-    def lock(self, job: Job) -> Iterator[None]:
+    def lock(self, job: Job) -> AbstractContextManager[None]:
         """Rank 0 has taken the folder while the body runs. Raises InputError, on every rank, if it cannot."""
-        with lock_for_job(self.path, job, "the run's folder", "train.output=FOLDER"):
-            yield
+        return lock_for_job(self.path, job, "the run's folder", "train.output=FOLDER")
 
     def last_exit(self) -> dict[str, Any] | None:
         """How the last job ended, as it wrote down itself; None if none did. A damaged exit.json is moved away."""
@@ -74,11 +72,8 @@ def lock_for_job(folder: Path, job: Job, purpose: str, option: str) -> Iterator[
     """Rank 0 has a lock on a folder, which it makes if there is none, while the body runs. A job that was started again
     waits for the one before: that had it on a host to which a link was cut, for instance.
 
-    Args:
-        purpose: the name of the folder, for people; `option`: with which another one is named.
-
-    Raises:
-        InputError: on every rank: rank 0 cannot have it.
+    `purpose`: the name of the folder, for people; `option`: with which another one is named.
+    Raises InputError: on every rank: rank 0 cannot have it.
     """
     with ExitStack() as stack:
         with job.collective_check(f"opening {purpose}"):
@@ -126,8 +121,15 @@ def check_shared_filesystem(job: Job, folder: Path) -> None:
     """Raises InputError, on every rank, naming hosts that do not read in this folder what rank 0 has just written."""
     proof, token = folder / PROOF, uuid.uuid4().hex
     with job.collective_check("writing to the folder of the checkpoints"):
-        if job.rank == 0:
-            _write(proof, token)
+        try:
+            if job.rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                proof.write_text(token)
+        except OSError as error:
+            raise InputError(
+                f"the folder of the checkpoints, {folder.absolute()}, cannot be written to ({error.strerror}): name "
+                "another one with checkpoint.path=FOLDER"
+            ) from error
     try:
         token = job.gather("writing to the folder of the checkpoints", token)[0]
         sees = True if job.rank == 0 or job.environment.local_rank > 0 else _reads(proof, token)
@@ -142,17 +144,6 @@ def check_shared_filesystem(job: Job, folder: Path) -> None:
             f"wrote there is not seen on host {join_some(blind, 4)}. Name a folder that all hosts have in "
             "common with checkpoint.path=FOLDER"
         )
-
-
-def _write(proof: Path, token: str) -> None:
-    try:
-        proof.parent.mkdir(parents=True, exist_ok=True)
-        proof.write_text(token)
-    except OSError as error:
-        raise InputError(
-            f"the folder of the checkpoints, {proof.parent.absolute()}, cannot be written to ({error.strerror}): name "
-            "another one with checkpoint.path=FOLDER"
-        ) from error
 
 
 def _reads(proof: Path, token: str) -> bool:

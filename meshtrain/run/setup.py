@@ -12,7 +12,7 @@ from meshtrain.checkpoint.resume import RunSpec
 from meshtrain.config import Config
 from meshtrain.config.layout_advice import host_warnings
 from meshtrain.config.locate import model_file
-from meshtrain.data import Batch, EvalBatches, OpenData, Samples, eval_batches, open_data, prepare_data, train_batches
+from meshtrain.data import Batch, EvalBatches, OpenData, Samples, open_data, prepare_data, train_batches
 from meshtrain.data.order import describe_batch
 from meshtrain.job.consistency import Fingerprint, flat, require_equal
 from meshtrain.job.process import Job
@@ -20,15 +20,7 @@ from meshtrain.job.storage import with_retries
 from meshtrain.layout import DATA_AXES
 from meshtrain.mesh import Mesh
 from meshtrain.metrics.step_timer import StepTimer
-from meshtrain.modeling.build import (
-    build_model,
-    check_start,
-    compile_choice,
-    outputs,
-    parameter_count,
-    short_sample,
-    spec_of,
-)
+from meshtrain.modeling import build
 from meshtrain.modeling.context import context_costs
 from meshtrain.modeling.experts import expert_costs
 from meshtrain.parallel.context import ContextParallel
@@ -48,10 +40,10 @@ def load_data(config: Config, job: Job) -> OpenData:
         if first_of_host:
             prepare_data(config.data, say=job.say)
     with job.collective_check("opening the data"):
-        data = open_data(config.data, n_outputs=outputs(config), seed=config.train.seed, say=job.say)
+        data = open_data(config.data, n_outputs=build.outputs(config), seed=config.train.seed, say=job.say)
         samples = with_retries(data.sampled) if first_of_host else None
     with job.collective_check("comparing the weights and the layout with the model"):
-        check_start(config, job.layout, data.train, job.say)
+        build.check_start(config, job.layout, data.train, job.say)
     files = "every host must have the same files, and the same Python for python-stdlib"
     require_equal(job, Fingerprint("the data", flat(data.identity), files))
     damaged = "copy or prepare them anew where they are damaged"
@@ -77,8 +69,8 @@ def model_of_run(
     sample = None
     if config.parallel.verify and mesh.size("cp", "tp") > 1:
         with job.collective_check("reading the first samples"):
-            sample = short_sample(data, mesh.size("cp"), mesh.size("tp"))
-    return build_model(config, mesh, job.device, lambda: timer.phase("communication"), sample)
+            sample = build.short_sample(data, mesh.size("cp"), mesh.size("tp"))
+    return build.build_model(config, mesh, job.device, lambda: timer.phase("communication"), sample)
 
 
 def readers(
@@ -98,7 +90,7 @@ def readers(
         common["prepare"] = context_parallel(config, mesh).shard if split else Batch.with_context
     order: dict[str, Any] = {"seed": config.train.seed, "global_size": config.batch.global_size}
     batches = train_batches(data.train, first_step=first_step, steps=steps, **order, **common)
-    return batches, None if held_out is None else eval_batches(held_out, **common)
+    return batches, None if held_out is None else EvalBatches(held_out, **common)
 
 
 def context_parallel(config: Config, mesh: Mesh) -> ContextParallel:
@@ -119,16 +111,17 @@ def banner_lines(spec: RunSpec, job: Job, data: OpenData, evaluated: Samples | N
         yield costs.describe()
     experts = expert_costs(config, layout)
     active = "" if experts is None else f", {experts.active:,} active a token"
-    yield f"model {config.model.name}: {parameter_count(spec_of(config).meta):,} parameters{active}"
+    plain = build.spec_of(config).meta
+    yield f"model {config.model.name}: {build.parameter_count(plain):,} parameters{active}"
     if experts is not None:
         yield experts.line
     if (numbers := config.train.linear_precision) is not None:
-        yield describe_float8(spec_of(config).meta, numbers, compute_dtype(config.train.precision), job.device.type)
+        yield describe_float8(plain, numbers, compute_dtype(config.train.precision), job.device.type)
     module = model_file(config.model.name)
     plan = getattr(module, "tp_plan", {})
     if layout.size("tp") > 1 and config.parallel.sequence_parallel is None and not shards_sequence(plan):
         yield f"parallel.sequence_parallel is off: {NO_SEQUENCE}"
-    choice = compile_choice(config, layout, job.device)
+    choice = build.compile_choice(config, layout, job.device)
     if job.device.type == "cuda" and config.parallel.compile == "auto":
         yield f"parallel.compile: auto: {choice}"
     groups = (vars(layer)["axis_group"].choice for layer in model.modules() if "axis_group" in vars(layer))

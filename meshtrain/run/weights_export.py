@@ -52,8 +52,7 @@ def export(
         file_bytes: of one file at most, unless a tensor is larger.
         file_format: of the experts: `original` or `fused`, see `stored_names.table_of`.
 
-    Raises:
-        AgreedError: on every rank: a rank could not write, for instance because its disk is full.
+    Raises AgreedError: on every rank: a rank could not write, for instance because its disk is full.
     """
     place = ExportFolder(folder)
     tensors = {names[0]: tensor for names, tensor in named_tensors(model).items()}

@@ -208,7 +208,7 @@ def compare(run: Run, whole: Run, steps: int) -> None:
         assert row == expected, f"{row} where the run that was not killed has {expected}"
     assert run.unfinished() == []
     last = [str(each.checkpoints / name_of(steps)) for each in (run, whole)]
-    diff = [sys.executable, "-m", "meshtrain.cli.main", "checkpoint", "diff", *last]
+    diff = [sys.executable, "-m", "meshtrain.cli", "checkpoint", "diff", *last]
     done = subprocess.run(diff, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tensors are equal to the bit" in done.stdout, done.stdout

@@ -108,7 +108,7 @@ def test_a_slow_save_is_said_once(saver: Callable[..., Saver], monkeypatch: pyte
     assert one.saved == 2
 
 
-def no_memory(*arguments: Any) -> Any:
+def no_memory(*arguments: Any, **fields: Any) -> Any:
     raise MemoryError
 
 
@@ -119,7 +119,7 @@ def test_too_little_memory_is_a_failed_save(saver: Callable[..., Saver], monkeyp
         one.save(1, ABOUT, wait=True)
     assert one.problem == "rank 0 on host here: MemoryError"
     with monkeypatch.context() as patch:
-        patch.setattr(commit.CheckpointWrite, "_manifest", no_memory)
+        patch.setattr(commit, "Manifest", no_memory)
         one.save(2, ABOUT, wait=True)
     assert one.problem == "rank 0 on host here: MemoryError"
     one.save(3, ABOUT, wait=True)

@@ -257,6 +257,7 @@ def test_a_disk_that_gets_full_in_the_middle(
     assert not verify(small_disk / "step_0000002")
     folder.remove(small_disk / "step_0000001")
     one.save(4, ABOUT, wait=True)
+    one._thread.join()  # nothing of it is open when the disk goes
     assert (one.saved, one.problem) == (4, None)
 
 
@@ -268,6 +269,7 @@ def test_a_folder_that_becomes_read_only(saver: Callable[..., Saver], small_disk
     subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
     assert one.problem == f"rank 0 on host here: {small_disk / '.step_0000002.tmp'}: Read-only file system"
     assert one.wants_stop == f"there is no checkpoint of step 2: {one.problem}"
+    one._thread.join()
     assert os.listdir(small_disk) == ["step_0000001"]
 
 

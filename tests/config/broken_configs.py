@@ -483,7 +483,7 @@ EXPERTS = [
     ),
     one(
         "more ranks of tp than experts",
-        plus("layout: {tp: 8}\n", model=WITH_EXPERTS.replace("8", "6")),
+        plus("layout: {tp: 8}\n", model=WITH_EXPERTS.replace("num_experts: 8", "num_experts: 6")),
         4,
         "parallel.expert_parallel is 8 (null: as many as tp) and a layer has 6 experts",
         "use 4",
@@ -863,9 +863,15 @@ HOSTILE = [
         "fewer microbatches",
     ),
     one(
-        "10^5 stages", plus("layout: {pp: 100000}\n", model=SIX_BLOCKS), 4, "cannot form 100000 stages", "at most 6 ra"
+        "10^5 stages", plus("layout: {pp: 100000}\n", model=SIX_BLOCKS), 4, "cannot form 100,000 stages", "at most 6 ra"
     ),
-    one(f"{ZEROS} stages", plus(f"layout: {{pp: {ZEROS}}}\n", model=SIX_BLOCKS), 4, "cannot form 1000", "at most 6 ra"),
+    one(
+        f"{ZEROS} stages",
+        plus(f"layout: {{pp: {ZEROS}}}\n", model=SIX_BLOCKS),
+        4,
+        "cannot form 100,000,",
+        "at most 6 ra",
+    ),
     *(
         one(
             f"{key} of {value[:9]}", plus("layout: {tp: 2}\n", f"{{{key}: {value}}}"), 1, f"{key} is 10000", f"most {m}"

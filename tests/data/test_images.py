@@ -44,7 +44,7 @@ def test_digits(opened: Opener) -> None:
     pytest.importorskip("sklearn")
     found = opened(source="digits", validation=0.2, n_outputs=10)
     assert found.task == "classification"
-    assert found.image_shape == (1, 8, 8)
+    assert found.about[0].startswith("digits: images of 1 x 8 x 8, 10 classes")
     assert len(found.train) + len(found.validation) == 1797
     assert 0.15 < len(found.validation) / 1797 < 0.25
     images = images_of(found.train)
@@ -92,7 +92,6 @@ def test_mnist(opened: Opener, tmp_path: Path, suffix: str) -> None:
     assert len(share.train) + len(share.validation) == 30
     resized = opened(source="mnist", path=folder, validation=0, image_size=16)
     assert images_of(resized.train).shape == (30, 1, 16, 16)
-    assert resized.image_shape == (1, 16, 16)
 
 
 def test_mnist_files_that_are_wrong(opened: Opener, tmp_path: Path) -> None:
@@ -157,7 +156,7 @@ def test_a_folder_of_images(opened: Opener, tmp_path: Path) -> None:
     root = write_folder(tmp_path / "images", {"dog": 3, "cat": 4})
     (root / "cat" / "notes.txt").touch()
     found = opened(source="images", path=str(root), image_size=12, validation=0, n_outputs=2)
-    assert found.image_shape == (3, 12, 12)
+    assert found.about[0].endswith(": images of 3 x 12 x 12, 2 classes")
     assert labels_of(found.train) == [0] * 4 + [1] * 3
     images = images_of(found.train)
     assert images.shape == (7, 3, 12, 12)

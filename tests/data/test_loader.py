@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshtrain.attention import AttentionContext, cumulative_lengths
-from meshtrain.data import IGNORE, Batch, OpenData, Samples, eval_batches, loader, train_batches
+from meshtrain.data import IGNORE, Batch, EvalBatches, OpenData, Samples, loader, train_batches
 from meshtrain.data.order import batch_samples, items, microbatches
 from meshtrain.errors import InputError
 
@@ -73,7 +73,7 @@ def test_the_ranks_together_have_the_global_batch(n: int, size: int, micro: int,
 
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 7))
 def test_evaluation_sees_each_sample_once(n: int, micro: int, ranks: int) -> None:
-    loaders = [eval_batches(Numbers(n), micro_size=micro, rank=rank, ranks=ranks) for rank in range(ranks)]
+    loaders = [EvalBatches(Numbers(n), micro_size=micro, rank=rank, ranks=ranks) for rank in range(ranks)]
     assert [value for loader in loaders for value in values(list(loader))] == list(range(n))
     assert {len(loader) for loader in loaders} == {len(list(loaders[0]))}
     assert len({len(list(loader)) for loader in loaders}) == 1
@@ -92,7 +92,7 @@ def test_workers_change_nothing(opened: Opener, tmp_path: Path, workers: int) ->
         assert torch.equal(one.targets, other.targets)
         assert all(torch.equal(a, b) for a, b in zip(one.inputs, other.inputs, strict=True))
     assert any(IGNORE in batch.targets for batch in alone[0])
-    loader = eval_batches(data.validation, micro_size=4, rank=0, ranks=1, workers=workers)
+    loader = EvalBatches(data.validation, micro_size=4, rank=0, ranks=1, workers=workers)
     for _ in range(2):
         seen = torch.cat([batch.inputs[0] for batch in loader])[: len(data.validation)]
         assert torch.equal(seen, torch.stack([data.validation.item(i, 0)[0][0] for i in range(len(data.validation))]))
@@ -117,12 +117,14 @@ def test_evaluation_keeps_its_workers_and_may_be_left_early() -> None:
         def item(self, index: int, epoch: int):
             return (torch.tensor([os.getpid()]),), torch.tensor(index)
 
-    loader = eval_batches(Pids(20), micro_size=2, rank=0, ranks=1, workers=1)
+    loader = EvalBatches(Pids(20), micro_size=2, rank=0, ranks=1, workers=1)
     first = next(iter(loader)).inputs[0][0].item()
     rounds = [list(loader) for _ in range(2)]
     assert {pid for batches in rounds for batch in batches for pid in batch.inputs[0].flatten().tolist()} == {first}
     assert first != os.getpid()
     assert [values(batches) for batches in rounds] == [list(range(20))] * 2
+    with pytest.raises(TypeError, match="pin_memory, prepare; found worker"):
+        EvalBatches(Numbers(20), micro_size=2, rank=0, ranks=1, worker=1)
 
 
 def test_reading_ahead_leaves_the_random_numbers_alone() -> None:
@@ -323,7 +325,7 @@ def test_a_model_with_a_cp_plan_gets_the_record_in_the_place_of_documents(opened
                 assert torch.equal(context.lengths, cumulative_lengths(documents))
             assert other.to(torch.device("meta"), torch.bfloat16).inputs[2].shape == context.shape
             assert other.with_context() is other
-    evaluated = eval_batches(data.train, micro_size=2, rank=0, ranks=1, prepare=Batch.with_context)
+    evaluated = EvalBatches(data.train, micro_size=2, rank=0, ranks=1, prepare=Batch.with_context)
     assert isinstance(next(iter(evaluated)).inputs[2], AttentionContext)
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.doctor import host as machine
-from meshtrain.doctor import nccl
+from meshtrain.doctor import facts, nccl
 from meshtrain.doctor.nccl import library_cache, net_plugin, settings_of_files, slow_settings, transports
 from meshtrain.doctor.records import Host, Interface, Place, Port
 
@@ -114,7 +113,7 @@ def test_the_ports_of_rdma_cards(tmp_path: Path) -> None:
     card(tmp_path, "mlx5_2", "mlx5_core", "Ethernet", "4: ACTIVE", "200 Gb/sec (4X HDR)", ("IB/RoCE v1", "RoCE v2"))
     card(tmp_path, "rdmap1s0", "efa", "Unknown", "4: ACTIVE", "100 Gb/sec (4X EDR)")
     (tmp_path / "mlx5_0/ports/1/gid_attrs/types/1").mkdir()  # as one that is not in use, it cannot be read
-    found = machine.ports(tmp_path)
+    found = facts.ports(tmp_path)
     assert found == (
         Port("mlx5_0:1", "InfiniBand", True, 400.0, "mlx5_core"),
         Port("mlx5_1:1", "InfiniBand", False, 10.0, "mlx5_core"),
@@ -125,11 +124,11 @@ def test_the_ports_of_rdma_cards(tmp_path: Path) -> None:
     assert ([one.name for one in host.rdma], host.rdma_name, host.efa) == (
         ["mlx5_0:1", "mlx5_2:1"], "InfiniBand and RoCE", True,
     )  # fmt: skip
-    assert machine.ports(tmp_path / "none") == ()
-    assert not machine.verbs(tmp_path / "none")
+    assert facts.ports(tmp_path / "none") == ()
+    assert not facts.verbs(tmp_path / "none")
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/uverbs0").touch()
-    assert machine.verbs(tmp_path / "dev")
+    assert facts.verbs(tmp_path / "dev")
 
 
 GIB = 2**30
@@ -159,4 +158,4 @@ def test_memory_is_that_of_the_group_that_a_job_is_held_to(
     for name, value in files.items():
         file = "stat" if name.endswith("inactive_file") else name
         (group / f"memory.{file}").write_text(f"{name} {value}\n" if file == "stat" else f"{value}\n")
-    assert machine.memory_gib(host, own, tmp_path / "root") == memory
+    assert facts.memory_gib(host, own, tmp_path / "root") == memory

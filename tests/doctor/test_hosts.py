@@ -311,7 +311,7 @@ def test_the_collectives_of_unequal_hosts_and_the_slow_link(tmp_path: Path) -> N
 
 
 def test_a_host_alone_and_a_command_line_that_is_wrong(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "meshtrain.cli.main", "doctor", "--local", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "meshtrain.cli", "doctor", "--local", "--nproc-per-node=2"]
     output = f"train.output={tmp_path}/run"
     (wrong,) = run_together([[*command, "configs/quickstart.yaml", "layout={dp_shard: 3}", output]], timeout=100)
     assert wrong.status == 1
@@ -341,7 +341,7 @@ def test_tasks_of_srun(tmp_path: Path) -> None:
             [
                 "env", *(f"{name}={value}" for name, value in common.items()),
                 f"SLURM_PROCID={rank}", f"SLURM_NODEID={node}", f"SLURM_LOCALID={local}", f"SLURMD_NODENAME=a{node}",
-                sys.executable, "-m", "meshtrain.cli.main", "doctor", "--json", "configs/quickstart.yaml",
+                sys.executable, "-m", "meshtrain.cli", "doctor", "--json", "configs/quickstart.yaml",
                 f"train.output={tmp_path}/run",
             ]
             for rank, node, local in tasks

@@ -20,14 +20,13 @@ import pytest
 import torch.distributed as dist
 
 from meshtrain.config import Config
-from meshtrain.doctor import host as machine
-from meshtrain.doctor import rendezvous
+from meshtrain.doctor import facts, rendezvous
 from meshtrain.doctor.command import DoctorRun, Outcome, examine
 from meshtrain.doctor.files import named_paths, probe, tidy, visible
-from meshtrain.doctor.ports import PortProbe, check_ports, clock_offset
+from meshtrain.doctor.ports import PortProbe, check_ports, clock_offset, owner_of_port
 from meshtrain.doctor.records import Host, Interface, PathFacts, Place, RecordError
 from meshtrain.doctor.rendezvous import Board, JoinError, join_rendezvous, open_rendezvous, serves
-from meshtrain.doctor.sockets import address_towards, call_with_timeout, listen
+from meshtrain.job.sockets import address_towards, call_with_timeout, listen
 from tests.launching import environment, free_port
 
 WAIT_S = 2.0
@@ -301,7 +300,7 @@ def test_the_port_is_taken_and_the_one_who_has_it_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         (outcome,) = meet(node(port, serves=True))
-        assert machine.owner_of_port(port).startswith("process ")
+        assert owner_of_port(port).startswith("process ")
     assert ids(outcome) == {"endpoint-taken"}
 
 
@@ -400,8 +399,8 @@ def test_a_call_that_hangs_has_a_limit() -> None:
 
 
 def test_interfaces_of_this_machine() -> None:
-    loopback = next(one for one in machine.interfaces() if one.name == "lo")
+    loopback = next(one for one in facts.interfaces() if one.name == "lo")
     assert "127.0.0.1" in loopback.addresses
     with listen(0) as listener:
-        assert machine.owner_of_port(listener.getsockname()[1]).startswith("process ")
+        assert owner_of_port(listener.getsockname()[1]).startswith("process ")
     assert address_towards("127.0.0.1") == "127.0.0.1"

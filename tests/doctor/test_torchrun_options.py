@@ -10,7 +10,7 @@ import pytest
 from meshtrain.doctor.bandwidth import choose_size, pairs_in_rounds, wire_bytes
 from meshtrain.doctor.command import add_arguments
 from meshtrain.doctor.facts import processes_of
-from meshtrain.doctor.interfaces import gloo_interfaces, nccl_interfaces
+from meshtrain.doctor.nccl import gloo_interfaces, nccl_interfaces
 from meshtrain.doctor.ports import peers_to_check
 from meshtrain.doctor.records import Interface, Place
 from meshtrain.doctor.torchrun_options import read_place, speaks_for_node
@@ -127,6 +127,10 @@ def test_a_task_of_srun() -> None:
     assert speaks_for_node(variables, found)
     assert not speaks_for_node(variables | {"SLURM_LOCALID": "1"}, found)
     assert place("", variables | {"SLURM_NODEID": "0", "SLURM_PROCID": "0"}).serves
+    del variables["SLURM_STEP_NUM_NODES"]
+    for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_NODEID"):
+        with pytest.raises(InputError, match=f"^{name} two: expected a number"):
+            place("", variables | {name: "two", "MASTER_ADDR": "gpu01"})
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def test_what_a_rank_tells_of_another_one_is_that_ones(tmp_path: Path) -> None:
 
 LOST_BY = {
     "RANK_GONE": [rank(0, wait=waits()), rank(1, reach="gone")],
-    "RANK_STOPPED": [rank(0, wait=waits()), rank(1, reach="silent", stopped=True)],
+    "RANK_STOPPED": [rank(0, wait=waits()), rank(1, reach="stopped")],
     "HOST_UNREACHABLE": [rank(0), rank(1, "b", "unreachable"), rank(2, "b", "unreachable")],
     "RANK_SILENT": [rank(0), rank(1, reach="silent")],
     "RANK_ABSENT": [rank(0, wait=waits(ranks=(0, 1))), rank(1)],
@@ -538,7 +538,7 @@ def test_packed_logs_and_those_cut_off_while_packing(tmp_path: Path) -> None:
 
 
 def test_standard_input_is_a_log_too() -> None:
-    command = [sys.executable, "-m", "meshtrain.cli.main", "explain", "-", "--json"]
+    command = [sys.executable, "-m", "meshtrain.cli", "explain", "-", "--json"]
     done = subprocess.run(command, input=f"a\n{OOM}\n", capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (1, "")
     (found,) = json.loads(done.stdout)
@@ -615,7 +615,7 @@ def test_what_is_shown_moves_no_cursor_and_fits_any_terminal(tmp_path: Path) -> 
     log = tmp_path / "job.txt"
     log.write_bytes(f"\x1b]0;title\x07\x1b[2J\u009b31m{OOM} \u2764\n".encode())
     done = subprocess.run(
-        [sys.executable, "-m", "meshtrain.cli.main", "explain", str(log)],
+        [sys.executable, "-m", "meshtrain.cli", "explain", str(log)],
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
         capture_output=True,
         timeout=120,

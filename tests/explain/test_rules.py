@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshtrain.errors import InputError
-from meshtrain.explain.advice import OPTIONS, Settings, advice
-from meshtrain.explain.causes import explain
+from meshtrain.explain.causes import OPTIONS, Settings, advice, explain
 from meshtrain.explain.log_reader import LONGEST, without_prefix
 from meshtrain.explain.rules import Rule, literals_of, load_rules
 

@@ -332,7 +332,7 @@ def test_a_command_has_its_arguments(command: str) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["meshtrain.train", "meshtrain.doctor", "meshtrain.operate.doctor", "meshtrain.cli", "meshtrain.config.docs"],
+    [f"meshtrain.{name}" for name in listed("train doctor operate.doctor cli cli.main config.docs")],
 )
 def test_a_module_can_be_run(module: str) -> None:
     assert importlib.util.find_spec(module) is not None

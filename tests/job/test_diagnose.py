@@ -12,11 +12,11 @@ from meshtrain.job.watchdog.records import PendingCollective, RankReport, RankSt
 WORLD = (0, 1, 2, 3)
 
 
-def rank(number: int, host: str = "a", reach: str = "answers", stopped: bool = False, **said: Any) -> RankReport:
+def rank(number: int, host: str = "a", reach: str = "answers", **said: Any) -> RankReport:
     """A rank that trains, step 5, unless it says something else."""
     who = f"rank {number} on host {host} (dp_shard {number})"
     status = RankStatus(**{"phase": "step", "step": 5, "seconds": 20.0} | said) if reach == "answers" else None
-    return RankReport(number, host, who, 1000 + number, Reach(reach), status, stopped)
+    return RankReport(number, host, who, 1000 + number, Reach(reach), status)
 
 
 def waits(
@@ -60,10 +60,10 @@ def test_a_lost_host_is_named_and_its_ranks() -> None:
 
 
 def test_a_stopped_rank_is_told_from_a_silent_one() -> None:
-    for stopped, what in ((True, "stopped"), (False, "silent")):
-        verdict = diagnose([rank(0, wait=waits()), rank(1, reach="silent", stopped=stopped)], hangs=True)
+    for reach in ("stopped", "silent"):
+        verdict = diagnose([rank(0, wait=waits()), rank(1, reach=reach)], hangs=True)
         assert verdict is not None
-        assert (verdict.kind, verdict.ranks) == (what, (1,))
+        assert (verdict.kind, verdict.ranks) == (reach, (1,))
         assert "all_reduce 7 over dp_shard (ranks 0-3): rank 0 waits, not arrived: 1" in verdict.details
 
 

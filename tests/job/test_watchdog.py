@@ -26,6 +26,7 @@ from meshtrain.job.environment import Environment
 from meshtrain.job.exit import job_exit
 from meshtrain.job.pending import PendingWait, Resource, pending_waits, waiting
 from meshtrain.job.process import Job
+from meshtrain.job.signals import SignalWakeup
 from meshtrain.job.store import RemoteFailure, Round
 from meshtrain.job.watchdog import diagnose as diagnosing
 from meshtrain.job.watchdog import introspect, watchdog
@@ -42,7 +43,6 @@ from meshtrain.job.watchdog.records import (
     RankStatus,
     Reach,
 )
-from meshtrain.job.watchdog.wakeup import SignalWakeup
 from meshtrain.job.watchdog.watchdog import Watchdog, watched
 from tests.job.test_diagnose import rank, waits
 from tests.launching import forked
@@ -227,9 +227,15 @@ def test_who_meets_at_a_store_knows_whom_it_waits_for() -> None:
     thread.join()
 
 
-def test_what_takes_too_long_or_fails_is_not_waited_for() -> None:
-    assert introspect.call_with_timeout(5, lambda: 3) == 3
-    assert introspect.call_with_timeout(0.1, lambda: time.sleep(2)) is None
+def test_a_recorder_that_takes_too_long_or_fails_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    job = Job(Environment("none", 0, 1, 0, "a", None), torch.device("cpu"), None)
+    monkeypatch.setattr(introspect, "RECORDER_S", 0.1)
+    for state, printed in ((lambda _: time.sleep(2), False), (lambda _: 1 // 0, True)):
+        monkeypatch.setattr(introspect, "flight_recorder_state", state)
+        assert local_status(job, DeadlineClock(), None).begun == {}
+        assert ("ZeroDivisionError" in capsys.readouterr().err) == printed
 
 
 def test_a_thread_is_woken_by_signals_and_by_other_threads() -> None:
@@ -547,13 +553,6 @@ def test_what_takes_long_and_cannot_be_explained_is_told_with_all_stacks(
     told = capsys.readouterr().err
     assert told.count("warning: this takes long (20 s in step 5), and no rank waits") == 1
     assert "  ranks 0-2, in step 5:\n      step.py:9 update\n" in told
-
-
-def test_the_first_pass_over_an_evaluation_counts_as_seen_when_it_is_done() -> None:
-    watch = one_of_three(0)
-    for _ in watch.iterate([1, 2], "evaluation"):
-        assert watch.deadlines.warm_phases == set()
-    assert watch.deadlines.warm_phases == {"evaluation"}
 
 
 # A loop of one's own ------------------------------------------------------------------------------------------------

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from meshtrain.cli import main as cli
 from meshtrain.config import locate
-from meshtrain.launch.checks import nodes_that_fit
-from meshtrain.launch.request import seconds
-from meshtrain.launch.script import block, render
+from meshtrain.launch.command import nodes_that_fit
+from meshtrain.launch.request import block, render, seconds
 from meshtrain.layout import Layout, LayoutError
 from tests.launching import run
 

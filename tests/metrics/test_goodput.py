@@ -6,6 +6,7 @@ import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,12 +32,18 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.folder, self.clock = folder, 0.0
 
+    def monotonic(self) -> float:
+        return self.clock
+
+    def time(self) -> float:
+        return START + self.clock
+
     def job(self, first: int, *, waited: float = 0.0, startup: float = 3.0) -> GoodputTracker:
         """The next job, after no job for so long; its first step begins."""
         self.clock += waited
         since = self.clock
         self.clock += startup / 3  # imports
-        ledger = GoodputTracker(self.folder, first, since, monotonic=lambda: self.clock, now=lambda: START + self.clock)
+        ledger = GoodputTracker(self.folder, first, since, clock=self)
         self.clock += startup / 3 * 2
         ledger.begin()
         return ledger
@@ -153,7 +160,8 @@ def test_a_host_whose_clock_is_behind_gives_no_time_back(world: World) -> None:
     ledger = world.job(0)
     world.steps(ledger, 1, 4)
     ledger.end("stopped")
-    later = GoodputTracker(world.folder, 4, 50.0, monotonic=lambda: 60.0, now=lambda: START - 1000)
+    behind = SimpleNamespace(monotonic=lambda: 60.0, time=lambda: START - 1000)
+    later = GoodputTracker(world.folder, 4, 50.0, clock=behind)
     assert parts(later) == {"startup": 13, "training": 3, "data": 1}
 
 
@@ -233,7 +241,7 @@ def test_a_line_that_was_cut_off_is_left_out_without_a_word(world: World) -> Non
     world.clock = 100
     for cut in range(len(last)):
         (world.folder / FILE).write_bytes(GOOD.encode() + last[:cut])
-        ledger = GoodputTracker(world.folder, 4, 100.0, monotonic=lambda: 100.0, now=lambda: START + 100)
+        ledger = GoodputTracker(world.folder, 4, 100.0, clock=world)
         assert ledger.note is None
         assert parts(ledger) == {"startup": 3, "training": 3, "data": 1, "saving": 0.5, "between": 92.5}
         assert (world.folder / FILE).read_text() == GOOD + '{"started": 1700000100.0, "step": 4}\n'
@@ -294,7 +302,8 @@ HOSTILE = {
 @pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE)
 def test_a_line_that_is_none_of_a_ledger_is_left_out_and_said(world: World, line: bytes) -> None:
     (world.folder / FILE).write_bytes(GOOD.encode() + line + b"\n")
-    ledger = GoodputTracker(world.folder, 4, 0.0, monotonic=lambda: 0.0, now=lambda: START + 7.5)
+    world.clock = 7.5
+    ledger = GoodputTracker(world.folder, 4, 7.5, clock=world)
     assert "lines that are none of a ledger" in str(ledger.note)
     assert next(ledger.about()) == ledger.note
     assert parts(ledger) == {"startup": 3, "training": 3, "data": 1, "saving": 0.5}
@@ -303,7 +312,7 @@ def test_a_line_that_is_none_of_a_ledger_is_left_out_and_said(world: World, line
 
 def test_marks_without_a_job_count_for_nothing(world: World) -> None:
     (world.folder / FILE).write_bytes(mark() + b"\n")
-    assert parts(GoodputTracker(world.folder, 0, 0.0, monotonic=lambda: 0.0)) == {}
+    assert parts(GoodputTracker(world.folder, 0, 0.0, clock=world)) == {}
 
 
 @settings(deadline=None)

@@ -120,7 +120,7 @@ def test_a_log_has_the_first_steps_then_one_line_every_few_seconds_and_the_last(
 
 def test_slow_steps_are_all_shown() -> None:
     console = Console(file=StringIO())
-    progress, clock = shown(PlainLines, console, step=80)
+    progress, clock = shown(PlainLines, console)
     for step in range(81, 101):
         clock.time += 6
         progress.row({"step": step, "loss": 1.0, "step_time_s": 6.0})
@@ -167,7 +167,7 @@ def test_the_live_line_stays_one_line(width: int) -> None:
     for step in (1, 2, 3):
         clock.time += 1
         progress.row(ROW | {"step": step})
-        frame = console.render_lines(progress._frame(ROW | {"step": step}), pad=False)
+        frame = console.render_lines(progress._frame(ROW | {"step": step}, None), pad=False)
         assert len(frame) == 1
     progress.say("eval at step 3")
     progress.close()

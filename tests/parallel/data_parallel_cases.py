@@ -3,7 +3,9 @@
 import json
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -201,6 +203,31 @@ class Cases:
             self.failures += [] if added == {torch.float32} else [["added up in", str(mesh.layout), str(added)]]
         self.checked += 1
 
+    def registered(self, mesh: Mesh) -> None:
+        """FSDP's messages in memory of the process group: all of them, with the same sums and counted bytes. Where the
+        backend has none, as here, they are where they were."""
+        taken: list[int] = []
+
+        def take(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+            taken.append(numel)
+            return torch.empty(numel, dtype=dtype, device=device)
+
+        backend = SimpleNamespace(supports_tensor_alloc=lambda device: True, allocate_tensor=take)
+        group = SimpleNamespace(_get_backend=lambda device: backend)
+        mixin, bytes_of = fsdp.fsdp_collectives.ProcessGroupAllocMixin, []
+        for memory in (None, mixin, lambda group_of_axis: mixin(group)):
+            with patch.object(fsdp.fsdp_collectives, "ProcessGroupAllocMixin", memory):
+                model = meshtrain.parallelize(fresh(), mesh, precision="float64", symmetric_memory=memory is not None)
+            taken.clear()
+            mesh.comm_bytes.restart()
+            step(model, mesh, 2, USES["last"])
+            bytes_of.append(mesh.comm_bytes.by_kind("dp_shard"))
+            self.same(model, expected(mesh.layout.world_size, 2, USES["last"]), str(mesh.layout), "registered memory")
+        t = mesh.size("dp_shard")
+        gathered, scattered = (bytes_of[0][kind] * t // (t - 1) // 8 for kind in ("all_gather", "reduce_scatter"))
+        if sum(taken) != gathered + scattered + scattered // t or bytes_of != bytes_of[:1] * 3:
+            self.failures.append([str(mesh.layout), "registered memory", sum(taken), str(bytes_of)])
+
     def recomputed(self, mesh: Mesh) -> None:
         """A whole model whose forward runs again inside of the backward."""
         model = meshtrain.parallelize(fresh(), mesh, precision="float64")
@@ -352,6 +379,7 @@ with meshtrain.start(60) as job:
             cases.uses(mesh, reshard)
             if "dp_shard" in layout:
                 cases.sixteen_bits(mesh, reshard)
+                cases.registered(mesh)
             cases.half_messages(mesh, reshard)
             cases.exception(mesh, reshard)
         cases.state(mesh)

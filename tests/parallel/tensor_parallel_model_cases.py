@@ -9,6 +9,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -31,12 +33,15 @@ from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.loss import sample_losses
 from meshtrain.mesh import Mesh
 from meshtrain.optim.optimizer import Optimizer
+from meshtrain.parallel import parallelize as parallelizing
 from meshtrain.parallel import tensor_parallel as tensor
 from meshtrain.parallel.collectives import axis_group
 from meshtrain.parallel.grad_sync import defer_waits, finish_reduce, set_is_last_backward, start_reduce
 from meshtrain.parallel.linear import use_products
+from meshtrain.parallel.linear.matmul import PLAIN, PRODUCTS
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue, run_weight_grads
 from meshtrain.parallel.mixed_precision import ComputeCopies
+from meshtrain.parallel.sharding import local_part
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.train import run
 from tests.parallel.tensor_parallel_cases import Cases, D, S, V, latent_attention, small_llama
@@ -135,6 +140,28 @@ class Models(Cases):
             spared = 2 * 8 * 2 * S * 24 // 2 if options.get("recompute") == "full" else 0
             self.equal(sent[1], sent[0] - spared, f"{options}: bytes that a compiled model sends")
 
+    def merged(self) -> None:
+        """A compiled block in 16 bits, as on GPUs: a rank's rows of q, k and v are one weight, and of gate and up. Here
+        computed in float64 and added up in float32."""
+        for options in ({}, {"recompute": "selective", "regather": True}):
+            torch._dynamo.reset()
+            products: list[int] = []
+            counted = replace(PLAIN, forward=lambda *of, made=products: made.append(1) or PLAIN.forward(*of))
+            with (
+                patch.object(parallelizing, "MERGED_ON", ("cpu",)),
+                patch.object(parallelizing, "master_dtype", lambda precision: torch.float32),
+                patch.dict(PRODUCTS, {PLAIN.name: counted}),
+                patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")),
+            ):
+                model = self.split(small_llama(), compile=True, verify=False, **options)
+                plain, what = small_llama().double(), f"merged, {options}"
+                self.losses(model, plain, what)
+            self.equal(len(products), 2 * 4 + 1, f"{what}: products")
+            for parameter, known in zip(model.parameters(), plain.parameters(), strict=True):
+                grad = known.grad[local_part(parameter)[1]]
+                close = torch.allclose(to_local(parameter.grad).double(), grad, rtol=1e-6, atol=1e-6 * grad.abs().max())
+                self.equal(close, True, f"{what}: gradients")
+
     def logits(self, vocabulary: int) -> None:
         """What `full_tensor` gives, and the gradients that go through it."""
         model, plain = self.split(small_llama(vocab_size=vocabulary)), small_llama(vocab_size=vocabulary).double()
@@ -167,7 +194,8 @@ class Models(Cases):
 
     def copies(self) -> None:
         """In 16 bits microbatches share copies of the parts, and each step casts those that the one before has changed
-        (which no version of a DTensor tells): the same bits as where each forward casts for itself."""
+        (which no version of a DTensor tells): the same bits as where each forward casts for itself. A backward behind a
+        forward with changed parts, whose weights are gone, is refused."""
         keys, tokens, found = Config.load(QUICKSTART, list(SMALL)).optimizer, self.tokens(), []
         for shared in (True, False):
             model = meshtrain.parallelize(small_llama(), self.mesh, precision="bfloat16")
@@ -185,6 +213,12 @@ class Models(Cases):
                 optimizer.update(step, None, torch.tensor(False))
         self.equal(found[:9], found[9:], "losses of shared copies")
         self.equal(len({losses[0] for losses in found}), 3, "steps with losses of their own")
+        early = sample_losses(model(tokens), tokens).sum()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                to_local(parameter).mul_(1.1)
+        sample_losses(model(tokens), tokens)
+        self.equal(raises(RuntimeError, early.backward), True, "weights that changed before their backward")
 
     def snippet(self) -> None:
         """The layers of the docs, with the shapes that stand beside them."""
@@ -295,6 +329,7 @@ def main() -> None:
         cases.fused()
         if job.world_size == 2:
             cases.compiled()
+            cases.merged()
         else:  # what tensor ranks sum comes after what data ranks sum
             for axis in DATA_AXES:
                 cases.mesh = meshtrain.build_mesh(Layout({axis: 2, "tp": 2}))

@@ -24,8 +24,12 @@ from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
 from meshtrain.modeling.build import compile_choice
 from meshtrain.parallel import compile as compiling
+from meshtrain.parallel import mixed_precision
+from meshtrain.parallel import parallelize as parallelizing
 from meshtrain.parallel.activation_checkpoint import ATTENTION, _policy
 from meshtrain.parallel.compile import CACHE, choose_compile, keep_compiled_code, missing_tools
+from meshtrain.parallel.grad_sync import set_is_last_backward
+from meshtrain.parallel.linear import Linear
 from meshtrain.parallel.parallelize import parallelize
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -90,14 +94,23 @@ def train_and_evaluate(name: str, sizes: dict[str, Any], **options: Any) -> list
         ("llama", {"recompute": "selective"}),
         ("llama", {"recompute": "full"}),
         ("qwen3", {"recompute": "selective", "precision": "bfloat16"}),
+        ("llama", {"recompute": "none", "precision": "bfloat16", "merges": True}),
+        ("llama", {"recompute": "full", "precision": "bfloat16", "merges": True}),
+        ("qwen3", {"recompute": "selective", "precision": "bfloat16", "merges": True}),
     ],
 )
-def test_all_layers_share_a_graph_and_an_evaluation_has_one(name: str, options: dict, graphs: Graphs) -> None:
+def test_all_layers_share_a_graph_and_an_evaluation_has_one(
+    name: str, options: dict, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`merges`: as on GPUs, where in 16 bits q, k and v are one product, and gate and up."""
+    options = dict(options)
+    merges = options.pop("merges", False)
+    monkeypatch.setattr(parallelizing, "MERGED_ON", ("cpu",) * merges)
     assert train_and_evaluate(name, SIZES, **options) == [2, 2]
     assert not counters["graph_break"]
     (forward,), (backward,) = (graphs.forward[:1], graphs.backward)
     products = sum(name in PRODUCTS for name in forward)
-    assert products >= 7
+    assert products == (4 if merges else 7)
     # Two products for each one, for its input and its weight; `full` has all but the last again, which nobody needs.
     again = products - 1 if options["recompute"] == "full" else 0
     assert sum(name in PRODUCTS for name in backward) == 2 * products + again
@@ -105,6 +118,48 @@ def test_all_layers_share_a_graph_and_an_evaluation_has_one(name: str, options: 
         attention = {operator._schema.name.split("::")[1] for operator in ATTENTION}
         assert len(attention.intersection(forward)) == 1
         assert not attention.intersection(backward)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_layers_that_read_the_same_input_compute_one_product(
+    recompute: str, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same gradients under the same names: computed in float64, added up in float32, of some weights not."""
+    monkeypatch.setattr(parallelizing, "master_dtype", lambda precision: torch.float32)
+    monkeypatch.setattr(mixed_precision, "ADDED_ON", ("cpu",))
+    file, found = model_file("llama"), []
+    for merges in (False, True):
+        monkeypatch.setattr(parallelizing, "MERGED_ON", ("cpu",) * merges)
+        torch.manual_seed(0)
+        model = file.Model(file.Config(**SIZES))
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.bias = torch.nn.Parameter(torch.linspace(-1, 1, 16))
+            layer.self_attn.k_proj.weight.requires_grad_(False)
+        names = [name for name, _ in model.named_parameters()]
+        parallelize(model, build_mesh(Layout({})), compile=merges, precision="float64", recompute=recompute)
+        outputs = []
+        for i in range(3):
+            set_is_last_backward(model, i == 2)
+            outputs.append(model(torch.arange(12).view(2, 6) + i))
+            outputs[-1].square().sum().backward()
+        with torch.no_grad():
+            outputs.append(model(torch.arange(12).view(2, 6)))
+        assert names == [name for name, _ in model.named_parameters()]
+        found.append([*outputs, *(parameter.grad for parameter in model.parameters() if parameter.requires_grad)])
+    assert sum(name in PRODUCTS for name in graphs.forward[0]) == 4
+    assert len(graphs.forward) == 2
+    for plain, merged in zip(*found, strict=True):
+        torch.testing.assert_close(merged, plain, rtol=1e-6 if plain.dtype == torch.float32 else 1e-12, atol=1e-7)
+
+
+def test_what_a_layer_gives_is_its_own() -> None:
+    """Also where layers compute together, a model may view it and change it in place."""
+    layers = [Linear(3, 4, bias=False), Linear(3, 2, bias=False)]
+    weight, x = torch.cat([layer.weight for layer in layers]), torch.randn(5, 3)
+    expected = [layer(x) for layer in layers]
+    for y, plain in zip(Linear.outputs(layers, x, weight), expected, strict=True):
+        y *= 2
+        torch.testing.assert_close(y.view(-1), 2 * plain.flatten())
 
 
 def test_experts_run_between_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

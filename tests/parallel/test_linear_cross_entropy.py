@@ -1,6 +1,7 @@
 """The loss without logits, against plain cross entropy in float64; which models have it; what memory it takes."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from meshtrain.config import Config
 from meshtrain.data.batch import IGNORE, Batch
@@ -24,7 +26,16 @@ from meshtrain.parallel import linear_cross_entropy
 from meshtrain.parallel.cross_entropy import losses_and_gradient
 from meshtrain.parallel.linear import use_products
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue
-from meshtrain.parallel.linear_cross_entropy import LossHead, LossRequest, can_fuse, fuse_loss, request_loss
+from meshtrain.parallel.linear_cross_entropy import (
+    LossHead,
+    LossRequest,
+    WeightGradSum,
+    can_fuse,
+    fuse_loss,
+    request_loss,
+)
+from meshtrain.pipeline.engine import Pipeline
+from meshtrain.pipeline.schedule import build as schedule
 from meshtrain.trainer import StepResult, Trainer
 from tests.parity.experiments import QUICKSTART
 
@@ -141,6 +152,49 @@ def test_a_backward_of_something_else_is_refused() -> None:
         output = layer(x)
     with pytest.raises(RuntimeError, match="made in the forward"):
         (2 * output).backward()
+    with request_loss(LossRequest(lambda: targets, lambda: torch.tensor(1.0))):
+        output = layer(x)
+    output.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="runs once"):
+        output.backward()
+
+
+@pytest.mark.parametrize("around", [None, False, True], ids=["plain", "checkpoint", "reentrant checkpoint"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
+def test_forwards_that_run_before_backwards_have_one_gradient_of_the_weight(
+    order: tuple[int, ...], around: bool | None
+) -> None:
+    x, layer, targets = tensors()
+    inputs = [(x * (i + 1)).detach().requires_grad_() for i in range(3)]
+    sum(sample_losses(layer(each), targets).sum() for each in inputs).backward()  # type: ignore[union-attr]
+    grads = [each.grad for each in inputs]
+    expected, layer.weight.grad = layer.weight.grad, None
+    fuse_loss(layer, False)
+    total, outputs = WeightGradSum(), []
+    for each in inputs:
+        each.grad = None
+        call = layer if around is None else partial(checkpoint, layer, use_reentrant=around)
+        with request_loss(LossRequest(lambda: targets, lambda: torch.tensor(1.0), total)) as request:
+            outputs.append((call(each), request))
+    for i in order:
+        with request_loss(outputs[i][1]):
+            outputs[i][0].backward()
+    for found, known in zip((layer.weight.grad, *(each.grad for each in inputs)), (expected, *grads), strict=True):
+        torch.testing.assert_close(found, known, rtol=1e-12, atol=1e-12)
+
+
+def test_a_hook_on_the_weight_sees_the_gradient_of_each_forward() -> None:
+    x, layer, targets = tensors()
+    fuse_loss(layer, False)
+    grads: list[Tensor] = []
+    layer.weight.register_hook(grads.append)
+    total, outputs = WeightGradSum(), []
+    for factor in (1.0, 2.0):
+        with request_loss(LossRequest(lambda: targets, partial(torch.tensor, factor), total)):
+            outputs.append(layer(x))
+    for output in outputs:
+        output.backward()
+    torch.testing.assert_close(2 * grads[0], grads[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -225,6 +279,17 @@ def test_a_block_that_calls_the_head_is_refused() -> None:
         run.evaluate()
 
 
+def test_a_hook_that_comes_later_and_changes_logits_in_place_is_noticed() -> None:
+    run = Run.of()
+    run.step(1)
+    head = run.trainer.model.get_submodule("lm_head")
+    head.register_forward_hook(lambda head, inputs, output: output.add_(1) and None)
+    with pytest.raises(RuntimeError, match="outside of blocks"):
+        run.step(2)
+    with pytest.raises(RuntimeError, match="outside of blocks"):
+        run.evaluate()
+
+
 def test_a_classifier_gives_logits() -> None:
     config = Config.load("configs/digits.yaml", [], world_size=1, for_training=True)
     assert not build.has_loss_head(build.plain_model(config), config)
@@ -247,10 +312,16 @@ class Run:
         optimizer = Optimizer(model, config.optimizer, ALONE, 9)
         return cls(config, Trainer(model, optimizer, config, ALONE, CPU, task="language", timer=StepTimer(CPU)))
 
-    def batches(self) -> list[Batch]:
+    def pipelined(self, microbatches: int) -> "Run":
+        """With all forwards before all backwards."""
+        plan = schedule("gpipe", ranks=1, microbatches=microbatches)
+        self.trainer.model = Pipeline({0: self.trainer.model}, plan, ALONE, CPU, parameter_stages={})
+        return self
+
+    def batches(self, count: int = 2) -> list[Batch]:
         torch.manual_seed(1)
         batches = []
-        for _ in range(2):
+        for _ in range(count):
             tokens = torch.randint(300, (2, 12))
             targets = tokens.roll(-1, 1)
             targets[0, :5] = IGNORE
@@ -263,16 +334,30 @@ class Run:
         self.trainer.forward_backward(number, self.batches())
         return self.trainer.optimizer_step(number)()
 
+    def peak(self, count: int) -> int:
+        """Of a step of so many microbatches."""
+        batches = self.batches(count)
+        return watched(lambda: self.trainer.forward_backward(1, batches)).peak
+
     def evaluate(self) -> float:
         return evaluate(self.trainer.model, self.batches(), ALONE, CPU, self.trainer.dtype).loss
 
 
+@pytest.mark.parametrize("forwards_first", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("precision", ["float64", "float16"])
-def test_steps_are_those_with_logits(tied: bool, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_those_with_logits(
+    tied: bool, precision: str, forwards_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = (f"model.tie_word_embeddings={str(tied).lower()}", f"train.precision={precision}")
     run = Run.of(*keys)
     assert isinstance(run.trainer.model.lm_head.forward, LossHead) or precision == "float16"  # wrapped by casts
+    if forwards_first:  # after a step that was given up between a forward and its backward
+        run.pipelined(2)
+        batches = run.batches()
+        batches[1].tensors["tokens"][0, 0] = 300  # type: ignore[index]  # there is no such word
+        with pytest.raises(IndexError):
+            run.trainer.forward_backward(1, batches)
     monkeypatch.setattr(build, "has_loss_head", lambda *_: False)
     known = Run.of(*keys)
     tolerance = 1e-12 if precision == "float64" else 3e-3
@@ -341,5 +426,7 @@ def test_no_tensor_of_tokens_times_vocabulary_exists(precision: str, monkeypatch
     # At most a chunk in float32, or the weight's gradient.
     assert max(step.largest, evaluation.largest) <= 4 * 20000 * max(7, 8) < 2 * logits
     assert evaluation.peak <= step.peak
+    few, many = (Run.of(*keys).pipelined(count).peak(count) for count in (2, 4))
+    assert many - few < 4 * 20000 * 8, "microbatches under way share the gradient of the weight"
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_TOKENS", 24)
     assert watched(run.evaluate).largest >= 2 * logits, "the watch sees what it is to see"

@@ -1,6 +1,9 @@
 """16 bits without FSDP: one copy of the weights that stays, written once a step, and never one of old weights."""
 
+import copy
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -8,13 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshtrain.config.locate import model_file
+from meshtrain.errors import InputError
 from meshtrain.evaluate import evaluation_mode
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
 from meshtrain.parallel import compile as parallel_compile
 from meshtrain.parallel import mixed_precision as precision
+from meshtrain.parallel import parallelize as parallelizing
 from meshtrain.parallel.grad_sync import finish_reduce, set_is_last_backward, start_reduce
 from meshtrain.parallel.linear import use_products
 from meshtrain.parallel.linear.weight_grad import DeferredWeightGrad, WeightGradQueue, run_weight_grads
@@ -24,18 +30,18 @@ from meshtrain.trainer import LossScale
 
 compiler = torch.compile
 llama = model_file("llama")
+ALONE = Mesh(Layout({}), 0, "cpu", None, {})
+SIZES = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "vocab_size": 11}
+SMALLEST = llama.Config(**SIZES, num_hidden_layers=2, num_key_value_heads=2)
 TOKENS = torch.randint(0, 11, (4, 2, 12), generator=torch.Generator().manual_seed(1))
 
 
 def model(queue: WeightGradQueue | None = None, tied: bool = False, **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "vocab_size": 11}
-    made = llama.Model(llama.Config(**sizes, num_hidden_layers=2, num_key_value_heads=2, tie_word_embeddings=tied))
+    made = llama.Model(replace(SMALLEST, tie_word_embeddings=tied))
     if queue is not None:
         use_products(made, queue=queue)
-    return apply_data_parallel(
-        made, Mesh(Layout({}), 0, "cpu", None, {}), ParallelOptions(precision="bfloat16", **options)
-    )
+    return apply_data_parallel(made, ALONE, ParallelOptions(precision="bfloat16", **options))
 
 
 class Writes:
@@ -78,14 +84,20 @@ def test_microbatches_under_way_share_one_copy(recompute: str, deferred: bool, m
     assert not any(place % 16 for place in places)
 
 
-def test_the_copies_of_a_block_lie_in_its_order() -> None:
-    net, weights = model(), {}
+@pytest.mark.parametrize("merges", [False, True])
+def test_the_copies_of_a_block_lie_in_its_order(merges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`merges`: as in compiled blocks on GPUs, where they are parts of one weight. Each layer sees its own."""
+    monkeypatch.setattr(parallelizing, "MERGED_ON", ("cpu",) * merges)
+    monkeypatch.setattr(torch, "compile", lambda forward, **options: forward)
+    net, weights = model(compile=True), {}
     for name, module in net.model.layers[1].named_modules():
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(lambda module, x, name=name: weights.update({name: module.weight}))
     net(TOKENS[0])
     for above, names in {"self_attn": "qkv", "mlp": ["gate", "up"]}.items():
         copies = [weights[f"{above}.{name}_proj"] for name in names]
+        for copied, name in zip(copies, names, strict=True):
+            assert copied.equal(net.get_parameter(f"model.layers.1.{above}.{name}_proj.weight").to(copied.dtype))
         for one, following in pairwise(copies):
             assert one.dtype == torch.bfloat16
             assert one.data_ptr() + one.nbytes == following.data_ptr()
@@ -187,6 +199,50 @@ def test_gradients_of_a_shared_copy_are_summed_in_float32(recompute: str) -> Non
         assert actual.grad is not None
         assert actual.grad.dtype == torch.float32
         assert torch.equal(actual.grad, expected.grad)
+
+
+class Types(TorchDispatchMode):
+    """Operators with a matrix as the first argument, and the types of all matrices among their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[tuple[Any, ...]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        matrices = [x.dtype for x in args if isinstance(x, Tensor) and x.dim() == 2]
+        self.calls[(func, *matrices, *(kwargs or {}).values())] += bool(matrices)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_in_16_bits_are_added_in_one_pass(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs, those of all matrices; a tied one's, which come from two places, are cast first. The same bits."""
+    nets = []
+    for devices in ((), ("cpu",)):
+        monkeypatch.setattr(precision, "ADDED_ON", devices)
+        net = model(tied=tied)
+        nets.append(net)
+        net(TOKENS[0]).float().square().sum().backward()
+        output = net(TOKENS[1]).float().square().sum()
+        with Types() as found:
+            output.backward()
+        aten, matrices = torch.ops.aten, sum(p.dim() == 2 for p in net.parameters())
+        once = matrices - tied if devices else 0
+        assert found.calls[aten.add_.Tensor, torch.float32, torch.bfloat16] == once
+        assert found.calls[aten.add_.Tensor, torch.float32, torch.float32] == matrices - once
+    for plain, added in zip(*(net.parameters() for net in nets), strict=True):
+        assert torch.equal(plain.grad, added.grad)
+
+
+def test_a_copy_of_the_model_is_refused() -> None:
+    """It would compute with the original's weights."""
+    for net in (model(), apply_data_parallel(llama.Model(SMALLEST), ALONE, ParallelOptions(compile=True))):
+        with pytest.raises(InputError, match="copy the plain model"):
+            copy.deepcopy(net)
+    plain = apply_data_parallel(llama.Model(SMALLEST), ALONE, ParallelOptions(recompute="full"))
+    twin = copy.deepcopy(plain)
+    by_hand(twin)
+    assert not torch.equal(twin(TOKENS[0]), plain(TOKENS[0]))
 
 
 def by_adamw(net: nn.Module) -> None:

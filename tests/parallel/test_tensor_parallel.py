@@ -76,28 +76,35 @@ def test_symmetric_memory_is_for_gpus_of_one_host_with_nvlink(ranks: list[Endpoi
 
 
 @pytest.mark.parametrize(
-    ("others", "refusal", "choice"),
+    ("others", "refusals", "halves", "choice"),
     [
-        (linked("n1", "b", "a"), None, "on"),
-        (linked("n2", "b"), None, "off: the ranks of tp are on several hosts"),
-        (linked("n1", "b", "a"), "pidfd_getfd: not permitted", "off: pidfd_getfd: not permitted"),
+        (linked("n1", "b", "a"), [None, None], [False, True], "on"),
+        (linked("n2", "b"), [], [], "off: the ranks of tp are on several hosts"),
+        (linked("n1", "b", "a"), ["no handles"], [False], "off: no handles"),
+        (
+            linked("n1", "b", "a"),
+            [None, "pidfd_getfd: not permitted"],
+            [False, True],
+            "off: pidfd_getfd: not permitted",
+        ),
     ],
 )
 def test_auto_takes_symmetric_memory_where_all_ranks_can(
-    others: Endpoint, refusal: str | None, choice: str, monkeypatch: pytest.MonkeyPatch
+    others: Endpoint, refusals: list[str | None], halves: list[bool], choice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank's refusal, of another than this one, is all ranks'."""
+    """One rank's refusal, of another than this one, is all ranks'; none waits for one that has refused by itself."""
+    tried: list[bool] = []
 
     def gather(objects: list, own: object, group: object) -> None:
-        objects[:] = [own, others if isinstance(own, Endpoint) else refusal]
+        objects[:] = [own, others if isinstance(own, Endpoint) else refusals[len(tried) - 1]]
 
     monkeypatch.setattr(collectives.dist, "all_gather_object", gather)
     monkeypatch.setattr(collectives.socket, "gethostname", lambda: "n1")
     monkeypatch.setattr(collectives, "nvlink_neighbours", lambda device: ("a", frozenset("b")))
-    monkeypatch.setattr(collectives, "try_symmetric_memory", lambda group: None)
+    monkeypatch.setattr(collectives, "try_symmetric_memory", lambda group, together: tried.append(together))
     group = SimpleNamespace(size=2, group=None, fused=False, choice="")
     collectives.AxisGroup.fuse_if_possible(group, torch.device("cuda"))
-    assert (group.fused, group.choice) == (choice == "on", choice)
+    assert (group.fused, group.choice, tried) == (choice == "on", choice, halves)
 
 
 @pytest.mark.gpu

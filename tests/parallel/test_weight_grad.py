@@ -322,11 +322,25 @@ def test_a_compiled_block_leaves_its_gradients_to_autograd() -> None:
     same_gradients(plain, ours)
 
 
-def test_autocast_and_inputs_by_keyword_are_torchs() -> None:
+def test_a_queue_gets_what_goes_to_a_weight_whose_gradients_nobody_watches() -> None:
+    queue, x = WeightGradQueue(), torch.ones(2, 3, requires_grad=True)
+    layers = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 5, bias=False))
+    use_products(layers, queue=queue)
+    layers[0].weight.register_hook(lambda grad: 2 * grad)
+    with queue.record() as due:
+        torch.autograd.grad(layers(x).sum(), x)  # of a forward that runs again and has a backward inside
+        assert not due
+        layers(x).sum().backward()
+    assert [deferred.parameter for deferred in due] == [layers[1].weight]
+    torch.testing.assert_close(layers[0].weight.grad, 4 * layers[1].weight.sum(0)[:, None].expand(4, 3))
+
+
+@pytest.mark.parametrize("queue", [None, WeightGradQueue()], ids=["whole", "split"])
+def test_autocast_and_inputs_by_keyword_are_torchs(queue: WeightGradQueue | None) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(5, 4)
     ours, x = copy.deepcopy(plain), torch.randn(2, 6, 5)
-    use_products(ours)
+    use_products(ours, queue=queue)
     for net in (plain, ours):
         with torch.autocast("cpu", torch.bfloat16):
             y = net(input=x)

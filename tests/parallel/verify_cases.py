@@ -318,7 +318,7 @@ class Verified(Cases):
             self.same(to_local(value.detach()), weights[name][local_part(value)[1]], f"weight {name}")
             self.equal(value.grad, None, f"gradient of {name}")
 
-    def shared_gathers(self) -> None:
+    def shared_inputs(self) -> None:
         """Layers that read two tensors: a product for each, nothing kept; and none of a forward without gradients."""
         made: list[int] = []
         counted = replace(PLAIN, forward=lambda *of: made.append(1) or PLAIN.forward(*of))
@@ -340,17 +340,17 @@ class Verified(Cases):
         cross(x, x)
         self.equal(len(made), 3, "products of layers that read one tensor")
         with torch.no_grad():
-            cross.q.shared_gather.begin([x])
+            cross.q.shared_input.begin([x])
             cross.q(x)
-            cross.q.shared_gather.end()
+            cross.q.shared_input.end()
         self.equal(cross.k(x).requires_grad, True, "what is computed anew after no_grad")
         gc.collect()
         kept = [
             one
             for one in gc.get_objects()
-            if isinstance(one, tensor.SharedGather) and (one._outputs or one._input is not None)
+            if isinstance(one, tensor.SharedInput) and (one._outputs or one._input is not None)
         ]
-        self.equal(kept, [], "gathers that keep something")
+        self.equal(kept, [], "inputs that keep something")
         PRODUCTS[PLAIN.name] = PLAIN
 
     def uneven_heads(self) -> None:
@@ -384,7 +384,7 @@ def main() -> None:
         cases.nothing_to_split_the_sequence()
         cases.faults()
         cases.leaves_all_alone()
-        cases.shared_gathers()
+        cases.shared_inputs()
         cases.uneven_heads()
         cases.tell()
 

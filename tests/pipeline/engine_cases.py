@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from meshtrain.config import Config
 from meshtrain.config.locate import model_file
 from meshtrain.data.batch import Batch
+from meshtrain.evaluate import evaluate
 from meshtrain.generate import generate
 from meshtrain.job.environment import read_environment
 from meshtrain.job.exit import job_exit
@@ -232,6 +234,40 @@ class Engine(Cases):
             model.run(work)
             self.gradients(model, self.expected(work), f"{schedule}, microbatches of {lengths} tokens")
 
+    def evaluated(self, schedule: str) -> None:
+        """An evaluation of batches of two lengths: the loss of one process, no last stage before the first has had
+        three batches, and inputs and targets only copied where they are used."""
+        p = dist.get_world_size()
+        model, work, key = self.pipeline({"pp": p}, schedule, p), Step(4 * p + 3, s=(12, 7)), f"evaluated {schedule}"
+        batches = [Batch.of(work.inputs(i), tokens) for i, tokens in enumerate(work.tokens)]
+        store, to, first, last = dist.distributed_c10d._get_default_store(), Batch.to, [], []
+        ends = tuple(model.schedule.rank_of(stage) == model._rank for stage in (0, model.schedule.stages - 1))
+
+        def enter(stage: nn.Module, inputs: Any) -> None:
+            last.append(stage)
+            if len(last) == 1:
+                store.wait([key], timedelta(seconds=120))
+
+        def leave(stage: nn.Module, *unused: Any) -> None:
+            first.append(stage)
+            if len(first) == 3:
+                store.set(key, "three")
+
+        def move(batch: Batch, *place: Any) -> Batch:
+            self.equal(place[2:], ends, f"{schedule}: what is copied")
+            return to(batch, *place)
+
+        if ends[0]:
+            model.stage(0).register_forward_hook(leave)
+        if ends[1]:
+            model.stage(model.schedule.stages - 1).register_forward_pre_hook(enter)
+        with patch.object(Batch, "to", move):
+            found = evaluate(model, batches, self.mesh, CPU, torch.float64)
+        expected = evaluate(self.plain(), batches, ALONE, CPU, torch.float64)
+        self.same(torch.tensor(found.loss), torch.tensor(expected.loss), f"{schedule}: evaluation")
+        count = len(batches) if any(ends) else 0
+        self.equal((found.targets, len(first or last)), (expected.targets, count), f"{schedule}: batches")
+
     def memory(self, schedule: str) -> None:
         """Graphs live from a forward to its input gradient, outputs until they are sent, and nothing is left over."""
         p = dist.get_world_size()
@@ -424,6 +460,33 @@ class Engine(Cases):
             f"tied ahead, {schedule}: bytes",
         )
 
+    def early_gradients(self, schedule: str, *more: str) -> None:
+        """The last backward of a stage sends its input's gradient before it computes those of weights; other
+        microbatches, and the first stage, keep torch's own layers and one backward."""
+        p = dist.get_world_size()
+        model = self.pipeline({"pp": p}, schedule, p + 1, *more)
+        log: list[Any] = []
+
+        def run(deferred: Sequence[Any]) -> None:
+            log.append("weights" if deferred else "nothing")
+            run_weight_grads(deferred)
+
+        def send(tensor: Tensor, *to: Any, **named: Any) -> Any:
+            log.append("send")
+            return dist_send(tensor, *to, **named)
+
+        work, dist_send = Step(p + 1), dist.isend
+        work.around = lambda stage, action: nullcontext(log.append(action))  # type: ignore[method-assign]
+        with patch("meshtrain.pipeline.engine.run_weight_grads", run), patch("torch.distributed.isend", send):
+            model.run(work)
+        last = {action.stage: action for action in model._actions}
+        for stage, action in last.items():
+            rest = log[log.index(action) + 1 :][:2]
+            expected = ["send", "weights"] if stage > 0 else []
+            self.equal(rest[: len(expected)], expected, f"{schedule} {more}: behind {action}")
+        self.equal(log.count("weights"), sum(stage > 0 for stage in last), f"{schedule} {more}: split backwards")
+        self.gradients(model, self.expected(work, *more), f"{schedule} {more}: the last one split")
+
     def compiled_dropout(self) -> None:
         """Compiled blocks that run again, several microbatches under way; no code is generated: that takes long."""
         more = ("model.hidden_dropout=0.2", "model.num_hidden_layers=2", "parallel.compile=true")
@@ -527,11 +590,15 @@ def two(cases: Engine, folder: Path) -> None:
     cases.steps("zb-h2", "parallel.recompute=selective", "pipeline.split=[1, 8]")
     cases.steps("interleaved-zb", "pipeline.stages_per_rank=4")
     for schedule in ("1f1b", "zbv"):
+        cases.evaluated(schedule)
         cases.text(schedule)
         cases.tied({"pp": 2}, schedule)
         cases.ragged(schedule)
     for schedule in ("1f1b", "looped-bfs"):
         cases.tied_ahead(schedule)
+    for schedule in ("1f1b", "interleaved-1f1b"):
+        cases.early_gradients(schedule)
+    cases.early_gradients("1f1b", "parallel.recompute=full")
     cases.own_schedule(folder)
     cases.links("zbv")
     cases.compiled_dropout()
@@ -554,6 +621,7 @@ def four(cases: Engine, folder: Path) -> None:
         cases.bytes_sent({"pp": 2, "tp": 2}, schedule)
     cases.bytes_sent({"pp": 2, "dp_shard": 2}, "v-half")
     cases.text("v-min")
+    cases.evaluated("interleaved-1f1b")
     cases.ragged("interleaved-1f1b")
     for schedule in ("interleaved-1f1b", "zbv", "1f1b"):
         cases.links(schedule)

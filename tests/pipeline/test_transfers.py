@@ -14,8 +14,10 @@ from meshtrain.errors import InputError
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
 from meshtrain.pipeline.actions import Schedule, Transfer
+from meshtrain.pipeline.loop_schedules import forwards_alone
 from meshtrain.pipeline.p2p import DTYPES, TensorMeta, Transfers, sends_confirmed_by, transfer_order
 from meshtrain.pipeline.schedule import NAMES, build
+from meshtrain.pipeline.simulate import simulate
 
 SCHEDULES = [(name, ranks, microbatches) for name in NAMES for ranks, microbatches in product((2, 3, 4), (1, 3, 4, 9))]
 
@@ -48,6 +50,20 @@ def test_messages_could_be_sent_strictly_one_after_the_other(name: str, ranks: i
             assert all(place[need] < place[transfer] for need in schedule.receives(action))
             done.update(schedule.sends(action))
             at[source] += 1
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), product((2, 3, 4), (1, 4, 9)))
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zbv"])
+def test_forwards_alone_fill_the_pipeline(name: str, ranks: int, microbatches: int) -> None:
+    """All of them, on the ranks of the schedule's stages, without waiting but to fill and to empty it."""
+    placement = build(name, ranks=ranks, microbatches=microbatches).placement
+    plan = forwards_alone(placement, microbatches)
+    actions = [action for rank in range(ranks) for action in plan.actions_of(rank)]
+    assert len(actions) == len(set(actions)) == len(placement) * microbatches
+    assert all(plan.rank_of(action.stage) == rank for rank in range(ranks) for action in plan.actions_of(rank))
+    bubble = simulate(plan).makespan - len(placement) // ranks * microbatches
+    assert bubble <= len(placement) - 1
+    assert set(transfer_order(plan)) == all_transfers(plan)
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), SCHEDULES)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from meshtrain.metrics.goodput import GoodputTracker
-from meshtrain.run.compile_timer import CompileTimer
+from meshtrain.run.phase_monitor import CompileTimer
 
 
 def test_the_time_of_the_compiler_is_no_training() -> None:

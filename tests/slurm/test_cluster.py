@@ -139,7 +139,7 @@ def test_srun_without_a_script(cluster: Cluster, config: Path, losses: list[floa
     """The nodes meet where the job's own number says; the doctor, and then a training."""
     run, python = Run(tmp_path / "run"), sys.executable
     output = f"train.steps={STEPS} train.output={run.folder}"
-    doctor = f"srun {python} -m meshtrain.cli.main doctor '{config}' {output}"
+    doctor = f"srun {python} -m meshtrain.cli doctor '{config}' {output}"
     training = f"srun --kill-on-bad-exit=0 {python} -m meshtrain.train '{config}' {output}"
     printed = tmp_path / "job.out"
     job = cluster.sbatch(

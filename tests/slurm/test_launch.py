@@ -13,7 +13,7 @@ from tests.slurm.cluster import Cluster, why_not
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
-MESHTRAIN = (sys.executable, "-m", "meshtrain.cli.main")
+MESHTRAIN = (sys.executable, "-m", "meshtrain.cli")
 SHORT = ("train.steps=3", "train.eval_every=0", "train.sample_tokens=0", "batch.global_size=8", "data.workers=0")
 
 

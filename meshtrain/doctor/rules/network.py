@@ -5,9 +5,10 @@ from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 
 from meshtrain.doctor.findings import Finding, finding, names_text
-from meshtrain.doctor.interfaces import communicates_by, interface_of, is_loopback
-from meshtrain.doctor.nccl import network_of_plugin, plugins_asked
+from meshtrain.doctor.nccl import communicates_by, interface_of, network_of_plugin, plugins_asked
 from meshtrain.doctor.records import ClusterFacts, Host, Interface, PortCheck
+from meshtrain.errors import group_values
+from meshtrain.job.sockets import is_loopback
 
 PORT_STATES = {
     "refused": "is refused",
@@ -65,10 +66,7 @@ def _names_of_others(cluster: ClusterFacts) -> Iterator[Finding]:
 
 
 def _same_names(cluster: ClusterFacts) -> Iterator[Finding]:
-    by_name: dict[str, list[int]] = {}
-    for i, host in enumerate(cluster.hosts):
-        by_name.setdefault(host.host, []).append(i)
-    for name, nodes in by_name.items():
+    for name, nodes in group_values((host.host, i) for i, host in enumerate(cluster.hosts)).items():
         if len(nodes) > 1:
             machines = {(cluster.hosts[i].machine, cluster.hosts[i].addresses) for i in nodes}
             id_ = "same-host" if len(machines) == 1 else "same-name"

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from meshtrain.doctor.findings import Finding, finding, group_by_value, groups_text, minority, names_text
-from meshtrain.doctor.interfaces import addresses_of, is_loopback
+from meshtrain.doctor.nccl import addresses_of
 from meshtrain.doctor.records import ClusterFacts, Host, JoinFailure, Place
+from meshtrain.job.sockets import is_loopback
 
 
 def rendezvous(cluster: ClusterFacts) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from meshtrain.errors import ranges
+from meshtrain.errors import group_values, ranges
 from meshtrain.job.watchdog.deadlines import DeadlineClock
 from meshtrain.job.watchdog.records import (
     Diagnosis,
@@ -66,13 +66,10 @@ def _failed(report: RankReport) -> Diagnosis:
     return Diagnosis.of(DiagnosisKind.FAILED, [report], f"{report.name} failed: {report.answer.failure}")
 
 
-# Ranks that do not answer --------------------------------------------------------------------------------------------
-
-
 def _out_of_reach(reports: Sequence[RankReport], *kinds: DiagnosisKind) -> Diagnosis | None:
     """Those who do not answer in the first of these ways that there is."""
     for kind in kinds:
-        lost = [report for report in reports if (DiagnosisKind.STOPPED if report.stopped else report.reach) == kind]
+        lost = [report for report in reports if report.reach == kind]
         if lost:
             ranks = set(ranks_of(lost))
             more = [line for report in reports if report.rank not in ranks for line in _also_wrong(report)]
@@ -85,8 +82,7 @@ def _also_wrong(report: RankReport) -> list[str]:
     """A failure of another rank that does not look like a consequence."""
     status = report.status
     if status is None:
-        known = report.reach == Reach.GONE or report.stopped
-        return [] if known else [f"{report.name} is {report.reach} too"]
+        return [] if report.reach in (Reach.GONE, Reach.STOPPED) else [f"{report.name} is {report.reach} too"]
     if status.kind != FailureKind.ERROR or status.broken:
         return []
     return [f"besides, {report.name} failed: {status.failure}"]
@@ -97,7 +93,7 @@ def _lost_headline(kind: DiagnosisKind, lost: Sequence[RankReport], reports: Seq
     many = len(lost) > 1
     names = named(lost)
     if kind == DiagnosisKind.UNREACHABLE:
-        lost_of = {host: [report for report in lost if report.host == host] for host in hosts}
+        lost_of = group_values((report.host, report) for report in lost)
         by_host = "; ".join(f"host {host}: {named(reports_of_host)}" for host, reports_of_host in lost_of.items())
         subject, verb = ("hosts", "they are") if len(hosts) > 1 else ("host", "it is")
         return f"{subject} {', '.join(hosts)} cannot be reached: {verb} down, or the network between is cut ({by_host})"
@@ -121,9 +117,6 @@ def _lost_headline(kind: DiagnosisKind, lost: Sequence[RankReport], reports: Seq
     )
 
 
-# Hangs ---------------------------------------------------------------------------------------------------------------
-
-
 def _absent(reports: Sequence[RankReport], *, spare_patient: bool) -> Diagnosis | None:
     """Who is waited for and waits for nobody, where all answer; not ranks that may be busy, with `spare_patient`."""
     waited_for = ranks_waited_for(reports)
@@ -140,7 +133,7 @@ def _absent(reports: Sequence[RankReport], *, spare_patient: bool) -> Diagnosis 
         details = (*waiting_lines(reports, set(waited_for)), *stacks(reports))
         return Diagnosis.of(DiagnosisKind.DEADLOCK, circle, headline, details)
     if spare_patient:
-        ends = [rank for rank in ends if not _may_be_busy(by_rank[rank])]
+        ends = [rank for rank in ends if by_rank[rank].answer.late or not by_rank[rank].answer.patient]
         if not ends:
             return None
     culprits = [by_rank[rank] for rank in ends]
@@ -153,17 +146,9 @@ def _absent(reports: Sequence[RankReport], *, spare_patient: bool) -> Diagnosis 
         f"{named(culprits)} did not arrive at {wait} (ranks {numbers(wait.ranks)}), where "
         f"{verb} {numbers(victims)} waited for {seconds:.0f} s: {_doing(culprits[0])}"
     )
-    failures = [
-        f"{report.name} failed: {status.failure}"
-        for report in culprits
-        if (status := report.status) is not None and status.failure
-    ]
+    failures = [f"{report.name} failed: {report.answer.failure}" for report in culprits if report.answer.failure]
     details = (*failures, *waiting_lines(reports, set(ends)), *stacks(reports))
     return Diagnosis.of(DiagnosisKind.ABSENT, culprits, headline, details)
-
-
-def _may_be_busy(report: RankReport) -> bool:
-    return report.status is not None and report.status.patient and not report.status.late
 
 
 def ranks_waited_for(reports: Sequence[RankReport]) -> dict[int, frozenset[int]]:
@@ -224,9 +209,6 @@ def nobody_moved(before: Sequence[RankReport], now: Sequence[RankReport]) -> boo
     return list(map(place, before)) == list(map(place, now))
 
 
-# For people ----------------------------------------------------------------------------------------------------------
-
-
 def numbers(ranks: Iterable[int]) -> str:
     """`0-5, 8`."""
     return ", ".join(ranges(ranks))
@@ -257,10 +239,8 @@ def _doing(report: RankReport) -> str:
 
 def waiting_lines(reports: Sequence[RankReport], culprits: set[int]) -> list[str]:
     """Which groups wait for the culprits, and who waits there."""
-    by_wait: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
-    for report in reports:
-        if (wait := report.wait) is not None:
-            by_wait.setdefault((str(wait), wait.ranks, wait.missing or ()), []).append(report.rank)
+    waits = [(report.rank, wait) for report in reports if (wait := report.wait) is not None]
+    by_wait = group_values(((str(wait), wait.ranks, wait.missing or ()), rank) for rank, wait in waits)
     by_group: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for (label, ranks, missing), waiting in by_wait.items():
         if not culprits.isdisjoint(ranks) or not culprits.isdisjoint(missing):
@@ -275,10 +255,8 @@ def waiting_lines(reports: Sequence[RankReport], culprits: set[int]) -> list[str
 
 
 def stacks(reports: Sequence[RankReport]) -> list[str]:
-    by_stack: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-    for report in reports:
-        if report.status is not None and report.status.stack:
-            by_stack.setdefault((_place(report.status), report.status.stack), []).append(report.rank)
+    known = [(report.rank, report.status) for report in reports if report.status is not None and report.status.stack]
+    by_stack = group_values(((_place(status), status.stack), rank) for rank, status in known)
     lines = []
     groups = sorted(by_stack.items(), key=lambda item: (len(item[1]), item[1][0]))  # the odd one out comes first
     for (place, stack), ranks in groups[:STACKS]:
@@ -312,9 +290,6 @@ def waited_for_line(reports: Sequence[RankReport]) -> str:
     longest = max(busy, key=lambda report: report.answer.seconds).answer
     line = f"waiting for {named(busy)}: {_place(longest)}, for {longest.seconds:.0f} s now"
     return line + (f"; no answer from {named(silent)}" if silent else "")
-
-
-# On one rank for all -------------------------------------------------------------------------------------------------
 
 
 class Coordinator:

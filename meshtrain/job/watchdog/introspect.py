@@ -10,11 +10,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d
@@ -23,6 +22,7 @@ from torch.distributed.distributed_c10d import _world
 from meshtrain.job.exit import signal_of
 from meshtrain.job.pending import PendingWait, Resource, pending_waits, wait_that_failed
 from meshtrain.job.process import Job
+from meshtrain.job.sockets import call_with_timeout
 from meshtrain.job.store import describe
 from meshtrain.job.watchdog.deadlines import DeadlineClock
 from meshtrain.job.watchdog.records import FailureKind, PendingCollective, RankStatus
@@ -49,7 +49,6 @@ DEBUGGER_FILES = ("bdb.py", "pdb.py")
 STATUS = Path("/proc/self/status")
 
 Groups = Mapping[str, tuple[str, tuple[int, ...]]]  # name of a process group -> what people call it, and its ranks
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,54 +68,46 @@ class Failure:
         return cls(FailureKind.ERROR, describe(error), frames_of(error), broken, wait_that_failed(error))
 
 
-@dataclass(frozen=True)
-class FlightRecord:
-    pending: PendingCollective | None = None  # the oldest that has not ended
-    last: PendingCollective | None = None  # the one that was begun last
-    begun: Mapping[str, int] = field(default_factory=dict)  # ranks of a group ("0,2") -> how many were begun
-
-
 def local_status(job: Job, clock: DeadlineClock, failure: Failure | None) -> RankStatus:
     """What this rank answers when another one asks."""
     groups = process_groups(job.layout, job.rank)
-    record = call_with_timeout(RECORDER_S, lambda: flight_recorder_state(groups)) or FlightRecord()
+    pending, last, begun = None, None, dict[str, int]()
+    try:
+        pending, last, begun = call_with_timeout(RECORDER_S, flight_recorder_state, groups)
+    except Exception as error:
+        if not isinstance(error, TimeoutError):  # it may wait for a lock that a hanging thread has
+            traceback.print_exception(error)
     by_thread = pending_waits()
     main = threading.main_thread().ident or 0
     waits = by_thread.pop(main, ())
-    background = [wait for pending in by_thread.values() for wait in pending]
+    background = [wait for of_thread in by_thread.values() for wait in of_thread]
     place = frames(main)
     if failure is not None:
         waits, place = (failure.wait,) if failure.wait is not None else (), failure.frames
     everybody = tuple(range(job.world_size))
-    last = None if failure is None else record.last
-    wait = record.pending or pending_collective(waits, groups) or blocking_collective(place, last, groups, everybody)
+    last = None if failure is None else last
+    wait = pending or pending_collective(waits, groups) or blocking_collective(place, last, groups, everybody)
     if wait is None:
         wait = pending_collective(background, groups)
         if wait is None and by_thread and clock.phase == "saving" and failure is None:
             place = frames(next(iter(by_thread)))  # the main thread only waits for it
     own = waits if clock.phase != "saving" else (*background, *waits)
-    resource = next((pending.label for pending in reversed(own) if pending.resource != Resource.RANKS), None)
-    status = RankStatus(
+    resource = next((other.label for other in reversed(own) if other.resource != Resource.RANKS), None)
+    return RankStatus(
         clock.phase,
         clock.step,
         clock.seconds,
-        late=clock.late(for_device=any(pending.resource == Resource.DEVICE for pending in (*waits, *background))),
+        failure=None if failure is None else failure.text,
+        kind=None if failure is None else failure.kind,
+        failed_s=0.0 if failure is None else time.monotonic() - failure.at,
+        broken=failure is not None and failure.broken,
+        late=clock.late(for_device=any(other.resource == Resource.DEVICE for other in (*waits, *background))),
         patient=clock.deadlines.patient(clock.phase),
-        wait=wait,
+        wait=wait if failure is None or failure.broken else None,
         resource=resource,
-        begun=record.begun,
+        begun=begun,
         stack=stack(place),
         debugged=debugger_attached(),
-    )
-    if failure is None:
-        return status
-    return replace(
-        status,
-        failure=failure.text,
-        kind=failure.kind,
-        failed_s=time.monotonic() - failure.at,
-        broken=failure.broken,
-        wait=wait if failure.broken else None,
     )
 
 
@@ -167,7 +158,11 @@ def _axis_of(layout: Layout | None, rank: int, ranks: tuple[int, ...]) -> str | 
     return "all ranks" if len(ranks) == dist.get_world_size() else None
 
 
-def flight_recorder_state(groups: Groups) -> FlightRecord:
+def flight_recorder_state(
+    groups: Groups,
+) -> tuple[PendingCollective | None, PendingCollective | None, dict[str, int]]:
+    """The oldest collective that has not ended, the one that was begun last, and ranks of a group ("0,2") -> how many
+    were begun there."""
     pending = last = None
     begun: dict[str, int] = {}
     keys = {group: ",".join(map(str, ranks)) for group, (_, ranks) in groups.items()}
@@ -187,7 +182,7 @@ def flight_recorder_state(groups: Groups) -> FlightRecord:
                 begun[keys[group]] = max(number, begun.get(keys[group], 0))
             if pending is None and not (entry["retired"] or entry["state"] == "completed"):
                 pending = collective
-    return FlightRecord(pending, last, begun)
+    return pending, last, begun
 
 
 def is_connection_error(error: BaseException) -> bool:
@@ -228,15 +223,6 @@ def _short(path: str) -> str:
             at = parts.index(root)
             return "/".join(parts[at if root == "meshtrain" else at + 1 :])
     return "/".join(parts[-2:])
-
-
-def call_with_timeout(seconds: float, function: Callable[[], T]) -> T | None:
-    """What it returns; None if it fails, or takes longer: it may wait for a lock that a hanging thread has."""
-    results: list[T] = []
-    thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else None
 
 
 def debugger_attached() -> bool:

@@ -33,6 +33,7 @@ class Reach(StrEnum):
 
     ANSWERS = "answers"
     GONE = "gone"  # its host says that nobody listens there any more
+    STOPPED = "stopped"  # its process is, as another rank of its host sees
     SILENT = "silent"  # the connection was taken and not answered
     UNREACHABLE = "unreachable"  # nothing came back from its host
 
@@ -90,7 +91,6 @@ class RankReport:
     pid: int
     reach: Reach
     status: RankStatus | None = None
-    stopped: bool = False  # whether its process is, as another rank of its host sees
 
     @property
     def answer(self) -> RankStatus:

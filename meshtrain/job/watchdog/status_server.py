@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 from weakref import ref
 
+from meshtrain.errors import group_values
 from meshtrain.job.process import Job
+from meshtrain.job.sockets import address_towards, is_loopback, listen
 from meshtrain.job.watchdog.records import OUT_OF_REACH, Diagnosis, DiagnosisKind, RankReport, RankStatus, Reach
 
 CONNECT_S = 3.0
@@ -49,12 +51,12 @@ class Address:
     host: str
     pid: int
     port: int
-    ips: tuple[str, ...]
+    ips: Sequence[str]
     net: str
     pids: str
 
 
-def namespace_ids(host: str) -> tuple[str, ...]:
+def namespace_ids(host: str) -> list[str]:
     """`net` and `pids` of this process; `host`, its name, is what is left where the system does not tell more."""
     kernel = host
     with suppress(OSError), open(BOOT) as file:
@@ -64,7 +66,7 @@ def namespace_ids(host: str) -> tuple[str, ...]:
         names.append(kernel)
         with suppress(OSError):
             names[-1] += f" {os.stat(f'/proc/self/ns/{kind}').st_ino}"
-    return tuple(names)
+    return names
 
 
 class NoReplyError(OSError):
@@ -81,9 +83,7 @@ class StatusServer:
     def __init__(self, answer: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
         self.token = secrets.token_hex(16)  # until the job has agreed on one
         self._answer = answer
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        self._listening = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=dual)
+        self._listening = listen(0)
         self.port: int = self._listening.getsockname()[1]
         close_in_children(self._listening)
         self._closed, self._readers = threading.Event(), threading.Semaphore(READERS)
@@ -144,16 +144,10 @@ def close_in_children(listening: socket.socket) -> None:
     os.register_at_fork(after_in_child=close)
 
 
-# Questions -----------------------------------------------------------------------------------------------------------
-
-
 def ask(to: Address, question: Mapping[str, Any], token: str, *, seconds: float = ANSWER_S, net: str = "") -> Any:
-    """A rank's answer. `net`: this process's network.
-
-    Raises:
-        ConnectionRefusedError: nobody listens there: the process is gone. NoReplyError: no answer, or not in time.
-            OSError: nothing came back from the host. ExhaustedError: it could not be asked.
-    """
+    """A rank's answer. `net`: this process's network. Raises ConnectionRefusedError: nobody listens there, so that the
+    process is gone; NoReplyError: no answer, or not in time; OSError: nothing came back from the host; ExhaustedError:
+    it could not be asked."""
     problem: OSError | None = None
     for ip in ("127.0.0.1", *to.ips) if to.net == net else to.ips:
         try:
@@ -248,9 +242,7 @@ def ask_all(
     with ThreadPoolExecutor(max(1, min(AT_ONCE, len(addresses)))) as pool:
         if len(addresses) <= AT_ONCE:
             return list(pool.map(ask_one, addresses))
-        hosts: dict[str, list[Address]] = {}
-        for to in addresses:
-            hosts.setdefault(to.net, []).append(to)
+        hosts = group_values((to.net, to) for to in addresses)
         with ThreadPoolExecutor(min(AT_ONCE, len(hosts))) as firsts:
             by_host = dict(zip(hosts, map(iter, firsts.map(ask_host, hosts.values())), strict=True))
         return [next(by_host[to.net]) for to in addresses]
@@ -262,20 +254,7 @@ def unreachable(answer: Any) -> bool:
 
 def addresses_towards(others: Sequence[str]) -> tuple[str, ...]:
     """Under which addresses others reach this host: those from which it reaches them. Loopback last."""
-    own: dict[str, None] = {}
-    for other in others:
-        try:
-            family = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family[0], socket.SOCK_DGRAM) as probe:
-                probe.connect(family[4])  # sends nothing
-                own[str(probe.getsockname()[0])] = None
-        except OSError:  # there is no route to it
-            continue
-    return tuple(sorted(own, key=loopback))
-
-
-def loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
+    return tuple(sorted(dict.fromkeys(filter(None, map(address_towards, others))), key=is_loopback))
 
 
 def process_state(pid: int) -> str:
@@ -287,26 +266,19 @@ def process_state(pid: int) -> str:
         return ""
 
 
-# All ranks -----------------------------------------------------------------------------------------------------------
-
-
 def exchange_addresses(job: Job, server: StatusServer) -> "Peers":
     """Tells all ranks where this one listens, by the job's store; all call it together."""
     assert job.environment.master is not None  # there is a store
-    activity, (own_net, own_pids) = "exchanging addresses", namespace_ids(job.host)
-    own = list(addresses_towards([job.environment.master[0]]))
-    rows = job.gather(activity, [server.token, own, job.host, os.getpid(), server.port, own_net, own_pids])
-    ips_of, nets = [ips for _, ips, *_ in rows], [row[5] for row in rows]
-    if len(set(nets)) > 1 and any(loopback(ips[0]) for ips in ips_of if ips):
-        # The host of the store reaches itself by loopback, or by a name that means nothing elsewhere.
-        others = [ips for net, ips in zip(nets, ips_of, strict=True) if net != own_net]
-        theirs = [ip for ips in others for ip in ips if not loopback(ip)]
-        ips_of = job.gather(activity, list(addresses_towards(theirs[:4])) or own)
+    activity, ips = "exchanging addresses", addresses_towards([job.environment.master[0]])
+    own = Address(job.rank, job.host, os.getpid(), server.port, ips, *namespace_ids(job.host))
+    rows = job.gather(activity, [server.token, *astuple(own)])
     server.token = rows[0][0]
-    addresses = [
-        Address(rank, host, pid, port, tuple(ips), net, pids)
-        for rank, ((_, _, host, pid, port, net, pids), ips) in enumerate(zip(rows, ips_of, strict=True))
-    ]
+    addresses = [Address(*fields) for _, *fields in rows]
+    if len({to.net for to in addresses}) > 1 and any(is_loopback(to.ips[0]) for to in addresses if to.ips):
+        # The host of the store reaches itself by loopback, or by a name that means nothing elsewhere.
+        theirs = [ip for to in addresses if to.net != own.net for ip in to.ips if not is_loopback(ip)]
+        ips_of = job.gather(activity, addresses_towards(theirs[:4]) or own.ips)
+        addresses = [replace(to, ips=ips) for to, ips in zip(addresses, ips_of, strict=True)]
     return Peers(job, server, addresses)
 
 
@@ -341,11 +313,12 @@ class Peers:
                 reach, status = Reach.ANSWERS, RankStatus.from_json(answer)
             elif isinstance(answer, ConnectionRefusedError):
                 reach = Reach.GONE
+            elif isinstance(answer, NoReplyError):
+                reach = Reach.STOPPED if states[to.rank] in STOPPED_STATES else Reach.SILENT
             else:
-                reach = Reach.SILENT if isinstance(answer, NoReplyError) else Reach.UNREACHABLE
-            stopped = status is None and states.get(to.rank) in STOPPED_STATES
+                reach = Reach.UNREACHABLE
             name = self._job.name_of(to.rank, to.host)
-            reports.append(RankReport(to.rank, to.host, name, to.pid, reach, status, stopped))
+            reports.append(RankReport(to.rank, to.host, name, to.pid, reach, status))
         return reports
 
     def _state_by_neighbour(self, silent: Address, answers: list[Any]) -> str:

@@ -18,17 +18,19 @@ from typing import Any, NoReturn, TypeVar
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from meshtrain.job.exit import print_failure, signal_of
-from meshtrain.job.process import Job
-from meshtrain.job.signals import ignore_signals, in_main_thread, install_handlers
-from meshtrain.job.store import RemoteFailure, describe
+from meshtrain.errors import InputError
+from meshtrain.job.environment import read_environment
+from meshtrain.job.exit import job_exit, print_failure, signal_of
+from meshtrain.job.process import Job, join
+from meshtrain.job.signals import SignalWakeup, end_with_launcher, ignore_signals, in_main_thread, install_handlers
+from meshtrain.job.sockets import call_with_timeout
+from meshtrain.job.store import Failures, RemoteFailure, describe
 from meshtrain.job.watchdog import introspect
 from meshtrain.job.watchdog.deadlines import MEASURED, DeadlineClock, Deadlines, process_group_timeout
 from meshtrain.job.watchdog.diagnose import Coordinator
 from meshtrain.job.watchdog.introspect import Failure, local_status
 from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind, FailureKind
 from meshtrain.job.watchdog.status_server import Address, Peers, StatusServer, exchange_addresses
-from meshtrain.job.watchdog.wakeup import SignalWakeup
 
 LOOK_EVERY_S = 1.0
 SUSPENDED_S = 5.0  # a look that comes so late shows that this process was stopped: the clock proves nothing
@@ -59,15 +61,12 @@ class FailureReport:
     def write_exit_json(self, diagnosis: Diagnosis) -> None:
         """Waits for it no longer than it may take: the folder may be on a host that is gone."""
         write, self.on_job_lost = self.on_job_lost, None
-        if write is not None and introspect.call_with_timeout(WRITE_S, lambda: self._write(write, diagnosis)) is None:
-            print(f"{self._job} could not write that down within {WRITE_S:.0f} s", file=sys.stderr, flush=True)
-
-    def _write(self, write: Callable[[Diagnosis], None], diagnosis: Diagnosis) -> bool:
         try:
-            write(diagnosis)
-        except OSError as error:
-            print(f"{self._job} could not write that down: {error}", file=sys.stderr, flush=True)
-        return True
+            if write is not None:
+                call_with_timeout(WRITE_S, write, diagnosis)
+        except Exception as error:  # the end comes all the same
+            problem = f": {error}" if str(error) else f" within {WRITE_S:.0f} s"
+            print(f"{self._job} could not write that down{problem}", file=sys.stderr, flush=True)
 
     def abort(self, diagnosis: Diagnosis) -> NoReturn:
         """Ends this process, with the reason in torchrun's summary."""
@@ -85,10 +84,10 @@ def exit_now(status: int) -> NoReturn:
     os._exit(status)
 
 
-class Watchdog:
+class Watchdog(Failures):
     """This rank's watchdog. Until `begin`, and in a world of one, it only takes notes."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job) -> None:  # every method of `Failures` is its own, without the store
         self.job = job
         self.diagnosis: Diagnosis | None = None  # what the job is lost by
         self._clock, self._report, self._wakeup = DeadlineClock(), FailureReport(job), SignalWakeup()
@@ -116,8 +115,6 @@ class Watchdog:
         assert self._peers is not None  # nobody asks before addresses were exchanged
         return self._peers
 
-    # What the run reports --------------------------------------------------------------------------------------------
-
     def enter_phase(self, phase: str, step: int | None = None) -> None:
         """The run has made progress: it is in this phase now, and in this step."""
         self._clock.enter_phase(phase, step)
@@ -128,7 +125,6 @@ class Watchdog:
         for item in iterable:
             self.enter_phase(phase)
             yield item
-        self.deadlines.warm_phases.add(phase)
 
     def adapt_deadline(self, steps: int, slowest_s: float, save_s: float | None) -> float | None:
         """After each step: the new time limit of process groups, if there is one. `slowest_s`: of the `steps` taken in
@@ -139,10 +135,8 @@ class Watchdog:
         deadline_s = self.deadlines.adapt(slowest_s)
         return None if deadline_s is None else process_group_timeout(deadline_s)
 
-    # As `Failures` ---------------------------------------------------------------------------------------------------
-
     def first_failure(self, name: str, error: BaseException) -> RemoteFailure | None:
-        """As `Failures` has it. Waits for the diagnosis."""
+        """As without a watchdog, but waits for the diagnosis."""
         if self._server is None or self._closed.is_set():
             return None
         self._unwinding = True
@@ -183,8 +177,6 @@ class Watchdog:
     def progress(self) -> tuple[str | None, int | None]:
         return self._clock.phase, self._clock.step
 
-    # Start and end ---------------------------------------------------------------------------------------------------
-
     def begin(self) -> None:
         """From now on this rank answers others, and looks at the clock. All ranks begin together."""
         job = self.job
@@ -212,8 +204,6 @@ class Watchdog:
             install_handlers({signal.SIGTERM: signal.SIG_DFL})
         if self._server is not None:
             self._server.close()
-
-    # The thread ------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._closed.is_set():
@@ -310,8 +300,6 @@ class Watchdog:
             self._learn(asdict(diagnosis))
             return diagnosis
 
-    # What others ask -------------------------------------------------------------------------------------------------
-
     def _answer(self, question: dict[str, Any]) -> dict[str, Any] | None:
         try:
             return self._reply(question)
@@ -392,3 +380,27 @@ def watched(job: Job) -> Iterator[Watchdog]:
         yield watchdog
     finally:
         watchdog.close()
+
+
+@contextmanager
+def start(timeout_s: float = 600) -> Iterator[Job]:
+    """Joins the job that the environment describes (torchrun, srun, or a world of one) and leaves it cleanly.
+
+    The others name a rank that is lost, or for which a collective waits `timeout_s` seconds, the limit for joining too.
+
+    Raises:
+        SystemExit: with status 2 if the body raises InputError, with status 1 if another rank was lost before. Whatever
+            else the body raises passes through, with a note that names rank, host and coordinate.
+    """
+    end_with_launcher(os.environ)
+    try:
+        job = join(read_environment(os.environ), timeout_s)
+    except InputError as error:
+        print(error, file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+    with watched(job) as watchdog, job_exit(job):
+        watchdog.handle_sigterm()
+        watchdog.deadlines.start_s = float("inf")  # what the body does, and how fast, nobody knows here
+        watchdog.enter_phase("its own loop")
+        job.connect(timeout_s)
+        yield job

@@ -1,6 +1,6 @@
 """Linear layers that compute by the products of `matmul.py`."""
 
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshtrain.parallel.linear.matmul import PLAIN, PRODUCTS, Products
-from meshtrain.parallel.linear.weight_grad import SupportsDeferral, WeightGradQueue, weight_grad
+from meshtrain.parallel.linear.shared_input import SharedInput, split_outputs
+from meshtrain.parallel.linear.weight_grad import SupportsDeferral, WeightGradQueue, product_weight_grad
 from meshtrain.parallel.torch_private import is_traced
 
 
@@ -21,12 +22,29 @@ class ProductsLayer(SupportsDeferral):
 class Linear(ProductsLayer, nn.Linear):
     """A plain one."""
 
+    shared_input: SharedInput | None = None  # with layers that read the same
+
     def forward(self, input: Tensor) -> Tensor:  # as torch calls it
+        if self.shared_input is not None:
+            return self.shared_input.output(self, input)
+        return self._output(input)
+
+    @staticmethod
+    def outputs(layers: Sequence["Linear"], x: Tensor, weight: Tensor | None) -> list[Tensor]:
+        """Of layers that read the same x. `weight`: those of all of them, one behind the other, if they are one."""
+        if weight is None:
+            return [layer._output(x) for layer in layers]
+        products = split_outputs(F.linear(x, weight), [layer.out_features for layer in layers])
+        return [y if layer.bias is None else y + layer.bias for layer, y in zip(layers, products, strict=True)]
+
+    def _output(self, input: Tensor) -> Tensor:
+        queue = self.weight_grad_queue
         # Nor does autocast come into our backward.
         torchs = is_traced() or torch.is_autocast_enabled(input.device.type)
-        if self.products == PLAIN.name and self.weight_grad_queue is None and torchs:
+        faster = queue is not None and not queue.used and input.device.type == "cpu"  # is torch's own
+        if self.products == PLAIN.name and (torchs or faster):
             return F.linear(input, self.weight, self.bias)
-        return LinearMatmul.apply(input, self.weight, self.bias, self.products, self.weight_grad_queue)
+        return LinearMatmul.apply(input, self.weight, self.bias, self.products, queue)
 
 
 def use_products(model: nn.Module, products: Products = PLAIN, queue: WeightGradQueue | None = None) -> None:
@@ -59,11 +77,9 @@ class LinearMatmul(torch.autograd.Function):
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         grads, dx, dw = grad.reshape(-1, grad.shape[-1]), None, None  # once: it may have to be copied for that
         if needs_dx:
-            dx = ctx.products.input_grad(grads, weight).view(x.shape)
+            dx = ctx.products.input_grad_sum([grads], [weight]).view(x.shape)
         if needs_dw:
             # A queue must not hold the graph that made x, which a second derivative needs.
             inputs = (x if torch.is_grad_enabled() else x.detach()).reshape(-1, x.shape[-1])
-            compute = partial(ctx.products.weight_grad, grads, inputs)
-            write = partial(ctx.products.weight_grad_into, grads, inputs)
-            dw = weight_grad(ctx, 0, compute, write)
+            dw = product_weight_grad(ctx, 0, grads, inputs)
         return dx, dw, grads.sum(0) if needs_db else None, None, None

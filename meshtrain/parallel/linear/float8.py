@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from meshtrain.parallel.float8_layers import BLOCKS, float8_layers, name_pattern
 from meshtrain.parallel.linear import use_products
-from meshtrain.parallel.linear.matmul import PRODUCTS, Maximum, Products, linear_weight_grad
+from meshtrain.parallel.linear.matmul import PRODUCTS, Maximum, Products
 from meshtrain.parallel.torch_private import to_local
 
 E4M3 = torch.float8_e4m3fn  # its largest value is 448 = 1.75 * 2**8
@@ -76,7 +76,7 @@ class ScaledProducts:
 
     def sum(self, pairs: Sequence[tuple[Tensor, Tensor]], maximum: Maximum | None = None) -> Tensor:
         """Rows (n, k_i) times (m, k_i), summed over k and pairs -> (n, m), same type. `maximum`: for parts of k."""
-        fuse = _compiled if self.compiled and not torch.compiler.is_compiling() else _as_it_is
+        fuse = _compiled if self.compiled and not torch.compiler.is_compiling() else (lambda function: function)
         operands = [operand for pair in pairs for operand in pair]
         largest = [fuse(largest_of_blocks)(x, self.block or x.shape[1]) for x in operands]
         if maximum is not None and self.block is None:  # in one message
@@ -101,24 +101,17 @@ class ScaledProducts:
         def forward(x: Tensor, weight: Tensor, maximum: Maximum | None = None) -> Tensor:
             return self.sum([(x.reshape(-1, x.shape[-1]), weight)], maximum).view(*x.shape[:-1], len(weight))
 
-        def input_grad(grad: Tensor, weight: Tensor) -> Tensor:
-            return input_grad_sum([grad.reshape(-1, grad.shape[-1])], [weight]).view(*grad.shape[:-1], -1)
-
         def input_grad_sum(
             grads: Sequence[Tensor], weights: Sequence[Tensor], maximum: Maximum | None = None
         ) -> Tensor:
             return self.sum([(g, w.t()) for g, w in zip(grads, weights, strict=True)], maximum)
 
-        return Products(name, forward, input_grad, input_grad_sum, linear_weight_grad)
+        return Products(name, forward, input_grad_sum)
 
 
 @cache
 def _compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=True)  # the layers of a model have more shapes than it compiles code for
-
-
-def _as_it_is(function: Callable) -> Callable:
-    return function
 
 
 EMULATED = {name: ScaledProducts(block, True).record(f"{name}, emulated") for name, block in BLOCKS.items()}

@@ -53,20 +53,13 @@ def widens(grad: Tensor, x: Tensor, into: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Products:
-    """The numbers in which linear layers multiply: the functions above, or others in their places."""
+    """The numbers in which linear layers multiply for outputs and input gradients: by the functions above, or others.
+    Weight gradients are always computed in the type of the layer."""
 
     name: str  # operators are given this, and look the record up in PRODUCTS
     forward: Callable[..., Tensor]
-    input_grad: Callable[[Tensor, Tensor], Tensor]
     input_grad_sum: Callable[..., Tensor]
-    weight_grad: Callable[[Tensor, Tensor], Tensor]
-
-    def weight_grad_into(self, grad: Tensor, x: Tensor, into: Tensor, add: bool) -> None:
-        if self.weight_grad is linear_weight_grad:
-            linear_weight_grad_into(grad, x, into, add)
-        else:
-            into.add_(self.weight_grad(grad, x)) if add else into.copy_(self.weight_grad(grad, x))
 
 
-PLAIN = Products("plain", linear_forward, linear_input_grad, linear_input_grad_sum, linear_weight_grad)
+PLAIN = Products("plain", linear_forward, linear_input_grad_sum)
 PRODUCTS = {PLAIN.name: PLAIN}

@@ -12,11 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshtrain.parallel.linear.matmul import linear_weight_grad, linear_weight_grad_into
 from meshtrain.parallel.torch_private import (
     accumulator_of,
     as_gradient,
@@ -39,6 +41,8 @@ class DeferredWeightGrad:
 
 class WeightGradQueue:
     """Where the layers of a stage leave the weight gradients of a backward that computes input gradients only."""
+
+    used = True  # for the microbatch whose forward or backward runs now
 
     def __init__(self) -> None:
         self._recorded: list[DeferredWeightGrad] | None = None
@@ -85,11 +89,26 @@ def weight_grad(
     finds no way to the parameters. `index`: of the weight among these; the rest: see `DeferredWeightGrad`."""
     if torch.compiler.is_compiling():
         return compute()
-    accumulator = accumulator_of(ctx.next_functions[1 + index][0])
-    parameter = None if accumulator is None else accumulator.variable
-    if ctx.queue is not None and ctx.queue.is_recording:
+    node = ctx.next_functions[1 + index][0]
+    parameter = getattr(accumulator_of(node), "variable", None)
+    defers = ctx.queue is not None and ctx.queue.is_recording and runs_in_backward(node)
+    if defers and not has_gradient_hooks(parameter):
         ctx.queue.add(DeferredWeightGrad(ctx.weights[index], parameter, compute, write))
         return None
+    return add_or_compute(node, compute, write)
+
+
+def product_weight_grad(ctx: Any, index: int, grad: Tensor, x: Tensor) -> Tensor | None:
+    """`weight_grad` of a linear layer with this output's gradient (n, f) and this input (n, d)."""
+    return weight_grad(ctx, index, partial(linear_weight_grad, grad, x), partial(linear_weight_grad_into, grad, x))
+
+
+def add_or_compute(
+    node: Any, compute: Callable[[], Tensor], write: Callable[[Tensor, bool], object] | None
+) -> Tensor | None:
+    """In a backward, what its next node gets: a gradient, or None if that has been added to the parameter's."""
+    accumulator = accumulator_of(node)
+    parameter = getattr(accumulator, "variable", None)
     if write is None or not takes_products(parameter) or not runs_in_backward(accumulator):
         return compute()
     add_product(parameter, write)
@@ -117,6 +136,11 @@ def takes_products(parameter: Any) -> bool:
     if parameter.grad is not None and not is_plain_gradient(parameter.grad, parameter):
         return False
     return not has_gradient_hooks(parameter)
+
+
+def write_grad(grad: Tensor, place: Tensor, add: bool) -> None:
+    """A gradient that is there, perhaps in another type, as a product is written: in one pass over its memory."""
+    place.add_(grad) if add else place.copy_(grad)
 
 
 def add_product(parameter: Any, write: Callable[[Tensor, bool], object]) -> None:

@@ -1,6 +1,7 @@
-"""Sockets with a time limit."""
+"""Calls and sockets with a time limit, and under which addresses hosts reach each other."""
 
 import errno
+import ipaddress
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -69,15 +70,22 @@ def resolve(name: str, seconds: float = LOOK_UP_S) -> tuple[str, ...]:
     return tuple(dict.fromkeys(plain_address(str(row[4][0])) for row in rows))
 
 
-def address_towards(address: str) -> str:
-    """This host's address on the route to another one; empty where there is no route."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+def address_towards(other: str) -> str:
+    """This host's address on the route to another one, given by name or address; empty where there is no route."""
     try:
+        family, *_, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as datagrams:
-            datagrams.connect((address, 9))  # sends nothing
-            return plain_address(datagrams.getsockname()[0])
+            datagrams.connect(address)  # sends nothing
+            return str(datagrams.getsockname()[0])
     except OSError:
         return ""
+
+
+def is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
 
 
 def plain_address(address: str) -> str:
@@ -89,8 +97,8 @@ def listen(port: int) -> socket.socket:
     """A listening socket on all interfaces, for both families where there are both. Port 0: any. Raises OSError."""
     try:
         if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=512)
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     except OSError as error:
         if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # built with IPv6, and run where there is none
             raise
-    return socket.create_server(("", port), backlog=512)
+    return socket.create_server(("", port), backlog=1024)

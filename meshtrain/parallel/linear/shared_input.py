@@ -1,0 +1,95 @@
+"""Linear layers that read the same input compute together: over `tp` they gather it once, and in compiled blocks of 16
+bits their weights, which lie one behind the other, are one matrix (q, k and v; gate and up).
+
+The one product then writes and reads the input's gradient once and not for each layer. The compiler computes what is
+behind and before the layers right into and out of the one output; elsewhere that would have to be copied.
+"""
+
+from collections.abc import Sequence
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+
+class SharedInput:
+    """Linear layers of a module that read the same input: the first that is called computes for all of them. Where the
+    module gets two tensors of their width (as a cross attention does), and may lead some layers to one and some to the
+    other, each computes for itself. Nothing is kept when the module's forward has ended.
+
+    Attributes:
+        merges: whether a forward in 16 bits may make the layers' weights one.
+        weight: that one, of the forward that runs now; the weights of the layers are then parts of it.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        """`layers`: each with `in_features`, and `outputs` of several such layers."""
+        self.layers = list(layers)
+        self.merges = False
+        self.weight: Tensor | None = None
+        self._shares = False
+        self._input: Tensor | None = None  # of the outputs, while there are any
+        self._outputs: dict[Any, Tensor] = {}  # of layers that have not been called yet
+
+    def begin(self, arguments: Sequence[Any]) -> None:
+        width = self.layers[0].in_features
+        inputs = [x for x in arguments if isinstance(x, Tensor) and x.shape[-1:] == (width,)]
+        self._shares = all(x is inputs[0] for x in inputs)
+
+    def end(self) -> None:
+        self._shares, self._input, self._outputs = False, None, {}
+
+    def output(self, layer: Any, x: Tensor) -> Tensor:
+        if self._outputs and self._input is not x:  # the layers read different tensors after all
+            self.end()
+        if not self._shares:
+            return layer.outputs([layer], x, None)[0]
+        if layer not in self._outputs:
+            alike = [other for other in self.layers if other.products == layer.products]
+            self._outputs |= dict(zip(alike, layer.outputs(alike, x, self.weight), strict=True))
+            self._input = x
+        y = self._outputs.pop(layer)
+        if not self._outputs:
+            self._input = None  # its memory is not held until the end
+        return y
+
+
+def share_input(layers: Sequence[Any], module: nn.Module) -> None:
+    """From now on these layers, which a module's forward calls, share what they compute of the same tensor."""
+    if len(layers) == 1 or ("forward" in vars(module) and not hasattr(module, "shared_inputs")):
+        return
+    shared = SharedInput(layers)
+    for layer in layers:
+        layer.shared_input = shared
+    module.shared_inputs = (*getattr(module, "shared_inputs", ()), shared)  # type: ignore[assignment]
+    # Not by hooks, and the same function for all modules: a compiler would compile each block anew.
+    module.forward = MethodType(_forward, module)
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    inputs: tuple[SharedInput, ...] = module.shared_inputs  # type: ignore[assignment]
+    for shared in inputs:
+        shared.begin(tree_leaves((args, kwargs)))
+    try:
+        return type(module).forward(module, *args, **kwargs)
+    finally:
+        for shared in inputs:
+            shared.end()
+
+
+def split_outputs(product: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    """Each layer's own, which a model may change in place or view as it likes. The compiler writes no copy where it is
+    read by what it makes kernels of."""
+    return [part.contiguous() for part in product.split(list(widths), -1)]
+
+
+def stack(parts: Sequence[Tensor]) -> Tensor | None:
+    """Matrices whose rows lie one behind the other in memory, as one; None: they do not."""
+    first, end = parts[0], parts[0].data_ptr()
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or part.data_ptr() != end or not part.is_contiguous() or part.shape[1:] != first.shape[1:]:
+            return None
+        end += part.nbytes
+    return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())
