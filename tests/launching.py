@@ -1,7 +1,6 @@
 """Starts jobs of several processes for tests, with a time limit, and sees that no process is left behind."""
 
 import atexit
-import functools
 import json
 import os
 import signal
@@ -11,10 +10,13 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 MARK = "meshtrainTEST_JOB"  # in the environment of every process of a job, by which stragglers are found
@@ -147,26 +149,29 @@ class ForkServer:
         self.process.wait()
 
 
-@functools.cache
-def _fork_server() -> ForkServer:
-    server = ForkServer()
-    atexit.register(server.close)
-    return server
-
-
-def forked_command(processes: int, *arguments: str | Path) -> list[str]:
-    """The same job as a command, for those that run beside others."""
-    return [str(part) for part in (sys.executable, ROOT / "tests" / "forked.py", processes, *arguments)]
+_idle_servers: list[ForkServer] = []  # a job that is started beside another one has its own
 
 
 def forked(processes: int, *arguments: str | Path, timeout: float = 240, cwd: Path = ROOT) -> Finished:
     """A job on this host that starts faster than torchrun does (forked.py), for what is no test of starting."""
     try:
-        return _fork_server().run([str(part) for part in (processes, *arguments)], timeout=timeout, cwd=cwd)
+        server = _idle_servers.pop()
+    except IndexError:
+        server = ForkServer()
+        atexit.register(server.close)
+    try:
+        done = server.run([str(part) for part in (processes, *arguments)], timeout=timeout, cwd=cwd)
     except BaseException:
-        _fork_server().close()  # it may be in the midst of a job, whose status nobody waits for any more
-        _fork_server.cache_clear()
+        server.close()  # it may be in the midst of a job, whose status nobody waits for any more
         raise
+    _idle_servers.append(server)
+    return done
+
+
+def side_by_side(*calls: Callable[[], T]) -> list[T]:
+    """What each returns: jobs of which one leaves a core idle now and then."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [done.result() for done in [pool.submit(call) for call in calls]]
 
 
 def two_hosts(counts: tuple[int, int], *arguments: str, timeout: float = 240) -> list[Finished]:

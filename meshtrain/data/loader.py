@@ -68,9 +68,7 @@ def train_batches(
             filler = own[0] if own else order.items(seed, range(first, first + 1), len(dataset))[0]
             yield from _fill(own, filler, count, micro_size)
 
-    # A step takes all of its microbatches before it begins.
-    ahead = max(reading.get("prefetch", 2), -(-count // max(reading.get("workers", 0), 1)))
-    batches = iter(_Loader(dataset, slots(), {**reading, "prefetch": ahead}, persistent=False))
+    batches = iter(_Loader(dataset, slots(), persistent=False, together=count, **reading))
     for _ in range(first_step, steps):
         yield [next(batches) for _ in range(count)]
 
@@ -86,7 +84,7 @@ class EvalBatches:
         self.samples = len(dataset)  # over all ranks
         share, count = order.share(self.samples, ranks, rank), order.microbatches(self.samples, micro_size, ranks)
         self._slots = list(_fill([(0, sample) for sample in share], (0, 0), count, micro_size))
-        self._loader = _Loader(dataset, self._slots, reading, persistent=True)
+        self._loader = _Loader(dataset, self._slots, persistent=True, **reading)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -130,12 +128,13 @@ class _Reader(torch.utils.data.Dataset):
 
 
 class _Loader:
-    def __init__(self, dataset: Samples, slots: Iterable[Slots], reading: Reading, *, persistent: bool) -> None:
-        if unknown := reading.keys() - Reading.__annotations__:
-            raise TypeError(f"batches are read by {', '.join(Reading.__annotations__)}; found {', '.join(unknown)}")
-        workers, prefetch = reading.get("workers", 0), reading.get("prefetch", 2)
-        self._prepare = reading.get("prepare", Batch.batch)
-        self._pins = reading.get("pin_memory", False) and torch.cuda.is_available()
+    def __init__(
+        self, dataset: Samples, slots: Iterable[Slots], *, persistent: bool, together: int = 1, workers: int = 0,
+        prefetch: int = 2, pin_memory: bool = False, prepare: Callable[[Batch], Batch] = Batch.batch,
+    ) -> None:  # fmt: skip
+        """`together`: the microbatches of a step, which takes all of them before it begins."""
+        self._prepare, self._pins = prepare, pin_memory and torch.cuda.is_available()
+        prefetch = max(prefetch, -(-together // max(workers, 1)))
         # fork: a user's own data set comes from a file loaded by path, which no other start method can send; and a
         # worker is there at once, where a fresh Python would first import torch for seconds.
         ahead = {"prefetch_factor": prefetch, "multiprocessing_context": "fork", "worker_init_fn": _start_worker}

@@ -91,21 +91,23 @@ def compile_block(
 
 def while_one_graph(whole: Callable, plain: Callable, name: str) -> Callable:
     """`whole`, until the compiler finds that it is not one graph, or too many kinds of layers; from then on `plain`.
+    Training and evaluation have graphs of their own: what one has too many of leaves the other compiled.
 
     Pieces that run again in backward would be no way out: where the compiler gives up between the two, what is compiled
     and what is not keep the same tensors in another order, and the checkpoint would hand out the wrong ones.
     """
-    forward = whole
+    compiles = {True: True, False: True}  # with and without gradients
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal forward
-        if forward is whole:
+        trains = torch.is_grad_enabled()
+        if compiles[trains]:
             try:
                 return whole(*args, **kwargs)
             except breaks_graph() as error:
                 reason = str(error).strip().split("\n")[0]
-                warnings.warn(f"{name} is recomputed and not compiled, which takes one graph: {reason}", stacklevel=2)
-                forward = plain
+                state = "recomputed and not compiled" if trains else "not compiled without gradients"
+                warnings.warn(f"{name} is {state}, which takes one graph: {reason}", stacklevel=2)
+                compiles[trains] = False
         return plain(*args, **kwargs)
 
     return run

@@ -85,11 +85,8 @@ def apply_fsdp(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             group = mesh.group(shard) if registered_memory else None
-            memory = (
-                fsdp_collectives.DefaultAllocMixin()
-                if group is None
-                else fsdp_collectives.ProcessGroupAllocMixin(group)
-            )
+            allocator = fsdp_collectives.ProcessGroupAllocMixin
+            memory = fsdp_collectives.DefaultAllocMixin() if group is None else allocator(group)
             module.set_custom_all_gather(_AllGather(mesh, shard, waiting, memory))
             module.set_custom_reduce_scatter(_ReduceScatter(mesh, shard, waiting, memory, message))
             if mesh.size(replicate) > 1:

@@ -16,6 +16,7 @@ from meshtrain.parallel.linear.weight_grad import WeightGradQueue, product_weigh
 from meshtrain.parallel.torch_private import without_dispatch_modes
 
 Tensors = Sequence[Tensor]
+Flags = Sequence[bool]
 
 
 def flatten_tokens(x: Tensor, sequence_first: bool) -> Tensor:
@@ -52,14 +53,7 @@ def _columns_shapes(x: Tensor, weights: Tensors, group: str, sequence: bool, kee
 
 
 def _columns_backward(
-    grads: Tensors,
-    x: Tensor,
-    weights: Tensors,
-    group: str,
-    sequence: bool,
-    keep: bool,
-    products: str,
-    needs_dw: Sequence[bool],
+    grads: Tensors, x: Tensor, weights: Tensors, group: str, sequence: bool, keep: bool, products: str, needs_dw: Flags
 ) -> list[Tensor]:
     """The gradients of the input and of each weight that is trained; the input's is summed over the ranks while the
     weights' are computed. Without `keep` x is this rank's part of the input, which is gathered again meanwhile."""
@@ -71,14 +65,7 @@ def _columns_backward(
 
 
 def _columns_backward_shapes(
-    grads: Tensors,
-    x: Tensor,
-    weights: Tensors,
-    group: str,
-    sequence: bool,
-    keep: bool,
-    products: str,
-    needs_dw: Sequence[bool],
+    grads: Tensors, x: Tensor, weights: Tensors, group: str, sequence: bool, keep: bool, products: str, needs_dw: Flags
 ) -> list[Tensor]:
     n = grads[0].shape[0] // _parts(group, sequence)
     trained = (weight for weight, need in zip(weights, needs_dw, strict=True) if need)
@@ -154,23 +141,17 @@ class ColumnParallelMatmul(torch.autograd.Function):
     """x (n, d), or (n/t, d) with `sequence`, times several weights (f_i/t, d) -> each (n, f_i/t)."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        axis: AxisGroup,
-        sequence: bool,
-        keep: bool,
-        products: str,
-        queue: WeightGradQueue | None,
-        *weights: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        """`inputs`: x, axis, sequence, keep, products, queue, and the weights. Not by name: without gradients the
+        compiler counts what a forward is given, and of as many as it has parameters it would leave `ctx` out."""
+        x, axis, sequence, keep, products, queue, *weights = inputs
         ys = ops.columns(x, weights, axis.name, sequence, keep, products)
         saved = x
         if sequence and keep:
             saved, *ys = ys
         ctx.save_for_backward(saved, *weights)
         ctx.settings = axis.name, sequence, keep, products
-        ctx.queue, ctx.weights = queue, weights if queue is not None else ()
+        ctx.queue, ctx.weights = queue, weights if queue is not None else []
         return tuple(ys)
 
     @staticmethod

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from meshtrain.job.watchdog.diagnose import diagnose
 from meshtrain.job.watchdog.records import PendingCollective, RankReport, RankStatus, Reach
 from tests.checkpoint.going_on import small_run
 from tests.checkpoint.known import ABOUT, alone, fill, on
-from tests.launching import forked_command, run_together
+from tests.launching import Finished, forked, side_by_side
 
 
 @pytest.fixture
@@ -253,21 +254,22 @@ def test_a_rank_that_waits_for_its_disk_is_not_lost_and_one_that_is_gone_is() ->
 def test_a_slow_disk_ends_no_job(tmp_path: Path) -> None:
     """Rank 1 takes several deadlines for its second file: in the background, and while all wait, in jobs side by side,
     which sleep for most of their time."""
-    slow = "train.chaos=[{fault: slow, rank: 1, step: 4, during: save, seconds: 14}]"
+    slow = "train.chaos=[{fault: slow, rank: 1, step: 4, during: save, seconds: 9}]"
     options = (
         "train.steps=8",
-        "train.step_timeout_s=3",
+        "train.step_timeout_s=2",
         "checkpoint.every=2",
         "data.workers=0",
         "layout={dp_shard: 2}",
     )
     folders = [tmp_path / name for name in ("true", "false")]
-    commands = []
-    for one in folders:
+
+    def train(one: Path) -> Finished:
         one.mkdir()
         keys = (*options, f"checkpoint.in_background={one.name}", slow)
-        commands.append(forked_command(2, "-m", "meshtrain.train", small_run(one), *keys))
-    for one, job in zip(folders, run_together(commands), strict=True):
+        return forked(2, "-m", "meshtrain.train", small_run(one), *keys)
+
+    for one, job in zip(folders, side_by_side(*(partial(train, one) for one in folders)), strict=True):
         job.check()
         assert folder.complete_steps(one / "run/checkpoints") == [4, 6, 8]
         assert "waiting for rank 1 on host" in job.err, "a deadline has passed, and who is waited for was said"

@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import time
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
@@ -156,46 +157,53 @@ def test_an_opened_file_travels_as_its_path(tmp_path: Path) -> None:
 # Preparation
 
 
-def prepare_slowly(folder: Path, log: Path, seconds: float) -> None:
+def prepare_slowly(folder: Path, log: Path, end: Event | None = None) -> None:
     with open(log, "a") as file:
         file.write(f"{os.getpid()}\n")
-    time.sleep(seconds)
+    if end is not None:
+        end.wait()
     make(folder, [Document(np.array([1, 2, 3]))])
 
 
-def take_part(folder: Path, log: Path, seconds: float, say_every: float, lines: "multiprocessing.Queue[str]") -> None:
-    cache._SAY_EVERY_S = say_every
-    prepare_once(folder, lambda: prepare_slowly(folder, log, seconds), lines.put)
+def take_part(folder: Path, log: Path, lines: "multiprocessing.Queue[tuple[int, str]]", end: Event | None) -> None:
+    cache._SAY_EVERY_S = 0.1
+    prepare_once(folder, lambda: prepare_slowly(folder, log, end), lambda line: lines.put((os.getpid(), line)))
     assert open_tokens(folder).tokens.count == 3
 
 
 def test_one_of_several_processes_prepares_while_the_others_say_that_they_wait(tmp_path: Path) -> None:
-    folder, log, lines = tmp_path / "cache" / "x", tmp_path / "log", FORK.Queue()
-    processes = [FORK.Process(target=take_part, args=(folder, log, 0.8, 0.2, lines)) for _ in range(5)]
+    folder, log, lines, end = tmp_path / "cache" / "x", tmp_path / "log", FORK.Queue(), FORK.Event()
+    processes = [FORK.Process(target=take_part, args=(folder, log, lines, end)) for _ in range(5)]
     for process in processes:
         process.start()
+    waiting = {}
+    while len(waiting) < 4:
+        pid, line = lines.get(timeout=30)
+        if "another process begins to prepare it" not in line:
+            waiting[pid] = line
+    end.set()
     for process in processes:
         process.join(30)
     assert [process.exitcode for process in processes] == [0] * 5
     pids = log.read_text().split()
     assert len(pids) == 1
-    said = [lines.get(timeout=5) for _ in range(4)]
-    assert all(f"waiting for {folder}: process {pids[0]} on {os.uname().nodename} has been" in line for line in said)
+    said = f"waiting for {folder}: process {pids[0]} on {os.uname().nodename} has been"
+    assert all(said in line for line in waiting.values())
     assert sorted(path.name for path in folder.parent.iterdir()) == [".x.lock", "x"]
 
 
 def test_another_takes_over_from_a_killed_preparer_and_cleans_up(tmp_path: Path) -> None:
     folder, log, lines = tmp_path / "cache" / "x", tmp_path / "log", FORK.Queue()
-    doomed = FORK.Process(target=take_part, args=(folder, log, 60, 0.2, lines))
+    doomed = FORK.Process(target=take_part, args=(folder, log, lines, FORK.Event()))
     doomed.start()
     while not log.exists():
         time.sleep(0.02)
     left = folder.parent / f".x.{os.uname().nodename}.{doomed.pid}.tmp"  # what `write` makes first
     left.mkdir()
     (left / "tokens.bin").write_bytes(b"half")
-    heir = FORK.Process(target=take_part, args=(folder, log, 0, 0.2, lines))
+    heir = FORK.Process(target=take_part, args=(folder, log, lines, None))
     heir.start()
-    assert f"process {doomed.pid} on" in lines.get(timeout=10)
+    assert f"process {doomed.pid} on" in lines.get(timeout=10)[1]
     os.kill(doomed.pid, signal.SIGKILL)
     heir.join(30)
     doomed.join(30)
@@ -210,7 +218,7 @@ def test_leaves_the_fresh_work_of_another_host_alone(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "tokens.bin").touch()
         os.utime(folder / "tokens.bin", (time.time() - age,) * 2)
-    prepare_once(tmp_path / "x", lambda: prepare_slowly(tmp_path / "x", tmp_path / "log", 0), print)
+    prepare_once(tmp_path / "x", lambda: prepare_slowly(tmp_path / "x", tmp_path / "log"), print)
     assert fresh.exists()
     assert not stale.exists()
 
@@ -222,7 +230,7 @@ def test_a_failed_preparation_is_everyones_to_see_and_to_try_again(tmp_path: Pat
     for _ in range(2):
         with pytest.raises(InputError, match=r"no such text"):
             prepare_once(tmp_path / "x", fail, print)
-    prepare_once(tmp_path / "x", lambda: prepare_slowly(tmp_path / "x", tmp_path / "log", 0), print)
+    prepare_once(tmp_path / "x", lambda: prepare_slowly(tmp_path / "x", tmp_path / "log"), print)
     prepare_once(tmp_path / "x", fail, print)  # not called: the folder is there
 
 

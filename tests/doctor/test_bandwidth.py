@@ -56,8 +56,8 @@ def test_ranks_that_did_not_arrive_are_named(nonsense: dict[str, Any]) -> None:
 
 
 def test_a_worker_whose_partner_does_not_come_says_where_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshtrain.doctor.bandwidth.START_S", 8.0)
-    spec = Spec({"dp_shard": 2}, ("0 a", "1 b"), free_port(), 8.0)
+    monkeypatch.setattr("meshtrain.doctor.bandwidth.START_S", 4.0)
+    spec = Spec({"dp_shard": 2}, ("0 a", "1 b"), free_port(), 4.0)
     found = run_workers(spec, [0], "127.0.0.1", serves=True)
     assert "meeting" in found[0]["stuck"] or "starting" in found[0]["stuck"]
 

@@ -29,21 +29,24 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 from meshtrain.job.environment import Environment
 from meshtrain.job.process import join
 join(Environment("none", 0, 1, 0, "a", None))
-for _ in range(3):
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+faults = []
+for _ in range(6):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     tensors = [torch.ones(1 << 19) for _ in range(16)]
     del tensors
-faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-print(json.dumps([*resource.getrlimit(resource.RLIMIT_NOFILE), faults]))
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(json.dumps([resource.getrlimit(resource.RLIMIT_NOFILE), faults]))
 """
 
 
 def test_a_process_that_joins_may_open_as_many_files_as_the_system_allows_and_keeps_its_memory() -> None:
     command = [sys.executable, "-c", JOIN, "64", "700"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), check=True)
-    *limits, faults = json.loads(done.stdout)
+    limits, faults = json.loads(done.stdout)
     assert limits == [700, 700]
-    assert faults < 100  # of 32 MiB in pages of 4 KiB: 8,192 where glibc gives them back
+    # Of 32 MiB in pages of 4 KiB: 8,192 in every round where glibc gives them back. A round may find no room for a
+    # tensor among what was kept.
+    assert min(faults[2:]) < 100, faults
 
 
 def test_the_memory_of_a_gpu_grows_in_segments_unless_the_user_chooses() -> None:

@@ -123,7 +123,8 @@ class Models(Cases):
             self.gradients(model, plain, f"{what}, step {step}")
 
     def compiled(self) -> None:
-        """A compiled block computes and sends what it does without, and is compiled: one graph for all layers."""
+        """A compiled block computes and sends what it does without, and is compiled: one graph for all layers, and one
+        for evaluation."""
         for options in COMPILED:
             sent = []
             for compiled in (False, True):
@@ -136,6 +137,9 @@ class Models(Cases):
                 sent.append(self.mesh.comm_bytes.by_axis()["tp"])
                 self.gradients(model, plain, what)
                 self.equal(counters["stats"]["unique_graphs"], int(compiled), f"{what}: graphs")
+                with torch.no_grad():
+                    self.same(*(sample_losses(one(self.tokens()), self.tokens()) for one in (model, plain)), what)
+                self.equal(counters["stats"]["unique_graphs"], 2 * compiled, f"{what}: graphs with an evaluation")
             # The compiler sees that nobody needs the last sum of a block that runs again.
             spared = 2 * 8 * 2 * S * 24 // 2 if options.get("recompute") == "full" else 0
             self.equal(sent[1], sent[0] - spared, f"{options}: bytes that a compiled model sends")

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,6 +202,26 @@ def test_a_block_that_is_no_graph_is_recomputed_without_compiling(
             model(torch.ones(2, 8)).float().square().sum().backward()
         grads.append(model.layer.weight.grad)
     assert torch.equal(*grads)
+    torch.compiler.reset()
+
+
+def test_a_graph_that_evaluation_has_not_leaves_training_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where evaluations have more shapes than the compiler makes graphs for."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+
+    class Varied(Branching):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) if torch.is_grad_enabled() else super().forward(x)
+
+    plain = Varied()
+    model = parallelize(deepcopy(plain), build_mesh(Layout({})), recompute="selective", compile=True)
+    for made in (1, 0):
+        counters.clear()
+        with torch.no_grad(), pytest.warns(UserWarning, match="not compiled without") if made else nullcontext():
+            assert torch.equal(model(torch.ones(2, 8)), plain(torch.ones(2, 8)))
+        model(torch.ones(2, 8)).square().sum().backward()
+        assert counters["stats"]["unique_graphs"] == made
     torch.compiler.reset()
 
 

@@ -151,140 +151,14 @@ class Experiment:
 
 def experiments(folder: Path) -> dict[str, Experiment]:
     """All experiments; data that they need is written into `folder`."""
-    ragged = write_ragged(folder / "ragged.jsonl")
-    held_out = folder / "held_out.txt"  # an evaluation is a few batches: many more would cost more than the training
-    held_out.write_text("A text that no sample of the training has in it. " * 50)
     cache = f"data.cache={folder / 'cache'}"
     # Whatever makes a layout wrong shows in the first steps, at this tolerance; rounding adds up over more,
-    # which "float32" and "float64" show in 20.
+    # which "float32" shows in 20.
     exact = (cache, "train.precision=float64", "train.steps=8", "optimizer.warmup_steps=2")
-    ragged_keys = (
-        "data.source=jsonl",
-        f"data.path={ragged}",
-        "data.validation=0.03",
-        "train.eval_every=8",
-        "train.eval_samples=9",  # of more: the same ones on all layouts
-        "batch.global_size=7",
-    )
-    digits = (
-        "train.epochs=null",
-        *exact,
-        "data.workers=0",
-        "train.eval_every=8",
-        "batch.global_size=21",
-    )
+    digits = ("train.epochs=null", *exact, "data.workers=0", "train.eval_every=8", "batch.global_size=21")
     every = [
         Experiment("float32", QUICKSTART, (*SMALL, cache), 1e-5),
-        Experiment("float64", QUICKSTART, (*SMALL, cache, "train.precision=float64"), 1e-9),
-        Experiment("ragged", QUICKSTART, (*SMALL, *exact, *ragged_keys), 1e-9),
-        Experiment(
-            "tied, masked, recomputed",
-            QUICKSTART,
-            (
-                *SMALL,
-                *exact,
-                *ragged_keys,
-                "model.tie_word_embeddings=true",
-                "data.mask_documents=true",
-                "parallel.recompute=full",
-            ),
-            1e-9,
-        ),
-        Experiment("dropout", QUICKSTART, (*SMALL, *exact, "model.hidden_dropout=0.1"), 1e-9),
-        # Nothing divides: 259 tokens, 109 features, and 2 key/value heads where tp is 3.
-        Experiment(
-            "uneven",
-            QUICKSTART,
-            (
-                *SMALL,
-                *exact,
-                "model.vocab_size=259",
-                "model.intermediate_size=109",
-                "model.num_attention_heads=6",
-                f"data.validation={held_out}",
-                "train.eval_every=8",
-            ),
-            1e-9,
-        ),
-        # Sequences that nothing divides, so that over `cp` some tokens are padding: these add nothing to a term either.
-        Experiment(
-            "padded",
-            QUICKSTART,
-            (
-                *SMALL,
-                *exact,
-                *ATTACHED,
-                "model.vocab_size=259",
-                "model.intermediate_size=109",
-                "model.num_attention_heads=6",
-                "data.seq_len=47",
-                "data.mask_documents=true",
-                f"data.validation={held_out}",
-                "train.eval_every=8",
-            ),
-            1e-9,
-        ),
-        # 3 key/value heads on 4 ranks: the three queries of a rank look at one or two of them.
-        Experiment(
-            "few heads",
-            QUICKSTART,
-            (*SMALL, *exact, "model.num_attention_heads=12", "model.num_key_value_heads=3"),
-            1e-9,
-        ),
-        # For the many schedules: they differ in the order of a step's work, which shows in the first steps or never.
-        Experiment("staged", QUICKSTART, (*SMALL, *STAGED, *exact, "train.steps=4", "optimizer.warmup_steps=0"), 1e-9),
-        Experiment(
-            "staged, tied",
-            QUICKSTART,
-            (
-                *SMALL,
-                *STAGED,
-                *exact,
-                *ragged_keys,
-                "model.tie_word_embeddings=true",
-                "model.hidden_dropout=0.1",
-                "data.mask_documents=true",
-                "parallel.recompute=full",
-            ),
-            1e-9,
-        ),
-        *(
-            Experiment(name, QUICKSTART, (*SMALL, *STAGED, "model.num_hidden_layers=2", *exact, *keys), 1e-9)
-            for name, keys in {**STAGED_MODELS, **CROSSED_MODELS}.items()
-        ),
-        *(
-            Experiment(name, QUICKSTART, (*SMALL, *exact, *ragged_keys, "data.mask_documents=true", *keys), 1e-9)
-            for name, keys in ROPE.items()
-        ),
-        Experiment("selective", QUICKSTART, (*SMALL, *exact, "parallel.recompute=selective"), 1e-9),
-        *(
-            Experiment(name, QUICKSTART, (*SMALL, *exact, f"model.name={MODELS / name}.py", *more), 1e-9)
-            for name, more in OWN_MODELS.items()
-        ),
-        *(
-            Experiment(name, QUICKSTART, (*SMALL, *exact, *ragged_keys, *ATTACHED, *more), 1e-9)
-            for name, more in {"attached": (), "attached, recomputed": ("parallel.recompute=full",)}.items()
-        ),
-        *(
-            Experiment(
-                name,
-                QUICKSTART,
-                (
-                    *(*SMALL, *exact, *ragged_keys, "model.name=tests/models/moe.py"),
-                    *("model.num_hidden_layers=3", "data.seq_len=47", *more),
-                ),
-                1e-9,
-            )
-            for name, more in EXPERTS.items()
-        ),
-        *(
-            Experiment(name, QUICKSTART, (*SMALL, *exact, f"train.linear_precision={name}", *keys), 1e-9)
-            for name, keys in FLOAT8.items()
-        ),
-        # Each rank of tp norms its own heads; over tp 4 two of them have the same key/value head.
-        Experiment("qwen3", QUICKSTART, (*SMALL, *exact, "model.name=qwen3"), 1e-9),
-        Experiment("latent, no experts", QUICKSTART, (*SMALL, *exact, *LATENT), 1e-9),
-        Experiment(ATTACHED_EVEN, QUICKSTART, (*SMALL, *exact, *ATTACHED), 1e-9),
+        *(Experiment(name, QUICKSTART, (*SMALL, *exact, *keys), 1e-9) for name, keys in texts(folder).items()),
         Experiment("digits", "configs/digits.yaml", digits, 1e-9),
         # Which ranks and microbatches use a layer depends on their samples.
         Experiment(
@@ -292,6 +166,54 @@ def experiments(folder: Path) -> dict[str, Experiment]:
         ),
     ]
     return {experiment.name: experiment for experiment in every}
+
+
+def texts(folder: Path) -> dict[str, tuple[str, ...]]:
+    """What is trained in float64 on text: the plain model, other data, other models."""
+    held_out = folder / "held_out.txt"  # an evaluation is a few batches: many more would cost more than the training
+    held_out.write_text("A text that no sample of the training has in it. " * 50)
+    ragged = (
+        "data.source=jsonl",
+        f"data.path={write_ragged(folder / 'ragged.jsonl')}",
+        "data.validation=0.03",
+        "train.eval_every=8",
+        "train.eval_samples=9",  # of more: the same ones on all layouts
+        "batch.global_size=7",
+    )
+    tied = (*ragged, "model.tie_word_embeddings=true", "data.mask_documents=true", "parallel.recompute=full")
+    two_layers = (*STAGED, "model.num_hidden_layers=2")
+    moe = (*ragged, "model.name=tests/models/moe.py", "model.num_hidden_layers=3", "data.seq_len=47")
+    # Nothing divides: 259 tokens, 109 features, and 2 key/value heads where tp is 3.
+    uneven = ("model.vocab_size=259", "model.intermediate_size=109", "model.num_attention_heads=6")
+    return {
+        "float64": (),
+        "ragged": ragged,
+        "tied, masked, recomputed": tied,
+        "dropout": ("model.hidden_dropout=0.1",),
+        "uneven": (*uneven, f"data.validation={held_out}", "train.eval_every=8"),
+        # Sequences that nothing divides, so that over `cp` some tokens are padding: these add nothing to a term either.
+        "padded": (
+            *(*ATTACHED, *uneven, "data.seq_len=47", "data.mask_documents=true"),
+            *(f"data.validation={held_out}", "train.eval_every=8"),
+        ),
+        # 3 key/value heads on 4 ranks: the three queries of a rank look at one or two of them.
+        "few heads": ("model.num_attention_heads=12", "model.num_key_value_heads=3"),
+        # For the many schedules: they differ in the order of a step's work, which shows in the first steps or never.
+        "staged": (*STAGED, "train.steps=4", "optimizer.warmup_steps=0"),
+        "staged, tied": (*STAGED, *tied, "model.hidden_dropout=0.1"),
+        **{name: (*two_layers, *keys) for name, keys in {**STAGED_MODELS, **CROSSED_MODELS}.items()},
+        **{name: (*ragged, "data.mask_documents=true", *keys) for name, keys in ROPE.items()},
+        "selective": ("parallel.recompute=selective",),
+        **{name: (f"model.name={MODELS / name}.py", *keys) for name, keys in OWN_MODELS.items()},
+        "attached": (*ragged, *ATTACHED),
+        "attached, recomputed": (*ragged, *ATTACHED, "parallel.recompute=full"),
+        ATTACHED_EVEN: ATTACHED,
+        **{name: (*moe, *keys) for name, keys in EXPERTS.items()},
+        **{name: (f"train.linear_precision={name}", *keys) for name, keys in FLOAT8.items()},
+        # Each rank of tp norms its own heads; over tp 4 two of them have the same key/value head.
+        "qwen3": ("model.name=qwen3",),
+        "latent, no experts": LATENT,
+    }
 
 
 def write_ragged(path: Path) -> Path:
@@ -348,8 +270,8 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
         ),
     ],
     3: [
-        ("{dp_replicate: 3}", ("float32", "float64", "dropout")),
-        ("{dp_shard: 3}", ("float32", "float64", "tied, masked, recomputed")),
+        ("{dp_replicate: 3}", ("float64", "dropout")),
+        ("{dp_shard: 3}", ("float64", "tied, masked, recomputed")),
         ("{tp: 3}", ("uneven", "float8")),
         ("{cp: 3}", ("padded", "few heads")),
     ],
@@ -357,7 +279,7 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
         ("{dp_replicate: 4}", ("float32", "float64", "ragged", "tied, masked, recomputed", "digits", "experts")),
         (
             "{dp_shard: 4}",
-            (*("float32", "float64", "ragged", "selective", "digits", "dropout"), *("experts", "experts, sigmoid")),
+            (*("float32", "float64", "ragged", "digits", "dropout"), *("experts", "experts, sigmoid")),
         ),
         (
             "{dp_replicate: 2, dp_shard: 2}",
@@ -368,7 +290,7 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
         ),
         ("{dp_shard: 2, dp_replicate: 2}", ("float64",)),
         ("{tp: 4}", ("float32", "float64", "tied, masked, recomputed", "few heads", "qwen3", "float8")),
-        ("{dp_replicate: 2, tp: 2}", ("float32", "float64", "tied, masked, recomputed", "uneven")),
+        ("{dp_replicate: 2, tp: 2}", ("float64", "tied, masked, recomputed", "uneven")),
         (
             "{dp_shard: 2, tp: 2}",
             (
@@ -384,28 +306,28 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
         ("{pp: 4}", ("float32", "staged", "staged, tied")),
         ("{pp: 2, cp: 2}", ("staged", "staged, tied", "dynamic rope")),
         ("{cp: 2, pp: 2}", ("staged",)),
-        ("{pp: 2, dp_replicate: 2}", ("float32", "staged", "staged, tied")),
-        ("{pp: 2, dp_shard: 2}", ("float32", "staged", "staged, tied", "experts")),
+        ("{pp: 2, dp_replicate: 2}", ("staged", "staged, tied")),
+        ("{pp: 2, dp_shard: 2}", ("staged", "staged, tied", "experts")),
         ("{dp_shard: 2, pp: 2}", ("staged",)),
         (
             "{pp: 2, tp: 2}",
-            ("float32", "float64", "staged", "staged, tied", ATTACHED_EVEN, "dynamic rope", *CROSSED_MODELS),
+            ("float64", "staged", "staged, tied", ATTACHED_EVEN, "dynamic rope", *CROSSED_MODELS),
         ),
     ],
     6: [
-        ("{dp_replicate: 2, dp_shard: 3}", ("float32", "float64", "ragged")),
+        ("{dp_replicate: 2, dp_shard: 3}", ("float64", "ragged")),
         ("{dp_replicate: 6}", ("float64",)),
-        ("{dp_shard: -1}", ("float32", "float64")),
+        ("{dp_shard: -1}", ("float64",)),
         ("{dp_shard: 2, tp: 3}", ("uneven",)),
         ("{pp: 3, dp_shard: 2}", ("staged",)),
     ],
     8: [
-        ("{dp_replicate: 2, dp_shard: 2, tp: 2}", ("float32", "float64", "ragged", "uneven")),
-        ("{dp_replicate: 2, tp: 4}", ("float64", "few heads")),
-        ("{dp_shard: 2, tp: 4}", ("float64", "few heads")),
+        ("{dp_replicate: 2, dp_shard: 2, tp: 2}", ("float64", "ragged")),
+        ("{dp_replicate: 2, tp: 4}", ("few heads",)),
+        ("{dp_shard: 2, tp: 4}", ("few heads",)),
         ("{pp: 2, dp_replicate: 2, dp_shard: 2}", ("staged, tied",)),
         ("{pp: 2, dp_replicate: 2, tp: 2}", ("staged",)),
-        ("{pp: 2, dp_shard: 2, tp: 2}", ("staged", "staged, tied")),
+        ("{pp: 2, dp_shard: 2, tp: 2}", ("staged, tied",)),
         ("{pp: 4, tp: 2}", ("staged",)),
     ],
 }
@@ -418,7 +340,10 @@ EXPERT_PARALLEL: dict[str, dict[str, list[tuple[str, ...]]]] = {
     "{dp_shard: 4}": {"experts": [()], "experts, sigmoid": [(EP(2),)]},  # three experts over two shards
     "{dp_replicate: 2, dp_shard: 2}": {"experts": [(EP(2),)], "experts, sigmoid": [()]},
     "{dp_shard: 2, tp: 2}": {"experts, sigmoid": [("batch.micro_size=2",)]},  # as many as tp
-    "{cp: 2, tp: 2}": {"experts, sigmoid": [(EP(4), "batch.micro_size=4")], "latent attention": [()]},
+    "{cp: 2, tp: 2}": {
+        "experts, sigmoid": [(EP(4), "batch.micro_size=4")],
+        "latent attention": [("batch.micro_size=4",)],
+    },
     "{pp: 2, dp_shard: 2}": {"experts": [("pipeline.schedule=1f1b", EP(2)), ("pipeline.schedule=zbv", EP(2))]},
 }
 
@@ -436,7 +361,7 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
         return [(f"pipeline.schedule={schedule}", *more) for schedule, *more in pipelines(sizes, name)]
     if "tp" not in sizes:
         # FSDP that keeps its parameters sends gradients at another time.
-        kept = "dp_shard" in sizes and name == "float64" and world in (2, 4)
+        kept = name == "float64" and layout in ("{dp_shard: 2}", "{dp_replicate: 2, dp_shard: 2}")
         return [(), ("parallel.reshard_after_forward=false",)] if kept else [()]
     # Two microbatches in every step: one process has more of them, and each costs many exchanges here.
     samples = 7 if name in ("ragged", "tied, masked, recomputed", "attached", *ROPE, *EXPERTS) else 14
@@ -445,11 +370,11 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
     if layout.startswith("{tp: 2, "):  # the other order of the axes
         return [(own,)]
     found: list[tuple[str, ...]] = [(own,)]
-    tried = name == "float64" and (world <= 4 or len(sizes) > 2)  # on 8 ranks once
-    alone = ("float32", "uneven", "few heads", "between", "attached", "qwen3", "latent, no experts", "mxfp8")
-    if tried or (len(sizes) == 1 and name in alone):
+    tried = name == "float64" and layout in ("{tp: 2}", "{dp_shard: 2, tp: 2}")
+    names = ("float32", "uneven", "few heads", "between", "attached", "qwen3", "latent, no experts", "mxfp8")
+    if tried or (len(sizes) == 1 and name in (names if world < 4 else ("few heads",))):
         found.append((own, "parallel.sequence_parallel=false"))
-    if name == "float64" and world <= 4:
+    if tried:
         found.append((own, "parallel.regather=true"))
         if "dp_shard" in sizes:
             found.append((own, "parallel.reshard_after_forward=false"))
@@ -537,7 +462,8 @@ def pipelines(sizes: dict[str, int], name: str) -> list[tuple[str, ...]]:
     if name != "staged":
         # The five blocks of float32 are stages of four ranks, and not of a V over them.
         return [("1f1b", cut(2 * p)), ("zb-h2" if name == "float32" and p > 2 else "zbv", cut(2 * p - 1))]
-    found = [(schedule, cut(microbatches)) for schedule in NAMES for microbatches in (p, 2 * p, p + 1)]
+    counts = (p, 2 * p, p + 1) if p == 2 else (p + 1,)
+    found = [(schedule, cut(microbatches)) for schedule in NAMES for microbatches in counts]
     if p == 2:  # more stages a rank, stages of one's own choice, and a recomputation where gradients are split
         four = "pipeline.stages_per_rank=4"
         found += [("interleaved-1f1b", cut(3), four), ("interleaved-zb", cut(3), four)]

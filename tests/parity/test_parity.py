@@ -1,6 +1,5 @@
-"""The promise: the same loss curve on every layout. Each cell is compared with one process: 20 steps of the
-plain model, 8 of others, all in float64, where no error hides in rounding, and 4 where only the order of a step's work
-is another."""
+"""The promise: the same loss curve on every layout. Each cell is compared with one process: 20 steps in float32, 8 in
+float64, where no error hides in rounding, and 4 where only the order of a step's work is another."""
 
 import re
 import sys
@@ -14,7 +13,7 @@ from meshtrain.data import IGNORE, open_data
 from meshtrain.data.order import batch_samples, microbatches, share
 from meshtrain.metrics.logger import read
 from meshtrain.pipeline.schedule import NAMES
-from tests.launching import run, torchrun
+from tests.launching import run, side_by_side, torchrun
 from tests.parity.cells import assert_same, train
 from tests.parity.experiments import (
     LAYOUTS,
@@ -69,14 +68,19 @@ def references(alone: dict[str, Trained]) -> dict[str, list[dict]]:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path, known: dict[str, Experiment]) -> dict[tuple, Trained]:
-    """Every cell of the table, one job per world size."""
-    found = {}
-    for world in LAYOUTS:
-        cells = [cell for cell in CELLS if cell[0] == world]
-        runs = [(known[name], f"{world}/{i}", layout, more) for i, (_, layout, name, more) in enumerate(cells)]
-        for i, (cell, line) in enumerate(zip(cells, train(folder, world, runs), strict=True)):
-            found[cell] = Trained(read(folder / f"{world}/{i}/metrics.jsonl"), line)
-    return found
+    """Every cell of the table, one job per world size, that of 4 processes beside all others."""
+
+    def cells_of(*worlds: int) -> dict[tuple, Trained]:
+        found = {}
+        for world in worlds:
+            cells = [cell for cell in CELLS if cell[0] == world]
+            runs = [(known[name], f"{world}/{i}", layout, more) for i, (_, layout, name, more) in enumerate(cells)]
+            for i, (cell, line) in enumerate(zip(cells, train(folder, world, runs), strict=True)):
+                found[cell] = Trained(read(folder / f"{world}/{i}/metrics.jsonl"), line)
+        return found
+
+    one, other = side_by_side(lambda: cells_of(4), lambda: cells_of(*(world for world in LAYOUTS if world != 4)))
+    return one | other
 
 
 @pytest.mark.timeout(4000)  # the first cell waits for all the jobs
@@ -112,7 +116,7 @@ def test_what_cp_sends_has_its_name(trained: dict[tuple, Trained]) -> None:
 def test_the_loss_falls(references: dict[str, list[dict]]) -> None:
     """Parity of runs that learn nothing would prove little."""
     for name, rows in references.items():
-        steps, share = {"float32": (20, 0.8), "float64": (20, 0.8), "staged": (4, 0.97)}.get(name, (8, 0.95))
+        steps, share = {"float32": (20, 0.8), "staged": (4, 0.97)}.get(name, (8, 0.95))
         if name == "a frozen tied embedding":  # its head stays as it was drawn
             share = 0.98
         assert len(rows) == steps
@@ -122,13 +126,13 @@ def test_the_loss_falls(references: dict[str, list[dict]]) -> None:
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_schedule_has_its_microbatches(ranks: int, schedule: str, known: dict[str, Experiment]) -> None:
-    """As many as ranks, twice as many, and a number that does not divide."""
+    """A number that ranks do not divide, and on two ranks as many as these, and twice as many."""
     counts = set()
     for world, layout, name, more in CELLS:
         if (world, layout, name) == (ranks, f"{{pp: {ranks}}}", "staged") and f"pipeline.schedule={schedule}" in more:
             size = Config.load(QUICKSTART, [*known[name].overrides, *more, f"layout={layout}"]).batch
             counts.add(microbatches(size.global_size, size.micro_size, 1))
-    assert counts >= {ranks, 2 * ranks, ranks + 1}
+    assert counts >= ({2, 4, 3} if ranks == 2 else {5})
 
 
 def test_ragged_labels_would_tell_an_average_of_averages(references: dict[str, list[dict]], folder: Path) -> None:

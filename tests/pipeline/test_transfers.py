@@ -52,7 +52,7 @@ def test_messages_could_be_sent_strictly_one_after_the_other(name: str, ranks: i
             at[source] += 1
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), product((2, 3, 4), (1, 4, 9)))
+@pytest.mark.parametrize(("ranks", "microbatches"), list(product((2, 3, 4), (1, 4, 9))))
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zbv"])
 def test_forwards_alone_fill_the_pipeline(name: str, ranks: int, microbatches: int) -> None:
     """All of them, on the ranks of the schedule's stages, without waiting but to fill and to empty it."""
