@@ -17,6 +17,7 @@ import torch
 from meshtrain.job.process import Job
 from meshtrain.layout import DATA_AXES
 from meshtrain.metrics.nvidia_smi import UNKNOWN, GpuCondition, gpu_condition
+from meshtrain.metrics.step_timer import memory_gib
 
 LOOKS = 3  # in a row, before somebody is named, or is taken for recovered
 SHARE = 0.1  # of a step: what a slow rank must cost the others
@@ -181,7 +182,7 @@ class StragglerDetector:
             return
         assert self._job.store is not None
         pace = RankPace.of(steps, self._job.host, os.getloadavg()[0], os.cpu_count() or 1, self._gpu)
-        report = {"who": str(self._job), "step": step, "pace": asdict(pace)}
+        report = {"who": str(self._job), "step": step, "pace": asdict(pace), "memory_gib": memory_gib(self._job.device)}
         self._job.store.set(f"pace/{self._job.rank}", json.dumps(report))
         if self._job.rank == 0:
             self._posted = step
@@ -211,10 +212,13 @@ class StragglerDetector:
         for rank in recovered:
             self._say(f"{ranks[rank]['who']} is as fast as its peers again")
         slowest = max(range(len(paces)), key=lambda rank: paces[rank].middle)
+        fullest = max(range(len(ranks)), key=lambda rank: ranks[rank]["memory_gib"])
         return {
             "own_time_median_s": median(pace.middle for pace in paces),
             "own_time_max_s": paces[slowest].middle,
             "own_time_max_rank": slowest,
+            "memory_max_gib": ranks[fullest]["memory_gib"],
+            "memory_max_rank": fullest,
         }
 
 
