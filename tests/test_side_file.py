@@ -198,7 +198,7 @@ def test_a_damaged_exit_json_is_moved_away(tmp_path: Path, text: bytes, capsys: 
     assert "exit.json is damaged" in capsys.readouterr().err
     assert folder.last_exit() is None
     folder.write_exit("done", 0, "all steps are done", 3, kind="done")
-    said = {"status": "done", "code": 0, "reason": "all steps are done", "kind": "done", "step": 3}
+    said = {"status": "done", "code": 0, "reason": "all steps are done", "kind": "done", "step": 3, "hosts": []}
     assert folder.last_exit() == said
 
 
