@@ -25,6 +25,7 @@ COMMANDS = {
     "data": ("meshtrain.cli.data", "whether token files are what was written"),
     "pipeline": ("meshtrain.cli.pipeline", "a pipeline schedule as a timeline: who computes what when, who idles"),
     "checkpoint": ("meshtrain.cli.checkpoint", "lists, shows, verifies, compares and prunes checkpoints"),
+    "watch": ("meshtrain.watch.command", "a page on which runs can be watched while they train"),
     "explain": ("meshtrain.explain.command", "why a job has failed, by its logs, and what to do"),
     "export": ("meshtrain.cli.export", "the weights of a checkpoint as a Hugging Face directory"),
 }

@@ -1,0 +1,37 @@
+"""`meshtrain watch RUN [RUN ...] [--port 8000] [--host 127.0.0.1]`: serves one page about runs until Ctrl-C."""
+
+import argparse
+from pathlib import Path
+
+from meshtrain.errors import InputError, plural
+from meshtrain.watch.run_files import RunFiles
+from meshtrain.watch.server import PageServer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="folders of runs (train.output)")
+    parser.add_argument("--port", type=int, default=8000, help="8000 by default; 0: any that is free")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="0.0.0.0 lets everyone in the network read; this host alone by default",
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    for folder in arguments.runs:
+        if not folder.is_dir():
+            raise InputError(f"{folder} is no folder: name what train.output was, for instance runs/quickstart")
+    runs = [RunFiles(folder) for folder in arguments.runs]
+    try:
+        server = PageServer((arguments.host, arguments.port), runs)
+    except (OSError, OverflowError) as error:
+        where = f"{arguments.host}:{arguments.port}"
+        raise InputError(f"cannot serve on {where} ({error}): name another with --port or --host") from error
+    with server:
+        print(f"{plural(len(runs), 'run')} on {server.url} (Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()

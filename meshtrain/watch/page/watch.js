@@ -1,0 +1,213 @@
+"use strict";
+const EVERY_MS = 2000, W = 480, H = 220, LEFT = 56, BOTTOM = 24, TOP = 8, RIGHT = 8;
+const COLORS = ["#3b7dd8", "#d8662b", "#2f9e5c", "#a04fc4", "#c23b5b", "#8a7a1f", "#1f9aa0", "#7a7a7a"];
+const PHASES = ["data", "forward", "backward", "communication", "optimizer"];
+const CHARTS = [
+  ["loss", ["loss", "eval_loss"], ""], ["throughput", ["tokens_per_s"], "tokens/s (a classifier: samples/s)"],
+  ["MFU", ["mfu", "mfu_causal"], ""], ["goodput", ["goodput"], ""],
+  ["memory", ["memory_gib", "memory_max_gib", "memory_reserved_gib"], "GiB"], ["step time", ["step_time_s"], "s"],
+];
+const find = (id) => document.getElementById(id);
+let runs = [], chosen = 0, at = null;
+
+function make(name, attributes = {}, ...children) {
+  const own = ["svg", "path", "line", "text", "rect", "title", "g"].includes(name);
+  const node = own ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key === "own") node.style.setProperty("--own", value);
+    else if (key === "flex") { node.style.flex = value[0]; node.style.background = value[1]; }
+    else node.setAttribute(key, value);
+  }
+  node.append(...children);
+  return node;
+}
+function text(value) {
+  if (value === null || value === undefined) return "-";
+  if (typeof value !== "number") return String(value);
+  const size = Math.abs(value);
+  if (Number.isInteger(value) || size >= 10000) return Math.round(value).toLocaleString("en");
+  return size >= 0.001 ? value.toPrecision(4).replace(/\.?0+$/, "") : value === 0 ? "0" : value.toExponential(2);
+}
+const share = (value) => value === null || value === undefined ? "-" : (100 * value).toFixed(1) + " %";
+function seconds(value) {
+  if (value === null || value === undefined) return "-";
+  const whole = Math.round(value), h = Math.floor(whole / 3600), m = Math.floor(whole % 3600 / 60);
+  return h ? `${h}h${String(m).padStart(2, "0")}m` : m ? `${m}m${String(whole % 60).padStart(2, "0")}s` : `${value.toFixed(1)} s`;
+}
+function ticks(low, high) {
+  const raw = (high - low) / 4 || Math.abs(high) || 1, power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= raw * 0.999), marks = [];
+  for (let mark = Math.ceil(low / step) * step; mark <= high + step * 1e-9; mark += step) marks.push(mark);
+  return marks;
+}
+
+function curves(fields) {
+  const first = Number(find("from").value) || 0, made = [];
+  runs.forEach((run, number) => fields.forEach((field, nth) => {
+    const column = run && run.columns[field];
+    if (!column || (nth > 1 && runs.length > 1)) return;
+    const points = run.step.map((step, i) => [step, column[i]]).filter(([step, y]) => y !== null && y !== undefined && step >= first);
+    if (points.length) made.push({run, number, field, nth, points});
+  }));
+  return made;
+}
+function chart(title, fields, unit) {
+  const made = curves(fields), figure = make("figure", {tabindex: 0, "data-chart": title});
+  const output = make("output", {}, unit);
+  figure.append(make("figcaption", {}, make("strong", {}, title), output));
+  if (!made.length) { figure.append(make("p", {class: "nothing"}, "no value yet")); return figure; }
+  const log = title === "loss" && find("log").checked, scale = (y) => log ? Math.log10(Math.max(y, 1e-12)) : y;
+  const xs = made.flatMap((curve) => curve.points.map((point) => point[0]));
+  const ys = made.flatMap((curve) => curve.points.map((point) => scale(point[1])));
+  const reduce = (f, values) => values.reduce((a, b) => f(a, b));
+  let [x0, x1, y0, y1] = [reduce(Math.min, xs), reduce(Math.max, xs), reduce(Math.min, ys), reduce(Math.max, ys)];
+  if (find("zero").checked && !log) y0 = Math.min(0, y0);
+  if (y1 === y0) { y0 -= Math.abs(y0) * 0.05 || 0.5; y1 += Math.abs(y1) * 0.05 || 0.5; }
+  const x = (v) => LEFT + (x1 === x0 ? 0.5 : (v - x0) / (x1 - x0)) * (W - LEFT - RIGHT);
+  const y = (v) => TOP + (y1 - scale(v)) / (y1 - y0) * (H - TOP - BOTTOM);
+  const svg = make("svg", {viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": `${title} over steps ${x0} to ${x1}`});
+  for (const mark of ticks(y0, y1)) {
+    const value = log ? 10 ** mark : mark, height = y(value);
+    svg.append(make("line", {class: "grid", x1: LEFT, x2: W - RIGHT, y1: height, y2: height}),
+               make("text", {x: LEFT - 6, y: height + 4, "text-anchor": "end"}, text(value)));
+  }
+  for (const mark of ticks(x0, x1).filter(Number.isInteger))
+    svg.append(make("text", {x: x(mark), y: H - 6, "text-anchor": "middle"}, text(mark)));
+  for (const curve of made) {
+    const line = curve.points.map(([step, value], i) => `${i ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("");
+    const one = curve.points.length === 1 ? "h.01" : "";
+    svg.append(make("path", {d: line + one, stroke: COLORS[curve.number % COLORS.length], "stroke-linecap": "round",
+      "stroke-dasharray": ["", "5 3", "2 3"][curve.nth] || ""}, make("title", {}, `${curve.run.name}: ${curve.field}`)));
+  }
+  const mark = make("line", {class: "at", x1: -9, x2: -9, y1: TOP, y2: H - BOTTOM});
+  svg.append(mark);
+  const read = (step) => {
+    at = step;
+    if (step === null) { output.textContent = unit; mark.setAttribute("x1", -9); mark.setAttribute("x2", -9); return; }
+    const nearest = (points) => points.reduce((a, b) => Math.abs(b[0] - step) < Math.abs(a[0] - step) ? b : a);
+    at = nearest(made[0].points)[0];
+    for (const end of ["x1", "x2"]) mark.setAttribute(end, x(at));
+    output.textContent = `step ${at}: ` + made.map((curve) =>
+      (runs.length > 1 ? curve.run.name + " " : "") + (fields.length > 1 ? curve.field + " " : "") + text(nearest(curve.points)[1])).join(", ");
+  };
+  svg.addEventListener("pointermove", (event) => {
+    const box = svg.getBoundingClientRect(), across = (event.clientX - box.left) / box.width * W;
+    read(x0 + Math.min(1, Math.max(0, (across - LEFT) / (W - LEFT - RIGHT))) * (x1 - x0));
+  });
+  figure.addEventListener("keydown", (event) => {
+    const steps = made[0].points.map((point) => point[0]), here = at === null ? steps.length : steps.indexOf(at);
+    const to = {ArrowLeft: here - 1, ArrowRight: here + 1, Home: 0, End: steps.length - 1}[event.key];
+    if (to !== undefined) { read(steps[Math.min(steps.length - 1, Math.max(0, to))]); event.preventDefault(); }
+    if (event.key === "Escape") read(null);
+  });
+  svg.addEventListener("pointerleave", () => read(null));
+  figure.addEventListener("blur", () => read(null));
+  figure.append(svg);
+  if (document.activeElement?.dataset?.chart === title && at !== null) read(at);
+  return figure;
+}
+
+function bar(id, parts) {
+  const total = parts.reduce((sum, [, value]) => sum + value, 0), whole = total > 0;
+  find(id).replaceChildren(...parts.map(([name, value], i) =>
+    make("div", {flex: [whole ? value / total : 0, COLORS[i % COLORS.length]], title: `${name}: ${seconds(value)}`})));
+  find(id + "-legend").replaceChildren(...(whole ? parts.filter(([, value]) => value > 0).map(([name, value]) =>
+    make("li", {own: COLORS[parts.findIndex((part) => part[0] === name) % COLORS.length]}, `${name} ${share(value / total)}`)) : [make("li", {own: "transparent"}, "not known yet")]));
+}
+function heat(run) {
+  const told = run.ranks, field = find("ranks");
+  if (!told) return field.replaceChildren(make("p", {class: "nothing"}, "the ranks are compared every 20 steps: nothing yet"));
+  const sizes = Object.values(told.axes), names = Object.keys(told.axes), world = told.own_time_s.length;
+  const columns = sizes.length ? Math.min(world, Math.max(...[sizes.at(-1)], Math.min(32, sizes.slice(-2).reduce((a, b) => a * b, 1)))) : 1;
+  const rows = Math.ceil(world / columns), size = Math.max(14, Math.min(60, 900 / columns));
+  const draw = (title, values, unit) => {
+    const low = Math.min(...values), high = Math.max(...values), svg = make("svg", {viewBox: `0 0 ${columns * size} ${rows * size}`, role: "img",
+      "aria-label": `${title} of each rank: ${text(low)} to ${text(high)} ${unit}`});
+    values.forEach((value, rank) => {
+      let rest = rank;
+      const place = sizes.map((_, i) => { const inner = sizes.slice(i + 1).reduce((a, b) => a * b, 1), at = Math.floor(rest / inner); rest %= inner; return `${names[i]} ${at}`; });
+      const warm = high > low ? (value - low) / (high - low) : 0, column = rank % columns, row = Math.floor(rank / columns);
+      svg.append(make("rect", {x: column * size + 1, y: row * size + 1, width: size - 2, height: size - 2, fill: `hsl(${220 - 200 * warm} 65% ${62 - 12 * warm}%)`},
+        make("title", {}, `rank ${rank} (${place.join(", ")}) ${told.hosts[rank] ?? ""}: ${text(value)} ${unit}`)));
+      if (size >= 30) svg.append(make("text", {x: (column + 0.5) * size, y: (row + 0.5) * size + 4, "text-anchor": "middle"}, String(rank)));
+    });
+    return make("figure", {}, make("figcaption", {}, make("strong", {}, title), make("output", {}, `${text(low)} to ${text(high)} ${unit}, step ${told.step}`)), svg);
+  };
+  field.replaceChildren(make("p", {class: "nothing"}, `${run.layout}; a row has ${columns} ranks`),
+    draw("own time of a step", told.own_time_s, "s"), draw("memory", told.memory_gib, "GiB"));
+}
+function timeline(run) {
+  const told = run.timeline, field = find("timeline");
+  if (!told) return field.replaceChildren(make("p", {class: "nothing"}, "none was recorded: metrics.timeline=STEP records one"));
+  const height = 22, left = 40, wide = 900, svg = make("svg", {viewBox: `0 0 ${wide} ${told.ranks * height}`, role: "img",
+    "aria-label": `${told.title}: idle ${share(told.idle_share)}`});
+  told.events.forEach((row, rank) => {
+    svg.append(make("text", {x: 0, y: rank * height + 15}, `pp ${rank}`));
+    for (const event of row) {
+      const kind = event.action.replace(/[^A-Za-z]/g, ""), color = {F: COLORS[0], B: COLORS[2], I: COLORS[2], W: COLORS[5]}[kind] || COLORS[7];
+      const start = left + event.start / told.makespan * (wide - left);
+      svg.append(make("rect", {x: start, y: rank * height + 2, height: height - 4, fill: color,
+        width: Math.max(0.5, (event.end - event.start) / told.makespan * (wide - left) - 0.5)}, make("title", {}, `${event.action}: ${text(event.end - event.start)} ${told.unit}`)));
+    }
+  });
+  field.replaceChildren(make("p", {class: "nothing"}, `${told.title} - ${text(told.makespan)} ${told.unit}, idle ${share(told.idle_share)}; F blue, B and I green, W yellow`), svg);
+}
+function events(run) {
+  const says = {started: (value) => "a job started, " + new Date(value * 1000).toLocaleString(), saved: () => "checkpoint", end: (value) => `the job ended: ${value}`};
+  const rows = [...run.events].reverse().map((event) => [event.step, says[event.kind](event.value)]);
+  find("events").replaceChildren(make("tr", {}, make("th", {}, "step"), make("th", {}, "what")),
+    ...rows.map(([step, what]) => make("tr", {}, make("td", {}, String(step)), make("td", {}, what))));
+}
+function numbers(run) {
+  const now = run.newest, left = run.exit ? null : now.step_time_s, list = [
+    ["step", text(run.step.at(-1))], ["loss", text(now.loss)], ["evaluation", text((run.columns.eval_loss || []).filter((v) => v !== null).at(-1))],
+    ["learning rate", text(now.lr)], ["gradient norm", text(now.grad_norm)], ["throughput", text(now.tokens_per_s) + " /s"], ["step", seconds(now.step_time_s)],
+    ["MFU", share(now.mfu)], ["goodput", share(now.goodput)], ["memory", text(now.memory_gib) + " GiB"], ["wall time", seconds(now.wall_s)], ["checkpoints", String(run.checkpoints.length)]];
+  const wide = [["layout", run.layout || "-"], ["state", run.exit ? `${run.exit.status}: ${run.exit.reason}` : left ? "training" : "starting"]];
+  if (run.bad_lines) wide.push(["lines left out", `${run.bad_lines} that are no JSON`]);
+  find("numbers").replaceChildren(...list.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))),
+    ...wide.map(([name, value]) => make("div", {class: "wide"}, make("dt", {}, name), make("dd", {}, value))));
+}
+function fields() {
+  const known = [...new Set(runs.flatMap((run) => run ? Object.keys(run.columns) : []))].sort(), select = find("field");
+  if (known.length === select.options.length) return;
+  const before = select.value || "grad_norm";
+  select.replaceChildren(...known.map((name) => make("option", {}, name)));
+  select.value = known.includes(before) ? before : known[0];
+}
+function draw() {
+  const run = runs[chosen];
+  if (!run) return;
+  fields();
+  const focused = document.activeElement?.dataset?.chart, extra = find("field").value;
+  find("charts").replaceChildren(...CHARTS.map((one) => chart(...one)), ...(extra ? [chart(extra, [extra], "")] : []));
+  if (focused) document.querySelector(`[data-chart="${CSS.escape(focused)}"]`)?.focus();
+  numbers(run); heat(run); timeline(run); events(run);
+  const last = (name) => (run.columns[name] || []).filter((v) => v !== null).at(-1) || 0;
+  const parts = PHASES.map((name) => [name, last(`time_${name}_s`)]), rest = last("step_time_s") - parts.reduce((sum, part) => sum + part[1], 0);
+  bar("phases", [...parts, ["rest", Math.max(0, rest)]]);
+  bar("wall", Object.keys(run.columns).filter((name) => name.startsWith("wall_") && name !== "wall_s").map((name) => [name.slice(5, -2), last(name)]));
+}
+async function poll() {
+  try {
+    const names = await (await fetch("runs")).json();
+    runs = await Promise.all(names.map(async (_, i) => (await fetch(`runs/${i}`)).json()));
+    if (find("runs").children.length !== names.length)
+      find("runs").replaceChildren(...names.map((name, i) => {
+        const button = make("button", {own: COLORS[i % COLORS.length], "aria-pressed": String(i === chosen)}, name);
+        button.addEventListener("click", () => {
+          chosen = i;
+          [...find("runs").children].forEach((other, n) => other.setAttribute("aria-pressed", String(n === chosen)));
+          draw();
+        });
+        return button;
+      }));
+    find("state").textContent = `${new Date().toLocaleTimeString()}`;
+    draw();
+  } catch (error) {
+    find("state").textContent = `no answer: ${error.message}`;
+  }
+  setTimeout(poll, EVERY_MS);
+}
+for (const id of ["log", "zero", "from", "field"]) find(id).addEventListener("change", draw);
+poll();

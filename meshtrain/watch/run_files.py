@@ -1,0 +1,143 @@
+"""What a run's folder tells of it, read again as the run writes: rows of metrics.jsonl as columns, and small files."""
+
+import json
+import math
+import os
+import stat
+from array import array
+from pathlib import Path
+from typing import Any
+
+SMALL = 8 * 2**20  # bytes of a file that is sent whole
+NOT_SHOWN = {"step", "samples_digest"}  # of a row
+
+
+class RunFiles:
+    """The folder of a run. Nothing outside of it is read, also not over a link."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self.name = self.folder.name
+        self._forget()
+
+    def _forget(self) -> None:
+        self._offset = self._file = self.bad_lines = 0
+        self._steps = array("q")
+        self._columns: dict[str, array[float]] = {}
+
+    def read_rows(self) -> None:
+        """Adds the rows that were written since; all anew where the file is another one, or goes back in steps."""
+        descriptor = self._open("metrics.jsonl")
+        if descriptor is None:
+            return self._forget()
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._file or status.st_size < self._offset:
+                self._forget()
+                self._file = status.st_ino
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break  # which is being written
+                if not self._add(line):  # a resume has cut the file, and written on
+                    self._forget()
+                    return self.read_rows()
+                self._offset += len(line)
+        return None
+
+    def _add(self, line: bytes) -> bool:
+        """Whether the row stands after those before it."""
+        try:
+            row = json.loads(line)
+            step = int(row["step"])
+        except (ValueError, TypeError, KeyError):
+            self.bad_lines += 1
+            return True
+        if self._steps and step <= self._steps[-1]:
+            return self._offset == 0
+        for name, value in row.items():
+            if name in NOT_SHOWN or isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            column = self._columns.setdefault(name, array("d"))
+            column.extend([math.nan] * (len(self._steps) - len(column)))
+            column.append(value)
+        self._steps.append(step)
+        return True
+
+    def rows(self, points: int) -> dict[str, Any]:
+        """Columns of at most so many rows: each is the mean of as many neighbours as it takes; its step is their last.
+        None where no neighbour has a value."""
+        stride = max(1, math.ceil(len(self._steps) / points))
+        starts = range(0, len(self._steps), stride)
+        means = {name: [_mean(column[at : at + stride]) for at in starts] for name, column in self._columns.items()}
+        steps = [self._steps[min(at + stride, len(self._steps)) - 1] for at in starts]
+        newest = {
+            name: _finite(column[-1]) for name, column in self._columns.items() if len(column) == len(self._steps)
+        }
+        return {"rows": len(self._steps), "stride": stride, "step": steps, "columns": means, "newest": newest}
+
+    def page_data(self, points: int) -> dict[str, Any]:
+        """All that the page shows of the run."""
+        self.read_rows()
+        checkpoints = self.folder / "checkpoints"
+        return self.rows(points) | {
+            "name": self.name,
+            "folder": str(self.folder),
+            "bad_lines": self.bad_lines,
+            "exit": self._json("exit.json"),
+            "ranks": self._json("ranks.json"),
+            "timeline": self._json("timeline.json"),
+            "layout": (self._text("layout.txt") or "").partition("\n")[0],
+            "events": self._events(),
+            "checkpoints": sorted(
+                entry.name for entry in (os.scandir(checkpoints) if checkpoints.is_dir() else ())
+                if entry.name.startswith("step_")
+            ),
+        }  # fmt: skip
+
+    def _events(self) -> list[dict[str, Any]]:
+        """Starts, checkpoints and ends of jobs, from goodput.jsonl."""
+        events = []
+        for line in (self._text("goodput.jsonl") or "").splitlines():
+            try:
+                row = json.loads(line)
+                kind = next((name for name in ("started", "saved", "end") if name in row), None)
+                if kind is not None:
+                    events.append({"kind": kind, "step": int(row["step"]), "value": row[kind]})
+            except (ValueError, TypeError, KeyError):
+                self.bad_lines += 1
+        return events[-200:]
+
+    def _json(self, name: str) -> Any:
+        text = self._text(name)
+        try:
+            return None if text is None else json.loads(text)
+        except (ValueError, RecursionError):  # half of it was there
+            return None
+
+    def _text(self, name: str) -> str | None:
+        descriptor = self._open(name)
+        if descriptor is None:
+            return None
+        with os.fdopen(descriptor, "rb") as file:
+            return file.read(SMALL).decode(errors="replace")
+
+    def _open(self, name: str) -> int | None:
+        """A file of the folder, not of another one that a link names."""
+        try:
+            descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return None
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+        return None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _mean(values: "array[float]") -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else None

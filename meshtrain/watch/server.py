@@ -1,0 +1,82 @@
+"""The server of the page: four fixed addresses, read-only, for this host alone unless it is asked for more."""
+
+import json
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from threading import Lock
+from typing import Any
+from urllib.parse import urlsplit
+
+from meshtrain.watch.run_files import RunFiles
+
+PAGE = {
+    "/": ("index.html", "text/html"),
+    "/watch.css": ("watch.css", "text/css"),
+    "/watch.js": ("watch.js", "text/javascript"),
+}
+POINTS = 600  # of a curve
+LOCAL = ("127.0.0.1", "localhost", "::1")
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serves the page at `url`, and of run number i what it shows at /runs/i. OSError: the address is taken."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], runs: Sequence[RunFiles]) -> None:
+        self.runs, self.lock = runs, Lock()
+        super().__init__(address, _Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.server_address[0]!s}:{self.server_port}/"
+
+    def answer(self, path: str) -> tuple[str, bytes] | None:
+        """Media type and content; None: there is no such page."""
+        if path in PAGE:
+            name, kind = PAGE[path]
+            return f"{kind}; charset=utf-8", files("meshtrain.watch").joinpath("page", name).read_bytes()
+        if path == "/runs":
+            content: Any = [run.name for run in self.runs]
+        elif path.removeprefix("/runs/") in map(str, range(len(self.runs))):
+            with self.lock:  # each request reads on in the run's files
+                content = self.runs[int(path.removeprefix("/runs/"))].page_data(POINTS)
+        else:
+            return None
+        return "application/json", json.dumps(content, allow_nan=False, default=str).encode()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        # A page of another site, whose name was made to lead here, is not this host's.
+        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        if self.server.server_address[0] in LOCAL and host not in LOCAL:
+            return self._send(HTTPStatus.FORBIDDEN, "text/plain", b"open it as http://localhost\n")
+        answer = self.server.answer(urlsplit(self.path).path)
+        if answer is None:
+            return self._send(HTTPStatus.NOT_FOUND, "text/plain", b"there is no such page\n")
+        return self._send(HTTPStatus.OK, *answer)
+
+    do_HEAD = do_GET
+
+    def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
+        self.send_response(status)
+        for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass  # a line for each request every two seconds tells nobody anything
