@@ -118,7 +118,7 @@ function heat(run) {
   const told = run.ranks, field = find("ranks");
   if (!told) return field.replaceChildren(make("p", {class: "nothing"}, "the ranks are compared every 20 steps: nothing yet"));
   const sizes = Object.values(told.axes), names = Object.keys(told.axes), world = told.own_time_s.length;
-  const columns = sizes.length ? Math.min(world, Math.max(...[sizes.at(-1)], Math.min(32, sizes.slice(-2).reduce((a, b) => a * b, 1)))) : 1;
+  const columns = sizes.length ? Math.min(world, Math.max(...[sizes.at(-1)], Math.min(innerWidth < 600 ? 8 : 32, sizes.slice(-2).reduce((a, b) => a * b, 1)))) : 1;
   const rows = Math.ceil(world / columns), size = Math.max(14, Math.min(60, 900 / columns));
   const draw = (title, values, unit) => {
     const low = Math.min(...values), high = Math.max(...values), svg = make("svg", {viewBox: `0 0 ${columns * size} ${rows * size}`, role: "img",
@@ -127,7 +127,7 @@ function heat(run) {
       let rest = rank;
       const place = sizes.map((_, i) => { const inner = sizes.slice(i + 1).reduce((a, b) => a * b, 1), at = Math.floor(rest / inner); rest %= inner; return `${names[i]} ${at}`; });
       const warm = high > low ? (value - low) / (high - low) : 0, column = rank % columns, row = Math.floor(rank / columns);
-      svg.append(make("rect", {x: column * size + 1, y: row * size + 1, width: size - 2, height: size - 2, fill: `hsl(${220 - 200 * warm} 65% ${62 - 12 * warm}%)`},
+      svg.append(make("rect", {x: column * size + 1, y: row * size + 1, width: size - 2, height: size - 2, fill: `color-mix(in oklab, #8fb8ec, #c8501b ${Math.round(100 * warm)}%)`},
         make("title", {}, `rank ${rank} (${place.join(", ")}) ${told.hosts[rank] ?? ""}: ${text(value)} ${unit}`)));
       if (size >= 30) svg.append(make("text", {x: (column + 0.5) * size, y: (row + 0.5) * size + 4, "text-anchor": "middle"}, String(rank)));
     });
@@ -156,6 +156,7 @@ function events(run) {
   const says = {started: (value) => "a job started, " + new Date(value * 1000).toLocaleString(), saved: () => "checkpoint", end: (value) => `the job ended: ${value}`};
   const rows = [...run.events].reverse().map((event) => [event.step, says[event.kind](event.value)]);
   find("events").replaceChildren(make("tr", {}, make("th", {}, "step"), make("th", {}, "what")),
+    make("tr", {}, make("td", {}, ""), make("td", {}, `on disk: ${run.checkpoints.join(", ") || "no checkpoint"}`)),
     ...rows.map(([step, what]) => make("tr", {}, make("td", {}, String(step)), make("td", {}, what))));
 }
 function numbers(run) {

@@ -1,0 +1,76 @@
+"""The page's server: what it answers, and what it refuses."""
+
+import http.client
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from meshtrain.cli import main as cli
+from meshtrain.watch.run_files import RunFiles
+from meshtrain.watch.server import PAGE, PageServer
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[PageServer]:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    (tmp_path / "a" / "config.yaml").write_text("secret: 1\n")
+    with PageServer(("127.0.0.1", 0), [RunFiles(tmp_path / name) for name in "ab"]) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def ask(server: PageServer, path: str, method: str = "GET", host: str = "localhost") -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection.request(method, path, headers={"Host": host})
+    answer = connection.getresponse()
+    assert "unsafe" not in answer.headers.get("Content-Security-Policy", "")
+    content = answer.read()
+    connection.close()
+    return answer.status, content
+
+
+def test_the_page_and_the_runs(server: PageServer) -> None:
+    for path in PAGE:
+        status, content = ask(server, path)
+        assert status == 200 and len(content) > 500
+        assert b"http://" not in content.replace(b"http://www.w3.org/2000/svg", b"")  # nothing from the network
+        assert b"https://" not in content
+    assert json.loads(ask(server, "/runs")[1]) == ["a", "b"]
+    assert json.loads(ask(server, "/runs/1")[1])["columns"] == {"loss": [2.5]}
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/runs/2", "/runs/-1", "/runs/0/config.yaml", "/config.yaml", "/../a/config.yaml", "/%2e%2e/etc/passwd",
+     "//etc/passwd", "/watch.py", "/page/index.html", "/runs/٠"],
+)  # fmt: skip
+def test_no_other_path_is_served(server: PageServer, path: str) -> None:
+    status, content = ask(server, path.encode().decode("latin-1"))
+    assert status == 404 and b"secret" not in content
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
+def test_it_is_read_only(server: PageServer, method: str) -> None:
+    assert ask(server, "/runs", method)[0] == 501
+
+
+def test_a_page_of_another_site_is_refused(server: PageServer) -> None:
+    assert ask(server, "/runs/0", host="evil.example")[0] == 403
+    assert ask(server, "/runs/0", host=f"127.0.0.1:{server.server_port}")[0] == 200
+    assert ask(server, "/runs", method="HEAD") == (200, b"")
+
+
+def test_what_cannot_be_served_is_told(tmp_path: Path, server: PageServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["watch", str(tmp_path / "no")]) == 2
+    assert "is no folder: name what train.output was" in capsys.readouterr().err
+    for port in (str(server.server_port), "99999"):
+        assert cli.main(["watch", str(tmp_path), "--port", port]) == 2
+        assert f"cannot serve on 127.0.0.1:{port}" in capsys.readouterr().err
