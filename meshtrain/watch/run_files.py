@@ -21,48 +21,42 @@ class RunFiles:
         self._forget()
 
     def _forget(self) -> None:
-        self._offset = self._file = self.bad_lines = 0
+        self._offset = self.bad_lines = 0
+        self._last = b""  # the line before the offset
         self._steps = array("q")
         self._columns: dict[str, array[float]] = {}
 
     def read_rows(self) -> None:
-        """Adds the rows that were written since; all anew where the file is another one, or goes back in steps."""
+        """Adds the rows that were written since; all anew where the last one read is no more where it was, as a resume
+        cuts the file and writes on."""
         descriptor = self._open("metrics.jsonl")
         if descriptor is None:
             return self._forget()
         with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != self._file or status.st_size < self._offset:
+            file.seek(self._offset - len(self._last))
+            if file.read(len(self._last)) != self._last:
                 self._forget()
-                self._file = status.st_ino
-            file.seek(self._offset)
+                file.seek(0)
             for line in file:
                 if not line.endswith(b"\n"):
-                    break  # which is being written
-                if not self._add(line):  # a resume has cut the file, and written on
-                    self._forget()
-                    return self.read_rows()
+                    break  # it is being written
+                self._add(line)
                 self._offset += len(line)
-        return None
+                self._last = line
 
-    def _add(self, line: bytes) -> bool:
-        """Whether the row stands after those before it."""
+    def _add(self, line: bytes) -> None:
         try:
             row = json.loads(line)
             step = int(row["step"])
         except (ValueError, TypeError, KeyError):
             self.bad_lines += 1
-            return True
-        if self._steps and step <= self._steps[-1]:
-            return self._offset == 0
+            return
         for name, value in row.items():
-            if name in NOT_SHOWN or isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            column = self._columns.setdefault(name, array("d"))
-            column.extend([math.nan] * (len(self._steps) - len(column)))
-            column.append(value)
+            if name not in NOT_SHOWN and isinstance(value, int | float) and not isinstance(value, bool):
+                column = self._columns.setdefault(name, array("d"))
+                column.extend([math.nan] * (len(self._steps) - len(column)))
+                column.append(value)
         self._steps.append(step)
-        return True
 
     def rows(self, points: int) -> dict[str, Any]:
         """Columns of at most so many rows: each is the mean of as many neighbours as it takes; its step is their last.

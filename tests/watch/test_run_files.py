@@ -37,13 +37,16 @@ def test_a_line_that_is_none_is_left_out_and_counted(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(lines(1) + "\0\0\n[1]\n" + lines(2))
     (tmp_path / "exit.json").write_text("{")
     data = RunFiles(tmp_path).page_data(9)
-    assert data["step"] == [1, 2] and data["bad_lines"] == 2 and data["exit"] is None
+    assert data["step"] == [1, 2]
+    assert data["bad_lines"] == 2
+    assert data["exit"] is None
 
 
 def test_many_rows_are_means_of_neighbours(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(lines(*range(1, 11)) + lines(11, mfu=0.25))
     data = RunFiles(tmp_path).page_data(4)
-    assert data["stride"] == 3 and data["step"] == [3, 6, 9, 11]
+    assert data["stride"] == 3
+    assert data["step"] == [3, 6, 9, 11]
     assert data["columns"] == {"loss": [2.0, 5.0, 8.0, 10.5], "mfu": [None, None, None, 0.25]}
     assert data["newest"] == {"loss": 11.0, "mfu": 0.25}
 
@@ -51,7 +54,8 @@ def test_many_rows_are_means_of_neighbours(tmp_path: Path) -> None:
 def test_what_is_no_number_is_null(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": NaN, "lr": null, "name": "x", "ok": true}\n')
     columns = RunFiles(tmp_path).page_data(9)["columns"]
-    assert columns == {"loss": [None]} and not any(isinstance(v, float) and math.isnan(v) for v in columns["loss"])
+    assert columns == {"loss": [None]}
+    assert not any(isinstance(v, float) and math.isnan(v) for v in columns["loss"])
 
 
 def test_events_and_checkpoints(tmp_path: Path) -> None:
@@ -71,4 +75,7 @@ def test_nothing_outside_of_the_folder_is_read(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "exit.json", "goodput.jsonl", "layout.txt"):
         (folder / name).symlink_to(tmp_path / "secret")
     data = RunFiles(folder).page_data(9)
-    assert data["rows"] == 0 and data["exit"] is None and data["events"] == [] and data["layout"] == ""
+    assert data["rows"] == 0
+    assert data["exit"] is None
+    assert data["events"] == []
+    assert data["layout"] == ""
