@@ -15,19 +15,65 @@ from collections.abc import Sequence
 from meshtrain.errors import InputError, UnreadableError
 from meshtrain.layout import LayoutError
 
-# name -> (module, what it does)
+# name -> (module, what it does, an example)
 COMMANDS = {
-    "plan": ("meshtrain.cli.plan", "what a config would do on given hosts, computed without starting anything"),
-    "search": ("meshtrain.cli.search", "the best layouts of a config on given hosts, found without starting anything"),
-    "doctor": ("meshtrain.doctor.command", "what is wrong with these nodes, run on each in torchrun's place"),
-    "launch": ("meshtrain.launch.command", "a job for SLURM: checks its config, writes its script, submits it"),
-    "prepare": ("meshtrain.cli.prepare", "tokenizes a config's text before its job, on hosts without GPUs"),
-    "data": ("meshtrain.cli.data", "whether token files are what was written"),
-    "pipeline": ("meshtrain.cli.pipeline", "a pipeline schedule as a timeline: who computes what when, who idles"),
-    "checkpoint": ("meshtrain.cli.checkpoint", "lists, shows, verifies, compares and prunes checkpoints"),
-    "watch": ("meshtrain.watch.command", "a page on which runs can be watched while they train"),
-    "explain": ("meshtrain.explain.command", "why a job has failed, by its logs, and what to do"),
-    "export": ("meshtrain.cli.export", "the weights of a checkpoint as a Hugging Face directory"),
+    "plan": (
+        "meshtrain.cli.plan",
+        "what a config would do on given hosts, computed without starting anything",
+        "meshtrain plan configs/quickstart.yaml --hosts 4,2",
+    ),
+    "search": (
+        "meshtrain.cli.search",
+        "the best layouts of a config on given hosts, found without starting anything",
+        "meshtrain search configs/quickstart.yaml --hosts 8x8 --gpu h100",
+    ),
+    "doctor": (
+        "meshtrain.doctor.command",
+        "what is wrong with these nodes, run on each in torchrun's place",
+        "meshtrain doctor --nnodes 2 --nproc-per-node 8 --rdzv-endpoint node0:29400",
+    ),
+    "launch": (
+        "meshtrain.launch.command",
+        "a job for SLURM: checks its config, writes its script, submits it",
+        "meshtrain launch configs/quickstart.yaml --slurm --nodes 4 --gpus-per-node 8 --dry-run",
+    ),
+    "prepare": (
+        "meshtrain.cli.prepare",
+        "tokenizes a config's text before its job, on hosts without GPUs",
+        "meshtrain prepare configs/text.yaml --workers 8",
+    ),
+    "data": ("meshtrain.cli.data", "whether token files are what was written", "meshtrain data verify data/train"),
+    "pipeline": (
+        "meshtrain.cli.pipeline",
+        "a pipeline schedule as a timeline: who computes what when, who idles",
+        "meshtrain pipeline zbv --ranks 4 --microbatches 8",
+    ),
+    "checkpoint": (
+        "meshtrain.cli.checkpoint",
+        "lists, shows, verifies, compares and prunes checkpoints",
+        "meshtrain checkpoint list runs/quickstart",
+    ),
+    "watch": (
+        "meshtrain.watch.command",
+        "a page on which runs can be watched while they train",
+        "meshtrain watch runs/quickstart",
+    ),
+    "explain": (
+        "meshtrain.explain.command",
+        "why a job has failed, by its logs, and what to do",
+        "meshtrain explain job.log",
+    ),
+    "export": (
+        "meshtrain.cli.export",
+        "the weights of a checkpoint as a Hugging Face directory",
+        "meshtrain export runs/quickstart exported",
+    ),
+    "info": ("meshtrain.cli.info", "versions, GPUs, NCCL, launcher and limits, for a bug report", "meshtrain info"),
+    "completion": (
+        "meshtrain.cli.completion",
+        "a script by which a shell completes these commands",
+        "meshtrain completion bash > ~/.local/share/bash-completion/completions/meshtrain",
+    ),
 }
 
 
@@ -59,9 +105,11 @@ def _run(argv: Sequence[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}"
         raise InputError(f"meshtrain has no command {name!r} ({hint})")
-    module_name, about = COMMANDS[name]
+    module_name, about, example = COMMANDS[name]
     module = importlib.import_module(module_name)
-    parser = argparse.ArgumentParser(prog=f"meshtrain {name}", description=about, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=f"meshtrain {name}", description=about, epilog=f"example: {example}", allow_abbrev=False
+    )
     module.add_arguments(parser)
     if getattr(module, "HAS_ACTIONS", False):  # parsers of their own, which take their arguments in order
         return module.run(parser.parse_args(rest))
@@ -75,7 +123,7 @@ def _overview() -> str:
         [
             "usage: meshtrain COMMAND ... | --version | --help",
             "",
-            *(f"  {name.ljust(width)}  {about}" for name, (_, about) in COMMANDS.items()),
+            *(f"  {name.ljust(width)}  {about}" for name, (_, about, _) in COMMANDS.items()),
             "",
             "`meshtrain COMMAND --help` tells more. Training: python -m meshtrain.train CONFIG [key.path=value ...]",
         ]

@@ -422,7 +422,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in ([], ["--help"], ["-h"]):
         assert cli.main(argv) == 0
         output = capsys.readouterr().out
-        assert all(name in output and about in output for name, (_, about) in cli.COMMANDS.items())
+        assert all(name in output and about in output for name, (_, about, _) in cli.COMMANDS.items())
     with pytest.raises(SystemExit) as ended:
         cli.main(["plan", "--help"])
     assert ended.value.code == 0

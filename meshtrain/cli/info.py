@@ -1,0 +1,53 @@
+"""`meshtrain info`: versions, GPUs, NCCL, launcher and limits of this host, to be pasted into a bug report.
+
+No names or addresses of hosts are in it, and of the environment only what changes how a job computes or communicates.
+"""
+
+import argparse
+import json
+import os
+from typing import Any
+
+from meshtrain.doctor.facts import collect
+from meshtrain.doctor.records import Host, Place
+
+LAUNCHERS = {"SLURM_JOB_ID": "SLURM", "TORCHELASTIC_RUN_ID": "torchrun", "KUBERNETES_SERVICE_HOST": "Kubernetes"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    host = collect(Place("local", "c10d", "localhost", 0, "none", 1, 1, 0, "auto", True), None, (), os.environ)
+    facts = describe(host)
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+        return
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        for text in (value if isinstance(value, list) else [value]) or ["none"]:
+            print(f"{name.ljust(width)}  {text}")
+            name = ""
+
+
+def describe(host: Host) -> dict[str, Any]:
+    """Fact -> text, or a list of texts."""
+    import torch  # here, because it takes two seconds
+
+    versions = {name: version for name, version in (host.versions or {}).items() if name != "executable"}
+    soft, hard = host.open_files or (-1, -1)
+    locked = "unlimited" if host.locked_memory_kib is None else f"{host.locked_memory_kib} KiB"
+    hidden = ("NCCL_SOCKET_IFNAME", "MASTER_ADDR", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD")
+    return {
+        "versions": [f"{name} {version}" for name, version in sorted(versions.items())],
+        "launcher": [name for variable, name in LAUNCHERS.items() if variable in os.environ] or ["none seen"],
+        "GPUs": [f"{gpu.name}, {gpu.memory_gib:.1f} GiB{', ' * bool(gpu.throttled)}{gpu.throttled}" for gpu in host.gpus],
+        "GPUs of torch": str(host.gpus_seen),
+        "backends": [name for name in ("gloo", "nccl", "mpi", "ucc") if torch.distributed.is_backend_available(name)],
+        "RDMA ports": [f"{port.name} {port.layer} {port.gbit:g} Gb/s{'' if port.active else ', down'}" for port in host.ports],
+        "CPU": f"{host.cores} cores, load {host.load:.1f}",
+        "memory": f"{host.memory_gib:.1f} GiB, {host.memory_free_gib:.1f} free; shared {host.shared_memory_gib:.1f} GiB",
+        "limits": f"open files {soft} of {hard}, locked memory {locked}",
+        "environment": [f"{name}={'(set)' if name in hidden else value}" for name, value in (host.variables or {}).items()],
+    }  # fmt: skip
