@@ -12,6 +12,7 @@ from meshtrain.doctor.facts import collect
 from meshtrain.doctor.records import Host, Place
 
 LAUNCHERS = {"SLURM_JOB_ID": "SLURM", "TORCHELASTIC_RUN_ID": "torchrun", "KUBERNETES_SERVICE_HOST": "Kubernetes"}
+HIDDEN = ("MASTER_ADDR", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD")  # they tell names of hosts and people
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,16 +39,20 @@ def describe(host: Host) -> dict[str, Any]:
     versions = {name: version for name, version in (host.versions or {}).items() if name != "executable"}
     soft, hard = host.open_files or (-1, -1)
     locked = "unlimited" if host.locked_memory_kib is None else f"{host.locked_memory_kib} KiB"
-    hidden = ("NCCL_SOCKET_IFNAME", "MASTER_ADDR", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD")
     return {
         "versions": [f"{name} {version}" for name, version in sorted(versions.items())],
         "launcher": [name for variable, name in LAUNCHERS.items() if variable in os.environ] or ["none seen"],
-        "GPUs": [f"{gpu.name}, {gpu.memory_gib:.1f} GiB{', ' * bool(gpu.throttled)}{gpu.throttled}" for gpu in host.gpus],
+        "GPUs": [f"{gpu.name}, {gpu.memory_gib:.1f} GiB {gpu.throttled}".rstrip() for gpu in host.gpus],
         "GPUs of torch": str(host.gpus_seen),
         "backends": [name for name in ("gloo", "nccl", "mpi", "ucc") if torch.distributed.is_backend_available(name)],
-        "RDMA ports": [f"{port.name} {port.layer} {port.gbit:g} Gb/s{'' if port.active else ', down'}" for port in host.ports],
+        "RDMA ports": [
+            f"{port.name} {port.layer} {port.gbit:g} Gb/s{'' if port.active else ', down'}" for port in host.ports
+        ],
         "CPU": f"{host.cores} cores, load {host.load:.1f}",
-        "memory": f"{host.memory_gib:.1f} GiB, {host.memory_free_gib:.1f} free; shared {host.shared_memory_gib:.1f} GiB",
+        "memory": f"{host.memory_gib:.1f} GiB, {host.memory_free_gib:.1f} free",
+        "shared memory": f"{host.shared_memory_gib:.1f} GiB",
         "limits": f"open files {soft} of {hard}, locked memory {locked}",
-        "environment": [f"{name}={'(set)' if name in hidden else value}" for name, value in (host.variables or {}).items()],
-    }  # fmt: skip
+        "environment": [
+            f"{name}={'(set)' if name in HIDDEN else text}" for name, text in (host.variables or {}).items()
+        ],
+    }

@@ -35,7 +35,7 @@ COMMANDS = {
     "launch": (
         "meshtrain.launch.command",
         "a job for SLURM: checks its config, writes its script, submits it",
-        "meshtrain launch configs/quickstart.yaml --slurm --nodes 4 --gpus-per-node 8 --dry-run",
+        "meshtrain launch configs/quickstart.yaml --slurm --nodes 4 --gpus-per-node 8",
     ),
     "prepare": (
         "meshtrain.cli.prepare",
@@ -51,7 +51,7 @@ COMMANDS = {
     "checkpoint": (
         "meshtrain.cli.checkpoint",
         "lists, shows, verifies, compares and prunes checkpoints",
-        "meshtrain checkpoint list runs/quickstart",
+        "meshtrain checkpoint ls runs/quickstart",
     ),
     "watch": (
         "meshtrain.watch.command",
@@ -72,7 +72,7 @@ COMMANDS = {
     "completion": (
         "meshtrain.cli.completion",
         "a script by which a shell completes these commands",
-        "meshtrain completion bash > ~/.local/share/bash-completion/completions/meshtrain",
+        "meshtrain completion bash > ~/.meshtrain.bash",
     ),
 }
 
@@ -108,7 +108,11 @@ def _run(argv: Sequence[str]) -> int:
     module_name, about, example = COMMANDS[name]
     module = importlib.import_module(module_name)
     parser = argparse.ArgumentParser(
-        prog=f"meshtrain {name}", description=about, epilog=f"example: {example}", allow_abbrev=False
+        prog=f"meshtrain {name}",
+        description=about,
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     module.add_arguments(parser)
     if getattr(module, "HAS_ACTIONS", False):  # parsers of their own, which take their arguments in order

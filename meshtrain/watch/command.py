@@ -27,8 +27,9 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         server = PageServer((arguments.host, arguments.port), runs)
     except (OSError, OverflowError) as error:
-        where = f"{arguments.host}:{arguments.port}"
-        raise InputError(f"cannot serve on {where} ({error}): name another with --port or --host") from error
+        raise InputError(
+            f"cannot serve on {arguments.host}:{arguments.port} ({error}): name another with --port or --host"
+        ) from error
     with server:
         print(f"{plural(len(runs), 'run')} on {server.url} (Ctrl-C ends it)", flush=True)
         try:
