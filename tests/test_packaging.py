@@ -65,6 +65,7 @@ def test_every_model_config_and_hardware_file_travels(wheel: Path) -> None:
         ("configs", "*.yaml"),
         ("hardware", "*.yaml"),
         ("tools/slurm", "*.sbatch"),
+        ("tools/starter", "*.*"),
     ):
         files = list((REPO / folder).glob(pattern))
         assert files

@@ -17,6 +17,11 @@ from meshtrain.layout import LayoutError
 
 # name -> (module, what it does, an example)
 COMMANDS = {
+    "new": (
+        "meshtrain.cli.new",
+        "a project to start from: model, data, config, job and test",
+        "meshtrain new my_project",
+    ),
     "plan": (
         "meshtrain.cli.plan",
         "what a config would do on given hosts, computed without starting anything",

@@ -1,0 +1,28 @@
+"""`meshtrain new DIR`: a project to start from, a model, data, a config, a SLURM script and a test, that trains as it is."""
+
+import argparse
+import shutil
+from pathlib import Path
+
+from meshtrain.config import locate
+from meshtrain.errors import InputError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a new folder, or an empty one")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    folder = arguments.folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise InputError(f"{folder} has files in it, which stay as they are: name a new folder")
+        files = [path for path in sorted(locate.bundled("tools/starter").iterdir()) if path.is_file()]
+        for path in files:
+            shutil.copyfile(path, folder / path.name)
+        shutil.copyfile(locate.bundled("tools/slurm") / "train.sbatch", folder / "job.sbatch")
+    except OSError as error:
+        raise InputError(f"{folder} cannot be made ({error.strerror}): name another folder") from error
+    print(f"{folder}: {', '.join([path.name for path in files] + ['job.sbatch'])}")
+    print(f"  cd {folder}\n  python -m meshtrain.train train.yaml\n  python -m pytest test_model.py")
