@@ -82,6 +82,7 @@ NOT_RUN = {
     "meshtrain doctor --local --nproc-per-node=2 configs/quickstart.yaml": "run in doctor/test_hosts.py",
     "torchrun --standalone --nproc-per-node=2 -m meshtrain.doctor configs/quickstart.yaml": "there too",
     "promtool test rules tools/monitoring/alerts_test.yml": "run in metrics/test_integrations.py",
+    "meshtrain watch runs/quickstart": "a server that runs until somebody stops it: run in watch/test_server.py",
     "tensorboard --logdir runs": "a server that runs until somebody stops it",
 }
 # Commands that are shown with their output, after a `$`.
