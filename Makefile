@@ -5,6 +5,8 @@
 #   make test-cluster  the tests that make several hosts or a SLURM cluster out of this machine: as root, ~15 minutes
 #   make test-integrations  the tests that talk to W&B, Prometheus, an S3 server and others, whose packages it installs
 #   make check    style, types and import contracts
+#   make docs     the documentation as a site, in build/site; a broken link or anchor ends it
+#   make test-versions  a part of the suite with each Python from 3.11 to 3.13 and torch 2.11 to 2.13 that can be had
 #
 # PYTHON=python3.12 picks another interpreter, VENV=folder another place for the environment, and
 # ARGS="train.steps=50" is handed to the training.
@@ -13,10 +15,13 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 
+VERSIONS ?= 3.11-2.11 3.12-2.12 3.13-2.13
+VERSION_TESTS ?= tests/test_train.py tests/test_mesh.py tests/test_packaging.py tests/parity tests/foresight/test_trace.py
+
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: help train test test-cluster test-integrations check interpreter
+.PHONY: help train test test-cluster test-integrations test-versions check docs interpreter
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -44,6 +49,20 @@ check: $(VENV)/dev.stamp
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(VENV)/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+# Each has an environment of its own beside VENV; an interpreter that is not there is passed over, and said.
+test-versions:
+	@for version in $(VERSIONS); do \
+		python=python$${version%%-*} torch=$${version##*-} venv=$(VENV)-$$version; \
+		$$python -c 'import venv, ensurepip' 2> /dev/null || { echo "== no $$python here"; continue; }; \
+		echo "== Python $${version%%-*}, torch $$torch"; \
+		{ test -x $$venv/bin/pip || $$python -m venv $$venv; } && \
+		$$venv/bin/python -m pip install --quiet torch==$$torch.* -e '.[dev]' && \
+		OMP_NUM_THREADS=1 $$venv/bin/python -m pytest -q -x -p no:cacheprovider $(VERSION_TESTS) || exit 1; \
+	done
+
 # The stamps say what was installed last: a change of the dependencies installs again.
 $(VENV)/train.stamp: pyproject.toml constraints.txt | $(BIN)/pip
 	$(INSTALL) -e '.[plot]'
@@ -52,6 +71,10 @@ $(VENV)/train.stamp: pyproject.toml constraints.txt | $(BIN)/pip
 $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/pip
 	$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/train.stamp
+
+$(VENV)/docs.stamp: pyproject.toml constraints.txt | $(BIN)/pip
+	$(INSTALL) -e '.[docs]'
+	@touch $@
 
 $(VENV)/integrations.stamp: pyproject.toml constraints.txt | $(BIN)/pip
 	$(INSTALL) -e '.[integrations]'

@@ -39,7 +39,7 @@ SHORT = (
     "batch.global_size=8 data.seq_len=64 data.workers=0"
 )
 # What .ci/run does before any test: these lines stand in it.
-IN_CI = {"make train", "make test", "make test-cluster", "make test-integrations", "make check"}
+IN_CI = {"make train", "make test", "make test-cluster", "make test-integrations", "make check", "make docs"}
 # What a document takes for given.
 ROW = {"step": 1, "loss": 1.0, "lr": 0.1, "grad_norm": 1.0}
 GIVEN = {"metrics.md": {"runs/quickstart/metrics.jsonl": json.dumps(ROW) + "\n"}}
@@ -83,6 +83,7 @@ NOT_RUN = {
     "torchrun --standalone --nproc-per-node=2 -m meshtrain.doctor configs/quickstart.yaml": "there too",
     "promtool test rules tools/monitoring/alerts_test.yml": "run in metrics/test_integrations.py",
     "meshtrain watch runs/quickstart": "a server that runs until somebody stops it: run in watch/test_server.py",
+    "make test-versions": "takes an hour, and gigabytes: by hand before a release",
     "tensorboard --logdir runs": "a server that runs until somebody stops it",
 }
 # Commands that are shown with their output, after a `$`.

@@ -22,7 +22,9 @@ SHORT = [
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
-    run("-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(REPO), cwd=folder)
+    # The wheel is made of the sdist: what is missing there is missing here.
+    run("-m", "build", "--no-isolation", "--outdir", str(folder), str(REPO), cwd=folder)
+    assert len(list(folder.glob("*.tar.gz"))) == 1
     (path,) = folder.glob("*.whl")
     return path
 

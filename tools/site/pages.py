@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import re
+from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
@@ -11,7 +12,7 @@ from meshtrain.cli.main import COMMANDS
 
 SOURCE = "https://github.com/meshtrain/meshtrain/blob/main/"
 API = {
-    "A loop of your own": ["meshtrain.start", "meshtrain.build_mesh", "meshtrain.parallelize", "meshtrain.ContextParallel"],
+    "A loop of your own": [f"meshtrain.{name}" for name in ("start", "build_mesh", "parallelize", "ContextParallel")],
     "Layouts": ["meshtrain.layout.Layout"],
     "Data": ["meshtrain.data.batch.Batch", "meshtrain.data.order"],
     "Terms of the loss": ["meshtrain.loss"],
@@ -23,14 +24,24 @@ API = {
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """What lies beside docs/ is not on the site: it is linked in the repository."""
+    """What lies beside docs/ is not on the site: it is linked in the repository. README is the site's first page."""
+    markdown = markdown.replace("](../README.md", "](index.md")
     return re.sub(r"\]\(\.\./([^)]+)\)", rf"]({SOURCE}\1)", markdown)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    for name, text in (("commands", commands()), ("api", api())):
-        files.append(File.generated(config, f"reference/{name}.md", content=text))
+    for name, text in (("index", home()), ("reference/commands", commands()), ("reference/api", api())):
+        files.append(File.generated(config, f"{name}.md", content=text))
     return files
+
+
+def home() -> str:
+    text = (
+        (Path(__file__).parents[2] / "README.md").read_text().replace("](docs/README.md)", f"]({SOURCE}docs/README.md)")
+    )
+    return re.sub(
+        r"\]\((?:docs/(?=[^)])|(?!http)(?=[^)]))", lambda match: "](" if "docs/" in match[0] else "](../", text
+    )
 
 
 def commands() -> str:
