@@ -113,7 +113,7 @@ def run(config: Config, job: Job, signals: Signals | None = None, watchdog: Watc
         if job.rank == 0:
             stop.watch(folder.path, config.train.time_limit_s, os.environ, owner_changed)
         with RunStatus(folder, job) as status:
-            watchdog.on_job_lost(status.write_failed)
+            watchdog.on_job_lost(status.write_failed, folder.path / "failures")
             if not status.already_finished(spec.steps, checkpoint):
                 job.connect(process_group_timeout(watchdog.deadlines.longest("step")))
                 train(spec, job, data, status, checkpoint, stop, watchdog)
