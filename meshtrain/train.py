@@ -40,6 +40,7 @@ from meshtrain.job.watchdog.watchdog import Watchdog, watched
 from meshtrain.layout import DATA_AXES
 from meshtrain.mesh import build_mesh
 from meshtrain.metrics.goodput import GoodputTracker
+from meshtrain.metrics.gpu_probe import GpuProbe
 from meshtrain.metrics.logger import Metrics, NoMetrics, require_tensorboard
 from meshtrain.metrics.profiler import Profiler
 from meshtrain.metrics.step_timer import StepTimer
@@ -148,7 +149,8 @@ def train(
         if job.rank == 0:
             tensorboard = config.metrics.tensorboard
             metrics = Metrics(folder, task=data.task, steps=spec.steps, step=checkpoint.step, tensorboard=tensorboard)
-        stragglers = StragglerDetector(job, checkpoint.step + 1, metrics.say)
+        probe = GpuProbe(config.metrics.gpu_probe, job.device)
+        stragglers = StragglerDetector(job, checkpoint.step + 1, metrics.say, probe)
         monitor = PhaseMonitor(mesh, timer, goodput, watchdog, stragglers, profiler, faults, metrics.say)
         logger = StepLogger(spec, job, mesh, data, monitor, metrics, counters=checkpoint.counters)
     checkpointer = Checkpointer(spec, checkpoint, state, logger, monitor, job, metrics.say)

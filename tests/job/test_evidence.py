@@ -33,6 +33,7 @@ from meshtrain.job.watchdog.watchdog import watched
 os.environ["PATH"] = sys.argv[2] + ":" + os.environ["PATH"]
 job = join(read_environment(os.environ))
 with watched(job) as watchdog, job_exit(job):
+    watchdog.handle_sigterm()
     watchdog.deadlines.start_s = 2.0
     watchdog.on_job_lost(print, Path(sys.argv[1]))
     job.connect(60)
