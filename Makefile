@@ -3,6 +3,7 @@
 #   make train    a first training run on real text (configs/quickstart.yaml)
 #   make test     the test suite
 #   make test-cluster  the tests that make several hosts or a SLURM cluster out of this machine: as root, ~15 minutes
+#   make test-integrations  the tests that talk to W&B, Prometheus, an S3 server and others, whose packages it installs
 #   make check    style, types and import contracts
 #
 # PYTHON=python3.12 picks another interpreter, VENV=folder another place for the environment, and
@@ -15,7 +16,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: help train test test-cluster check interpreter
+.PHONY: help train test test-cluster test-integrations check interpreter
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -34,6 +35,9 @@ test: $(VENV)/dev.stamp
 test-cluster: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -m cluster
 
+test-integrations: $(VENV)/integrations.stamp
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -m integrations
+
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -48,6 +52,10 @@ $(VENV)/train.stamp: pyproject.toml constraints.txt | $(BIN)/pip
 $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/pip
 	$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/train.stamp
+
+$(VENV)/integrations.stamp: pyproject.toml constraints.txt | $(BIN)/pip
+	$(INSTALL) -e '.[integrations]'
+	@touch $@ $(VENV)/dev.stamp $(VENV)/train.stamp
 
 $(BIN)/pip: | interpreter
 	$(PYTHON) -m venv $(VENV)

@@ -261,6 +261,13 @@ class Layout:
             raise LayoutError(f"layout {self}: experts cannot be dealt out over {ranks!r} ranks; use one of {fits}")
         return self._with(experts=ranks)
 
+    def with_axes(self, sizes: Mapping[str, int]) -> "Layout":
+        """Other axes over the same ranks and hosts. Raises LayoutError: they make another number of ranks."""
+        changed = Layout(sizes)
+        if changed.world_size != self.world_size:
+            raise WorldSizeError(f"layout {changed} needs {changed.world_size} processes; there are {self.world_size}")
+        return changed._with(hosts=self.hosts, runs=self.runs)
+
     def folds(self, ranks: int) -> bool:
         """Whether experts can be dealt out over so many ranks."""
         return _fold(self._named_factors, ranks) is not None

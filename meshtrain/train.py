@@ -23,6 +23,7 @@ if __name__ == "__main__":
 from torch import nn  # only now
 
 from meshtrain.checkpoint.directory import owner_changed
+from meshtrain.checkpoint.local import LocalDisk
 from meshtrain.checkpoint.resume import Resume, RunSpec
 from meshtrain.checkpoint.state import State
 from meshtrain.config import Config
@@ -41,8 +42,9 @@ from meshtrain.layout import DATA_AXES
 from meshtrain.mesh import build_mesh
 from meshtrain.metrics.goodput import GoodputTracker
 from meshtrain.metrics.gpu_probe import GpuProbe
-from meshtrain.metrics.logger import Metrics, NoMetrics, require_tensorboard
+from meshtrain.metrics.logger import Metrics, NoMetrics
 from meshtrain.metrics.profiler import Profiler
+from meshtrain.metrics.sink_threads import find_sinks
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.metrics.straggler import StragglerDetector
 from meshtrain.modeling.build import compile_choice
@@ -108,12 +110,14 @@ def run(config: Config, job: Job, signals: Signals | None = None, watchdog: Watc
     with folder.lock(job), lock_checkpoints(config.checkpoint.path, folder, job) as checkpoints:
         data = load_data(config, job)
         code = checkpoint_versions(model_file(config.model.name))
-        spec = RunSpec(config, folder.path, checkpoints, data.identity, code, total_steps(config, data.train))
+        local = None if config.checkpoint.local is None else Path(config.checkpoint.local).expanduser()
+        disk = None if local is None else LocalDisk(local, checkpoints, job)
+        spec = RunSpec(config, folder.path, checkpoints, data.identity, code, total_steps(config, data.train), disk)
         checkpoint = Resume(job, spec)
         stop = StopRequest(signals or Signals())
         if job.rank == 0:
             stop.watch(folder.path, config.train.time_limit_s, os.environ, owner_changed)
-        with RunStatus(folder, job) as status:
+        with RunStatus(folder, job, config.train.on_exit) as status:
             watchdog.on_job_lost(status.write_failed, folder.path / "failures")
             if not status.already_finished(spec.steps, checkpoint):
                 job.connect(process_group_timeout(watchdog.deadlines.longest("step")))
@@ -147,8 +151,8 @@ def train(
     with job.collective_check("opening metrics.jsonl"):
         metrics = NoMetrics()
         if job.rank == 0:
-            tensorboard = config.metrics.tensorboard
-            metrics = Metrics(folder, task=data.task, steps=spec.steps, step=checkpoint.step, tensorboard=tensorboard)
+            sinks = status.open_sinks(config, spec.steps, checkpoint.step)
+            metrics = Metrics(folder, task=data.task, steps=spec.steps, step=checkpoint.step, sinks=sinks)
         probe = GpuProbe(config.metrics.gpu_probe, job.device)
         stragglers = StragglerDetector(job, checkpoint.step + 1, metrics.say, probe)
         monitor = PhaseMonitor(mesh, timer, goodput, watchdog, stragglers, profiler, faults, metrics.say)
@@ -224,8 +228,7 @@ def read_config(arguments: Sequence[str] | None, world_size: int, device: str, *
     options = parser.parse_args(arguments)
     known: dict[str, Any] = {"world_size": world_size, "device": device, "again": again}
     config = Config.load(options.config, options.overrides, for_training=True, **known)
-    if config.metrics.tensorboard:
-        require_tensorboard()
+    find_sinks(config.metrics)
     return config
 
 

@@ -39,7 +39,7 @@ SHORT = (
     "batch.global_size=8 data.seq_len=64 data.workers=0"
 )
 # What .ci/run does before any test: these lines stand in it.
-IN_CI = {"make train", "make test", "make test-cluster", "make check"}
+IN_CI = {"make train", "make test", "make test-cluster", "make test-integrations", "make check"}
 # What a document takes for given.
 ROW = {"step": 1, "loss": 1.0, "lr": 0.1, "grad_norm": 1.0}
 GIVEN = {"metrics.md": {"runs/quickstart/metrics.jsonl": json.dumps(ROW) + "\n"}}
@@ -81,6 +81,7 @@ NOT_RUN = {
     ),
     "meshtrain doctor --local --nproc-per-node=2 configs/quickstart.yaml": "run in doctor/test_hosts.py",
     "torchrun --standalone --nproc-per-node=2 -m meshtrain.doctor configs/quickstart.yaml": "there too",
+    "promtool test rules tools/monitoring/alerts_test.yml": "run in metrics/test_integrations.py",
     "tensorboard --logdir runs": "a server that runs until somebody stops it",
 }
 # Commands that are shown with their output, after a `$`.
@@ -89,7 +90,19 @@ WITH_OUTPUT = {
     "meshtrain plan small.yaml --hosts 8 'layout={pp: 4, dp_shard: 2}' batch.micro_size=32": "there too",
 }
 
-PROGRAMS = ("make", "python", "python3", "pip", "torchrun", "srun", "sbatch", "meshtrain", "tensorboard", "pytest")
+PROGRAMS = (
+    "make",
+    "python",
+    "python3",
+    "pip",
+    "torchrun",
+    "srun",
+    "sbatch",
+    "meshtrain",
+    "tensorboard",
+    "pytest",
+    "promtool",
+)
 STANDALONE = re.compile(r"^torchrun --standalone --nproc-per-node=(\d+) ")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -132,16 +145,16 @@ def goes_on(command: str, folder: Path) -> bool:
     return "meshtrain.train" in command and named is not None and (folder / named[1]).exists()
 
 
-def shortened(command: str, further: bool = False) -> list[str]:
+def shortened(command: str, longer: bool = False) -> list[str]:
     """What is run for a command: itself, with `SHORT` if it trains; for two hosts, an agent for each.
 
     The two hosts are this machine with a free port, and their different numbers of GPUs 2 and 1 processes.
 
     Args:
-        further: the command goes on with the run of an earlier one.
+        longer: with 5 steps: the command goes on with the run of an earlier one, or the run is measured.
     """
     if "meshtrain.train" in command:
-        command = f"{command} {SHORT}" + " train.steps=5" * further
+        command = f"{command} {SHORT}" + " train.steps=5" * longer
         if "layout=" not in command:  # any number of processes does: starting one takes longer than its steps
             command = command.replace("--nproc-per-node=4", "--nproc-per-node=2")
     if "--nnodes=2" not in command:
@@ -180,9 +193,10 @@ def test_the_commands_of_a_document_run(document: Path, folder: Path) -> None:
         if is_setup(command) or command in NOT_RUN:
             continue
         further = goes_on(command, folder)
+        longer = further or command.endswith("train.output=runs/seen")
         ended = len(list(folder.glob("runs/*/exit.json")))
         command = command.replace("--standalone --nproc-per-node=gpu", "--standalone --nproc-per-node=2")
-        run, standalone = shortened(command, further), STANDALONE.match(command)
+        run, standalone = shortened(command, longer), STANDALONE.match(command)
         if standalone and not by_torchrun:
             processes, arguments = STANDALONE.split(run[0])[1:]
             jobs = [forked(int(processes), *shlex.split(arguments), cwd=folder)]
@@ -195,7 +209,7 @@ def test_the_commands_of_a_document_run(document: Path, folder: Path) -> None:
             endings = sorted(folder.glob("runs/*/exit.json"), key=os.path.getmtime)
             assert len(endings) == ended + (not further), f"{document.name}: {command} has no folder of its own"
             last = json.loads(endings[-1].read_text())
-            assert (last["status"], last["step"]) == ("done", 5 if further else 3)
+            assert (last["status"], last["step"]) == ("done", 5 if longer else 3)
 
 
 def test_what_is_not_run_is_known() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 from kubeflow.training import ApiClient
@@ -69,6 +70,85 @@ def test_kubeflow_understands_the_lines_for_fast_networks(name: str) -> None:
     new = [one["name"] for one in container["env"] if one not in container_of(plain)["env"]]
     assert new == ["NCCL_DEBUG", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME"]
     assert "rdma" not in str(plain), "most clusters have no such resource, and a pod would wait for it"
+
+
+# The fields that Kueue's API (kueue.x-k8s.io/v1beta1) has, as far as a small queue needs them.
+QUANTITY = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?([KMGTPE]i?|m|k)?$"}
+KUEUE: dict[str, Json] = {
+    "ResourceFlavor": {"nodeLabels": {"type": "object"}, "topologyName": {"type": "string"}},
+    "LocalQueue": {"clusterQueue": {"type": "string"}},
+    "ClusterQueue": {
+        "namespaceSelector": {"type": "object"},
+        "queueingStrategy": {"enum": ["StrictFIFO", "BestEffortFIFO"]},
+        "resourceGroups": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "additionalProperties": False,
+                "required": ["coveredResources", "flavors"],
+                "properties": {
+                    "coveredResources": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 16},
+                    "flavors": {
+                        "type": "array",
+                        "items": {
+                            "type": "object",
+                            "additionalProperties": False,
+                            "required": ["name", "resources"],
+                            "properties": {
+                                "name": {"type": "string"},
+                                "resources": {
+                                    "type": "array",
+                                    "items": {
+                                        "type": "object",
+                                        "additionalProperties": False,
+                                        "required": ["name", "nominalQuota"],
+                                        "properties": {"name": {"type": "string"}, "nominalQuota": QUANTITY},
+                                    },
+                                },
+                            },
+                        },
+                    },
+                },
+            },
+        },
+    },
+}
+
+
+def amount(quantity: str) -> float:
+    number, unit = re.fullmatch(r"(\d+)(Gi|Ti|)", quantity).groups()  # type: ignore[union-attr]
+    return int(number) * {"": 1, "Gi": 2**30, "Ti": 2**40}[unit]
+
+
+def queue_objects() -> dict[str, Json]:
+    return {one["kind"]: one for one in yaml.safe_load_all((K8S / "kueue.yaml").read_text())}
+
+
+def test_kueue_understands_the_queue() -> None:
+    found = queue_objects()
+    assert set(found) == set(KUEUE)
+    for kind, one in found.items():
+        assert one["apiVersion"] == "kueue.x-k8s.io/v1beta1"
+        schema = {"type": "object", "additionalProperties": False, "properties": KUEUE[kind]}
+        jsonschema.validate(one.get("spec", {}), schema)
+    assert found["LocalQueue"]["spec"]["clusterQueue"] == found["ClusterQueue"]["metadata"]["name"]
+    (group,) = found["ClusterQueue"]["spec"]["resourceGroups"]
+    (flavor,) = group["flavors"]
+    assert flavor["name"] == found["ResourceFlavor"]["metadata"]["name"]
+    assert [one["name"] for one in flavor["resources"]] == group["coveredResources"], "Kueue wants one order"
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_the_queue_has_room_for_a_job(name: str) -> None:
+    """All that a pod asks for is covered, with the lines for fast networks; and so many pods fit its quota at once."""
+    job, found = manifest(name, options=True), queue_objects()
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == found["LocalQueue"]["metadata"]["name"]
+    resources = container_of(job).get("resources") or container_of(job)["resourcesPerNode"]
+    asked = resources["limits"] | resources["requests"]
+    (group,) = found["ClusterQueue"]["spec"]["resourceGroups"]
+    quota = {one["name"]: amount(one["nominalQuota"]) for one in group["flavors"][0]["resources"]}
+    for resource, each in asked.items():
+        assert nodes_of(job)[1] * amount(each) <= quota[resource], resource
 
 
 @pytest.mark.parametrize(

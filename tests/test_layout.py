@@ -319,6 +319,14 @@ def test_a_layout_itself_has_no_free_axis() -> None:
         Layout({"dp_shard": -1})
 
 
+def test_other_axes_over_the_same_ranks() -> None:
+    placed = Layout({"dp_shard": 12}).on_hosts((8, 4))
+    other = placed.with_axes({"pp": 3, "tp": 4})
+    assert other == Layout({"pp": 3, "tp": 4}).on_hosts((8, 4))
+    with pytest.raises(LayoutError, match="needs 6 processes; there are 12"):
+        placed.with_axes({"tp": 6})
+
+
 def test_wrong_questions() -> None:
     layout = Layout({"pp": 2, "tp": 3})
     for question, sentence in [

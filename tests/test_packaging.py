@@ -1,4 +1,4 @@
-"""The wheel, away from the repository: models and configs travel inside it, and nothing else does."""
+"""The wheel, away from the repository: models, configs and hardware files travel inside it, and nothing else does."""
 
 import os
 import subprocess
@@ -58,9 +58,14 @@ def test_the_wheel_puts_one_package_into_site_packages(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_every_model_and_config_travels(wheel: Path) -> None:
+def test_every_model_config_and_hardware_file_travels(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    for folder, pattern in (("models", "*.py"), ("configs", "*.yaml"), ("tools/slurm", "*.sbatch")):
+    for folder, pattern in (
+        ("models", "*.py"),
+        ("configs", "*.yaml"),
+        ("hardware", "*.yaml"),
+        ("tools/slurm", "*.sbatch"),
+    ):
         files = list((REPO / folder).glob(pattern))
         assert files
         assert {f"meshtrain/bundled/{folder}/{path.name}" for path in files} <= names

@@ -6,12 +6,10 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import meshtrain.run.results
 import meshtrain.run.step_logger
@@ -19,9 +17,8 @@ from meshtrain.job import signals as stopping
 from meshtrain.job import storage as side_file
 from meshtrain.job.storage import SideFile
 from meshtrain.metrics import goodput, plot
-from meshtrain.metrics import logger as metrics
 from meshtrain.metrics.goodput import GoodputTracker
-from meshtrain.metrics.logger import Metrics, MetricsFile, read
+from meshtrain.metrics.logger import MetricsFile, read
 from meshtrain.run.run_folder import RunFolder
 from tests.checkpoint.going_on import Case, alone, small_run
 
@@ -201,7 +198,7 @@ def test_a_damaged_exit_json_is_moved_away(tmp_path: Path, text: bytes, capsys: 
     assert "exit.json is damaged" in capsys.readouterr().err
     assert folder.last_exit() is None
     folder.write_exit("done", 0, "all steps are done", 3, kind="done")
-    said = {"status": "done", "code": 0, "reason": "all steps are done", "kind": "done", "step": 3}
+    said = {"status": "done", "code": 0, "reason": "all steps are done", "kind": "done", "step": 3, "hosts": []}
     assert folder.last_exit() == said
 
 
@@ -223,20 +220,8 @@ def test_what_is_written_anew_is_on_disk_before_it_has_its_name(
     assert order == ["fsync", "replace"]
 
 
-def test_tensorboard_and_the_picture_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Writer:
-        def add_scalar(self, *arguments: Any) -> None:
-            refused()
-
-    monkeypatch.setattr(metrics, "_open_writer", lambda *_: Writer())
-    watch = Metrics(tmp_path, task="language", steps=2, tensorboard=True, console=Console(file=StringIO()))
-    watch.row({"step": 1, "loss": 1.0})
-    watch.row({"step": 2, "loss": 1.0})
-    watch.close()
-    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert capsys.readouterr().err.count("TensorBoard") == 1
+def test_the_picture_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    MetricsFile(tmp_path / "metrics.jsonl").row({"step": 1, "loss": 1.0})
     monkeypatch.setattr(plot.metrics, "read", refused)
     assert plot.plot_loss(tmp_path, "a").startswith("no loss plot: [Errno 116]")
 

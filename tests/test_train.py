@@ -127,6 +127,7 @@ def test_a_run_and_its_folder(small: tuple[str, ...], tmp_path: Path) -> None:
         "code": 0,
         "reason": "all steps are done",
         "step": 3,
+        "hosts": [],
     }
     assert (output / "loss.png").stat().st_size > 10_000
     assert "rank" in (output / "layout.txt").read_text()

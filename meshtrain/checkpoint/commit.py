@@ -1,10 +1,11 @@
 """The commit protocol of one checkpoint, as a thread of each rank runs it while training goes on.
 
-The ranks talk through the job's store, so that no collective gets in the way of the training's. Three rounds:
+The ranks talk through the job's store, so that no collective gets in the way of the training's. Up to four rounds:
 
 1. prepare: all compare digests of what must be equal on several ranks, and rank 0 makes the folder to write into;
 2. divergence, only if something was not equal: the ranks concerned give their sums, and the save has failed;
-3. commit: each rank has written its file, or could not; if all have, rank 0 gives the checkpoint its name.
+3. local, only with local disks: each rank has written its file there, and all give their part its name;
+4. commit: each rank has written its file, or could not; if all have, rank 0 gives the checkpoint its name.
 """
 
 import math
@@ -20,6 +21,7 @@ from shutil import disk_usage
 from typing import Any
 
 from meshtrain.checkpoint import directory
+from meshtrain.checkpoint.local import LocalDisk
 from meshtrain.checkpoint.manifest import File, Manifest, file_of
 from meshtrain.checkpoint.placement import Placement
 from meshtrain.checkpoint.replica_check import Sums, describe_divergence, find_divergence
@@ -50,6 +52,7 @@ class CheckpointWrite:
     snapshot: Snapshot
     sums: Sums
     writing: Callable[[int, Path], None] | None = None  # called before this rank writes its file; may raise OSError
+    local: LocalDisk | None = None  # where it is written first
     limit_s: float = math.inf  # after which it is given up
     given_up: bool = False  # its thread may still wait for the disk
     done: threading.Event = field(default_factory=threading.Event)
@@ -63,8 +66,9 @@ class CheckpointWrite:
     notes: list[str] = field(default_factory=list)  # lines for rank 0 to print
 
     def __post_init__(self) -> None:
-        self._prepare_round, self._divergence_round, self._commit_round = (self.job.round() for _ in range(3))
-        self._rounds = self._prepare_round, self._divergence_round, self._commit_round
+        self._rounds = [self.job.round() for _ in range(4)]
+        self._prepare_round, self._divergence_round, self._local_round, self._commit_round = self._rounds
+        self._written = datetime.now(UTC).isoformat(timespec="seconds")
         self._start = time.perf_counter()
         self._outcome = threading.Lock()  # on rank 0, taken once: by the thread that decides the outcome
         self._gathering: Round | None = None  # on rank 0: the round whose answers it waits for
@@ -124,7 +128,10 @@ class CheckpointWrite:
         """The whole protocol; `done` is set at its end, whatever happens."""
         try:
             self.waited_s += self.snapshot.wait()
-            problem = self._prepare(before) or self._write()
+            problem = self._prepare(before)
+            if problem is None and self.local is not None and not self.given_up:
+                self._write_local(self.local)
+            problem = problem or self._write()
             if not self.given_up:
                 self.problem, self.written_s = problem, self.elapsed_s
         except BaseException as error:  # the main thread raises it
@@ -183,6 +190,35 @@ class CheckpointWrite:
             return self._describe_error(error, self.folder)
         return None
 
+    def _write_local(self, local: LocalDisk) -> None:
+        """A round of its own: if a rank cannot write to its local disk, there is the shared folder."""
+        report: dict[str, Any]
+        try:
+            file = local.write(self.step, self.snapshot)
+            report = {"size": file.size, "crc32": file.crc32}
+        except FAILURES as error:
+            report = {"problem": self._describe_error(error, local.own)}
+        self._local_round.put(report)
+        if self.job.rank == 0:
+            reports = self._gather(self._local_round)
+            problems = [report["problem"] for report in reports if "problem" in report]
+            self._local_round.broadcast([problems, None if problems else self._manifest(reports).to_json()])
+        problems, text = self._local_round.receive()
+        try:
+            if problems:
+                local.abandon(self.step)
+            else:
+                local.finish(self.step, text)
+                local.prune()
+        except FAILURES as error:
+            self.notes.append(f"warning: {self._describe_error(error, local.own)}")
+        done = f"is not on the local disks: {join_some(problems)}" if problems else f"in {self.elapsed_s:.1f} s"
+        self.notes.append(f"{'warning: ' if problems else 'local '}checkpoint {directory.name_of(self.step)}: {done}")
+
+    def _manifest(self, reports: Sequence[Mapping[str, Any]]) -> Manifest:
+        files, state = {file_of(rank): File(**report) for rank, report in enumerate(reports)}, self.state
+        return Manifest(self.step, state.layout, state.placements, files, self._written, **self.about)
+
     def _write(self) -> str | None:
         """The last round: each rank writes its file, and when all have, rank 0 makes a checkpoint of them."""
         path = directory.unfinished_path(self.folder, self.step) / file_of(self.job.rank)
@@ -209,9 +245,7 @@ class CheckpointWrite:
         problems = [report["problem"] for report in reports if "problem" in report]
         try:
             if not problems and not self.given_up:
-                files = {file_of(rank): File(**report) for rank, report in enumerate(reports)}
-                written, state = datetime.now(UTC).isoformat(timespec="seconds"), self.state
-                manifest = Manifest(self.step, state.layout, state.placements, files, written, **self.about)
+                manifest = self._manifest(reports)
                 self.nbytes = manifest.total_bytes
                 directory.finish(self.folder, self.step, manifest.to_json(), self.notes.append)
                 return None

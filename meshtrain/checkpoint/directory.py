@@ -128,9 +128,9 @@ def read_manifest(checkpoint: Path) -> tuple[Manifest, str]:
     return manifest, digest
 
 
-def check_files(checkpoint: Path, manifest: Manifest) -> None:
-    """Raises DamagedError, which names the first file that is not there or has another size."""
-    for name, expected in manifest.files.items():
+def check_files(checkpoint: Path, manifest: Manifest, only: str | None = None) -> None:
+    """Raises DamagedError, which names the first file that is not there or has another size. `only`: this file."""
+    for name, expected in manifest.files.items() if only is None else [(only, manifest.files[only])]:
         descriptor, size = open_plain(checkpoint / name)
         os.close(descriptor)
         if size != expected.size:
@@ -166,8 +166,11 @@ def begin(folder: Path, step: int) -> Path:
     return unfinished
 
 
-def finish(folder: Path, step: int, manifest_text: str, say: Callable[[str], None] | None = None) -> Path:
+def finish(
+    folder: Path, step: int, manifest_text: str, say: Callable[[str], None] | None = None, *, only: str | None = None
+) -> Path:
     """Makes the folder of `begin` the checkpoint of its step; `say` gets a line if another folder was in the way.
+    `only`: the file that it has, where the others lie on other hosts.
 
     Raises:
         DamagedError: a file of the manifest is not there.
@@ -175,7 +178,7 @@ def finish(folder: Path, step: int, manifest_text: str, say: Callable[[str], Non
     """
     check_owner()
     unfinished, checkpoint = unfinished_path(folder, step), folder / name_of(step)
-    check_files(unfinished, Manifest.parse(manifest_text, unfinished / MANIFEST))
+    check_files(unfinished, Manifest.parse(manifest_text, unfinished / MANIFEST), only)
     write_whole(unfinished / MANIFEST, manifest_text)
     fsync_folder(unfinished)
     write_whole(unfinished / COMPLETE, _complete(hashlib.sha256(manifest_text.encode()).hexdigest()))

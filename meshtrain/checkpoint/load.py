@@ -1,28 +1,48 @@
-"""Loading a checkpoint onto any layout, whatever layout wrote it: each rank reads what it holds, and its checksums."""
+"""Loading a checkpoint onto any layout, whatever layout wrote it: each byte is read and proved once, and then sent.
+
+Of ranks that hold the same part each reads a share of its rows, and they exchange these over the mesh. On the layout
+that wrote the checkpoint the share is just what the rank has written: it needs no file but its own.
+"""
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from operator import itemgetter
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.checkpoint.placement import Placement, pieces
+from meshtrain.checkpoint.placement import (
+    Placement,
+    copies,
+    copy_number,
+    part_of_rank,
+    pieces,
+    replica_axes,
+    share_of,
+)
 from meshtrain.checkpoint.shard_file import ShardReader
 from meshtrain.checkpoint.state import LOSS_SCALE, LocalShard, State
 from meshtrain.checkpoint.weights import read_piece
 from meshtrain.errors import InputError, join_some
+from meshtrain.huggingface.load import DTYPES
 from meshtrain.huggingface.safetensors import SIZES
-from meshtrain.parallel.sharding import Part, overlap, shape_of
+from meshtrain.layout import Layout
+from meshtrain.parallel.sharding import Part, is_empty, overlap, shape_of, within
 
 THREADS = 4  # that read at once: neither the disk nor a checksum needs Python's lock
 AHEAD = 4 * THREADS  # reads that are asked for before the first of them is done; fewer than files stay open
 CHUNK = 32 * 2**20  # bytes of a read
+NOT_LOCAL: Mapping[int, Path] = {}
 
 
-def restore(checkpoint: Path, manifest: Manifest, state: State) -> None:
-    """Fills the state from a checkpoint; the bits are those that were saved.
+def read_shares(checkpoint: Path, manifest: Manifest, state: State, local: Mapping[int, Path] = NOT_LOCAL) -> None:
+    """Fills this rank's shares of the state from a checkpoint, whose bits are those that were saved. What else the rank
+    holds comes by `exchange`, once all ranks have read. `local`: where this host has files itself, by their rank.
 
     Raises:
         InputError: the checkpoint is not that of this model; names the tensors. On all ranks, before any is read.
@@ -31,20 +51,65 @@ def restore(checkpoint: Path, manifest: Manifest, state: State) -> None:
     problems = differences(manifest.tensors, state.placements)
     if problems:
         raise InputError(f"{checkpoint} does not fit the model: {'; '.join(problems)}")
-    with ShardReader(checkpoint, manifest) as files, ThreadPoolExecutor(THREADS, "checkpoint") as pool:
+    with ShardReader(checkpoint, manifest, local) as files, ThreadPoolExecutor(THREADS, "checkpoint") as pool:
         pending: deque[Future[None]] = deque()
         try:
-            for rank, local, piece in _reads(manifest, state.shards):
-                file = files.shard_with(local.name, rank, piece)
-                for part in _chunks(local, piece):
-                    pending.append(pool.submit(read_piece, file, local.name, piece, part, local.local, local.part))
+            for rank, local_shard, share, piece in _reads(manifest, state):
+                file = files.shard_with(local_shard.name, rank, piece)
+                for part in _chunks(local_shard.placement, share, piece):
+                    pending.append(
+                        pool.submit(
+                            read_piece, file, local_shard.name, piece, part, local_shard.local, local_shard.part
+                        )
+                    )
                 while len(pending) > AHEAD:
                     pending.popleft().result()
             while pending:
                 pending.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)  # before the files are closed
+
+
+@torch.no_grad()
+def exchange(state: State) -> None:
+    """Brings every rank the rows that others have read for it. All ranks call it, after `read_shares`."""
+    layout, rank = state.layout, state.mesh.rank
+    locals_of: dict[str, list[Tensor]] = {}
+    for shard in state.shards:
+        locals_of.setdefault(shard.name, []).append(shard.local)
+    for name, tensor in state.placements.items():
+        axes = replica_axes(tensor, layout)
+        if axes is not None and copies(tensor, layout) > 1:
+            peer = layout.group(rank, "pp")[tensor.stages[0]] if len(tensor.stages) > 1 else rank
+            part = part_of_rank(tensor, layout, rank if name in locals_of else peer)
+            if part is not None and not is_empty(part):
+                # A stage between two that hold a tied weight passes it on over the pipeline's group.
+                target = locals_of[name][0] if name in locals_of else torch.empty(
+                    shape_of(part), dtype=DTYPES[tensor.dtype], device=state.mesh.device_type
+                )  # fmt: skip
+                _spread(state, tensor, part, target, axes if name in locals_of else [])
+        for twin in locals_of.get(name, [])[1:]:
+            twin.copy_(locals_of[name][0])
     state.loaded()
+
+
+def _spread(state: State, tensor: Placement, part: Part, target: Tensor, axes: list[str]) -> None:
+    """Axis by axis, the innermost first, each rank sends the rows that it has by then."""
+    layout, rank, known = state.layout, state.mesh.rank, 1
+    for axis in [*axes, *["pp"] * (len(tensor.stages) > 1)]:
+        known = known if axis != "pp" else copies(tensor, layout) // len(tensor.stages)
+        group = state.mesh.group(axis)
+        for source in layout.group(rank, axis):
+            if layout.index(source, "pp") not in tensor.stages:
+                continue
+            first = copy_number(tensor, layout, source) // known * known
+            rows = target[within(share_of(part, tensor, layout, first, known), part)]
+            if rows.numel():
+                sent = rows.contiguous()  # itself, as a rule
+                dist.broadcast(sent.view(-1).view(torch.uint8), source, group)
+                if sent.data_ptr() != rows.data_ptr():
+                    rows.copy_(sent)
+        known *= layout.size(axis)
 
 
 def differences(stored: Mapping[str, Placement], model: Mapping[str, Placement]) -> list[str]:
@@ -60,17 +125,42 @@ def differences(stored: Mapping[str, Placement], model: Mapping[str, Placement])
     return [f"{text}{':' * text.startswith('other')} {join_some(names)}" for text, names in lists.items() if names]
 
 
-def _reads(manifest: Manifest, shards: Sequence[LocalShard]) -> list[tuple[int, LocalShard, Part]]:
-    """File by file: the rank that has written it, what this rank holds of a tensor, and a piece of that in the file."""
-    both = [(manifest.tensors[local.name], local) for local in shards if local.name in manifest.tensors]
-    reads = [(rank, local, x) for tensor, local in both for rank, x in pieces(tensor, manifest.layout, local.part)]
+def files_needed(manifest: Manifest, placements: Mapping[str, Placement], layout: Layout, rank: int) -> set[int]:
+    """The ranks whose files a rank of this layout reads."""
+    parts = ((name, tensor, part_of_rank(tensor, layout, rank)) for name, tensor in placements.items())
+    share = [(name, _share_to_read(tensor, layout, rank, part)) for name, tensor, part in parts if part is not None]
+    matches = ((manifest.tensors[name], part) for name, part in share if name in manifest.tensors)
+    return {
+        writer for tensor, part in matches if not is_empty(part) for writer, _ in pieces(tensor, manifest.layout, part)
+    }
+
+
+def _share_to_read(tensor: Placement, layout: Layout, rank: int, part: Part) -> Part:
+    """What a rank reads of the part that it holds."""
+    if replica_axes(tensor, layout) is None:  # there is no group to exchange it over
+        return part
+    return share_of(part, tensor, layout, copy_number(tensor, layout, rank))
+
+
+def _reads(manifest: Manifest, state: State) -> list[tuple[int, LocalShard, Part, Part]]:
+    """File by file: the rank that has written it, a tensor, what this rank reads of it, and a piece in the file."""
+    first = {shard.name: shard for shard in reversed(state.shards) if shard.name in manifest.tensors}
+    share = [
+        (shard, _share_to_read(shard.placement, state.layout, state.mesh.rank, shard.part)) for shard in first.values()
+    ]
+    reads = [
+        (rank, shard, part, piece)
+        for shard, part in share
+        if not is_empty(part)
+        for rank, piece in pieces(manifest.tensors[shard.name], manifest.layout, part)
+    ]
     return sorted(reads, key=itemgetter(0))
 
 
-def _chunks(local: LocalShard, piece: Part) -> Iterator[Part]:
+def _chunks(tensor: Placement, share: Part, piece: Part) -> Iterator[Part]:
     """What is needed of a piece, as parts of the whole of at most `CHUNK` bytes, or of one row."""
-    rows, *rest = overlap(piece, local.part)
-    width = math.prod(shape_of(piece)[1:]) * SIZES[local.placement.dtype]
+    rows, *rest = overlap(piece, share)
+    width = math.prod(shape_of(piece)[1:]) * SIZES[tensor.dtype]
     step = max(1, CHUNK // max(1, width))
     for first in range(rows.start, rows.stop, step):
         yield slice(first, min(first + step, rows.stop)), *rest

@@ -52,13 +52,29 @@ def part_of_rank(tensor: Placement, layout: Layout, rank: int) -> Part | None:
 def part_to_write(tensor: Placement, layout: Layout, rank: int) -> Part | None:
     """The part that a rank writes: a share of the rows of what it holds. None if there is nothing for it to write."""
     part = part_of_rank(tensor, layout, rank)
-    if part is None:
-        return None
+    piece = None if part is None else share_of(part, tensor, layout, copy_number(tensor, layout, rank))
+    return None if piece is None or is_empty(piece) else piece
+
+
+def copy_number(tensor: Placement, layout: Layout, rank: int) -> int:
+    """The number of a rank among those, of all its stages, that hold the same part of a tensor."""
     stage = tensor.stages.index(layout.index(rank, "pp"))
-    copy = stage * _copies_of_a_stage(tensor, layout) + layout.copy(rank, *tensor.axes)
-    rows = chunk_range(part[0].stop - part[0].start, copies(tensor, layout), copy)
-    piece = (slice(part[0].start + rows.start, part[0].start + rows.stop), *part[1:])
-    return None if is_empty(piece) else piece
+    return stage * _copies_of_a_stage(tensor, layout) + layout.copy(rank, *tensor.axes)
+
+
+def share_of(part: Part, tensor: Placement, layout: Layout, copy: int, of: int = 1) -> Part:
+    """The rows of a part that the rank of this number writes, or the `of` ranks from this number on."""
+    shares = [
+        chunk_range(part[0].stop - part[0].start, copies(tensor, layout), number) for number in (copy, copy + of - 1)
+    ]
+    return slice(part[0].start + shares[0].start, part[0].start + shares[1].stop), *part[1:]
+
+
+def replica_axes(tensor: Placement, layout: Layout) -> list[str] | None:
+    """The axes over which the copies of a stage lie, innermost first; None: a part of an axis is one of them."""
+    cut = tuple(axis for axis, _ in tensor.cuts)
+    uncut = [axis for axis, size in layout.sizes.items() if size > 1 and axis != "pp" and not layout.covers(cut, axis)]
+    return uncut[::-1] if layout.size(*uncut) == _copies_of_a_stage(tensor, layout) else None
 
 
 def copies(tensor: Placement, layout: Layout) -> int:

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from meshtrain.checkpoint.config_diff import check, compare, counters_of
 from meshtrain.checkpoint.directory import complete_steps, name_of, open_manifest, read_manifest, set_aside, step_of
-from meshtrain.checkpoint.load import restore
+from meshtrain.checkpoint.load import exchange, files_needed, read_shares
+from meshtrain.checkpoint.local import Known, LocalDisk
 from meshtrain.checkpoint.manifest import Manifest, file_of
 from meshtrain.checkpoint.state import State
 from meshtrain.checkpoint.verify import problems_of
 from meshtrain.errors import DamagedError, InputError, MissingError, TrainingError, UnreadableError
 from meshtrain.job.consistency import Fingerprint, require_equal
 from meshtrain.job.process import Job
-from meshtrain.job.storage import with_retries
+from meshtrain.job.storage import warn, with_retries
 
 if TYPE_CHECKING:
     from meshtrain.config import Config
@@ -32,6 +33,7 @@ class RunSpec:
     data: dict[str, Any]  # fingerprint and sizes, as a manifest has them
     versions: dict[str, str]  # of torch, Python, meshtrain and the code
     steps: int  # the run's last one
+    local: LocalDisk | None = None  # where checkpoints are written first
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Candidates:
     paths: list[Path] = field(default_factory=list)
     older: bool = True  # an older one is taken where a newer one is damaged
     back: bool = False  # the user names one of the run's own, to go back to
+    local: dict[Path, str] = field(default_factory=dict)  # those on local disks only -> sha256 of the manifest
     notes: list[str] = field(default_factory=list)  # lines for people
 
 
@@ -55,9 +58,13 @@ class Resume:
         self.back = False  # the user asked to go back to one of the run's own
         self._candidates = Candidates()
         self._damaged: list[str] = []
+        self._digest = ""  # of the manifest
+        self._local_only = False  # the checkpoint is on the hosts' own disks, whole, and not in the shared folder
         with job.collective_check("choosing a checkpoint"):
             if job.rank == 0:
                 self._candidates = with_retries(lambda: candidates(spec, restarted=job.again))
+        if spec.local is not None and job.layout is not None:
+            self._add_local(spec.local.offers(job.layout))
         self._take_first()
 
     @property
@@ -76,15 +83,21 @@ class Resume:
             checkpoint, manifest, damage = self.checkpoint, self.manifest, None
             with self._job.collective_check(f"loading {checkpoint}"):
                 try:
-                    with_retries(lambda: restore(checkpoint, manifest, state), MissingError)  # noqa: B023
+                    local = self._local_files(manifest, state)
+                    with_retries(lambda: self._read(checkpoint, manifest, state, local), MissingError)  # noqa: B023
                 except DamagedError as error:
                     damage = [str(error), error.file.name]
             reports = self._job.gather("loading", [self._job.host, damage])
             damages = [report for _, report in reports if report is not None]
             if not damages:
+                exchange(state)
+                count = sum(self._job.gather("loading", bool(local)))
+                if self._spec.local is not None:
+                    self._candidates.notes.append(f"{count} of {len(reports)} ranks read from their local disks")
                 break
             names = [file_of(rank) for rank in range(len(manifest.files))]
-            for name, text in list({name: text for text, name in damages}.items())[:MOST_ASKED]:
+            in_doubt = {} if self._local_only else {name: text for text, name in damages}  # nobody else has those files
+            for name, text in list(in_doubt.items())[:MOST_ASKED]:
                 blind = {host for host, report in reports if report is not None and report[1] == name}
                 of = names.index(name)
                 self._ask(reports, blind, text, lambda: not list(problems_of(checkpoint, manifest, of)))  # noqa: B023
@@ -94,6 +107,50 @@ class Resume:
             self._take_first()
         with self._job.collective_check("setting later checkpoints aside"):
             self._make_way()
+
+    def _add_local(self, offers: Sequence[Known]) -> None:
+        """Puts those that are on local disks only, and whole over all hosts, among the run's own candidates."""
+        assert self._spec.local is not None
+        everywhere = [{tuple(known) for known in of} for of in self._job.gather("looking at the local disks", offers)]
+        if self._job.rank != 0 or not self._candidates.older:
+            return
+        paths = self._candidates.paths
+        if paths and paths[0].parent != self._spec.checkpoints:
+            return
+        shared = {path.name for path in paths}
+        for step, digest in sorted(set.union(*everywhere)):
+            if name_of(step) in shared:
+                continue
+            having = sum((step, digest) in of for of in everywhere)
+            path = self._spec.local.own / name_of(step)
+            if having == len(everywhere):
+                self._candidates.local[path] = digest
+                paths.append(path)
+            else:
+                self._candidates.notes.append(
+                    f"step {step} is on the local disks of {having} of {len(everywhere)} ranks, not whole: passed over"
+                )
+        paths.sort(key=lambda path: -(step_of(path.name) or 0))
+
+    def _local_files(self, manifest: Manifest, state: State) -> dict[int, Path]:
+        """What this rank reads from its host's disk: all that it needs, or nothing. MissingError: there is no other."""
+        if self._spec.local is None:
+            return {}
+        files = self._spec.local.inventory().get((manifest.step, self._digest), {})
+        missing = files_needed(manifest, state.placements, state.layout, self._job.rank) - files.keys()
+        if missing and self._local_only:
+            raise MissingError(self._spec.local.own / name_of(manifest.step) / file_of(min(missing)))
+        return {} if missing else files
+
+    def _read(self, checkpoint: Path, manifest: Manifest, state: State, local: dict[int, Path]) -> None:
+        try:
+            read_shares(checkpoint, manifest, state, local)
+        except (DamagedError, OSError) as error:
+            if not local or self._local_only:
+                raise
+            warn(f"on host {self._job.host}: {error}; the shared folder is read instead")
+            local.clear()
+            read_shares(checkpoint, manifest, state)
 
     def _ask(self, reports: Sequence[Sequence[Any]], blind: set[str], text: str, is_whole: Callable[[], bool]) -> None:
         """Has another host, if there is one, look at what the hosts `blind` take for damaged, as `text` says.
@@ -139,9 +196,10 @@ class Resume:
             with self._job.collective_check("choosing a checkpoint"):
                 if self._job.rank == 0:
                     chosen, problem = self._first()
-            choice = [self._job.host, [chosen, problem, self._candidates.back]]
+            local_digest = self._candidates.local.get(Path(chosen)) if chosen is not None else None
+            choice = [self._job.host, [chosen, problem, self._candidates.back, local_digest]]
             choices = self._job.gather("choosing a checkpoint", choice)
-            path, problem, self.back = choices[0][1]
+            path, problem, self.back, local_digest = choices[0][1]
             if problem is not None:
                 self._ask(choices, {choices[0][0]}, problem, lambda: _is_whole(Path(path)))  # noqa: B023
                 if self._job.rank == 0:
@@ -150,12 +208,15 @@ class Resume:
         self.checkpoint = self.manifest = None
         if path is None:
             return
-        self.checkpoint, digest = Path(path), ""
+        self.checkpoint, self._digest, self._local_only = Path(path), "", local_digest is not None
         with self._job.collective_check(f"reading the manifest of {path}"):
-            self.manifest, digest = self._read_manifest(self.checkpoint)
+            if local_digest is not None and self._spec.local is not None:  # each host has it on its own disk
+                files = self._spec.local.inventory()[step_of(self.checkpoint.name) or 0, local_digest]
+                self.checkpoint = next(iter(files.values()))
+            self.manifest, self._digest = self._read_manifest(self.checkpoint)
         require_equal(
             self._job,
-            Fingerprint(f"the manifest of {path}", {"digest": digest}, "all hosts have to see the same folder"),
+            Fingerprint(f"the manifest of {path}", {"digest": self._digest}, "all hosts have to see the same folder"),
         )
         with self._job.collective_check("comparing the checkpoint with the config"):
             if self._job.rank == 0:
@@ -174,6 +235,8 @@ class Resume:
         """On rank 0: the first candidate, if there is one, and what is wrong with it."""
         paths = self._candidates.paths
         if paths and (self._candidates.older or not self._damaged):
+            if paths[0] in self._candidates.local:  # each rank has looked at its own
+                return str(paths[0]), None
             try:
                 with_retries(lambda: open_manifest(paths[0]), MissingError)
             except DamagedError as error:
@@ -188,7 +251,9 @@ class Resume:
         return None, None
 
     def _make_way(self) -> None:
-        """On rank 0: the run's own checkpoints of later steps would be taken for newer ones. They are set aside."""
+        """The run's own checkpoints of later steps would be taken for newer ones. On rank 0 they are set aside."""
+        if self._spec.local is not None:
+            self._spec.local.remove_later(self.step)
         if self._job.rank != 0:
             return
         self._candidates.notes += [f"damaged: {line}" for line in self._damaged]

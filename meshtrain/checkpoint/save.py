@@ -12,6 +12,7 @@ from typing import Any
 
 from meshtrain.checkpoint.commit import CheckpointWrite, checkpoint_bytes
 from meshtrain.checkpoint.directory import name_of
+from meshtrain.checkpoint.local import LocalDisk
 from meshtrain.checkpoint.replica_check import Sums
 from meshtrain.checkpoint.retention import Pruner, Retention
 from meshtrain.checkpoint.staging import Snapshot
@@ -39,6 +40,7 @@ class Saver:
         keep: Retention = KEEP_LAST_3,
         on_failure: str = "continue",  # or "stop": a save that failed sets `wants_stop`
         limit_s: float = math.inf,  # after which a save is given up, and training goes on
+        local: LocalDisk | None = None,  # where checkpoints are written first
         say: Callable[[str], None] | None = None,  # prints a line, on rank 0; by default the job's own
         writing: Callable[[int, Path], None] | None = None,  # called in the thread before it writes this step's file
     ) -> None:
@@ -49,7 +51,7 @@ class Saver:
         self.last_save_s = self.last_wait_s = 0.0  # of the last save: until all was on disk; training waited for it
         self._state, self._folder, self._job = state, folder, job
         self._in_background, self._on_failure = in_background, on_failure
-        self._limit_s, self._slow = limit_s, False
+        self._limit_s, self._slow, self._local = limit_s, False, local
         self._say, self._writing = say or job.say, writing
         self._snapshot = Snapshot(state, job.rank, job.device)
         self._current: CheckpointWrite | None = None  # under way
@@ -76,7 +78,16 @@ class Saver:
             sums = Sums(self._state)
             self._snapshot.take()
         write = CheckpointWrite(
-            self._state, self._folder, self._job, step, about, self._snapshot, sums, self._writing, self._limit_s
+            self._state,
+            self._folder,
+            self._job,
+            step,
+            about,
+            self._snapshot,
+            sums,
+            self._writing,
+            self._local,
+            self._limit_s,
         )
         write.waited_s = time.perf_counter() - start - self._snapshot.host_s
         self._current, self._slow = write, False

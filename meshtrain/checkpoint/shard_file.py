@@ -10,7 +10,7 @@ import resource
 import stat
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import lru_cache
@@ -188,9 +188,11 @@ class Shard(AbstractContextManager["Shard"]):
 class ShardReader(AbstractContextManager["ShardReader"]):
     """The files of one checkpoint. Those that were used last stay open, with their headers."""
 
-    def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
+    def __init__(self, checkpoint: Path, manifest: Manifest, local: Mapping[int, Path] | None = None) -> None:
+        """`local`: other folders, in which files of the same checkpoint lie, by their rank."""
         self.checkpoint = checkpoint
         self.manifest = manifest
+        self._local = local or {}
         self._open: OrderedDict[int, Shard] = OrderedDict()  # by rank, the last used one last
 
     def shard_with(self, name: str, rank: int, piece: Part) -> Shard:
@@ -208,7 +210,7 @@ class ShardReader(AbstractContextManager["ShardReader"]):
             if len(self._open) >= (MOST_OPEN if limit == resource.RLIM_INFINITY else min(MOST_OPEN, limit // 2)):
                 self._open.popitem(last=False)[1].close()
             name = file_of(rank)
-            self._open[rank] = Shard(self.checkpoint / name, self.manifest.files[name])
+            self._open[rank] = Shard(self._local.get(rank, self.checkpoint) / name, self.manifest.files[name])
         self._open.move_to_end(rank)
         return self._open[rank]
 

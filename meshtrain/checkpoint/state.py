@@ -54,7 +54,7 @@ class State:
         self, model: nn.Module, optimizer: Optimizer, mesh: Mesh, job: Job, scale: "LossScale | None" = None
     ) -> None:
         """All ranks make theirs together. InputError: a tensor has a type that files cannot hold."""
-        self.layout = mesh.layout
+        self.mesh, self.layout = mesh, mesh.layout
         self._optimizer = optimizer
         tensors = [*_of_model(model, optimizer), *_of_run(optimizer, scale)]
         # Every tensor of the whole model by name, in the order of a file; the same on all ranks.

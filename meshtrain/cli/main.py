@@ -18,8 +18,11 @@ from meshtrain.layout import LayoutError
 # name -> (module, what it does)
 COMMANDS = {
     "plan": ("meshtrain.cli.plan", "what a config would do on given hosts, computed without starting anything"),
+    "search": ("meshtrain.cli.search", "the best layouts of a config on given hosts, found without starting anything"),
     "doctor": ("meshtrain.doctor.command", "what is wrong with these nodes, run on each in torchrun's place"),
     "launch": ("meshtrain.launch.command", "a job for SLURM: checks its config, writes its script, submits it"),
+    "prepare": ("meshtrain.cli.prepare", "tokenizes a config's text before its job, on hosts without GPUs"),
+    "data": ("meshtrain.cli.data", "whether token files are what was written"),
     "pipeline": ("meshtrain.cli.pipeline", "a pipeline schedule as a timeline: who computes what when, who idles"),
     "checkpoint": ("meshtrain.cli.checkpoint", "lists, shows, verifies, compares and prunes checkpoints"),
     "explain": ("meshtrain.explain.command", "why a job has failed, by its logs, and what to do"),

@@ -8,20 +8,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshtrain.config.model_spec import ModelSpec
-from meshtrain.errors import bytes_text, fold_names
+from meshtrain.errors import fold_names
 from meshtrain.huggingface.stored_names import is_weight
 from meshtrain.layout import EXPERT_AXES, FSDP_AXES, Layout
 from meshtrain.optim.registry import update_rule
 from meshtrain.parallel.sharding import Cut, ParameterSpec, Shape, chunk_range, expert_shard_dim
 from meshtrain.parallel.tp_plan import STYLES, expert_modules, split_layers
 
-if TYPE_CHECKING:
-    from meshtrain.config import Config
-
-GPUS = (("24 GB", 22), ("48 GB", 44), ("80 GB", 79), ("141 GB", 139), ("180 GB", 178))  # GiB that a job can have
 CUT = {0: "rows", 1: "columns", None: "held by all"}  # by the dim that `tp` cuts
 
 
@@ -154,32 +150,6 @@ def _after(axis: str, index: int, kinds: frozenset[tuple[_Kind, int]]) -> frozen
         else:
             remaining[shape, cuts] += n
     return frozenset(remaining.items())
-
-
-def describe_microbatch(config: "Config", model: ModelSpec, layout: Layout, memory: MemoryUse) -> str | None:
-    """What a microbatch adds at most to weights, gradients and optimizer of a dense decoder in 16 bits that computes
-    nothing again, and on which GPU that fits, by closed forms; None: another kind of run. With d features, kv of them
-    in keys, and f in the feed-forward part, a layer keeps 12 d + 4 kv + 8 f bytes of a token; compiled, up to 2 f less.
-    """
-    decoder, tp = model.config, layout.size("tp")
-    sizes = [getattr(decoder, k, None) for k in ("intermediate_size", "num_hidden_layers", "vocab_size", "kv_heads")]
-    plain = config.parallel.recompute == "none" and layout.size("pp") == 1 and not hasattr(model.module, "ep_plan")
-    if None in sizes or not plain or config.train.precision not in ("bfloat16", "float16"):
-        return None
-    f, n_layers, vocabulary, kv_heads = (size or 0 for size in sizes)
-    d, kv = decoder.hidden_size, kv_heads * decoder.head_width
-    tokens = config.batch.micro_size * config.data.seq_len // layout.size("cp")
-    layers = tokens * n_layers * (12 * d + 4 * kv + 8 * f) // tp
-    ends = 2 * vocabulary * d  # of FSDP, that and two blocks are whole at once
-    gathered = ends + 2 * (memory.total - ends) // n_layers if config.parallel.reshard_after_forward else memory.total
-    weights = memory.weight_bytes // 2 if layout.size("fsdp") == 1 else 2 * gathered // tp
-    loss = (2 * 2 * min(tokens, 2048) + 4 * d) * vocabulary // tp  # logits of a chunk, their gradient, the weight's
-    in_all = memory.weight_bytes + memory.gradient_bytes + memory.optimizer_bytes + layers + weights + loss
-    fits = next((f"fits {name} GPUs" for name, gib in GPUS if in_all < 0.95 * gib * 2**30), "fits no GPU")
-    return (
-        f"estimate for {tokens:,} tokens at once: {bytes_text(layers)} in the layers, {bytes_text(weights + loss)} for "
-        f"the loss and weights in 16 bits: {fits} without recomputation"
-    )
 
 
 def parameter_json(parameter: ParameterSpec) -> dict[str, Any]:

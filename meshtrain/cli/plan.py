@@ -8,9 +8,10 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshtrain.cli.memory import MemoryUse, describe_microbatch, held_by_ranks, parameter_json, parameters_of, table
+from meshtrain.cli.memory import MemoryUse, held_by_ranks, parameter_json, parameters_of, table
 from meshtrain.config import Config
 from meshtrain.config.layout_advice import host_warnings
 from meshtrain.config.model_spec import model_spec
@@ -25,6 +26,7 @@ from meshtrain.pipeline.simulate import Timeline, simulate
 from meshtrain.run.rank_table import columns, describe_hosts, expert_axes, grouped_axes, layout_text, without_middle
 
 if TYPE_CHECKING:
+    from meshtrain.foresight.prediction import Prediction
     from meshtrain.modeling.context import ContextCosts
     from meshtrain.modeling.experts import ExpertCosts
 
@@ -53,7 +55,6 @@ class Plan:
     parameters: tuple[ParameterSpec, ...]
     memory: MemoryUse
     optimizer: str  # its title
-    microbatch: str | None = None  # what it adds to the memory of a rank
     pipeline: PipelinePlan | None = None
     context: "ContextCosts | None" = None
     experts: "ExpertCosts | None" = None
@@ -87,8 +88,7 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
     from meshtrain.modeling.experts import expert_costs
 
     optimizer, costs = update_rule(*rule).title, (context_costs(config, layout), expert_costs(config, layout))
-    line = describe_microbatch(config, spec, layout, memory)
-    return Plan(name, layout, batch, precision, parameters, memory, optimizer, line, pipeline, *costs, tuple(notes))
+    return Plan(name, layout, batch, precision, parameters, memory, optimizer, pipeline, *costs, tuple(notes))
 
 
 def _pipeline(config: Config, layout: Layout) -> PipelinePlan:
@@ -163,7 +163,6 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         },
         "precision": plan.precision,
         "parameters": {**asdict(plan.memory), "each": [parameter_json(parameter) for parameter in plan.parameters]},
-        "microbatch": plan.microbatch,
         "pipeline": None if plan.pipeline is None else _pipeline_json(plan.pipeline, plan.memory),
         "context": None if plan.context is None else {**asdict(plan.context), "line": plan.context.describe()},
         "experts": None if plan.experts is None else asdict(plan.experts),
@@ -210,7 +209,6 @@ def _memory_lines(plan: Plan) -> list[str]:
         f"{memory.total:,} parameters, {active}{_from_to(memory.fewest, memory.most)} per rank",
         f"a rank keeps {together} in {dtype}: weights {weights}, gradients {gradients}, {plan.optimizer} {optimizer}; "
         f"activations{copy} come on top",
-        *((plan.microbatch,) if plan.microbatch else ()),
     ]
 
 
@@ -243,14 +241,80 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hosts", metavar="COUNTS", help="processes on each host: 4,2 (two hosts), 4x8 (four hosts of 8), 4x8,2"
     )
     parser.add_argument("--parameters", action="store_true", help="tell what each parameter becomes")
+    parser.add_argument("--gpu", metavar="NAME", help="whether it fits, and what a step takes: h100, or a file")
+    parser.add_argument("--png", metavar="FILE", help="write memory and step as a picture (.svg and .pdf work, too)")
+    parser.add_argument("--against", metavar="RUN", help="what a run has measured beside what is foreseen of it")
+    parser.add_argument("--calibrate", metavar="RUN", nargs="+", help="print the hardware file that fits these runs")
+    parser.add_argument("--write", metavar="FILE", help="write the hardware file of --calibrate")
     parser.add_argument("--json", action="store_true", help="print all of it as one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> None:
+    if arguments.calibrate or arguments.against:
+        _measured(arguments)
+        return
     hosts = None if arguments.hosts is None else read_hosts(arguments.hosts)
     plan = make_plan(arguments.config, arguments.overrides, hosts)
-    text = json.dumps(plan_json(plan)) + "\n" if arguments.json else plan_text(plan, arguments.parameters)
-    print(text, end="")
+    counts = tuple(plan.layout.host_counts().values())
+    prediction, lines = (None, []) if arguments.parameters else _foreseen(arguments, counts)
+    if arguments.png is not None and prediction is not None:
+        from meshtrain.foresight.draw import write_picture
+
+        title = f"{plan.config}: {plan.layout} on {describe_hosts(plan.layout)}"
+        step, room = (prediction.step, prediction.hardware.room) if prediction.hardware else (None, None)
+        write_picture(arguments.png, title, prediction.memory.parts, room, step)
+        lines.append(f"picture: {arguments.png}")
+    if arguments.json:
+        print(json.dumps(plan_json(plan) | {"foresight": prediction.json() if prediction else {"unknown": lines}}))
+        return
+    print("\n".join([plan_text(plan, arguments.parameters), *lines]), end="\n" * bool(lines))
+
+
+def _foreseen(arguments: argparse.Namespace, hosts: Sequence[int]) -> "tuple[Prediction | None, list[str]]":
+    """What is foreseen, and lines for a person; None and the reason for a model that cannot be traced."""
+    from meshtrain.foresight.draw import memory_lines, step_lines
+    from meshtrain.foresight.prediction import predict
+    from meshtrain.modeling.flops import why_not
+
+    prediction = predict(arguments.config, arguments.overrides, hosts, arguments.gpu)
+    try:
+        memory, hardware = prediction.memory, prediction.hardware
+    except (RuntimeError, TypeError, NotImplementedError) as error:  # of the model's forward, which nobody has run yet
+        return None, [f"memory and time are not known: {why_not(error)}"]
+    lines = memory_lines(memory.resident, memory.parts, "memory of the rank that takes most")
+    lines.append(f"  peak {bytes_text(memory.total)} in the {memory.moment}")
+    if hardware is not None:
+        lines[-1] += f", of {bytes_text(hardware.room)} that tensors can have: {memory.verdict(hardware.room)}"
+        lines += ["", *step_lines(prediction.step), f"  rates: {hardware.source} of {hardware.device.name}"]
+    return prediction, lines
+
+
+def _measured(arguments: argparse.Namespace) -> None:
+    """What a run has measured beside what is foreseen of it, or the hardware file that fits runs."""
+    from meshtrain.foresight import calibrate, hardware
+    from meshtrain.foresight.prediction import Prediction
+
+    if arguments.gpu is None:
+        raise InputError("--against and --calibrate need --gpu: the hardware from which they start, such as --gpu h100")
+    start = hardware.load(arguments.gpu)
+    if arguments.calibrate:
+        text = calibrate.as_yaml(calibrate.calibrate(arguments.calibrate, start))
+        if arguments.write is not None:
+            write_text(arguments.write, text)
+        print(text, end="")
+        return
+    run = calibrate.MeasuredRun.load(Path(arguments.against))
+    prediction = Prediction(run.config, start)
+    lines = calibrate.against(run, start, prediction.memory.total / 2**30, prediction.sent)
+    print(f"{arguments.against} beside what is foreseen of it", *(line.describe() for line in lines), sep="\n")
+
+
+def write_text(path: str, text: str) -> None:
+    """Raises InputError: it cannot be written."""
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
 
 
 def read_hosts(text: str) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 A rule yields what is wrong and a way out. It is skipped where one of its values has been reported already.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +13,13 @@ from meshtrain.checkpoint.directory import find_checkpoint
 from meshtrain.config.convert import INVALID, convert, seconds
 from meshtrain.config.errors import ConfigError, Place, nearest
 from meshtrain.config.layout_advice import resolve, world_sizes_text
-from meshtrain.config.schema import SOURCES, Fault
+from meshtrain.config.schema import SINKS, SOURCES, Fault
 from meshtrain.config.yaml_reader import Node, describe
 from meshtrain.errors import InputError, any_of
 from meshtrain.huggingface import safetensors as weights
 from meshtrain.layout import AXES, Layout, LayoutError, unknown_axis
 
-_OF_TEXT = ("python-stdlib", "text", "jsonl")  # a tokenizer reads them
+_OF_TEXT = ("python-stdlib", "text", "jsonl", "parquet")  # a tokenizer reads them
 OF_TOKENS = (*_OF_TEXT, "tokens", "megatron")
 _ROPE = ("model.rope_scaling", "model.rope_parameters")
 RESUME = ("latest", "none")  # what checkpoint.resume may be besides a folder
@@ -151,6 +152,18 @@ def timeline_in_run(timeline: int | None, steps: int | None) -> Problems:
         yield f"metrics.timeline is step {timeline} and the run ends at step {steps}: name one of its steps"
 
 
+@rule("metrics.sinks", "metrics.sink_options", "metrics.tensorboard")
+def sinks_have_names(sinks: tuple[str, ...], options: dict[str, Any], tensorboard: bool) -> Problems:
+    for name in sinks:
+        if name not in SINKS and not re.fullmatch(r".+\.py:\w+", name):
+            yield (
+                f"metrics.sinks: there is no sink {name!r}: name {any_of(SINKS)}, or a class of your own, "
+                "my_sink.py:MySink"
+            )
+    for name in options.keys() - {*sinks, *(["tensorboard"] if tensorboard else [])}:
+        yield f"metrics.sink_options has options of {name}, which is not among metrics.sinks: add it there"
+
+
 @rule("data.path", "data.source")
 def path_for_source(path: str | None, source: str) -> Problems:
     needed = SOURCES.get(source)  # a user's own file: its business
@@ -159,6 +172,12 @@ def path_for_source(path: str | None, source: str) -> Problems:
         yield f"data.source {source} takes no data.path: take it away, or use one of {any_of(others)}"
     if needed is not None and not path:
         yield f"data.source {source} needs data.path: {needed}"
+
+
+@rule("data.text_field", "data.source")
+def field_of_source(field: str, source: str) -> Problems:
+    if field != "text" and source not in ("jsonl", "parquet"):
+        yield f"data.source {source} has no fields, of which data.text_field names one: take it away"
 
 
 @rule("data.validation", "data.source")

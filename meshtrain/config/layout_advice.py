@@ -38,7 +38,7 @@ def nearest(sizes: Mapping[str, int], world_size: int, limit: int = 2, experts: 
             rest = math.prod(base[axis] for axis in fixed if axis not in axes)
             if world_size % rest:
                 continue
-            for factors in _factorizations(world_size // rest, len(axes + free)):
+            for factors in factorizations(world_size // rest, len(axes + free)):
                 new = base | dict(zip(axes + free, factors, strict=True))
                 if all(new[axis] != base[axis] for axis in axes) and Layout(new).folds(experts):
                     candidates.append(new)
@@ -69,7 +69,7 @@ def _distance(old: Mapping[str, int], new: Mapping[str, int]) -> float:
     return far
 
 
-def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+def factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
     """Every way to write a number as an ordered product of `parts` factors."""
     if parts <= 1:
         if parts == 1 or number == 1:
@@ -78,7 +78,7 @@ def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
     for factor in range(1, math.isqrt(number) + 1):
         if number % factor == 0:
             for first in {factor, number // factor}:
-                for rest in _factorizations(number // first, parts - 1):
+                for rest in factorizations(number // first, parts - 1):
                     yield (first, *rest)
 
 

@@ -1,4 +1,4 @@
-"""Finds the files a run is made of: configs, models, and a user's own Python files.
+"""Finds the files a run is made of: configs, models, hardware files, and a user's own Python files.
 
 Models are loaded by path, so that `models/` need not be an importable package. In the repository they lie beside the
 package; in an installed wheel they travel inside it, in `bundled/`.
@@ -15,13 +15,13 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def bundled(kind: str) -> Path:
-    """The folder of the project's own `models`, `configs` or `tools/slurm`."""
+    """The folder of the project's own `models`, `configs`, `hardware` or `tools/slurm`."""
     inside = _PACKAGE / "bundled" / kind
     return inside if inside.is_dir() else _PACKAGE.parent / kind
 
 
 def names(kind: str, suffix: str) -> list[str]:
-    """The names of the project's own models (`.py`) or configs (`.yaml`), sorted."""
+    """The names of the project's own models (`.py`), configs or hardware files (`.yaml`), sorted."""
     return sorted(path.stem for path in bundled(kind).glob(f"*{suffix}"))
 
 

@@ -50,8 +50,10 @@ _latest: list[ModelSpec] = []
 def model_spec(name: str, keys: Mapping[str, Any]) -> ModelSpec:
     """The spec of a model, the same one for the same model. Raises what `locate.model_file` does."""
     module = locate.model_file(name)
-    if not any(spec.module is module and spec.keys == dict(keys) for spec in _latest):
-        _latest[:] = [ModelSpec(module, keys)]
+    for spec in _latest:
+        if spec.module is module and spec.keys == dict(keys):
+            return spec
+    _latest[:] = [ModelSpec(module, keys), *_latest[:1]]  # the second: the same with fewer layers, to be traced
     return _latest[0]
 
 

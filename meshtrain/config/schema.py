@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]
 
+SINKS = ("prometheus", "tensorboard", "wandb")  # those that metrics/sinks.py has
 # data.source -> what data.path names, or None where there is nothing to name.
 SOURCES: dict[str, str | None] = {
     "python-stdlib": None,
     "text": "a text file, or a folder of .txt and .md files",
-    "jsonl": "a .jsonl file, or a folder of them",
+    "jsonl": "a .jsonl file, plain or packed (.gz, .zst), or a folder of them",
+    "parquet": "a .parquet file, or a folder of them",
     "tokens": "the folder of a token file",
     "megatron": "the prefix of a .bin and an .idx file",
     "digits": None,
@@ -63,6 +65,8 @@ class Data:
     nothing."""
     tokenizer: str = key("bytes", names=("bytes",), suffix=".json", path=True)
     """`bytes`, or the path of a Hugging Face `tokenizer.json`."""
+    text_field: str = key("text", also="text_key text_column content_field")
+    """For `jsonl` and `parquet`: the field that is the text of a document."""
     seq_len: int = key(256, minimum=1, also="sequence_length seq_length context_length block_size max_seq_len")
     """Tokens of a sample."""
     mask_documents: bool = False
@@ -268,6 +272,9 @@ class Train:
     """Seconds that ranks wait for each other while the job starts."""
     step_timeout_s: float | None = key(None, above=0)
     """Seconds that ranks wait for each other in a step. null: chosen from measured steps."""
+    on_exit: str | None = key(None, also="on_end callback notify")
+    """A shell command that runs once when the run ends, however it does: it gets the path of `exit.json` and more in
+    environment variables (docs/monitoring.md), and 30 s."""
     sample_tokens: int = key(200, minimum=0)
     """Tokens of the text that a language model writes at the end; 0 for none."""
     chaos: tuple[Fault, ...] = key((), also="faults fault_injection")
@@ -300,6 +307,9 @@ class Checkpoint:
     `none` wants a fresh folder, and anything else is the path of a checkpoint, or of another run's folder."""
     path: str | None = key(None, path=True, also="dir folder checkpoint_dir save_dir dump_folder")
     """The folder of the checkpoints, which all hosts have to see. null: `checkpoints` in the run's folder."""
+    local: str | None = key(None, path=True, also="local_dir node_local_dir fast_dir non_persistent_local_ckpt_dir")
+    """A folder on a disk of each host's own. Checkpoints are written there first and then to the folder that all hosts
+    see, and a run goes on from what is on all hosts' disks. null: none."""
     in_background: bool = key(True, also="async async_save async_mode")
     """Whether training goes on while a checkpoint is written. It then waits for a copy in memory only."""
     on_failure: Literal["continue", "stop"] = key("continue")
@@ -315,8 +325,12 @@ class Checkpoint:
 class Metrics:
     """What is written for people to watch, besides the progress line and `metrics.jsonl`."""
 
+    sinks: tuple[str, ...] = key((), also="report_to loggers logger log_with trackers")
+    """Who gets the numbers besides: `prometheus`, `tensorboard`, `wandb`, or a class of your own, as `sink.py:Mine`."""
+    sink_options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The options of each sink that has any, by its name: docs/monitoring.md has them."""
     tensorboard: bool = False
-    """Whether metrics are written for TensorBoard too."""
+    """Whether `tensorboard` is one of the sinks."""
     profile: tuple[int, int] | None = key(None, minimum=1)
     """The first and the last step, counted from 1, that `torch.profiler` records."""
     timeline: int | None = key(None, minimum=1)
@@ -325,6 +339,10 @@ class Metrics:
     """Every so many steps each GPU computes a few products of matrices (5 ms), which name one that is held down; 0: off."""
     memory_snapshot: bool = False
     """Whether a snapshot of the GPU's memory is written at the end."""
+
+    @property
+    def all_sinks(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.sinks, *(["tensorboard"] if self.tensorboard else []))))
 
 
 # The sections that are plain dataclasses; `model` has the keys of a model besides, and `layout` the axes of the mesh.

@@ -31,8 +31,9 @@ def cache_folder(path: str | None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshtrain"
 
 
-def prepare_once(folder: Path, prepare: Callable[[], object], say: Say) -> Path:
-    """`folder`, made by one call of `prepare` on this host if it is not there yet.
+def prepare_once(folder: Path, prepare: Callable[[], object], say: Say, *, wait: bool = True) -> Path:
+    """`folder`, made by one call of `prepare` on this host if it is not there yet, or by another process: then this
+    one waits for it, or does not.
 
     `prepare` puts it there by a rename, whole or not at all; what it raises passes through, and the next process tries.
     `say` gets a line every 10 s while another process prepares. InputError: the cache cannot be used.
@@ -48,7 +49,7 @@ def prepare_once(folder: Path, prepare: Callable[[], object], say: Say) -> Path:
             "name a folder on a disk of this host in data.cache"
         ) from error
     with lock:
-        if _lock_unless_there(lock, folder, say):
+        if _lock_unless_there(lock, folder, say, wait):
             _clean(folder)
             try:
                 prepare()
@@ -58,8 +59,8 @@ def prepare_once(folder: Path, prepare: Callable[[], object], say: Say) -> Path:
     return folder
 
 
-def _lock_unless_there(lock: TextIO, folder: Path, say: Say) -> bool:
-    """Waits for the lock or for the folder; True with the lock held and no folder: it is ours to prepare."""
+def _lock_unless_there(lock: TextIO, folder: Path, say: Say, wait: bool) -> bool:
+    """Waits for the lock or for the folder, if it may; True with the lock held and no folder: it is ours to prepare."""
     last_message, pause = time.monotonic(), _POLL_S
     while not folder.is_dir():
         if _try_lock(lock):
@@ -69,6 +70,8 @@ def _lock_unless_there(lock: TextIO, folder: Path, say: Say) -> bool:
             json.dump({"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}, lock)
             lock.flush()
             return True
+        if not wait:
+            return False
         if time.monotonic() - last_message >= _SAY_EVERY_S:
             last_message = time.monotonic()
             say(f"waiting for {folder}: {_holder(lock)}")
@@ -111,14 +114,22 @@ def _clean(folder: Path) -> None:
             shutil.rmtree(leftover)
 
 
-def with_progress(documents: Iterable[Document], name: str, say: Say) -> Iterator[Document]:
-    """The documents, as they are; says every 10 s how far it has come."""
-    start = last_message = time.monotonic()
-    number = tokens = 0
-    for document in documents:
-        yield document
-        tokens += len(document.ids)
-        number += document.ends
-        if time.monotonic() - last_message >= _SAY_EVERY_S:
-            last_message = time.monotonic()
-            say(f"preparing {name}: {number:,} documents, {tokens:,} tokens in {last_message - start:.0f} s")
+class Progress:
+    """Says every 10 s how many documents have gone through."""
+
+    def __init__(self, name: str, say: Say) -> None:
+        self._name, self._say = name, say
+        self._start = self._last_message = time.monotonic()
+        self._documents = self._tokens = 0
+
+    def count(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """The documents, as they are."""
+        for document in documents:
+            yield document
+            self._tokens += len(document.ids)
+            self._documents += document.ends
+            now = time.monotonic()
+            if now - self._last_message >= _SAY_EVERY_S:
+                self._last_message = now
+                done = f"{self._documents:,} documents, {self._tokens:,} tokens in {now - self._start:.0f} s"
+                self._say(f"preparing {self._name}: {done}")

@@ -2,23 +2,24 @@
 
 import difflib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from meshtrain.data import images, text
+from meshtrain.data import images
 from meshtrain.data.batch import Samples
-from meshtrain.data.cache import Say, cache_folder, prepare_once, with_progress
+from meshtrain.data.cache import Say
 from meshtrain.data.custom import open_custom
 from meshtrain.data.fingerprint import Files, data_path, sampled_digest
 from meshtrain.data.megatron import open_megatron
 from meshtrain.data.packing import Stream, TokenSamples
+from meshtrain.data.prepare import TEXT, preparations
 from meshtrain.data.split import Split, all_documents, bytes_per_target, split_at_end, split_by_hash, split_samples
 from meshtrain.data.tokenizer import Tokenizer, open_tokenizer
-from meshtrain.data.tokens import Corpus, open_tokens, write
+from meshtrain.data.tokens import Corpus, open_tokens
 from meshtrain.errors import InputError, plural
 
 if TYPE_CHECKING:
@@ -53,10 +54,9 @@ class OpenData:
 
 def prepare_data(config: "Data", *, say: Say) -> None:
     """What `open_data` would do first: one process of a host calls it while the others wait, away from the files."""
-    if config.source in _TEXT:
-        tokenizer = open_tokenizer(config.tokenizer)
-        for source in _text_sources(config):
-            _prepare_corpus(source, config, tokenizer, say)
+    if config.source in TEXT:
+        for preparation in preparations(config):
+            preparation.run(say)
 
 
 def open_data(config: "Data", *, n_outputs: int | None, seed: int, say: Say) -> OpenData:
@@ -71,11 +71,11 @@ def open_data(config: "Data", *, n_outputs: int | None, seed: int, say: Say) -> 
     """
     if config.source.endswith(".py"):
         return _open_custom(config, n_outputs)
-    if config.source in (*_TEXT, "tokens", "megatron"):
+    if config.source in (*TEXT, "tokens", "megatron"):
         return _open_language(config, n_outputs, say)
     if config.source in images.SOURCES:
         return _open_images(config, n_outputs, seed)
-    names = sorted({*_TEXT, *images.SOURCES, "tokens", "megatron"})
+    names = sorted({*TEXT, *images.SOURCES, "tokens", "megatron"})
     near = difflib.get_close_matches(config.source, names, 1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise InputError(
@@ -83,21 +83,17 @@ def open_data(config: "Data", *, n_outputs: int | None, seed: int, say: Say) -> 
     )
 
 
-_TEXT: dict[str, Callable[["Data"], text.TextSource]] = {
-    "python-stdlib": lambda config: text.python_stdlib(),
-    "text": lambda config: text.text_files(data_path(config, "a text file, or a folder of .txt and .md files")),
-    "jsonl": lambda config: text.jsonl_files(data_path(config, "a .jsonl file, or a folder of them")),
-}
-
-
 def _open_language(config: "Data", n_outputs: int | None, say: Say) -> OpenData:
     """Of one corpus, or of two if `data.validation` is a path."""
-    if config.source in _TEXT:
+    if config.source in TEXT:
         tokenizer: Tokenizer | None = open_tokenizer(config.tokenizer)
         assert tokenizer is not None
         if n_outputs is not None and tokenizer.vocab_size > n_outputs and config.tokenizer == "bytes":
             raise InputError(f"model.vocab_size is {n_outputs}: the tokenizer `bytes` needs at least 256")
-        corpora = [_prepare_corpus(source, config, tokenizer, say) for source in _text_sources(config)]
+        corpora = []
+        for preparation in preparations(config):
+            preparation.run(say)
+            corpora.append(open_tokens(preparation.folder))
     else:
         megatron = config.source == "megatron"
         path = data_path(config, "the prefix of .bin and .idx" if megatron else "a prepared folder")
@@ -111,25 +107,8 @@ def _open_language(config: "Data", n_outputs: int | None, say: Say) -> OpenData:
         held_out = np.ones(other.documents, bool)
         split = Split(all_documents(corpus), all_documents(other), held_out, f"from {config.validation}")
     else:
-        split = (split_by_hash if config.source in _TEXT else split_at_end)(corpus, config.validation)
+        split = (split_by_hash if config.source in TEXT else split_at_end)(corpus, config.validation)
     return _language_data(config, corpus, other, split, n_outputs, tokenizer)
-
-
-def _text_sources(config: "Data") -> Iterator[text.TextSource]:
-    yield _TEXT[config.source](config)
-    if isinstance(config.validation, str):
-        yield (text.jsonl_files if config.source == "jsonl" else text.text_files)(Path(config.validation))
-
-
-def _prepare_corpus(source: text.TextSource, config: "Data", tokenizer: Tokenizer, say: Say) -> Corpus:
-    folder = cache_folder(config.cache) / f"{source.name.split()[0].rsplit('/', 1)[-1]}-{source.key(tokenizer)}"
-
-    def prepare() -> None:
-        say(f"preparing {source.name}: {len(source.files):,} files into {folder}")
-        documents = with_progress(text.documents(source, tokenizer), source.name, say)
-        write(folder, documents, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.identity, source=source.name)
-
-    return open_tokens(prepare_once(folder, prepare, say))
 
 
 def _file_tokenizer(config: "Data", corpora: Sequence[Corpus]) -> Tokenizer | None:

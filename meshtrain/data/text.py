@@ -1,12 +1,18 @@
-"""Where documents of text come from: the running Python's standard library, text files, JSONL."""
+"""Where documents of text come from: the running Python's standard library, text files, JSONL, Parquet."""
 
 import codecs
+import gzip
 import hashlib
+import importlib.util
+import io
 import json
 import sys
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +21,7 @@ import numpy as np
 from meshtrain.data.fingerprint import files_below
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.data.tokens import FORMAT, Document
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, any_of
 
 # Of the standard library: tests, tables, what is not always installed, and what a build writes.
 _PASSED_OVER = frozenset(
@@ -24,15 +30,41 @@ _PASSED_OVER = frozenset(
 )
 _BATCH_CHARACTERS = 1 << 20  # a tokenizer works on several texts at once, and on no more of a long one
 _MOST_WHOLE = 1 << 26  # characters in which a tokenizer must find a place to cut: it takes some 150 bytes for each
+_LEAST_SHARD, _SHARDS = 1 << 24, 2048  # bytes that a shard has at least, and about how many shards there are at most
+_ROWS = 64  # of a Parquet file that are in memory at once
+_PACKED = (".jsonl.gz", ".jsonl.zst")
 
 
 class Text(NamedTuple):
     """The text of one document, or a part of it."""
 
     chunks: Iterable[str]  # one after the other; gone through once
-    source: str  # for messages: the file, or the file and line
+    source: object  # for messages: the file, or the file and line
     loss: bool = True  # whether its tokens carry one
     ends: bool = True  # whether the document ends with it
+
+
+class Piece(NamedTuple):
+    """A file, or the documents of it that begin in some of its bytes."""
+
+    path: Path
+    begin: int
+    end: int
+
+
+class Line(NamedTuple):
+    """A line of a file, counted from the first that begins at a byte: earlier ones are counted when it is printed."""
+
+    path: Path
+    begin: int
+    number: int
+
+    def __str__(self) -> str:
+        before, remaining = 0, self.begin
+        with open(self.path, "rb") as file:
+            while remaining and (block := file.read(min(remaining, _BATCH_CHARACTERS))):
+                before, remaining = before + block.count(b"\n"), remaining - len(block)
+        return f"{self.path}:{before + self.number}"
 
 
 Part = tuple[str, int, Text]  # what a tokenizer gets at once, the characters before it, and the Text that it is of
@@ -42,13 +74,31 @@ class TextSource(NamedTuple):
     """Files of text and how to read documents out of one."""
 
     name: str  # for messages
+    kind: str  # what the files are, and which of their fields is read
     files: list[Path]
-    read: Callable[[Path], Iterator[Text]]
+    read: Callable[[Piece], Iterator[Text]]
+    cut: tuple[str, ...] = ()  # endings of files that may be read in pieces
 
     def key(self, tokenizer: Tokenizer) -> str:
         """Names what preparing would give, without reading the files: 16 hex digits."""
         state = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self.files]
-        return hashlib.sha256(repr((FORMAT, self.name, tokenizer.identity, state)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((FORMAT, self.name, self.kind, tokenizer.identity, state)).encode()).hexdigest()[:16]
+
+    def shards(self) -> list[list[Piece]]:
+        """What is tokenized at once, in order; it follows from the sizes of the files alone."""
+        sizes = [path.stat().st_size for path in self.files]
+        most = max(_LEAST_SHARD, sum(sizes) // _SHARDS)
+        shards: list[list[Piece]] = [[]]
+        room = most
+        for path, size in zip(self.files, sizes, strict=True):
+            step = most if path.name.lower().endswith(self.cut) else max(size, 1)
+            for begin in range(0, max(size, 1), step):
+                if room <= 0:
+                    shards.append([])
+                    room = most
+                shards[-1].append(Piece(path, begin, min(begin + step, size)))
+                room -= shards[-1][-1].end - begin
+        return shards
 
 
 def python_stdlib() -> TextSource:
@@ -58,7 +108,7 @@ def python_stdlib() -> TextSource:
     if not files:
         raise InputError(f"data.source python-stdlib: there are no .py files in {root}; use `text` with a path")
     version = ".".join(map(str, sys.version_info[:3]))
-    return TextSource(f"python-stdlib {version}", files, _read_module)
+    return TextSource(f"python-stdlib {version}", "python-stdlib", files, _read_module)
 
 
 def _modules(folder: Path) -> Iterator[Path]:
@@ -69,39 +119,62 @@ def _modules(folder: Path) -> Iterator[Path]:
             yield from _modules(path)
 
 
-def _read_module(path: Path) -> Iterator[Text]:
+def _read_module(piece: Piece) -> Iterator[Text]:
     with suppress(UnicodeDecodeError):  # a few old modules declare another encoding; the corpus is what is UTF-8
-        yield Text([path.read_text("utf-8")], str(path))
+        yield Text([piece.path.read_text("utf-8")], piece.path)
 
 
 def text_files(path: Path) -> TextSource:
     """A file, or a folder's .txt and .md files at any depth, sorted; each is a document. Raises InputError: none."""
-    return TextSource(str(path), _files(path, (".txt", ".md"), "text"), _read_text)
+    return TextSource(str(path), "text", _files(path, (".txt", ".md"), "text"), _read_text)
 
 
-def jsonl_files(path: Path) -> TextSource:
+def jsonl_files(path: Path, field: str = "text") -> TextSource:
     """A file, or a folder's .jsonl files at any depth, sorted; each line is a document.
 
-    A line is an object with `text`, or with `prompt` (without loss) and `completion`; other keys are passed over.
+    A line is an object with `field`, or with `prompt` (without loss) and `completion`; other keys are passed over.
+    Where there is no .jsonl file, .jsonl.gz or .jsonl.zst files are read; beside one they may be the same lines.
+    Raises InputError: none, or both kinds of these.
     """
-    return TextSource(str(path), _files(path, (".jsonl",), "jsonl"), _read_jsonl)
+    files = _files(path, (".jsonl", *_PACKED), "jsonl")
+    packed = [[file for file in files if file.name.lower().endswith(ending)] for ending in _PACKED]
+    plain = [file for file in files if file not in chain(*packed)]
+    if not plain and all(packed):
+        same = f"{any_of(_PACKED, 'and')} files, which may be the same lines"
+        raise InputError(f"data.source jsonl: {path} has {same}: leave one kind in the folder (data.path)")
+    if any(file.suffix.lower() == ".zst" for file in plain or files):
+        _require_pyarrow(path)
+    return TextSource(str(path), f"jsonl {field}", plain or files, partial(_read_jsonl, field=field), (".jsonl",))
 
 
-def _files(path: Path, suffixes: tuple[str, ...], source: str) -> list[Path]:
+def parquet_files(path: Path, field: str = "text") -> TextSource:
+    """A file, or a folder's .parquet files at any depth, sorted; each row is a document: the column `field`, or
+    `prompt` (without loss) and `completion`. Raises InputError: none, or pyarrow is not installed."""
+    _require_pyarrow(path)
+    files = _files(path, (".parquet",), "parquet")
+    return TextSource(str(path), f"parquet {field}", files, partial(_read_parquet, field=field), (".parquet",))
+
+
+def _require_pyarrow(path: Path) -> None:
+    if importlib.util.find_spec("pyarrow") is None:
+        raise InputError(f"reading {path} needs the package pyarrow: pip install 'meshtrain[data]'")
+
+
+def _files(path: Path, endings: tuple[str, ...], source: str) -> list[Path]:
     path = path.expanduser().absolute()
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise InputError(f"data.source {source}: there is no file or folder {path} (data.path)")
-    files = sorted(file for file in files_below(path) if file.suffix.lower() in suffixes and file.is_file())
+    files = sorted(file for file in files_below(path) if file.name[1:].lower().endswith(endings) and file.is_file())
     if not files:
-        raise InputError(f"data.source {source}: there are no {' or '.join(suffixes)} files in {path} (data.path)")
+        raise InputError(f"data.source {source}: there are no {any_of(endings)} files in {path} (data.path)")
     return files
 
 
-def _read_text(path: Path) -> Iterator[Text]:
-    if path.stat().st_size:
-        yield Text(_decode(path), str(path))
+def _read_text(piece: Piece) -> Iterator[Text]:
+    if piece.end:
+        yield Text(_decode(piece.path), piece.path)
 
 
 def _decode(path: Path) -> Iterator[str]:
@@ -123,29 +196,85 @@ def _decode(path: Path) -> Iterator[str]:
             yield text
 
 
-def _read_jsonl(path: Path) -> Iterator[Text]:
-    number = 0
-    with open(path, "rb") as file:
-        while line := file.readline():
-            number += 1
-            if not line.isspace():
-                source = f"{path}:{number}"
-                try:
-                    text = line.decode("utf-8-sig")
-                    del line  # which may be long, as what comes of it
-                    record = json.loads(text)
-                except (ValueError, RecursionError) as error:
-                    raise InputError(f"{source}: not JSON in UTF-8 ({error}); expected one object a line") from None
-                del text
-                yield from _from_object(record, source)
+def _read_jsonl(piece: Piece, field: str) -> Iterator[Text]:
+    path, at, number = piece.path, piece.begin, 0
+    packed = path.suffix.lower() in (".gz", ".zst")  # its bytes are not those of its lines
+    lines = _lines(path, at)
+    if at:  # a line that begins before is of the piece before
+        at += len(next(lines)) - 1
+    begin = at
+    while (packed or at < piece.end) and (line := next(lines)):
+        at, number = at + len(line), number + 1
+        if not line.isspace():
+            source = Line(path, begin, number)
+            try:
+                text = line.decode("utf-8-sig")
+                del line  # which may be long, as what comes of it
+                record = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{source}: not JSON in UTF-8 ({error}); expected one object a line") from None
+            del text
+            yield from _from_object(record, source, field)
 
 
-def _from_object(record: Any, source: str) -> Iterator[Text]:
-    keys = set(record) & {"text", "prompt", "completion"} if isinstance(record, dict) else set()
-    if keys not in ({"text"}, {"prompt", "completion"}):
+def _lines(path: Path, begin: int) -> Iterator[bytes]:
+    """The lines of a file, unpacked, from the byte before `begin` on; an empty one at the end."""
+    file: Any
+    if path.suffix.lower() == ".zst":
+        import pyarrow
+
+        file = io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+    else:
+        file = (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb")
+    with file:
+        if begin:
+            file.seek(begin - 1)
+        for number in count():
+            try:
+                line = [file.readline()]
+            except (EOFError, OSError, ValueError, zlib.error) as error:  # pyarrow's own are OSError and ValueError
+                if isinstance(error, OSError) and error.errno:  # of the disk, and not of what is in the file
+                    raise
+                damage = f"truncated or damaged after line {number:,} ({error})"
+                raise InputError(f"{path} is {damage}; fetch it again") from None
+            yield line.pop()  # which may be long: nothing of it stays here
+
+
+def _read_parquet(piece: Piece, field: str) -> Iterator[Text]:
+    """The rows of the groups that begin in the piece."""
+    import pyarrow
+    from pyarrow import parquet
+
+    path, row = piece.path, 0
+    try:
+        file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=_BATCH_CHARACTERS)
+        names = file.schema_arrow.names
+        columns = [field] if field in names else ["prompt", "completion"]
+        if not set(columns) <= set(names):
+            expected = f"the column `{field}`, or `prompt` and `completion`"
+            raise InputError(f"{path}: expected {expected}; found {', '.join(names)} (data.text_field)")
+        for group in range(file.num_row_groups):
+            about = file.metadata.row_group(group)
+            first = about.column(0)
+            offset = min(first.data_page_offset, first.dictionary_page_offset or first.data_page_offset)
+            number, row = row, row + about.num_rows
+            if piece.begin <= offset < piece.end:
+                for batch in file.iter_batches(_ROWS, row_groups=[group], columns=columns, use_threads=False):
+                    for record in batch.to_pylist():
+                        number += 1
+                        yield from _from_object(record, f"{path}, row {number:,}", field)
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+        raise InputError(f"{path} is no Parquet file, or damaged ({error}); fetch it again") from None
+
+
+def _from_object(record: Any, source: object, field: str) -> Iterator[Text]:
+    keys = set(record) & {field, "prompt", "completion"} if isinstance(record, dict) else set()
+    if keys not in ({field}, {"prompt", "completion"}):
         instead = f"the keys {', '.join(map(repr, record))}" if isinstance(record, dict) else f"{record!r:.40}"
         raise InputError(
-            f"{source}: expected an object with the key `text`, or with `prompt` and `completion`; found {instead}"
+            f"{source}: expected an object with the key `{field}`, or with `prompt` and `completion`; found {instead}"
         )
     for key in keys:
         if not isinstance(record[key], str):
@@ -155,7 +284,7 @@ def _from_object(record: Any, source: str) -> Iterator[Text]:
                 part.encode()
         except UnicodeEncodeError as error:
             raise InputError(f"{source}: holds half of a surrogate pair, which is no character ({error})") from None
-    prompt, text = record.get("prompt", ""), record["text" if "text" in record else "completion"]
+    prompt, text = record.get("prompt", ""), record[field if field in keys else "completion"]
     if prompt:
         yield Text(_slices(prompt), source, loss=False, ends=False)
     if prompt or text:
@@ -166,16 +295,16 @@ def _slices(text: str) -> Iterator[str]:
     return (text[start : start + _BATCH_CHARACTERS] for start in range(0, len(text), _BATCH_CHARACTERS))
 
 
-def documents(source: TextSource, tokenizer: Tokenizer) -> Iterator[Document]:
-    """The documents of a source as tokens, each ended by the tokenizer's end-of-document token; empty ones left out.
+def documents(source: TextSource, shard: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Document]:
+    """The documents of a shard as tokens, each ended by the tokenizer's end-of-document token; empty ones left out.
 
     Of a long document no more is in memory at once than the tokenizer needs to find a place where it can be cut.
     InputError: a file is not what it should be; names it and the place in it.
     """
     waiting: list[Part] = []
     size = 0
-    for path in source.files:
-        for text in source.read(path):
+    for piece in shard:
+        for text in source.read(piece):
             for part in _parts(text, tokenizer):
                 waiting.append(part)
                 size += len(part[0])

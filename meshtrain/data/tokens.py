@@ -4,6 +4,7 @@
     documents.bin   int64, one more than there are documents: document d is tokens documents[d] to documents[d + 1]
     bytes.bin       int64 per document: the bytes of text its predicted tokens stand for (not where it is unknown)
     loss.bin        uint8 per token: 0 where the token, as a target, carries no loss (only where there is such a token)
+    checksums.json  the CRC-32 of every 4 MiB of each of them (an older meshtrain wrote none)
     header.json     what the others hold; written last
 
 A folder appears whole or not at all: it is written under another name, brought to the disk, and renamed.
@@ -15,11 +16,14 @@ import math
 import os
 import shutil
 import socket
-from array import array
-from collections.abc import Iterable
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,10 +32,13 @@ from meshtrain.errors import InputError
 from meshtrain.job.storage import fsync_folder, write_whole
 
 FORMAT = 1
+BLOCK = 4 << 20  # bytes under one checksum
+CHECKSUMS = "checksums.json"
 _DTYPES = ("uint8", "uint16", "uint32")
-_ONE = np.uint8(1)
 _FIRST_LOOK_BYTES = 4 << 20  # of a file that does not say its largest id
-_PART = 1 << 20  # values that are written at once where they do not lie in memory
+_PART = 1 << 20  # values that are read or written at once
+_ONE = np.uint8(1)
+_INT64 = struct.Struct("<q")
 
 
 class Document(NamedTuple):
@@ -133,12 +140,15 @@ def smallest_dtype(vocab_size: int) -> str:
     return next(name for name in _DTYPES if vocab_size - 1 <= np.iinfo(name).max)
 
 
-def write(folder: Path, documents: Iterable[Document], *, vocab_size: int, tokenizer: str, source: str) -> Header:
-    """Writes a folder of token files, whole or not at all.
+def write(
+    folder: Path, documents: Iterable[Document], *, vocab_size: int, tokenizer: str, source: str, empty: bool = False
+) -> Header:
+    """Writes a folder of token files, whole or not at all. No more is in memory than a part that `documents` gives.
 
     Args:
         vocab_size: ids lie in [0, vocab_size); it decides how many bytes a token takes.
         tokenizer, source: names, for people; `bytes` is the byte tokenizer.
+        empty: whether there may be no tokens.
 
     Raises:
         InputError: no tokens, or an id outside the vocabulary.
@@ -150,6 +160,8 @@ def write(folder: Path, documents: Iterable[Document], *, vocab_size: int, token
     temporary.mkdir()
     try:
         header = _write_files(temporary, documents, vocab_size, tokenizer, source)
+        if not empty and header.tokens == 0:
+            raise InputError(f"{source} holds no text: there is nothing to train on")
         fsync_folder(temporary)
         temporary.rename(folder)
     except BaseException:
@@ -164,14 +176,37 @@ def temporary_prefix(folder: Path) -> str:
     return f".{folder.name}."
 
 
+class _BlockFile:
+    """A file that is written from its beginning to its end, and the CRC-32 of each block of it."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.path = path
+        self.crc32: list[int] = []
+        self._file, self._size = stack.enter_context(open(path, "wb")), 0  # noqa: SIM115
+
+    def write(self, data: memoryview | bytes) -> memoryview | bytes:
+        self._file.write(data)
+        for start in range(-(self._size % BLOCK), len(data), BLOCK):  # of each block that the data reaches into
+            part = data[max(start, 0) : start + BLOCK]
+            self.crc32[len(self.crc32) - (start < 0) :] = [zlib.crc32(part, self.crc32[-1] if start < 0 else 0)]
+        self._size += len(data)
+        return data
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
 def _write_files(folder: Path, documents: Iterable[Document], vocab_size: int, tokenizer: str, source: str) -> Header:
     dtype = np.dtype(smallest_dtype(vocab_size)).newbyteorder("<")
-    offsets, text_bytes, sized = array("q", [0]), array("q"), True
-    number = tokens_seen = size_seen = 0
-    largest, masked = -1, False
+    number = written = tokens_seen = size_seen = all_bytes = 0
+    largest, masked, sized = -1, False, True
     losses_so_far: list[np.ndarray] = []  # of the document
     digest = hashlib.sha256(dtype.name.encode())
-    with open(folder / "tokens.bin", "wb") as tokens, open(folder / "loss.bin", "wb") as losses:
+    with ExitStack() as stack:
+        names = ("tokens.bin", "loss.bin", "documents.bin", "bytes.bin")
+        tokens, losses, offsets, sizes = files = [_BlockFile(folder / name, stack) for name in names]
+        offsets.write(_INT64.pack(0))
         for ids, loss, size, ends in documents:
             if len(ids):
                 low, high = int(ids.min()), int(ids.max())
@@ -183,66 +218,96 @@ def _write_files(folder: Path, documents: Iterable[Document], vocab_size: int, t
                 losses_so_far.append(np.broadcast_to(_ONE, len(ids)) if loss is None else np.asarray(loss, np.uint8))
                 masked |= loss is not None and not losses_so_far[-1].all()
                 largest = max(largest, high)
-                digest.update(_put(tokens, np.ascontiguousarray(ids, dtype)))
+                digest.update(tokens.write(np.ascontiguousarray(ids, dtype).data.cast("B")))
                 tokens_seen += len(ids)
                 size_seen += size or 0
                 sized &= size is not None
             if ends and losses_so_far:
                 for part in losses_so_far:
                     for start in range(0, len(part), _PART):
-                        digest.update(_put(losses, np.ascontiguousarray(part[start : start + _PART])))
-                offsets.append(tokens_seen)
-                text_bytes.append(size_seen)
+                        digest.update(losses.write(np.ascontiguousarray(part[start : start + _PART]).data))
+                offsets.write(_INT64.pack(tokens_seen))
+                sizes.write(_INT64.pack(size_seen))
+                written, all_bytes = written + 1, all_bytes + size_seen
                 losses_so_far, size_seen = [], 0
             number += ends
         if losses_so_far:
             raise ValueError(f"the last document of {source} does not end")
-        _flush(tokens)
-        _flush(losses)
-    if tokens_seen == 0:
-        raise InputError(f"{source} holds no text: there is nothing to train on")
-    digest.update(_save(folder / "documents.bin", offsets))
-    if sized:
-        _save(folder / "bytes.bin", text_bytes)
-    if not masked:
-        (folder / "loss.bin").unlink()
-    header = Header(
-        format=FORMAT,
-        dtype=dtype.name,
-        tokens=tokens_seen,
-        documents=len(offsets) - 1,
-        largest_id=largest,
-        text_bytes=sum(text_bytes) if sized else None,
-        loss_mask=masked,
-        fingerprint=digest.hexdigest(),
-        tokenizer=tokenizer,
-        source=source,
-    )
+        for file in files:
+            file.sync()
+    for block in read_blocks(offsets.path):
+        digest.update(block)
+    for file, is_kept in ((losses, masked), (sizes, sized)):
+        if not is_kept:
+            file.path.unlink()
+            files.remove(file)
+    crc32 = {file.path.name: [f"{crc:08x}" for crc in file.crc32] for file in files}
+    write_whole(folder / CHECKSUMS, json.dumps({"block": BLOCK, "crc32": crc32}) + "\n")
+    bytes_known = all_bytes if sized else None
+    fields = (tokens_seen, written, largest, bytes_known, masked, digest.hexdigest(), tokenizer, source)
+    header = Header(FORMAT, dtype.name, *fields)
     write_whole(folder / "header.json", json.dumps(asdict(header), indent=1) + "\n")
     return header
 
 
-def _put(file: BinaryIO, values: np.ndarray) -> memoryview:
-    data = values.data.cast("B")
-    file.write(data)
-    return data
+def read_blocks(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        yield from iter(partial(file.read, BLOCK), b"")
 
 
-def _save(path: Path, values: "array[int]") -> memoryview:
-    with open(path, "wb") as file:
-        data = _put(file, np.array(values, "<i8"))
-        _flush(file)
-    return data
+def read_documents(folder: Path) -> Iterator[Document]:
+    """The documents of a folder in parts, as `write` takes them. Its files are read and not mapped: they may be larger
+    than the memory of the process. Raises InputError: the folder is none, or damaged."""
+    header = _read_header(folder)
+    dtype, start = np.dtype(header.dtype).newbyteorder("<"), 0
+    with ExitStack() as stack:
+        tokens, offsets = (stack.enter_context(open(folder / name, "rb")) for name in ("tokens.bin", "documents.bin"))
+        losses = stack.enter_context(open(folder / "loss.bin", "rb")) if header.loss_mask else None
+        sizes = stack.enter_context(open(folder / "bytes.bin", "rb")) if header.text_bytes is not None else None
+        offsets.seek(_INT64.size)
+        for _ in range(header.documents):
+            (end,) = _INT64.unpack(offsets.read(_INT64.size))
+            (size,) = _INT64.unpack(sizes.read(_INT64.size)) if sizes else (None,)
+            while start < end:
+                n = min(end - start, _PART)
+                start += n
+                ids = np.frombuffer(tokens.read(n * dtype.itemsize), dtype, n)
+                loss = np.frombuffer(losses.read(n), np.uint8, n) if losses else None
+                yield Document(ids, loss, size if start == end else size and 0, start == end)
 
 
-def _flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+def verify(folder: Path, n_outputs: int | None = None) -> tuple[list[str], bool]:
+    """Reads all of a prepared folder: what is wrong with it, and whether it has checksums. Without them only sizes,
+    offsets and the range of ids are looked at. Raises InputError: it is no prepared folder."""
+    if not (folder / "header.json").is_file():
+        _read_header(folder)
+    sums = folder / CHECKSUMS
+    try:
+        corpus = open_tokens(folder)
+        crc32 = json.loads(sums.read_text("utf-8"))["crc32"] if sums.is_file() else None
+        blocks = {part.root / name: crc32 and crc32[name] for part in corpus.files for name in part.names}
+    except InputError as error:
+        return [str(error)], True
+    except (ValueError, KeyError, TypeError) as error:
+        return [f"{sums} is damaged ({error!r})"], True
+    problems = []
+    for path, expected in blocks.items():
+        for index, block in enumerate(read_blocks(path)):
+            place = f"{path}: bytes {index * BLOCK:,} to {index * BLOCK + len(block):,}"
+            if expected and [f"{zlib.crc32(block):08x}"] != expected[index : index + 1]:
+                problems.append(f"{place} are not those that were written")
+            elif path == corpus.tokens.path:
+                largest = int(np.frombuffer(block, corpus.tokens.dtype).max())
+                if largest >= corpus.limit(n_outputs):
+                    problems.append(f"{place}: {outside_vocabulary('it', largest, n_outputs, corpus.largest_id)}")
+    return problems, crc32 is not None
 
 
 def open_tokens(folder: Path) -> Corpus:
     """Opens a prepared folder; only the small files are read. Raises InputError: it is none, newer, or damaged."""
     header = _read_header(folder)
+    if header.tokens < 1:
+        raise InputError(f"{folder} is damaged: by its header it holds no tokens; prepare the folder again")
     tokens = MappedArray(folder / "tokens.bin", header.dtype, header.tokens)
     offsets = MappedArray(folder / "documents.bin", "int64", header.documents + 1)
     sizes = MappedArray(folder / "bytes.bin", "int64", header.documents) if header.text_bytes is not None else None
@@ -299,7 +364,7 @@ def _read_header(folder: Path) -> Header:
             "the folder again"
         )
     wrong = [field.name for field in fields(Header) if not _fits(field.type, header.get(field.name))]
-    if wrong or header["dtype"] not in _DTYPES or header["tokens"] < 1:
+    if wrong or header["dtype"] not in _DTYPES or header["tokens"] < 0:
         raise InputError(f"{path} is damaged (wrong or missing: {', '.join(wrong) or 'dtype or tokens'})")
     return Header(**{field.name: header[field.name] for field in fields(Header)})
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from meshtrain.config import Config, locate
@@ -30,20 +30,20 @@ IN_MEMORY = ("tmpfs", "ramfs")  # each host has its own
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="a YAML file, or the name of one of meshtrain's own")
+    parser.add_argument("config", nargs="?", help="a YAML file, or the name of one of meshtrain's own (needed)")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="as for training: layout.tp=2")
     parser.add_argument("--dry-run", action="store_true", help="write and print the script, and do not submit it")
     add_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    words = _config_and_overrides(arguments)
     request = read_request(arguments)
     if not arguments.dry_run and shutil.which("sbatch") is None:
         raise InputError(
             "there is no sbatch on this host: run this where jobs are submitted, or with --dry-run to see the script"
         )
-    plan = fit_on_nodes(arguments.config, arguments.overrides, request)
-    words = [arguments.config, *arguments.overrides]
+    plan = fit_on_nodes(words[0], words[1:], request)
     script = script_of(words, request, plan)
     path = _write_script(Path(plan.config.train.output).expanduser(), script)
     lines = [*plan.about, *(f"note: {note}" for note in plan.notes)]
@@ -53,6 +53,23 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     print(*lines, sep="\n")
     return _submit(path)
+
+
+def _config_and_overrides(arguments: argparse.Namespace) -> list[str]:
+    """The words for training. --srun, which may stand alone, has taken one of them where that is no option of srun: it
+    is put back. Raises InputError: there is no config."""
+    sections = {section.name for section in fields(Config)}
+    taken = []
+    for place, text in enumerate(arguments.srun):
+        name, equals, _ = text.partition("=")
+        if text and (not equals or "." in name or name in sections):
+            taken.append(text)
+            arguments.srun[place] = ""
+    words = [word for word in (*taken, arguments.config, *arguments.overrides) if word]
+    words.sort(key=lambda word: "=" in word)
+    if not words or "=" in words[0]:
+        raise InputError("no config was named: meshtrain launch CONFIG --slurm --nodes 4 --gpus-per-node 8")
+    return words
 
 
 @dataclass(frozen=True)
@@ -76,7 +93,7 @@ class ConfigOnNodes:
 
 def fit_on_nodes(name: str, overrides: Sequence[str], request: Request) -> ConfigOnNodes:
     """A config, which fits the nodes of a request. Raises InputError or LayoutError: it does not, or is wrong."""
-    nodes, gpus = request.nodes, request.gpus_per_node
+    nodes, gpus = request.train_nodes, request.gpus_per_node
     config = Config.load(name, overrides, for_training=True)
     try:
         layout = resolve(config.layout, nodes * gpus)

@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshtrain.errors import InputError
@@ -17,6 +17,18 @@ from meshtrain.errors import InputError
 TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 NAME = re.compile(r"[\w.:=@%+,/-]+", re.ASCII)
 GRES = re.compile(r"[A-Za-z][\w.-]*(:[A-Za-z][\w.-]*)?(?::([1-9]\d*))?", re.ASCII)
+OPTION = re.compile(r"(?:--)?([a-z][a-z-]+)(?:=([^\n\"\\]*))?")
+OWN_OPTIONS = (
+    "nodes",
+    "ntasks-per-node",
+    "gpus-per-node",
+    "gres",
+    "cpus-per-task",
+    "time",
+    "job-name",
+    "chdir",
+    "output",
+)
 VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 DIRECTIVE = re.compile(r"(#?)#SBATCH\s+--([a-z-]+)(?:[=\s]|$)")  # with two signs it is an offer, which does nothing
@@ -40,6 +52,14 @@ class Request:
     job_name: str | None = None
     activate: str | None = None  # the file to source for the environment; None: what the job finds on PATH
     variables: tuple[tuple[str, str], ...] = ()  # (name, value), to be exported
+    spare_nodes: int = 0  # of the nodes: they replace others
+    container: Mapping[str, str] = field(default_factory=dict)  # variables of the scripts: CONTAINER_IMAGE, ...
+    srun: tuple[tuple[str, str], ...] = ()  # further options (name, value); without a value where that is empty
+    sbatch: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def train_nodes(self) -> int:
+        return self.nodes - self.spare_nodes
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +67,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--slurm", action="store_true", help="for SLURM, the one scheduler that this knows")
     job.add_argument("--nodes", metavar="N", help="number of nodes (needed)")
     job.add_argument("--gpus-per-node", metavar="M", help="GPUs, and so processes, of each (needed)")
-    job.add_argument("--srun", action="store_true", help="SLURM starts every process, without torchrun")
+    job.add_argument(
+        "--srun",
+        metavar="KEY=VALUE",
+        nargs="?",
+        const="",
+        action="append",
+        default=[],
+        help="alone: SLURM starts every process, without torchrun; with a value: an option for srun, cpu-bind=cores",
+    )
+    job.add_argument(
+        "--sbatch",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="an option for sbatch: exclude=gpu07, exclusive",
+    )
+    job.add_argument("--spare-nodes", metavar="K", help="so many of the nodes wait to replace one that is lost")
+    job.add_argument("--container-image", metavar="IMAGE", help="the processes run in it, and no node needs torch")
+    job.add_argument("--container-mounts", metavar="A:B,...", help="folders of the host inside of it")
+    job.add_argument(
+        "--container-runtime", metavar="NAME", help="pyxis (the default), apptainer or another with its words"
+    )
     job.add_argument("--gres", metavar="NAME", help="ask for the GPUs by this name: gpu, gpu:h100")
     job.add_argument(
         "--cpus-per-task", metavar="C", help="cores of a task: of a node, with --srun of a GPU; default: 8 for each GPU"
@@ -72,17 +113,27 @@ def read_request(arguments: argparse.Namespace) -> Request:
             "for nodes without a scheduler run torchrun on each)"
         )
     gpus = _count("--gpus-per-node", arguments.gpus_per_node, needed="the GPUs of each node")
+    nodes = _count("--nodes", arguments.nodes, needed="the number of nodes")
+    spare = 0 if arguments.spare_nodes is None else _count("--spare-nodes", arguments.spare_nodes)
+    if spare >= nodes:
+        raise InputError(
+            f"--spare-nodes {spare} of --nodes {nodes} leave none to train: ask for --nodes {nodes + spare}"
+        )
     return Request(
-        nodes=_count("--nodes", arguments.nodes, needed="the number of nodes"),
+        nodes=nodes,
         gpus_per_node=gpus,
-        per_gpu=arguments.srun,
+        per_gpu="" in arguments.srun,
         gres=None if arguments.gres is None else _gres(arguments.gres, gpus),
         cpus_per_task=None if arguments.cpus_per_task is None else _count("--cpus-per-task", arguments.cpus_per_task),
         time=_time(arguments.time),
         partition=_name("--partition", arguments.partition),
         account=_name("--account", arguments.account),
         job_name=_name("--job-name", arguments.job_name),
-        activate=_activate(arguments.activate),
+        activate=None if arguments.container_image else _activate(arguments.activate),
+        spare_nodes=spare,
+        container=_container(arguments),
+        srun=tuple(_option("--srun", text) for text in arguments.srun if text),
+        sbatch=tuple(_option("--sbatch", text) for text in arguments.sbatch),
         variables=tuple(map(_variable, arguments.env)),
     )
 
@@ -157,6 +208,34 @@ def _activate(value: str | None) -> str | None:
     return str(script)
 
 
+def _container(arguments: argparse.Namespace) -> dict[str, str]:
+    """Variables of the scripts. Raises InputError: an image that is a file, or a folder to mount, is not there."""
+    image, mounts = arguments.container_image, arguments.container_mounts
+    if image is None:
+        if mounts or arguments.container_runtime:
+            raise InputError("--container-mounts and --container-runtime need a --container-image")
+        return {}
+    if (image.startswith(("/", ".", "~")) or image.endswith((".sif", ".sqsh"))) and not Path(
+        image
+    ).expanduser().exists():
+        raise InputError(f"--container-image {image}: there is no such file")
+    for mount in mounts.split(",") if mounts else ():
+        if not Path(mount.partition(":")[0]).is_dir():
+            raise InputError(f"--container-mounts {mounts}: there is no folder {mount.partition(':')[0]} on this host")
+    variables = {"CONTAINER_IMAGE": image, "CONTAINER_MOUNTS": mounts, "CONTAINER_RUNTIME": arguments.container_runtime}
+    return {name: value for name, value in variables.items() if value}
+
+
+def _option(option: str, text: str) -> tuple[str, str]:
+    """`exclude=gpu07`, `exclusive`, or either with dashes in front."""
+    match = OPTION.fullmatch(text)
+    if match is None:
+        raise InputError(f"{option} {text!r}: expected KEY=VALUE, an option by its long name: {option} exclude=gpu07")
+    if match[1] in OWN_OPTIONS:
+        raise InputError(f"{option} {text}: meshtrain launch sets {match[1]} itself, by its own options and the config")
+    return match[1], match[2] or ""
+
+
 def _variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not VARIABLE.fullmatch(name):
@@ -188,6 +267,8 @@ def render(template: str, directives: Mapping[str, str | None], block: Sequence[
 def _directive(option: str, value: str) -> str:
     if re.search(r"[\"\\\n\r]", value):
         raise ValueError(f"sbatch cannot read a value with quotes, backslashes or line breaks: --{option} {value!r}")
+    if not value:
+        return f"#SBATCH --{option}"
     return f'#SBATCH --{option}="{value}"' if re.search(r"[\s#']", value) else f"#SBATCH --{option}={value}"
 
 
@@ -220,7 +301,9 @@ def directives_of(request: Request, default_name: str) -> dict[str, str | None]:
     directives |= {option: value for option, value in optional.items() if value is not None}
     if lead_s(request.time) < LEAD_S:
         directives["signal"] = f"USR1@{lead_s(request.time)}"
-    return directives
+    if request.spare_nodes:
+        directives["no-kill"] = ""  # SLURM ends a job that has lost a node otherwise
+    return directives | dict(request.sbatch)
 
 
 def variables_of(request: Request) -> tuple[tuple[str, str], ...]:
@@ -230,4 +313,9 @@ def variables_of(request: Request) -> tuple[tuple[str, str], ...]:
         own["PROCESSES_PER_NODE"] = str(request.gpus_per_node)
     if lead_s(request.time) < LEAD_S:
         own["SAVE_SECONDS"] = str(lead_s(request.time))
+    if request.spare_nodes:
+        own["SPARE_NODES"] = str(request.spare_nodes)
+    if request.srun:
+        own["SRUN_ARGS"] = shlex.join(f"--{name}={value}" if value else f"--{name}" for name, value in request.srun)
+    own |= request.container
     return (*own.items(), *request.variables)

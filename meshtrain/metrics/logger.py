@@ -1,23 +1,20 @@
-"""What a run measures, on its way to those who watch: `metrics.jsonl`, the terminal, TensorBoard.
+"""What a run measures, on its way to those who watch: `metrics.jsonl`, the terminal, the sinks.
 
 Rank 0 owns one `Metrics`; others have a `NoMetrics`, which does nothing. docs/metrics.md has the fields.
 """
 
-import importlib.util
 import json
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from meshtrain.errors import InputError
 from meshtrain.job.storage import SideFile, move_damaged, optional, warn
 from meshtrain.metrics.progress import open_progress
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from meshtrain.metrics.sink_threads import SinkThreads
 
 FILE = "metrics.jsonl"
 
@@ -141,7 +138,7 @@ class NoMetrics:
 
 
 class Metrics(NoMetrics):
-    """Hands each row, evaluation and epoch to the file, the terminal and TensorBoard."""
+    """Hands each row, evaluation and epoch to the file, the terminal and the sinks."""
 
     def __init__(
         self,
@@ -150,69 +147,33 @@ class Metrics(NoMetrics):
         task: str,
         steps: int,
         step: int = 0,
-        tensorboard: bool = False,
+        sinks: SinkThreads | None = None,
         console: Console | None = None,
     ) -> None:
-        """`step`: rows after it are dropped. Raises InputError: TensorBoard is wanted and not installed."""
-        if tensorboard:
-            require_tensorboard()
+        """`step`: rows after it are dropped. `sinks`: who gives them closes them, when it is known how the run ends."""
         self._file = MetricsFile(folder / FILE)
         self._file.drop_after(step)
-        self._writer: SummaryWriter | None = None
-        if tensorboard:
-            with optional("no TensorBoard"):
-                self._writer = _open_writer(folder, step)
+        self._tell = (lambda *_: None) if sinks is None else sinks.tell
         self._progress = open_progress(console or Console(), task=task, steps=steps)
 
     def say(self, text: str) -> None:
         self._progress.say(text)
+        self._tell("event", "message", {"text": text})
 
     def row(self, row: dict[str, Any]) -> None:
         self._file.row(row)
         self._progress.row(row)
-        self._draw(row["step"], {_tag(name): value for name, value in row.items() if name != "step"})
+        self._tell("row", dict(row))
 
     def evaluation(self, step: int, values: dict[str, Any]) -> None:
         self._file.amend(step, values)
         self._progress.evaluation(step, values)
-        self._draw(step, {f"validation/{name.removeprefix('eval_')}": value for name, value in values.items()})
+        self._tell("evaluation", step, dict(values))
 
     def epoch(self, epoch: int, values: dict[str, Any]) -> None:
         self._progress.epoch(epoch, values)
+        self._tell("event", "epoch", {"epoch": epoch, **values})
 
     def close(self) -> None:
         self._progress.close()
         self._file.close()
-        if self._writer is not None:
-            with optional("TensorBoard's file could not be closed"):
-                self._writer.close()
-
-    def _draw(self, step: int, values: dict[str, Any]) -> None:
-        writer, self._writer = self._writer, None  # it does not come back from an error
-        if writer is None:
-            return
-        with optional("TensorBoard shows nothing more"):
-            for tag, value in values.items():
-                if isinstance(value, int | float):
-                    writer.add_scalar(tag, value, step)
-            self._writer = writer
-
-
-def require_tensorboard() -> None:
-    """Raises InputError if TensorBoard is not installed."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise InputError(
-            "metrics.tensorboard is true, but TensorBoard is not installed: pip install 'meshtrain[tensorboard]', "
-            "or set metrics.tensorboard=false"
-        )
-
-
-def _open_writer(folder: Path, step: int) -> "SummaryWriter":
-    from torch.utils.tensorboard import SummaryWriter  # a second of imports, for those who asked
-
-    # What an earlier job wrote of the steps that are done again is hidden, as metrics.jsonl drops it.
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None, flush_secs=10)
-
-
-def _tag(name: str) -> str:
-    return f"time/{name.removeprefix('time_')}" if name.startswith(("time_", "step_time", "wall_")) else f"train/{name}"

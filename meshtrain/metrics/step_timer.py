@@ -186,3 +186,8 @@ def memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB  # macOS counts bytes, Linux KiB
+
+
+def memory_reserved_gib(device: torch.device) -> float | None:
+    """The peak so far, in GiB, of what torch's allocator took on CUDA, its gaps included; None on a CPU."""
+    return torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else None

@@ -20,6 +20,7 @@ from meshtrain.job.process import Job
 from meshtrain.layout import DATA_AXES
 from meshtrain.metrics.gpu_probe import GpuProbe
 from meshtrain.metrics.nvidia_smi import UNKNOWN, GpuCondition, gpu_condition
+from meshtrain.metrics.step_timer import memory_gib
 
 LOOKS = 3  # in a row, before somebody is named, or is taken for recovered
 SHARE = 0.1  # of a step: what a slow rank must cost the others
@@ -200,7 +201,8 @@ class StragglerDetector:
         assert self._job.store is not None
         pace = RankPace.of(steps, self._job.host, os.getloadavg()[0], os.cpu_count() or 1, self._gpu)
         probes, self._probes = self._probes, []
-        report = {"who": str(self._job), "step": step, "pace": asdict(pace), "probe": [self.probe.model, *probes]}
+        report = {"who": str(self._job), "step": step, "pace": asdict(pace), "memory_gib": memory_gib(self._job.device)}
+        report |= {"probe": [self.probe.model, *probes]}
         self._job.store.set(f"pace/{self._job.rank}", json.dumps(report))
         if self._job.rank == 0:
             self._posted = step
@@ -232,10 +234,13 @@ class StragglerDetector:
             self._suspects = suspects
             self._job.store.set("pace/suspects", json.dumps(sorted(suspects)))
         slowest = max(range(len(paces)), key=lambda rank: paces[rank].middle)
+        fullest = max(range(len(ranks)), key=lambda rank: ranks[rank]["memory_gib"])
         return {
             "own_time_median_s": median(pace.middle for pace in paces),
             "own_time_max_s": paces[slowest].middle,
             "own_time_max_rank": slowest,
+            "memory_max_gib": ranks[fullest]["memory_gib"],
+            "memory_max_rank": fullest,
         } | probed
 
     def _compare_probes(self, ranks: Sequence[Mapping[str, Any]], paces: Sequence[RankPace]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -69,23 +70,19 @@ def build_model(
 ) -> nn.Module:
     """The model of a config, parallelized, on `device`, with the first values that its seed gives on every layout. With
     `pp`: this rank's stages, as a `Pipeline`. `sample`: see `ParallelOptions`."""
-    others = ("expert_parallel", "expert_rows", "compile")  # the layout's, the trainer's, and decided here
-    keys = {key: value for key, value in vars(config.parallel).items() if key not in others}
-    keys |= {"precision": config.train.precision, "linear_precision": config.train.linear_precision}
-    compiles = compile_choice(config, mesh.layout, device).compiles
-    options = ParallelOptions(waiting=waiting, sample=sample, compile=compiles, **keys)
+    options = options_of(config, mesh.layout, device, waiting, sample)
     if mesh.size("pp") == 1:
-        return _stage(config, mesh, device, options)
+        return build_stage(config, mesh, device, options)
     schedule, split = stages_of(config, mesh.layout)
     numbers = schedule.stages_of(mesh.index("pp"))
     splits_backward = any(action.kind is Kind.WEIGHT_GRAD for action in schedule.actions_of(mesh.index("pp")))
     # A compiled block computes its gradients at once, and sums over data ranks begin beside a whole backward.
-    hands_on_first = numbers[-1] > 0 and not compiles and mesh.size(*LOSS_AXES) == 1
+    hands_on_first = numbers[-1] > 0 and not options.compile and mesh.size(*LOSS_AXES) == 1
     later = WeightGradQueue() if splits_backward or hands_on_first else None
     # Many microbatches are under way at once: parameters that were freed between them would be gathered for each.
     options = replace(options, reshard_after_forward=False)
     stages = {
-        number: _stage(config, mesh, device, options, split.bounds[number], later, verified=number != numbers[0])
+        number: build_stage(config, mesh, device, options, split.bounds[number], later, verified=number != numbers[0])
         for number in numbers
     }
     holding = stages_of_parameter(spec_of(config).meta, split.bounds)
@@ -93,6 +90,21 @@ def build_model(
     return Pipeline(
         stages, schedule, mesh, device, parameter_stages=holding, weight_grads=later, waiting=waiting, about=about
     )
+
+
+def options_of(
+    config: "Config",
+    layout: Layout,
+    device: torch.device,
+    waiting: Waiting = nullcontext,
+    sample: tuple[Tensor | None, ...] | None = None,
+) -> ParallelOptions:
+    """How a config's model is spread; `sample`: see `ParallelOptions`."""
+    others = ("expert_parallel", "expert_rows", "compile")  # the layout's, the trainer's, and decided here
+    keys = {key: value for key, value in vars(config.parallel).items() if key not in others}
+    keys |= {"precision": config.train.precision, "linear_precision": config.train.linear_precision}
+    compiles = compile_choice(config, layout, device).compiles
+    return ParallelOptions(waiting=waiting, sample=sample, compile=compiles, **keys)
 
 
 def compile_choice(config: "Config", layout: Layout, device: torch.device) -> CompileChoice:
@@ -109,10 +121,15 @@ def schedule_of(config: "Config", layout: Layout) -> Schedule:
 
 def stages_of(config: "Config", layout: Layout) -> tuple[Schedule, StageSplit]:
     """The schedule of a config, and which of the model's blocks are which stage."""
-    model, schedule = spec_of(config).meta, schedule_of(config, layout)
-    tokens = torch.zeros(1, config.data.seq_len, dtype=torch.int64)
-    costs, _ = block_flops(model, blocks_of(model), (tokens, torch.zeros_like(tokens), None))
+    costs, schedule = block_costs(spec_of(config), config.data.seq_len), schedule_of(config, layout)
     return schedule, split_blocks(costs, schedule.ranks, schedule.stages_per_rank, config.pipeline.split)
+
+
+@lru_cache(maxsize=1)
+def block_costs(spec: ModelSpec, seq_len: int) -> tuple[float, ...]:
+    """The FLOPs of the forward of each block of a model for one sample."""
+    tokens = torch.zeros(1, seq_len, dtype=torch.int64)
+    return tuple(block_flops(spec.meta, blocks_of(spec.meta), (tokens, torch.zeros_like(tokens), None))[0])
 
 
 def check_stages(config: "Config", split: StageSplit, inputs: Sequence[Tensor | None] | None = None) -> None:
@@ -131,7 +148,7 @@ def describe_pipeline(schedule: Schedule, split: StageSplit) -> str:
     return f"pipeline {schedule.name}, {many}; {split.describe()}"
 
 
-def _stage(
+def build_stage(
     config: "Config",
     mesh: Mesh,
     device: torch.device,
@@ -146,9 +163,12 @@ def _stage(
     None: all. `verified`: another stage has verified it."""
     spec = spec_of(config)
     plan = getattr(spec.module, "init_plan", None)
-    whole = plan is None or any(True for _ in spec.meta.buffers())
+    traced = device.type == "meta"  # nothing has values
+    whole = not traced and (plan is None or any(True for _ in spec.meta.buffers()))
 
     def give_values() -> None:
+        if traced:
+            return
         if not whole:
             materialise(model, device)
         names = None

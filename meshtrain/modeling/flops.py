@@ -146,7 +146,7 @@ def sample_flops(model: nn.Module, inputs: Inputs, calls: CausalCalls | None = N
                 output = functional_call(model, state, on_meta)
             torch.autograd.grad(output.sum(), trained, allow_unused=True)
         except (RuntimeError, TypeError) as error:
-            return None, f"model FLOPs not known, so no MFU: {_why_not(error)}"
+            return None, f"model FLOPs not known, so no MFU: {why_not(error)}"
     size = _batch_size(inputs)
     if calls is not None:
         calls.flops = Counter({call: flops // size for call, flops in calls.flops.items()})
@@ -186,7 +186,7 @@ def block_flops(model: nn.Module, blocks: Sequence[nn.Module], inputs: Inputs) -
         try:
             functional_call(model, state, on_meta)
         except (RuntimeError, TypeError) as error:
-            return [_of_weights(block) for block in blocks], f"costs of blocks by their weights: {_why_not(error)}"
+            return [_of_weights(block) for block in blocks], f"costs of blocks by their weights: {why_not(error)}"
     costs[blocks[-1]] += _LOSS * returned
     return [costs[block] / _batch_size(inputs) for block in blocks], "costs of blocks: FLOPs counted on the meta device"
 
@@ -214,7 +214,7 @@ def _varlen_counts() -> dict[Any, Callable[..., int]]:
     return {ops._varlen_attn: forward, ops._varlen_attn_backward: backward} if hasattr(ops, "_varlen_attn") else {}
 
 
-def _why_not(error: Exception) -> str:
+def why_not(error: Exception) -> str:
     reason = str(error).strip().split("\n")[0]
     return f"the model does not run on the meta device ({reason})"
 

@@ -223,6 +223,7 @@ def _started(work: dist.Work | None) -> list[dist.Work]:
 
 
 library = torch.library.Library("meshtrain", "DEF")
+implementations: dict[str, Callable] = {}  # operator -> what runs where tensors have values
 
 
 def operator(name: str, run: Callable, shapes: Callable, schema: str = "") -> None:
@@ -232,6 +233,7 @@ def operator(name: str, run: Callable, shapes: Callable, schema: str = "") -> No
     """
     library.define(name + (schema or torch.library.infer_schema(run, mutates_args=())))
     library.impl(name, run, "CompositeExplicitAutograd")
+    implementations[f"meshtrain::{name}"] = run
     torch.library.register_fake(f"meshtrain::{name}", shapes, lib=library)
 
 

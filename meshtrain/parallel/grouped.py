@@ -14,6 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from meshtrain.parallel.collectives import operator
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue, weight_grad
+from meshtrain.parallel.torch_private import device_type_of
 
 
 def _product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -54,7 +55,10 @@ def _rows_times(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
 
 def _has_kernel(*tensors: Tensor) -> bool:
     """Whether torch's kernel takes them: bfloat16 on GPUs, and rows of a multiple of 16 bytes."""
-    return all(t.is_cuda and t.dtype == torch.bfloat16 and t.shape[-1] % 8 == 0 and t.shape[-2] > 0 for t in tensors)
+    return all(
+        device_type_of(t) == "cuda" and t.dtype == torch.bfloat16 and t.shape[-1] % 8 == 0 and t.shape[-2] > 0
+        for t in tensors
+    )
 
 
 def _ends(counts: Tensor) -> Tensor:

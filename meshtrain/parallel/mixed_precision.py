@@ -27,6 +27,7 @@ from meshtrain.parallel.linear.shared_input import SharedInput, stack
 from meshtrain.parallel.linear.weight_grad import add_or_compute, write_grad
 from meshtrain.parallel.torch_private import (
     backward_is_running,
+    device_type_of,
     keep_versions,
     replace_parameters,
     to_local,
@@ -227,7 +228,7 @@ class Cast(torch.autograd.Function):
         if grad is None:  # from a layer that leaves its weight gradient for later
             return None, None, *(None for _ in ctx.next_functions)
         grads = [grad] if ctx.rows is None else grad.split(ctx.rows)
-        if grad.device.type not in ADDED_ON or grad.layout != torch.strided:
+        if device_type_of(grad) not in ADDED_ON or grad.layout != torch.strided:
             return None, None, *(part.to(ctx.dtype) for part in grads)
         pairs = zip(ctx.next_functions, grads, strict=True)
         return None, None, *(add_or_compute(n[0], partial(g.to, ctx.dtype), partial(write_grad, g)) for n, g in pairs)

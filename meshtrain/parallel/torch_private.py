@@ -129,6 +129,14 @@ def when_accumulated(parameter: Tensor, callback: Callable[[], None]) -> Any:
     return node
 
 
+traced_for: str | None = None  # the type of device that the meta device stands for, where a step is traced
+
+
+def device_type_of(tensor: Tensor) -> str:
+    """The type of device by which kernels are chosen for a tensor."""
+    return traced_for if tensor.is_meta and traced_for is not None else tensor.device.type
+
+
 def is_traced() -> bool:
     """Whether this code is compiled now, or transformed by `torch.func`, rather than run."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()

@@ -43,6 +43,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             keep=Retention(section.keep_last, section.keep_every, section.keep_best),
             on_failure=section.on_failure,
             limit_s=section.timeout_s,
+            local=spec.local,
             say=say,
             writing=monitor.faults.in_save,
         )

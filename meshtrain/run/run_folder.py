@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,17 +49,21 @@ class RunFolder:
             (self.path / EXIT).unlink(missing_ok=True)
 
     def write_exit(
-        self, status: str, code: int, reason: str, step: int, goodput: Mapping[str, float] | None = None, *, kind: str
-    ) -> None:
-        """How this job ends: "done", "stopped" or "failed", after `step` updates. Only printed if the disk refuses.
-        `kind`: of the reason, for programs: "done", a StopKind, or a DiagnosisKind."""
+        self, status: str, code: int, reason: str, step: int, goodput: Mapping[str, float] | None = None, *, kind: str,
+        hosts: Sequence[str] = (),
+    ) -> dict[str, Any]:  # fmt: skip
+        """Writes how this job ends, "done", "stopped" or "failed", after `step` updates, and returns it. Only printed
+        if the disk refuses. `kind`: of the reason, for programs: "done", a StopKind, or a DiagnosisKind. `hosts`: by
+        which it was lost."""
         end: dict[str, Any] = {"status": status, "code": code, "reason": reason, "kind": kind, "step": step}
+        end["hosts"] = list(hosts)
         if goodput is not None:
             end["goodput"] = dict(goodput)
         try:
             self.write(EXIT, json.dumps(end) + "\n")
         except (OSError, TakenError) as error:
             warn(f"there is no {EXIT}, which would say {json.dumps(end)}: {error}")
+        return end
 
     def write(self, name: str, text: str) -> None:
         """Writes a file whole or not at all. Raises OSError, or TakenError: the folder is another job's now."""

@@ -1,8 +1,9 @@
 """Exit status: how a run ends, written into `exit.json` for scripts and for the next start of the same run."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshtrain.checkpoint.resume import Resume, RunSpec
 from meshtrain.config import Config
@@ -13,21 +14,27 @@ from meshtrain.job.signals import StopKind, StopReason
 from meshtrain.job.storage import optional
 from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind
 from meshtrain.layout import LayoutError
+from meshtrain.metrics.sink_threads import SinkThreads, find_sinks
+from meshtrain.metrics.sinks import SinkRun
+from meshtrain.run.on_exit import ON_EXIT_S, run_on_exit
 from meshtrain.run.run_folder import EXIT, RunFolder
 
 if TYPE_CHECKING:
     from meshtrain.metrics.goodput import GoodputTracker
 
 EXIT_RESTART = 1  # the exit status of a process that stops for another node's sake, and is to be started again
+VERDICT_S = 2.0  # that sinks, and then the command of train.on_exit, hold a process which is about to be ended
 STOPPED = 75  # the exit status of a run that was asked to stop and can be gone on with: EX_TEMPFAIL of sysexits.h
 
 
 class RunStatus(AbstractContextManager["RunStatus"]):
     """Around a run: rank 0 writes down how it ends, over how the last one did, unless it is refused at start."""
 
-    def __init__(self, folder: RunFolder, job: Job) -> None:
+    def __init__(self, folder: RunFolder, job: Job, on_exit: str | None = None) -> None:
         self.folder = folder
         self.job = job
+        self._on_exit = on_exit
+        self._sinks: SinkThreads | None = None
         self.stopped: str | None = None  # on whose request, with everything saved
         self.stop_kinds: list[StopKind] = []  # of these requests
         self.status = 0  # with which this process ends, if all goes well
@@ -87,6 +94,12 @@ class RunStatus(AbstractContextManager["RunStatus"]):
                         self.folder.write(name, text)
         self._goodput = goodput
 
+    def open_sinks(self, config: Config, steps: int, step: int) -> SinkThreads:
+        """Those of the config, on rank 0. They are closed here, where it is known how the run ends."""
+        run = SinkRun(config.name, self.folder.path, steps, step, config.plain())
+        self._sinks = SinkThreads(find_sinks(config.metrics), run)
+        return self._sinks
+
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         refused = isinstance(error, InputError | LayoutError)
         if self.job.rank != 0 or (self._goodput is None and (error is None or refused)):
@@ -99,25 +112,42 @@ class RunStatus(AbstractContextManager["RunStatus"]):
             shared = isinstance(error, AgreedError | TrainingError)  # all ranks have it
             asks = signal_of(error) is not None or (isinstance(error, Exception) and not shared)
             first = self.job.failures.first_failure(str(self.job), error) if asks else None
-            reason = _reason(error) if first is None else (first.diagnosis.headline, first.diagnosis.kind)
-            self._write("failed", 1, *reason)
+            if first is not None:
+                self._write("failed", 1, first.diagnosis.headline, first.diagnosis.kind, first.diagnosis.hosts)
+            else:
+                self._write("failed", 1, *_reason(error), () if shared or refused else (self.job.host,))
 
     def write_failed(self, diagnosis: Diagnosis) -> None:
         """The job is lost while this rank is stuck, or rank 0 is gone; called on the lowest rank that is left."""
         if self._goodput is not None and self.job.rank == 0:
-            self._write("failed", 1, diagnosis.headline, diagnosis.kind)
+            self._write("failed", 1, diagnosis.headline, diagnosis.kind, diagnosis.hosts, VERDICT_S)
         elif self._goodput is not None and not (self.folder.path / EXIT).exists():
             # Where a link is cut both sides come here, and the exit.json of rank 0 counts.
-            self.folder.write_exit("failed", 1, diagnosis.headline, self.step, kind=diagnosis.kind)
+            kind, hosts = diagnosis.kind, diagnosis.hosts
+            end = self.folder.write_exit("failed", 1, diagnosis.headline, self.step, kind=kind, hosts=hosts)
+            self._finish(end, VERDICT_S)
 
-    def _write(self, status: str, code: int, reason: str, kind: str) -> None:
+    def _write(
+        self, status: str, code: int, reason: str, kind: str, hosts: Sequence[str] = (), limit_s: float = ON_EXIT_S
+    ) -> None:
+        """`limit_s`: for the sinks to close, and then for train.on_exit."""
         if self._goodput is None:
-            self.folder.write_exit(status, code, reason, self.step, kind=kind)
+            end = self.folder.write_exit(status, code, reason, self.step, kind=kind, hosts=hosts)
+            self._finish(end, limit_s)
             return
         summary = self._goodput.summary()
-        self.folder.write_exit(status, code, reason, self.step, summary.row() | {"jobs": summary.jobs}, kind=kind)
+        row = summary.row() | {"jobs": summary.jobs}
+        end = self.folder.write_exit(status, code, reason, self.step, row, kind=kind, hosts=hosts)
         self._goodput.end(status)
         self.job.say(str(summary))
+        self._finish(end, limit_s)
+
+    def _finish(self, end: Mapping[str, Any], limit_s: float) -> None:
+        if self._sinks is not None:
+            self._sinks.close(end["status"], limit_s)
+        if self._on_exit is not None:
+            run_on_exit(self._on_exit, end, self.folder.path, limit_s)
+            self._on_exit = None
 
 
 def _reason(error: BaseException) -> tuple[str, DiagnosisKind]:

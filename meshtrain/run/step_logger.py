@@ -16,7 +16,7 @@ from meshtrain.job.process import Job
 from meshtrain.layout import DATA_AXES
 from meshtrain.mesh import Mesh
 from meshtrain.metrics.logger import NoMetrics
-from meshtrain.metrics.step_timer import memory_gib
+from meshtrain.metrics.step_timer import memory_gib, memory_reserved_gib
 from meshtrain.modeling.build import spec_of
 from meshtrain.modeling.flops import CausalCalls, causal_flops, mfu, peak_flops, sample_flops
 from meshtrain.run.phase_monitor import PhaseMonitor
@@ -101,7 +101,7 @@ class StepLogger(AbstractContextManager["StepLogger"]):
 
     def state_dict(self) -> dict[str, Any]:
         """What is counted over the steps so far, for a checkpoint: anything that JSON can carry."""
-        return {"tokens": self.tokens, "epoch": vars(self._epoch), "steps": self.steps}
+        return {"tokens": self.tokens, "epoch": dict(vars(self._epoch)), "steps": self.steps}
 
     def ends_epoch(self, step: int) -> bool:
         size = self.config.batch.global_size
@@ -122,6 +122,7 @@ class StepLogger(AbstractContextManager["StepLogger"]):
             "mfu": mfu(None if self._flops is None else self._flops * size, seconds, self._peak, self.job.world_size),
             "mfu_causal": mfu(self._causal_flops(result.step), seconds, self._peak, self.job.world_size),
             "memory_gib": memory_gib(self.job.device),
+            "memory_reserved_gib": memory_reserved_gib(self.job.device),
             **times,
             **{f"sent_bytes_{axis}": sent for axis, sent in result.sent.items()},
             **result.terms,

@@ -1,6 +1,6 @@
 """Kills a run again and again, at any moment, and sees that it ends as if nothing had happened.
 
-    python tests/checkpoint/kill.py [--kills 50] [--seed 0] [--ranks 3] [--forked]
+    python tests/checkpoint/kill.py [--kills 50] [--seed 0] [--ranks 3] [--forked] [--local]
 
 A job of a small model saves its state in the background after every few steps. It is ended with SIGKILL, one rank of it
 or all processes, launcher included, and started again: while it starts or loads, in the middle of training, when a
@@ -30,7 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from meshtrain.checkpoint.directory import complete_steps, name_of  # noqa: E402
+from meshtrain.checkpoint.directory import complete_steps, name_of, read_manifest  # noqa: E402
 from meshtrain.metrics import logger as metrics  # noqa: E402
 from tests.checkpoint.going_on import small_run  # noqa: E402
 from tests.launching import MARK, TORCHRUN, environment, kill_marked, wait_until_gone  # noqa: E402
@@ -115,13 +115,15 @@ class Job:
 class Run:
     """A run of a model in a folder, job after job."""
 
-    def __init__(self, folder: Path, config: Path, ranks: int, steps: int, forked: bool) -> None:
+    def __init__(self, folder: Path, config: Path, ranks: int, steps: int, forked: bool, local: bool = False) -> None:
         self.folder, self.checkpoints = folder, folder / "checkpoints"
+        self.local = folder.with_name(f"{folder.name}_local")
         self._ranks, self._jobs, self._forked = ranks, 0, forked
         launcher = [*TORCHRUN, "--standalone", f"--nproc-per-node={ranks}"]
         if forked:
             launcher = [sys.executable, str(ROOT / "tests" / "forked.py"), str(ranks)]
         options = (f"train.steps={steps}", f"checkpoint.every={EVERY}", "data.workers=0", f"train.output={folder}")
+        options += (f"checkpoint.local={self.local}",) * local
         self._command = [*launcher, "-m", "meshtrain.train", str(config), *options, f"layout={{dp_shard: {ranks}}}"]
 
     def start(self) -> Job:
@@ -139,8 +141,14 @@ class Run:
         return json.loads(lines[-1])["step"] if lines else 0
 
     def newest(self) -> int:
-        """The step of the newest complete checkpoint; 0: there is none."""
-        return max(complete_steps(self.checkpoints), default=0) if self.checkpoints.is_dir() else 0
+        """The step of the newest complete checkpoint, local ones counted that all ranks have; 0: there is none."""
+        found = set(complete_steps(self.checkpoints)) if self.checkpoints.is_dir() else set()
+        by_rank = [
+            {read_manifest(rank / name_of(step))[1] + f" {step}" for step in complete_steps(rank)}
+            for rank in self.local.glob("*/rank_*")
+        ]
+        whole = set.intersection(*by_rank) if len(by_rank) == self._ranks else set()
+        return max(found | {int(one.split()[1]) for one in whole}, default=0)
 
     def unfinished(self) -> list[Path]:
         return sorted(self.checkpoints.glob(".step_*.tmp"))
@@ -214,13 +222,15 @@ def compare(run: Run, whole: Run, steps: int) -> None:
     assert "tensors are equal to the bit" in done.stdout, done.stdout
 
 
-def go(folder: Path, *, kills: int, seed: int, ranks: int = 3, forked: bool = False) -> list[Killed]:
+def go(
+    folder: Path, *, kills: int, seed: int, ranks: int = 3, forked: bool = False, local: bool = False
+) -> list[Killed]:
     """Kills a run so often, in `folder`; returns what each kill met. Raises AssertionError when something is wrong."""
     rng, steps, config = random.Random(seed), STEPS * kills, small_run(folder)
     whole = Run(folder / "whole", config, ranks, steps, forked)
     job = whole.start()
     assert job.ended() == 0, job.log.read_text()
-    run = Run(folder / "run", config, ranks, steps, forked)
+    run = Run(folder / "run", config, ranks, steps, forked, local)
     moments = [MOMENTS[i % len(MOMENTS)] for i in range(kills)]
     rng.shuffle(moments)
     found = []
@@ -241,10 +251,18 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the ranks (%(default)s)")
     parser.add_argument("--ranks", type=int, default=3, help="processes (%(default)s)")
     parser.add_argument("--forked", action="store_true", help="start jobs without torchrun, which is faster")
+    parser.add_argument("--local", action="store_true", help="write checkpoints to local disks first")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="meshtrain-kill-") as folder:
         begun = time.monotonic()
-        found = go(Path(folder), kills=options.kills, seed=options.seed, ranks=options.ranks, forked=options.forked)
+        found = go(
+            Path(folder),
+            kills=options.kills,
+            seed=options.seed,
+            ranks=options.ranks,
+            forked=options.forked,
+            local=options.local,
+        )
     whom = Counter("all" if one.whom == "all" else "one rank" for one in found)
     lost = sum(one.step - one.newest for one in found)
     print(

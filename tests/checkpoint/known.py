@@ -1,11 +1,14 @@
 """Models on any layout whose state has known values: of each tensor they follow from its name alone."""
 
 import zlib
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshtrain.checkpoint.load import exchange, read_shares
+from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.placement import Placement
 from meshtrain.checkpoint.state import UPDATES, State
 from meshtrain.config import Config
@@ -50,6 +53,12 @@ ABOUT: dict[str, Any] = {
     "counters": {},
     "evaluation": None,
 }
+
+
+def restore(checkpoint: Path, manifest: Manifest, state: State) -> None:
+    """As a run does it. All ranks call it."""
+    read_shares(checkpoint, manifest, state)
+    exchange(state)
 
 
 def alone() -> Job:

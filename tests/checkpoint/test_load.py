@@ -9,7 +9,7 @@ import torch
 
 from meshtrain.checkpoint import load
 from meshtrain.checkpoint.directory import complete_steps, open_manifest
-from meshtrain.checkpoint.load import differences, restore
+from meshtrain.checkpoint.load import differences
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.placement import Placement
 from meshtrain.checkpoint.save import Saver
@@ -17,9 +17,10 @@ from meshtrain.checkpoint.shard_file import Shard
 from meshtrain.checkpoint.state import LocalShard
 from meshtrain.checkpoint.verify import verify
 from meshtrain.errors import DamagedError, InputError
+from meshtrain.layout import Layout
 from meshtrain.parallel.sharding import shape_of
 from tests.checkpoint.by_hand import write_checkpoint
-from tests.checkpoint.known import ABOUT, OF_4, alone, clear, fill, on, wrong
+from tests.checkpoint.known import ABOUT, OF_4, alone, clear, fill, on, restore, wrong
 from tests.launching import forked
 from tests.parallel.test_tensor_parallel import assert_none_failed
 
@@ -54,7 +55,9 @@ def part_of(tensors: dict[str, torch.Tensor], wanted: dict[str, tuple[slice, ...
     for name, part in wanted.items():
         target = torch.zeros(shape_of(part))
         shards.append(LocalShard(name, placements[name], part, True, lambda target=target: target))
-    return SimpleNamespace(placements=placements, shards=shards, loaded=lambda: None)
+    return SimpleNamespace(
+        placements=placements, shards=shards, loaded=lambda: None, layout=Layout({}), mesh=SimpleNamespace(rank=0)
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 700, 2**25])

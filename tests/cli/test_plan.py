@@ -296,35 +296,6 @@ def test_a_plan_in_16_bits(layout: str, on_top: str, tmp_path: Path, capsys: pyt
     assert f"AdamW 336 bytes; {on_top}\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("overrides", "estimate"),
-    [
-        ((), "16,384 tokens at once: 82.0 GiB in the layers, 5.7 GiB .* fits 141 GB GPUs without recomputation"),
-        (("layout={dp_shard: 4, cp: 2}",), "8,192 tokens at once: 41.0 GiB .* 5.7 GiB .* 80 GB GPUs"),
-        (("layout={dp_shard: 4, tp: 2}",), "16,384 tokens at once: 41.0 GiB .* 2.9 GiB .* 80 GB GPUs"),
-        (("batch.micro_size=8",), "65,536 tokens at once: .* fits no GPU without recomputation"),
-        (("train.precision=float32",), None),
-        (("parallel.recompute=full",), None),
-        (("layout={dp_shard: 4, pp: 2}",), None),
-        (("model={name: qwen3_moe, preset: qwen3-30b-a3b}",), None),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_a_plan_estimates_a_microbatch(
-    overrides: tuple[str, ...], estimate: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Llama 3.1 8B on 8 GPUs: 16,384 tokens x 32 layers x (12 x 4,096 + 4 x 1,024 + 8 x 14,336) bytes."""
-    config = tmp_path / "8b.yaml"
-    config.write_text(
-        "model: {name: llama, preset: llama-3.1-8b}\ndata: {seq_len: 8192}\nlayout: {dp_shard: 8}\n"
-        "batch: {global_size: 64, micro_size: 2}\ntrain: {steps: 1, precision: bfloat16}\n"
-    )
-    assert cli.main(["plan", str(config), *overrides]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("estimate for ")]
-    assert len(lines) == (estimate is not None)
-    assert estimate is None or re.match(f"estimate for {estimate}", lines[0])
-
-
 def test_a_plan_of_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path, "{pp: 2, dp_shard: 2, tp: 2}")
     assert cli.main(["plan", str(config), "--parameters", "--hosts", "8"]) == 0

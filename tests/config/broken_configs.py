@@ -635,6 +635,7 @@ TOGETHER = [
     one("images without a size", plus("data: {source: images, path: x}\n"), 4, "data.image_size", "such as 224"),
     one("unknown source", plus("data: {source: texts}\n"), 4, "found the text 'texts'", "did you mean text?"),
     one("tokenizer by name", plus("data: {tokenizer: gpt2}\n"), 4, "found the text 'gpt2'", "ends in .json"),
+    one("field without source", plus("data: {text_field: body}\n"), 4, "no fields", "take it away"),
     one("source without path", plus("data: {source: jsonl}\n"), 4, "jsonl needs data.path", "a .jsonl file"),
     one("source with path", plus("data: {path: x}\n"), 4, "python-stdlib takes no data.path", "take it away"),
     one(

@@ -1,5 +1,6 @@
 """Token files: what is written is read, damage is found, and preparation happens once."""
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -45,6 +46,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert [header[key] for key in ("tokens", "documents", "largest_id", "text_bytes")] == [7, 2, 299, 18]
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
         "bytes.bin",
+        "checksums.json",
         "documents.bin",
         "header.json",
         "loss.bin",
@@ -190,6 +192,22 @@ def test_one_of_several_processes_prepares_while_the_others_say_that_they_wait(t
     said = f"waiting for {folder}: process {pids[0]} on {os.uname().nodename} has been"
     assert all(said in line for line in waiting.values())
     assert sorted(path.name for path in folder.parent.iterdir()) == [".x.lock", "x"]
+
+
+def test_one_that_does_not_wait_leaves_it_to_the_other(tmp_path: Path) -> None:
+    with open(tmp_path / ".x.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        prepare_once(tmp_path / "x", lambda: pytest.fail("prepared twice"), print, wait=False)
+    prepare_once(tmp_path / "x", lambda: prepare_slowly(tmp_path / "x", tmp_path / "log"), print, wait=False)
+    assert (tmp_path / "x").is_dir()
+
+
+def test_the_fingerprint_of_a_corpus_stays(tmp_path: Path) -> None:
+    """Checkpoints have it: a run would not go on with data that seem to be other ones."""
+    assert (
+        open_tokens(some(tmp_path / "a")).fingerprint
+        == "6bcd73ad36e50109306091e821e70c1fd82a7ef780c9ffe2bb10b748b8d462c5"
+    )
 
 
 def test_another_takes_over_from_a_killed_preparer_and_cleans_up(tmp_path: Path) -> None:

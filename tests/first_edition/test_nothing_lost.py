@@ -170,7 +170,7 @@ def test_every_documented_field_is_written(short_run: tuple[Path, Finished]) -> 
     assert [row["step"] for row in rows] == list(range(1, 42))
     for name in STEP_FIELDS:
         assert all(name in row for row in rows), name
-    for name in ("own_time_median_s", "own_time_max_s", "own_time_max_rank"):
+    for name in ("own_time_median_s", "own_time_max_s", "own_time_max_rank", "memory_max_gib"):
         assert any(name in row for row in rows), name
     assert all(rows[-1][name] is not None for name in ("eval_loss", "perplexity", "bits_per_byte"))
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import sys
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def named(jobs: list[Finished], folder: Path, what: str, rank: int) -> str:
     assert len({why for _, why in told}) == 1, printed
     ended = json.loads((folder / "exit.json").read_text())
     assert (ended["status"], ended["reason"]) == ("failed", told[0][1])
+    assert ended["hosts"] == [socket.gethostname()]
     if what == "stop":
         lowest = min(i for i in range(3) if i != rank)
         assert re.search(rf"^  .*\(ranks 0-2\): ranks? .* waits?, not arrived: {rank}$", printed, re.MULTILINE), printed
@@ -106,7 +108,7 @@ def test_a_rank_that_fails_is_the_story(small: str, tmp_path: Path) -> None:
     assert job.err.count("Traceback (most recent call last)") == 1, job.err
     assert "This was rank 1 on host" in job.err
     ended = json.loads((tmp_path / "run/exit.json").read_text())
-    assert ended["status"] == "failed"
+    assert (ended["status"], ended["kind"], ended["hosts"]) == ("failed", "failed", [socket.gethostname()])
     assert re.match(why, ended["reason"])
 
 

@@ -255,7 +255,14 @@ def test_a_run_saves_and_stops(
     assert go(interrupt=how, at=2) == {"status": 75}
     reason = f"the file {tmp_path}/run/STOP" if how == "STOP" else how
     kind = "file" if how == "STOP" else how
-    expected = {"status": "stopped", "code": 75, "reason": f"asked to stop by {reason}", "kind": kind, "step": 3}
+    expected = {
+        "status": "stopped",
+        "code": 75,
+        "reason": f"asked to stop by {reason}",
+        "kind": kind,
+        "step": 3,
+        "hosts": [],
+    }
     assert exit_of(tmp_path / "run") == expected
     assert complete_steps(tmp_path / "run/checkpoints") == [3]
     assert [row["step"] for row in read(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
@@ -288,7 +295,14 @@ def test_a_signal_before_training_ends_the_run(
     monkeypatch.setattr(meshtrain.train, "build_mesh", lambda *_: send(signal.SIGTERM))
     with pytest.raises(SystemExit):
         go()
-    expected = {"status": "failed", "code": 1, "reason": "ended by SIGTERM", "kind": "ended", "step": 0}
+    expected = {
+        "status": "failed",
+        "code": 1,
+        "reason": "ended by SIGTERM",
+        "kind": "ended",
+        "step": 0,
+        "hosts": ["here"],
+    }
     assert exit_of(tmp_path / "run") == expected
 
 

@@ -97,6 +97,38 @@ def test_a_task_per_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torchrun" not in script.partition("set -euo")[2]
 
 
+def test_options_for_srun_and_sbatch_and_a_container(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = dry_run(
+        capsys, *NODES, "--srun", "cpu-bind=verbose,ldoms", "--srun", "label=", "--sbatch", "exclude=gpu07,gpu08",
+        "--sbatch", "exclusive", "--sbatch", "mem=0", "--container-image", "nvcr.io/a/b:1", "--container-mounts",
+        f"{folder}:/data",
+    )  # fmt: skip
+    asked = directives(script)
+    assert (asked["exclude"], asked["exclusive"], asked["mem"]) == ("gpu07,gpu08", "", "0")
+    assert asked["ntasks-per-node"] == "1", "--srun with a value is no wish for a task per GPU"
+    lines = script.splitlines()
+    assert "export SRUN_ARGS='--cpu-bind=verbose,ldoms --label'" in lines
+    assert {"export CONTAINER_IMAGE=nvcr.io/a/b:1", f"export CONTAINER_MOUNTS={folder}:/data"} <= set(lines)
+    assert "export ACTIVATE=''" in lines, "the host's environment is none of the container's"
+
+
+@pytest.mark.parametrize("word", ["train.steps=3", "layout={dp_shard: 32}"])
+def test_srun_alone_leaves_the_words_behind_it_to_training(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    script = dry_run(capsys, *NODES, "--srun", word)
+    assert directives(script)["ntasks-per-node"] == "8"
+    assert f"set -- configs/quickstart.yaml {shlex.quote(word)}" in script.splitlines()
+    assert cli.main(["launch", "--dry-run", *NODES, "--srun", "configs/quickstart.yaml", word]) == 0
+    assert capsys.readouterr().out == script
+
+
+def test_nodes_that_are_held_as_spares(capsys: pytest.CaptureFixture[str]) -> None:
+    """The layout is that of the nodes that train."""
+    script = dry_run(capsys, "--slurm", "--nodes", "3", "--gpus-per-node", "8", "--spare-nodes=1", "layout.dp_shard=16")
+    asked = directives(script)
+    assert (asked["nodes"], asked["no-kill"]) == ("3", "")
+    assert "export SPARE_NODES=1" in script.splitlines()
+
+
 def test_a_short_job_saves_in_a_quarter_of_its_time(capsys: pytest.CaptureFixture[str]) -> None:
     script = dry_run(capsys, *NODES, "--time", "20")
     assert directives(script)["signal"] == "USR1@300"
@@ -159,6 +191,13 @@ def test_bash_reads_the_words_too(capsys: pytest.CaptureFixture[str]) -> None:
         (("--nodes", "4", "--gpus-per-node", "8"), "--slurm is the one that meshtrain launch knows"),
         (("--slurm", "--gpus-per-node", "8"), "--nodes is missing"),
         (("--slurm", "--nodes", "4"), "--gpus-per-node is missing"),
+        ((*NODES, "--spare-nodes", "4"), "--spare-nodes 4 of --nodes 4 leave none to train: ask for --nodes 8"),
+        ((*NODES, "--container-mounts", "/a:/b"), "need a --container-image"),
+        ((*NODES, "--container-image", "./no.sqsh"), "--container-image ./no.sqsh: there is no such file"),
+        ((*NODES, "--container-image", "a/b:1", "--container-mounts", "/no/x:/x"), "there is no folder /no/x"),
+        ((*NODES, "--sbatch", "nodes=3"), "meshtrain launch sets nodes itself"),
+        ((*NODES, "--sbatch", "a b"), "--sbatch 'a b': expected KEY=VALUE"),
+        ((*NODES, "--srun", "Cpu=3"), "--srun 'Cpu=3': expected KEY=VALUE"),
         (("--slurm", "--nodes", "0", "--gpus-per-node", "8"), "--nodes 0: expected a number of at least 1"),
         (("--slurm", "--nodes", "2:4", "--gpus-per-node", "8"), "--nodes 2:4"),
         ((*NODES, "--gres", "gpu:4"), "--gres gpu:4 asks for 4 GPUs on each node and --gpus-per-node for 8"),

@@ -14,6 +14,8 @@ from rich.console import Console
 from meshtrain.errors import InputError
 from meshtrain.metrics import logger as metrics
 from meshtrain.metrics.logger import Metrics, MetricsFile, NoMetrics, read
+from meshtrain.metrics.sink_threads import SinkThreads
+from meshtrain.metrics.sinks import SinkRun, TensorBoard
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:
@@ -190,11 +192,13 @@ def test_other_ranks_take_the_same_calls_and_write_nothing(tmp_path: Path, monke
 
 def test_tensorboard_gets_what_the_file_gets(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    watch = Metrics(tmp_path, task="language", steps=2, tensorboard=True, console=quiet())
+    threads = SinkThreads({"tensorboard": TensorBoard}, SinkRun("a", tmp_path, 2))
+    watch = Metrics(tmp_path, task="language", steps=2, sinks=threads, console=quiet())
     for step in (1, 2):
         watch.row(row(step, lr=1e-3 * step, step_time_s=0.5, time_data_s=0.1, mfu=None))
     watch.evaluation(2, {"eval_loss": 2.0, "perplexity": 7.4})
     watch.close()
+    threads.close("done", limit_s=60)
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     tags = {"train/loss", "train/lr", "time/step_time_s", "time/data_s", "validation/loss", "validation/perplexity"}
@@ -204,11 +208,3 @@ def test_tensorboard_gets_what_the_file_gets(tmp_path: Path) -> None:
         (2, pytest.approx(2e-3)),
     ]
     assert [(event.step, event.value) for event in events.Scalars("validation/loss")] == [(2, 2.0)]
-
-
-def test_tensorboard_that_is_not_installed_is_an_input_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"pip install 'meshtrain\[tensorboard\]'"):
-        Metrics(tmp_path, task="language", steps=2, tensorboard=True, console=quiet())
-    assert list(tmp_path.iterdir()) == []
-    Metrics(tmp_path, task="language", steps=2, console=quiet()).close()

@@ -1,5 +1,6 @@
 """Ranks tell each other their times now and then, without waiting; a slowed rank is named, with what is known of it."""
 
+import itertools
 import os
 import re
 import stat
@@ -20,6 +21,7 @@ from meshtrain.doctor.records import Gpu
 from meshtrain.job.environment import Environment
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
+from meshtrain.metrics import straggler
 from meshtrain.metrics.logger import read
 from meshtrain.metrics.nvidia_smi import CONDITION, condition, gpu_condition, throttle_reasons
 from meshtrain.metrics.straggler import (
@@ -93,9 +95,11 @@ def take(each: list[StragglerDetector], step: int, slow: int | None) -> dict[str
     return found[0]
 
 
-def test_a_slow_rank_is_named_after_its_third_look_and_when_it_recovers() -> None:
+def test_a_slow_rank_is_named_after_its_third_look_and_when_it_recovers(monkeypatch) -> None:
     said: list[str] = []
     each = ranks(3, dist.HashStore(), said)
+    growing = itertools.count(1)
+    monkeypatch.setattr(straggler, "memory_gib", lambda device: next(growing))
     for step in range(1, 20 * LOOKS + 1):
         take(each, step, 1)
     assert said == []
@@ -103,7 +107,8 @@ def test_a_slow_rank_is_named_after_its_third_look_and_when_it_recovers() -> Non
     assert len(said) == 1
     assert said[0].startswith("warning: rank 1 on host a (dp_shard 1) is slow: for 60 steps now it has taken 500 ms")
     assert "the other 2 ranks with the same work take 100 ms. All ranks wait for it" in said[0]
-    assert found == {"own_time_median_s": 0.1, "own_time_max_s": 0.5, "own_time_max_rank": 1}
+    assert found.pop("memory_max_gib") > 0
+    assert found == {"own_time_median_s": 0.1, "own_time_max_s": 0.5, "own_time_max_rank": 1, "memory_max_rank": 2}
     for step in range(20 * LOOKS + 2, 20 * 2 * LOOKS + 2):
         take(each, step, None)
     assert said[1:] == ["rank 1 on host a (dp_shard 1) is as fast as its peers again"]

@@ -1,6 +1,8 @@
 """The sbatch scripts in a real SLURM, on two nodes of two processes."""
 
 import json
+import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -86,15 +88,16 @@ Submitted = tuple[str, Run, Path]  # the job, the run, and the file with what th
 
 
 def submitted(
-    cluster: Cluster, config: Path, folder: Path, script: str, *overrides: str, options: Sequence[str] = ()
-) -> Submitted:
+    cluster: Cluster, config: Path, folder: Path, script: str, *overrides: str, options: Sequence[str] = (),
+    **variables: str,
+) -> Submitted:  # fmt: skip
     """A run with a script of tools/slurm or a path, by default on two nodes of two processes."""
     options = options or (f"--ntasks-per-node={SCRIPTS[script]}", "--gpus-per-node=2")
     job = cluster.sbatch(
         "--cpus-per-task=2", f"--output={folder}/%j.out", *options,
         str(ROOT / "tools" / "slurm" / script), str(config), f"train.steps={STEPS}", f"train.output={folder}/the run",
         *overrides,
-        env={"ACTIVATE": str(Path(sys.executable).parent / "activate")},
+        env={"ACTIVATE": str(Path(sys.executable).parent / "activate")} | variables,
     )  # fmt: skip
     return job, Run(folder / "the run"), folder / f"{job}.out"
 
@@ -104,8 +107,8 @@ def submit(cluster: Cluster, config: Path, tmp_path: Path) -> Iterator[Callable[
     """Submits a run with a script; what of it is still there after the test is ended."""
     jobs = []
 
-    def submit(script: str, *overrides: str, options: Sequence[str] = ()) -> Submitted:
-        found = submitted(cluster, config, tmp_path, script, *overrides, options=options)
+    def submit(script: str, *overrides: str, options: Sequence[str] = (), **variables: str) -> Submitted:
+        found = submitted(cluster, config, tmp_path, script, *overrides, options=options, **variables)
         jobs.append(found[0])
         return found
 
@@ -245,11 +248,12 @@ def test_torchrun_makes_up_for_a_lost_process(cluster: Cluster, submit: Callable
 
 
 def test_a_lost_process_ends_a_job_of_srun(cluster: Cluster, submit: Callable) -> None:
-    """The others end too, and it is not tried again: whatever has failed would fail again."""
-    job, run, printed = submit("train-srun.sbatch", "train.chaos=[{fault: kill, rank: 3, step: 10}]")
+    """The others end too, and it is not tried again where MAX_TRIES says so."""
+    fault = "train.chaos=[{fault: kill, rank: 3, step: 10}]"
+    job, run, printed = submit("train-srun.sbatch", fault, MAX_TRIES="0")
     found = cluster.wait(job)
     assert (found["JobState"], found["Restarts"]) == ("FAILED", "0"), printed.read_text()
-    assert run.exit["status"] == "failed"
+    assert (run.exit["status"], run.exit["kind"], run.exit["hosts"]) == ("failed", "gone", ["node2"])
     assert "rank 3 on host node2" in "".join(run.logs(0).values())
 
 
@@ -258,6 +262,53 @@ def test_a_wrong_config_ends_the_job_before_the_step(cluster: Cluster, submit: C
     found = cluster.wait(job)
     assert (found["JobState"], found["ExitCode"]) == ("FAILED", "2:0")
     assert "stepz" in printed.read_text()
+    assert not run.folder.exists()
+
+
+# A container runtime with the words of apptainer, for a folder as image: the programs of the host are put there.
+RUNTIME = r"""#!/bin/bash
+[[ $1 == exec ]] && shift || exit 2
+while [[ $1 == --* ]]; do
+    case $1 in --bind=*) binds=${1#*=} ;; --pwd=*) pwd=${1#*=} ;; --nv) ;; *) exit 2 ;; esac
+    shift
+done
+exec unshare --mount bash -c '
+    set -e
+    IFS=, read -ra binds <<< "$1" && image=$2 pwd=$3 && shift 3
+    for folder in /usr /lib /lib64 /bin /sbin /etc /proc /sys /dev; do binds+=("$folder:$folder"); done
+    for bind in "${binds[@]}"; do
+        mkdir -p "$image${bind#*:}" && mount --rbind "${bind%%:*}" "$image${bind#*:}"
+    done
+    exec chroot "$image" bash -c "cd \"\$0\" && exec \"\$@\"" "$pwd" "$@"
+' inside "$binds" "$1" "$pwd" "${@:2}"
+"""
+
+
+def test_a_container_and_a_preflight(cluster: Cluster, config: Path, losses: list[float], tmp_path: Path) -> None:
+    """The config is inside of the image only, so that checking it and training can only have been done there."""
+    image, runtime, here = tmp_path / "image", tmp_path / "runtime", tmp_path / "here"
+    (image / "experiment").mkdir(parents=True)
+    here.mkdir()
+    shutil.copy(config, image / "experiment")
+    runtime.write_text(RUNTIME)
+    runtime.chmod(0o755)
+    mounts = {str(here), str(config.parent), str(Path(sys.prefix).resolve()), str(Path(sys.base_prefix).resolve())}
+    variables = {"CONTAINER_IMAGE": str(image), "CONTAINER_RUNTIME": str(runtime), "PREFLIGHT": "1"}
+    variables["CONTAINER_MOUNTS"] = ",".join(f"{one}:{one}" for one in sorted(mounts - {"/usr"}))
+    inside = Path("/experiment") / config.name
+    job, run, printed = submitted(cluster, inside, here, "train.sbatch", **variables)
+    assert cluster.wait(job)["JobState"] == "COMPLETED", printed.read_text()
+    assert [row["loss"] for row in run.rows] == losses
+    (folder,) = run.folder.glob("logs/slurm-*.0")
+    assert {log.name for log in folder.glob("preflight_*.log")} == {"preflight_node1.log", "preflight_node2.log"}
+    assert "collectives over gloo" in (folder / "preflight_node2.log").read_text()
+
+
+def test_an_image_that_is_missing_ends_the_job_before_the_step(cluster: Cluster, config: Path, tmp_path: Path) -> None:
+    variables = {"CONTAINER_IMAGE": "/no/image.sqsh", "CONTAINER_RUNTIME": "true"}
+    job, run, printed = submitted(cluster, config, tmp_path, "train.sbatch", **variables)
+    assert cluster.wait(job)["JobState"] == "FAILED"
+    assert "CONTAINER_IMAGE is /no/image.sqsh, which is not there" in printed.read_text()
     assert not run.folder.exists()
 
 
@@ -278,13 +329,59 @@ def test_nodes_with_different_numbers_of_gpus(config: Path, tmp_path: Path) -> N
             assert [row["loss"] for row in run.rows] == expected
 
 
-def test_a_lost_node_is_made_up_for_by_another(config: Path, losses: list[float], tmp_path: Path) -> None:
-    """SLURM itself brings the job back, and it goes on where there are nodes."""
-    with Cluster(tmp_path / "cluster", nodes=3, lost_after_s=15) as cluster:
-        job, run, printed = submitted(cluster, config, tmp_path, "train-srun.sbatch", SLOW)
-        run.reaches(6, cluster, job)
-        cluster.lose(2)
-        cluster.start_again(job, restarts=1)
-        found = cluster.wait(job)
-        assert (found["JobState"], found["NodeList"]) == ("COMPLETED", "node[1,3]"), printed.read_text()
+@pytest.fixture(scope="module")
+def losing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster that has a node less after some of the tests below."""
+    with Cluster(tmp_path_factory.mktemp("losing"), nodes=5, lost_after_s=40) as cluster:
+        yield cluster
+
+
+def nodes_of(printed: Path, start: int) -> list[str]:
+    """On which the ranks ran, in that start of the job."""
+    (nodes,) = re.findall(rf"2 nodes \((.*)\), start {start};", printed.read_text())
+    return nodes.split()
+
+
+@both
+def test_a_spare_node_takes_the_place_of_one_that_dies(
+    losing: Cluster, config: Path, losses: list[float], tmp_path: Path, script: str
+) -> None:
+    """Within the allocation, which SLURM keeps."""
+    options = (f"--ntasks-per-node={SCRIPTS[script]}", "--gpus-per-node=2", "--nodes=3", "--no-kill")
+    variables = {"SPARE_NODES": "1", "MAX_RESTARTS": "0", "FAILED_SECONDS": "5"}
+    job, run, printed = submitted(
+        losing, config, tmp_path, script, SLOW.replace("16", "8"), options=options, **variables
+    )
+    run.reaches(4, losing, job)
+    first, second = nodes_of(printed, 0)
+    losing.lose(int(second[-1]))
+    found = losing.wait(job)
+    assert (found["JobState"], found["Restarts"]) == ("COMPLETED", "0"), printed.read_text()
+    assert nodes_of(printed, 1)[0] == first
+    assert nodes_of(printed, 1)[1] != second
+    assert [row["loss"] for row in run.rows] == losses
+
+
+def test_a_job_comes_back_without_the_node_that_it_was_lost_by(
+    losing: Cluster, config: Path, losses: list[float], tmp_path: Path
+) -> None:
+    """SLURM takes that node to be well: a process was killed there, as by a GPU that has fallen off its bus."""
+    fault = "train.chaos=[{fault: kill, rank: 3, step: 10}]"
+    job, run, printed = submitted(losing, config, tmp_path, "train-srun.sbatch", fault)
+    losing.start_again(job, restarts=1)
+    found = losing.wait(job)
+    assert (found["JobState"], found["ExcNodeList"]) == ("COMPLETED", nodes_of(printed, 0)[1]), printed.read_text()
+    assert nodes_of(printed, 0)[1] not in nodes_of(printed, 1)
+    assert [row["loss"] for row in run.rows] == losses
+
+
+def test_slurm_itself_brings_a_job_back_that_has_lost_a_node(
+    losing: Cluster, config: Path, losses: list[float], tmp_path: Path
+) -> None:
+    job, run, printed = submitted(losing, config, tmp_path, "train-srun.sbatch", SLOW)
+    run.reaches(6, losing, job)
+    losing.lose(int(nodes_of(printed, 0)[1][-1]))
+    losing.start_again(job, restarts=1)
+    assert losing.wait(job)["JobState"] == "COMPLETED", printed.read_text()
+    assert nodes_of(printed, 0)[1] not in nodes_of(printed, 1)
     assert [row["loss"] for row in run.rows] == losses

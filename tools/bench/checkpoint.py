@@ -31,7 +31,7 @@ from torch import nn
 import meshtrain
 from harness import median_interval
 from meshtrain.checkpoint import directory as folders
-from meshtrain.checkpoint.load import THREADS, restore
+from meshtrain.checkpoint.load import THREADS, exchange, read_shares
 from meshtrain.checkpoint.manifest import Manifest, file_of
 from meshtrain.checkpoint.save import Retention, Saver
 from meshtrain.checkpoint.shard_file import BLOCK
@@ -115,7 +115,8 @@ class Bench:
             os.fsync(file.fileno())
 
     def load(self) -> None:
-        restore(self.checkpoint, self.manifest, self.state)
+        read_shares(self.checkpoint, self.manifest, self.state)
+        exchange(self.state)
 
     def read(self) -> None:
         self._sum(0, self.own.stat().st_size)

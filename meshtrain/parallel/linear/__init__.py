@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshtrain.parallel.linear.matmul import PLAIN, PRODUCTS, Products
 from meshtrain.parallel.linear.shared_input import SharedInput, split_outputs
 from meshtrain.parallel.linear.weight_grad import SupportsDeferral, WeightGradQueue, product_weight_grad
-from meshtrain.parallel.torch_private import is_traced
+from meshtrain.parallel.torch_private import device_type_of, is_traced
 
 
 class ProductsLayer(SupportsDeferral):
@@ -40,8 +40,8 @@ class Linear(ProductsLayer, nn.Linear):
     def _output(self, input: Tensor) -> Tensor:
         queue = self.weight_grad_queue
         # Nor does autocast come into our backward.
-        torchs = is_traced() or torch.is_autocast_enabled(input.device.type)
-        faster = queue is not None and not queue.used and input.device.type == "cpu"  # is torch's own
+        torchs = is_traced() or torch.is_autocast_enabled(device_type_of(input))
+        faster = queue is not None and not queue.used and device_type_of(input) == "cpu"  # is torch's own
         if self.products == PLAIN.name and (torchs or faster):
             return F.linear(input, self.weight, self.bias)
         return LinearMatmul.apply(input, self.weight, self.bias, self.products, queue)

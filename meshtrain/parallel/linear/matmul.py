@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshtrain.parallel.torch_private import device_type_of
+
 Maximum = Callable[[Tensor], Tensor]  # of each element over the ranks that have parts of what a product sums
 
 
@@ -48,7 +50,7 @@ def linear_weight_grad_into(grad: Tensor, x: Tensor, into: Tensor, add: bool = T
 def widens(grad: Tensor, x: Tensor, into: Tensor) -> bool:
     """Whether torch's product of 16-bit numbers can leave its float32 sums unrounded: on NVIDIA GPUs."""
     narrow = grad.dtype == x.dtype and x.dtype in (torch.bfloat16, torch.float16)
-    return narrow and into.dtype == torch.float32 and into.is_cuda and not torch.version.hip
+    return narrow and into.dtype == torch.float32 and device_type_of(into) == "cuda" and not torch.version.hip
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,112 @@
+"""Node-local checkpoints: each rank writes its file to a disk of its host first, and reads it there when it goes on.
+
+`FOLDER/ID/rank_00003/step_0000100` holds what rank 3 has written, the manifest of all files, and COMPLETE. The ID lies
+in the shared folder of the checkpoints: a run that begins anew in a fresh folder finds nothing of an earlier one.
+A manifest with one checksum stands for one checkpoint, so files of two are never read together.
+"""
+
+import shutil
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from meshtrain.checkpoint import directory
+from meshtrain.checkpoint.directory import check_files, complete_steps, name_of, read_manifest
+from meshtrain.checkpoint.load import files_needed
+from meshtrain.checkpoint.manifest import File, Manifest, file_of
+from meshtrain.checkpoint.shard_file import write_shard
+from meshtrain.checkpoint.staging import Snapshot
+from meshtrain.errors import InputError
+from meshtrain.job.process import Job
+from meshtrain.job.storage import write_whole
+from meshtrain.layout import Layout
+
+ID = ".local_id"
+KEPT = 2  # checkpoints of a rank: one that is complete stays while the next is written on other hosts
+
+Known = tuple[int, str]  # step of a checkpoint and sha256 of its manifest
+
+
+class LocalDisk:
+    """The disk of this host, for one run. All ranks make theirs together."""
+
+    def __init__(self, root: Path, checkpoints: Path, job: Job) -> None:
+        """InputError, or TrainingError, on every rank: a folder cannot be used."""
+        known = None
+        with job.collective_check("looking at the local disks"):
+            if job.rank == 0:
+                path = checkpoints / ID
+                if not path.exists():
+                    write_whole(path, uuid.uuid4().hex)
+                known = path.read_text()
+        ranks = job.gather("looking at the local disks", [known, job.host])
+        self._folder, self._rank = root / str(ranks[0][0]), job.rank
+        self._here = [rank for rank, (_, host) in enumerate(ranks) if host == job.host]
+        self.own = self._of(job.rank)
+        with job.collective_check("opening the local disks"):
+            try:
+                self.own.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise InputError(
+                    f"checkpoint.local: {self.own} cannot be made ({error.strerror}): "
+                    "name a folder on a disk of each host"
+                ) from error
+
+    def _of(self, rank: int) -> Path:
+        return self._folder / Path(file_of(rank)).stem
+
+    def write(self, step: int, snapshot: Snapshot) -> File:
+        """This rank's file, on disk. OSError: it cannot be written."""
+        path = directory.begin(self.own, step)
+        return write_shard(path / file_of(self._rank), snapshot.tensors())
+
+    def finish(self, step: int, manifest_text: str) -> None:
+        """All ranks have written their files: what this one has written is part of a checkpoint."""
+        if (self.own / name_of(step)).exists():
+            directory.remove(self.own / name_of(step))
+        directory.finish(self.own, step, manifest_text, only=file_of(self._rank))
+
+    def abandon(self, step: int) -> None:
+        with suppress(OSError):
+            directory.abandon(self.own, step)
+
+    def prune(self) -> None:
+        """Deletes older checkpoints, and what ranks have left that are on other hosts now."""
+        for step in complete_steps(self.own)[:-KEPT]:
+            directory.remove(self.own / name_of(step))
+        if self._rank == self._here[0]:
+            own = {self._of(rank) for rank in self._here}
+            for folder in set(self._folder.glob("rank_*")) - own:
+                shutil.rmtree(folder)
+
+    def remove_later(self, step: int) -> None:
+        """Of the steps that will be made again, and what was not written to its end."""
+        directory.clear_unfinished(self.own)
+        for later in complete_steps(self.own):
+            if later > step:
+                directory.remove(self.own / name_of(later))
+
+    def inventory(self) -> dict[Known, dict[int, Path]]:
+        """The checkpoints of which this host has files: rank -> folder of its file. The bytes are not looked at."""
+        by_known: dict[Known, dict[int, Path]] = {}
+        for folder in self._folder.glob("rank_*"):
+            for step in complete_steps(folder):
+                with suppress(InputError, OSError, ValueError):  # it is damaged: then it is not there
+                    manifest, digest = read_manifest(folder / name_of(step))
+                    check_files(folder / name_of(step), manifest, file_of(rank := int(folder.name[5:])))
+                    by_known.setdefault((step, digest), {})[rank] = folder / name_of(step)
+        return by_known
+
+    def offers(self, layout: Layout) -> list[Known]:
+        """The checkpoints of which this host has all files that this rank needs on a layout."""
+        return [known for known, files in self.inventory().items() if self._needs(files, layout) <= files.keys()]
+
+    def _needs(self, files: dict[int, Path], layout: Layout) -> set[int]:
+        manifest = self.manifest(files)
+        old = manifest.layout
+        if (old.sizes, old.experts, old.context_heads) != (layout.sizes, layout.experts, layout.context_heads):
+            return set(range(len(manifest.files)))  # how tensors will lie is not known yet
+        return files_needed(manifest, manifest.tensors, layout, self._rank)
+
+    def manifest(self, files: dict[int, Path]) -> Manifest:
+        return read_manifest(next(iter(files.values())))[0]

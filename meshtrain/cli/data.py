@@ -1,0 +1,54 @@
+"""`meshtrain data verify`: whether token files are what was written, and hold ids of the vocabulary only.
+
+meshtrain data verify my_run.yaml          # what `meshtrain prepare` or a run has made for this config
+meshtrain data verify data/tokens
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from meshtrain.config import Config
+from meshtrain.data.prepare import preparations
+from meshtrain.data.tokens import verify
+from meshtrain.errors import InputError, plural
+
+HAS_ACTIONS = True  # each with arguments of its own
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    check = actions.add_parser("verify", help="read every byte: exit status 0 if all is intact, 1 if not")
+    check.add_argument("path", metavar="CONFIG|FOLDER", help="a config, or a folder of token files")
+    check.add_argument("overrides", nargs="*", metavar="key.path=value", help="override keys of the config")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns the exit status. InputError: there is nothing to verify."""
+    status = 0
+    for folder, n_outputs in _folders(arguments):
+        problems, has_checksums = verify(folder, n_outputs)
+        intact = (
+            "intact" if has_checksums else "no checksums, an older meshtrain has written it; sizes and ids are right"
+        )
+        print(f"{folder}: {plural(len(problems), 'problem') if problems else intact}", flush=True)
+        print(*(f"  {problem}\n" for problem in problems), sep="", end="")
+        status |= bool(problems)
+    return status
+
+
+def _folders(arguments: argparse.Namespace) -> Iterator[tuple[Path, int | None]]:
+    """With the size of the model's vocabulary, where that is known."""
+    if Path(arguments.path).is_dir():
+        yield Path(arguments.path), None
+        return
+    config = Config.load(arguments.path, arguments.overrides)
+    data, n_outputs = config.data, config.model.keys.get("vocab_size")
+    if data.source == "tokens":
+        paths = [Path(path).expanduser() for path in (data.path, data.validation) if isinstance(path, str)]
+    else:
+        paths = [preparation.folder for preparation in preparations(data)]
+    for path in paths:
+        if not path.is_dir():
+            raise InputError(f"there is no folder {path} yet: `meshtrain prepare {arguments.path}` makes it")
+        yield path, n_outputs

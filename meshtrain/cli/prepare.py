@@ -1,0 +1,110 @@
+"""`meshtrain prepare`: tokenizes the text of a config before its job, in several processes on one host or on several.
+
+The token files are those that the job would make, where the job looks for them (`data.cache`).
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import wait
+from multiprocessing.queues import SimpleQueue
+
+from meshtrain.config import Config
+from meshtrain.data.prepare import Preparation, preparations
+from meshtrain.errors import InputError, plural
+from meshtrain.job.signals import end_with_parent
+from meshtrain.job.storage import warn
+
+_SAY_EVERY_S = 10.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="a YAML file, or the name of one of meshtrain's own")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override keys of the config")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--workers", type=int, default=cores, metavar="N", help=f"processes (here: {cores})")
+    about = "do the share of host I (from 0) of K: needs no locks between hosts"
+    parser.add_argument("--host", type=_share, default=(0, 1), metavar="I/K", help=about)
+
+
+def _share(text: str) -> tuple[int, int]:
+    host, _, hosts = text.partition("/")
+    if not (host.isdecimal() and hosts.isdecimal() and int(host) < int(hosts)):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected I/K, such as 0/4 for the first of four hosts")
+    return int(host), int(hosts)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns the exit status: 1 if the disk does not take it. InputError: the config or a text is wrong."""
+    if arguments.workers < 1:
+        raise InputError(f"--workers is {arguments.workers}: expected at least 1")
+    for preparation in list(preparations(Config.load(arguments.config, arguments.overrides).data)):
+        try:
+            _prepare(preparation, arguments.workers, *arguments.host)
+        except (OSError, KeyboardInterrupt) as error:
+            total, name = len(preparation.shards), preparation.folder
+            finished = f"{total - len(preparation.missing())} of {plural(total, 'shard')} are finished"
+            reason = str(error) or "stopped"
+            warn(f"{name} is not prepared: {reason}; {finished}, and the same command goes on with the others")
+            return 1
+    return 0
+
+
+def _prepare(preparation: Preparation, workers: int, host: int, hosts: int) -> None:
+    share = len([shard for shard in preparation.missing() if shard % hosts == host])
+    if workers > 1 and share > 1:
+        _say(f"preparing {preparation.source.name}: {plural(share, 'shard')} in {min(workers, share)} processes")
+        _work_together(preparation, min(workers, share), host, hosts)
+    if preparation.run(_say, host, hosts):
+        header = json.loads((preparation.folder / "header.json").read_text("utf-8"))
+        size = f"{plural(header['documents'], 'document')}, {plural(header['tokens'], 'token')}"
+        _say(f"{preparation.folder} is prepared: {size}, fingerprint {header['fingerprint'][:16]}")
+    else:
+        missing = plural(len(preparation.missing()), "shard")
+        _say(f"host {host}/{hosts} has done its share of {preparation.folder}; the others have {missing} to do")
+
+
+def _work_together(preparation: Preparation, workers: int, host: int, hosts: int) -> None:
+    """Tokenizes this host's share in several processes. What one leaves that is killed, this process does later."""
+    context = multiprocessing.get_context("fork")
+    errors: SimpleQueue[Exception] = context.SimpleQueue()
+    arguments = (preparation, host, hosts, errors, os.getpid())
+    processes = [context.Process(target=_work, args=arguments, daemon=True) for _ in range(workers)]
+    start = last_message = time.monotonic()
+    total, name = len(preparation.missing()), preparation.source.name
+    try:
+        for process in processes:
+            process.start()
+        while errors.empty() and (running := [process.sentinel for process in processes if process.is_alive()]):
+            wait(running, 1.0)
+            now = time.monotonic()
+            if now - last_message >= _SAY_EVERY_S:
+                last_message, done = now, total - len(preparation.missing())
+                _say(f"preparing {name}: {done:,} of {plural(total, 'shard')} in {now - start:.0f} s")
+    finally:
+        for process in processes:
+            if process.pid:
+                process.kill()
+                process.join()
+    if not errors.empty():
+        raise errors.get()
+    for process in processes:
+        if process.exitcode:
+            warn(f"a worker has ended with status {process.exitcode}: what it has not finished is done now")
+
+
+def _work(preparation: Preparation, host: int, hosts: int, errors: "SimpleQueue[Exception]", parent: int) -> None:
+    end_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to obey
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else each worker has threads for all cores
+    try:
+        preparation.take_shards(lambda line: None, host, hosts, wait=False)
+    except (InputError, OSError) as error:
+        errors.put(error)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

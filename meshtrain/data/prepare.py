@@ -1,0 +1,109 @@
+"""Preparation of text: shards that processes of one or several hosts tokenize, merged into the token files of a run.
+
+Every process takes one shard after the other that nobody has a lock on, then waits for those of the others, and the
+first to find all of them merges them. One that is killed loses half a shard, which another does again. The token files
+follow from the texts and the tokenizer alone, whoever has done how much. Imports no torch.
+"""
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshtrain.data import text
+from meshtrain.data.cache import Progress, Say, cache_folder, prepare_once
+from meshtrain.data.fingerprint import data_path
+from meshtrain.data.tokenizer import Tokenizer, open_tokenizer
+from meshtrain.data.tokens import Document, read_documents, write
+from meshtrain.errors import InputError, any_of, plural
+
+if TYPE_CHECKING:
+    from meshtrain.config import Data
+
+# data.source -> its files, by data.path and data.text_field.
+TEXT: dict[str, Callable[[Path, str], text.TextSource]] = {
+    "python-stdlib": lambda path, field: text.python_stdlib(),
+    "text": lambda path, field: text.text_files(path),
+    "jsonl": text.jsonl_files,
+    "parquet": text.parquet_files,
+}
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """One corpus on its way into a folder of token files."""
+
+    source: text.TextSource
+    tokenizer: Tokenizer
+    folder: Path
+
+    @cached_property
+    def shards(self) -> list[list[text.Piece]]:
+        return self.source.shards()
+
+    @property
+    def parts(self) -> Path:
+        """The folder of the shards' own token files."""
+        return self.folder.parent / f".{self.folder.name}.shards"
+
+    def missing(self) -> list[int]:
+        """The shards that nobody has finished."""
+        absent = [shard for shard in range(len(self.shards)) if not self._shard_folder(shard).is_dir()]
+        return [] if self.folder.is_dir() else absent  # asked in this order: shards go when the folder has come
+
+    def run(self, say: Say, host: int = 0, hosts: int = 1) -> bool:
+        """Prepares in this process, of several hosts one's share, and waits for other processes of it.
+
+        Returns whether the token files are there: of several hosts the last one makes them. Raises InputError: a text
+        is not what it should be; OSError: the disk does not take it. Shards that are finished stay.
+        """
+        if self.missing():
+            say(f"preparing {self.source.name}: {plural(len(self.source.files), 'file')} into {self.folder}")
+            self.take_shards(say, host, hosts, wait=False)
+            self.take_shards(say, host, hosts, wait=True)
+            if self.missing():
+                return False
+        prepare_once(self.folder, partial(self._merge, say), say)
+        shutil.rmtree(self.parts, ignore_errors=True)
+        return True
+
+    def take_shards(self, say: Say, host: int, hosts: int, *, wait: bool) -> None:
+        """Tokenizes one shard after the other of a host's share. Those that other processes tokenize now are waited
+        for, or left to them."""
+        progress = Progress(self.source.name, say)
+        for shard in range(host, len(self.shards), hosts):
+            prepare_once(self._shard_folder(shard), partial(self._tokenize, shard, progress), say, wait=wait)
+
+    def _shard_folder(self, shard: int) -> Path:
+        return self.folder if len(self.shards) == 1 else self.parts / f"{shard:05d}"
+
+    def _tokenize(self, shard: int, progress: Progress) -> None:
+        if not self.folder.is_dir():  # it may have come, and the shards gone, while this process waited for the lock
+            documents = text.documents(self.source, self.shards[shard], self.tokenizer)
+            self._write(self._shard_folder(shard), progress.count(documents))
+
+    def _merge(self, say: Say) -> None:
+        say(f"merging {plural(len(self.shards), 'shard')} into {self.folder}")
+        shards = map(self._shard_folder, range(len(self.shards)))
+        self._write(self.folder, chain.from_iterable(map(read_documents, shards)))
+
+    def _write(self, folder: Path, documents: Iterable[Document]) -> None:
+        names = {"tokenizer": self.tokenizer.identity, "source": self.source.name}
+        write(folder, documents, vocab_size=self.tokenizer.vocab_size, empty=folder != self.folder, **names)
+
+
+def preparations(config: "Data") -> Iterator[Preparation]:
+    """Of the training data, and of the validation set if it is a path. Raises InputError: anything wrong with them."""
+    if config.source not in TEXT:
+        raise InputError(f"data.source {config.source} is read as it is: {any_of(list(TEXT))} are prepared")
+    tokenizer, library = open_tokenizer(config.tokenizer), config.source == "python-stdlib"
+    paths = [(config.source, Path() if library else data_path(config, "a file, or a folder of files"))]
+    if isinstance(config.validation, str):
+        paths.append(("text" if library else config.source, Path(config.validation)))
+    for kind, path in paths:
+        source = TEXT[kind](path, config.text_field)
+        name = f"{source.name.split()[0].rsplit('/', 1)[-1]}-{source.key(tokenizer)}"
+        yield Preparation(source, tokenizer, cache_folder(config.cache) / name)

@@ -1,0 +1,232 @@
+"""What runs have measured beside what is foreseen of them, and the hardware file that fits them best."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from meshtrain.config import Config
+from meshtrain.config.yaml_reader import write
+from meshtrain.errors import InputError
+from meshtrain.foresight.collective import STEPS
+from meshtrain.foresight.hardware import Hardware, Link
+from meshtrain.foresight.prediction import Prediction
+from meshtrain.foresight.steptime import StepTime
+from meshtrain.metrics.logger import read
+
+WARM_UP = 3  # first steps of a job: caches fill, blocks are compiled
+PHASES = ("forward", "backward", "communication", "update", "step")
+COLUMNS = {"update": "time_optimizer_s", "step": "step_time_s"} | {name: f"time_{name}_s" for name in PHASES[:3]}
+ERROR = 0.05  # as a logarithm: what phases are trusted to ...
+SMALL = 0.02  # ... but for this share of a step, below which nothing is learned from one
+PRIORS = {  # by how much of a logarithm the file may be wrong, of each constant that is fitted
+    "launch": 0.6,
+    "stream": 0.3,
+    "matmul": 0.3,
+    "attention": 0.3,
+    "within_host": 0.6,
+    "between_hosts": 0.6,
+}
+SHARES = ("stream", "matmul", "attention")  # of a data sheet's rate: at most 1
+
+Foresee = Callable[[Hardware], StepTime]  # of one run
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A run's folder.
+
+    Attributes:
+        seconds: of each of `PHASES`, the median over its steps.
+        memory: GiB at the peak of the rank that has most; None on a CPU, where only resident memory is known.
+        usable: share of what the allocator took that tensors had; None on a CPU.
+        sent: axis -> bytes that rank 0 sent in the last step.
+    """
+
+    config: Config
+    seconds: dict[str, float]
+    memory: float | None
+    usable: float | None
+    sent: dict[str, float]
+
+    @classmethod
+    def load(cls, folder: Path) -> "MeasuredRun":
+        """Raises InputError: the folder is not that of a run with more than `WARM_UP` steps."""
+        try:
+            rows, table = read(folder / "metrics.jsonl"), (folder / "layout.txt").read_text()
+        except OSError as error:
+            raise InputError(f"{folder} is not the folder of a run: {error}") from error
+        steps = [row for row in rows[WARM_UP:] if row.get("step_time_s")]
+        if not steps:
+            raise InputError(f"{folder}/metrics.jsonl has {len(rows)} steps, of which {WARM_UP} do not count: run more")
+        placed = _hosts(table)
+        config = Config.load(str(folder / "config.yaml"), world_size=sum(placed.values()))
+        assert config.resolved is not None
+        layout = config.resolved.on_hosts(list(placed.values()), list(placed))
+        last, reserved = steps[-1], steps[-1].get("memory_reserved_gib")
+        fullest = [row["memory_max_gib"] for row in rows if "memory_max_gib" in row]
+        return cls(
+            replace(config, resolved=layout),
+            {name: median(row[column] for row in steps) for name, column in COLUMNS.items()},
+            max([last["memory_gib"], *fullest]) if reserved else None,
+            last["memory_gib"] / reserved if reserved else None,
+            {name.removeprefix("sent_bytes_"): n for name, n in last.items() if name.startswith("sent_bytes_")},
+        )
+
+    def foresee(self, hardware: Hardware) -> StepTime:
+        return Prediction(self.config, hardware).step
+
+
+def _hosts(table: str) -> Counter[str]:
+    """Host -> its processes, from the table of a `layout.txt`."""
+    rows = table.split("\n\n")[1].splitlines()[1:]
+    return Counter(row.split()[1] for row in rows)
+
+
+def phases(step: StepTime) -> dict[str, float]:
+    """The seconds of a prediction as a run measures them."""
+    named = {name: step.parts.get(name, 0.0) for name in ("forward", "backward", "update")}
+    return {**named, "communication": step.seconds - sum(named.values()), "step": step.seconds}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A line of `--against`. `predicted` and `measured` in `unit`; None: not known of this run."""
+
+    name: str
+    unit: str
+    predicted: float | None
+    measured: float | None
+
+    def describe(self) -> str:
+        numbers = ["-" if x is None else f"{x:,.0f}" if self.unit == "B" else f"{x:.4g}" for x in self._both]
+        both = self.predicted is not None and bool(self.measured)
+        off = f"{100 * (self.predicted / self.measured - 1):+.1f} %" if both else ""  # type: ignore[operator]
+        return f"{self.name:24}{numbers[0]:>18}{numbers[1]:>18} {self.unit:3}  {off}".rstrip()
+
+    @property
+    def _both(self) -> tuple[float | None, float | None]:
+        return self.predicted, self.measured
+
+
+def against(run: MeasuredRun, hardware: Hardware, memory: float | None, sent: Mapping[str, float]) -> list[Comparison]:
+    """What was foreseen of a run beside what it has measured.
+
+    Args:
+        memory: GiB at the peak, as foreseen.
+        sent: axis -> bytes that the blocks of rank 0 send in a step, as foreseen.
+    """
+    step = run.foresee(hardware)
+    foreseen, sent = phases(step), {**sent, **step.sent}
+    rows = [Comparison(name, "s", foreseen[name], run.seconds[name]) for name in ("step", *PHASES[:-1])]
+    rows.append(Comparison("memory", "GiB", memory, run.memory))
+    axes = [*run.sent, *(axis for axis in sent if axis not in run.sent)]
+    return [*rows, *(Comparison(f"sent over {axis}", "B", sent.get(axis), run.sent.get(axis, 0.0)) for axis in axes)]
+
+
+def calibrate(paths: Sequence[str], hardware: Hardware) -> Hardware:
+    """The hardware that fits runs (folders), and what `meshtrain doctor --json` has measured (files), best."""
+    runs = [MeasuredRun.load(Path(path)) for path in paths if not Path(path).is_file()]
+    reports = [Path(path) for path in paths if Path(path).is_file()]
+    for report in reports:
+        hardware = with_links(hardware, report)
+    measured_links = {"within_host", "between_hosts"} if reports else set[str]()
+    fitted = fit([(run.foresee, run.seconds) for run in runs], hardware, fixed=measured_links)
+    shares = [run.usable for run in runs if run.usable is not None]
+    device = replace(fitted.device, usable=min([1.0, *shares])) if shares else fitted.device
+    return replace(fitted, device=device, source=f"measured by {', '.join(paths)}")
+
+
+def as_yaml(hardware: Hardware) -> str:
+    """The hardware as a file, numbers to four digits."""
+
+    def rounded(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: rounded(entry) for name, entry in value.items()}
+        return float(f"{value:.4g}") if isinstance(value, float) else value
+
+    return write(rounded(asdict(hardware)))
+
+
+def scaled(hardware: Hardware, constant: str, factor: float) -> Hardware:
+    """A constant of `PRIORS` made slower by a factor: of links latency and bandwidth, of shares the share, up to 1."""
+    if constant in ("within_host", "between_hosts"):
+        link: Link = getattr(hardware, constant)
+        slower = Link(bandwidth=link.bandwidth / factor, latency=link.latency * factor, message=link.message * factor)
+        return replace(hardware, **{constant: slower})  # type: ignore[arg-type]
+    now = getattr(hardware.compute, constant)
+    value = min(1.0, now / factor) if constant in SHARES else now * factor
+    return replace(hardware, compute=replace(hardware.compute, **{constant: value}))
+
+
+def misfit(runs: Iterable[tuple[Foresee, Mapping[str, float]]], hardware: Hardware) -> float:
+    """Sum of squares of what phases are off, as logarithms, each in units of `ERROR`."""
+    total = 0.0
+    for foresee, measured in runs:
+        small, foreseen = SMALL * measured["step"], phases(foresee(hardware))
+        total += sum((math.log((foreseen[n] + small) / (measured[n] + small)) / ERROR) ** 2 for n in PHASES)
+    return total
+
+
+def fit(runs: Sequence[tuple[Foresee, Mapping[str, float]]], hardware: Hardware, fixed: Iterable[str] = ()) -> Hardware:
+    """The constants that explain the phases of runs, one factor for each, close to the file where runs do not show it.
+
+    Args:
+        runs: of each what is foreseen on hardware, and the measured seconds of its phases.
+        fixed: constants that keep what they have.
+    """
+    moved = dict.fromkeys((name for name in PRIORS if name not in fixed), 0.0)  # logarithms of the factors
+
+    def built(logs: Mapping[str, float]) -> Hardware:
+        moved_hardware = hardware
+        for name, log in logs.items():
+            moved_hardware = scaled(moved_hardware, name, math.exp(log))
+        return moved_hardware
+
+    def cost(logs: Mapping[str, float]) -> float:
+        return misfit(runs, built(logs)) + sum((log / PRIORS[name]) ** 2 for name, log in logs.items())
+
+    best, width = cost(moved), 1.0
+    while runs and width > 0.005:  # a search along each constant in turn: there are few, and a step is not smooth
+        before = best
+        for name in moved:
+            for log in (moved[name] - width, moved[name] + width):
+                total = cost({**moved, name: log})
+                if total < best:
+                    best, moved[name] = total, log
+        if best == before:
+            width /= 2
+    fitted = built(moved)
+    worst = [abs(math.log(foresee(fitted).seconds / measured["step"])) for foresee, measured in runs]
+    return replace(fitted, error=min(0.5, max([0.02, *worst]))) if runs else fitted
+
+
+def with_links(hardware: Hardware, report: Path) -> Hardware:
+    """The links as `meshtrain doctor --json` has measured them; those it could not see stay. Raises InputError."""
+    try:
+        cluster = json.loads(report.read_text())["seen"]
+        timings, pairs = cluster["timings"]["timings"], cluster["timings"]["links"]
+        host_of = {rank: i for i, host in enumerate(cluster["hosts"]) for rank in host["ranks"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{report} is not what `meshtrain doctor --json` prints of a job with ranks: {error!r}"
+        ) from error
+    rounds = {"all-reduce": STEPS["all_reduce"]}  # of others 1
+    inside, outside = hardware.within_host, hardware.between_hosts
+    near = [row for row in timings if not row["crosses"] and row["ranks"] > 1]
+    if near:
+        latency = median(row["latency"] / rounds.get(row["what"], 1) / (row["ranks"] - 1) for row in near)
+        inside = replace(inside, bandwidth=median(row["bandwidth"] for row in near) / 1e9, latency=latency)
+    hops = math.ceil(math.log2(max(2, len(cluster["hosts"]))))
+    far = [row["latency"] / rounds.get(row["what"], 1) / hops for row in timings if row["crosses"]]
+    between = [pair["bandwidth"] / 1e9 for pair in pairs if host_of[pair["source"]] != host_of[pair["target"]]]
+    outside = replace(
+        outside,
+        latency=median(far) if far else outside.latency,
+        bandwidth=median(between) if between else outside.bandwidth,
+    )
+    return replace(hardware, within_host=inside, between_hosts=outside)

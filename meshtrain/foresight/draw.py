@@ -1,0 +1,78 @@
+"""What is foreseen of a rank's memory and of a step, for people: a table, bars and a picture."""
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshtrain.errors import InputError, bytes_text
+from meshtrain.run.rank_table import columns
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from meshtrain.foresight.steptime import StepTime
+
+WIDTH = 32  # of the longest bar, in characters
+COLOURS = ("#2f5fb3", "#e08a2c", "#3a9a62", "#b8433e", "#7d5ba6", "#8a6d4b", "#cf78ad", "#6f7685", "#aab03c", "#3aa5b8")
+INK, QUIET = "#1c2333", "#7a8194"
+
+
+def memory_lines(resident: Mapping[str, float], parts: Mapping[str, float], title: str) -> list[str]:
+    """A row for each part: what is kept between steps, and what is there at the peak."""
+    rows = [
+        [f"  {name}", *(bytes_text(sizes[name]) if sizes.get(name) else "" for sizes in (resident, parts))]
+        for name in dict.fromkeys((*resident, *parts))
+    ]
+    return columns([[title, "kept", "at the peak"], *rows])
+
+
+def step_lines(step: "StepTime") -> list[str]:
+    """A bar for each part of a step."""
+    mfu = f", {100 * step.mfu:.0f} % MFU" if step.mfu else ""
+    longest = max(step.parts.values())
+    rows = [
+        [f"  {name}", "#" * max(1, round(WIDTH * seconds / longest)), f"{seconds:.3g} s"]
+        for name, seconds in step.parts.items()
+        if seconds
+    ]
+    head = f"step {step.seconds:.3g} s: {step.tokens_per_s:,.0f} tokens/s{mfu}"
+    return [head, *columns(rows), f"  limit: {step.limit}"]
+
+
+def write_picture(
+    path: str | Path, title: str, memory: Mapping[str, float], room: float | None, step: "StepTime | None"
+) -> None:
+    """Writes a bar of a rank's memory at its peak and one of a step, by part, into a file (png, svg or pdf).
+
+    `room`: bytes that a rank can have. Raises InputError: no matplotlib, or the file cannot be written.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError("a picture needs matplotlib, which is not installed: pip install 'meshtrain[plot]'")
+    from matplotlib.figure import Figure  # not pyplot, which keeps every figure and asks for a display
+
+    figure = Figure(figsize=(9, 1.2 + 2.0 * (1 + (step is not None))), dpi=160, facecolor="white", layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontweight="bold", fontsize=12)
+    rows = figure.subplots(1 + (step is not None), 1, squeeze=False)[:, 0]
+    if room is not None:
+        rows[0].axvline(room / 2**30, color=INK, linewidth=1.5, label=f"device {room / 2**30:.3g}")
+    gib = {name: nbytes / 2**30 for name, nbytes in memory.items()}
+    _bar(rows[0], gib, f"memory of a rank at its peak, {bytes_text(sum(memory.values()))}", "GiB")
+    if step is not None:
+        _bar(rows[1], step.parts, f"step, {step.seconds:.3g} s; limit: {step.limit}", "s")
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:  # a ValueError: no kind of picture that matplotlib knows
+        raise InputError(f"cannot write a picture to {path} ({error}): give a name such as plan.png") from None
+
+
+def _bar(axes: "Axes", parts: Mapping[str, float], title: str, unit: str) -> None:
+    start = 0.0
+    for i, (name, size) in enumerate(parts.items()):
+        axes.barh(0, size, 0.8, start, color=COLOURS[i % len(COLOURS)], label=f"{name} {size:.3g}", edgecolor="white")
+        start += size
+    axes.set_title(title, loc="left", color=INK, fontsize=10)
+    axes.set_xlabel(unit, color=QUIET)
+    axes.set_yticks([])
+    axes.spines[["top", "left", "right"]].set_visible(False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=4, fontsize=8, frameon=False)

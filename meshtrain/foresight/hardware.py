@@ -1,0 +1,86 @@
+"""Hardware file: what a GPU and the links between GPUs can do, of a YAML in hardware/ or of a user's own."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshtrain.config import locate
+from meshtrain.config.convert import INVALID, convert, key
+from meshtrain.config.errors import ConfigError, ConfigErrors
+from meshtrain.config.yaml_reader import read_file
+from meshtrain.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A GPU's memory."""
+
+    name: str
+    memory_gib: float = key(above=0)  # that a process can have
+    reserve_gib: float = key(1.6, minimum=0)  # of libraries: context, workspaces, communicators
+    usable: float = key(0.95, above=0, maximum=1)  # of the rest; the allocator cannot fill the gaps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """What a GPU does in a second, and what a process's CPU does for it."""
+
+    peak: dict[str, float]  # precision -> TFLOP/s of products of matrices, of the data sheet
+    matmul: float = key(0.65, above=0, maximum=1)  # share of the peak that large products reach
+    edge: float = key(100.0, minimum=0)  # smallest side of a product at which half of that is left
+    attention: float = key(0.35, above=0, maximum=1)  # share of the peak that attention reaches
+    hbm: float = key(above=0)  # GB/s of the memory
+    stream: float = key(0.8, above=0, maximum=1)  # share of it that other operators reach
+    launch: float = key(1.2e-5, minimum=0)  # s of a CPU thread for an operator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What joins ranks."""
+
+    bandwidth: float = key(above=0)  # GB/s of a rank, in one direction
+    latency: float = key(minimum=0)  # s of one step of a collective
+    message: float = key(0.0, minimum=0)  # s of a message from one rank to another, before its bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """The rates and sizes by which memory and time of a step are foreseen."""
+
+    device: Device
+    compute: Compute
+    within_host: Link
+    between_hosts: Link
+    error: float = key(0.1, above=0, below=1)  # by which predictions of a step's seconds may be off, as a share
+    source: str = key("data sheet")  # where the rates come from: "data sheet", or what they were measured by
+
+    @property
+    def room(self) -> float:
+        """Bytes that tensors of a rank can have."""
+        return (self.device.memory_gib - self.device.reserve_gib) * 2**30 * self.device.usable
+
+    def flops(self, precision: str) -> float:
+        """FLOP/s of the data sheet. Raises InputError: the file has no peak for this precision."""
+        if precision not in self.compute.peak:
+            known = ", ".join(self.compute.peak)
+            raise InputError(
+                f"the hardware {self.device.name} has no peak for {precision}: its compute.peak has {known}"
+            )
+        return self.compute.peak[precision] * 1e12
+
+
+def load(name: str) -> Hardware:
+    """The hardware of a file, or of meshtrain's own: `h100`. Raises InputError: with the lines that are wrong."""
+    own = locate.bundled("hardware")
+    path = Path(name) if Path(name).is_file() else own / f"{name.lower()}.yaml"
+    if not path.is_file():
+        known = ", ".join(locate.names("hardware", ".yaml"))
+        raise InputError(f"there is no hardware {name}: give the path of a YAML file, or one of {known}")
+    errors: list[ConfigError] = []
+    root = read_file(path, str(path), errors)
+    hardware = INVALID if root is None else convert(root, Hardware, "hardware", errors)
+    if isinstance(hardware, Hardware):
+        for precision, rate in hardware.compute.peak.items():
+            if not isinstance(rate, int | float) or not rate > 0:
+                raise InputError(f"{path}: hardware.compute.peak.{precision}: expected TFLOP/s above 0, found {rate!r}")
+        return hardware
+    raise ConfigErrors(str(path), errors)

@@ -1,0 +1,112 @@
+"""Memory of the rank that takes most, by arithmetic over the work of its blocks: as good as a search needs it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from meshtrain.config import Config
+from meshtrain.foresight.work import Work
+from meshtrain.layout import Layout
+from meshtrain.optim.registry import update_rule
+from meshtrain.parallel.sharding import ParameterSpec
+from meshtrain.pipeline.actions import Schedule
+from meshtrain.pipeline.schedule import build
+from meshtrain.pipeline.simulate import simulate
+
+TIGHT = 0.92  # of what a device has: above it a plan says so
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of a rank by part: `kept` between two steps, `parts` at the peak."""
+
+    resident: dict[str, float]
+    parts: dict[str, float]
+    moment: str
+
+    @property
+    def total(self) -> float:
+        """At the peak."""
+        return sum(self.parts.values())
+
+    def verdict(self, room: float) -> str:
+        """In as many bytes."""
+        return "does not fit" if self.total > room else "tight" if self.total > TIGHT * room else "fits"
+
+
+def of(
+    config: Config,
+    layout: Layout,
+    works: Sequence[Work],
+    schedule: Schedule | None,
+    bounds: Sequence[tuple[int, int]],
+) -> RankMemory:
+    """Of the rank of the pipeline that takes most. `bounds`: the blocks of each stage, from its first to the one after
+    its last."""
+    if schedule is None:
+        return _of_rank(config, layout, works, 1)
+    waiting = held_forwards(schedule.name, schedule.ranks, schedule.microbatches, schedule.stages_per_rank, schedule)
+    ranks = []
+    for rank, count in enumerate(waiting):
+        stages = schedule.stages_of(rank)
+        own = [work for stage in stages for work in works[slice(*bounds[stage])]]
+        ranks.append(_of_rank(config, layout, own, count / len(stages)))
+    return max(ranks, key=lambda memory: memory.total)
+
+
+def _of_rank(config: Config, layout: Layout, works: Sequence[Work], waiting: float) -> RankMemory:
+    """`held`: forwards of all these blocks that wait for their backward at most."""
+    train, shards = config.train, layout.size("fsdp")
+    size, compute = (8 if train.precision == "float64" else 4), (2 if "16" in train.precision else 4)
+    elements = sum(work.parameters for work in works)
+    resident = {"weights": elements * size / shards, "gradients": elements * size / shards}
+    resident["optimizer"] = (
+        elements / shards * _state_bytes(config.optimizer.name, config.optimizer.state_precision, size)
+    )
+    parts = dict(resident)
+    reshards = config.parallel.reshard_after_forward and layout.size("pp") == 1
+    if shards > 1 and reshards:
+        largest = sorted((work.parameters for work in works), reverse=True)[:2]
+        parts["gathered weights"] = sum(largest) * compute
+        parts["gathered gradients"] = largest[0] * size
+    elif shards > 1:
+        parts["gathered weights"] = elements * compute
+        parts["gathered gradients"] = elements * size
+    elif compute < size:
+        resident["16-bit copies"] = parts["16-bit copies"] = elements * compute
+    before, peak, moment = 0.0, 0.0, ""
+    for work in works:
+        for name, most in (("forward", work.peak_forward), ("backward", work.saved + work.peak_backward)):
+            if before + most >= peak:
+                peak, moment = before + most, f"{name} of {work.name}"
+        before += work.saved
+    parts["activations"] = max(waiting - 1, 0) * before + peak
+    return RankMemory(resident, parts, moment)
+
+
+def _state_bytes(optimizer: str, precision: str, size: int) -> float:
+    """Bytes of the optimizer's states for an element of a weight."""
+    specs = update_rule(optimizer, precision).state_specs(ParameterSpec("", (64, 64), ())).values()
+    return (
+        sum((size if spec.dtype is None else spec.dtype.itemsize) * spec.dims[0] * spec.dims[-1] for spec in specs)
+        / 4096
+    )
+
+
+@lru_cache(maxsize=4096)
+def _simulated(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
+    schedule = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    return simulate(schedule).peak_activations
+
+
+def held_forwards(
+    name: str, ranks: int, microbatches: int, stages_per_rank: int, schedule: Schedule | None = None
+) -> tuple[float, ...]:
+    """The most stage forwards that each rank holds at once: of few microbatches simulated, of many by the growth."""
+    if name.endswith(".csv") and schedule is not None:
+        return simulate(schedule).peak_activations
+    few = 3 * ranks
+    if microbatches <= 2 * few:
+        return _simulated(name, ranks, microbatches, stages_per_rank)
+    first, two = (_simulated(name, ranks, n * few, stages_per_rank) for n in (1, 2))
+    return tuple(b + (b - a) * (microbatches - 2 * few) / few for a, b in zip(first, two, strict=True))

@@ -1,0 +1,150 @@
+"""What is foreseen of a config on its hosts: memory of a rank and time of a step, computed when they are asked for."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+from meshtrain.config import Config
+from meshtrain.config.locate import model_file
+from meshtrain.config.model_spec import ModelSpec
+from meshtrain.data.order import microbatches
+from meshtrain.foresight import hardware as hardware_files
+from meshtrain.foresight import memory, steptime
+from meshtrain.foresight.blocks import works_of
+from meshtrain.foresight.hardware import Hardware
+from meshtrain.foresight.work import Work
+from meshtrain.layout import DATA_AXES
+from meshtrain.modeling.build import block_costs, spec_of
+from meshtrain.parallel.tp_plan import has_sequence_parts
+from meshtrain.pipeline.actions import Schedule
+from meshtrain.pipeline.partition import StageSplit, split_blocks
+from meshtrain.pipeline.schedule import build, load, read_csv
+
+PASSES = ("forward", "input_grad", "weight_grad")
+load = lru_cache(maxsize=64)(load)  # a search asks for few of them many times
+
+
+@lru_cache(maxsize=1024)
+def short_schedule(name: str, ranks: int, stages_per_rank: int | None) -> Schedule:
+    """With as few microbatches as it can have: who holds which stage."""
+    if name.endswith(".csv"):
+        return read_csv(name, ranks=ranks)
+    return build(name, ranks=ranks, microbatches=1, stages_per_rank=stages_per_rank)
+
+
+@lru_cache(maxsize=1024)
+def _split(spec: ModelSpec, seq_len: int, ranks: int, stages: int, blocks: tuple[int, ...] | None) -> StageSplit:
+    return split_blocks(block_costs(spec, seq_len), ranks, stages, blocks)
+
+
+class Prediction:
+    """Of a config that was loaded for its hosts, on hardware; without it there is no time."""
+
+    def __init__(self, config: Config, hardware: Hardware | None = None) -> None:
+        assert config.resolved is not None
+        self.config, self.layout, self.hardware = config, config.resolved, hardware
+        self.precisions = config.train.precision, config.train.linear_precision and "float8"
+        self.microbatches = microbatches(
+            config.batch.global_size, config.batch.micro_size, self.layout.size(*DATA_AXES)
+        )
+
+    @cached_property
+    def works(self) -> tuple[Work, ...]:
+        """Of each block, for one microbatch."""
+        return works_of(self.config, self.layout)
+
+    @cached_property
+    def schedule(self) -> Schedule | None:
+        """Of the pipeline."""
+        section, ranks, count = self.config.pipeline, self.layout.size("pp"), self.microbatches
+        per_rank = section.stages_per_rank
+        return None if ranks == 1 else load(section.schedule, ranks=ranks, microbatches=count, stages_per_rank=per_rank)
+
+    @cached_property
+    def split(self) -> StageSplit:
+        """Which blocks are which stage."""
+        section, ranks, stages = self.config.pipeline, self.layout.size("pp"), 1
+        if ranks > 1:
+            stages = short_schedule(section.schedule, ranks, section.stages_per_rank).stages_per_rank
+        blocks = section.split if ranks > 1 else None
+        return _split(spec_of(self.config), self.config.data.seq_len, ranks, stages, blocks)
+
+    @cached_property
+    def costs(self) -> list[tuple[float, float, float]]:
+        """Of each stage for one microbatch: seconds of its forward, input gradient and weight gradient."""
+        assert self.hardware is not None
+        of_blocks = [
+            [getattr(cost, name).seconds for name in PASSES]
+            for cost in steptime.block_costs(self.works, self.layout, self.hardware, *self.precisions)
+        ]
+        stages = [zip(*of_blocks[first:end], strict=True) for first, end in self.split.bounds]
+        return [(sum(forward), sum(inputs), sum(weights)) for forward, inputs, weights in stages]
+
+    @cached_property
+    def memory(self) -> memory.RankMemory:
+        """Of the rank that takes most."""
+        return memory.of(self.config, self.layout, self.works, self.schedule, self.split.bounds)
+
+    @cached_property
+    def step(self) -> steptime.StepTime:
+        """Seconds of a step, by part."""
+        assert self.hardware is not None
+        config, layout, parallel, train = self.config, self.layout, self.config.parallel, self.config.train
+        per_sample = config.data.seq_len if "vocab_size" in config.model.keys else 1
+        plan = getattr(model_file(config.model.name), "tp_plan", None)
+        parts = layout.size("cp") * (layout.size("tp") if has_sequence_parts(parallel.sequence_parallel, plan) else 1)
+        width = config.model.keys.get("hidden_size", 0) * (2 if "16" in train.precision else 4)
+        size = 8 if train.precision == "float64" else 4
+        return steptime.of(
+            self.works,
+            layout,
+            self.schedule,
+            self.hardware,
+            precision=self.precisions[0],
+            product=self.precisions[1],
+            microbatches=self.microbatches,
+            bounds=self.split.bounds,
+            handed_on=config.batch.micro_size * per_sample * width / parts,
+            gathers_again=parallel.reshard_after_forward and self.schedule is None,
+            message_size=2 if parallel.reduce_precision == "bfloat16" else size,
+            tokens=config.batch.global_size * per_sample,
+            flops=3 * sum(block_costs(spec_of(config), config.data.seq_len)) * config.batch.global_size,
+        )
+
+    @property
+    def sent(self) -> dict[str, float]:
+        """Bytes that a rank sends in a step, by axis; of the axes over which blocks send, without a pipeline."""
+        sent: Counter[str] = Counter()
+        for work in self.works if self.schedule is None else ():
+            for send in (send for name in PASSES for send in getattr(work, name).sends):
+                sent[send.axis] += self.microbatches * send.nbytes
+        return dict(sent)
+
+    def json(self) -> dict[str, Any]:
+        """All of it for a program."""
+        of_memory = {**asdict(self.memory), "total": self.memory.total}
+        if self.hardware is None:
+            return {"memory": of_memory}
+        of_memory["verdict"] = self.memory.verdict(self.hardware.room)
+        step = {**asdict(self.step), "limit": self.step.limit}
+        return {"memory": of_memory, "step": step, "hardware": asdict(self.hardware)}
+
+
+def predict(
+    config: Config | str, overrides: Sequence[str] = (), hosts: Sequence[int] = (8,), hardware: str | None = None
+) -> Prediction:
+    """What is foreseen of a config on hosts with so many processes each.
+
+    Args:
+        config: the name or path of one, or one that was loaded for so many processes.
+        hardware: the name of a built-in file or the path of one; None: memory alone.
+
+    Raises InputError: the config or the file is wrong.
+    """
+    if isinstance(config, str):
+        config = Config.load(config, list(overrides), world_size=sum(hosts))
+    assert config.resolved is not None
+    placed = replace(config, resolved=config.resolved.on_hosts(hosts))
+    return Prediction(placed, None if hardware is None else hardware_files.load(hardware))

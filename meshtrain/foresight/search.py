@@ -1,0 +1,413 @@
+"""The layout that takes the least time and fits: a search best first, by bounds that no candidate can be faster than.
+
+A candidate changes only keys that do not change what is computed, and keeps to the config's own rules. It stands in a
+heap with a floor of its seconds by its sizes alone, then with a bound by the work of its blocks and the filling of its
+pipeline, and then it is predicted. The search ends when no bound is below what it has found.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+from meshtrain.config import Config, ConfigErrors
+from meshtrain.config.checks import ConfigDraft
+from meshtrain.config.errors import Place, yaml_text
+from meshtrain.config.layout_advice import factorizations
+from meshtrain.config.model_spec import model_spec
+from meshtrain.config.schema import SECTIONS
+from meshtrain.config.tensor import check_context, check_experts, check_split, check_stages
+from meshtrain.config.yaml_reader import Node
+from meshtrain.data.order import microbatches
+from meshtrain.errors import InputError, bytes_text
+from meshtrain.foresight.hardware import Hardware
+from meshtrain.foresight.prediction import PASSES, Prediction, short_schedule
+from meshtrain.foresight.steptime import cost
+from meshtrain.layout import AXES, DATA_AXES, FSDP_AXES, Layout, written
+from meshtrain.pipeline.actions import Schedule
+from meshtrain.pipeline.schedule import MOST_PASSES, NAMES
+
+MICRO, SCHEDULE, STAGES = "batch.micro_size", "pipeline.schedule", "pipeline.stages_per_rank"
+CONTEXT, HEADS, EXPERTS = "parallel.context", "parallel.context_heads", "parallel.expert_parallel"
+SEQUENCE, COMPILE = "parallel.sequence_parallel", "parallel.compile"
+SAVINGS: dict[str, tuple[Any, ...]] = {  # each value keeps less than the one before, and takes no less time
+    "parallel.recompute": ("none", "selective", "full"),
+    "parallel.regather": (False, True),
+    "parallel.reshard_after_forward": (False, True),
+}
+KEYS = ("layout", MICRO, CONTEXT, HEADS, EXPERTS, SEQUENCE, COMPILE, *SAVINGS, SCHEDULE, STAGES)  # what may vary
+USUAL = tuple(key for key in KEYS if key not in (CONTEXT, HEADS, SEQUENCE, COMPILE))  # vary unless others are named
+MORE_STAGES = ("interleaved-1f1b", "looped-bfs", "interleaved-zb")  # schedules with a choice of stages per rank
+NEAR = 0.05  # predictions that differ by less are no reason to prefer one
+RULES: dict[Callable[..., None], tuple[str, ...]] = {  # of the config, and what each of them looks at
+    check_split: ("tp", "cp", SEQUENCE),
+    check_context: ("tp", "cp", HEADS),
+    check_experts: (*AXES, EXPERTS, SEQUENCE),
+    check_stages: ("pp", SCHEDULE, STAGES, COMPILE),
+}
+
+
+@dataclass
+class Candidate:
+    """A layout on its hosts and the values of the other KEYS; when found, why it does not stand before the first."""
+
+    layout: Layout
+    settings: dict[str, Any]
+    prediction: Any = None
+    near: bool = False  # as fast as the fastest, as far as predictions can tell
+    reason: str = ""
+
+    def apply(self, config: Config) -> Config:
+        """The config with this candidate's values, which nothing has checked."""
+        sections: dict[str, dict[str, Any]] = {}
+        for key, value in self.settings.items():
+            section, _, name = key.partition(".")
+            sections.setdefault(section, {})[name] = value
+        changed: dict[str, Any] = {name: replace(getattr(config, name), **keys) for name, keys in sections.items()}
+        return replace(config, layout=self.layout.sizes, resolved=self.layout, **changed)
+
+    def overrides(self, config: Config) -> list[str]:
+        """What makes the config this candidate, as on the command line."""
+        sizes = {axis: size for axis, size in self.layout.sizes.items() if size > 1} or {"dp_shard": 1}
+        changed = {key: value for key, value in self.settings.items() if value != _value(config, key)}
+        return [f"layout={written(sizes)}", *(f"{key}={yaml_text(value)}" for key, value in changed.items())]
+
+    def schedule(self) -> Schedule:
+        """With as few microbatches as it can have: who holds which stage."""
+        return short_schedule(self.settings[SCHEDULE], self.layout.size("pp"), self.settings[STAGES])
+
+    def key(self, *without: str) -> tuple[Any, ...]:
+        return self.layout.shape, *(value for key, value in self.settings.items() if key not in without)
+
+    def changed(self, settings: Mapping[str, Any]) -> "Candidate":
+        return Candidate(self.layout, {**self.settings, **settings})
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is asked of candidates and their configs. `floor`: seconds that none is below which differs in schedule and
+    SAVINGS only; cheap. `bound`: seconds that it is not below. `predict`: a value whose `memory.total` is the bytes of
+    the rank with most, and whose `step` has `seconds` and `parts` (name -> seconds), computed when they are asked."""
+
+    floor: Callable[[Candidate], float]
+    bound: Callable[[Config], float]
+    predict: Callable[[Config], Any]
+    memory: float  # bytes that a rank can have
+
+
+def forecast(config: Config, hardware: Hardware, memory_gib: float | None = None) -> Forecast:
+    """What predictions for this hardware say of candidates of a config."""
+
+    @cache
+    def alone(micro_size: int, compiles: Any) -> tuple[float, float]:
+        """Seconds of GPU and of CPU that a microbatch takes on one rank that has the whole model."""
+        layout = Layout({"dp_shard": 1})
+        settings = {MICRO: micro_size, COMPILE: compiles, HEADS: 1, EXPERTS: None, "parallel.recompute": "none"}
+        alone_on_rank = Prediction(Candidate(layout, settings).apply(config), hardware)
+        passes = [getattr(work, name) for work in alone_on_rank.works for name in PASSES]
+        precision = config.train.precision, config.train.linear_precision and "float8"
+        costs = [cost(replace(work, sends=(), operators=0), layout, hardware, *precision).seconds for work in passes]
+        return sum(costs), sum(work.operators for work in passes) * hardware.compute.launch
+
+    def floor(candidate: Candidate) -> float:
+        layout, micro_size = candidate.layout, candidate.settings[MICRO]
+        kernels, launches = alone(micro_size, candidate.settings[COMPILE])
+        count = microbatches(config.batch.global_size, micro_size, layout.size(*DATA_AXES))
+        return count * max(kernels / layout.size("tp", "cp"), launches) / layout.size("pp")
+
+    def bound(candidate: Config) -> float:
+        alone_on_rank = Prediction(candidate, hardware)
+        if candidate.resolved is None or candidate.resolved.size("pp") == 1:
+            return alone_on_rank.microbatches * sum(alone_on_rank.costs[0])
+        section = candidate.pipeline
+        schedule = short_schedule(section.schedule, candidate.resolved.size("pp"), section.stages_per_rank)
+        return pipeline_bound(schedule, alone_on_rank.microbatches, alone_on_rank.costs)
+
+    room = hardware.room if memory_gib is None else memory_gib * 2**30
+    return Forecast(floor, bound, lambda candidate: Prediction(candidate, hardware), room)
+
+
+class Space:
+    """The candidates of a config that was loaded for its hosts. `vary`: of KEYS, others stay. `fixed`: sizes of axes.
+    `rejected`: reason -> how many candidates, and an example."""
+
+    def __init__(self, config: Config, vary: Iterable[str] = KEYS, fixed: Mapping[str, int] | None = None) -> None:
+        assert config.resolved is not None
+        self.config, self.placed, self.vary, self.fixed = config, config.resolved, set(vary), fixed or {}
+        self.unit = math.gcd(self.placed.world_size, *(run.start for run in self.placed.runs))  # ranks of every host
+        spec = model_spec(config.model.name, config.model.keys)
+        self.blocks = len(spec.meta.blocks()) if hasattr(spec.meta, "blocks") else 1  # type: ignore[operator]
+        self.experts = hasattr(spec.module, "ep_plan")
+        sections = {"model": config.model.keys, **{name: vars(getattr(config, name)) for name in SECTIONS}}
+        self.values = {f"{name}.{key}": value for name, keys in sections.items() for key, value in keys.items()}
+        self.values["model.name"] = config.model.name
+        self.answers: dict[tuple[Any, ...], str | None] = {}
+        self.count, self.rejected = 0, dict[str, tuple[int, str]]()
+
+    def reject(self, reason: str, example: str, count: int = 1) -> None:
+        before, first = self.rejected.get(reason, (0, example))
+        self.rejected[reason] = (before + count, first)
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Those that the rules accept, before a schedule is chosen, with nothing saved."""
+        for layout in self._layouts():
+            options = self._options(layout)
+            for values in itertools.product(*options.values()) if options else ():
+                candidate = Candidate(layout, dict(zip(options, values, strict=True)))
+                self.count += 1
+                if problem := self._problem(candidate):
+                    self.reject(*problem)
+                    continue
+                experts = candidate.settings[EXPERTS] or (layout.size("tp") if self.experts else 1)
+                heads = candidate.settings[HEADS] if layout.size("cp") > 1 else 1
+                candidate.layout = layout if heads == 1 else layout.with_context_heads(heads)
+                candidate.layout = candidate.layout if experts == 1 else candidate.layout.with_experts(experts)
+                yield candidate
+
+    def schedules(self, candidate: Candidate) -> Iterator[Candidate]:
+        """A candidate with each schedule that the rules accept."""
+        ranks, problems = candidate.layout.size("pp"), []
+        many = [count for count in (2, 3, 4, 6, 8) if count * ranks <= self.blocks]
+        for name in self._choose(SCHEDULE, NAMES) if ranks > 1 else ():
+            for per_rank in self._choose(STAGES, many if name in MORE_STAGES else [None]):
+                other = candidate.changed({SCHEDULE: name, STAGES: per_rank})
+                problems.append(self._answer(check_stages, other) or self._too_long(other))
+                if problems[-1] is None:
+                    yield other
+        if ranks == 1:
+            yield candidate
+        elif None not in problems:
+            self.reject("pp without a schedule that works", f"{candidate.layout}: {problems[0]}")
+
+    def savings(self, candidate: Candidate, most: bool = False) -> list[Candidate]:
+        """A candidate with one step more of each saving that its layout can use; or one, with `most` of them all."""
+        usable = {key: values for key, values in SAVINGS.items() if self._saves(key, candidate.layout)}
+        if most:
+            return [candidate.changed({key: values[-1] for key, values in usable.items()})]
+        after = {key: values[values.index(candidate.settings[key]) + 1 :] for key, values in usable.items()}
+        return [candidate.changed({key: values[0]}) for key, values in after.items() if values]
+
+    def _saves(self, key: str, layout: Layout) -> bool:
+        sharded = layout.size("pp") == 1 and layout.size(*FSDP_AXES) > 1
+        works = {"parallel.regather": layout.size("tp") > 1, "parallel.reshard_after_forward": sharded}
+        return key in self.vary and works.get(key, True)
+
+    def _choose(self, key: str, options: Iterable[Any]) -> list[Any]:
+        return list(options) if key in self.vary else [_value(self.config, key)]
+
+    def _layouts(self) -> Iterator[Layout]:
+        world, free = self.placed.world_size, [axis for axis in AXES if axis not in self.fixed]
+        rest, remainder = divmod(world, math.prod(self.fixed.values()))
+        if remainder:
+            raise InputError(f"--keep: {written(self.fixed)} does not divide the {world:,} processes of the hosts")
+        for factors in (
+            sorted(factorizations(rest, len(free)), key=lambda sizes: sizes[::-1]) if "layout" in self.vary else ()
+        ):
+            sizes = {**self.fixed, **dict(zip(free, factors, strict=True))}
+            yield self.placed.with_axes({axis: sizes[axis] for axis in AXES})
+        if "layout" not in self.vary:
+            yield self.placed
+
+    def _options(self, layout: Layout) -> dict[str, list[Any]]:
+        """Key -> the values to try with a layout; none for one that cannot be."""
+        cp, tp, batch, parallel = layout.size("cp"), layout.size("tp"), self.config.batch, self.config.parallel
+        problem = ""
+        if layout.size("pp") > self.blocks:
+            problem = "more ranks of pp than blocks"
+        elif self.unit % tp and "tp" not in self.fixed:
+            problem = "tp over more than a host (--keep layout.tp=N tries it)"
+        if problem:
+            self.count += 1
+            self.reject(problem, str(layout))
+            return {}
+        share = -(-batch.global_size // layout.size(*DATA_AXES))
+        world = layout.world_size
+        ranks = [n for n in range(1, 4097) if world % n == 0 and layout.folds(n)] if self.experts else [None]
+        options = {
+            MICRO: sorted({1 << i for i in range(share.bit_length())} | {min(batch.micro_size, share)}),
+            CONTEXT: ["gather", "ring"] if cp > 1 else [parallel.context],
+            HEADS: [n for n in range(1, cp + 1) if cp % n == 0],
+            EXPERTS: ranks,
+            SEQUENCE: list(dict.fromkeys((parallel.sequence_parallel, None)))[:tp],
+            COMPILE: list(dict.fromkeys((parallel.compile, "auto"))),
+        }
+        chosen = {key: self._choose(key, values) for key, values in options.items()}
+        saved = {key: [values[0]] for key, values in SAVINGS.items() if self._saves(key, layout)}
+        return {key: (chosen | saved).get(key) or [_value(self.config, key)] for key in KEYS[1:]}
+
+    def _problem(self, candidate: Candidate) -> tuple[str, str] | None:
+        """Why it is none: the reason, and this one's."""
+        cp, heads = candidate.layout.size("cp"), candidate.settings[HEADS]
+        if cp > 1 and heads > 1 and self.unit % (candidate.layout.size("tp") * heads):
+            return "context_heads over more than a host", f"{candidate.layout}, context_heads {heads}"
+        named = {check_split: "tp", check_context: "cp", check_experts: "expert_parallel"}
+        answers = (
+            (f"{name} that the model does not take", self._answer(rule, candidate)) for rule, name in named.items()
+        )
+        return next(((reason, problem) for reason, problem in answers if problem), None)
+
+    def _answer(self, rule: Callable[..., None], candidate: Candidate) -> str | None:
+        """What a rule of the config finds wrong with a candidate; asked once for what it looks at."""
+        sizes, changed = candidate.layout.sizes, candidate.settings
+        if rule is check_stages and not changed[SCHEDULE].endswith(".csv"):  # one microbatch is as good as many
+            changed = {**changed, "batch.global_size": 1, MICRO: 1}
+        about = (rule, *(sizes.get(key, changed.get(key)) for key in RULES[rule]))
+        if about not in self.answers:
+            top = Place.in_file(self.config.file, 1)
+            draft = ConfigDraft(Node({}, top, top), [], {}, {**self.values, **changed})
+            rule(draft, sizes)
+            self.answers[about] = draft.errors[0].message if draft.errors else None
+        return self.answers[about]
+
+    def _too_long(self, candidate: Candidate) -> str | None:
+        parts = candidate.layout.size(*DATA_AXES)
+        count = microbatches(self.config.batch.global_size, candidate.settings[MICRO], parts)
+        passes = count * candidate.schedule().stages
+        return f"{passes:,} passes of a microbatch through a stage" if passes > MOST_PASSES else None
+
+
+def _value(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def pipeline_bound(schedule: Schedule, count: int, costs: Sequence[tuple[float, float, float]]) -> float:
+    """Seconds that `count` microbatches take at least, in any order that has this schedule's placement and kinds of
+    actions: each rank's work, the filling before it, and the emptying behind it. `costs`: of each stage, its forward,
+    input gradient and weight gradient."""
+    bounds = []
+    for rank in range(schedule.ranks):
+        own, before = [costs[stage] for stage in schedule.stages_of(rank)], costs[: schedule.stages_of(rank)[0]]
+        fill, work = sum(cost[0] for cost in before), count * sum(map(sum, own))
+        if schedule.splits_backward:  # weight gradients may be computed while the ranks before empty
+            last = count * sum(cost[0] + cost[1] for cost in own) + sum(cost[1] for cost in before) + costs[0][2]
+            bounds.append(fill + max(work, last))
+        else:
+            bounds.append(fill + work + sum(cost[1] + cost[2] for cost in before))
+    return max(bounds)
+
+
+class Search:
+    """Finds the candidates of a space that fit and are fast: of those that differ in SAVINGS only the fastest, or with
+    the goal `memory` all of them."""
+
+    def __init__(self, space: Space, forecast: Forecast, goal: Literal["time", "memory"] = "time") -> None:
+        self.space, self.config, self.forecast, self.goal = space, space.config, forecast, goal
+        self.heap: list[tuple[float, int, bool, Candidate]] = []
+        self.pushed: set[tuple[Any, ...]] = set()
+        self.fitting: dict[tuple[Any, ...], Candidate] = {}
+        self.fastest: dict[tuple[int, ...], float] = {}  # of a layout
+        self.can_fit: set[tuple[Any, ...]] = set()  # but for SAVINGS
+        self.unfit: dict[tuple[Any, ...], int] = {}  # but for SAVINGS and micro_size -> the smallest that cannot fit
+        self.least = math.inf  # memory of what does not fit
+        self.predicted = 0
+
+    def run(self, load: Callable[[list[str]], Config], show: int = 5, error: float = NEAR) -> list[Candidate]:
+        """The best of each layout, the best layouts first: `show` of them, where so many fit.
+
+        Args:
+            load: overrides -> the config as training reads it. Raises ConfigErrors.
+            error: of predictions, as a share. Of those within it of the fastest the first is that with the fewest
+                stages, and then that which takes the least memory; with the goal `memory` the other way round.
+        """
+        self._find(show, error)
+        least = min(self.fastest.values(), default=0.0)
+
+        def place(candidate: Candidate) -> tuple[float, ...]:
+            seconds, stages = candidate.prediction.step.seconds, candidate.schedule().stages
+            candidate.near = seconds <= least * (1 + error)
+            simple = (stages, candidate.prediction.memory.total)
+            return (0, *(simple if self.goal == "time" else simple[::-1])) if candidate.near else (1, seconds)
+
+        best: dict[tuple[int, ...], Candidate] = {}
+        for candidate in sorted(self.fitting.values(), key=place):
+            if candidate.layout.shape not in best and len(best) < show:
+                try:
+                    load(candidate.overrides(self.config))
+                except ConfigErrors as problem:
+                    self.space.reject("refused when it is read as a whole", problem.errors[0].message)
+                    continue
+                best[candidate.layout.shape] = candidate
+                candidate.reason = _reason(next(iter(best.values())), candidate)
+        return list(best.values())
+
+    def _find(self, show: int, error: float) -> None:
+        for candidate in self.space.candidates():
+            self._push(candidate, self.forecast.floor(candidate), bounded=False)
+        while self.heap:
+            bound, _, bounded, candidate = heapq.heappop(self.heap)
+            times = heapq.nsmallest(show, self.fastest.values())
+            if len(times) == show and bound > max(times[-1], times[0] * (1 + error)):
+                example = f"{candidate.layout} takes {bound:.3g} s or more"
+                self.space.reject("slower than these, by a bound", example, len(self.heap) + 1)
+                break
+            simplest = self.goal == "time" and len(times) == show and bound > times[0]
+            if simplest and candidate.layout.size("pp") > self._fewest(times[0], error):
+                self.space.reject("not simpler than these, nor faster by a bound", str(candidate.layout))
+            elif bounded:
+                self._predict(candidate, bound)
+            else:
+                self._push_all(self.space.schedules(candidate), bound)
+        if self.unfit:
+            least = f"the least takes {bytes_text(self.least)} of {bytes_text(self.forecast.memory)}"
+            self.space.rejected["do not fit"] = self.space.rejected["do not fit"][0], least
+
+    def _fewest(self, best: float, error: float) -> int:
+        """Ranks of the pipeline of the simplest layout that is as fast as the best, as far as predictions can tell."""
+        at = AXES.index("pp")
+        return min(shape[at] for shape, seconds in self.fastest.items() if seconds <= best * (1 + error))
+
+    def _push(self, candidate: Candidate, bound: float, bounded: bool) -> None:
+        heapq.heappush(self.heap, (bound, len(self.pushed), bounded, candidate))
+        self.pushed.add((bounded, candidate.key()))
+
+    def _push_all(self, candidates: Iterable[Candidate], bound: float) -> None:
+        for candidate in candidates:
+            if (True, candidate.key()) not in self.pushed:
+                own = self.forecast.bound(candidate.apply(self.config))
+                self._push(candidate, max(bound, own), bounded=True)
+
+    def _predict(self, candidate: Candidate, bound: float) -> None:
+        group, alike = candidate.key(*SAVINGS), candidate.key(*SAVINGS, MICRO)
+        if candidate.settings[MICRO] >= self.unfit.get(alike, math.inf):
+            self.space.reject("do not fit", "")
+            return
+        if self._fits(candidate):
+            key, seconds = group if self.goal == "time" else candidate.key(), candidate.prediction.step.seconds
+            if key not in self.fitting or seconds < self.fitting[key].prediction.step.seconds:
+                self.fitting[key] = candidate
+            shape = candidate.layout.shape
+            self.fastest[shape] = min(seconds, self.fastest.get(shape, math.inf))
+            if self.goal == "time":
+                return
+        elif group not in self.can_fit:
+            if not all(map(self._fits, self.space.savings(candidate, most=True))):
+                self.unfit[alike] = candidate.settings[MICRO]
+                self.space.reject("do not fit", "")
+                return
+            self.can_fit.add(group)
+        self._push_all(self.space.savings(candidate), bound)
+
+    def _fits(self, candidate: Candidate) -> bool:
+        candidate.prediction = self.forecast.predict(candidate.apply(self.config))
+        self.predicted += 1
+        fits = candidate.prediction.memory.total <= self.forecast.memory
+        self.least = self.least if fits else min(self.least, candidate.prediction.memory.total)
+        return fits
+
+
+def _reason(first: Candidate, other: Candidate) -> str:
+    """Why a candidate does not stand before the first."""
+    step, best = other.prediction.step, first.prediction.step
+    more, stages = other.prediction.memory.total - first.prediction.memory.total, other.schedule().stages
+    if other is first:
+        return ""
+    if other.near:
+        beside = f"{stages} stages" if stages > first.schedule().stages else f"{bytes_text(more)} more memory"
+        return f"as fast, as far as this can tell, with {beside}"
+    parts = {name: step.parts.get(name, 0) - best.parts.get(name, 0) for name in [*step.parts, *best.parts]}
+    largest = sorted(parts.items(), key=lambda part: -abs(part[1]))[:2]
+    return f"{step.seconds - best.seconds:+.3g} s: " + ", ".join(f"{name} {n:+.3g}" for name, n in largest if n)

@@ -1,0 +1,376 @@
+"""Trace of a step on one rank before anything runs: the trainer's own step on the meta device, in a fake world.
+
+Every operator is watched, and every storage that is alive is counted: nothing of the model is described a second time.
+Only what a kernel takes inside of itself, and the allocator's slack, are not seen.
+"""
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed._tools import fake_collectives  # noqa: F401  (collectives of meta tensors)
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group, _fsdp_state, _fully_shard
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshtrain import attention
+from meshtrain.config.locate import model_file
+from meshtrain.data.batch import Batch
+from meshtrain.data.order import microbatches
+from meshtrain.dropout import set_dropout
+from meshtrain.layout import DATA_AXES, Layout
+from meshtrain.mesh import Mesh, build_mesh
+from meshtrain.metrics.step_timer import StepTimer
+from meshtrain.modeling import build
+from meshtrain.optim.optimizer import Optimizer
+from meshtrain.parallel import torch_private
+from meshtrain.parallel.collectives import implementations
+from meshtrain.parallel.context import kernels
+from meshtrain.parallel.fsdp import FSDPModule
+from meshtrain.parallel.grad_sync import gradient_syncs
+from meshtrain.parallel.mixed_precision import ComputeCopies
+from meshtrain.parallel.torch_private import to_local
+from meshtrain.pipeline.engine import Pipeline, shapes_of
+from meshtrain.pipeline.p2p import TensorMeta
+from meshtrain.pipeline.stage import OtherStageBlock, blocks_of
+from meshtrain.run.setup import context_parallel
+from meshtrain.trainer import Trainer
+
+if TYPE_CHECKING:
+    from meshtrain.config import Config
+
+META = torch.device("meta")
+# Operators whose implementation asks for values, and so has shapes alone here.
+WITHOUT_SHAPES = {f"meshtrain::{name}" for name in ("grouped", "grouped_input_grad", "grouped_weight_grad", "choose")}
+ENDS = "embedding, logits and loss"
+_sdpa = F.scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """A step of one rank; bytes."""
+
+    resident: dict[str, int]  # part -> alive between two steps
+    parts: dict[str, int]  # part -> alive at the peak
+    peak: int
+    moment: str
+    sent: dict[str, int]  # axis -> sent in the traced step
+
+
+class LiveBytes(TorchDispatchMode):
+    """The bytes of all storages that are alive on a device, after every operator; a storage counts by its size now."""
+
+    def __init__(self, device_type: str = "meta") -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.total = self.peak = self.count = self.peak_at = 0
+        self.rows = 0  # that a rank sends to experts
+        self.part = "other"  # what new storages are for
+        self.phase = self.block = self.peak_where = ""
+        self.watch: Callable[[Any, Any, Any], None] | None = None  # called with every operator
+        self.actions: dict[int, Callable[[], None]] = {}  # called after the operator of this number
+        self._alive: dict[int, tuple[Any, int, str]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back with the parts of its DTensors
+        out = self._run(func, args, kwargs or {})
+        for part in (args, kwargs, out):
+            self._see_all(part)
+        self.count += 1
+        if self.watch is not None:
+            self.watch(func, args, out)
+        self._look(func.__name__)
+        if self.count in self.actions:
+            self.actions[self.count]()
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = func.name().split(".")[0]
+        if args and name == "meshtrain::message_sizes" and args[0].is_meta:
+            sizes = [self.rows // len(args[1])] * len(args[1])  # without values: experts are equally loaded
+            return torch.tensor([sizes, sizes])
+        run = implementations.get(name) if name not in WITHOUT_SHAPES else None
+        if run is None:
+            return func(*args, **kwargs)
+        with self:  # what happens inside counts, too
+            return run(*args, **kwargs)
+
+    def _see_all(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self.see(value)
+        elif isinstance(value, (list, tuple)):
+            for part in value:
+                self._see_all(part)
+        elif isinstance(value, dict):
+            self._see_all(tuple(value.values()))
+
+    def see(self, tensor: Tensor) -> None:
+        if tensor.device.type != self.device_type:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._alive:
+            size = storage.nbytes()
+            self._alive[key] = weakref.ref(storage, lambda _: self._freed(key)), size, self.part
+            self.total += size
+
+    def _freed(self, key: int) -> None:
+        self.total -= self._alive.pop(key)[1]
+
+    def _look(self, operator: str) -> None:
+        if self.total > self.peak:
+            self.peak, self.peak_at = self.total, self.count
+            self.peak_where = f"{self.phase}, {operator.split('.')[0]}" + f" of {self.block}" * bool(self.block)
+
+    def resized(self, storage: Any) -> None:
+        """FSDP frees and fills memory so."""
+        if (known := self._alive.get(storage._cdata)) is not None:
+            self.total += storage.nbytes() - known[1]
+            self._alive[storage._cdata] = known[0], storage.nbytes(), known[2]
+            self._look("gather")
+
+    def parts(self, owners: Mapping[int, str]) -> dict[str, int]:
+        """part -> bytes alive; `owners`: storage -> the part that it is now, whatever it was made for."""
+        sums: Counter[str] = Counter()
+        for key, (_, size, part) in self._alive.items():
+            sums[owners.get(key, part)] += size
+        return {part: size for part, size in sums.items() if size}
+
+
+@contextmanager
+def watched(live: LiveBytes) -> Iterator[None]:
+    """Inside, every operator and every resized storage is seen, also where modes are hidden from communication."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        live.resized(storage)
+        return result
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
+        for module in ("tp_linear", "grad_sync"):
+            stack.enter_context(patch(f"meshtrain.parallel.{module}.without_dispatch_modes", nullcontext))
+        stack.enter_context(live)
+        yield
+
+
+@contextmanager
+def fake_world(layout: Layout, rank: int, device_type: str) -> Iterator[Mesh]:
+    """A job without other processes, whose collectives do nothing, and torch on the meta device as on a device."""
+    repeated = attention.wants_repeated
+    fused: dict[str, Any] = {"scaled_dot_product_attention": partial(_attention, device_type)}
+    if device_type == "cuda":
+        fused["rms_norm"] = _rms_norm
+    with ExitStack() as stack:
+        for module in (_fsdp_collectives, _fsdp_state, _fsdp_param_group):
+            stack.enter_context(patch.object(module, "_get_device_handle", lambda _: torch.cpu))
+        stack.enter_context(patch.object(_fully_shard, "_get_device_from_mesh", lambda _: META))
+        validate = patch.object(_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None)
+        stack.enter_context(validate)
+        stack.enter_context(patch("torch.optim.optimizer._get_fused_kernels_supported_devices", lambda: ["meta"]))
+        stack.enter_context(patch.object(torch_private, "traced_for", device_type))
+        wants = patch.object(attention, "wants_repeated", lambda _, *kind: repeated(device_type, *kind))
+        stack.enter_context(wants)
+        stack.enter_context(
+            patch("meshtrain.parallel.context.kernels.choose_kernel", partial(_block_kernel, device_type))
+        )
+        for name, kernel in fused.items():
+            stack.enter_context(patch.object(F, name, kernel))
+        if layout.world_size > 1:
+            dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
+            stack.callback(dist.destroy_process_group)
+        yield build_mesh(layout, device_type)
+
+
+def _attention(device_type: str, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
+               dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+               enable_gqa: bool = False) -> Tensor:  # fmt: skip
+    """The fused kernel that a device has: torch would choose none of them for the meta device."""
+    if not q.is_meta:
+        return _sdpa(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    aten = torch.ops.aten
+    if device_type == "cpu":
+        mask = attn_mask.to(q.dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
+        flash = aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
+    if attn_mask is None and q.dtype.itemsize == 2:
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+    efficient = aten._scaled_dot_product_efficient_attention
+    return efficient(q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def _block_kernel(device_type: str, q: Tensor, v: Tensor, soft_cap: float | None, visible: str) -> kernels.Kernel:
+    if soft_cap is not None or (device_type == "cuda" and q.dtype == torch.float64):
+        return kernels.PRODUCTS
+    if device_type == "cpu":
+        return kernels.CPU_FLASH
+    return kernels.FLASH if q.dtype.itemsize == 2 and visible != "mask" else kernels.EFFICIENT
+
+
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    return torch.ops.aten._fused_rms_norm(x, list(shape), weight, eps)[0]
+
+
+class _Phases(StepTimer):
+    """Tells what the step is doing, and measures nothing."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self.live, self.stack = live, [""]
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.stack.append(name if name != "communication" else self.stack[-1])
+        self.live.phase, before = self.stack[-1], self.live.phase
+        try:
+            yield
+        finally:
+            self.stack.pop()
+            self.live.phase = before
+
+    def end_step(self) -> None:
+        pass
+
+
+class _Trainer(Trainer):
+    def _sums(self, losses: Tensor, stop_asked: bool) -> Tensor:
+        if self._fields is None:  # which the ranks of a job agree on, by values
+            self._fields = {field: len(pair) for field, pair in sorted(self._terms.sums.items())}
+        return super()._sums(losses, stop_asked)
+
+
+class TracedStep:
+    """One rank's model and trainer, on a mesh; `run` is a step, watched by `live`."""
+
+    def __init__(self, config: "Config", mesh: Mesh, batch: Batch, device: torch.device) -> None:
+        self.mesh, self.live = mesh, LiveBytes(device.type)
+        self.model = build.build_model(config, mesh, device)
+        self.optimizer = Optimizer(self.model, config.optimizer, mesh, 1000)
+        task = "language" if "vocab_size" in config.model.keys else "classification"
+        timer = _Phases(self.live)
+        self.trainer = _Trainer(self.model, self.optimizer, config, mesh, device, task=task, timer=timer)
+        count = microbatches(config.batch.global_size, config.batch.micro_size, mesh.size(*DATA_AXES))
+        self.microbatches = [prepared(batch, config, mesh)] * count
+        routed = self.microbatches[0].targets.numel() * config.model.keys.get("num_experts_per_tok", 1)
+        self.live.rows = routed // mesh.size("tp")
+        self._mark_blocks()
+        if isinstance(self.model, Pipeline) and device.type == "meta":
+            self._tell_shapes(config)
+
+    def trace(self) -> RankTrace:
+        """The third of three steps: the first makes what stays, and the second finds the peak."""
+        live, at_peak = self.live, dict[str, int]()
+        with watched(live):
+            for parameter in self.model.parameters():
+                live.see(to_local(parameter.detach()))
+            for last in (False, False, True):
+                if last:
+                    live.actions[live.peak_at] = lambda: at_peak.update(live.parts(self.owners()))
+                peak, live.peak, live.count = live.peak, 0, 0
+                self.trainer.forward_backward(1, self.microbatches)
+                self.trainer.optimizer_step(1)
+            assert live.peak == peak == sum(at_peak.values())  # steps are alike
+        gc.collect()  # cycles hold memory for as long as it happens
+        return RankTrace(live.parts(self.owners()), at_peak, live.peak, live.peak_where, self.mesh.comm_bytes.by_axis())
+
+    def owners(self) -> dict[int, str]:
+        """Storage -> what it holds for longer than an operator, of this rank's model and optimizer."""
+        owners: dict[int, str] = {}
+
+        def own(part: str, *tensors: Tensor | None) -> None:
+            owners.update({to_local(x.detach()).untyped_storage()._cdata: part for x in tensors if x is not None})
+
+        for module in self.model.modules():
+            for sync in gradient_syncs(module):
+                if isinstance(sync, ComputeCopies):
+                    own("16-bit copies", *(copy.values for copy in sync._copies.values()))
+            unit = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+            for p in unit.fsdp_params if unit is not None else ():
+                own("gathered weights", *p.all_gather_outputs, getattr(p, "_unsharded_param", None))
+                own(
+                    "gradients",
+                    p.unsharded_accumulated_grad,
+                    getattr(getattr(p, "_unsharded_param", None), "grad", None),
+                )
+                own("weights", p._sharded_param_data, p.sharded_param)
+        for own_part in self.optimizer._parameters:
+            own("optimizer state", *own_part.state.values())
+            own("gradients", own_part.parameter.grad)
+            own("weights", own_part.local)
+        return owners
+
+    def _mark_blocks(self) -> None:
+        """New storages are activations inside of a block's forward and backward, and of the model's ends outside."""
+        for stage in self.model.stages() if isinstance(self.model, Pipeline) else [self.model]:
+            names = {module: name for name, module in stage.named_modules()}
+            for block in blocks_of(stage):
+                if not isinstance(block, OtherStageBlock):
+                    block.forward = self.marks(names[block], block.forward)
+
+    def marks(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def enter(block: str) -> None:
+            self.live.part, self.live.block = ("activations", block) if block else (ENDS, "")
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda _: enter(""))
+            enter(name)
+            output = forward(*args, **kwargs)
+            enter("")
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda _: enter(name))
+            return output
+
+        return run
+
+    def _tell_shapes(self, config: "Config") -> None:
+        """What the messages before the first ones between stages would tell: the shapes at the ends of stages, from a
+        forward of the whole model."""
+        options = replace(build.options_of(config, self.mesh.layout, META), recompute="none", compile=False)
+        whole = build.build_stage(config, self.mesh, META, options)
+        made: list[TensorMeta] = []
+        for block in blocks_of(whole):
+            block.register_forward_hook(lambda block, inputs, output: made.append(TensorMeta.of(output)))
+        batch = self.microbatches[0].to(META, self.trainer.dtype)
+        set_dropout(whole, seed=0, step=0, samples=range(len(batch.targets)))
+        with torch.no_grad():
+            whole(*batch.inputs)
+        key = shapes_of(self.microbatches[0].inputs)
+        for stage, (_, end) in enumerate(build.stages_of(config, self.mesh.layout)[1].bounds[:-1], 1):
+            self.model._transfers._metas[key, stage] = made[end - 1]  # type: ignore[union-attr,operator,assignment]
+
+
+def prepared(batch: Batch, config: "Config", mesh: Mesh) -> Batch:
+    """A microbatch as the run's readers give it."""
+    if not hasattr(model_file(config.model.name), "cp_plan"):
+        return batch
+    return context_parallel(config, mesh).shard(batch) if mesh.size("cp") > 1 else batch.with_context()
+
+
+def language_batch(config: "Config") -> Batch:
+    tokens = torch.zeros(config.batch.micro_size, config.data.seq_len, dtype=torch.int64)
+    documents = torch.zeros_like(tokens) if config.data.mask_documents else None
+    return Batch.of((tokens, torch.zeros_like(tokens), documents), torch.zeros_like(tokens))
+
+
+def trace_rank(
+    config: "Config", layout: Layout, rank: int, *, device_type: str = "cuda", batch: Batch | None = None
+) -> RankTrace:
+    with fake_world(layout, rank, device_type) as mesh:
+        step = TracedStep(config, mesh, batch or language_batch(config), META)
+        return step.trace()

@@ -1,0 +1,56 @@
+"""What one block of a model asks of its rank, as plain values: products, bytes moved, sent and saved, operators."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Product:
+    """`times` products of an (m, k) matrix with a (k, n) one; a multiplication with its addition is 2 flops."""
+
+    m: int
+    n: int
+    k: int
+    times: float = 1
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k * self.times
+
+
+@dataclass(frozen=True)
+class Send:
+    """`nbytes` that this rank sends along a mesh axis; `kind` is one of `CommBytes`, such as all_gather, or p2p."""
+
+    axis: str
+    kind: str
+    nbytes: float
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass through a block: its matrix products, flops of attention, bytes that all other operators read and write,
+    operators launched, sends."""
+
+    products: tuple[Product, ...] = ()
+    attention_flops: float = 0
+    moved: float = 0
+    operators: int = 0
+    sends: tuple[Send, ...] = ()
+
+    @property
+    def flops(self) -> float:
+        return sum(product.flops for product in self.products) + self.attention_flops
+
+
+@dataclass(frozen=True)
+class Work:
+    """One block on one rank for one microbatch, without what FSDP and DDP add; bytes are of the tensors alive."""
+
+    name: str
+    parameters: int  # elements on this rank: after tp and ep, before FSDP
+    forward: Pass
+    input_grad: Pass  # recomputation is in here
+    weight_grad: Pass
+    saved: float  # bytes that its forward leaves for its backward, its input included
+    peak_forward: float  # most bytes alive during its forward, beyond its input and its weights
+    peak_backward: float  # most bytes alive during its backward, beyond `saved`, its weights and their gradients

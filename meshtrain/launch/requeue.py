@@ -1,0 +1,106 @@
+"""Requeue: whether a job of SLURM that has failed goes on, and without which nodes, as the scripts of tools/slurm ask.
+
+    python -m meshtrain.launch.requeue RUN --job 4211 --nodes "gpu07 gpu08 gpu09" --needed 2 --tries 3 [--down gpu08]
+
+It prints three lines: `again` (on nodes that the job still has), `requeue` or `end`; the nodes to leave out; and why.
+How often the run has failed without getting further is in `requeue.json` of its folder, how far it is in its ledger.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from meshtrain.job.storage import move_damaged, write_whole
+from meshtrain.job.watchdog.records import OUT_OF_REACH, DiagnosisKind
+from meshtrain.metrics.goodput import FILE, JobRecord, read
+
+HISTORY = "requeue.json"
+FINAL = (DiagnosisKind.TRAINING, DiagnosisKind.INPUT)  # the same would happen again
+HARDWARE = re.compile(r"\bECC\b|\bXid\b|uncorrectable|fallen off the bus|GPU is lost|hardware", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class History:
+    """What the failures of a run have come to."""
+
+    job: str = ""  # which SLURM has started all these times; another one begins to count anew
+    step: int = -1  # of the furthest checkpoint that a failure has left behind
+    failures: int = 0  # in a row, of which but the first none has got further
+
+    def after_failure(self, job: str, step: int) -> "History":
+        fails = 0 if job != self.job or step > self.step else self.failures
+        return History(job, max(step, self.step), fails + 1)
+
+
+@dataclass(frozen=True)
+class Decision:
+    action: str  # "again", on nodes of the same job; "requeue"; "end"
+    lost: tuple[str, ...]  # nodes to go on without
+    reason: str
+
+
+def decide(
+    end: Mapping[str, Any] | None, history: History, nodes: Sequence[str], needed: int, tries: int, down: Sequence[str]
+) -> Decision:
+    """PURE: what becomes of a job that has failed.
+
+    Args:
+        end: exit.json; None: it has failed before it could write one.
+        history: of the run, with this failure.
+        nodes: that the job had left, of which it needs so many.
+        tries: how often in a row it is tried again without having got further.
+        down: nodes of which something else knows that they are not well: SLURM, or a preflight.
+    """
+    end = {} if end is None else end
+    kind, reason, hosts = end.get("kind"), str(end.get("reason", "it could not start")), end.get("hosts", [])
+    own_fault = kind in OUT_OF_REACH or (kind == DiagnosisKind.FAILED and HARDWARE.search(reason) is not None)
+    short = {str(host).partition(".")[0] for host in hosts} if own_fault and isinstance(hosts, list) else set()
+    lost = tuple(node for node in nodes if node in down or node.partition(".")[0] in short)
+    sentence = reason if not lost else f"{reason}; goes on without {', '.join(lost)}"
+    if kind in FINAL or (not end and not lost):
+        return Decision("end", (), f"{reason}: the same would happen again")
+    if history.failures > tries:
+        stays = f"{history.failures} failures in a row have got no further than step {history.step}"
+        return Decision("end", lost, f"{reason}: {stays}")
+    return Decision("again" if len(nodes) - len(lost) >= needed else "requeue", lost, sentence)
+
+
+def furthest_step(jobs: Sequence[JobRecord]) -> int:
+    """PURE: the step from which the next start of a run with this ledger goes on, as far as that is known."""
+    return max([jobs[-1].first, *(mark.step for mark in jobs[-1].marks if mark.saved)]) if jobs else 0
+
+
+def read_history(folder: Path) -> History:
+    path = folder / HISTORY
+    try:
+        return History(**json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        pass
+    except (ValueError, TypeError, RecursionError) as error:
+        move_damaged(path, error)
+    return History()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("folder", type=Path, help="the run's")
+    parser.add_argument("--job", required=True, help="its number")
+    parser.add_argument("--nodes", type=str.split, required=True, help="that it had, with spaces between them")
+    parser.add_argument("--needed", type=int, required=True, help="so many of them")
+    parser.add_argument("--tries", type=int, required=True)
+    parser.add_argument("--down", type=str.split, default=[], help="those that are known to be out of order")
+    parser.add_argument("--no-exit", action="store_true", help="the exit.json that is there is of an earlier start")
+    words = parser.parse_args()
+    end = None if words.no_exit else json.loads((words.folder / "exit.json").read_bytes())
+    history = read_history(words.folder).after_failure(words.job, furthest_step(read(words.folder / FILE)[0]))
+    write_whole(words.folder / HISTORY, json.dumps(asdict(history)) + "\n")
+    decision = decide(end, history, words.nodes, words.needed, words.tries, words.down)
+    print(decision.action, " ".join(decision.lost), " ".join(decision.reason.split()), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

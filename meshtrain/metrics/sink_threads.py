@@ -1,0 +1,143 @@
+"""Sinks beside the training: each in a thread of its own, behind a bounded queue.
+
+A sink is never a reason to end a run or to slow it. What it raises is said once; one that hangs is left behind.
+"""
+
+import importlib.util
+import inspect
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from meshtrain.config import locate
+from meshtrain.config.schema import Metrics
+from meshtrain.errors import InputError
+from meshtrain.job.storage import warn
+from meshtrain.metrics.sinks import OWN, Sink, SinkRun
+
+START_S = 30.0  # that the end of a run waits for a sink which is still being made: imports take long on a busy host
+MOST_WAITING = 1000  # calls that a sink may be behind; what comes then is left out
+
+Make = Callable[[SinkRun], Sink]
+
+
+class SinkThreads:
+    """Hands all that it is told to every sink, and waits for none before the end."""
+
+    def __init__(self, makers: Mapping[str, Make], run: SinkRun) -> None:
+        """`makers`: by `find_sinks`. They are called in the threads: a sink may connect to somewhere."""
+        self._closing = threading.Lock()
+        self._threads = [_SinkThread(name, make, run) for name, make in makers.items()]
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Calls a method of every sink, some time."""
+        for sink in self._threads:
+            sink.call(method, *arguments)
+
+    def close(self, status: str, limit_s: float = float("inf")) -> None:
+        """Closes all, and waits as long as the slowest of them may take, and no longer than `limit_s`. Once: whoever
+        comes later returns at once."""
+        if not self._closing.acquire(blocking=False):
+            return
+        begin = time.monotonic()
+        for sink in self._threads:
+            sink.end(status)
+        for sink in self._threads:
+            wait_s = min(sink.close_s, limit_s)
+            sink.thread.join(max(0.0, begin + wait_s - time.monotonic()))
+            if sink.thread.is_alive():
+                warn(f"metrics.sinks: {sink.name} has not ended within {wait_s:g} s; what it has not taken is lost")
+            elif sink.lost:
+                warn(f"metrics.sinks: {sink.name} was too slow: {sink.lost} of the rows and events did not reach it")
+
+
+class _SinkThread:
+    def __init__(self, name: str, make: Make, run: SinkRun) -> None:
+        self.name, self._make, self._run = name, make, run
+        self._calls: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(MOST_WAITING)
+        self._status: str | None = None  # of the run, once it ends
+        self._warned, self.lost, self.close_s = False, 0, START_S
+        self.thread = threading.Thread(target=self._work, name=f"sink {name}", daemon=True)
+        self.thread.start()
+
+    def call(self, method: str, *arguments: Any) -> None:
+        if not self.thread.is_alive():  # the sink could not be made
+            return
+        try:
+            self._calls.put_nowait((method, arguments))
+        except queue.Full:
+            self.lost += 1
+
+    def end(self, status: str) -> None:
+        self._status = status
+        with suppress(queue.Full):  # then it is awake
+            self._calls.put_nowait(("", ()))
+
+    def _work(self) -> None:
+        with self._warns_of_errors("is left out"):
+            sink = self._make(self._run)
+            self.close_s = sink.close_s
+            while self._status is None or not self._calls.empty():
+                method, arguments = self._calls.get()
+                with self._warns_of_errors("has not taken something"):
+                    if method:
+                        getattr(sink, method)(*arguments)
+            sink.close(self._status)
+
+    @contextmanager
+    def _warns_of_errors(self, problem: str) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            if not self._warned:
+                self._warned = True
+                warn(f"metrics.sinks: {self.name} {problem}; the run goes on ({type(error).__name__}: {error})")
+
+
+def find_sinks(config: Metrics) -> dict[str, Make]:
+    """How each sink is made; nothing of it is started. Raises InputError: there is none, it is not installed, or it
+    takes other options."""
+    return {name: _find(name, config.sink_options.get(name, {})) for name in config.all_sinks}
+
+
+def _find(name: str, options: Mapping[str, Any]) -> Make:
+    kind = _class(name)
+    if kind.package is not None and importlib.util.find_spec(kind.package) is None:
+        raise InputError(
+            f"metrics.sinks: {name} needs the package {kind.package}, which is not installed: "
+            f"pip install 'meshtrain[{kind.package}]', or take {name} out of metrics.sinks"
+        )
+    try:
+        inspect.signature(kind).bind(None, **options)
+    except TypeError as error:
+        known = ", ".join(list(inspect.signature(kind).parameters)[1:])
+        raise InputError(f"metrics.sink_options.{name}: {error}; its options are: {known or 'none'}") from error
+    if kind in OWN.values():
+        hints = get_type_hints(kind.__init__)
+        for option, value in options.items():
+            if not isinstance(value, hints[option]) or isinstance(value, bool):
+                expected = inspect.formatannotation(hints[option])
+                raise InputError(f"metrics.sink_options.{name}.{option}: expected {expected}, found {value!r}")
+    return lambda run: kind(run, **options)
+
+
+def _class(name: str) -> type[Sink]:
+    if name in OWN:
+        return OWN[name]
+    path, _, attribute = name.rpartition(":")
+    try:
+        kind = getattr(locate.python_file(Path(path)), attribute, None)
+    except FileNotFoundError as error:
+        raise InputError(f"metrics.sinks: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise InputError(f"metrics.sinks: {path} cannot be used: {locate.raised(error)}") from error
+    if not (isinstance(kind, type) and issubclass(kind, Sink)):
+        raise InputError(
+            f"metrics.sinks: {path} has no class {attribute} that is a meshtrain.metrics.sinks.Sink: "
+            "docs/monitoring.md has an example"
+        )
+    return kind

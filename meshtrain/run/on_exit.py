@@ -1,0 +1,41 @@
+"""`train.on_exit`: a command of the user's that hears how a run has ended, to send a mail for instance."""
+
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshtrain.job.storage import warn
+
+ON_EXIT_S = 30.0
+
+
+def run_on_exit(command: str, end: Mapping[str, Any], folder: Path, wait_s: float = ON_EXIT_S) -> None:
+    """Runs a shell command, which is ended after ON_EXIT_S. `end`: what exit.json says. A failure is only said.
+
+    `wait_s`: how long this process waits for it; after that it goes on without it, and so it does if that is ended.
+    """
+    path = folder.absolute() / "exit.json"
+    variables = {
+        "exit_json": path,
+        "run": folder.absolute(),
+        **{key: end[key] for key in ("status", "code", "kind", "step")},
+    }
+    variables["reason"] = end["reason"].replace("\0", " ")
+    environment = os.environ | {f"MESHTRAIN_{name.upper()}": str(value) for name, value in variables.items()}
+    # `timeout` and not this process, whose job may be lost: then it is ended before the command is.
+    limited = ["timeout", "--kill-after=2", str(ON_EXIT_S), "sh", "-c", command]
+    try:
+        process = subprocess.Popen(limited, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        code = process.wait(wait_s if wait_s < ON_EXIT_S else ON_EXIT_S + 5)
+    except subprocess.TimeoutExpired:
+        return
+    except OSError as error:
+        warn(f"train.on_exit could not be started: {error}")
+        return
+    if code:
+        problem = (
+            f"took more than {ON_EXIT_S:g} s and was ended" if code in (124, 137) else f"has ended with status {code}"
+        )
+        warn(f"train.on_exit: {command!r} {problem}; {path} has how the run ended")

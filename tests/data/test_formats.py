@@ -1,0 +1,171 @@
+"""Packed JSONL and Parquet give the tokens of plain JSONL; what is damaged is named."""
+
+import gzip
+import importlib.util
+import json
+import os
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from meshtrain.data import text
+from meshtrain.data.text import TextSource, jsonl_files, parquet_files, text_files
+from meshtrain.data.tokenizer import open_tokenizer
+from meshtrain.data.tokens import Document
+from meshtrain.errors import InputError
+from tests.data.test_text import write_lines
+
+ROWS = [{"text": f"line {i} ü\U0001f600 " + "word " * (i % 37)} for i in range(400)]
+PAIRS = [{"prompt": f"{i} + {i} = ", "completion": str(2 * i)} for i in range(300)]
+
+
+def ids_of(source: TextSource) -> list[int]:
+    found: list[Document] = []
+    for shard in source.shards():
+        found += text.documents(source, shard, open_tokenizer("bytes"))
+    return list(chain.from_iterable(document.ids.tolist() for document in found))
+
+
+@pytest.mark.parametrize("size", [1, 7, 50, 64, 1000, 4096])
+def test_pieces_of_a_file_have_each_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    for name, raw in (
+        ("plain", "".join(json.dumps(row) + "\n" for row in ROWS[:60]).encode()),
+        ("no end", b'{"text": "a"}\n\n  \n{"text": "b"}'),
+        ("nothing", b""),
+        ("one", b'{"text": "' + b"x" * 3000 + b'"}'),
+    ):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_bytes(raw)
+        whole = ids_of(jsonl_files(path))
+        with monkeypatch.context() as patch:
+            patch.setattr(text, "_LEAST_SHARD", size)
+            patch.setattr(text, "_SHARDS", 10**9)
+            source = jsonl_files(path)
+            assert len(source.shards()) == max(1, -(-len(raw) // size))
+            assert ids_of(source) == whole
+
+
+def test_shards_have_every_file_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(30):
+        (tmp_path / f"{i:02}.txt").write_text("x" * (i * 7 % 50))
+    source = text_files(tmp_path)
+    monkeypatch.setattr(text, "_LEAST_SHARD", 100)
+    shards = source.shards()
+    assert [piece.path for piece in chain(*shards)] == source.files, "a text is a document: it is not cut"
+    assert all(100 <= sum(piece.end for piece in shard) < 150 for shard in shards[:-1])
+
+
+def test_a_line_is_named_by_its_number_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [*ROWS[:200], {"body": "no text"}, *ROWS[200:]]
+    path = write_lines(tmp_path / "x.jsonl", rows)
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    monkeypatch.setattr(text, "_LEAST_SHARD", 2000)
+    monkeypatch.setattr(text, "_BATCH_CHARACTERS", 700)
+    for file in (path, tmp_path / "x.jsonl.gz"):
+        with pytest.raises(InputError, match=rf"{file.name}:201: expected .* `text`.* found the keys 'body'"):
+            ids_of(jsonl_files(file))
+
+
+def test_a_field_of_another_name(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "x.jsonl", [{"content": row["text"], "text": "not read"} for row in ROWS])
+    plain = write_lines(tmp_path / "y.jsonl", ROWS)
+    assert ids_of(jsonl_files(path, "content")) == ids_of(jsonl_files(plain))
+    tokenizer = open_tokenizer("bytes")
+    assert jsonl_files(path, "content").key(tokenizer) != jsonl_files(path).key(tokenizer)
+    assert text_files(path).key(tokenizer) != jsonl_files(path).key(tokenizer), "the same file, another meaning"
+
+
+def test_gz_is_read_as_what_is_in_it(tmp_path: Path) -> None:
+    plain = write_lines(tmp_path / "x.jsonl", ROWS)
+    raw = plain.read_bytes()
+    packed = tmp_path / "packed" / "x.jsonl.gz"
+    packed.parent.mkdir()
+    packed.write_bytes(gzip.compress(raw[:5000]) + gzip.compress(raw[5000:]))  # two members, the cut within a line
+    assert ids_of(jsonl_files(packed)) == ids_of(jsonl_files(packed.parent)) == ids_of(jsonl_files(plain))
+
+
+def test_what_stands_beside_plain_files_is_not_read_twice(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "x.jsonl", ROWS)
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    (tmp_path / "other.gz").write_bytes(b"not lines")
+    (tmp_path / ".jsonl").write_text("no name before the ending: never was one")
+    assert [file.name for file in jsonl_files(tmp_path).files] == ["x.jsonl"]
+    path.unlink()
+    assert [file.name for file in jsonl_files(tmp_path).files] == ["x.jsonl.gz"]
+    (tmp_path / "y.jsonl.zst").touch()
+    with pytest.raises(InputError, match=r"has \.jsonl\.gz and \.jsonl\.zst files, which may be the same lines"):
+        jsonl_files(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "rot", "none of it"])
+def test_a_broken_gz_is_named(tmp_path: Path, damage: str) -> None:
+    packed = bytearray(gzip.compress(json.dumps({"text": os.urandom(20000).hex()}).encode() + b"\n"))
+    if damage == "cut":
+        del packed[-3000:]
+    packed[0 if damage == "none of it" else 5000] ^= 255
+    (tmp_path / "x.jsonl.gz").write_bytes(packed)
+    with pytest.raises(InputError, match=r"x\.jsonl\.gz(:1: not JSON| is truncated or damaged after line [01] \()"):
+        ids_of(jsonl_files(tmp_path / "x.jsonl.gz"))
+
+
+def test_without_pyarrow_the_extra_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "x.jsonl.zst").touch()
+    for opened in (jsonl_files, parquet_files):
+        with pytest.raises(InputError, match=r"needs the package pyarrow: pip install 'meshtrain\[data\]'"):
+            opened(tmp_path / "x.jsonl.zst")
+
+
+@pytest.mark.integrations
+def test_zst_is_read_as_what_is_in_it(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    plain = write_lines(tmp_path / "x.jsonl", ROWS)
+    raw, path = plain.read_bytes(), tmp_path / "x.jsonl.zst"
+    frames = [pyarrow.compress(part, codec="zstd", asbytes=True) for part in (raw[:5000], raw[5000:])]
+    path.write_bytes(b"".join(frames))
+    assert ids_of(jsonl_files(path)) == ids_of(jsonl_files(plain))
+    for broken in (frames[0] + frames[1][:-30], b"x" + frames[0], frames[0][:200] + b"????" + frames[0][204:]):
+        path.write_bytes(broken)
+        with pytest.raises(InputError, match=r"x\.jsonl\.zst is truncated or damaged after line \d+ \("):
+            ids_of(jsonl_files(path))
+
+
+@pytest.mark.integrations
+def test_parquet_is_read_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    for rows, field in ((ROWS, "text"), (PAIRS, "text"), ([{"content": row["text"]} for row in ROWS], "content")):
+        path = tmp_path / "x.parquet"
+        table = pyarrow.Table.from_pylist([{"id": i, **row} for i, row in enumerate(rows)])
+        parquet.write_table(table, path, row_group_size=23)
+        whole = ids_of(jsonl_files(write_lines(tmp_path / "x.jsonl", rows), field))
+        assert ids_of(parquet_files(path, field)) == whole
+        with monkeypatch.context() as patch:
+            patch.setattr(text, "_LEAST_SHARD", 700)
+            assert len(parquet_files(path, field).shards()) > 5
+            assert ids_of(parquet_files(path, field)) == whole, "each group of rows once"
+
+
+@pytest.mark.integrations
+def test_what_is_wrong_with_a_parquet_file_is_named(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "x.parquet"
+    for column, message in (
+        ({"text": ["a"] * 8 + [None]}, r"x\.parquet, row 9: `text` is None"),
+        ({"body": ["a"]}, r"x\.parquet: expected the column `text`, or `prompt` and `completion`; found body"),
+        ({"text": ["a", None, "b"]}, r"x\.parquet, row 2: `text` is None, expected a string"),
+        ({"text": [1]}, r"x\.parquet, row 1: `text` is 1, expected a string"),
+    ):
+        parquet.write_table(pyarrow.table(column), path, row_group_size=2)
+        with pytest.raises(InputError, match=message):
+            ids_of(parquet_files(path))
+    parquet.write_table(pyarrow.table({"text": [os.urandom(2000).hex() for _ in range(50)]}), path, compression="zstd")
+    raw = path.read_bytes()
+    for broken in (raw[:-100], raw[:20000] + bytes(5000) + raw[25000:], b""):
+        path.write_bytes(broken)
+        with pytest.raises(InputError, match=r"x\.parquet is no Parquet file, or damaged \("):
+            ids_of(parquet_files(path))

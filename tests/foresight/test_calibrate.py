@@ -1,0 +1,163 @@
+"""What runs have measured: folders and doctor's report are read, compared, and give back the hardware they ran on."""
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from meshtrain.errors import InputError
+from meshtrain.foresight import calibrate, steptime
+from meshtrain.foresight.calibrate import MeasuredRun, against, as_yaml, fit, misfit, phases, scaled
+from meshtrain.foresight.hardware import Hardware, load
+from meshtrain.foresight.steptime import StepTime
+from meshtrain.foresight.work import Pass, Product, Send, Work
+from meshtrain.layout import Layout
+
+H100 = load("h100")
+PHASES = {"forward": 1.0, "backward": 2.0, "communication": 0.5, "update": 0.1, "step": 3.7}
+
+
+def run_of(size: int, layout: Mapping[str, int], operators: int = 30):
+    """What is foreseen on hardware of two blocks, with products of this side."""
+    forward = Pass(
+        (Product(size, 4096, 4096),), 1e7 * size, 1e5 * size, operators, (Send("tp", "all_reduce", 1e4 * size),)
+    )
+    work = Work("block", 2 * 10**8, forward, forward, replace(forward, attention_flops=0), 1e8, 1e8, 1e8)
+    placed = Layout(layout).on_hosts([8])
+    return lambda hardware: steptime.of([work, work], placed, None, hardware, microbatches=4)
+
+
+RUNS = [run_of(8192, {"dp_shard": 4, "tp": 2}), run_of(64, {"dp_shard": 4, "tp": 2}), run_of(8192, {"dp_shard": 8})]
+
+
+def measured_on(hardware: Hardware) -> list[tuple]:
+    return [(run, phases(run(hardware))) for run in RUNS]
+
+
+def test_the_phases_of_a_step_are_all_of_it() -> None:
+    found = phases(RUNS[0](H100))
+    assert sum(found.values()) == pytest.approx(2 * found["step"])
+    assert min(found.values()) > 0
+
+
+def test_runs_on_the_files_own_hardware_move_nothing() -> None:
+    found = fit(measured_on(H100), H100)
+    assert found.compute == H100.compute
+    assert (found.within_host, found.between_hosts) == (H100.within_host, H100.between_hosts)
+    assert found.error == 0.02
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_runs_on_other_hardware_show_what_it_is(seed: int) -> None:
+    drawn = random.Random(seed)
+    true = H100
+    for constant in ("launch", "stream", "matmul", "within_host"):
+        true = scaled(true, constant, drawn.uniform(1.2, 2.5))
+    found = fit(measured_on(true), H100)
+    assert misfit(measured_on(true), found) < 1 < misfit(measured_on(true), H100)
+    other = run_of(2048, {"dp_shard": 2, "tp": 4})
+    assert other(found).seconds == pytest.approx(other(true).seconds, rel=0.05)
+    assert other(H100).seconds < 0.85 * other(true).seconds
+
+
+def test_what_no_run_shows_stays_and_what_is_fixed_too() -> None:
+    true = scaled(scaled(H100, "between_hosts", 3), "within_host", 3)
+    found = fit(measured_on(true), H100, fixed=("within_host",))
+    assert found.between_hosts == H100.between_hosts  # all runs had one host
+    assert found.within_host == H100.within_host
+    assert found.error > 0.02  # the links that were not to move are still wrong
+    assert fit([], H100) == H100
+
+
+def test_a_share_stays_a_share() -> None:
+    assert scaled(H100, "matmul", 0.1).compute.matmul == 1.0
+    assert scaled(H100, "launch", 2).compute.launch == 2 * H100.compute.launch
+    assert scaled(H100, "within_host", 2).within_host.bandwidth == H100.within_host.bandwidth / 2
+
+
+def test_a_calibrated_file_reads_as_it_was_written(tmp_path: Path) -> None:
+    found = replace(scaled(H100, "launch", 1.2345678), source="measured by runs/x")
+    path = tmp_path / "mine.yaml"
+    path.write_text(as_yaml(found))
+    again = load(str(path))
+    assert again.compute.launch == pytest.approx(found.compute.launch, rel=1e-3)
+    assert replace(again, compute=found.compute) == found
+
+
+def folder_of_run(path: Path, steps: int = 6, **fields: object) -> Path:
+    path.mkdir()
+    text = Path("configs/quickstart.yaml").read_text().replace("\n  dp_shard: -1", "\n  dp_shard: -1\n  tp: 2")
+    (path / "config.yaml").write_text(text)
+    ranks = "".join(f"   {rank}  {'ab'[rank // 2]}  {rank % 2}  0  0\n" for rank in range(4))
+    (path / "layout.txt").write_text(
+        f"layout dp_shard 2 x tp 2 on 4 processes\n\nrank  host  local\n{ranks}\ntp: ...\n"
+    )
+    times = {column: PHASES[name] for name, column in calibrate.COLUMNS.items()}
+    row = {**times, "memory_gib": 3.0, "memory_reserved_gib": 4.0, "sent_bytes_tp": 100, **fields}
+    rows = [{**row, "step": step, "step_time_s": 3.7 if step > 3 else 60} for step in range(1, steps + 1)]
+    rows[-1]["memory_max_gib"] = 3.5
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_folder_of_a_run_has_what_it_measured(tmp_path: Path) -> None:
+    run = MeasuredRun.load(folder_of_run(tmp_path / "x"))
+    assert run.seconds == PHASES  # the first three steps do not count
+    assert (run.memory, run.usable, run.sent) == (3.5, 0.75, {"tp": 100})
+    assert run.config.resolved is not None
+    assert run.config.resolved.host_counts() == {"a": 2, "b": 2}
+    on_cpu = MeasuredRun.load(folder_of_run(tmp_path / "cpu", memory_reserved_gib=None))
+    assert (on_cpu.memory, on_cpu.usable) == (None, None)
+    with pytest.raises(InputError, match="has 3 steps, of which 3 do not count"):
+        MeasuredRun.load(folder_of_run(tmp_path / "short", steps=3))
+    with pytest.raises(InputError, match="not the folder of a run"):
+        MeasuredRun.load(tmp_path)
+
+
+def foreseen(run: MeasuredRun, hardware: Hardware) -> StepTime:
+    return StepTime(4.0, {"forward": 1.0, "backward": 2.5, "tp": 0.25, "update": 0.25}, {}, {"products": 1.0})
+
+
+def test_predicted_stands_beside_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MeasuredRun, "foresee", foreseen)
+    run = MeasuredRun.load(folder_of_run(tmp_path / "x"))
+    rows = {row.name: row for row in against(run, H100, 3.6, {"tp": 100, "pp": 7})}
+    assert {name: (row.predicted, row.measured) for name, row in rows.items()} == {
+        "step": (4.0, 3.7),
+        "forward": (1.0, 1.0),
+        "backward": (2.5, 2.0),
+        "communication": (0.25, 0.5),
+        "update": (0.25, 0.1),
+        "memory": (3.6, 3.5),
+        "sent over tp": (100, 100),
+        "sent over pp": (7, 0.0),
+    }
+    assert rows["backward"].describe().split() == ["backward", "2.5", "2", "s", "+25.0", "%"]
+    assert rows["sent over pp"].describe().split() == ["sent", "over", "pp", "7", "0", "B"]
+
+
+def test_calibrate_reads_runs_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kinds(what: str, crosses: bool, latency: float, bandwidth: float) -> dict[str, object]:
+        return {"what": what, "crosses": crosses, "ranks": 4, "latency": latency, "bandwidth": bandwidth}
+
+    timings = [kinds("all-reduce", False, 6e-5, 2e11), kinds("all-reduce", True, 4e-5, 3e10)]
+    links = [{"source": 0, "target": 1, "bandwidth": 3e11}, {"source": 1, "target": 2, "bandwidth": 4e10}]
+    hosts = [{"ranks": [0, 1]}, {"ranks": [2, 3]}]
+    report = tmp_path / "doctor.json"
+    report.write_text(json.dumps({"seen": {"timings": {"timings": timings, "links": links}, "hosts": hosts}}))
+    found = calibrate.calibrate([str(report)], H100)
+    assert asdict(found.within_host) == {"bandwidth": 200.0, "latency": pytest.approx(1e-5), "message": 0.0}
+    assert (found.between_hosts.bandwidth, found.between_hosts.latency) == (40.0, pytest.approx(2e-5))
+    monkeypatch.setattr(MeasuredRun, "foresee", lambda run, hardware: RUNS[0](hardware))
+    run = folder_of_run(tmp_path / "x")
+    both = calibrate.calibrate([str(run), str(report)], H100)
+    assert both.within_host == found.within_host
+    assert both.compute.matmul < H100.compute.matmul
+    assert both.device.usable == 0.75
+    assert both.source == f"measured by {run}, {report}"
+    report.write_text('{"status": "ok"}')
+    with pytest.raises(InputError, match="is not what `meshtrain doctor --json` prints"):
+        calibrate.calibrate([str(report)], H100)

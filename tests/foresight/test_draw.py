@@ -1,0 +1,58 @@
+"""What is foreseen, as people see it: a table of memory, bars of a step, a picture."""
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from meshtrain.errors import InputError
+from meshtrain.foresight.draw import memory_lines, step_lines, write_picture
+
+GIB = 2**30
+KEPT = {"weights, float32": 1.5 * GIB, "gradients, float32": 0.0}
+PARTS = {"weights, float32": 1.5 * GIB, "gradients, float32": 2.5 * GIB, "activations": 20 * GIB}
+SECONDS = {"forward": 0.1, "backward": 0.3, "update": 0.0005, "tp": 0.0}
+STEP = SimpleNamespace(seconds=0.4, parts=SECONDS, tokens_per_s=81920.0, mfu=0.41, limit="products")
+needs_matplotlib = pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None, reason="needs the extra meshtrain[plot]"
+)
+
+
+def test_the_table_of_memory() -> None:
+    assert memory_lines(KEPT, PARTS, "memory of a rank") == [
+        "memory of a rank      kept     at the peak",
+        "  weights, float32    1.5 GiB  1.5 GiB",
+        "  gradients, float32           2.5 GiB",
+        "  activations                  20.0 GiB",
+    ]
+
+
+def test_the_bars_of_a_step() -> None:
+    """As long as the parts; what is there has a bar, however short, and what takes nothing has none."""
+    head, *bars, limit = step_lines(STEP)
+    assert head == "step 0.4 s: 81,920 tokens/s, 41 % MFU"
+    assert [line.split() for line in bars] == [
+        ["forward", "#" * 11, "0.1", "s"],
+        ["backward", "#" * 32, "0.3", "s"],
+        ["update", "#", "0.0005", "s"],
+    ]
+    assert limit == "  limit: products"
+
+
+@needs_matplotlib
+def test_a_picture(tmp_path: Path) -> None:
+    pixels = []
+    for name, room, step in (("both.png", 80 * GIB, STEP), ("memory.png", None, None)):
+        write_picture(tmp_path / name, "plan of x", PARTS, room, step)
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+        pixels.append((tmp_path / name).stat().st_size)
+    assert pixels[0] > pixels[1] > 10_000
+    with pytest.raises(InputError, match=r"cannot write a picture to .*: give a name such as plan.png"):
+        write_picture(tmp_path / "plan.gif2", "plan of x", PARTS, None, None)
+
+
+def test_a_picture_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install 'meshtrain\[plot\]'"):
+        write_picture("plan.png", "plan of x", PARTS, None, None)

@@ -1,0 +1,238 @@
+"""The search for a layout: it finds what trying everything finds, and what it finds trains."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meshtrain.config import Config, ConfigErrors
+from meshtrain.data.order import microbatches
+from meshtrain.errors import InputError
+from meshtrain.foresight.search import (
+    COMPILE,
+    KEYS,
+    MICRO,
+    NEAR,
+    SAVINGS,
+    SEQUENCE,
+    Candidate,
+    Forecast,
+    Search,
+    Space,
+    pipeline_bound,
+)
+from meshtrain.layout import AXES, DATA_AXES, Layout
+from meshtrain.pipeline.schedule import NAMES, build
+from meshtrain.pipeline.simulate import simulate
+
+CONFIG = """
+model: {name: llama, hidden_size: 64, intermediate_size: 96, num_hidden_layers: 2, num_attention_heads: 4}
+data: {seq_len: 32}
+batch: {global_size: 24, micro_size: 4}
+train: {steps: 1}
+"""
+SLOWER = {"none": 1.0, "selective": 1.1, "full": 1.3}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "small.yaml"
+    path.write_text(CONFIG)
+    return str(path)
+
+
+def stand_in(memory: float = math.inf) -> Forecast:
+    """A machine of a few terms: kernels that are launched, messages, a pipeline that fills; exact and quick."""
+
+    def kernels(layout: Layout, micro_size: int) -> float:
+        count = microbatches(24, micro_size, layout.size(*DATA_AXES))
+        return count * max(micro_size / layout.size("tp", "cp"), 0.3) / layout.size("pp")
+
+    def floor(candidate: Candidate) -> float:
+        return kernels(candidate.layout, candidate.settings[MICRO])
+
+    def bound(config: Config) -> float:
+        layout, regather = config.resolved, 1.02 if config.parallel.regather else 1.0
+        sent = 0.01 * layout.size("tp", "cp") * (1.5 if config.parallel.context == "ring" else 1) / layout.context_heads
+        once = kernels(layout, config.batch.micro_size) * SLOWER[config.parallel.recompute] * regather + sent
+        return once * (1 + 0.1 * (layout.size("pp") - 1) / (config.pipeline.stages_per_rank or 1))
+
+    @dataclass
+    class Prediction:
+        config: Config
+
+        @property
+        def step(self) -> Any:
+            layout = self.config.resolved
+            gather = 0.02 * (layout.size("dp_shard", "cp") > 1) * (1 + self.config.parallel.reshard_after_forward)
+            sums = 0.03 * (layout.size("dp_replicate") > 1)
+            named = {"blocks": bound(self.config), "dp_shard": gather, "dp_replicate": sums}
+            named["schedule"] = 0.001 * len(self.config.pipeline.schedule)
+            return SimpleNamespace(seconds=sum(named.values()), parts=named)
+
+        @property
+        def memory(self) -> Any:
+            layout, parallel = self.config.resolved, self.config.parallel
+            weights = 40 / layout.size("pp", "tp") / layout.size("dp_shard", "cp")
+            kept = {"none": 4, "selective": 2, "full": 1}[parallel.recompute] * self.config.batch.micro_size
+            gathered = 4 * (not parallel.reshard_after_forward) * (layout.size("dp_shard", "cp") > 1)
+            return SimpleNamespace(
+                total=weights + (kept - 0.2 * parallel.regather) / layout.size("tp", "cp") + gathered
+            )
+
+    return Forecast(floor, bound, Prediction, memory)
+
+
+def space(config: str, world: int, vary: tuple[str, ...] = KEYS, hosts: tuple[int, ...] = (), **fixed: int) -> Space:
+    loaded = Config.load(config, ["layout={dp_shard: -1}"], world_size=world)
+    placed = replace(loaded, resolved=loaded.resolved.on_hosts(hosts or (world,)))
+    return Space(placed, vary, fixed)
+
+
+def loader(config: str, world: int) -> Callable[[list[str]], Config]:
+    return lambda overrides: Config.load(config, overrides, world_size=world)
+
+
+def layouts_of(world: int) -> Iterator[dict[str, int]]:
+    for sizes in itertools.product(*[[n for n in range(1, world + 1) if world % n == 0]] * len(AXES)):
+        if math.prod(sizes) == world:
+            yield dict(zip(AXES, sizes, strict=True))
+
+
+def test_layouts_are_those_that_the_config_takes(config: str) -> None:
+    """Each layout of 16 processes, read as training reads it: taken or refused by both."""
+    searched = space(config, 16, ("layout",))
+    accepted = {candidate.layout.shape for first in searched.candidates() for candidate in searched.schedules(first)}
+    loads = loader(config, 16)
+    taken = set()
+    for sizes in layouts_of(16):
+        try:
+            taken.add(loads([f"layout={{{', '.join(f'{axis}: {n}' for axis, n in sizes.items())}}}"]).resolved.shape)
+        except ConfigErrors:
+            continue
+    assert accepted == taken
+    assert 0 < len(taken) < len(list(layouts_of(16)))
+
+
+def test_candidates_train(config: str) -> None:
+    """A sample of all candidates, with every key: what the overrides make is what was searched."""
+    searched = space(config, 16)
+    every = [other for first in searched.candidates() for other in searched.schedules(first)]
+    sample = every[:: len(every) // 25]
+    saved = [lean for candidate in sample[::3] for lean in searched.savings(candidate, most=True)]
+    for candidate in [*sample, *saved]:
+        loaded = loader(config, 16)(candidate.overrides(searched.config))
+        applied = candidate.apply(searched.config)
+        assert loaded.parallel == applied.parallel
+        assert loaded.pipeline == applied.pipeline
+        assert loaded.batch == applied.batch
+        assert loaded.resolved.context_heads == applied.resolved.context_heads
+        assert all(loaded.resolved.size(axis) == applied.resolved.size(axis) for axis in AXES)
+
+
+def brute_force(searched: Space, forecast: Forecast) -> list[tuple[float, Candidate]]:
+    """Everything that fits, each candidate predicted: of those that differ in SAVINGS only the fastest."""
+    groups: dict[tuple[Any, ...], tuple[float, Candidate]] = {}
+    for first in searched.candidates():
+        for candidate in searched.schedules(first):
+            [most] = searched.savings(candidate, most=True)
+            used = {key: dict.fromkeys((candidate.settings[key], most.settings[key])) for key in SAVINGS}
+            steps = [[value for value in SAVINGS[key] if len(ends) > 1 or value in ends] for key, ends in used.items()]
+            for values in itertools.product(*steps):
+                other = candidate.changed(dict(zip(SAVINGS, values, strict=True)))
+                prediction = forecast.predict(other.apply(searched.config))
+                if prediction.memory.total <= forecast.memory:
+                    pair, key = (prediction.step.seconds, other), other.key(*SAVINGS)
+                    groups[key] = min(pair, groups.get(key, pair), key=lambda pair: pair[0])
+    return sorted(groups.values(), key=lambda pair: pair[0])
+
+
+@pytest.mark.parametrize("memory", [math.inf, 9.0, 5.0, 3.6])
+def test_it_finds_what_trying_everything_finds(memory: float, config: str) -> None:
+    """The first is the simplest of the fastest; the others are the fastest layouts, in this order."""
+    vary = tuple(key for key in KEYS if key not in (COMPILE, SEQUENCE))
+    searched, forecast = space(config, 16, vary), stand_in(memory)
+    every = brute_force(searched, forecast)
+    search = Search(searched, forecast)
+    found = search.run(loader(config, 16), show=30)
+    near = [candidate for seconds, candidate in every if seconds <= every[0][0] * (1 + NEAR)]
+
+    def simple(candidate: Candidate) -> tuple[float, ...]:
+        return candidate.schedule().stages, forecast.predict(candidate.apply(searched.config)).memory.total
+
+    assert simple(found[0]) == min(map(simple, near))
+    fastest = {candidate.layout.shape: seconds for seconds, candidate in reversed(every)}
+    assert min(candidate.prediction.step.seconds for candidate in found) == pytest.approx(every[0][0])
+    assert len(found) == min(30, len(fastest))
+    assert search.predicted < len(every) / 3 or memory < math.inf
+
+
+def test_the_least_memory_of_the_fastest(config: str) -> None:
+    searched, forecast = space(config, 16, ("layout", MICRO, *SAVINGS)), stand_in()
+    [first, *_] = Search(searched, forecast, "memory").run(loader(config, 16), error=4)
+    best = brute_force(searched, forecast)[0][0]
+    leanest = math.inf
+    for candidate in searched.candidates():
+        for values in itertools.product(*SAVINGS.values()):
+            saved = candidate.changed(dict(zip(SAVINGS, values, strict=True)))
+            prediction = forecast.predict(saved.apply(searched.config))
+            if prediction.step.seconds <= best * 5:
+                leanest = min(leanest, prediction.memory.total)
+    assert first.prediction.memory.total == leanest
+    assert first.prediction.step.seconds <= best * 5
+
+
+def test_what_is_not_shown_has_a_reason(config: str) -> None:
+    """Without schedules each candidate is refused, does not fit, is slower than what is shown, or was predicted."""
+    searched = space(config, 16, ("layout", MICRO))
+    search = Search(searched, stand_in(6.0))
+    found = search.run(loader(config, 16), show=2)
+    counts = {reason: count for reason, (count, _) in searched.rejected.items()}
+    refused = {"more ranks of pp than blocks", "tp that the model does not take"}
+    assert counts.keys() == refused | {"do not fit", "slower than these, by a bound"}
+    assert sum(counts.values()) + len(search.fitting) == searched.count
+    assert [bool(candidate.reason) for candidate in found] == [False, True]
+
+
+@pytest.mark.parametrize("hosts", [(8, 4), (4, 8), (6, 6)])
+def test_tp_stays_within_hosts_of_any_size(hosts: tuple[int, ...], config: str) -> None:
+    searched = space(config, 12, ("layout",), hosts)
+    for candidate in searched.candidates():
+        layout = candidate.layout
+        assert not any(layout.crosses_hosts(group) for group in layout.groups("tp"))
+    assert any("more than a host" in reason for reason in searched.rejected)
+
+
+def test_what_is_kept_and_what_is_refused_as_a_whole(config: str) -> None:
+    found = Search(space(config, 8, ("layout",), tp=4), stand_in()).run(loader(config, 8))
+    assert found
+    assert {candidate.layout.size("tp") for candidate in found} == {4}
+    assert {candidate.settings[MICRO] for candidate in found} == {4}
+    with pytest.raises(InputError, match=r"--keep: {tp: 3} does not divide the 8 processes"):
+        Search(space(config, 8, ("layout",), tp=3), stand_in()).run(loader(config, 8))
+    searched = space(config, 8, ("layout",))
+    assert not Search(searched, stand_in()).run(loader(config, 9))
+    assert "start 8" in searched.rejected["refused when it is read as a whole"][1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_schedule_is_faster_than_the_bound(name: str) -> None:
+    """Of stages that cost as much or not; for 1F1B and GPipe with equal stages it is what the schedule takes."""
+    random = Random(name)
+    for ranks, count in ((2, 1), (2, 5), (3, 4), (4, 9)):
+        schedule = build(name, ranks=ranks, microbatches=count)
+        for equal in (True, False):
+            costs = [(1.0, 1.5, 0.5) if equal else tuple(random.random() for _ in range(3)) for _ in schedule.placement]
+            bound = pipeline_bound(build(name, ranks=ranks, microbatches=1), count, costs)
+            takes = simulate(schedule, *zip(*costs, strict=True)).makespan
+            assert bound <= takes + 1e-9
+            if equal and name in ("1f1b", "gpipe"):
+                assert bound == pytest.approx(takes)
+            elif equal:
+                assert bound > 0.6 * takes

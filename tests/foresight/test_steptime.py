@@ -1,0 +1,192 @@
+"""Seconds of a step from plain values: hardware, collectives, and blocks whose work is written by hand."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from meshtrain.config.errors import ConfigErrors
+from meshtrain.errors import InputError
+from meshtrain.foresight import steptime
+from meshtrain.foresight.collective import Group, seconds
+from meshtrain.foresight.hardware import Hardware, load
+from meshtrain.foresight.work import Pass, Product, Send, Work
+from meshtrain.layout import Layout
+from meshtrain.parallel.fsdp import MIN_UNIT_SIZE
+from meshtrain.pipeline.schedule import NAMES, build
+from meshtrain.pipeline.simulate import simulate
+
+H100 = load("h100")
+
+
+def block(scale: int = 1, sends: tuple[Send, ...] = ()) -> Work:
+    forward = Pass((Product(8192, 4096, 4096, scale),), 1e11, 4e8 * scale, 20, sends)
+    return Work("block", 2 * 10**8 * scale, forward, forward, replace(forward, attention_flops=0), 1e8, 1e8, 1e8)
+
+
+@pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200", "l40s", "cpu"])
+def test_built_in_hardware(name: str) -> None:
+    hardware = load(name)
+    assert 0 < hardware.room < hardware.device.memory_gib * 2**30
+    assert hardware.flops("bfloat16") > 0
+    assert hardware.between_hosts.bandwidth < hardware.within_host.bandwidth
+
+
+def test_what_is_wrong_with_a_hardware_file_is_said_with_its_line(tmp_path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("device: {name: mine, memory_gb: 80}\ncompute: {peak: {bfloat16: 989}, hbm: -1}\n")
+    with pytest.raises(ConfigErrors) as raised:
+        load(str(path))
+    text = str(raised.value)
+    assert f"{path}:1" in text
+    assert "did you mean memory_gib?" in text
+    assert f"{path}:2" in text
+    assert "hardware.within_host is missing" in text
+    good = "device: {name: m, memory_gib: 8}\ncompute: {peak: {bfloat16: -1}, hbm: 1}\n"
+    path.write_text(good + "within_host: {bandwidth: 1, latency: 0}\nbetween_hosts: {bandwidth: 1, latency: 0}\n")
+    with pytest.raises(InputError, match=r"peak\.bfloat16"):
+        load(str(path))
+    with pytest.raises(InputError, match="a100, b200, cpu, h100"):
+        load("h1000")
+    with pytest.raises(InputError, match="no peak for mxfp8"):
+        H100.flops("mxfp8")
+
+
+def test_groups_know_who_shares_a_host() -> None:
+    layout = Layout({"dp_shard": 8, "tp": 2}).on_hosts([8, 8])
+    assert Group.of(layout, "tp") == Group(2, 2)
+    assert Group.of(layout, "dp_shard") == Group(8, 4)
+    assert Group.of(Layout({"dp_shard": 8, "tp": 2}), "dp_shard") == Group(8, 8)
+
+
+def test_a_collective_takes_its_bytes_and_its_steps() -> None:
+    inside, outside = H100.within_host, H100.between_hosts
+    assert seconds("all_gather", 1e9, Group(1, 1), H100) == 0
+    assert seconds("all_gather", 0, Group(8, 8), H100) == 7 * inside.latency
+    assert seconds("all_reduce", 0, Group(8, 8), H100) == 14 * inside.latency
+    large = 1e12
+    assert seconds("all_gather", large, Group(8, 8), H100) == pytest.approx(large / (inside.bandwidth * 1e9), rel=1e-3)
+    for on_host in (1, 2, 4):  # each rank of a host brings an interface
+        expected = large / (on_host * outside.bandwidth * 1e9)
+        assert seconds("all_reduce", large, Group(16, on_host), H100) == pytest.approx(expected, rel=1e-3)
+    assert seconds("all_to_all", large, Group(16, 8), H100) < seconds("all_to_all", large, Group(16, 1), H100)
+    assert seconds("p2p", large, Group(2, 1), H100) > seconds("p2p", large, Group(2, 2), H100)
+
+
+def test_one_process_is_its_products_and_traffic_or_its_launches() -> None:
+    layout, work = Layout({"dp_shard": 1}), block()
+    step = steptime.of([work, work], layout, None, H100, microbatches=3, tokens=100, flops=1e12)
+    one = steptime.cost(work.forward, layout, H100, "bfloat16")
+    rate = 989e12 * H100.compute.matmul
+    assert one.spent["products"] == pytest.approx(2 * 8192 * 4096**2 * (1 + 100 / 4096) / rate)
+    assert one.spent["traffic"] == pytest.approx(4e8 / (3350e9 * 0.8))
+    assert step.parts["forward"] == pytest.approx(6 * one.seconds)
+    assert set(step.parts) == {"forward", "backward", "update"}
+    assert step.seconds == pytest.approx(sum(step.parts.values()))
+    assert step.tokens_per_s == pytest.approx(100 / step.seconds)
+    assert step.mfu == pytest.approx(1e12 / step.seconds / 989e12)
+    slow = replace(H100, compute=replace(H100.compute, launch=1.0))
+    launched = steptime.cost(work.forward, layout, slow, "bfloat16")
+    assert launched.seconds == pytest.approx(20)
+    assert steptime.of([work], layout, None, slow).limit.startswith("kernel")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bubble_is_that_of_the_simulated_schedule(name: str) -> None:
+    schedule = build(name, ranks=2, microbatches=8)
+    works = [block(1 + (i == 2)) for i in range(schedule.stages)]
+    layout = Layout({"pp": 2})
+    costs = steptime.block_costs(works, layout, H100, "bfloat16")
+    timeline = simulate(
+        schedule,
+        [c.forward.seconds for c in costs],
+        [c.input_grad.seconds for c in costs],
+        [c.weight_grad.seconds for c in costs],
+    )
+    free = replace(H100, within_host=replace(H100.within_host, latency=0, message=0))
+    bounds = [(i, i + 1) for i in range(schedule.stages)]
+    step = steptime.of(works, layout, schedule, free, bounds=bounds)
+    assert step.seconds - step.parts["update"] == pytest.approx(timeline.makespan)
+    assert step.parts.get("idle of pp", 0) == pytest.approx(min(timeline.idle))
+
+
+def test_long_schedules_are_extrapolated_from_their_steady_state(monkeypatch) -> None:
+    schedule = build("1f1b", ranks=4, microbatches=64)
+    works, bounds = [block(1 + i) for i in range(4)], [(i, i + 1) for i in range(4)]
+    exact = steptime.of(works, Layout({"pp": 4}), schedule, H100, bounds=bounds, handed_on=1e6)
+    monkeypatch.setattr(steptime, "MOST_ACTIONS", 100)
+    assert steptime.of(works, Layout({"pp": 4}), schedule, H100, bounds=bounds, handed_on=1e6).seconds == pytest.approx(
+        exact.seconds, rel=1e-9
+    )
+
+
+def test_messages_hide_beside_what_computes() -> None:
+    assert steptime.gathered_ahead([1, 1, 1], [2, 2, 2]) == 1  # the first waits
+    assert steptime.gathered_ahead([3, 3], [1, 1]) == 5
+    assert steptime.summed_behind([1, 1, 1], [2, 2, 2]) == 1  # the last goes on
+    assert steptime.summed_behind([3, 3], [1, 1]) == 5
+    works = [block(), block()]
+    ddp = steptime.of(works, Layout({"dp_replicate": 8}).on_hosts([8]), None, H100, microbatches=4)
+    sums = [seconds("all_reduce", 2 * 7 / 8 * 4 * 2e8, Group(8, 8), H100)] * 2
+    assert ddp.parts["dp_replicate"] + ddp.hidden["dp_replicate"] == pytest.approx(sum(sums))
+    layout = Layout({"dp_shard": 8}).on_hosts([4, 4])
+    again = steptime.of(works, layout, None, H100, microbatches=4, gathers_again=True)
+    kept = steptime.of(works, layout, None, H100, microbatches=4)
+    gather = seconds("all_gather", 7 / 8 * 2 * 2e8, Group(8, 4), H100)
+
+    def whole(step: steptime.StepTime) -> float:
+        return step.parts["dp_shard"] + step.hidden["dp_shard"]
+
+    scatter = seconds("reduce_scatter", 7 / 8 * 4 * 2e8, Group(8, 4), H100)
+    assert whole(kept) == pytest.approx(2 * gather + 2 * scatter)
+    assert whole(again) == pytest.approx(4 * (3 * gather + 2 * scatter))  # the last block stays between its passes
+    assert kept.sent == {"dp_shard": pytest.approx(7 / 8 * 2e8 * (2 * 2 + 2 * 4))}
+    assert again.sent == {"dp_shard": pytest.approx(7 / 8 * 2e8 * 4 * (3 * 2 + 2 * 4))}
+    assert ddp.sent == {"dp_replicate": pytest.approx(2 * 7 / 8 * 4 * 4e8)}
+    with_tp = steptime.of([block(1, (Send("tp", "all_gather", 1e9),))], Layout({"tp": 8}).on_hosts([8]), None, H100)
+    assert with_tp.parts["tp"] == pytest.approx(3 * seconds("all_gather", 1e9, Group(8, 8), H100))
+
+
+def test_small_blocks_are_gathered_with_the_next_ones() -> None:
+    assert steptime.MIN_UNIT_SIZE == MIN_UNIT_SIZE
+    a, b, c = MIN_UNIT_SIZE // 2, MIN_UNIT_SIZE, 3 * MIN_UNIT_SIZE
+    assert steptime.gathers_of_units([a, b, c, b, a]) == ([2 * a + b, 0, c, b, 0], [0, a + b, c, 0, 0])
+    assert steptime.gathers_of_units([5, 6]) == ([11, 0], [0, 0])
+
+
+def faster(hardware: Hardware, **factors: float) -> Hardware:
+    compute, inside, outside = hardware.compute, hardware.within_host, hardware.between_hosts
+    of = {name: factors.get(name, 1.0) for name in ("peak", "hbm", "launch", "bandwidth", "latency")}
+    compute = replace(
+        compute,
+        peak={name: rate * of["peak"] for name, rate in compute.peak.items()},
+        hbm=compute.hbm * of["hbm"],
+        launch=compute.launch / of["launch"],
+    )
+    links = [
+        replace(link, bandwidth=link.bandwidth * of["bandwidth"], latency=link.latency / of["latency"])
+        for link in (inside, outside)
+    ]
+    return replace(hardware, compute=compute, within_host=links[0], between_hosts=links[1])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_faster_hardware_makes_a_step_slower_and_parts_sum_to_the_step(seed: int) -> None:
+    draw = random.Random(seed)
+    pp, dp, shard, tp = (draw.choice([1, 2]) for _ in range(4))
+    layout = Layout({"pp": pp, "dp_replicate": dp, "dp_shard": shard, "tp": tp})
+    layout = layout.on_hosts([layout.world_size] if draw.random() < 0.5 else [1] * layout.world_size)
+    schedule = build("1f1b", ranks=pp, microbatches=4) if pp > 1 else None
+    sends = (Send("tp", draw.choice(["all_gather", "all_to_all", "all_reduce"]), 10 ** draw.uniform(3, 9)),)
+    works = [block(draw.randint(1, 9), sends) for _ in range(2 * pp)]
+    options = {"bounds": [(2 * i, 2 * i + 2) for i in range(pp)], "handed_on": 1e8, "gathers_again": pp == 1}
+
+    def step(hardware: Hardware) -> steptime.StepTime:
+        return steptime.of(works, layout, schedule, hardware, microbatches=4, **options)
+
+    before = step(H100)
+    assert before.seconds == pytest.approx(sum(before.parts.values()))
+    assert all(part > 0 for part in before.parts.values())
+    assert before.limit
+    for name in ("peak", "hbm", "launch", "bandwidth", "latency"):
+        assert step(faster(H100, **{name: 10 ** draw.uniform(0, 3)})).seconds <= before.seconds * (1 + 1e-12)

@@ -1,0 +1,47 @@
+"""A traced step has the live bytes of the same step with real CPU tensors, to the byte, and sends what it counts."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from meshtrain.config import Config
+from meshtrain.foresight import trace
+from meshtrain.parallel import fsdp
+from meshtrain.pipeline.schedule import NAMES
+from tests.foresight.traced import SMALL, batch_of
+from tests.launching import ROOT, forked
+
+QUICKSTART, CONVNET, EXPERTS = "configs/quickstart.yaml", "configs/digits.yaml", "configs/moe.yaml"
+DDP, FSDP, TP, CP, PP = (f"layout={{{axis}: 2}}" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp"))
+CASES = {
+    "DDP": (QUICKSTART, DDP, "train.precision=bfloat16"),
+    "FSDP": (QUICKSTART, FSDP),
+    "FSDP that keeps": (QUICKSTART, FSDP, "parallel.reshard_after_forward=false", "train.precision=bfloat16"),
+    "tp": (QUICKSTART, TP),
+    "tp, full": (QUICKSTART, TP, "parallel.recompute=full", "parallel.regather=true"),
+    "tp, selective": (QUICKSTART, TP, "parallel.recompute=selective", "train.precision=bfloat16"),
+    "cp": (QUICKSTART, CP),
+    "convnet": (CONVNET, FSDP),
+    **{f"pp, {name}": (QUICKSTART, PP, f"pipeline.schedule={name}") for name in NAMES},
+}
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What the two processes of a job have seen of each case."""
+    folder = tmp_path_factory.mktemp("traced")
+    cases = {name: [file, [*SMALL[file], *overrides]] for name, (file, *overrides) in CASES.items()}
+    (folder / "cases.json").write_text(json.dumps(cases))
+    forked(2, ROOT / "tests/foresight/trace_cases.py", folder / "cases.json", folder).check()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_real_tensors(name: str, real: list[dict], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsdp, "MIN_UNIT_SIZE", 0)
+    file, *overrides = CASES[name]
+    config = Config.load(ROOT / file, [*SMALL[file], *overrides], world_size=2)
+    rank = int(name.startswith("pp"))  # of a pipeline the one that receives activations
+    traced = trace.trace_rank(config, config.resolved, rank, device_type="cpu", batch=batch_of(config))
+    assert asdict(traced) == real[rank][name]

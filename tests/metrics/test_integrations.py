@@ -1,0 +1,74 @@
+"""Sinks and the programs that read them, as they are: Prometheus' parser, W&B offline, promtool. `make
+test-integrations`."""
+
+import json
+import shutil
+import subprocess
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from meshtrain.metrics.sinks import Prometheus, TensorBoard, Wandb
+from tests.metrics.test_sinks import ROW, free_port, prometheus, run_of, told
+
+pytestmark = pytest.mark.integrations
+MONITORING = Path(__file__).resolve().parents[2] / "tools" / "monitoring"
+
+
+def test_prometheus_reads_the_file_and_the_page(tmp_path: Path) -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    port = free_port()
+    sink = Prometheus(run_of(tmp_path), port=port, every_s=0)
+    sink.row(ROW | {"loss": float("nan"), "mean/a-b": float("inf")})
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        page = answer.read().decode()
+    sink.close("done")
+    for text in (page, (tmp_path / "metrics.prom").read_text()):
+        families = {family.name: family for family in parser.text_string_to_metric_families(text)}
+        assert {"meshtrain_loss", "meshtrain_mean_a_b", "meshtrain_status", "meshtrain_step"} < families.keys()
+        assert {family.type for family in families.values()} == {"gauge"}
+        assert families["meshtrain_step"].samples[0].labels == {"run": "quickstart"}
+        assert len(families["meshtrain_status"].samples) == 4
+
+
+def test_promtool_accepts_what_is_written_and_the_alerts_fire(tmp_path: Path) -> None:
+    if (promtool := shutil.which("promtool")) is None:
+        pytest.skip("there is no promtool: apt-get install prometheus")
+    told(tmp_path, prometheus(tmp_path, every_s=0))
+    text = (tmp_path / "metrics.prom").read_text()
+    done = subprocess.run([promtool, "check", "metrics"], input=text, text=True, timeout=60, check=False)
+    assert done.returncode in (0, 3)  # 3: it can be read, and has no help texts
+    subprocess.run([promtool, "check", "rules", MONITORING / "alerts.yml"], timeout=60, check=True)
+    subprocess.run([promtool, "test", "rules", MONITORING / "alerts_test.yml"], timeout=60, check=True)
+    for panel in json.loads((MONITORING / "grafana.json").read_text())["panels"]:
+        for target in panel["targets"]:
+            rule = {"record": "a:b", "expr": target["expr"].replace("$run", "a")}
+            (tmp_path / "rule.yml").write_text(json.dumps({"groups": [{"name": "a", "rules": [rule]}]}))
+            subprocess.run([promtool, "check", "rules", tmp_path / "rule.yml"], timeout=60, check=True)
+
+
+def test_wandb_offline_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setattr(Wandb, "close_s", 120.0)
+    for step, status in ((0, "stopped"), (2, "done")):
+        (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+        makers = {"wandb": lambda run: Wandb(run, project="p", mode="offline")}
+        told(tmp_path, makers, status, step=step, config={"train": {"steps": 4}})
+    folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    identity = (tmp_path / "wandb_id").read_text()
+    assert {folder.name.rpartition("-")[2] for folder in folders} == {identity}
+    written = next(folders[0].glob("*.wandb")).read_bytes()
+    assert all(name in written for name in (b"train/loss", b"validation/perplexity", b"time/step_time_s"))
+    assert wandb.run is None
+
+
+def test_tensorboard_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setattr(TensorBoard, "close_s", 120.0)
+    told(tmp_path, {"tensorboard": TensorBoard})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 2.5), (2, 2.5)]
+    assert [event.step for event in events.Scalars("validation/loss")] == [2]

@@ -1,0 +1,376 @@
+"""Sinks get what metrics.jsonl gets; one that raises, hangs or is slow neither ends the run nor holds it."""
+
+import errno
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import types
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from meshtrain.config import Config, ConfigErrors, schema
+from meshtrain.errors import InputError
+from meshtrain.metrics import sink_threads, sinks
+from meshtrain.metrics.logger import Metrics, read
+from meshtrain.metrics.sink_threads import SinkThreads, find_sinks
+from meshtrain.metrics.sinks import Prometheus, Sink, SinkRun
+
+ROW = {
+    "step": 1,
+    "loss": 2.5,
+    "lr": 1e-3,
+    "mfu": None,
+    "samples_digest": "00ff",
+    "sent_bytes_tp": 3,
+    "step_time_s": 0.5,
+}
+
+
+def run_of(folder: Path, **more: Any) -> SinkRun:
+    return SinkRun("quickstart", folder, 4, **more)
+
+
+def config(*names: str, **options: Any) -> schema.Metrics:
+    return schema.Metrics(sinks=names, sink_options=options)
+
+
+def told(folder: Path, makers: Mapping[str, Callable[[SinkRun], Sink]], status: str = "done", **more: Any) -> Metrics:
+    """Two rows, an evaluation, a message and an epoch, handed on to the end."""
+    threads = SinkThreads(makers, run_of(folder, **more))
+    metrics = Metrics(folder, task="language", steps=4, sinks=threads, console=Console(file=StringIO()))
+    metrics.row(ROW)
+    metrics.row(ROW | {"step": 2})
+    metrics.evaluation(2, {"eval_loss": 2.0, "perplexity": 7.4})
+    metrics.say("rank 1 is slow")
+    metrics.epoch(1, {"loss": 2.5})
+    metrics.close()
+    threads.close(status)
+    threads.close("failed")  # the run ends once
+    return metrics
+
+
+class Notes(Sink):
+    def __init__(self, run: SinkRun, *, fails_at: int | None = None) -> None:
+        self.calls: list[Any] = [threading.current_thread() is threading.main_thread()]
+        self.fails_at = fails_at
+
+    def row(self, values: dict[str, Any]) -> None:
+        if values["step"] == self.fails_at:
+            raise ValueError("no")
+        self.calls.append(values["step"])
+
+    def evaluation(self, step: int, values: dict[str, Any]) -> None:
+        self.calls.append((step, values["eval_loss"]))
+
+    def event(self, kind: str, values: dict[str, Any]) -> None:
+        self.calls.append((kind, values))
+
+    def close(self, status: str) -> None:
+        self.calls.append(status)
+
+
+def test_a_sink_is_told_all_in_order_in_a_thread_of_its_own(tmp_path: Path) -> None:
+    made: list[Notes] = []
+    told(tmp_path, {"notes": lambda run: made.append(Notes(run)) or made[-1]}, "stopped")  # type: ignore[func-returns-value]
+    message, epoch = ("message", {"text": "rank 1 is slow"}), ("epoch", {"epoch": 1, "loss": 2.5})
+    assert made[0].calls == [False, 1, 2, (2, 2.0), message, epoch, "stopped"]
+
+
+def test_what_a_sink_raises_is_said_once_and_the_next_row_reaches_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    made: list[Notes] = []
+    told(tmp_path, {"notes": lambda run: made.append(Notes(run, fails_at=1)) or made[-1]})  # type: ignore[func-returns-value]
+    assert made[0].calls[1:3] == [2, (2, 2.0)]
+    err = capfd.readouterr().err
+    assert (
+        err.count("metrics.sinks") == err.count("notes has not taken something; the run goes on (ValueError: no)") == 1
+    )
+
+
+def test_a_sink_that_cannot_be_made_is_left_out_and_the_others_are_not(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    made: list[Notes] = []
+
+    def refuse(run: SinkRun) -> Sink:
+        raise SystemExit("no network")
+
+    told(tmp_path, {"bad": refuse, "notes": lambda run: made.append(Notes(run)) or made[-1]})  # type: ignore[func-returns-value]
+    assert made[0].calls[-1] == "done"
+    assert capfd.readouterr().err.count("bad is left out; the run goes on (SystemExit: no network)") == 1
+
+
+def test_a_sink_that_hangs_holds_nobody(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends, begun = threading.Event(), threading.Event()
+
+    class Hangs(Sink):
+        close_s = 0.2
+
+        def row(self, values: dict[str, Any]) -> None:
+            begun.set()
+            ends.wait()
+
+    monkeypatch.setattr(sink_threads, "MOST_WAITING", 3)
+    threads = SinkThreads({"hangs": Hangs}, run_of(tmp_path))
+    threads.tell("row", ROW)
+    begun.wait()
+    begin = time.monotonic()
+    for _ in range(100):
+        threads.tell("row", ROW)
+    assert time.monotonic() - begin < 0.1
+    threads.close("done")
+    assert 0.1 < time.monotonic() - begin < 2
+    assert "hangs has not ended within 0.2 s" in capfd.readouterr().err
+    ends.set()
+
+
+def test_rows_that_a_slow_sink_missed_are_counted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    begun = threading.Event()
+
+    class Slow(Sink):
+        def row(self, values: dict[str, Any]) -> None:
+            begun.set()
+            goes_on.wait()
+
+    monkeypatch.setattr(sink_threads, "MOST_WAITING", 3)
+    threads = SinkThreads({"slow": Slow}, run_of(tmp_path))
+    threads.tell("row", ROW)
+    begun.wait()
+    for _ in range(10):
+        threads.tell("row", ROW)
+    goes_on.set()
+    threads.close("done")
+    assert "slow was too slow: 7 of the rows and events did not reach it" in capfd.readouterr().err
+
+
+def prometheus(folder: Path, **options: Any) -> dict[str, Callable[[SinkRun], Sink]]:
+    return {"prometheus": lambda run: Prometheus(run, **options)}
+
+
+def values_in(text: str) -> dict[str, float]:
+    return {match[1]: float(match[2]) for match in re.finditer(r"^(\w+\{.*\}) (\S+)$", text, re.MULTILINE)}
+
+
+def test_prometheus_text_file(tmp_path: Path) -> None:
+    told(tmp_path, prometheus(tmp_path, every_s=0))
+    values = values_in((tmp_path / "metrics.prom").read_text())
+    assert abs(values.pop('meshtrain_step_timestamp_seconds{run="quickstart"}') - time.time()) < 60
+    assert values == {
+        **{
+            f'meshtrain_{name}{{run="quickstart"}}': value
+            for name, value in {
+                **{"steps": 4, "step": 2, "loss": 2.5, "lr": 1e-3, "sent_bytes_tp": 3, "step_time_s": 0.5},
+                **{"eval_loss": 2.0, "perplexity": 7.4, "eval_step": 2},
+            }.items()
+        },
+        **{
+            f'meshtrain_status{{run="quickstart",status="{status}"}}': float(status == "done")
+            for status in ("running", "done", "stopped", "failed")
+        },
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.prom"]
+
+
+def test_prometheus_names_and_values_that_need_care(tmp_path: Path) -> None:
+    sink = Prometheus(SinkRun('a "b" \\ c', tmp_path, 4))
+    sink.row({"step": 1, "loss": float("nan"), "mean/a-b": float("inf"), "x": -float("inf")})
+    lines = sink.text().splitlines()
+    label = '{run="a \\"b\\" \\\\ c"}'
+    assert {f"meshtrain_loss{label} nan", f"meshtrain_mean_a_b{label} inf", f"meshtrain_x{label} -inf"} < set(lines)
+
+
+def test_prometheus_writes_seldom_and_the_last_row_for_sure(tmp_path: Path) -> None:
+    sink = Prometheus(run_of(tmp_path), every_s=1000)
+    sink.row(ROW | {"step": 3})
+    assert values_in((tmp_path / "metrics.prom").read_text())['meshtrain_step{run="quickstart"}'] == 0
+    sink.close("failed")
+    values = values_in((tmp_path / "metrics.prom").read_text())
+    assert values['meshtrain_step{run="quickstart"}'] == 3
+    assert values['meshtrain_status{run="quickstart",status="failed"}'] == 1
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def test_prometheus_over_http_until_the_run_ends(tmp_path: Path) -> None:
+    port = free_port()
+    sink = Prometheus(run_of(tmp_path), port=port)
+    sink.row(ROW)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        assert answer.read().decode() == sink.text()
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10)
+    sink.close("done")
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
+
+
+def test_a_port_that_is_taken_leaves_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        told(tmp_path, prometheus(tmp_path, port=taken.getsockname()[1], every_s=0))
+    assert 'meshtrain_step{run="quickstart"} 2' in (tmp_path / "metrics.prom").read_text()
+    assert capfd.readouterr().err.count("prometheus cannot listen on 127.0.0.1:") == 1
+
+
+def test_a_full_disk_is_said_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(sinks, "write_whole", full)
+    told(tmp_path, prometheus(tmp_path, every_s=0))
+    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert capfd.readouterr().err.count("No space left on device") == 1
+
+
+class FakeRun:
+    """A run of W&B as the real one behaves: `step` is the first one that it takes."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.calls: list[Any] = []
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.calls.append((step, values))
+
+    def mark_preempting(self) -> None:
+        self.calls.append("preempting")
+
+    def finish(self, exit_code: int) -> None:
+        self.calls.append(exit_code)
+
+
+def fake_wandb(monkeypatch: pytest.MonkeyPatch, first_step: int = 0) -> tuple[FakeRun, list[dict[str, Any]]]:
+    made, run = [], FakeRun(first_step)
+    module = types.ModuleType("wandb")
+    module.Settings = dict  # type: ignore[attr-defined]
+    module.init = lambda **keys: made.append(keys) or run  # type: ignore[attr-defined, func-returns-value]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return run, made
+
+
+def test_wandb_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, begun = fake_wandb(monkeypatch)
+    told(tmp_path, {"wandb": lambda run: sinks.Wandb(run, project="p", mode="offline")}, "stopped", config={"a": {}})
+    numbers = {"train/loss": 2.5, "train/lr": 1e-3, "train/sent_bytes_tp": 3, "time/step_time_s": 0.5}
+    evaluation = (2, {"validation/loss": 2.0, "validation/perplexity": 7.4})
+    assert first.calls == [(1, numbers), (2, numbers), evaluation, "preempting", 0]
+    second, again = fake_wandb(monkeypatch, first_step=2)
+    (tmp_path / "metrics.jsonl").unlink()
+    told(tmp_path, {"wandb": sinks.Wandb}, "failed", step=1)
+    assert second.calls == [(2, numbers), evaluation, 1]
+    assert begun[0]["id"] == again[0]["id"]
+    assert (begun[0]["resume"], begun[0]["mode"], begun[0]["project"], begun[0]["config"]) == (
+        "allow", "offline", "p", {"a": {}},
+    )  # fmt: skip
+
+
+def test_a_package_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink_threads.importlib.util, "find_spec", lambda name: None)
+    for name in ("wandb", "tensorboard"):
+        with pytest.raises(InputError, match=rf"pip install 'meshtrain\[{name}\]'"):
+            find_sinks(config(name))
+    with pytest.raises(InputError, match="tensorboard"):
+        find_sinks(schema.Metrics(tensorboard=True))
+    find_sinks(config("prometheus"))
+
+
+OWN = """
+from meshtrain.metrics.sinks import Sink
+class Mine(Sink):
+    def __init__(self, run, *, file, often=1):
+        self.file, self.run = file, run
+    def close(self, status):
+        open(self.file, "w").write(f"{self.run.name} {status}")
+class Other: pass
+"""
+
+
+def test_a_sink_of_the_users_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(OWN)
+    name = f"{path}:Mine"
+    told(tmp_path, find_sinks(config(name, **{name: {"file": str(tmp_path / "told")}})), "failed")
+    assert (tmp_path / "told").read_text() == "quickstart failed"
+    for names, options, problem in (
+        ((name,), {}, "missing a required .*argument: 'file'; its options are: file, often"),
+        ((name,), {name: {"file": "a", "colour": 1}}, "unexpected keyword argument 'colour'"),
+        ((f"{path}:Other",), {}, "has no class Other that is a"),
+        ((f"{tmp_path}/none.py:Mine",), {}, "there is no file"),
+    ):
+        with pytest.raises(InputError, match=problem):
+            find_sinks(config(*names, **options))
+    path = tmp_path / "broken.py"
+    path.write_text("1 / 0")
+    with pytest.raises(InputError, match=r"raises ZeroDivisionError: .*broken\.py:1"):
+        find_sinks(config(f"{path}:Mine"))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"port": "9400"}, r"sink_options\.prometheus\.port: expected int \| None, found '9400'"),
+        ({"port": True}, "found True"),
+        ({"prot": 1}, "'prot'; its options are: textfile, port, bind, every_s"),
+    ],
+)
+def test_wrong_options_are_input_errors(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InputError, match=problem):
+        find_sinks(config("prometheus", prometheus=options))
+
+
+def load(*overrides: str) -> schema.Metrics:
+    return Config.load("configs/quickstart.yaml", overrides).metrics
+
+
+def test_sinks_in_a_config() -> None:
+    metrics = load("metrics.sinks=[prometheus, my.py:Sink]", "metrics.sink_options={prometheus: {port: 9400}}")
+    assert metrics.sink_options == {"prometheus": {"port": 9400}}
+    assert metrics.all_sinks == ("prometheus", "my.py:Sink")
+    assert load("metrics.tensorboard=true").all_sinks == ("tensorboard",)
+    assert load("metrics.tensorboard=true", "metrics.sinks=[tensorboard]").all_sinks == ("tensorboard",)
+    assert set(schema.SINKS) == set(sinks.OWN)
+    for override, problem in (
+        ("metrics.sinks=[promtheus]", "there is no sink 'promtheus': name prometheus"),
+        ("metrics.sink_options={wandb: {project: a}}", "wandb, which is not among metrics.sinks"),
+    ):
+        with pytest.raises(ConfigErrors, match=problem):
+            load(override)
+
+
+def test_dashboard_and_alerts_name_metrics_that_a_run_has(tmp_path: Path) -> None:
+    """The fields of docs/metrics.md are what a run writes: the names come from there, and from the sink itself."""
+    fields = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| .*? \|", Path("docs/metrics.md").read_text(), re.M))))
+    fields |= set(re.findall(r"`(wall_\w+_s|goodput|wall_s)`", Path("docs/metrics.md").read_text()))
+    sink = Prometheus(run_of(tmp_path))
+    sink.row(ROW | dict.fromkeys(fields - {"step"}, 1.0))
+    sink.evaluation(1, {"eval_loss": 1.0})
+    written = set(re.findall(r"^# TYPE (\w+)", sink.text(), re.MULTILINE))
+    for name in ("grafana.json", "alerts.yml"):
+        text = (Path("tools/monitoring") / name).read_text()
+        rules = "".join(re.findall(r'(?:expr: |"expr": |"query": ).*', text))
+        named = set(re.findall(r"meshtrain_\w+", rules))
+        assert len(named) > 5
+        assert named - written == set()

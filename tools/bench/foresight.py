@@ -1,0 +1,67 @@
+"""Whether a step takes what was foreseen, on a CPU that was calibrated on another layout.
+
+    python tools/bench/foresight.py [--seen LAYOUT ...] [--foreseen LAYOUT ...] [--steps 24] [--json] [key=value ...]
+
+The quickstart trains on processes that talk over gloo, first in the layouts to calibrate hardware/cpu.yaml by, then
+in those to foresee, whose steps no fit has seen.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from meshtrain.foresight.calibrate import PHASES, MeasuredRun, against, as_yaml, calibrate
+from meshtrain.foresight.hardware import load
+
+GOAL = 0.25  # share of the measured step that the predicted one may be off
+SHORT = ("train.eval_every=0", "train.sample_tokens=0", "optimizer.warmup_steps=2", "parallel.compile=false")
+
+
+def train(folder: Path, layout: str, processes: int, overrides: Sequence[str]) -> None:
+    """Raises CalledProcessError, after the run has said why."""
+    launcher = ("torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "meshtrain.train")
+    run = (sys.executable, "-m", *launcher, "configs/quickstart.yaml", f"layout={layout}", f"train.output={folder}")
+    alone = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([*run, *overrides], env=alone, check=True, stdout=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the quickstart, for all runs")
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--seen", nargs="+", default=["{dp_shard: 4}", "{dp_replicate: 2, tp: 2}"])
+    parser.add_argument("--foreseen", nargs="+", default=["{dp_shard: 2, tp: 2}", "{pp: 2, dp_shard: 2}"])
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    overrides = (*SHORT, f"train.steps={options.steps}", *options.overrides)
+    with tempfile.TemporaryDirectory() as root:
+        folders = {layout: Path(root) / str(i) for i, layout in enumerate([*options.seen, *options.foreseen])}
+        for layout, folder in folders.items():
+            train(folder, layout, options.processes, overrides)
+        hardware = calibrate([str(folders[layout]) for layout in options.seen], load("cpu"))
+        runs = {layout: MeasuredRun.load(folder) for layout, folder in folders.items()}
+        rows = {layout: against(run, hardware, None, {})[: len(PHASES)] for layout, run in runs.items()}
+    ratios = {layout: run.foresee(hardware).seconds / run.seconds["step"] for layout, run in runs.items()}
+    held = all(abs(ratios[layout] - 1) <= GOAL for layout in options.foreseen)
+    if options.json:
+        found = {layout: [asdict(row) for row in rows[layout]] for layout in rows}
+        print(json.dumps({"held": held, "ratios": ratios, "runs": found, "hardware": asdict(hardware)}))
+        return
+    print(as_yaml(hardware))
+    for layout in runs:
+        print(
+            f"{layout}, {'seen' if layout in options.seen else 'foreseen'}: predicted / measured {ratios[layout]:.2f}"
+        )
+        print(*(f"  {row.describe()}" for row in rows[layout]), sep="\n")
+    print(f"steps within {GOAL:.0%} of what was foreseen: {'yes' if held else 'no'}")
+
+
+if __name__ == "__main__":
+    main()
