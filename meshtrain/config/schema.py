@@ -336,7 +336,7 @@ class Metrics:
     timeline: int | None = key(None, minimum=1)
     """With `pp`: the step, counted from 1, whose measured timeline is written to `timeline.json`."""
     gpu_probe: int = key(0, minimum=0)
-    """Every so many steps each GPU computes a few products of matrices (5 ms), which name one that is held down; 0: off."""
+    """Every so many steps each GPU multiplies matrices for 5 ms, which finds one that is slow; 0: never."""
     memory_snapshot: bool = False
     """Whether a snapshot of the GPU's memory is written at the end."""
 

@@ -98,8 +98,8 @@ def explain(paths: Sequence[str], rules: Sequence[Rule] | None = None) -> list[C
     search = Search(tuple(load_rules() if rules is None else rules))
     for log in logs:
         search.read(log, alone=len(logs) == 1)
-    for log, text in not_entered(logs):
-        search.read_text(log, text)
+    for file, text in not_entered(logs):
+        search.read_text(file, text)
     for folder, end in zip(folders, ends, strict=True):
         if end is not None and end[0] == "failed":
             file, reason = str(Path(folder) / "exit.json"), end[1]

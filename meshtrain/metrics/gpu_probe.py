@@ -17,9 +17,8 @@ class GpuProbe:
         if self._every:
             self.model = torch.cuda.get_device_name(device)
             random = torch.Generator(device).manual_seed(0)  # zeros would need less power; nobody else's numbers move
-            draw = {"generator": random, "dtype": torch.bfloat16, "device": device}
-            self._a, self._b = torch.randn(SIZE, SIZE, **draw), torch.randn(SIZE, SIZE, **draw)
-            self._product = torch.empty_like(self._a)
+            a_b = torch.randn(2, SIZE, SIZE, generator=random, dtype=torch.bfloat16, device=device)
+            self._a, self._b, self._product = *a_b, torch.empty_like(a_b[0])
 
     def begin_step(self, step: int) -> None:
         """Puts a probe into the GPU's queue if it is time, before anything else of this step."""

@@ -71,8 +71,8 @@ class RankPace:
         """In its place the times of probes of its GPU, as shares of what is usual: slow is who takes PROBE_SHARE more.
         Where it runs, nothing else counts."""
         low, middle, high = min(times), median(times), max(times)
-        quartiles = {"low": low, "middle": middle, "high": high, "low_all": low, "middle_all": middle, "high_all": high}
-        return replace(self, **quartiles, step=PROBE_SHARE / SHARE)
+        times_all = {"low_all": low, "middle_all": middle, "high_all": high}
+        return replace(self, low=low, middle=middle, high=high, step=PROBE_SHARE / SHARE, **times_all)
 
     @property
     def queued(self) -> float:

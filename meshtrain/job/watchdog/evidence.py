@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import FrameType
 
 from meshtrain.job.process import Job
 from meshtrain.job.programs import ProgramError, run_program
@@ -93,9 +94,9 @@ def all_stacks() -> str:
     """Where every thread of this process is, innermost first; without lines of source, which lie on some disk."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = []
-    for thread, innermost in sys._current_frames().items():
+    frame: FrameType | None
+    for thread, frame in sys._current_frames().items():
         lines.append(f"thread {names.get(thread, thread)}:")
-        frame = innermost
         while frame is not None:
             lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}')
             frame = frame.f_back

@@ -348,8 +348,8 @@ class Peers:
 
     def speaks_for_host(self, diagnosis: Diagnosis) -> bool:
         """Whether this rank is the lowest that is left of its host."""
-        survivors = self.survivors(diagnosis) | {self._own.rank}
-        return self._own.rank == min(to.rank for to in self._addresses if to.net == self._own.net and to.rank in survivors)
+        same_host = {to.rank for to in self._addresses if to.net == self._own.net}
+        return self._own.rank == min(same_host & self.survivors(diagnosis) | {self._own.rank})
 
     def tell(self, ranks: set[int], message: Mapping[str, Any]) -> None:
         """Tells these ranks something; once more those who did not seem to receive it."""
