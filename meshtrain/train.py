@@ -107,7 +107,8 @@ def run(config: Config, job: Job, signals: Signals | None = None, watchdog: Watc
     watchdog.deadlines.compiles = choice.compiles
     set_numerics(config.train.precision, config.train.deterministic)
     folder = RunFolder(Path(config.train.output).expanduser())
-    with folder.lock(job), lock_checkpoints(config.checkpoint.path, folder, job) as checkpoints:
+    wait_s = config.train.lock_timeout_s
+    with folder.lock(job, wait_s), lock_checkpoints(config.checkpoint.path, folder, job, wait_s) as checkpoints:
         data = load_data(config, job)
         code = checkpoint_versions(model_file(config.model.name))
         local = None if config.checkpoint.local is None else Path(config.checkpoint.local).expanduser()
@@ -153,7 +154,7 @@ def train(
         if job.rank == 0:
             sinks = status.open_sinks(config, spec.steps, checkpoint.step)
             metrics = Metrics(folder, task=data.task, steps=spec.steps, step=checkpoint.step, sinks=sinks)
-        probe = GpuProbe(config.metrics.gpu_probe, job.device)
+        probe = GpuProbe(config.metrics.gpu_probe if job.world_size > 1 else 0, job.device)
         stragglers = StragglerDetector(job, checkpoint.step + 1, metrics.say, probe)
         monitor = PhaseMonitor(mesh, timer, goodput, watchdog, stragglers, profiler, faults, metrics.say)
         logger = StepLogger(spec, job, mesh, data, monitor, metrics, counters=checkpoint.counters)

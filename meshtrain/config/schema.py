@@ -270,6 +270,9 @@ class Train:
     seconds. It saves a checkpoint and stops before that. null: no limit, but the end of a SLURM job is one."""
     start_timeout_s: float = key(600.0, above=0)
     """Seconds that ranks wait for each other while the job starts."""
+    lock_timeout_s: float = key(120.0, minimum=0)
+    """Seconds that a job that was started again waits for its folders, which the one before may hold on a host that was
+    lost: file servers give up such locks after minutes."""
     step_timeout_s: float | None = key(None, above=0)
     """Seconds that ranks wait for each other in a step. null: chosen from measured steps."""
     on_exit: str | None = key(None, also="on_end callback notify")

@@ -10,7 +10,7 @@ from meshtrain.errors import ranges
 from meshtrain.explain.log_reader import Log
 
 VERDICT = "verdict.txt"
-RECORDERS = "rank-*.flight-recorder.json"
+RECORDERS = "*/rank-*.flight-recorder.json"  # in a folder for each host
 
 
 def not_entered(logs: Iterable[Log]) -> Iterator[tuple[str, str]]:
@@ -18,10 +18,10 @@ def not_entered(logs: Iterable[Log]) -> Iterator[tuple[str, str]]:
     for folder in dict.fromkeys(os.path.dirname(log.path) for log in logs if os.path.basename(log.path) == VERDICT):
         begun: dict[tuple[int, ...], dict[int, int]] = {}  # ranks of a group -> rank -> how many it has entered
         names: dict[tuple[tuple[int, ...], int], str] = {}
-        told = set()
+        told: dict[int, Path] = {}
         for path in sorted(Path(folder).glob(RECORDERS)):
             try:
-                told.add(_read(path, begun, names))
+                told[_read(path, begun, names)] = path
             except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
                 yield str(path), f"this flight recorder cannot be read: {error!r}"
         for group, by_rank in begun.items():
@@ -30,12 +30,12 @@ def not_entered(logs: Iterable[Log]) -> Iterator[tuple[str, str]]:
             entered = [rank for rank, count in counts.items() if count >= number]
             missing = [rank for rank in counts if rank not in entered]
             if entered:
-                unknown = sorted(set(group) - told)
+                unknown = set(group) - told.keys()
                 rest = f" (nothing is known of {', '.join(ranges(unknown))})" if unknown else ""
                 what = names.get((group, number), f"collective {number}")
                 line = f"flight recorder: {what} was entered by ranks {', '.join(ranges(entered))}"
                 line += f" and not by ranks {', '.join(ranges(missing))}{rest}"
-                yield str(Path(folder, f"rank-{missing[0]}.flight-recorder.json")), line
+                yield str(told[missing[0]]), line
 
 
 def _read(

@@ -18,11 +18,10 @@ def run_program(command: Sequence[str], seconds: float) -> str:
     name = command[0]
     if (path := shutil.which(name)) is None:
         raise ProgramError(f"there is no {name} on this host")
-    with tempfile.TemporaryFile() as output:
-        null = subprocess.DEVNULL
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
             process = subprocess.Popen(
-                [path, *command[1:]], stdin=null, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                [path, *command[1:]], stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
             )
         except OSError as error:
             raise ProgramError(f"{name} cannot be started: {error.strerror or error}") from error
@@ -32,8 +31,7 @@ def run_program(command: Sequence[str], seconds: float) -> str:
             with suppress(ProcessLookupError):  # it has just ended
                 os.killpg(process.pid, signal.SIGKILL)
             raise ProgramError(f"{name} did not end within {seconds:g} s") from None
-        output.seek(0)
-        text = output.read().decode("utf-8", errors="replace")
+        said, wrong = (file.seek(0) or file.read().decode("utf-8", errors="replace") for file in (output, errors))
     if status != 0:
-        raise ProgramError(f"{name} has failed, with exit status {status}: {text.strip()[-500:]}")
-    return text
+        raise ProgramError(f"{name} has failed, with exit status {status}: {(wrong or said).strip()[-500:]}")
+    return said

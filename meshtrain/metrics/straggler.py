@@ -68,11 +68,17 @@ class RankPace:
         return cls(low, middle, high, low_all, middle_all, high_all, step, data, host, load, cores, *gpu)
 
     def of_probe(self, times: Sequence[float]) -> "RankPace":
-        """In its place the times of probes of its GPU, as shares of what is usual: slow is who takes PROBE_SHARE more.
-        Where it runs, nothing else counts."""
-        low, middle, high = min(times), median(times), max(times)
-        times_all = {"low_all": low, "middle_all": middle, "high_all": high}
-        return replace(self, low=low, middle=middle, high=high, step=PROBE_SHARE / SHARE, **times_all)
+        """In its place the times of probes of its GPU, as shares of what is usual: slow is who takes PROBE_SHARE more."""
+        return self._timed(min(times), median(times), max(times), PROBE_SHARE / SHARE)
+
+    def _timed(self, low: float, middle: float, high: float, step: float) -> "RankPace":
+        """These quartiles of its own time, in which nothing waits for a core."""
+        return replace(
+            self, low=low, middle=middle, high=high, low_all=low, middle_all=middle, high_all=high, step=step
+        )
+
+    def scaled(self, factor: float) -> "RankPace":
+        return self._timed(factor * self.low, factor * self.middle, factor * self.high, self.step)
 
     @property
     def queued(self) -> float:
@@ -145,11 +151,7 @@ class StragglerTest:
         common = median(self._first[rank].middle for rank in alone) if alone else 0.0
         scaled = list(paces)
         for rank in alone:
-            pace, factor = paces[rank], common / max(self._first[rank].middle, 1e-9)
-            low, middle, high = factor * pace.low, factor * pace.middle, factor * pace.high
-            scaled[rank] = replace(
-                pace, low=low, middle=middle, high=high, low_all=low, middle_all=middle, high_all=high
-            )
+            scaled[rank] = paces[rank].scaled(common / max(self._first[rank].middle, 1e-9))
         return scaled
 
     def _straggler(self, rank: int, paces: Sequence[RankPace]) -> Straggler:
