@@ -363,8 +363,8 @@ def _lock(folder: Path) -> int:
         holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
         os.close(lock)
         raise InUseError(
-            f"the folder {folder} is in use by {holder or 'another job'}: wait for it to end. If its host is known to be "
-            f"down, remove {folder / LOCK}, which breaks the lock"
+            f"the folder {folder} is in use by {holder or 'another job'}: wait for it to end. If its host is known to "
+            f"be down, remove {folder / LOCK}, which breaks the lock"
         ) from error
     except OSError as error:
         if error.errno not in NO_LOCKS:

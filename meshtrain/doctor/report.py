@@ -10,7 +10,7 @@ from typing import Any
 from meshtrain.doctor.findings import Finding, status
 from meshtrain.doctor.nccl import interface_of
 from meshtrain.doctor.records import ClusterFacts, Timing
-from meshtrain.errors import plural
+from meshtrain.errors import plural, ranges
 
 MARKS = {"error": "ERROR", "warning": "warning", "note": "note"}
 WIDTH = 140  # of what is not written to a terminal

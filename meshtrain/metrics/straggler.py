@@ -68,7 +68,7 @@ class RankPace:
         return cls(low, middle, high, low_all, middle_all, high_all, step, data, host, load, cores, *gpu)
 
     def of_probe(self, times: Sequence[float]) -> "RankPace":
-        """In its place the times of probes of its GPU, as shares of what is usual: slow is who takes PROBE_SHARE more."""
+        """With the times of probes of its GPU, as shares of what is usual: slow is who takes PROBE_SHARE more."""
         return self._timed(min(times), median(times), max(times), PROBE_SHARE / SHARE)
 
     def _timed(self, low: float, middle: float, high: float, step: float) -> "RankPace":

@@ -101,7 +101,10 @@ def test_a_job_that_was_started_again_waits_for_the_folder(
     folder = RunFolder(tmp_path)
     with ExitStack() as before:
         before.enter_context(locked(tmp_path))
-        with pytest.raises(InputError, match="in use by process.*remove .*/.lock, which breaks"), folder.lock(first, 9):
+        with (
+            pytest.raises(InputError, match=r"in use by process.*remove .*/\.lock, which breaks"),
+            folder.lock(first, 9),
+        ):
             pass
         lets_go = threading.Timer(0.7, before.pop_all().close)
         lets_go.start()

@@ -48,18 +48,16 @@ def make_folder(failures: Path, step: int, verdict: str) -> str:
 
 
 def collect(folder: Path, job: Job, *, of_host: bool) -> list[str]:
-    """Writes into its host's folder what this rank knows, and, `of_host`, the host. Returns what went wrong, in words."""
+    """Writes below `folder`, for its host, what this rank knows, and `of_host` what programs say. Returns what failed."""
     sources: dict[str, Callable[[], str]] = {
         f"rank-{job.rank}.stacks": all_stacks,
         f"rank-{job.rank}.flight-recorder.json": partial(flight_recorder, job),
     }
     for name in PROGRAMS if of_host else ():
         sources[f"{name}.txt"] = partial(output_of, name)
-    problems: list[str] = []
+    path, problems = folder / job.host, list[str]()
     threads = {
-        name: threading.Thread(
-            target=_save, args=(folder / job.host / name, source, problems), name="evidence", daemon=True
-        )
+        name: threading.Thread(target=_save, args=(path / name, source, problems), name="evidence", daemon=True)
         for name, source in sources.items()
     }
     deadline = time.monotonic() + EVIDENCE_S
