@@ -41,7 +41,6 @@ from meshtrain.job.watchdog.watchdog import Watchdog, watched
 from meshtrain.layout import DATA_AXES
 from meshtrain.mesh import build_mesh
 from meshtrain.metrics.goodput import GoodputTracker
-from meshtrain.metrics.gpu_probe import GpuProbe
 from meshtrain.metrics.logger import Metrics, NoMetrics
 from meshtrain.metrics.profiler import Profiler
 from meshtrain.metrics.sink_threads import find_sinks
@@ -154,8 +153,7 @@ def train(
         if job.rank == 0:
             sinks = status.open_sinks(config, spec.steps, checkpoint.step)
             metrics = Metrics(folder, task=data.task, steps=spec.steps, step=checkpoint.step, sinks=sinks)
-        probe = GpuProbe(config.metrics.gpu_probe if job.world_size > 1 else 0, job.device)
-        stragglers = StragglerDetector(job, checkpoint.step + 1, metrics.say, probe)
+        stragglers = StragglerDetector(job, checkpoint.step + 1, metrics.say, config.metrics.gpu_probe)
         monitor = PhaseMonitor(mesh, timer, goodput, watchdog, stragglers, profiler, faults, metrics.say)
         logger = StepLogger(spec, job, mesh, data, monitor, metrics, counters=checkpoint.counters)
     checkpointer = Checkpointer(spec, checkpoint, state, logger, monitor, job, metrics.say)

@@ -18,24 +18,24 @@ def not_entered(logs: Iterable[Log]) -> Iterator[tuple[str, str]]:
     for folder in dict.fromkeys(os.path.dirname(log.path) for log in logs if os.path.basename(log.path) == VERDICT):
         begun: dict[tuple[int, ...], dict[int, int]] = {}  # ranks of a group -> rank -> how many it has entered
         names: dict[tuple[tuple[int, ...], int], str] = {}
-        told: dict[int, Path] = {}
+        files: dict[int, Path] = {}
         for path in sorted(Path(folder).glob(RECORDERS)):
             try:
-                told[_read(path, begun, names)] = path
+                files[_read(path, begun, names)] = path
             except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
                 yield str(path), f"this flight recorder cannot be read: {error!r}"
         for group, by_rank in begun.items():
-            counts = {rank: by_rank.get(rank, 0) for rank in group if rank in told}
+            counts = {rank: by_rank.get(rank, 0) for rank in group if rank in files}
             number = min(counts.values(), default=0) + 1
             entered = [rank for rank, count in counts.items() if count >= number]
             missing = [rank for rank in counts if rank not in entered]
             if entered:
-                unknown = set(group) - told.keys()
+                unknown = set(group) - files.keys()
                 rest = f" (nothing is known of {', '.join(ranges(unknown))})" if unknown else ""
-                what = names.get((group, number), f"collective {number}")
-                line = f"flight recorder: {what} was entered by ranks {', '.join(ranges(entered))}"
+                collective = names.get((group, number), f"collective {number}")
+                line = f"flight recorder: {collective} was entered by ranks {', '.join(ranges(entered))}"
                 line += f" and not by ranks {', '.join(ranges(missing))}{rest}"
-                yield str(told[missing[0]]), line
+                yield str(files[missing[0]]), line
 
 
 def _read(

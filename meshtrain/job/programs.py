@@ -31,7 +31,9 @@ def run_program(command: Sequence[str], seconds: float) -> str:
             with suppress(ProcessLookupError):  # it has just ended
                 os.killpg(process.pid, signal.SIGKILL)
             raise ProgramError(f"{name} did not end within {seconds:g} s") from None
-        said, wrong = (file.seek(0) or file.read().decode("utf-8", errors="replace") for file in (output, errors))
+        output.seek(0)
+        errors.seek(0)
+        printed, problem = (file.read().decode("utf-8", errors="replace") for file in (output, errors))
     if status != 0:
-        raise ProgramError(f"{name} has failed, with exit status {status}: {(wrong or said).strip()[-500:]}")
-    return said
+        raise ProgramError(f"{name} has failed, with exit status {status}: {(problem or printed).strip()[-500:]}")
+    return printed

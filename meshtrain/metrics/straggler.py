@@ -170,9 +170,10 @@ class StragglerTest:
 class StragglerDetector:
     """One rank's part in comparing; all ranks call `finish_step` after the same steps."""
 
-    def __init__(self, job: Job, first: int, say: Callable[[str], None], probe: GpuProbe) -> None:
+    def __init__(self, job: Job, first: int, say: Callable[[str], None], probe_every: int) -> None:
         assert job.layout is not None  # it was placed
-        self._job, self._say, self.probe = job, say, probe
+        self._job, self._say = job, say
+        self.probe = GpuProbe(probe_every if job.world_size > 1 else 0, job.device)
         self._probes: list[float] = []  # seconds since the last look
         self._probe_test: StragglerTest | None = None  # of rank 0, once it knows who has the same GPU
         self._every = max(EVERY, job.world_size // RANKS_PER_STEP)
@@ -248,15 +249,15 @@ class StragglerDetector:
     def _compare_probes(self, ranks: Sequence[Mapping[str, Any]], paces: Sequence[RankPace]) -> dict[str, float]:
         """The same test for the GPUs alone, where each was probed since the last look."""
         seconds = [rank["probe"][1:] for rank in ranks]
-        if not all(seconds):
+        if not all(seconds):  # of some rank there is none
             return {}
         if self._probe_test is None:
             by_model = group_values((rank["probe"][0], number) for number, rank in enumerate(ranks))
             self._probe_test = StragglerTest(list(by_model.values()))
-        middles = [median(each) for each in seconds]
+        middles = [median(times) for times in seconds]
         typical = median(middles)
         scaled = [
-            pace.of_probe([second / typical for second in each]) for pace, each in zip(paces, seconds, strict=True)
+            pace.of_probe([second / typical for second in times]) for pace, times in zip(paces, seconds, strict=True)
         ]
         new, recovered = self._probe_test.update(scaled)
         for straggler in new:

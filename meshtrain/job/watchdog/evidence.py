@@ -48,7 +48,7 @@ def make_folder(failures: Path, step: int, verdict: str) -> str:
 
 
 def collect(folder: Path, job: Job, *, of_host: bool) -> list[str]:
-    """Writes below `folder`, for its host, what this rank knows, and `of_host` what programs say. Returns what failed."""
+    """Writes below `folder` what this rank knows, and `of_host` what programs say. Returns what failed, in words."""
     sources: dict[str, Callable[[], str]] = {
         f"rank-{job.rank}.stacks": all_stacks,
         f"rank-{job.rank}.flight-recorder.json": partial(flight_recorder, job),
