@@ -157,8 +157,8 @@ def test_gpus_of_another_model_are_slow_only_by_their_own_measure() -> None:
     for step in range(1, 20 * LOOKS + 2):
         take(each, step, None)
     assert said == []
-    probes[3].seconds = 0.08
-    for step in range(20 * LOOKS + 2, 20 * 2 * LOOKS + 2):
+    probes[3].seconds = 0.08  # in the middle of a look
+    for step in range(20 * LOOKS + 2, 20 * (2 * LOOKS + 1) + 2):
         take(each, step, None)
     assert ["the GPU of rank 3" in text and "at first it took" in text for text in said] == [True]
 
