@@ -25,17 +25,21 @@ def not_entered(logs: Iterable[Log]) -> Iterator[tuple[str, str]]:
             except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
                 yield str(path), f"this flight recorder cannot be read: {error!r}"
         for group, by_rank in begun.items():
-            counts = {rank: by_rank.get(rank, 0) for rank in group if rank in files}
-            number = min(counts.values(), default=0) + 1
-            entered = [rank for rank, count in counts.items() if count >= number]
-            missing = [rank for rank in counts if rank not in entered]
+            number = min(by_rank.values(), default=0) + 1
+            entered = [rank for rank, count in by_rank.items() if count >= number]
+            missing = [rank for rank in by_rank if rank not in entered]
             if entered:
-                unknown = set(group) - files.keys()
+                unknown = set(group) - by_rank.keys()
                 rest = f" (nothing is known of {', '.join(ranges(unknown))})" if unknown else ""
                 collective = names.get((group, number), f"collective {number}")
-                line = f"flight recorder: {collective} was entered by ranks {', '.join(ranges(entered))}"
-                line += f" and not by ranks {', '.join(ranges(missing))}{rest}"
+                line = (
+                    f"flight recorder: {collective} was entered by {_ranks(entered)} and not by {_ranks(missing)}{rest}"
+                )
                 yield str(files[missing[0]]), line
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(ranges(numbers))}"
 
 
 def _read(
@@ -46,13 +50,13 @@ def _read(
     rank = int(recorder["rank"])
     groups = {name: (str(over), tuple(map(int, ranks))) for name, (over, ranks) in recorder["groups"].items()}
     for _, ranks in groups.values():
-        begun.setdefault(ranks, {}).setdefault(rank, 0)
+        begun.setdefault(ranks, {}).update({rank: 0} if recorder["whole"] else {})
     for entry in recorder["entries"]:
         name = entry["process_group"][0]
         if name in groups and not entry["is_p2p"]:
             over, ranks = groups[name]
             number = int(entry["collective_seq_id"])
-            begun[ranks][rank] = max(number, begun[ranks][rank])
+            begun[ranks][rank] = max(number, begun[ranks].get(rank, 0))
             kind = str(entry["profiling_name"]).rpartition(":")[2]
             names[ranks, number] = f"{kind} {number} over {over} ({len(ranks)} ranks)"
     return rank

@@ -106,5 +106,7 @@ def all_stacks() -> str:
 def flight_recorder(job: Job) -> str:
     """The last collectives of this rank (torch's flight recorder, as JSON), and the groups that they are about."""
     groups = {name: [over, list(ranks)] for name, (over, ranks) in process_groups(job.layout, job.rank).items()}
-    entries = [{**entry, "frames": []} for entry in recorder_entries()][-ENTRIES:]
-    return json.dumps({"rank": job.rank, "host": job.host, "groups": groups, "entries": entries}) + "\n"
+    entries = [{**entry, "frames": []} for entry in recorder_entries()]
+    whole = len(entries) <= ENTRIES and not (entries and entries[0]["record_id"])  # it has forgotten nothing
+    recorder = {"rank": job.rank, "host": job.host, "groups": groups, "whole": whole, "entries": entries[-ENTRIES:]}
+    return json.dumps(recorder) + "\n"
