@@ -1,4 +1,4 @@
-"""Flight recorders of several ranks show at which collective they have parted, and claim nothing that they do not hold."""
+"""Flight recorders of several ranks show at which collective they have parted, and claim nothing else."""
 
 import json
 from pathlib import Path
