@@ -18,7 +18,8 @@ def entry(group: str, number: int, kind: str = "nccl:all_reduce", is_p2p: bool =
 
 def write(folder: Path, rank: int, entries: list[dict[str, Any]], whole: bool = True) -> None:
     (folder / "a").mkdir(exist_ok=True)
-    recorder = {"rank": rank, "host": "a", "groups": GROUPS, "whole": whole, "entries": entries}
+    groups = {name: group for name, group in GROUPS.items() if rank in group[1]}
+    recorder = {"rank": rank, "host": "a", "groups": groups, "whole": whole, "entries": entries}
     (folder / "a" / f"rank-{rank}.flight-recorder.json").write_text(json.dumps(recorder))
 
 

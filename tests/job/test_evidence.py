@@ -75,13 +75,18 @@ def test_a_program_says_what_it_does_or_why_it_does_not(programs: Path) -> None:
     assert time.monotonic() - begun < 5
 
 
-def test_a_host_without_the_programs_has_a_line_for_each(tmp_path: Path, programs: Path) -> None:
-    program(programs, "dmesg", r"printf 'usb 1-1: new device\n[1] NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen\n'")
+def test_a_host_without_the_programs_has_a_line_for_each(
+    tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evidence, "KERNEL_S", 10.0)
+    now = time.monotonic()  # the kernel counts like this
+    lines = [f"[{now:.6f}] usb 1-1: new device", f"[ {now - 20:.6f}] NVRM: Xid 31", f"[{now - 2:.6f}] NVRM: Xid 79"]
+    program(programs, "dmesg", f"printf '{'%s' + chr(92) + 'n'}' " + " ".join(f"'{line}'" for line in lines))
     assert collect(tmp_path / "7", JOB, of_host=True) == []
     told = {path.name: path.read_text() for path in (tmp_path / "7" / "gpu07").iterdir()}
     assert told.pop("nvidia-smi.txt") == "there is no nvidia-smi on this host\n"
     assert told.pop("ibstat.txt") == "there is no ibstat on this host\n"
-    assert told.pop("dmesg.txt") == "[1] NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen\n"
+    assert told.pop("dmesg.txt") == f"{lines[2]}\n"
     assert "in test_a_host_without_the_programs_has_a_line_for_each\n" in told.pop("rank-3.stacks")
     assert json.loads(told.pop("rank-3.flight-recorder.json"))["rank"] == 3
     assert told == {}
@@ -147,7 +152,7 @@ def test_a_rank_that_hangs_in_a_collective_leaves_all_that_is_known(tmp_path: Pa
     programs, script, failures = tmp_path / "bin", tmp_path / "hangs.py", tmp_path / "failures"
     programs.mkdir()
     program(programs, "ibstat", "sleep 600")
-    xid = "[1.5] NVRM: Xid (PCI:0000:3b:00): 94, pid=7, Contained ECC error"
+    xid = f"[{time.monotonic():.1f}] NVRM: Xid (PCI:0000:3b:00): 94, pid=7, Contained ECC error"
     program(programs, "dmesg", f"echo '{xid}'")
     script.write_text(HANGS)
     begun = time.monotonic()

@@ -25,7 +25,8 @@ PROGRAM_S = 3.0
 VERDICT = "verdict.txt"
 PREPARE_S = 1.0  # for the folder to be made
 ENTRIES = 200  # of a flight recorder, the last ones
-KERNEL_LINES = 500
+KERNEL_LINES, KERNEL_S = 500, 3600.0  # of the kernel's log: errors of last month are of no use
+STAMP = re.compile(r"\[ *(\d+\.\d+)\]")
 KERNEL = re.compile(
     r"NVRM|\bXid\b|nvidia|mlx[45]|infiniband|EDAC|machine check|out of memory|oom-kill|killed process|I/O error|nfs:",
     re.IGNORECASE,
@@ -85,9 +86,14 @@ def output_of(name: str) -> str:
     except ProgramError as error:
         return f"{error}\n"
     if name == "dmesg":
-        lines = [line for line in text.splitlines() if KERNEL.search(line)][-KERNEL_LINES:]
-        return "\n".join(lines or ["the kernel's log has nothing of GPUs, links, memory or disks"]) + "\n"
+        lines = [line for line in text.splitlines() if KERNEL.search(line) and _is_recent(line)][-KERNEL_LINES:]
+        return "\n".join(lines or ["the last hour of the kernel's log has no errors of devices or memory"]) + "\n"
     return text
+
+
+def _is_recent(line: str) -> bool:
+    stamp = STAMP.match(line)
+    return stamp is None or time.monotonic() - float(stamp[1]) < KERNEL_S
 
 
 def all_stacks() -> str:
