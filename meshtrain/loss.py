@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshtrain.data.batch import IGNORE
-from meshtrain.errors import AgreedError
+from meshtrain.errors import AgreedError, ranges
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.cross_entropy import argmax, token_losses
 from meshtrain.parallel.torch_private import backward_is_running, never_compiled
@@ -265,7 +265,7 @@ def agree_on_fields(terms: StepTerms, mesh: Mesh, *, same_tokens: bool) -> dict[
             values = torch.tensor([every[rank].get(field, [torch.nan] * fields[field]) for rank in group])
             if field in first and not torch.allclose(values, values[0], rtol=1e-6, atol=0, equal_nan=True):
                 raise AgreedError(
-                    f"{field} differs between ranks {', '.join(map(str, group))}, which have the same tokens: without "
+                    f"{field} differs between ranks {', '.join(ranges(group))}, which have the same tokens: without "
                     "sequence parallelism attach and record belong between the tensor-parallel layers, where every "
                     "rank of tp has all features"
                 )

@@ -106,7 +106,8 @@ def run(config: Config, job: Job, signals: Signals | None = None, watchdog: Watc
     watchdog.deadlines.compiles = choice.compiles
     set_numerics(config.train.precision, config.train.deterministic)
     folder = RunFolder(Path(config.train.output).expanduser())
-    with folder.lock(job), lock_checkpoints(config.checkpoint.path, folder, job) as checkpoints:
+    wait_s = config.train.lock_timeout_s
+    with folder.lock(job, wait_s), lock_checkpoints(config.checkpoint.path, folder, job, wait_s) as checkpoints:
         data = load_data(config, job)
         code = checkpoint_versions(model_file(config.model.name))
         local = None if config.checkpoint.local is None else Path(config.checkpoint.local).expanduser()
@@ -117,7 +118,7 @@ def run(config: Config, job: Job, signals: Signals | None = None, watchdog: Watc
         if job.rank == 0:
             stop.watch(folder.path, config.train.time_limit_s, os.environ, owner_changed)
         with RunStatus(folder, job, config.train.on_exit) as status:
-            watchdog.on_job_lost(status.write_failed)
+            watchdog.on_job_lost(status.write_failed, folder.path / "failures")
             if not status.already_finished(spec.steps, checkpoint):
                 job.connect(process_group_timeout(watchdog.deadlines.longest("step")))
                 train(spec, job, data, status, checkpoint, stop, watchdog)
@@ -152,7 +153,7 @@ def train(
         if job.rank == 0:
             sinks = status.open_sinks(config, spec.steps, checkpoint.step)
             metrics = Metrics(folder, task=data.task, steps=spec.steps, step=checkpoint.step, sinks=sinks)
-        stragglers = StragglerDetector(job, checkpoint.step + 1, metrics.say)
+        stragglers = StragglerDetector(job, checkpoint.step + 1, metrics.say, config.metrics.gpu_probe)
         monitor = PhaseMonitor(mesh, timer, goodput, watchdog, stragglers, profiler, faults, metrics.say)
         logger = StepLogger(spec, job, mesh, data, monitor, metrics, counters=checkpoint.counters)
     checkpointer = Checkpointer(spec, checkpoint, state, logger, monitor, job, metrics.say)

@@ -99,5 +99,5 @@ def test_ranks_agree_on_the_fields_and_on_what_they_have_computed_twice(monkeypa
     assert agree_on_fields(terms, mesh, same_tokens=True) == {"loss/b": 2, "sum/a": 2}
     every[3] = {"sum/a": [2.1, 0.0]}
     assert agree_on_fields(terms, mesh, same_tokens=False) == {"loss/b": 2, "sum/a": 2}
-    with pytest.raises(AgreedError, match=r"sum/a differs between ranks 2, 3"):
+    with pytest.raises(AgreedError, match=r"sum/a differs between ranks 2-3"):
         agree_on_fields(terms, mesh, same_tokens=True)

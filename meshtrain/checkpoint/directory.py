@@ -362,7 +362,10 @@ def _lock(folder: Path) -> int:
     except BlockingIOError as error:
         holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
         os.close(lock)
-        raise InUseError(f"the folder {folder} is in use by {holder or 'another job'}: wait for it to end") from error
+        raise InUseError(
+            f"the folder {folder} is in use by {holder or 'another job'}: wait for it to end. If its host is known to "
+            f"be down, remove {folder / LOCK}, which breaks the lock"
+        ) from error
     except OSError as error:
         if error.errno not in NO_LOCKS:
             os.close(lock)

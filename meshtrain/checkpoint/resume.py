@@ -1,5 +1,7 @@
 """Resume: with which state a run begins. One rank decides, all verify that they see the same, and all is printed."""
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +17,12 @@ from meshtrain.checkpoint.verify import problems_of
 from meshtrain.errors import DamagedError, InputError, MissingError, TrainingError, UnreadableError
 from meshtrain.job.consistency import Fingerprint, require_equal
 from meshtrain.job.process import Job
-from meshtrain.job.storage import warn, with_retries
+from meshtrain.job.storage import optional, warn, with_retries, write_whole
 
 if TYPE_CHECKING:
     from meshtrain.config import Config
 
+WENT_BACK = ".went_back"  # in the run's folder: a digest of the config with which it went back last
 MOST_ASKED = 4  # files that another host reads, before it is believed that they are damaged
 
 
@@ -261,6 +264,9 @@ class Resume:
             if step > self.step:
                 path = self._spec.checkpoints / name_of(step)
                 self._candidates.notes.append(f"{path} is set aside as {set_aside(path).name}")
+        if self.back:
+            with optional("the same command will go back once more"):
+                write_whole(self._spec.folder / WENT_BACK, _digest(self._spec))
 
 
 def _is_whole(checkpoint: Path) -> bool:
@@ -289,7 +295,21 @@ def candidates(spec: RunSpec, *, restarted: bool) -> Candidates:
                 "train.output=FOLDER, or go on with checkpoint.resume=latest"
             )
         return own
-    return _from_path(Path(name).expanduser(), own, spec.checkpoints)
+    named = _from_path(Path(name).expanduser(), own, spec.checkpoints)
+    mark = spec.folder / WENT_BACK
+    if named.back and mark.is_file() and mark.read_text(errors="replace") == _digest(spec):
+        own.notes.append(
+            f"checkpoint.resume names {name}, to which this run went back with the same config before; it goes on from "
+            f"its newest checkpoint now. To go back once more, remove {mark}"
+        )
+        return own
+    return named
+
+
+def _digest(spec: RunSpec) -> str:
+    """Of the config, `checkpoint.resume` with it; the next job of a chain may have another layout."""
+    config = {name: value for name, value in spec.config.plain().items() if name != "layout"}
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _is_used(folder: Path) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 from meshtrain.checkpoint.manifest import File, Manifest, dumps, file_of, parse_json
 from meshtrain.errors import DamagedError, MissingError, UnreadableError
 from meshtrain.huggingface.safetensors import METADATA, SIZES, Entry, header_length, pack_header, parse_entry
-from meshtrain.job.storage import write_all
+from meshtrain.job.storage import fsync_file, write_all
 from meshtrain.parallel.sharding import Part, shape_of
 
 FORMAT = "meshtrain checkpoint 1"
@@ -56,7 +56,7 @@ def write_shard(path: Path, tensors: Sequence[tuple[Entry, memoryview]]) -> File
         header = _header(entries, crcs)
         file.seek(0)
         write_all(file, header)
-        os.fsync(file.fileno())
+        fsync_file(file)
     sizes = [len(block) for block in blocks]
     whole = combine([(zlib.crc32(header), room), *zip(crcs, sizes, strict=True)])
     return File(room + sum(sizes), f"{whole:08x}")

@@ -270,6 +270,9 @@ class Train:
     seconds. It saves a checkpoint and stops before that. null: no limit, but the end of a SLURM job is one."""
     start_timeout_s: float = key(600.0, above=0)
     """Seconds that ranks wait for each other while the job starts."""
+    lock_timeout_s: float = key(120.0, minimum=0)
+    """Seconds that a job that was started again waits for its folders, which the one before may hold on a host that was
+    lost: file servers give up such locks after minutes."""
     step_timeout_s: float | None = key(None, above=0)
     """Seconds that ranks wait for each other in a step. null: chosen from measured steps."""
     on_exit: str | None = key(None, also="on_end callback notify")
@@ -335,6 +338,8 @@ class Metrics:
     """The first and the last step, counted from 1, that `torch.profiler` records."""
     timeline: int | None = key(None, minimum=1)
     """With `pp`: the step, counted from 1, whose measured timeline is written to `timeline.json`."""
+    gpu_probe: int = key(0, minimum=0)
+    """Every so many steps each GPU multiplies matrices for 5 ms, which finds one that is slow; 0: never."""
     memory_snapshot: bool = False
     """Whether a snapshot of the GPU's memory is written at the end."""
 

@@ -10,7 +10,7 @@ from typing import Any
 from meshtrain.doctor.findings import Finding, status
 from meshtrain.doctor.nccl import interface_of
 from meshtrain.doctor.records import ClusterFacts, Timing
-from meshtrain.errors import plural
+from meshtrain.errors import plural, ranges
 
 MARKS = {"error": "ERROR", "warning": "warning", "note": "note"}
 WIDTH = 140  # of what is not written to a terminal
@@ -102,7 +102,7 @@ def _hosts_table(cluster: ClusterFacts) -> Any:
         interface = interface_of(host.interfaces, host.route)
         clock = cluster.clocks[i] if 0 < i < len(cluster.clocks) else None
         disk = next((path.free_gib for path in host.paths if path.free_gib is not None), None)
-        ranks = f"{host.ranks[0]}-{host.ranks[-1]}" if len(host.ranks) > 1 else "".join(map(str, host.ranks))
+        ranks = ", ".join(ranges(host.ranks))
         gpus = f"{host.gpus_seen} {host.gpus[0].name}" if host.gpus and host.gpus_seen else str(host.gpus_seen)
         route = f"{interface.name} {host.route}" if interface is not None else host.route
         memory = f"{host.memory_free_gib:.0f} of {host.memory_gib:.0f} GiB"

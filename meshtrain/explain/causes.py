@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, join_some, ranges
+from meshtrain.explain.flight_recorder import not_entered
 from meshtrain.explain.log_reader import logs_of
 from meshtrain.explain.rules import CERTAINTIES, Rule, load_rules
 from meshtrain.explain.search import Matches, Search
@@ -97,6 +98,8 @@ def explain(paths: Sequence[str], rules: Sequence[Rule] | None = None) -> list[C
     search = Search(tuple(load_rules() if rules is None else rules))
     for log in logs:
         search.read(log, alone=len(logs) == 1)
+    for file, text in not_entered(logs):
+        search.read_text(file, text)
     for folder, end in zip(folders, ends, strict=True):
         if end is not None and end[0] == "failed":
             file, reason = str(Path(folder) / "exit.json"), end[1]
@@ -208,13 +211,12 @@ def _fill_in(text: str, groups: dict[str, str]) -> str:
 
 
 def names(ranks: Sequence[str]) -> str:
-    """`rank 1, 2 and 5 more`; with logs of several nodes `local rank 0, 1 of node 0 and local rank 1 of node 1`."""
-    ordered = sorted(ranks, key=_number)
+    """`rank 1-3, 8`; with logs of several nodes `local rank 0-1 of node 0 and local rank 1 of node 1`."""
     parts = []
-    for (node, kind), numbers in groupby(map(_number, ordered[:NAMED]), key=lambda parsed: parsed[:2]):
+    for (node, kind), numbers in groupby(sorted(map(_number, ranks)), key=lambda parsed: parsed[:2]):
         of = f" of node {node}" if node >= 0 else ""
-        parts.append(f"{kind} {', '.join(str(number) for *_, number in numbers)}{of}")
-    return " and ".join([*parts, *([f"{len(ordered) - NAMED} more"] if len(ordered) > NAMED else [])])
+        parts.append(f"{kind} {join_some(ranges(number for *_, number in numbers), NAMED)}{of}")
+    return " and ".join([*parts[:NAMED], *([f"{len(parts) - NAMED} more"] if len(parts) > NAMED else [])])
 
 
 def _number(rank: str) -> tuple[int, str, int]:

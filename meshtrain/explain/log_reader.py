@@ -157,6 +157,8 @@ def _in_folder(folder: str) -> list[str]:
     files = []
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name != "checkpoints" and not name.startswith("."))
+        if os.path.basename(root) == "failures":  # of earlier ones the run has recovered
+            folders[:] = sorted(folders, key=lambda name: os.path.getmtime(os.path.join(root, name)))[-1:]
         logs = [
             name for name in sorted(names) if (name.endswith(ENDINGS) or NAMES.match(name)) and name != "layout.txt"
         ]

@@ -1,7 +1,6 @@
 """Writing a Hugging Face directory: made beside its place, which it takes when it is complete and on disk."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,7 +15,7 @@ from meshtrain.huggingface import safetensors as weights
 from meshtrain.huggingface.load import KINDS
 from meshtrain.huggingface.safetensors import Entry
 from meshtrain.huggingface.stored_names import StoredTensor, Table, stored_tensors
-from meshtrain.job.storage import fsync_folder, write_all, write_whole
+from meshtrain.job.storage import fsync_file, fsync_folder, write_all, write_whole
 
 # These stay as exact as they are in training: a bias moves in steps of less than 16 bits resolve. As in transformers.
 FLOAT32 = ("*.e_score_correction_bias",)
@@ -134,7 +133,7 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
             for piece in data:
                 write_all(file, piece)
             if not remaining:
-                os.fsync(file.fileno())
+                fsync_file(file)
                 file.close()
         except OSError as error:
             error.filename = error.filename or str(self.folder / name)

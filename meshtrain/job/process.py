@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from meshtrain.config.locate import line_of
-from meshtrain.errors import AgreedError, InputError, TrainingError, UnreadableError, group_values
+from meshtrain.errors import AgreedError, InputError, TrainingError, UnreadableError, group_values, ranges
 from meshtrain.job.environment import OWN_DESCRIPTORS, Environment, stale_store, started_before
 from meshtrain.job.sockets import is_loopback
 from meshtrain.job.store import SAY_EVERY_S, Failures, Round
@@ -162,7 +162,7 @@ class Job:
         sharing = [rank for rank, other in enumerate(self.gather("comparing GPUs", own)) if gpu and other == own]
         if len(sharing) > 1 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
             raise InputError(
-                f"ranks {', '.join(map(str, sharing))} on host {self.host} were given the same GPU ({self.device}): "
+                f"ranks {', '.join(ranges(sharing))} on host {self.host} were given the same GPU ({self.device}): "
                 f"start as many processes as GPUs, here {torch.cuda.device_count()}, or use the CPU with "
                 "CUDA_VISIBLE_DEVICES="
             )

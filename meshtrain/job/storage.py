@@ -137,6 +137,13 @@ def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
         view = view[os.write(file.fileno(), view) :]
 
 
+def fsync_file(file: BinaryIO) -> None:
+    """Waits until a file is on disk, and lets its pages go: 100 GB that nobody reads soon would push data out."""
+    os.fsync(file.fileno())
+    if hasattr(os, "posix_fadvise"):  # not on macOS
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def fsync_folder(folder: Path) -> None:
     """Waits until the names in a folder are on disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from meshtrain.errors import join_some, ranges
 from meshtrain.job.pending import PendingWait, waiting
 from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind
 
@@ -142,11 +143,11 @@ class Round:
                     raise RuntimeError("another rank has failed")
                 self.meanwhile()
                 if self._cancelled.wait(pause):
-                    ranks = ", ".join(map(str, missing[:8]))
+                    ranks = join_some(ranges(missing), 8)
                     raise CancelledError(f"rank {self.rank} waits no longer for ranks {ranks}")
                 pause = min(pause * 1.5, max(0.25, self.world_size / 2000))
                 if activity is not None and self.rank == 0 and time.monotonic() - printed_at > SAY_EVERY_S:
                     printed_at = time.monotonic()
-                    ranks = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
+                    ranks = join_some(ranges(missing), 8)
                     count = f"{len(missing)} of {self.world_size} ranks"
                     print(f"{activity}: waiting for {count} ({ranks}), {printed_at - start:.0f} s now", flush=True)

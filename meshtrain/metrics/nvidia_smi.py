@@ -1,11 +1,11 @@
 """What nvidia-smi tells of the GPUs of this host. It comes with the driver, so nothing has to be installed for it."""
 
 import re
-import shutil
-import subprocess
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from meshtrain.job.programs import ProgramError, run_program
 
 LIMIT_S = 10.0  # a driver in trouble lets nvidia-smi hang
 THROTTLES = {  # nvml.h, nvmlClocksEventReason*
@@ -21,14 +21,10 @@ REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # o
 
 def smi(*arguments: str) -> str:
     """What nvidia-smi prints; empty where it is missing, fails or does not answer in time."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ""
     try:
-        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
+        return run_program(("nvidia-smi", *arguments), LIMIT_S)
+    except ProgramError:
         return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def query(fields: Sequence[str], *arguments: str) -> list[list[str]]:

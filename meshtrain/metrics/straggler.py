@@ -11,17 +11,24 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median, quantiles
+from typing import Any
 
 import torch
 
+from meshtrain.errors import group_values
 from meshtrain.job.process import Job
 from meshtrain.layout import DATA_AXES
+from meshtrain.metrics.gpu_probe import GpuProbe
 from meshtrain.metrics.nvidia_smi import UNKNOWN, GpuCondition, gpu_condition
 from meshtrain.metrics.step_timer import memory_gib
 
 LOOKS = 3  # in a row, before somebody is named, or is taken for recovered
 SHARE = 0.1  # of a step: what a slow rank must cost the others
 LEAST_S = 0.01  # shorter excesses are the noise of steps that are too short to be worth a warning
+
+PROBE_SHARE = 0.2  # more time than the others' for a product of matrices: GPUs of one model differ by up to a tenth
+THROTTLED = "see to the cooling and the power of that host (nvidia-smi -q -d PERFORMANCE), or leave it out"
+NODE_CHECK = "run `meshtrain doctor --local` on that host when the job is over; leave the host out if it stays slow"
 
 EVERY = 20  # steps of a look: quartiles of them are steady, and a straggler is named within three looks
 RANKS_PER_STEP = 32  # rank 0 reads a word of every rank in a look: in a large world it looks more seldom
@@ -59,6 +66,19 @@ class RankPace:
         low_all, middle_all, high_all = quantiles(everything, method="inclusive")
         step, data = (median(times[name] for times in steps) for name in ("step_time_s", "time_data_s"))
         return cls(low, middle, high, low_all, middle_all, high_all, step, data, host, load, cores, *gpu)
+
+    def of_probe(self, times: Sequence[float]) -> "RankPace":
+        """With the times of probes of its GPU, as shares of what is usual: slow is who takes PROBE_SHARE more."""
+        return self._timed(min(times), median(times), max(times), PROBE_SHARE / SHARE)
+
+    def _timed(self, low: float, middle: float, high: float, step: float) -> "RankPace":
+        """These quartiles of its own time, in which nothing waits for a core."""
+        return replace(
+            self, low=low, middle=middle, high=high, low_all=low, middle_all=middle, high_all=high, step=step
+        )
+
+    def scaled(self, factor: float) -> "RankPace":
+        return self._timed(factor * self.low, factor * self.middle, factor * self.high, self.step)
 
     @property
     def queued(self) -> float:
@@ -131,11 +151,7 @@ class StragglerTest:
         common = median(self._first[rank].middle for rank in alone) if alone else 0.0
         scaled = list(paces)
         for rank in alone:
-            pace, factor = paces[rank], common / max(self._first[rank].middle, 1e-9)
-            low, middle, high = factor * pace.low, factor * pace.middle, factor * pace.high
-            scaled[rank] = replace(
-                pace, low=low, middle=middle, high=high, low_all=low, middle_all=middle, high_all=high
-            )
+            scaled[rank] = paces[rank].scaled(common / max(self._first[rank].middle, 1e-9))
         return scaled
 
     def _straggler(self, rank: int, paces: Sequence[RankPace]) -> Straggler:
@@ -154,14 +170,18 @@ class StragglerTest:
 class StragglerDetector:
     """One rank's part in comparing; all ranks call `finish_step` after the same steps."""
 
-    def __init__(self, job: Job, first: int, say: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, first: int, say: Callable[[str], None], probe_every: int) -> None:
         assert job.layout is not None  # it was placed
         self._job, self._say = job, say
+        self.probe = GpuProbe(probe_every if job.world_size > 1 else 0, job.device)
+        self._probes: list[float] = []  # seconds since the last look
+        self._probe_test: StragglerTest | None = None  # of rank 0, once it knows who has the same GPU
         self._every = max(EVERY, job.world_size // RANKS_PER_STEP)
         self._begins = first + WARM_UP
         self._steps: list[Mapping[str, float]] = []
         self._test = StragglerTest(job.layout.groups(*DATA_AXES)) if job.rank == 0 else None
         self._posted: int | None = None  # the step of the look that rank 0 has not read yet
+        self._suspects: set[int] = set()  # as the ranks were told
         self._gpu = UNKNOWN
         self._uuid = f"GPU-{torch.cuda.get_device_properties(job.device).uuid}" if job.device.type == "cuda" else ""
 
@@ -169,6 +189,7 @@ class StragglerDetector:
         """Takes a step's times (StepTimer.pop) before the next update; on rank 0 now and then fields of its row."""
         if self._job.store is None:
             return {}
+        self._probes += self.probe.pop()
         comparison = self._read() if self._posted is not None else {}
         if step >= self._begins:
             self._steps.append(times)
@@ -182,7 +203,9 @@ class StragglerDetector:
             return
         assert self._job.store is not None
         pace = RankPace.of(steps, self._job.host, os.getloadavg()[0], os.cpu_count() or 1, self._gpu)
+        probes, self._probes = self._probes, []
         report = {"who": str(self._job), "step": step, "pace": asdict(pace), "memory_gib": memory_gib(self._job.device)}
+        report |= {"probe": [self.probe.model, *probes]}
         self._job.store.set(f"pace/{self._job.rank}", json.dumps(report))
         if self._job.rank == 0:
             self._posted = step
@@ -203,14 +226,16 @@ class StragglerDetector:
         ranks = [json.loads(text) for text in texts]
         assert all(rank["step"] == step for rank in ranks), "all ranks look after the same steps"
         paces = [RankPace(**rank["pace"]) for rank in ranks]
-        before = self._test.suspects
         new, recovered = self._test.update(paces)
-        if self._test.suspects != before:
-            self._job.store.set("pace/suspects", json.dumps(sorted(self._test.suspects)))
         for straggler in new:
             self._say(describe(straggler, ranks[straggler.rank]["who"], LOOKS * self._every))
         for rank in recovered:
             self._say(f"{ranks[rank]['who']} is as fast as its peers again")
+        probed = self._compare_probes(ranks, paces)
+        suspects = self._test.suspects | (set() if self._probe_test is None else self._probe_test.suspects)
+        if self._suspects != suspects:
+            self._suspects = suspects
+            self._job.store.set("pace/suspects", json.dumps(sorted(suspects)))
         slowest = max(range(len(paces)), key=lambda rank: paces[rank].middle)
         fullest = max(range(len(ranks)), key=lambda rank: ranks[rank]["memory_gib"])
         return {
@@ -219,7 +244,28 @@ class StragglerDetector:
             "own_time_max_rank": slowest,
             "memory_max_gib": ranks[fullest]["memory_gib"],
             "memory_max_rank": fullest,
-        }
+        } | probed
+
+    def _compare_probes(self, ranks: Sequence[Mapping[str, Any]], paces: Sequence[RankPace]) -> dict[str, float]:
+        """The same test for the GPUs alone, where each was probed since the last look."""
+        seconds = [rank["probe"][1:] for rank in ranks]
+        if not all(seconds):  # of some rank there is none
+            return {}
+        if self._probe_test is None:
+            by_model = group_values((rank["probe"][0], number) for number, rank in enumerate(ranks))
+            self._probe_test = StragglerTest(list(by_model.values()))
+        middles = [median(times) for times in seconds]
+        typical = median(middles)
+        scaled = [
+            pace.of_probe([second / typical for second in times]) for pace, times in zip(paces, seconds, strict=True)
+        ]
+        new, recovered = self._probe_test.update(scaled)
+        for straggler in new:
+            self._say(describe_probe(straggler, ranks[straggler.rank]["who"], typical))
+        for rank in recovered:
+            self._say(f"{ranks[rank]['who']}: its GPU is as fast as the others again")
+        slowest = max(range(len(middles)), key=middles.__getitem__)
+        return {"gpu_probe_median_s": typical, "gpu_probe_max_s": middles[slowest], "gpu_probe_max_rank": slowest}
 
 
 def describe(straggler: Straggler, rank: str, steps: int) -> str:
@@ -236,6 +282,17 @@ def describe(straggler: Straggler, rank: str, steps: int) -> str:
     )
 
 
+def describe_probe(straggler: Straggler, rank: str, typical_s: float) -> str:
+    """As `describe`, of a straggler among probes of GPUs, whose times are shares of `typical_s`."""
+    others = "the others' take" if straggler.peers else "at first it took"
+    return (
+        f"warning: the GPU of {rank} is slow: a product of matrices takes {_ms(typical_s * straggler.own)} on it in "
+        f"{LOOKS} looks in a row, {others} {_ms(typical_s * straggler.others)}. All ranks wait for it\n"
+        f"  known of it: {straggler.pace.gpu or 'nvidia-smi tells nothing'}\n"
+        f"  what to do: {THROTTLED if straggler.pace.throttled else NODE_CHECK}"
+    )
+
+
 def advice(straggler: Straggler) -> str:
     pace = straggler.pace
     if pace.data > straggler.excess / 2:
@@ -244,11 +301,13 @@ def advice(straggler: Straggler) -> str:
             "read the corpus with `meshtrain doctor`"
         )
     if pace.throttled:
-        return "see to the cooling and the power of that host (nvidia-smi -q -d PERFORMANCE), or leave it out"
+        return THROTTLED
     if pace.load > max(pace.cores, 1.5 * straggler.load):
         return "look with top for what else runs there, and give data.workers a smaller number if those are it"
-    return "run `meshtrain doctor --local` on that host when the job is over; leave the host out if it stays slow"
+    return NODE_CHECK
 
 
 def _ms(seconds: float) -> str:
+    if seconds < LEAST_S:
+        return f"{1000 * seconds:.1f} ms"
     return f"{1000 * seconds:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"

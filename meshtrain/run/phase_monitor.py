@@ -122,6 +122,7 @@ class PhaseMonitor:
         if step % COLLECT_EVERY == 0:
             gc.collect()  # of all ages: nothing else looks again at what outlives one collection
         self.watchdog.enter_phase("step", step)
+        self.stragglers.probe.begin_step(step)
         self.faults.at_step(step)
         with self._compiling("step", step):
             yield

@@ -16,7 +16,6 @@ from meshtrain.job.storage import move_damaged, optional, warn, write_whole
 EXIT = "exit.json"
 LOOK_FOR_S = 15.0  # a network file system may take a while to show what another host has written
 PROOF = ".seen_by_all_hosts"
-LOST_S = 120.0  # within which file servers give up the locks of a host that was lost, or it has seen that itself
 
 
 class RunFolder:
@@ -25,9 +24,9 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
-    def lock(self, job: Job) -> AbstractContextManager[None]:
+    def lock(self, job: Job, wait_s: float) -> AbstractContextManager[None]:
         """Rank 0 has taken the folder while the body runs. Raises InputError, on every rank, if it cannot."""
-        return lock_for_job(self.path, job, "the run's folder", "train.output=FOLDER")
+        return lock_for_job(self.path, job, "the run's folder", "train.output=FOLDER", wait_s)
 
     def last_exit(self) -> dict[str, Any] | None:
         """How the last job ended, as it wrote down itself; None if none did. A damaged exit.json is moved away."""
@@ -72,9 +71,9 @@ class RunFolder:
 
 
 @contextmanager
-def lock_for_job(folder: Path, job: Job, purpose: str, option: str) -> Iterator[None]:
+def lock_for_job(folder: Path, job: Job, purpose: str, option: str, wait_s: float) -> Iterator[None]:
     """Rank 0 has a lock on a folder, which it makes if there is none, while the body runs. A job that was started again
-    waits for the one before: that had it on a host to which a link was cut, for instance.
+    waits `wait_s` for the one before: that had it on a host to which a link was cut, for instance.
 
     `purpose`: the name of the folder, for people; `option`: with which another one is named.
     Raises InputError: on every rank: rank 0 cannot have it.
@@ -83,14 +82,14 @@ def lock_for_job(folder: Path, job: Job, purpose: str, option: str) -> Iterator[
         with job.collective_check(f"opening {purpose}"):
             if job.rank == 0:
                 try:
-                    _take(folder, stack, job)
+                    _take(folder, stack, job, wait_s)
                 except InputError as error:
                     raise InputError(f"{purpose}: {error}; or name another one with {option}") from error
         yield
 
 
-def _take(folder: Path, stack: ExitStack, job: Job) -> None:
-    printed, deadline = False, time.monotonic() + (LOST_S if job.again else 0.0)
+def _take(folder: Path, stack: ExitStack, job: Job, wait_s: float) -> None:
+    printed, deadline = False, time.monotonic() + (wait_s if job.again else 0.0)
     while True:
         try:
             stack.enter_context(lock_folder(folder, launch=job.environment.launch, again=job.again))
@@ -105,7 +104,7 @@ def _take(folder: Path, stack: ExitStack, job: Job) -> None:
 
 
 @contextmanager
-def lock_checkpoints(path: str | None, folder: RunFolder, job: Job) -> Iterator[Path]:
+def lock_checkpoints(path: str | None, folder: RunFolder, job: Job, wait_s: float) -> Iterator[Path]:
     """The folder of a run's checkpoints (`path` of the config; None: `checkpoints` in the run's folder), which all
     hosts see, and to which nobody else writes while the body runs. Raises InputError, on every rank."""
     checkpoints = folder.path / "checkpoints" if path is None else Path(path).expanduser()
@@ -113,7 +112,7 @@ def lock_checkpoints(path: str | None, folder: RunFolder, job: Job) -> Iterator[
         raise AgreedError(
             f"checkpoint.path is the run's folder itself, {folder.path}: name one inside of it, or another"
         )
-    with lock_for_job(checkpoints, job, "the folder of the checkpoints", "checkpoint.path=FOLDER"):
+    with lock_for_job(checkpoints, job, "the folder of the checkpoints", "checkpoint.path=FOLDER", wait_s):
         with job.collective_check("clearing the folder of the checkpoints"):
             for unfinished in clear_unfinished(checkpoints) if job.rank == 0 else ():
                 job.say(f"removed {unfinished}, which an earlier job did not finish")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshtrain.checkpoint.resume import Resume, RunSpec
 from meshtrain.config import Config
-from meshtrain.errors import AgreedError, InputError, TrainingError
+from meshtrain.errors import AgreedError, InputError, TrainingError, ranges
 from meshtrain.job.exit import signal_of
 from meshtrain.job.process import Job
 from meshtrain.job.signals import StopKind, StopReason
@@ -67,15 +67,16 @@ class RunStatus(AbstractContextManager["RunStatus"]):
 
     def stop(self, own_reason: StopReason | None, checkpoint: Path, spec: RunSpec) -> None:
         """The run has stopped: rank 0 says why, and how to go on. `own_reason`: what has asked this rank."""
-        requests: dict[str, list[str]] = {}
+        requests: dict[str, list[int]] = {}
         own = None if own_reason is None else [own_reason.kind, own_reason.text]
         for rank, reason in enumerate(self.job.gather("stopping", own)):
             if reason is not None:
-                requests.setdefault(reason[1], []).append(str(rank))
+                requests.setdefault(reason[1], []).append(rank)
                 self.stop_kinds.append(StopKind(reason[0]))
         self.status = STOPPED
         self.stopped = "asked to stop by " + ", and by ".join(
-            reason if ranks[0] == "0" else f"{reason} on rank {', '.join(ranks)}" for reason, ranks in requests.items()
+            reason if ranks[0] == 0 else f"{reason} on rank {', '.join(ranges(ranks))}"
+            for reason, ranks in requests.items()
         )
         again = "" if spec.config.checkpoint.resume == "latest" else " with checkpoint.resume=latest"
         self.job.say(

@@ -188,9 +188,16 @@ def test_a_run_can_go_back(
     printed = capsys.readouterr().out
     assert f"{tmp_path}/run/checkpoints/step_0000008 is set aside as step_0000008.aside-1" in printed
     assert "start the same command again with checkpoint.resume=latest" in printed
-    assert go(back, "checkpoint.every=2", again=True) == {"status": 0}, "a restart does not go back once more"
-    assert f"goes on from {tmp_path}/run/checkpoints/step_0000006: step 6" in capsys.readouterr().out
+    assert go(back, "checkpoint.every=2") == {"status": 0}, "the next job of a chain does not go back once more"
+    printed = capsys.readouterr().out
+    assert "to which this run went back with the same config before; it goes on from its newest" in printed
+    assert f"goes on from {tmp_path}/run/checkpoints/step_0000006: step 6" in printed
     assert rows(tmp_path / "run") == whole
+    another = (back, "checkpoint.every=2", "optimizer.lr=1e-5")
+    assert go(*another, interrupt="SIGTERM", at=5) == {"status": 75}
+    assert f"goes on from {tmp_path}/run/checkpoints/step_0000004: step 4" in capsys.readouterr().out
+    assert go(*another, again=True) == {"status": 0}, "nor does a restart"
+    assert f"goes on from {tmp_path}/run/checkpoints/step_0000006: step 6" in capsys.readouterr().out
     refused = go(f"checkpoint.resume={tmp_path}", f"train.output={tmp_path}/fresh")
     assert "is no checkpoint and holds none" in refused["error"]
 

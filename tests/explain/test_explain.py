@@ -185,8 +185,9 @@ def test_a_number_of_torchruns_logs_is_that_of_a_node(tmp_path: Path) -> None:
     (found,) = causes(logs)
     assert list(found.matches.ranks) == ["local rank 0 of node 0", "local rank 1 of node 0", "rank 2"]
     assert found.cause.endswith(f" Local rank 1 of node 1{SILENT}")
-    assert names(list(found.matches.ranks)) == "rank 2 and local rank 0, 1 of node 0"
-    assert names([f"rank {i}" for i in range(8)]) == "rank 0, 1, 2, 3, 4, 5 and 2 more"
+    assert names(list(found.matches.ranks)) == "rank 2 and local rank 0-1 of node 0"
+    assert names([f"rank {i}" for i in (*range(8), 10)]) == "rank 0-7, 10"
+    assert names([f"rank {2 * i}" for i in range(8)]) == "rank 0, 2, 4, 6, 8, 10 and 2 more"
     assert names(["local rank 0 of node 10", "local rank 3 of node 2"]) == (
         "local rank 3 of node 2 and local rank 0 of node 10"
     )

@@ -14,7 +14,6 @@ from meshtrain.config.layout_advice import world_sizes_text
 from meshtrain.errors import InputError
 from meshtrain.job.environment import already_printed, read_environment, stale_store, started_before
 from meshtrain.job.process import Job, _own_address
-from meshtrain.run import run_folder
 from meshtrain.run.run_folder import RunFolder
 from tests.launching import ROOT
 
@@ -102,13 +101,15 @@ def test_a_job_that_was_started_again_waits_for_the_folder(
     folder = RunFolder(tmp_path)
     with ExitStack() as before:
         before.enter_context(locked(tmp_path))
-        with pytest.raises(InputError, match="in use by process"), folder.lock(first):
+        with (
+            pytest.raises(InputError, match=r"in use by process.*remove .*/\.lock, which breaks"),
+            folder.lock(first, 9),
+        ):
             pass
         lets_go = threading.Timer(0.7, before.pop_all().close)
         lets_go.start()
-        with folder.lock(again):
+        with folder.lock(again, 9):
             lets_go.join()
     assert capsys.readouterr().out.count("starting: the folder") == 1, "it says why it waits, once"
-    monkeypatch.setattr(run_folder, "LOST_S", 0.2)
-    with locked(tmp_path), pytest.raises(InputError, match="in use by process"), folder.lock(again):
+    with locked(tmp_path), pytest.raises(InputError, match="in use by process"), folder.lock(again, 0.2):
         pass

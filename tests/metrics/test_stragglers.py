@@ -6,7 +6,7 @@ import re
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from meshtrain.job.environment import Environment
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
 from meshtrain.metrics import straggler
+from meshtrain.metrics.gpu_probe import GpuProbe
 from meshtrain.metrics.logger import read
 from meshtrain.metrics.nvidia_smi import CONDITION, condition, gpu_condition, throttle_reasons
 from meshtrain.metrics.straggler import (
@@ -75,13 +76,28 @@ class CountingStore:
         return self.store.multi_get(keys)
 
 
-def ranks(world_size: int, store: object, said: list[str], first: int = 1) -> list[StragglerDetector]:
+class FakeProbe:
+    """Of a GPU that takes so long, as its timer would say it."""
+
+    def __init__(self, seconds: float = 0.0, model: str = "H100") -> None:
+        self.seconds, self.model = seconds, model
+
+    def pop(self) -> list[float]:
+        return [self.seconds] if self.seconds else []
+
+
+def ranks(
+    world_size: int, store: object, said: list[str], first: int = 1, probes: Sequence[FakeProbe] = ()
+) -> list[StragglerDetector]:
     layout = Layout({"dp_shard": world_size}).on_hosts([world_size], ["a"])
     jobs = [
         Job(Environment("none", rank, world_size, rank, "a", None), torch.device("cpu"), store, layout=layout)  # type: ignore[arg-type]
         for rank in range(world_size)
     ]
-    return [StragglerDetector(job, first, said.append) for job in jobs]
+    each = [StragglerDetector(job, first, said.append, 0) for job in jobs]
+    for one, probe in zip(each, probes, strict=False):
+        one.probe = probe  # type: ignore[assignment]
+    return each
 
 
 def times(own: float) -> dict[str, float]:
@@ -112,6 +128,82 @@ def test_a_slow_rank_is_named_after_its_third_look_and_when_it_recovers(monkeypa
     for step in range(20 * LOOKS + 2, 20 * 2 * LOOKS + 2):
         take(each, step, None)
     assert said[1:] == ["rank 1 on host a (dp_shard 1) is as fast as its peers again"]
+
+
+def test_a_gpu_that_is_held_down_is_named_by_its_probe_where_steps_tell_nothing() -> None:
+    said: list[str] = []
+    store, probes = dist.HashStore(), [FakeProbe(s) for s in (0.0050, 0.0053, 0.0090, 0.0048)]
+    each = ranks(4, store, said, probes=probes)
+    for step in range(1, 20 * LOOKS + 2):
+        found = take(each, step, None)
+    assert (found["gpu_probe_median_s"], found["gpu_probe_max_s"], found["gpu_probe_max_rank"]) == (0.00515, 0.009, 2)
+    assert len(said) == 1
+    assert said[0].startswith(
+        "warning: the GPU of rank 2 on host a (dp_shard 2) is slow: a product of matrices takes 9"
+    )
+    assert "takes 9.0 ms on it in 3 looks in a row, the others' take 5.0 ms" in said[0]
+    assert store.get("pace/suspects") == b"[2]", "nvidia-smi is asked for it"
+    probes[2].seconds = 0.0051
+    for step in range(20 * LOOKS + 2, 20 * 2 * LOOKS + 2):
+        take(each, step, None)
+    assert said[1:] == ["rank 2 on host a (dp_shard 2): its GPU is as fast as the others again"]
+    assert store.get("pace/suspects") == b"[]"
+
+
+def test_gpus_of_another_model_are_slow_only_by_their_own_measure() -> None:
+    said: list[str] = []
+    probes = [FakeProbe(0.005), FakeProbe(0.005), FakeProbe(0.02, "A100"), FakeProbe(0.04, "L40S")]
+    each = ranks(4, dist.HashStore(), said, probes=probes)
+    for step in range(1, 20 * LOOKS + 2):
+        take(each, step, None)
+    assert said == []
+    probes[3].seconds = 0.08  # in the middle of a look
+    for step in range(20 * LOOKS + 2, 20 * (2 * LOOKS + 1) + 2):
+        take(each, step, None)
+    assert ["the GPU of rank 3" in text and "at first it took" in text for text in said] == [True]
+
+
+def test_a_probe_runs_every_so_many_steps_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready: list[bool] = []
+    events: list[object] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            events.append(self)
+
+        def record(self) -> None:
+            pass
+
+        def query(self) -> bool:
+            return bool(ready)
+
+        def elapsed_time(self, end: object) -> float:
+            return 5.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    probe = GpuProbe(10, torch.device("cpu"))
+    for step in range(1, 31):
+        probe.begin_step(step)
+    assert events == [], "a CPU has none"
+    probe._every, probe._a, probe._b, probe._product = 10, torch.eye(2), torch.eye(2), torch.zeros(2, 2)
+    for step in range(1, 31):
+        probe.begin_step(step)
+    assert len(events) == 2 * 3
+    assert torch.equal(probe._product, torch.eye(2))
+    assert probe.pop() == []
+    ready.append(True)
+    assert probe.pop() == [0.005] * 3
+    assert probe.pop() == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_probe_of_a_real_gpu_takes_milliseconds() -> None:
+    probe = GpuProbe(1, torch.device("cuda", 0))
+    for step in range(3):
+        probe.begin_step(step)
+    torch.cuda.synchronize()
+    assert all(0.0005 < seconds < 0.2 for seconds in probe.pop()[1:])
 
 
 def test_between_two_looks_nobody_asks_the_store_for_anything() -> None:

@@ -10,10 +10,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d
@@ -166,23 +167,28 @@ def flight_recorder_state(
     pending = last = None
     begun: dict[str, int] = {}
     keys = {group: ",".join(map(str, ranks)) for group, (_, ranks) in groups.items()}
+    for entry in recorder_entries():
+        group = entry["process_group"][0]
+        if group not in groups:
+            continue
+        over, ranks = groups[group]
+        number, kind = entry["collective_seq_id"], entry["profiling_name"].rpartition(":")[2]
+        if entry["is_p2p"]:  # these have numbers of their own for each pair
+            collective = PendingCollective(kind, over, ranks)
+        else:
+            collective = last = PendingCollective(f"{kind} {number}", over, ranks, number)
+            begun[keys[group]] = max(number, begun.get(keys[group], 0))
+        if pending is None and not (entry["retired"] or entry["state"] == "completed"):
+            pending = collective
+    return pending, last, begun
+
+
+def recorder_entries() -> Iterator[dict[str, Any]]:
+    """What torch's flight recorders have of each backend, oldest first."""
     for name in DUMPS:
         dump = getattr(_distributed_c10d, name, None)
         trace = {} if dump is None else json.loads(dump())
-        for entry in sorted(trace.get("entries", []), key=lambda entry: entry.get("record_id", 0)):
-            group = entry["process_group"][0]
-            if group not in groups:
-                continue
-            over, ranks = groups[group]
-            number, kind = entry["collective_seq_id"], entry["profiling_name"].rpartition(":")[2]
-            if entry["is_p2p"]:  # these have numbers of their own for each pair
-                collective = PendingCollective(kind, over, ranks)
-            else:
-                collective = last = PendingCollective(f"{kind} {number}", over, ranks, number)
-                begun[keys[group]] = max(number, begun.get(keys[group], 0))
-            if pending is None and not (entry["retired"] or entry["state"] == "completed"):
-                pending = collective
-    return pending, last, begun
+        yield from sorted(trace.get("entries", []), key=lambda entry: entry.get("record_id", 0))
 
 
 def is_connection_error(error: BaseException) -> bool:

@@ -115,6 +115,7 @@ class Diagnosis:
     headline: str  # in a sentence, as it follows "rank 0 on host a stops, because"
     details: tuple[str, ...] = ()  # lines to go below it
     hosts: tuple[str, ...] = ()  # of the ranks
+    evidence: str = ""  # the folder below `failures` in which ranks write what they know; none: nowhere
 
     @property
     def text(self) -> str:
@@ -129,7 +130,7 @@ class Diagnosis:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Diagnosis":
         ranks, details, hosts = (tuple(fields[name]) for name in ("ranks", "details", "hosts"))
-        return cls(DiagnosisKind(fields["kind"]), ranks, fields["headline"], details, hosts)
+        return cls(DiagnosisKind(fields["kind"]), ranks, fields["headline"], details, hosts, fields["evidence"])
 
 
 def failure_line(diagnosis: Diagnosis, phase: str | None, step: int | None) -> str:

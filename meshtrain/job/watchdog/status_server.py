@@ -346,6 +346,11 @@ class Peers:
         lost = diagnosis.ranks if diagnosis.kind in OUT_OF_REACH else ()
         return {to.rank for to in self._addresses} - set(lost)
 
+    def speaks_for_host(self, diagnosis: Diagnosis) -> bool:
+        """Whether this rank is the lowest that is left of its host."""
+        same_host = {to.rank for to in self._addresses if to.net == self._own.net}
+        return self._own.rank == min(same_host & self.survivors(diagnosis) | {self._own.rank})
+
     def tell(self, ranks: set[int], message: Mapping[str, Any]) -> None:
         """Tells these ranks something; once more those who did not seem to receive it."""
         remaining = [to for to in self._addresses if to.rank in ranks]

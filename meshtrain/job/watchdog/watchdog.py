@@ -13,7 +13,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -28,8 +29,9 @@ from meshtrain.job.store import Failures, RemoteFailure, describe
 from meshtrain.job.watchdog import introspect
 from meshtrain.job.watchdog.deadlines import MEASURED, DeadlineClock, Deadlines, process_group_timeout
 from meshtrain.job.watchdog.diagnose import Coordinator
+from meshtrain.job.watchdog.evidence import EVIDENCE_S, PREPARE_S, collect, make_folder
 from meshtrain.job.watchdog.introspect import Failure, local_status
-from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind, FailureKind
+from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind, FailureKind, failure_line
 from meshtrain.job.watchdog.status_server import Address, Peers, StatusServer, exchange_addresses
 
 LOOK_EVERY_S = 1.0
@@ -51,6 +53,7 @@ class FailureReport:
         self._job = job
         self.printed = False
         self.on_job_lost: Callable[[Diagnosis], None] | None = None  # writes into the run's folder, once
+        self.failures: Path | None = None  # a folder for evidence
 
     def print(self, diagnosis: Diagnosis, *, details: bool) -> None:
         if not self.printed:
@@ -67,6 +70,24 @@ class FailureReport:
         except Exception as error:  # the end comes all the same
             problem = f": {error}" if str(error) else f" within {WRITE_S:.0f} s"
             print(f"{self._job} could not write that down{problem}", file=sys.stderr, flush=True)
+
+    def make_evidence_folder(self, diagnosis: Diagnosis, phase: str | None, step: int) -> Diagnosis:
+        """The diagnosis with the folder where all who hear of it write what they know, if there can be one."""
+        if self.failures is None or diagnosis.kind == DiagnosisKind.ENDED:
+            return diagnosis
+        try:
+            verdict = f"{failure_line(diagnosis, phase, step)}\n{diagnosis.text}\n"
+            name = call_with_timeout(PREPARE_S, make_folder, self.failures, step, verdict)
+        except OSError as error:  # TimeoutError is one, too
+            print(f"{self.failures} cannot be written to, so there is no evidence: {error!r}", file=sys.stderr)
+            return diagnosis
+        return replace(diagnosis, evidence=name)
+
+    def write_evidence(self, diagnosis: Diagnosis, *, of_host: bool) -> None:
+        if self.failures is not None:  # this rank knows already where the run has its folder
+            problems = collect(self.failures / diagnosis.evidence, self._job, of_host=of_host)
+            for problem in problems if of_host else ():
+                print(f"{self._job}: evidence: {problem}", file=sys.stderr, flush=True)
 
     def abort(self, diagnosis: Diagnosis) -> NoReturn:
         """Ends this process, with the reason in torchrun's summary."""
@@ -96,7 +117,7 @@ class Watchdog(Failures):
         self._peers: Peers | None = None
         self._coordinator: Coordinator | None = None
         self._decided, self._closed = threading.Event(), threading.Event()
-        self._coordinating, self._inquiring = threading.Lock(), threading.Lock()
+        self._coordinating, self._inquiring, self._learning = threading.Lock(), threading.Lock(), threading.Lock()
         self._waiters = threading.Semaphore(MOST_WAITERS)
         self._signals: set[int] = set()  # that have come and were not looked into
         self._ends_on_sigterm = False
@@ -107,8 +128,9 @@ class Watchdog(Failures):
     def deadlines(self) -> Deadlines:
         return self._clock.deadlines
 
-    def on_job_lost(self, write: Callable[[Diagnosis], None]) -> None:
-        self._report.on_job_lost = write
+    def on_job_lost(self, write: Callable[[Diagnosis], None], failures: Path | None = None) -> None:
+        """What writes down that the job is lost, and a folder in which a folder for the evidence of that is made."""
+        self._report.on_job_lost, self._report.failures = write, failures
 
     @property
     def peers(self) -> Peers:
@@ -234,7 +256,8 @@ class Watchdog(Failures):
     def _look(self) -> None:
         if self._failure is not None:
             self._inquire(hangs=self._failure.kind == FailureKind.ERROR, failed=True)
-            self._decided.set()
+            if self.diagnosis is None:
+                self._decided.set()
         elif self._clock.missed():
             if not introspect.debugger_attached():
                 self._inquire(hangs=self.deadlines.hangs(self._clock.phase, self._clock.misses), late=True)
@@ -290,11 +313,15 @@ class Watchdog(Failures):
             diagnosis = self._coordinator.diagnose(hangs=hangs, failed=failed, late=late)
             if diagnosis is None:
                 return None
+            diagnosis = self._report.make_evidence_folder(diagnosis, self._clock.phase, self._clock.step)
             ended = diagnosis.kind == DiagnosisKind.ENDED
             prints_own_error = self.job.rank in diagnosis.ranks and (ended or diagnosis.kind == DiagnosisKind.FAILED)
             if not prints_own_error and not (ended and self._asked_to_end):
                 self._report.print(diagnosis, details=True)
             survivors = self._coordinator.broadcast(diagnosis, self.job.rank)
+            if diagnosis.evidence:
+                folder = f"{self._report.failures}/{diagnosis.evidence}"
+                print(f"evidence of ranks and hosts: meshtrain explain {folder}", file=sys.stderr, flush=True)
             if self.job.rank > 0 and self.job.rank == min(survivors):
                 self._report.write_exit_json(diagnosis)
             self._learn(asdict(diagnosis))
@@ -331,15 +358,29 @@ class Watchdog(Failures):
         return {}
 
     def _learn(self, diagnosis: dict[str, Any] | None) -> None:
-        if diagnosis is not None and self.diagnosis is None:
+        """Who waits for the diagnosis goes on, and ends, when the evidence of this rank is written."""
+        with self._learning:
+            if diagnosis is None or self.diagnosis is not None:
+                return
             self.diagnosis = Diagnosis.from_json(diagnosis)
-        if self.diagnosis is not None:
+        if self.diagnosis.evidence:
+            threading.Thread(target=self._write_evidence, args=(self.diagnosis,), daemon=True).start()
+        else:
             self._decided.set()
             self._wakeup.wake()
+
+    def _write_evidence(self, diagnosis: Diagnosis) -> None:
+        try:
+            self._report.write_evidence(diagnosis, of_host=self.peers.speaks_for_host(diagnosis))
+        except Exception as error:  # the end comes all the same
+            self._print_own_error(error)
+        self._decided.set()
+        self._wakeup.wake()
 
     def _end_process(self) -> None:
         """By its main thread if that can, which knows more; otherwise here."""
         assert self.diagnosis is not None
+        self._decided.wait(EVIDENCE_S + 1)  # the evidence is written
         if self._main_thread_leaves():
             return
         if self._ends_on_sigterm and self.diagnosis.kind == DiagnosisKind.ENDED and self._asked_to_end:

@@ -1,0 +1,62 @@
+"""Flight recorders of a failure's folder: which collective some ranks of a group have entered and others have not."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from meshtrain.errors import ranges
+from meshtrain.explain.log_reader import Log
+
+VERDICT = "verdict.txt"
+RECORDERS = "*/rank-*.flight-recorder.json"  # in a folder for each host
+
+
+def not_entered(logs: Iterable[Log]) -> Iterator[tuple[str, str]]:
+    """For each collective at which ranks of a group part, one of the files that tell of it and a line for the rules."""
+    for folder in dict.fromkeys(os.path.dirname(log.path) for log in logs if os.path.basename(log.path) == VERDICT):
+        begun: dict[tuple[int, ...], dict[int, int]] = {}  # ranks of a group -> rank -> how many it has entered
+        names: dict[tuple[tuple[int, ...], int], str] = {}
+        files: dict[int, Path] = {}
+        for path in sorted(Path(folder).glob(RECORDERS)):
+            try:
+                files[_read(path, begun, names)] = path
+            except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+                yield str(path), f"this flight recorder cannot be read: {error!r}"
+        for group, by_rank in begun.items():
+            number = min(by_rank.values(), default=0) + 1
+            entered = [rank for rank, count in by_rank.items() if count >= number]
+            missing = [rank for rank in by_rank if rank not in entered]
+            if entered:
+                unknown = set(group) - by_rank.keys()
+                rest = f" (nothing is known of {', '.join(ranges(unknown))})" if unknown else ""
+                collective = names.get((group, number), f"collective {number}")
+                line = (
+                    f"flight recorder: {collective} was entered by {_ranks(entered)} and not by {_ranks(missing)}{rest}"
+                )
+                yield str(files[missing[0]]), line
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(ranges(numbers))}"
+
+
+def _read(
+    path: Path, begun: dict[tuple[int, ...], dict[int, int]], names: dict[tuple[tuple[int, ...], int], str]
+) -> int:
+    """Adds what one rank tells; returns the rank."""
+    recorder: dict[str, Any] = json.loads(path.read_bytes())
+    rank = int(recorder["rank"])
+    groups = {name: (str(over), tuple(map(int, ranks))) for name, (over, ranks) in recorder["groups"].items()}
+    for _, ranks in groups.values():
+        begun.setdefault(ranks, {}).update({rank: 0} if recorder["whole"] else {})
+    for entry in recorder["entries"]:
+        name = entry["process_group"][0]
+        if name in groups and not entry["is_p2p"]:
+            over, ranks = groups[name]
+            number = int(entry["collective_seq_id"])
+            begun[ranks][rank] = max(number, begun[ranks].get(rank, 0))
+            kind = str(entry["profiling_name"]).rpartition(":")[2]
+            names[ranks, number] = f"{kind} {number} over {over} ({len(ranks)} ranks)"
+    return rank

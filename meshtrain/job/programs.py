@@ -1,0 +1,39 @@
+"""Other programs, with a time limit that holds: one that cannot be killed (a driver in trouble) is left behind."""
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+
+
+class ProgramError(RuntimeError):
+    """A program is missing, failed, or did not end in time: the text says which."""
+
+
+def run_program(command: Sequence[str], seconds: float) -> str:
+    """What a program prints. Raises ProgramError. `subprocess.run` would wait for one that SIGKILL does not end."""
+    name = command[0]
+    if (path := shutil.which(name)) is None:
+        raise ProgramError(f"there is no {name} on this host")
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        try:
+            process = subprocess.Popen(
+                [path, *command[1:]], stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
+            )
+        except OSError as error:
+            raise ProgramError(f"{name} cannot be started: {error.strerror or error}") from error
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):  # it has just ended
+                os.killpg(process.pid, signal.SIGKILL)
+            raise ProgramError(f"{name} did not end within {seconds:g} s") from None
+        output.seek(0)
+        errors.seek(0)
+        printed, problem = (file.read().decode("utf-8", errors="replace") for file in (output, errors))
+    if status != 0:
+        raise ProgramError(f"{name} has failed, with exit status {status}: {(problem or printed).strip()[-500:]}")
+    return printed

@@ -1,0 +1,118 @@
+"""Evidence of a failure: what ranks and their hosts can still tell goes into a folder before the job ends.
+
+Every rank that is left writes its stacks and its flight recorder, one of each host what its programs say. Nobody waits
+for another one, nor longer than EVIDENCE_S: a disk or a driver may be what has failed. `meshtrain explain` reads it.
+"""
+
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import count
+from pathlib import Path
+from types import FrameType
+
+from meshtrain.job.process import Job
+from meshtrain.job.programs import ProgramError, run_program
+from meshtrain.job.watchdog.introspect import process_groups, recorder_entries
+
+EVIDENCE_S = 4.0  # by which the end of a job is put off at most
+PROGRAM_S = 3.0
+VERDICT = "verdict.txt"
+PREPARE_S = 1.0  # for the folder to be made
+ENTRIES = 200  # of a flight recorder, the last ones
+KERNEL_LINES, KERNEL_S = 500, 3600.0  # of the kernel's log: errors of last month are of no use
+STAMP = re.compile(r"\[ *(\d+\.\d+)\]")
+KERNEL = re.compile(
+    r"NVRM|\bXid\b|nvidia|mlx[45]|infiniband|EDAC|machine check|out of memory|oom-kill|killed process|I/O error|nfs:",
+    re.IGNORECASE,
+)
+PROGRAMS: Mapping[str, tuple[str, ...]] = {
+    "nvidia-smi": ("nvidia-smi", "-q"),
+    "ibstat": ("ibstat",),
+    "dmesg": ("dmesg",),
+}
+
+
+def make_folder(failures: Path, step: int, verdict: str) -> str:
+    """Makes the folder of a failure in this step, with the verdict; returns its name there. Raises OSError."""
+    failures.mkdir(parents=True, exist_ok=True)
+    before = os.listdir(failures)
+    name = str(step) if str(step) not in before else next(n for i in count(2) if (n := f"{step}-{i}") not in before)
+    (failures / name).mkdir()
+    (failures / name / VERDICT).write_text(verdict, encoding="utf-8")
+    return name
+
+
+def collect(folder: Path, job: Job, *, of_host: bool) -> list[str]:
+    """Writes below `folder` what this rank knows, and `of_host` what programs say. Returns what failed, in words."""
+    sources: dict[str, Callable[[], str]] = {
+        f"rank-{job.rank}.stacks": all_stacks,
+        f"rank-{job.rank}.flight-recorder.json": partial(flight_recorder, job),
+    }
+    for name in PROGRAMS if of_host else ():
+        sources[f"{name}.txt"] = partial(output_of, name)
+    path, problems = folder / job.host, list[str]()
+    threads = {
+        name: threading.Thread(target=_save, args=(path / name, source, problems), name="evidence", daemon=True)
+        for name, source in sources.items()
+    }
+    deadline = time.monotonic() + EVIDENCE_S
+    for thread in threads.values():
+        thread.start()
+    for thread in threads.values():
+        thread.join(max(0.0, deadline - time.monotonic()))
+    late = [name for name, thread in threads.items() if thread.is_alive()]
+    return problems + [f"{name} was not written within {EVIDENCE_S:g} s" for name in late]
+
+
+def _save(path: Path, source: Callable[[], str], problems: list[str]) -> None:
+    try:
+        text = source()
+        path.parent.mkdir(parents=True, exist_ok=True)  # each host has its own where the run's folder is not shared
+        path.write_text(text, encoding="utf-8")
+    except Exception as error:  # the end comes all the same
+        problems.append(f"{path.name}: {error!r}")
+
+
+def output_of(name: str) -> str:
+    """What one of PROGRAMS prints, or a line that says why it does not; of the kernel's log what is of interest."""
+    try:
+        text = run_program(PROGRAMS[name], PROGRAM_S)
+    except ProgramError as error:
+        return f"{error}\n"
+    if name == "dmesg":
+        lines = [line for line in text.splitlines() if KERNEL.search(line) and _is_recent(line)][-KERNEL_LINES:]
+        return "\n".join(lines or ["the last hour of the kernel's log has no errors of devices or memory"]) + "\n"
+    return text
+
+
+def _is_recent(line: str) -> bool:
+    stamp = STAMP.match(line)
+    return stamp is None or time.monotonic() - float(stamp[1]) < KERNEL_S
+
+
+def all_stacks() -> str:
+    """Where every thread of this process is, innermost first; without lines of source, which lie on some disk."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    frame: FrameType | None
+    for thread, frame in sys._current_frames().items():
+        lines.append(f"thread {names.get(thread, thread)}:")
+        while frame is not None:
+            lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}')
+            frame = frame.f_back
+    return "\n".join(lines) + "\n"
+
+
+def flight_recorder(job: Job) -> str:
+    """The last collectives of this rank (torch's flight recorder, as JSON), and the groups that they are about."""
+    groups = {name: [over, list(ranks)] for name, (over, ranks) in process_groups(job.layout, job.rank).items()}
+    entries = [{**entry, "frames": []} for entry in recorder_entries()]
+    whole = len(entries) <= ENTRIES and not (entries and entries[0]["record_id"])  # it has forgotten nothing
+    recorder = {"rank": job.rank, "host": job.host, "groups": groups, "whole": whole, "entries": entries[-ENTRIES:]}
+    return json.dumps(recorder) + "\n"

@@ -1,0 +1,173 @@
+"""What ranks and hosts know when a job fails is found in the run's folder afterwards, whatever hangs or is missing."""
+
+import json
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from meshtrain.explain.causes import explain
+from meshtrain.job.environment import Environment
+from meshtrain.job.process import Job
+from meshtrain.job.programs import ProgramError, run_program
+from meshtrain.job.watchdog import evidence, watchdog
+from meshtrain.job.watchdog.evidence import collect, make_folder
+from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind
+from tests.launching import forked
+
+JOB = Job(Environment("none", 3, 8, 1, "gpu07", None), torch.device("cpu"), None)
+LINK_DOWN = "CA 'mlx5_4'\\n\\tPort 1:\\n\\t\\tState: Down\\n\\t\\tPhysical state: Polling\\n"
+HANGS = """
+import os, sys, time
+import torch, torch.distributed as dist
+from pathlib import Path
+import meshtrain
+from meshtrain.job.environment import read_environment
+from meshtrain.job.exit import job_exit
+from meshtrain.job.process import join
+from meshtrain.job.watchdog.watchdog import watched
+
+os.environ["PATH"] = sys.argv[2] + ":" + os.environ["PATH"]
+job = join(read_environment(os.environ))
+with watched(job) as watchdog, job_exit(job):
+    watchdog.handle_sigterm()
+    watchdog.deadlines.start_s = 2.0
+    watchdog.on_job_lost(print, Path(sys.argv[1]))
+    job.connect(60)
+    watchdog.enter_phase("its own loop", 7)
+    dist.all_reduce(torch.ones(4))
+    if job.rank == 1:
+        time.sleep(1000)
+    dist.all_reduce(torch.ones(4))
+"""
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is the whole PATH, for programs that are not those of this machine."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def program(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_a_program_says_what_it_does_or_why_it_does_not(programs: Path) -> None:
+    program(programs, "speaks", "echo all is well")
+    program(programs, "fails", "echo not permitted >&2; exit 3")
+    program(programs, "hangs", "/bin/sleep 60 & wait")  # its child has its output
+    assert run_program(["speaks"], 5) == "all is well\n"
+    begun = time.monotonic()
+    for name, said in {
+        "fails": "fails has failed, with exit status 3: not permitted",
+        "hangs": "hangs did not end within 0.2 s",
+        "missing": "there is no missing on this host",
+    }.items():
+        with pytest.raises(ProgramError, match=f"^{said}$"):
+            run_program([name], 0.2)
+    assert time.monotonic() - begun < 5
+
+
+def test_a_host_without_the_programs_has_a_line_for_each(
+    tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evidence, "KERNEL_S", 10.0)
+    now = time.monotonic()  # the kernel counts like this
+    lines = [f"[{now:.6f}] usb 1-1: new device", f"[ {now - 20:.6f}] NVRM: Xid 31", f"[{now - 2:.6f}] NVRM: Xid 79"]
+    program(programs, "dmesg", f"printf '{'%s' + chr(92) + 'n'}' " + " ".join(f"'{line}'" for line in lines))
+    assert collect(tmp_path / "7", JOB, of_host=True) == []
+    told = {path.name: path.read_text() for path in (tmp_path / "7" / "gpu07").iterdir()}
+    assert told.pop("nvidia-smi.txt") == "there is no nvidia-smi on this host\n"
+    assert told.pop("ibstat.txt") == "there is no ibstat on this host\n"
+    assert told.pop("dmesg.txt") == f"{lines[2]}\n"
+    assert "in test_a_host_without_the_programs_has_a_line_for_each\n" in told.pop("rank-3.stacks")
+    assert json.loads(told.pop("rank-3.flight-recorder.json"))["rank"] == 3
+    assert told == {}
+    collect(tmp_path / "8", JOB, of_host=False)
+    assert sorted(path.name[:6] for path in (tmp_path / "8" / "gpu07").iterdir()) == ["rank-3", "rank-3"]
+
+
+def test_nothing_is_waited_for_longer_than_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "EVIDENCE_S", 0.3)
+    monkeypatch.setattr(evidence, "flight_recorder", lambda job: time.sleep(3))
+    monkeypatch.setattr(evidence, "all_stacks", lambda: 1 / 0)
+    begun = time.monotonic()
+    problems = collect(tmp_path, JOB, of_host=False)
+    assert time.monotonic() - begun < 2
+    assert problems == [
+        "rank-3.stacks: ZeroDivisionError('division by zero')",
+        "rank-3.flight-recorder.json was not written within 0.3 s",
+    ]
+
+
+def test_each_failure_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    failures = tmp_path / "failures"
+    assert [make_folder(failures, 7, "it was\n") for _ in range(3)] == ["7", "7-2", "7-3"]
+    assert (failures / "7-2" / "verdict.txt").read_text() == "it was\n"
+
+
+def test_a_folder_that_hangs_or_is_none_ends_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(watchdog, "PREPARE_S", 0.1)
+    report = watchdog.FailureReport(JOB)
+    lost = Diagnosis(DiagnosisKind.GONE, (2,), "rank 2 is gone")
+    assert report.make_evidence_folder(lost, "step", 7) is lost, "no folder is known yet"
+    report.failures = tmp_path / "file"
+    report.failures.write_text("")
+    assert report.make_evidence_folder(lost, "step", 7) is lost
+    monkeypatch.setattr(watchdog, "make_folder", lambda *given: time.sleep(2))
+    assert report.make_evidence_folder(lost, "step", 7) is lost
+    assert capsys.readouterr().err.count("cannot be written to, so there is no evidence: ") == 2
+    monkeypatch.undo()
+    report.failures = tmp_path
+    assert report.make_evidence_folder(lost, "step", 7).evidence == "7"
+    ended = Diagnosis(DiagnosisKind.ENDED, (2,), "rank 2 was ended by SIGTERM")
+    assert report.make_evidence_folder(ended, "step", 7) is ended, "somebody wanted it"
+
+
+def test_who_waits_for_the_verdict_waits_for_the_evidence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written = []
+    watch = watchdog.Watchdog(JOB)
+    watch._peers = SimpleNamespace(speaks_for_host=lambda diagnosis: True)  # type: ignore[assignment]
+    watch.on_job_lost(print, tmp_path)  # type: ignore[arg-type]
+    monkeypatch.setattr(watchdog, "collect", lambda *given, of_host: time.sleep(0.3) or written.append(given) or [])
+    asked = {"kind": "gone", "ranks": [2], "headline": "", "details": [], "hosts": [], "evidence": "7"}
+    watch._learn(asked)
+    watch._learn(asked)  # as a rank hears of it that has asked, and is told besides
+    assert watch.diagnosis is not None
+    assert not watch._decided.is_set()
+    assert watch._decided.wait(5)
+    assert written == [(tmp_path / "7", JOB)]
+
+
+def test_a_rank_that_hangs_in_a_collective_leaves_all_that_is_known(tmp_path: Path) -> None:
+    programs, script, failures = tmp_path / "bin", tmp_path / "hangs.py", tmp_path / "failures"
+    programs.mkdir()
+    program(programs, "ibstat", "sleep 600")
+    xid = f"[{time.monotonic():.1f}] NVRM: Xid (PCI:0000:3b:00): 94, pid=7, Contained ECC error"
+    program(programs, "dmesg", f"echo '{xid}'")
+    script.write_text(HANGS)
+    begun = time.monotonic()
+    job = forked(2, script, failures, programs)
+    assert time.monotonic() - begun < 60
+    assert job.status == 1
+    assert re.search(r"did not arrive at all_reduce 2 over all ranks", job.err), job.err
+    assert f"evidence of ranks and hosts: meshtrain explain {failures}/7" in job.err
+    told = {path.name: path.read_text() for path in (failures / "7").rglob("*.*")}
+    assert told["ibstat.txt"] == "ibstat did not end within 3 s\n"
+    assert told["dmesg.txt"] == f"{xid}\n"
+    assert "rank 1" in told["verdict.txt"]
+    assert "MESHTRAIN_FAILURE" in told["verdict.txt"]
+    for rank in range(2):
+        assert f'File "{script}", line {22 if rank == 0 else 21}, in <module>' in told[f"rank-{rank}.stacks"]
+    causes = {cause.id: cause for cause in explain([str(failures / "7")])}
+    assert set(causes) == {"GPU_ECC", "GPU_XID", "RANK_ABSENT", "COLLECTIVE_NOT_ENTERED"}
+    assert "all_reduce 2" in causes["COLLECTIVE_NOT_ENTERED"].cause
