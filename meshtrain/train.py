@@ -153,7 +153,7 @@ def train(
         if job.rank == 0:
             sinks = status.open_sinks(config, spec.steps, checkpoint.step)
             metrics = Metrics(folder, task=data.task, steps=spec.steps, step=checkpoint.step, sinks=sinks)
-        stragglers = StragglerDetector(job, checkpoint.step + 1, metrics.say, config.metrics.gpu_probe)
+        stragglers = StragglerDetector(job, checkpoint.step + 1, metrics.say, config.metrics.gpu_probe, folder)
         monitor = PhaseMonitor(mesh, timer, goodput, watchdog, stragglers, profiler, faults, metrics.say)
         logger = StepLogger(spec, job, mesh, data, monitor, metrics, counters=checkpoint.counters)
     checkpointer = Checkpointer(spec, checkpoint, state, logger, monitor, job, metrics.say)

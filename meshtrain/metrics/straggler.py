@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from meshtrain.errors import group_values
 from meshtrain.job.process import Job
+from meshtrain.job.storage import optional, write_whole
 from meshtrain.layout import DATA_AXES
 from meshtrain.metrics.gpu_probe import GpuProbe
 from meshtrain.metrics.nvidia_smi import UNKNOWN, GpuCondition, gpu_condition
@@ -170,9 +172,12 @@ class StragglerTest:
 class StragglerDetector:
     """One rank's part in comparing; all ranks call `finish_step` after the same steps."""
 
-    def __init__(self, job: Job, first: int, say: Callable[[str], None], probe_every: int) -> None:
+    def __init__(
+        self, job: Job, first: int, say: Callable[[str], None], probe_every: int, folder: Path | None = None
+    ) -> None:
+        """`folder`: in which rank 0 writes `ranks.json`, what each rank took at the last look."""
         assert job.layout is not None  # it was placed
-        self._job, self._say = job, say
+        self._job, self._say, self._folder = job, say, folder
         self.probe = GpuProbe(probe_every if job.world_size > 1 else 0, job.device)
         self._probes: list[float] = []  # seconds since the last look
         self._probe_test: StragglerTest | None = None  # of rank 0, once it knows who has the same GPU
@@ -181,6 +186,7 @@ class StragglerDetector:
         self._steps: list[Mapping[str, float]] = []
         self._test = StragglerTest(job.layout.groups(*DATA_AXES)) if job.rank == 0 else None
         self._posted: int | None = None  # the step of the look that rank 0 has not read yet
+        self._writer = threading.Thread()
         self._suspects: set[int] = set()  # as the ranks were told
         self._gpu = UNKNOWN
         self._uuid = f"GPU-{torch.cuda.get_device_properties(job.device).uuid}" if job.device.type == "cuda" else ""
@@ -236,6 +242,9 @@ class StragglerDetector:
         if self._suspects != suspects:
             self._suspects = suspects
             self._job.store.set("pace/suspects", json.dumps(sorted(suspects)))
+        if self._folder is not None and not self._writer.is_alive():  # no slow disk holds the step up
+            self._writer = threading.Thread(target=self._write, args=(step, ranks), daemon=True)
+            self._writer.start()
         slowest = max(range(len(paces)), key=lambda rank: paces[rank].middle)
         fullest = max(range(len(ranks)), key=lambda rank: ranks[rank]["memory_gib"])
         return {
@@ -245,6 +254,19 @@ class StragglerDetector:
             "memory_max_gib": ranks[fullest]["memory_gib"],
             "memory_max_rank": fullest,
         } | probed
+
+    def _write(self, step: int, ranks: Sequence[Mapping[str, Any]]) -> None:
+        assert self._job.layout is not None
+        assert self._folder is not None
+        table = {
+            "step": step,
+            "axes": {axis: size for axis, size in self._job.layout.sizes.items() if size > 1},
+            "hosts": [rank["pace"]["host"] for rank in ranks],
+            "own_time_s": [rank["pace"]["middle"] for rank in ranks],
+            "memory_gib": [rank["memory_gib"] for rank in ranks],
+        }
+        with optional("ranks.json could not be written"):
+            write_whole(self._folder / "ranks.json", json.dumps(table) + "\n")
 
     def _compare_probes(self, ranks: Sequence[Mapping[str, Any]], paces: Sequence[RankPace]) -> dict[str, float]:
         """The same test for the GPUs alone, where each was probed since the last look."""

@@ -1,6 +1,7 @@
 """Ranks tell each other their times now and then, without waiting; a slowed rank is named, with what is known of it."""
 
 import itertools
+import json
 import os
 import re
 import stat
@@ -111,9 +112,10 @@ def take(each: list[StragglerDetector], step: int, slow: int | None) -> dict[str
     return found[0]
 
 
-def test_a_slow_rank_is_named_after_its_third_look_and_when_it_recovers(monkeypatch) -> None:
+def test_a_slow_rank_is_named_after_its_third_look_and_when_it_recovers(monkeypatch, tmp_path: Path) -> None:
     said: list[str] = []
     each = ranks(3, dist.HashStore(), said)
+    each[0]._folder = tmp_path
     growing = itertools.count(1)
     monkeypatch.setattr(straggler, "memory_gib", lambda device: next(growing))
     for step in range(1, 20 * LOOKS + 1):
@@ -123,7 +125,10 @@ def test_a_slow_rank_is_named_after_its_third_look_and_when_it_recovers(monkeypa
     assert len(said) == 1
     assert said[0].startswith("warning: rank 1 on host a (dp_shard 1) is slow: for 60 steps now it has taken 500 ms")
     assert "the other 2 ranks with the same work take 100 ms. All ranks wait for it" in said[0]
-    assert found.pop("memory_max_gib") > 0
+    each[0]._writer.join()
+    told = json.loads((tmp_path / "ranks.json").read_text())
+    assert told.pop("memory_gib")[2] == found.pop("memory_max_gib")
+    assert told == {"step": 60, "axes": {"dp_shard": 3}, "hosts": ["a"] * 3, "own_time_s": [0.1, 0.5, 0.1]}
     assert found == {"own_time_median_s": 0.1, "own_time_max_s": 0.5, "own_time_max_rank": 1, "memory_max_rank": 2}
     for step in range(20 * LOOKS + 2, 20 * 2 * LOOKS + 2):
         take(each, step, None)
