@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,14 @@ def not_entered(logs: Iterable[Log]) -> Iterator[tuple[str, str]]:
             if entered:
                 unknown = set(group) - by_rank.keys()
                 rest = f" (nothing is known of {', '.join(ranges(unknown))})" if unknown else ""
-                collective = names.get((group, number), f"collective {number}")
+                collective = names.get((group, number), f"collective {number} of {_ranks(group)}")
                 line = (
                     f"flight recorder: {collective} was entered by {_ranks(entered)} and not by {_ranks(missing)}{rest}"
                 )
                 yield str(files[missing[0]]), line
 
 
-def _ranks(numbers: list[int]) -> str:
+def _ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(ranges(numbers))}"
 
 

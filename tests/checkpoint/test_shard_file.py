@@ -294,3 +294,12 @@ def test_a_large_header_takes_no_memory_before_it_is_known_to_be_there(
     with pytest.raises(DamagedError, match="its header would have"):
         Shard(path, None)
     assert asked == [8]
+
+
+def test_what_was_written_leaves_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda file: calls.append("fsync"))
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, begin, size, advice: calls.append(f"{begin} {size} {advice}"))
+    with (tmp_path / "file").open("wb") as file:
+        fsync_file(file)
+    assert calls == ["fsync", f"0 0 {os.POSIX_FADV_DONTNEED}"], "pages that are not on disk would stay"

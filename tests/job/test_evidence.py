@@ -94,6 +94,20 @@ def test_a_host_without_the_programs_has_a_line_for_each(
     assert sorted(path.name[:6] for path in (tmp_path / "8" / "gpu07").iterdir()) == ["rank-3", "rank-3"]
 
 
+@pytest.mark.parametrize(
+    ("first", "count", "whole"),
+    [(0, evidence.ENTRIES, True), (0, evidence.ENTRIES + 1, False), (1, 3, False), (0, 0, True)],
+)
+def test_a_recorder_says_whether_it_has_forgotten_something(
+    monkeypatch: pytest.MonkeyPatch, first: int, count: int, whole: bool
+) -> None:
+    entries = [{"record_id": first + i, "frames": [{"name": "forward"}]} for i in range(count)]
+    monkeypatch.setattr(evidence, "recorder_entries", lambda: iter(entries))
+    recorder = json.loads(evidence.flight_recorder(JOB))
+    assert recorder["whole"] is whole
+    assert recorder["entries"] == [entry | {"frames": []} for entry in entries[-evidence.ENTRIES :]]
+
+
 def test_nothing_is_waited_for_longer_than_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "EVIDENCE_S", 0.3)
     monkeypatch.setattr(evidence, "flight_recorder", lambda job: time.sleep(3))
