@@ -433,7 +433,7 @@ def test_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> No
     assert cli.main(["plam"]) == 2
     assert capsys.readouterr().err == "meshtrain has no command 'plam' (did you mean plan?)\n"
     assert cli.main(["train"]) == 2
-    assert "there are: plan" in capsys.readouterr().err
+    assert "there are: new, plan, search" in capsys.readouterr().err
 
 
 def test_arguments_that_a_command_does_not_have(config: Path) -> None:

@@ -121,6 +121,7 @@ def test_a_slow_rank_is_named_after_its_third_look_and_when_it_recovers(monkeypa
     for step in range(1, 20 * LOOKS + 1):
         take(each, step, 1)
     assert said == []
+    each[0]._writer.join()
     found = take(each, 20 * LOOKS + 1, None)
     assert len(said) == 1
     assert said[0].startswith("warning: rank 1 on host a (dp_shard 1) is slow: for 60 steps now it has taken 500 ms")
@@ -406,7 +407,7 @@ def test_a_slowed_rank_is_named_and_no_other_on_a_busy_machine(tmp_path: Path) -
     assert len(named(done.out)) == 1, done.out
     assert named(done.out)[0].startswith("rank 2 on host ")
     assert named(done.out)[0].endswith("(dp_shard 2)")
-    assert re.search(r"known of it: \d+ ms waiting for data, \d+ ms waiting for a core, load of its host", done.out)
+    assert re.search(r"known of it: [\d.]+ ms waiting for data, [\d.]+ ms waiting for a core, load of its host", done.out)
     assert done.out.count("is as fast as its peers again") == 1
     looks = {row["step"]: row for row in read(tmp_path / "metrics.jsonl") if "own_time_max_rank" in row}
     assert list(looks) == [22, 42, 62, 82, 102, 122]
