@@ -257,28 +257,30 @@ class Resume:
     def _fetch_newer(self) -> None:
         """On rank 0: brings the newest that is whole from where checkpoints are uploaded to, if it is newer than the
         first candidate. InputError: that cannot be asked, and there is no candidate."""
-        uploads, found = self._spec.uploads, self._candidates
+        uploads, candidates = self._spec.uploads, self._candidates
         if uploads is None or not (self._job.again or self._spec.config.checkpoint.resume == "latest"):
             return
         try:
             self._uploaded = uploads.steps() if self._uploaded is None else self._uploaded
         except Exception as error:  # each client has errors of its own
             text = f"{uploads.url} cannot be asked for checkpoints ({type(error).__name__}: {error})"
-            if not found.paths:
+            if not candidates.paths:
                 raise InputError(
                     f"{text}, and none is here: see to it, or begin with checkpoint.resume=none"
                 ) from error
             self._uploaded = []
-            found.notes.append(f"warning: {text}")
-        while self._uploaded and (not found.paths or self._uploaded[-1] > (step_of(found.paths[0].name) or 0)):
+            candidates.notes.append(f"warning: {text}")
+        while self._uploaded and (
+            not candidates.paths or self._uploaded[-1] > (step_of(candidates.paths[0].name) or 0)
+        ):
             step = self._uploaded.pop()
             try:
-                found.paths.insert(0, uploads.fetch(step, self._spec.checkpoints))
+                candidates.paths.insert(0, uploads.fetch(step, self._spec.checkpoints))
             except Exception as error:
-                found.notes.append(f"{uploads.url}/{name_of(step)} is passed over: {error}")
+                candidates.notes.append(f"{uploads.url}/{name_of(step)} is passed over: {error}")
             else:
-                found.notes.append(f"{name_of(step)} was brought from {uploads.url}")
-                found.older = True
+                candidates.notes.append(f"{name_of(step)} was brought from {uploads.url}")
+                candidates.older = True
                 return
 
     def _make_way(self) -> None:
