@@ -51,7 +51,7 @@ from meshtrain.optim.optimizer import Optimizer
 from meshtrain.parallel.compile import keep_compiled_code
 from meshtrain.parallel.fsdp import unmeasured_wait_phases
 from meshtrain.parallel.mixed_precision import reseed, set_numerics
-from meshtrain.run.checkpointing import Checkpointer
+from meshtrain.run.checkpointing import Checkpointer, open_uploads
 from meshtrain.run.fault_injection import FaultInjector
 from meshtrain.run.phase_monitor import PhaseMonitor
 from meshtrain.run.pipeline_trace import record_timeline
@@ -112,7 +112,8 @@ def run(config: Config, job: Job, signals: Signals | None = None, watchdog: Watc
         code = checkpoint_versions(model_file(config.model.name))
         local = None if config.checkpoint.local is None else Path(config.checkpoint.local).expanduser()
         disk = None if local is None else LocalDisk(local, checkpoints, job)
-        spec = RunSpec(config, folder.path, checkpoints, data.identity, code, total_steps(config, data.train), disk)
+        uploads, steps = open_uploads(config, job), total_steps(config, data.train)
+        spec = RunSpec(config, folder.path, checkpoints, data.identity, code, steps, disk, uploads)
         checkpoint = Resume(job, spec)
         stop = StopRequest(signals or Signals())
         if job.rank == 0:

@@ -118,7 +118,7 @@ def read_manifest(checkpoint: Path) -> tuple[Manifest, str]:
     complete = read_plain(checkpoint / COMPLETE, 1000)
     text = read_plain(checkpoint / MANIFEST, MAX_BYTES)
     digest = hashlib.sha256(text).hexdigest()
-    if complete != _complete(digest).encode():
+    if complete != complete_text(digest).encode():
         if not text:
             raise DamagedError(checkpoint / MANIFEST, "is empty")
         raise DamagedError(checkpoint / MANIFEST, f"and {COMPLETE} do not fit together: one of them is damaged")
@@ -149,7 +149,8 @@ def read_plain(path: Path, most: int) -> bytes:
             raise UnreadableError(path, error.strerror) from error
 
 
-def _complete(digest: str) -> str:
+def complete_text(digest: str) -> str:
+    """What COMPLETE holds, of the sha256 of a manifest."""
     return dumps({"manifest_sha256": digest}) + "\n"
 
 
@@ -181,7 +182,7 @@ def finish(
     check_files(unfinished, Manifest.parse(manifest_text, unfinished / MANIFEST), only)
     write_whole(unfinished / MANIFEST, manifest_text)
     fsync_folder(unfinished)
-    write_whole(unfinished / COMPLETE, _complete(hashlib.sha256(manifest_text.encode()).hexdigest()))
+    write_whole(unfinished / COMPLETE, complete_text(hashlib.sha256(manifest_text.encode()).hexdigest()))
     fsync_folder(unfinished)
     check_owner()
     if os.path.lexists(checkpoint):

@@ -13,6 +13,7 @@ from meshtrain.checkpoint.load import exchange, files_needed, read_shares
 from meshtrain.checkpoint.local import Known, LocalDisk
 from meshtrain.checkpoint.manifest import Manifest, file_of
 from meshtrain.checkpoint.state import State
+from meshtrain.checkpoint.upload import Uploads
 from meshtrain.checkpoint.verify import problems_of
 from meshtrain.errors import DamagedError, InputError, MissingError, TrainingError, UnreadableError
 from meshtrain.job.consistency import Fingerprint, require_equal
@@ -37,6 +38,7 @@ class RunSpec:
     versions: dict[str, str]  # of torch, Python, meshtrain and the code
     steps: int  # the run's last one
     local: LocalDisk | None = None  # where checkpoints are written first
+    uploads: Uploads | None = None  # on rank 0: where else they are
 
 
 @dataclass
@@ -62,6 +64,7 @@ class Resume:
         self._candidates = Candidates()
         self._damaged: list[str] = []
         self._digest = ""  # of the manifest
+        self._uploaded: list[int] | None = None  # on rank 0: steps in storage that were not tried yet
         self._local_only = False  # the checkpoint is on the hosts' own disks, whole, and not in the shared folder
         with job.collective_check("choosing a checkpoint"):
             if job.rank == 0:
@@ -236,6 +239,7 @@ class Resume:
 
     def _first(self) -> tuple[str | None, str | None]:
         """On rank 0: the first candidate, if there is one, and what is wrong with it."""
+        self._fetch_newer()
         paths = self._candidates.paths
         if paths and (self._candidates.older or not self._damaged):
             if paths[0] in self._candidates.local:  # each rank has looked at its own
@@ -252,6 +256,35 @@ class Resume:
                 f"To begin anew, name another folder with train.output=FOLDER, or move {self._spec.checkpoints} away"
             )
         return None, None
+
+    def _fetch_newer(self) -> None:
+        """On rank 0: brings the newest that is whole from where checkpoints are uploaded to, if it is newer than the
+        first candidate. InputError: that cannot be asked, and there is no candidate."""
+        uploads, candidates = self._spec.uploads, self._candidates
+        if uploads is None or not (self._job.again or self._spec.config.checkpoint.resume == "latest"):
+            return
+        try:
+            self._uploaded = uploads.steps() if self._uploaded is None else self._uploaded
+        except Exception as error:  # each client has errors of its own
+            text = f"{uploads.url} cannot be asked for checkpoints ({type(error).__name__}: {error})"
+            if not candidates.paths:
+                raise InputError(
+                    f"{text}, and none is here: see to it, or begin with checkpoint.resume=none"
+                ) from error
+            self._uploaded = []
+            candidates.notes.append(f"warning: {text}")
+        while self._uploaded and (
+            not candidates.paths or self._uploaded[-1] > (step_of(candidates.paths[0].name) or 0)
+        ):
+            step = self._uploaded.pop()
+            try:
+                candidates.paths.insert(0, uploads.fetch(step, self._spec.checkpoints))
+            except Exception as error:
+                candidates.notes.append(f"{uploads.url}/{name_of(step)} is passed over: {error}")
+            else:
+                candidates.notes.append(f"{name_of(step)} was brought from {uploads.url}")
+                candidates.older = True
+                return
 
     def _make_way(self) -> None:
         """The run's own checkpoints of later steps would be taken for newer ones. On rank 0 they are set aside."""

@@ -1,7 +1,7 @@
 """Retention: which checkpoints stay, for a run as for `meshtrain checkpoint prune`, and the deletion of the others."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import disk_usage
@@ -55,9 +55,13 @@ def steps_to_keep(steps: Collection[int], evaluations: Mapping[int, Mapping[str,
 class Pruner:
     """Rank 0 deletes what no rule keeps, and warns before the disk is full."""
 
-    def __init__(self, folder: Path, keep: Retention, checkpoint_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, keep: Retention, checkpoint_bytes: int, in_use: Callable[[], int | None] = lambda: None
+    ) -> None:
+        """`in_use`: the step of a checkpoint that is being read now; it stays."""
         self.notes: list[str] = []  # lines to print
         self._folder, self._keep, self._checkpoint_bytes = folder, keep, checkpoint_bytes
+        self._in_use = in_use
         self._evaluations: dict[int, dict[str, float]] = {}  # by step; empty if there was none
         self._warned = False
 
@@ -83,7 +87,7 @@ class Pruner:
         steps = complete_steps(self._folder)
         if self._keep.keep_best:  # those that an earlier job has written are read
             self._evaluations |= {old: self._read_evaluation(old) for old in steps if old not in self._evaluations}
-        return set(steps) - steps_to_keep(steps, self._evaluations, self._keep) - {step}
+        return set(steps) - steps_to_keep(steps, self._evaluations, self._keep) - {step, self._in_use()}
 
     def _read_evaluation(self, step: int) -> dict[str, float]:
         try:

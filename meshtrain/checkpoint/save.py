@@ -17,6 +17,7 @@ from meshtrain.checkpoint.replica_check import Sums
 from meshtrain.checkpoint.retention import Pruner, Retention
 from meshtrain.checkpoint.staging import Snapshot
 from meshtrain.checkpoint.state import State
+from meshtrain.checkpoint.upload import LAST_S, Uploads
 from meshtrain.errors import bytes_text, join_some
 from meshtrain.job.pending import Resource, waiting
 from meshtrain.job.process import Job
@@ -41,6 +42,7 @@ class Saver:
         on_failure: str = "continue",  # or "stop": a save that failed sets `wants_stop`
         limit_s: float = math.inf,  # after which a save is given up, and training goes on
         local: LocalDisk | None = None,  # where checkpoints are written first
+        uploads: Uploads | None = None,  # to where rank 0 uploads them afterwards
         say: Callable[[str], None] | None = None,  # prints a line, on rank 0; by default the job's own
         writing: Callable[[int, Path], None] | None = None,  # called in the thread before it writes this step's file
     ) -> None:
@@ -57,7 +59,9 @@ class Saver:
         self._current: CheckpointWrite | None = None  # under way
         self._before: CheckpointWrite | None = None  # the last one
         self._thread: threading.Thread | None = None
-        self._pruner = Pruner(folder, keep, checkpoint_bytes(state.placements, job.world_size))
+        self._uploads = uploads
+        in_use = (lambda: None) if uploads is None else lambda: uploads.under_way
+        self._pruner = Pruner(folder, keep, checkpoint_bytes(state.placements, job.world_size), in_use)
 
     def save(self, step: int, about: Mapping[str, Any], *, wait: bool = False) -> None:
         """Saves the state after this step; with `wait` until it is written, or has failed (`problem`).
@@ -108,8 +112,20 @@ class Saver:
             self._conclude(write)
         elif write is not None:
             self._warn_if_slow(write)
-        while self._pruner.notes:
-            self._tell(self._pruner.notes.pop(0))
+        for notes in (self._pruner.notes, self._uploads.notes if self._uploads is not None else []):
+            while notes:
+                self._tell(notes.pop(0))
+
+    def wait_for_upload(self) -> None:
+        """All ranks, at the end of a run that has gone well: for the last upload, but not for long."""
+        if self._uploads is not None:
+            if self._thread is not None:
+                self._thread.join()  # old checkpoints are being deleted
+            if not self._uploads.wait(0.0):
+                self._tell(f"waits up to {LAST_S:.0f} s for the upload to {self._uploads.url}")
+                if not self._uploads.wait():
+                    self._tell(f"warning: the upload to {self._uploads.url} is not done, and is given up")
+            self.poll()
 
     def close(self) -> None:
         """Lets the thread end. What is still being written is given up: `wait` before, unless the run has failed."""
@@ -143,6 +159,8 @@ class Saver:
             write.run(before)
         if not write.given_up and self._job.rank == 0 and write.error is None and write.problem is None:
             self._pruner.prune(write.step, write.about["evaluation"])
+            if self._uploads is not None:
+                self._uploads.offer(self._folder)
 
     def _wait_for_outcome(self) -> None:
         """In short waits, between which the main thread is seen to be alive and gives up a save that takes too long."""

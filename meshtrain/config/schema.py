@@ -313,6 +313,9 @@ class Checkpoint:
     local: str | None = key(None, path=True, also="local_dir node_local_dir fast_dir non_persistent_local_ckpt_dir")
     """A folder on a disk of each host's own. Checkpoints are written there first and then to the folder that all hosts
     see, and a run goes on from what is on all hosts' disks. null: none."""
+    upload: str | None = key(None, also="remote_dir remote_folder upload_to s3_path cloud_dir")
+    """Object storage, such as `s3://bucket/prefix` or `gs://bucket/prefix`, to which complete checkpoints are uploaded
+    in the background, and from which a run goes on where its folder has none as new. As many stay there. null: none."""
     in_background: bool = key(True, also="async async_save async_mode")
     """Whether training goes on while a checkpoint is written. It then waits for a copy in memory only."""
     on_failure: Literal["continue", "stop"] = key("continue")

@@ -11,6 +11,8 @@ from meshtrain.checkpoint.directory import name_of
 from meshtrain.checkpoint.resume import Resume, RunSpec
 from meshtrain.checkpoint.save import Retention, Saver
 from meshtrain.checkpoint.state import State
+from meshtrain.checkpoint.upload import Uploads
+from meshtrain.config import Config
 from meshtrain.errors import TrainingError, any_of
 from meshtrain.job.process import Job
 from meshtrain.run.phase_monitor import PhaseMonitor
@@ -34,16 +36,17 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         say: Callable[[str], None],
     ) -> None:
         section = spec.config.checkpoint
-        self.spec, self._logger, self._monitor = spec, logger, monitor
+        self.spec, self._logger, self._monitor, self._job = spec, logger, monitor, job
         self._saver = Saver(
             state,
             spec.checkpoints,
             job,
             in_background=section.in_background,
-            keep=Retention(section.keep_last, section.keep_every, section.keep_best),
+            keep=retention(spec.config),
             on_failure=section.on_failure,
             limit_s=section.timeout_s,
             local=spec.local,
+            uploads=spec.uploads,
             say=say,
             writing=monitor.faults.in_save,
         )
@@ -92,6 +95,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             self.save(wait=True)
         if self._saver.wants_stop is not None:
             raise TrainingError(self._saver.wants_stop)
+        self._saver.wait_for_upload()
+        if self.spec.config.checkpoint.upload is not None:
+            self._job.gather("waiting for the upload", None)
 
     def check(self) -> None:
         """Raises TrainingError, on every rank, if the last state was not saved."""
@@ -111,6 +117,18 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             "counters": self._logger.state_dict(),
             "evaluation": self._logger.evaluations.get(step),
         }
+
+
+def open_uploads(config: Config, job: Job) -> Uploads | None:
+    """On rank 0, if the config names storage for uploads. InputError on every rank: it cannot be used."""
+    url = config.checkpoint.upload
+    with job.collective_check("opening checkpoint.upload"):
+        return Uploads(url, retention(config)) if url is not None and job.rank == 0 else None
+
+
+def retention(config: Config) -> Retention:
+    section = config.checkpoint
+    return Retention(section.keep_last, section.keep_every, section.keep_best)
 
 
 def describe_saving(spec: RunSpec) -> str:

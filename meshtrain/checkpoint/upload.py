@@ -1,0 +1,174 @@
+"""Upload of complete checkpoints to object storage (S3, GCS) by fsspec, in the background, and the way back from there.
+
+`URL/step_0000100/` gets the files, the manifest and, last of all, COMPLETE: what lacks it is no checkpoint. Rank 0 does
+it from the shared folder, in a thread that nobody waits for. What fails is said, and done with the next checkpoint.
+"""
+
+import hashlib
+import os
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from meshtrain.checkpoint import directory
+from meshtrain.checkpoint.directory import COMPLETE, complete_steps, name_of, read_manifest, step_of
+from meshtrain.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest
+from meshtrain.checkpoint.retention import Retention, steps_to_keep
+from meshtrain.checkpoint.verify import problems_of
+from meshtrain.errors import DamagedError, InputError, bytes_text
+
+ASIDE = f"{COMPLETE}.aside"  # in the place of COMPLETE: it is damaged, or a run went on from an earlier step
+AT_ONCE = 8  # files under way
+LAST_S = 300.0  # how long the end of a run waits for the last upload
+
+
+class Uploads:
+    """The checkpoints of a run in object storage, for rank 0. What storage refuses raises any error of its client."""
+
+    def __init__(self, url: str, keep: Retention) -> None:
+        """Connects to nothing yet. InputError: the URL is none, or the package that it needs is not installed."""
+        from fsspec.core import url_to_fs
+
+        folder = {"auto_mkdir": True} if url.startswith("file:") else {}
+        try:
+            self._storage, self._root = url_to_fs(url, use_listings_cache=False, **folder)
+        except ImportError as error:
+            raise InputError(
+                f"checkpoint.upload: {url} needs a package that is not installed ({error}): "
+                "pip install 'meshtrain[s3]', or 'meshtrain[gcs]'"
+            ) from error
+        except ValueError as error:
+            raise InputError(f"checkpoint.upload: {url}: {error}; expected such as s3://bucket/prefix") from error
+        self.url, self.notes = url, list[str]()  # lines to print
+        self.under_way: int | None = None  # the step that is read now
+        self._keep, self._evaluations = keep, dict[int, dict[str, float]]()
+        self._lock, self._again = threading.Lock(), False
+        self._thread: threading.Thread | None = None
+
+    def steps(self) -> list[int]:
+        """Those of complete checkpoints, ascending."""
+        return [step for step in self._folders() if self._storage.exists(self._path(step, COMPLETE))]
+
+    def offer(self, folder: Path) -> None:
+        """A checkpoint in this folder is complete: storage is to have it, and those that it lacks. Does not wait."""
+        with self._lock:
+            self._again = True
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, args=(folder,), name="upload", daemon=True)
+                self._thread.start()
+
+    def wait(self, limit_s: float = LAST_S) -> bool:
+        """Until nothing is under way; False: it takes longer than that."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(limit_s)
+        return thread is None or not thread.is_alive()
+
+    def fetch(self, step: int, folder: Path) -> Path:
+        """Brings a checkpoint into a run's folder, where one of its name is set aside. DamagedError, FileNotFoundError:
+        it is not whole, and is set aside itself."""
+        unfinished = directory.begin(folder, step)
+        try:
+            source = Path(self._path(step, MANIFEST))
+            text = self._storage.cat_file(str(source), 0, MAX_BYTES)
+            if self._complete(step) != directory.complete_text(hashlib.sha256(text).hexdigest()):
+                raise DamagedError(source, f"and {COMPLETE} do not fit together")
+            manifest = Manifest.parse(text, source)
+            if manifest.step != step:
+                raise DamagedError(source, f"is that of step {manifest.step}")
+            names = list(manifest.files)
+            files = [str(unfinished / name) for name in names]
+            self._storage.get([self._path(step, name) for name in names], files, batch_size=AT_ONCE)
+            for rank, file in enumerate(files):
+                for problem in problems_of(unfinished, manifest, rank):
+                    raise DamagedError(Path(self._path(step, names[rank])), problem.what, problem.tensor)
+                with open(file, "rb") as written:
+                    os.fsync(written.fileno())
+            return directory.finish(folder, step, text.decode(), self.notes.append)
+        except BaseException as error:
+            with suppress(OSError):
+                directory.abandon(folder, step)
+            if isinstance(error, DamagedError | FileNotFoundError):
+                self._set_aside(step)
+            raise
+
+    def _run(self, folder: Path) -> None:
+        while True:
+            with self._lock:
+                if not self._again:
+                    self._thread = None
+                    return
+                self._again = False
+            try:
+                self._bring_up_to_date(folder)
+            except Exception as error:  # each client has errors of its own, and none of them is the run's
+                self.notes.append(
+                    f"warning: the upload to {self.url} failed: {type(error).__name__}: {error}; "
+                    "it is tried again with the next checkpoint"
+                )
+            self.under_way = None
+
+    def _bring_up_to_date(self, folder: Path) -> None:
+        here, there = complete_steps(folder), self.steps()
+        for later in [step for step in there if step > here[-1]]:
+            self._set_aside(later)
+            self.notes.append(f"{self.url}/{name_of(later)} is set aside: this run went on from before it")
+            there.remove(later)
+        if self._keep.keep_best:
+            self._evaluations |= {
+                step: self._evaluation(folder, step, step in here)
+                for step in {*here, *there} - self._evaluations.keys()
+            }
+        keep = steps_to_keep({*here, *there}, self._evaluations, self._keep)
+        for step in reversed(here):  # the newest first
+            if step in keep:
+                self._upload(folder / name_of(step), step, step in there)
+        for step in self._folders():
+            if step not in keep and not self._storage.exists(self._path(step, ASIDE)):
+                if step in there:
+                    self._storage.rm_file(self._path(step, COMPLETE))
+                self._storage.rm(self._path(step), recursive=True)
+
+    def _upload(self, checkpoint: Path, step: int, is_there: bool) -> None:
+        self.under_way, start = step, time.perf_counter()
+        manifest, digest = read_manifest(checkpoint)
+        if is_there:
+            if self._complete(step) == directory.complete_text(digest):
+                return
+            self._storage.rm_file(self._path(step, COMPLETE))
+        if self._storage.exists(self._path(step, ASIDE)):
+            self._storage.rm_file(self._path(step, ASIDE))
+        names = [*manifest.files, MANIFEST]
+        files = [str(checkpoint / name) for name in names]
+        self._storage.put(files, [self._path(step, name) for name in names], batch_size=AT_ONCE)
+        self._storage.put_file(str(checkpoint / COMPLETE), self._path(step, COMPLETE))
+        speed = f"{bytes_text(manifest.total_bytes)} in {time.perf_counter() - start:.1f} s"
+        self.notes.append(f"uploaded {checkpoint.name} to {self.url}: {speed}")
+
+    def _set_aside(self, step: int) -> None:
+        self._storage.mv(self._path(step, COMPLETE), self._path(step, ASIDE))
+
+    def _evaluation(self, folder: Path, step: int, is_here: bool) -> dict[str, float]:
+        try:
+            if is_here:
+                return dict(read_manifest(folder / name_of(step))[0].evaluation or {})
+            path = self._path(step, MANIFEST)
+            return dict(Manifest.parse(self._storage.cat_file(path, 0, MAX_BYTES), Path(path)).evaluation or {})
+        except InputError:  # it is damaged, and so it is not the best one
+            return {}
+
+    def _complete(self, step: int) -> str:
+        return self._storage.cat_file(self._path(step, COMPLETE), 0, 1000).decode(errors="replace")
+
+    def _folders(self) -> list[int]:
+        try:
+            names: list[Any] = self._storage.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        steps = [step_of(name.rstrip("/").rpartition("/")[2]) for name in names]
+        return sorted(step for step in steps if step is not None)
+
+    def _path(self, step: int, file: str = "") -> str:
+        return f"{self._root}/{name_of(step)}/{file}".rstrip("/")

@@ -1,0 +1,120 @@
+"""Uploads: what is in storage is whole, a refusing storage costs nothing, and a run goes on from there to the bit."""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from meshtrain.checkpoint.directory import complete_steps, name_of
+from meshtrain.checkpoint.retention import Retention
+from meshtrain.checkpoint.upload import Uploads
+from meshtrain.checkpoint.verify import verify
+from meshtrain.errors import InputError
+from tests.checkpoint.going_on import Case, alone, faster, small_run
+from tests.checkpoint.kill import rows
+
+URL = "memory://bucket/prefix"
+
+
+@pytest.fixture
+def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    storage = fsspec.filesystem("memory")
+    yield storage
+    monkeypatch.undo()
+    storage.store.clear()
+    storage.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture
+def run(tmp_path: Path, storage: Any) -> Any:
+    faster()
+    config = str(small_run(tmp_path))
+
+    def train(folder: str, *more: str, steps: int = 8, url: str = URL, **how: Any) -> dict[str, Any]:
+        options = (f"train.steps={steps}", "checkpoint.every=2", "data.workers=0", f"train.output={tmp_path / folder}")
+        return alone(Case(config, (*options, f"checkpoint.upload={url}", *more), **how))
+
+    return train
+
+
+def uploaded(url: str = URL) -> list[int]:
+    return Uploads(url, Retention()).steps()
+
+
+def test_a_run_goes_on_elsewhere_from_what_was_uploaded(
+    run: Any, storage: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("whole", url="memory://whole") == {"status": 0}
+    assert uploaded("memory://whole") == [4, 6, 8], "as many stay as in the folder"
+    assert run("run", interrupt="end", at=7)["status"] == 1
+    assert uploaded() == [2, 4, 6]
+    # Of step 6 a byte is another one; a further one lacks COMPLETE: half of it was uploaded.
+    with storage.open("/bucket/prefix/step_0000006/rank_00000.safetensors", "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"?")
+    storage.copy("/bucket/prefix/step_0000004/manifest.json", "/bucket/prefix/step_0000009/manifest.json")
+    shutil.move(tmp_path / "run" / "checkpoints", tmp_path / "lost")
+    capsys.readouterr()
+    assert run("run") == {"status": 0}
+    out = capsys.readouterr().out
+    assert f"{URL}/step_0000006 is passed over" in out
+    assert f"step_0000004 was brought from {URL}" in out
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+    for step in uploaded():
+        uploads = Uploads(URL, Retention())
+        assert verify(uploads.fetch(step, tmp_path / "back")) == []
+    assert complete_steps(tmp_path / "back") == [4, 6, 8]
+    same = [(tmp_path / folder / "checkpoints" / name_of(8)).glob("*.safetensors") for folder in ("run", "whole")]
+    assert [file.read_bytes() for file in same[0]] == [file.read_bytes() for file in same[1]]
+
+
+def test_storage_that_refuses_costs_a_line(
+    run: Any, storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It refuses in the middle of the first two; with the third all are there."""
+    put, calls = type(storage).put_file, []
+
+    def refuse(self: Any, source: str, target: str, *rest: Any, **options: Any) -> None:
+        calls.append(target)
+        if target.endswith("manifest.json") and ("0000002" in target or "0000004" in target) and len(calls) < 5:
+            raise PermissionError("AccessDenied")
+        put(self, source, target, *rest, **options)
+
+    monkeypatch.setattr(type(storage), "put_file", refuse)
+    assert run("run", steps=6) == {"status": 0}
+    out = capsys.readouterr().out
+    assert f"warning: the upload to {URL} failed: PermissionError: AccessDenied; it is tried again" in out
+    assert uploaded() == [2, 4, 6], calls
+
+
+def test_steps_that_are_made_again(run: Any, storage: Any, tmp_path: Path) -> None:
+    """A run that went back does not go on from what it has left: that is set aside, or replaced."""
+    assert run("run") == {"status": 0}
+    back = f"checkpoint.resume={tmp_path}/run/checkpoints/step_0000004"
+    assert run("run", back, interrupt="end", at=7)["status"] == 1
+    assert uploaded() == [4, 6]
+    assert storage.exists("/bucket/prefix/step_0000008/COMPLETE.aside"), "nothing is deleted"
+    there = storage.cat_file("/bucket/prefix/step_0000006/COMPLETE")
+    assert there == (tmp_path / "run" / "checkpoints" / name_of(6) / "COMPLETE").read_bytes(), "of the second time"
+
+
+def test_what_cannot_be_used_is_refused_at_once(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    assert "pip install 'meshtrain[s3]'" in run("run", url="s3://bucket/prefix")["error"]
+    with pytest.raises(InputError, match="expected such as s3://bucket/prefix"):
+        Uploads("nothing://bucket", Retention())
+    monkeypatch.setattr(Uploads, "steps", lambda self: 1 / 0)
+    refused = run("run")
+    assert refused["status"] == 2
+    assert "cannot be asked for checkpoints (ZeroDivisionError" in refused["error"]
+
+
+def test_a_folder_is_storage_too(run: Any, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    assert run("run", steps=4, url=url) == {"status": 0}
+    assert uploaded(url) == [2, 4]
+    assert not verify(tmp_path / "store" / name_of(4))
