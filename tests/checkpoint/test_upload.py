@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,11 @@ def run(tmp_path: Path, storage: Any) -> Any:
 
     def train(folder: str, *more: str, steps: int = 8, url: str = URL, **how: Any) -> dict[str, Any]:
         options = (f"train.steps={steps}", "checkpoint.every=2", "data.workers=0", f"train.output={tmp_path / folder}")
-        return alone(Case(config, (*options, f"checkpoint.upload={url}", *more), **how))
+        done = alone(Case(config, (*options, f"checkpoint.upload={url}", *more), **how))
+        for thread in threading.enumerate():  # of a run that was interrupted
+            if thread.name == "upload":
+                thread.join()
+        return done
 
     return train
 
