@@ -72,7 +72,7 @@ class Uploads:
         unfinished = directory.begin(folder, step)
         try:
             source = Path(self._path(step, MANIFEST))
-            text = self._storage.cat_file(str(source), 0, MAX_BYTES)
+            text = self._read(str(source), MAX_BYTES)
             if self._complete(step) != directory.complete_text(hashlib.sha256(text).hexdigest()):
                 raise DamagedError(source, f"and {COMPLETE} do not fit together")
             manifest = Manifest.parse(text, source)
@@ -155,12 +155,17 @@ class Uploads:
             if is_here:
                 return dict(read_manifest(folder / name_of(step))[0].evaluation or {})
             path = self._path(step, MANIFEST)
-            return dict(Manifest.parse(self._storage.cat_file(path, 0, MAX_BYTES), Path(path)).evaluation or {})
+            return dict(Manifest.parse(self._read(path, MAX_BYTES), Path(path)).evaluation or {})
         except InputError:  # it is damaged, and so it is not the best one
             return {}
 
     def _complete(self, step: int) -> str:
-        return self._storage.cat_file(self._path(step, COMPLETE), 0, 1000).decode(errors="replace")
+        return self._read(self._path(step, COMPLETE), 1000).decode(errors="replace")
+
+    def _read(self, path: str, most: int) -> bytes:
+        if self._storage.size(path) > most:  # a range that ends behind the file is refused by some servers
+            raise DamagedError(Path(path), f"is larger than {bytes_text(most)}")
+        return self._storage.cat_file(path)
 
     def _folders(self) -> list[int]:
         try:

@@ -21,7 +21,7 @@ URL = "s3://bucket/prefix"
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a server that has it."""
     boto3, server = pytest.importorskip("boto3"), pytest.importorskip("moto.server")
-    pytest.importorskip("s3fs")
+    pytest.importorskip("s3fs").S3FileSystem.clear_instance_cache()  # of another server
     for name, value in (("ACCESS_KEY_ID", "a"), ("SECRET_ACCESS_KEY", "b"), ("DEFAULT_REGION", "us-east-1")):
         monkeypatch.setenv(f"AWS_{name}", value)
     running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
