@@ -19,6 +19,7 @@ from meshtrain.checkpoint.manifest import File
 from meshtrain.checkpoint.shard_file import BLOCK, FORMAT, Shard, write_shard
 from meshtrain.errors import DamagedError
 from meshtrain.huggingface.safetensors import SIZES, Entry
+from meshtrain.job.storage import fsync_file
 
 LARGE = np.random.default_rng(0).integers(0, 2**32, (1100, 2048), dtype=np.uint32).view(np.int32)  # 8.6 MiB: 3 blocks
 TENSORS = {
