@@ -407,7 +407,9 @@ def test_a_slowed_rank_is_named_and_no_other_on_a_busy_machine(tmp_path: Path) -
     assert len(named(done.out)) == 1, done.out
     assert named(done.out)[0].startswith("rank 2 on host ")
     assert named(done.out)[0].endswith("(dp_shard 2)")
-    assert re.search(r"known of it: [\d.]+ ms waiting for data, [\d.]+ ms waiting for a core, load of its host", done.out)
+    assert re.search(
+        r"known of it: [\d.]+ ms waiting for data, [\d.]+ ms waiting for a core, load of its host", done.out
+    )
     assert done.out.count("is as fast as its peers again") == 1
     looks = {row["step"]: row for row in read(tmp_path / "metrics.jsonl") if "own_time_max_rank" in row}
     assert list(looks) == [22, 42, 62, 82, 102, 122]
