@@ -238,7 +238,7 @@ def test_ci_does_what_the_documents_say() -> None:
     setup = {command for document in DOCUMENTS for command in commands(document) if is_setup(command)}
     assert setup >= IN_CI
     makefile = dry_run("train")
-    for command in setup - IN_CI:
+    for command in setup - IN_CI - NOT_RUN.keys():
         if command.startswith("make train ARGS="):
             overrides = command.partition("ARGS=")[2].strip('"')
             assert f"configs/quickstart.yaml {overrides}\n" in dry_run("train", f"ARGS={overrides}")

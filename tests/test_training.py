@@ -185,9 +185,10 @@ def test_cycles_that_outlive_a_collection_are_collected_later() -> None:
         with monitor.step(number):
             pass
 
-    names = ("step", "close", "enter_phase", "at_step", "restart", "begin", "adapt_deadline")
+    names = ("step", "close", "enter_phase", "at_step", "restart", "begin", "adapt_deadline", "begin_step")
     deadlines = SimpleNamespace(compiles=False)
     silent = SimpleNamespace(**dict.fromkeys(names, nothing), finished_step=0, deadlines=deadlines)
+    silent.probe = silent
     with PhaseMonitor(*[silent] * 8) as monitor:  # type: ignore[arg-type]
         node = Node()
         node.itself, gone = node, weakref.ref(node)

@@ -147,7 +147,7 @@ def rewritten(change: Callable[[str], str | bytes]) -> Callable[[Path], None]:
         found = change((checkpoint / MANIFEST).read_text())
         text = found if isinstance(found, bytes) else found.encode()
         (checkpoint / MANIFEST).write_bytes(text)
-        (checkpoint / COMPLETE).write_text(folder._complete(folder.hashlib.sha256(text).hexdigest()))
+        (checkpoint / COMPLETE).write_text(folder.complete_text(folder.hashlib.sha256(text).hexdigest()))
 
     return damage
 

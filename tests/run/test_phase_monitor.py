@@ -38,7 +38,9 @@ def monitor(told: Recorder) -> Iterator[PhaseMonitor]:
     deadlines = SimpleNamespace(longest={"step": 10.0, "evaluation": 20.0}.__getitem__, start_s=30.0, compiles=False)
     timer = told.of("timer", pop=lambda: dict(times))
     watchdog = told.of("watchdog", deadlines=deadlines, adapt_deadline=lambda *of: of[1] or None)
-    stragglers = told.of("stragglers", finish_step=lambda step, times: {"own_time_max_rank": step})
+    stragglers = told.of(
+        "stragglers", probe=told.of("probe"), finish_step=lambda step, times: {"own_time_max_rank": step}
+    )
     goodput = GoodputTracker(None, 4, 0.0)
     monitor = PhaseMonitor(
         told.of("mesh"), timer, goodput, watchdog, stragglers, told.of("profiler"), told.of("faults"), print
@@ -51,7 +53,12 @@ def monitor(told: Recorder) -> Iterator[PhaseMonitor]:
 def test_a_step_is_told_to_all_and_moves_the_deadlines(told: Recorder, monitor: PhaseMonitor) -> None:
     with monitor.step(5):
         pass
-    assert told.calls == [("profiler", "step", 5), ("watchdog", "enter_phase", "step", 5), ("faults", "at_step", 5)]
+    assert told.calls == [
+        ("profiler", "step", 5),
+        ("watchdog", "enter_phase", "step", 5),
+        ("probe", "begin_step", 5),
+        ("faults", "at_step", 5),
+    ]
     first = monitor.finish_step(5)
     assert (monitor.finished_step, monitor.slowest_s) == (5, 0.0), "the first step of a job starts readers and compiles"
     assert "own_time_max_rank" not in first
