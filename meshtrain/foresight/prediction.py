@@ -14,6 +14,7 @@ from meshtrain.foresight import hardware as hardware_files
 from meshtrain.foresight import memory, steptime
 from meshtrain.foresight.blocks import works_of
 from meshtrain.foresight.hardware import Hardware
+from meshtrain.foresight.steptime import PASSES
 from meshtrain.foresight.work import Work
 from meshtrain.layout import DATA_AXES
 from meshtrain.modeling.build import block_costs, spec_of
@@ -22,7 +23,6 @@ from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.partition import StageSplit, split_blocks
 from meshtrain.pipeline.schedule import build, load, read_csv
 
-PASSES = ("forward", "input_grad", "weight_grad")
 load = lru_cache(maxsize=64)(load)  # a search asks for few of them many times
 
 

@@ -24,8 +24,8 @@ from meshtrain.config.yaml_reader import Node
 from meshtrain.data.order import microbatches
 from meshtrain.errors import InputError, bytes_text
 from meshtrain.foresight.hardware import Hardware
-from meshtrain.foresight.prediction import PASSES, Prediction, short_schedule
-from meshtrain.foresight.steptime import cost
+from meshtrain.foresight.prediction import Prediction, short_schedule
+from meshtrain.foresight.steptime import PASSES, cost
 from meshtrain.layout import AXES, DATA_AXES, FSDP_AXES, Layout, written
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.schedule import MOST_PASSES, NAMES

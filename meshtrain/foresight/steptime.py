@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import accumulate
 
 from meshtrain.foresight.collective import Group, seconds
@@ -17,6 +16,7 @@ from meshtrain.pipeline.simulate import simulate
 MIN_UNIT_SIZE = 2**21  # of `parallel.fsdp`: elements of a block that FSDP gathers by itself
 MOST_ACTIONS = 20_000  # of a schedule that is simulated whole; of a longer one the steady state is extrapolated
 Seconds = dict[str, float]  # by name
+PASSES = ("forward", "input_grad", "weight_grad")
 NAMES = {  # of what may limit a step
     "products": "products of matrices",
     "attention": "attention",
@@ -113,8 +113,11 @@ def block_costs(
     works: Sequence[Work], layout: Layout, hardware: Hardware, precision: str, product: str | None = None
 ) -> list[BlockCost]:
     """What each block costs for one microbatch. `precision`, `product`: see `cost`."""
-    known = cache(lambda work: cost(work, layout, hardware, precision, product))  # blocks of a kind are alike
-    return [BlockCost(*map(known, (work.forward, work.input_grad, work.weight_grad))) for work in works]
+    costs = {  # by identity: blocks of a kind are the same one, and equality would compare all of their products
+        id(work): BlockCost(*(cost(getattr(work, name), layout, hardware, precision, product) for name in PASSES))
+        for work in {id(work): work for work in works}.values()
+    }
+    return [costs[id(work)] for work in works]
 
 
 def of(
@@ -186,7 +189,7 @@ def _simulated(
     """The rank with most work, the seconds of all microbatches, and those in which that rank works."""
     forward, input_grad, weight_grad = (
         [sum(getattr(cost, name).seconds for cost in costs[first:end]) for first, end in stages]
-        for name in ("forward", "input_grad", "weight_grad")
+        for name in PASSES
     )
     transfer = seconds("p2p", handed_on, Group.of(layout, "pp"), hardware)
     of_stage = [sum(stage) for stage in zip(forward, input_grad, weight_grad, strict=True)]
