@@ -36,24 +36,33 @@ from meshtrain.pipeline.stage import blocks_of
 SENT_OVER = ("tp", "cp", "cp_heads", "cp_ring", "ep")  # by blocks; what FSDP and DDP send is not theirs
 FREE = ("empty", "empty_like", "empty_strided", "new_empty", "detach")  # operators that start no kernel
 WEIGHT_GRAD = "weight gradient"  # the phase of what a schedule may put off; see parallel/linear/weight_grad.py
-# What works depend on, but for the samples -> the model, kinds of blocks, of each block its kind, samples -> works.
-_known: dict[tuple[Any, ...], tuple[Any, list[tuple[Work, Work]], list[int], dict[int, tuple[Work, ...]]]] = {}
+# What works depend on, but for the samples -> kinds of blocks, of each block its kind, samples -> works.
+_known: dict[tuple[Any, ...], tuple[list[tuple[Work, Work]], list[int], dict[int, tuple[Work, ...]]]] = {}
 
 
 def works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
     """Of each block, in order, for one microbatch; blocks of a kind have the same. Raises RuntimeError, TypeError: the
     model cannot be traced."""
-    spec, parallel, train = spec_of(config), config.parallel, config.train
+    parallel, train = config.parallel, config.train
     cp, tp = layout.size("cp"), layout.size("tp")
-    key = (id(spec), cp, tp, layout.experts, layout.context_heads, config.data.seq_len, config.data.mask_documents)
+    key = (
+        config.model.name,
+        repr(config.model.keys),
+        cp,
+        tp,
+        layout.experts,
+        layout.context_heads,
+        config.data.seq_len,
+        config.data.mask_documents,
+    )
     key += (parallel.context, parallel.recompute, parallel.regather, parallel.sequence_parallel, parallel.compile)
     key += (train.precision, train.linear_precision)
     if key not in _known:
         small = Layout({"dp_shard": max(1, layout.experts // (cp * tp)), "cp": cp, "tp": tp})
         small = small.with_context_heads(layout.context_heads).with_experts(layout.experts)
         config_of_few, places = _with_few_layers(config)
-        _known[key] = spec, _counted(config_of_few, small), places, {}
-    _, pairs, places, known = _known[key]
+        _known[key] = _counted(config_of_few, small), places, {}
+    pairs, places, known = _known[key]
     more = config.batch.micro_size - 1
     if more not in known:
         kinds = [_extended(first, two, more) for first, two in pairs]

@@ -72,15 +72,15 @@ class Prediction:
         return _split(spec_of(self.config), self.config.data.seq_len, ranks, stages, blocks)
 
     @cached_property
-    def costs(self) -> list[tuple[float, float, float]]:
-        """Of each stage for one microbatch: seconds of its forward, input gradient and weight gradient."""
+    def block_costs(self) -> list[steptime.BlockCost]:
+        """Of each block, for one microbatch."""
         assert self.hardware is not None
-        of_blocks = [
-            [getattr(cost, name).seconds for name in PASSES]
-            for cost in steptime.block_costs(self.works, self.layout, self.hardware, *self.precisions)
-        ]
-        stages = [zip(*of_blocks[first:end], strict=True) for first, end in self.split.bounds]
-        return [(sum(forward), sum(inputs), sum(weights)) for forward, inputs, weights in stages]
+        return steptime.block_costs(self.works, self.layout, self.hardware, *self.precisions)
+
+    @cached_property
+    def costs(self) -> list[tuple[float, ...]]:
+        """Of each stage for one microbatch: seconds of its forward, input gradient and weight gradient."""
+        return steptime.stage_costs(self.block_costs, self.split.bounds)
 
     @cached_property
     def memory(self) -> memory.RankMemory:

@@ -1,8 +1,8 @@
 """The layout that takes the least time and fits: a search best first, by bounds that no candidate can be faster than.
 
 A candidate changes only keys that do not change what is computed, and keeps to the config's own rules. It stands in a
-heap with a floor of its seconds by its sizes alone, then with a bound by the work of its blocks and the filling of its
-pipeline, and then it is predicted. The search ends when no bound is below what it has found.
+heap with a floor of its seconds by its sizes alone, then by the work of its blocks, then with the filling of its
+pipeline by each schedule, and then it is predicted. The search ends when no bound is below what it has found.
 """
 
 import heapq
@@ -41,6 +41,7 @@ SAVINGS: dict[str, tuple[Any, ...]] = {  # each value keeps less than the one be
 KEYS = ("layout", MICRO, CONTEXT, HEADS, EXPERTS, SEQUENCE, COMPILE, *SAVINGS, SCHEDULE, STAGES)  # what may vary
 USUAL = tuple(key for key in KEYS if key not in (CONTEXT, HEADS, SEQUENCE, COMPILE))  # vary unless others are named
 MORE_STAGES = ("interleaved-1f1b", "looped-bfs", "interleaved-zb")  # schedules with a choice of stages per rank
+BY_SIZES, BY_BLOCKS, BY_SCHEDULE = range(3)  # what a candidate's bound looks at
 NEAR = 0.05  # predictions that differ by less are no reason to prefer one
 RULES: dict[Callable[..., None], tuple[str, ...]] = {  # of the config, and what each of them looks at
     check_split: ("tp", "cp", SEQUENCE),
@@ -79,6 +80,11 @@ class Candidate:
         """With as few microbatches as it can have: who holds which stage."""
         return short_schedule(self.settings[SCHEDULE], self.layout.size("pp"), self.settings[STAGES])
 
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Stages and axes: the fewer, the simpler."""
+        return self.schedule().stages, sum(size > 1 for size in self.layout.sizes.values())
+
     def key(self, *without: str) -> tuple[Any, ...]:
         return self.layout.shape, *(value for key, value in self.settings.items() if key not in without)
 
@@ -88,14 +94,22 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is asked of candidates and their configs. `floor`: seconds that none is below which differs in schedule and
-    SAVINGS only; cheap. `bound`: seconds that it is not below. `predict`: a value whose `memory.total` is the bytes of
-    the rank with most, and whose `step` has `seconds` and `parts` (name -> seconds), computed when they are asked."""
+    """What is asked of candidates and their configs.
+
+    Attributes:
+        floor: seconds that none is below which differs in schedule and SAVINGS only, by sizes alone; cheap.
+        work: the same by the work of its blocks.
+        bound: seconds that it is not below.
+        predict: a value whose `memory.total` is the bytes of the rank with most, and whose `step` has `seconds` and
+            `parts` (name -> seconds), computed when they are asked.
+        memory: bytes that a rank can have.
+    """
 
     floor: Callable[[Candidate], float]
+    work: Callable[[Config], float]
     bound: Callable[[Config], float]
     predict: Callable[[Config], Any]
-    memory: float  # bytes that a rank can have
+    memory: float
 
 
 def forecast(config: Config, hardware: Hardware, memory_gib: float | None = None) -> Forecast:
@@ -118,16 +132,23 @@ def forecast(config: Config, hardware: Hardware, memory_gib: float | None = None
         count = microbatches(config.batch.global_size, micro_size, layout.size(*DATA_AXES))
         return count * max(kernels / layout.size("tp", "cp"), launches) / layout.size("pp")
 
+    def work(candidate: Config) -> float:
+        prediction = Prediction(candidate, hardware)
+        return (
+            prediction.microbatches
+            * sum(cost.seconds for cost in prediction.block_costs)
+            / prediction.layout.size("pp")
+        )
+
     def bound(candidate: Config) -> float:
-        alone_on_rank = Prediction(candidate, hardware)
-        if candidate.resolved is None or candidate.resolved.size("pp") == 1:
-            return alone_on_rank.microbatches * sum(alone_on_rank.costs[0])
-        section = candidate.pipeline
-        schedule = short_schedule(section.schedule, candidate.resolved.size("pp"), section.stages_per_rank)
-        return pipeline_bound(schedule, alone_on_rank.microbatches, alone_on_rank.costs)
+        prediction, section = Prediction(candidate, hardware), candidate.pipeline
+        if prediction.layout.size("pp") == 1:
+            return work(candidate)
+        schedule = short_schedule(section.schedule, prediction.layout.size("pp"), section.stages_per_rank)
+        return pipeline_bound(schedule, prediction.microbatches, prediction.costs)
 
     room = hardware.room if memory_gib is None else memory_gib * 2**30
-    return Forecast(floor, bound, lambda candidate: Prediction(candidate, hardware), room)
+    return Forecast(floor, work, bound, lambda candidate: Prediction(candidate, hardware), room)
 
 
 class Space:
@@ -274,7 +295,7 @@ def _value(config: Config, key: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
-def pipeline_bound(schedule: Schedule, count: int, costs: Sequence[tuple[float, float, float]]) -> float:
+def pipeline_bound(schedule: Schedule, count: int, costs: Sequence[Sequence[float]]) -> float:
     """Seconds that `count` microbatches take at least, in any order that has this schedule's placement and kinds of
     actions: each rank's work, the filling before it, and the emptying behind it. `costs`: of each stage, its forward,
     input gradient and weight gradient."""
@@ -296,7 +317,7 @@ class Search:
 
     def __init__(self, space: Space, forecast: Forecast, goal: Literal["time", "memory"] = "time") -> None:
         self.space, self.config, self.forecast, self.goal = space, space.config, forecast, goal
-        self.heap: list[tuple[float, int, bool, Candidate]] = []
+        self.heap: list[tuple[float, int, int, Candidate]] = []  # bound, number, how its bound was found
         self.pushed: set[tuple[Any, ...]] = set()
         self.fitting: dict[tuple[Any, ...], Candidate] = {}
         self.fastest: dict[tuple[int, ...], float] = {}  # of a layout
@@ -310,17 +331,18 @@ class Search:
 
         Args:
             load: overrides -> the config as training reads it. Raises ConfigErrors.
-            error: of predictions, as a share. Of those within it of the fastest the first is that with the fewest
-                stages, and then that which takes the least memory; with the goal `memory` the other way round.
+            error: of predictions, as a share. Of those within it of the fastest the first is the simplest: the fewest
+                stages, then the fewest axes, then the least memory; with the goal `memory` memory comes first.
         """
         self._find(show, error)
         least = min(self.fastest.values(), default=0.0)
 
         def place(candidate: Candidate) -> tuple[float, ...]:
-            seconds, stages = candidate.prediction.step.seconds, candidate.schedule().stages
+            seconds, memory = candidate.prediction.step.seconds, candidate.prediction.memory.total
             candidate.near = seconds <= least * (1 + error)
-            simple = (stages, candidate.prediction.memory.total)
-            return (0, *(simple if self.goal == "time" else simple[::-1])) if candidate.near else (1, seconds)
+            if not candidate.near:
+                return 1, seconds
+            return (0, *candidate.parts, memory) if self.goal == "time" else (0, memory, *candidate.parts)
 
         best: dict[tuple[int, ...], Candidate] = {}
         for candidate in sorted(self.fitting.values(), key=place):
@@ -336,9 +358,9 @@ class Search:
 
     def _find(self, show: int, error: float) -> None:
         for candidate in self.space.candidates():
-            self._push(candidate, self.forecast.floor(candidate), bounded=False)
+            self._push(candidate, self.forecast.floor(candidate), BY_SIZES)
         while self.heap:
-            bound, _, bounded, candidate = heapq.heappop(self.heap)
+            bound, _, known, candidate = heapq.heappop(self.heap)
             times = heapq.nsmallest(show, self.fastest.values())
             if len(times) == show and bound > max(times[-1], times[0] * (1 + error)):
                 example = f"{candidate.layout} takes {bound:.3g} s or more"
@@ -347,8 +369,10 @@ class Search:
             simplest = self.goal == "time" and len(times) == show and bound > times[0]
             if simplest and candidate.layout.size("pp") > self._fewest(times[0], error):
                 self.space.reject("not simpler than these, nor faster by a bound", str(candidate.layout))
-            elif bounded:
+            elif known == BY_SCHEDULE:
                 self._predict(candidate, bound)
+            elif known == BY_SIZES:
+                self._push(candidate, max(bound, self.forecast.work(candidate.apply(self.config))), BY_BLOCKS)
             else:
                 self._push_all(self.space.schedules(candidate), bound)
         if self.unfit:
@@ -360,15 +384,15 @@ class Search:
         at = AXES.index("pp")
         return min(shape[at] for shape, seconds in self.fastest.items() if seconds <= best * (1 + error))
 
-    def _push(self, candidate: Candidate, bound: float, bounded: bool) -> None:
-        heapq.heappush(self.heap, (bound, len(self.pushed), bounded, candidate))
-        self.pushed.add((bounded, candidate.key()))
+    def _push(self, candidate: Candidate, bound: float, known: int) -> None:
+        heapq.heappush(self.heap, (bound, len(self.pushed), known, candidate))
+        self.pushed.add((known, candidate.key()))
 
     def _push_all(self, candidates: Iterable[Candidate], bound: float) -> None:
         for candidate in candidates:
-            if (True, candidate.key()) not in self.pushed:
+            if (BY_SCHEDULE, candidate.key()) not in self.pushed:
                 own = self.forecast.bound(candidate.apply(self.config))
-                self._push(candidate, max(bound, own), bounded=True)
+                self._push(candidate, max(bound, own), BY_SCHEDULE)
 
     def _predict(self, candidate: Candidate, bound: float) -> None:
         group, alike = candidate.key(*SAVINGS), candidate.key(*SAVINGS, MICRO)
@@ -402,12 +426,14 @@ class Search:
 def _reason(first: Candidate, other: Candidate) -> str:
     """Why a candidate does not stand before the first."""
     step, best = other.prediction.step, first.prediction.step
-    more, stages = other.prediction.memory.total - first.prediction.memory.total, other.schedule().stages
+    more = other.prediction.memory.total - first.prediction.memory.total
     if other is first:
         return ""
     if other.near:
-        beside = f"{stages} stages" if stages > first.schedule().stages else f"{bytes_text(more)} more memory"
-        return f"as fast, as far as this can tell, with {beside}"
+        of_both = zip(other.parts, first.parts, ("stages", "axes"), strict=True)
+        worse = [f"{n} {what} for {few}" for n, few, what in of_both if n > few]
+        worse += [f"{bytes_text(more)} more memory"] * (more > 0)
+        return "as fast, as far as this can tell" + (f", with {', '.join(worse)}" if worse else "")
     parts = {name: step.parts.get(name, 0) - best.parts.get(name, 0) for name in [*step.parts, *best.parts]}
     largest = sorted(parts.items(), key=lambda part: -abs(part[1]))[:2]
     return f"{step.seconds - best.seconds:+.3g} s: " + ", ".join(f"{name} {n:+.3g}" for name, n in largest if n)

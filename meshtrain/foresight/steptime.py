@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 from meshtrain.foresight.collective import Group, seconds
@@ -87,9 +88,18 @@ class BlockCost:
     input_grad: Cost
     weight_grad: Cost
 
-    @property
+    @cached_property
     def backward(self) -> Cost:
         return self.input_grad + self.weight_grad
+
+    @cached_property
+    def passes(self) -> tuple[float, float, float]:
+        """Seconds of the three."""
+        return self.forward.seconds, self.input_grad.seconds, self.weight_grad.seconds
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.passes)
 
 
 def cost(work: Pass, layout: Layout, hardware: Hardware, precision: str, product: str | None = None) -> Cost:
@@ -118,6 +128,12 @@ def block_costs(
         for work in {id(work): work for work in works}.values()
     }
     return [costs[id(work)] for work in works]
+
+
+def stage_costs(costs: Sequence[BlockCost], bounds: Sequence[tuple[int, int]]) -> list[tuple[float, ...]]:
+    """Seconds of each stage's forward, input gradient and weight gradient. `bounds`: see `of`."""
+    stages = [[cost.passes for cost in costs[first:end]] for first, end in bounds]
+    return [tuple(map(sum, zip(*passes, strict=True))) for passes in stages]
 
 
 def of(
@@ -187,13 +203,10 @@ def _simulated(
     handed_on: float,
 ) -> tuple[int, float, float]:
     """The rank with most work, the seconds of all microbatches, and those in which that rank works."""
-    forward, input_grad, weight_grad = (
-        [sum(getattr(cost, name).seconds for cost in costs[first:end]) for first, end in stages]
-        for name in PASSES
-    )
+    of_stages = stage_costs(costs, stages)
+    forward, input_grad, weight_grad = zip(*of_stages, strict=True)
     transfer = seconds("p2p", handed_on, Group.of(layout, "pp"), hardware)
-    of_stage = [sum(stage) for stage in zip(forward, input_grad, weight_grad, strict=True)]
-    work = [sum(of_stage[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
+    work = [sum(sum(of_stages[stage]) for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
     rank = max(range(schedule.ranks), key=work.__getitem__)
     many = schedule.microbatches
     actions = sum(len(schedule.actions_of(rank)) for rank in range(schedule.ranks))

@@ -57,11 +57,14 @@ def stand_in(memory: float = math.inf) -> Forecast:
     def floor(candidate: Candidate) -> float:
         return kernels(candidate.layout, candidate.settings[MICRO])
 
-    def bound(config: Config) -> float:
+    def work(config: Config) -> float:
         layout, regather = config.resolved, 1.02 if config.parallel.regather else 1.0
         sent = 0.01 * layout.size("tp", "cp") * (1.5 if config.parallel.context == "ring" else 1) / layout.context_heads
-        once = kernels(layout, config.batch.micro_size) * SLOWER[config.parallel.recompute] * regather + sent
-        return once * (1 + 0.1 * (layout.size("pp") - 1) / (config.pipeline.stages_per_rank or 1))
+        return kernels(layout, config.batch.micro_size) * SLOWER[config.parallel.recompute] * regather + sent
+
+    def bound(config: Config) -> float:
+        layout = config.resolved
+        return work(config) * (1 + 0.1 * (layout.size("pp") - 1) / (config.pipeline.stages_per_rank or 1))
 
     @dataclass
     class Prediction:
@@ -86,7 +89,7 @@ def stand_in(memory: float = math.inf) -> Forecast:
                 total=weights + (kept - 0.2 * parallel.regather) / layout.size("tp", "cp") + gathered
             )
 
-    return Forecast(floor, bound, Prediction, memory)
+    return Forecast(floor, work, bound, Prediction, memory)
 
 
 def space(config: str, world: int, vary: tuple[str, ...] = KEYS, hosts: tuple[int, ...] = (), **fixed: int) -> Space:
@@ -164,7 +167,8 @@ def test_it_finds_what_trying_everything_finds(memory: float, config: str) -> No
     near = [candidate for seconds, candidate in every if seconds <= every[0][0] * (1 + NEAR)]
 
     def simple(candidate: Candidate) -> tuple[float, ...]:
-        return candidate.schedule().stages, forecast.predict(candidate.apply(searched.config)).memory.total
+        axes = sum(size > 1 for size in candidate.layout.sizes.values())
+        return candidate.schedule().stages, axes, forecast.predict(candidate.apply(searched.config)).memory.total
 
     assert simple(found[0]) == min(map(simple, near))
     fastest = {candidate.layout.shape: seconds for seconds, candidate in reversed(every)}
