@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshtrain.config import Config
-from meshtrain.foresight.trace import META, WITHOUT_SHAPES, TracedStep, fake_world, language_batch, watched
+from meshtrain.foresight.trace import META, WITHOUT_SHAPES, TracedStep, fake_world, kind_of, language_batch, watched
 from meshtrain.foresight.work import Pass, Product, Send, Work
 from meshtrain.layout import Layout
 from meshtrain.modeling.build import spec_of
@@ -55,13 +55,13 @@ def works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
 
 def _with_few_layers(config: Config) -> tuple[Config, list[int]]:
     """The config of a model with as few layers as have all kinds of blocks; for each block of the model one like it."""
-    whole = [_kind(block) for block in blocks_of(spec_of(config).meta)]
+    whole = [kind_of(block) for block in blocks_of(spec_of(config).meta)]
     layers = config.model.keys.get("num_hidden_layers", 0)
     for count in range(1, layers):
         keys = {**config.model.keys, "num_hidden_layers": count}
         try:
             few = replace(config, model=replace(config.model, keys=keys))
-            kinds = [_kind(block) for block in blocks_of(spec_of(few).meta)]
+            kinds = [kind_of(block) for block in blocks_of(spec_of(few).meta)]
         except (ValueError, IndexError):  # of a model that has to have more
             continue
         if set(kinds) == set(whole):
@@ -214,10 +214,6 @@ def _before_fsdp(parameter: nn.Parameter) -> int:
     for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True) if mesh is not None else ():
         elements *= size if name in ("dp_shard", "fsdp", "efsdp") else 1
     return elements
-
-
-def _kind(block: nn.Module) -> tuple[Any, ...]:
-    return type(block), tuple(tuple(parameter.shape) for parameter in block.parameters())
 
 
 def _nbytes(tree: Any) -> float:
