@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshtrain.config import Config
+from meshtrain.foresight.memory import short_schedule
 from meshtrain.foresight.trace import (
     META,
     WITHOUT_SHAPES,
     TracedStep,
     fake_world,
+    kind_of,
     language_batch,
     prepared,
     watched,
@@ -28,8 +30,8 @@ from meshtrain.foresight.work import Pass, Product, Send, Work
 from meshtrain.layout import Layout
 from meshtrain.modeling.build import spec_of
 from meshtrain.parallel.collectives import implementations
-from meshtrain.parallel.linear import weight_grad
-from meshtrain.parallel.linear.weight_grad import add_or_compute
+from meshtrain.parallel.linear import use_products, weight_grad
+from meshtrain.parallel.linear.weight_grad import WeightGradQueue, add_or_compute
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.pipeline.stage import blocks_of
 
@@ -43,25 +45,20 @@ _known: dict[tuple[Any, ...], tuple[list[tuple[Work, Work]], list[int], dict[int
 def works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
     """Of each block, in order, for one microbatch; blocks of a kind have the same. Raises RuntimeError, TypeError: the
     model cannot be traced."""
-    parallel, train = config.parallel, config.train
-    cp, tp = layout.size("cp"), layout.size("tp")
-    key = (
-        config.model.name,
-        repr(config.model.keys),
-        cp,
-        tp,
-        layout.experts,
-        layout.context_heads,
-        config.data.seq_len,
-        config.data.mask_documents,
-    )
+    parallel, train, section = config.parallel, config.train, config.pipeline
+    cp, tp, ranks, queue = layout.size("cp"), layout.size("tp"), layout.size("pp"), None
+    if ranks > 1 and short_schedule(section.schedule, ranks, section.stages_per_rank).splits_backward:
+        queue = WeightGradQueue()  # as the pipeline has; without one torch's own layers may be in the place of ours
+    key: tuple[Any, ...] = (config.model.name, repr(config.model.keys), config.data.seq_len, config.data.mask_documents)
+    key += (cp, tp, layout.experts, layout.context_heads)
     key += (parallel.context, parallel.recompute, parallel.regather, parallel.sequence_parallel, parallel.compile)
+    key += (queue is not None and (layout.experts > 1 or parallel.recompute == "full"),)
     key += (train.precision, train.linear_precision)
     if key not in _known:
         small = Layout({"dp_shard": max(1, layout.experts // (cp * tp)), "cp": cp, "tp": tp})
         small = small.with_context_heads(layout.context_heads).with_experts(layout.experts)
         config_of_few, places = _with_few_layers(config)
-        _known[key] = _counted(config_of_few, small), places, {}
+        _known[key] = _counted(config_of_few, small, queue), places, {}
     pairs, places, known = _known[key]
     more = config.batch.micro_size - 1
     if more not in known:
@@ -88,7 +85,7 @@ def _with_few_layers(config: Config) -> tuple[Config, list[int]]:
     return config, list(range(len(whole)))
 
 
-def _counted(config: Config, layout: Layout) -> list[tuple[Work, Work]]:
+def _counted(config: Config, layout: Layout, queue: WeightGradQueue | None) -> list[tuple[Work, Work]]:
     """Of each block, for one sample and for two."""
     config = replace(config, layout=layout.sizes, resolved=layout)
     config = replace(config, parallel=replace(config.parallel, verify=False, symmetric_memory=False))
@@ -99,6 +96,8 @@ def _counted(config: Config, layout: Layout) -> list[tuple[Work, Work]]:
     with warnings.catch_warnings(), fake_world(layout, 0, "cuda") as mesh:
         warnings.simplefilter("ignore")  # torch's, of its own calls and of views that nobody changes
         step = CountedStep(of_samples[0], mesh, language_batch(of_samples[0]), META)
+        if queue is not None:
+            use_products(step.model, queue=queue)
         return list(zip(*step.works(of_samples), strict=True))
 
 
@@ -238,10 +237,7 @@ def _before_fsdp(parameter: nn.Parameter) -> int:
 
 def _kinds(blocks: Sequence[nn.Module]) -> list[tuple[Any, ...]]:
     """Of each block; what runs outside of blocks makes the last one another."""
-    return [
-        (type(block), block is blocks[-1], *(tuple(parameter.shape) for parameter in block.parameters()))
-        for block in blocks
-    ]
+    return [(block is blocks[-1], kind_of(block)) for block in blocks]
 
 
 def _nbytes(tree: Any) -> float:

@@ -10,7 +10,7 @@ from meshtrain.layout import Layout
 from meshtrain.optim.registry import update_rule
 from meshtrain.parallel.sharding import ParameterSpec
 from meshtrain.pipeline.actions import Schedule
-from meshtrain.pipeline.schedule import build
+from meshtrain.pipeline.schedule import build, read_csv
 from meshtrain.pipeline.simulate import simulate
 
 TIGHT = 0.92  # of what a device has: above it a plan says so
@@ -23,6 +23,8 @@ class RankMemory:
     resident: dict[str, float]
     parts: dict[str, float]
     moment: str
+    pp: int = 0  # index of the rank
+    how: str = "traced"  # extended: from traces of fewer layers, microbatches and stages; estimated: by arithmetic
 
     @property
     def total(self) -> float:
@@ -81,7 +83,7 @@ def _of_rank(config: Config, layout: Layout, works: Sequence[Work], waiting: flo
                 peak, moment = before + most, f"{name} of {work.name}"
         before += work.saved
     parts["activations"] = max(waiting - 1, 0) * before + peak
-    return RankMemory(resident, parts, moment)
+    return RankMemory(resident, parts, moment, how="estimated")
 
 
 def _state_bytes(optimizer: str, precision: str, size: int) -> float:
@@ -91,6 +93,14 @@ def _state_bytes(optimizer: str, precision: str, size: int) -> float:
         sum((size if spec.dtype is None else spec.dtype.itemsize) * spec.dims[0] * spec.dims[-1] for spec in specs)
         / 4096
     )
+
+
+@lru_cache(maxsize=1024)
+def short_schedule(name: str, ranks: int, stages_per_rank: int | None) -> Schedule:
+    """With as few microbatches as it can have: who holds which stage."""
+    if name.endswith(".csv"):
+        return read_csv(name, ranks=ranks)
+    return build(name, ranks=ranks, microbatches=1, stages_per_rank=stages_per_rank)
 
 
 @lru_cache(maxsize=4096)

@@ -14,6 +14,7 @@ from meshtrain.foresight import hardware as hardware_files
 from meshtrain.foresight import memory, steptime
 from meshtrain.foresight.blocks import works_of
 from meshtrain.foresight.hardware import Hardware
+from meshtrain.foresight.memory import short_schedule
 from meshtrain.foresight.steptime import PASSES
 from meshtrain.foresight.work import Work
 from meshtrain.layout import DATA_AXES
@@ -21,17 +22,9 @@ from meshtrain.modeling.build import block_costs, spec_of
 from meshtrain.parallel.tp_plan import has_sequence_parts
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.partition import StageSplit, split_blocks
-from meshtrain.pipeline.schedule import build, load, read_csv
+from meshtrain.pipeline.schedule import load
 
 load = lru_cache(maxsize=64)(load)  # a search asks for few of them many times
-
-
-@lru_cache(maxsize=1024)
-def short_schedule(name: str, ranks: int, stages_per_rank: int | None) -> Schedule:
-    """With as few microbatches as it can have: who holds which stage."""
-    if name.endswith(".csv"):
-        return read_csv(name, ranks=ranks)
-    return build(name, ranks=ranks, microbatches=1, stages_per_rank=stages_per_rank)
 
 
 @lru_cache(maxsize=1024)
