@@ -62,8 +62,9 @@ def _of_rank(config: Config, layout: Layout, works: Sequence[Work], waiting: flo
     size, compute = (8 if train.precision == "float64" else 4), (2 if "16" in train.precision else 4)
     elements = sum(work.parameters for work in works)
     resident = {"weights": elements * size / shards, "gradients": elements * size / shards}
+    copies = layout.size("dp_replicate") if getattr(config.parallel, "shard_optimizer", False) else 1
     resident["optimizer"] = (
-        elements / shards * _state_bytes(config.optimizer.name, config.optimizer.state_precision, size)
+        elements / shards / copies * _state_bytes(config.optimizer.name, config.optimizer.state_precision, size)
     )
     parts = dict(resident)
     reshards = config.parallel.reshard_after_forward and layout.size("pp") == 1

@@ -101,6 +101,7 @@ class Prediction:
             bounds=self.split.bounds,
             handed_on=config.batch.micro_size * per_sample * width / parts,
             gathers_again=parallel.reshard_after_forward and self.schedule is None,
+            shards_optimizer=getattr(parallel, "shard_optimizer", False),
             message_size=2 if parallel.reduce_precision == "bfloat16" else size,
             tokens=config.batch.global_size * per_sample,
             flops=3 * sum(block_costs(spec_of(config), config.data.seq_len)) * config.batch.global_size,

@@ -18,7 +18,7 @@ from meshtrain.config.checks import ConfigDraft
 from meshtrain.config.errors import Place, yaml_text
 from meshtrain.config.layout_advice import factorizations
 from meshtrain.config.model_spec import model_spec
-from meshtrain.config.schema import SECTIONS
+from meshtrain.config.schema import SECTIONS, Parallel
 from meshtrain.config.tensor import check_context, check_experts, check_split, check_stages
 from meshtrain.config.yaml_reader import Node
 from meshtrain.data.order import microbatches
@@ -33,15 +33,20 @@ from meshtrain.pipeline.schedule import MOST_PASSES, NAMES
 MICRO, SCHEDULE, STAGES = "batch.micro_size", "pipeline.schedule", "pipeline.stages_per_rank"
 CONTEXT, HEADS, EXPERTS = "parallel.context", "parallel.context_heads", "parallel.expert_parallel"
 SEQUENCE, COMPILE = "parallel.sequence_parallel", "parallel.compile"
+ZERO = "parallel.shard_optimizer"
 SAVINGS: dict[str, tuple[Any, ...]] = {  # each value keeps less than the one before, and takes no less time
     "parallel.recompute": ("none", "selective", "full"),
     "parallel.regather": (False, True),
     "parallel.reshard_after_forward": (False, True),
+    ZERO: (False, True),
 }
+if not hasattr(Parallel, "shard_optimizer"):
+    del SAVINGS[ZERO]
 KEYS = ("layout", MICRO, CONTEXT, HEADS, EXPERTS, SEQUENCE, COMPILE, *SAVINGS, SCHEDULE, STAGES)  # what may vary
 USUAL = tuple(key for key in KEYS if key not in (CONTEXT, HEADS, SEQUENCE, COMPILE))  # vary unless others are named
 MORE_STAGES = ("interleaved-1f1b", "looped-bfs", "interleaved-zb")  # schedules with a choice of stages per rank
 BY_SIZES, BY_BLOCKS, BY_SCHEDULE = range(3)  # what a candidate's bound looks at
+FEWEST_TOKENS = 256  # of a sequence that a rank of a cp over more than a host has, unless asked for
 NEAR = 0.05  # predictions that differ by less are no reason to prefer one
 RULES: dict[Callable[..., None], tuple[str, ...]] = {  # of the config, and what each of them looks at
     check_split: ("tp", "cp", SEQUENCE),
@@ -213,7 +218,8 @@ class Space:
 
     def _saves(self, key: str, layout: Layout) -> bool:
         sharded = layout.size("pp") == 1 and layout.size(*FSDP_AXES) > 1
-        works = {"parallel.regather": layout.size("tp") > 1, "parallel.reshard_after_forward": sharded}
+        copied = layout.size("dp_replicate") > 1 == layout.size(*FSDP_AXES)
+        works = {"parallel.regather": layout.size("tp") > 1, "parallel.reshard_after_forward": sharded, ZERO: copied}
         return key in self.vary and works.get(key, True)
 
     def _choose(self, key: str, options: Iterable[Any]) -> list[Any]:
@@ -240,6 +246,10 @@ class Space:
             problem = "more ranks of pp than blocks"
         elif self.unit % tp and "tp" not in self.fixed:
             problem = "tp over more than a host (--keep layout.tp=N tries it)"
+        elif cp > max(self.unit, self.config.data.seq_len // FEWEST_TOKENS) and "cp" not in self.fixed:
+            problem = (
+                f"cp with fewer than {FEWEST_TOKENS} tokens of a sequence each (--keep layout.cp=N tries it)"
+            )
         if problem:
             self.count += 1
             self.reject(problem, str(layout))
@@ -256,7 +266,8 @@ class Space:
             COMPILE: list(dict.fromkeys((parallel.compile, "auto"))),
         }
         chosen = {key: self._choose(key, values) for key, values in options.items()}
-        saved = {key: [values[0]] for key, values in SAVINGS.items() if self._saves(key, layout)}
+        saves = {key for key in SAVINGS if self._saves(key, layout)} | ({ZERO} & self.vary)  # which FSDP refuses
+        saved = {key: [SAVINGS[key][0]] for key in saves}
         return {key: (chosen | saved).get(key) or [_value(self.config, key)] for key in KEYS[1:]}
 
     def _problem(self, candidate: Candidate) -> tuple[str, str] | None:
@@ -275,6 +286,8 @@ class Space:
         sizes, changed = candidate.layout.sizes, candidate.settings
         if rule is check_stages and not changed[SCHEDULE].endswith(".csv"):  # one microbatch is as good as many
             changed = {**changed, "batch.global_size": 1, MICRO: 1}
+        if rule is check_split:  # it asks whether there is a cp
+            sizes = {**sizes, "cp": min(sizes["cp"], 2)}
         about = (rule, *(sizes.get(key, changed.get(key)) for key in RULES[rule]))
         if about not in self.answers:
             top = Place.in_file(self.config.file, 1)
@@ -380,9 +393,9 @@ class Search:
             self.space.rejected["do not fit"] = self.space.rejected["do not fit"][0], least
 
     def _fewest(self, best: float, error: float) -> int:
-        """Ranks of the pipeline of the simplest layout that is as fast as the best, as far as predictions can tell."""
-        at = AXES.index("pp")
-        return min(shape[at] for shape, seconds in self.fastest.items() if seconds <= best * (1 + error))
+        """Stages of the simplest that is as fast as the best, as far as predictions can tell."""
+        fitting = self.fitting.values()
+        return min(other.parts[0] for other in fitting if other.prediction.step.seconds <= best * (1 + error))
 
     def _push(self, candidate: Candidate, bound: float, known: int) -> None:
         heapq.heappush(self.heap, (bound, len(self.pushed), known, candidate))

@@ -148,6 +148,7 @@ def of(
     bounds: Sequence[tuple[int, int]] | None = None,
     handed_on: float = 0.0,
     gathers_again: bool = False,
+    shards_optimizer: bool = False,
     message_size: int = 4,
     update_bytes: float = 28.0,
     tokens: float = 0.0,
@@ -160,6 +161,7 @@ def of(
         microbatches: of a rank, without a schedule.
         handed_on: bytes that a stage gives to the next for a microbatch.
         gathers_again: FSDP gathers parameters for every forward and backward and sums gradients after each, not once.
+        shards_optimizer: copies of `dp_replicate` update a part each, and gather the others' (ZeRO-1).
         message_size: bytes of an element of a gradient when it is summed over data ranks.
         update_bytes: that the optimizer reads and writes for an element.
         tokens, flops: of the whole step of all ranks, for `tokens_per_s` and `mfu`.
@@ -177,9 +179,10 @@ def of(
     forward = sum((c.forward for c in own), Cost()).times(many)
     backward = sum((c.backward for c in own), Cost()).times(many)
     size = 8 if precision == "float64" else 4
-    sizes = (size if precision in ("float32", "float64") else 2, message_size)
+    sizes = (size if precision in ("float32", "float64") else 2, message_size, size if shards_optimizer else 0)
     summed, hidden, sent = _data_parallel(own, parameters, many, layout, hardware, gathers_again, sizes)
-    update = sum(parameters) / layout.size("fsdp") * update_bytes * size / 4
+    updated = sum(parameters) / layout.size("fsdp") / (layout.size("dp_replicate") if shards_optimizer else 1)
+    update = updated * update_bytes * size / 4
     parts = {
         "forward": sum(forward.spent.values()),
         "backward": sum(backward.spent.values()),
@@ -234,10 +237,10 @@ def _data_parallel(
     layout: Layout,
     hardware: Hardware,
     frees: bool,
-    sizes: tuple[int, int],
+    sizes: tuple[int, int, int],
 ) -> tuple[Seconds, Seconds, dict[str, float]]:
     """By axis what gathers and sums over data ranks add to a step, what of them is hidden, and the bytes they send.
-    `sizes`: bytes of an element that is gathered, and of one that is summed."""
+    `sizes`: bytes of an element that is gathered, of one that is summed, and with ZeRO-1 of one that was updated."""
     shards, copies = layout.size("fsdp"), layout.size("dp_replicate")
     bare, hidden, sent = dict[str, float](), dict[str, float](), dict[str, float]()
     forward, backward = [c.forward.seconds for c in own], [c.backward.seconds for c in reversed(own)]
@@ -252,15 +255,18 @@ def _data_parallel(
 
     if shards > 1:
         axis, times = "dp_shard" if layout.size("cp") == 1 else "fsdp", many if frees else 1
-        gathered, summed = (size * (shards - 1) / shards for size in sizes)
+        gathered, summed = (size * (shards - 1) / shards for size in sizes[:2])
         ahead, again = gathers_of_units(parameters)
         count(axis, "all_gather", [gathered * n for n in ahead], forward, times)
         if frees:
             count(axis, "all_gather", [gathered * n for n in reversed(again)], backward, times)
         count(axis, "reduce_scatter", [summed * n for n in reversed(ahead)], backward, times)
     if copies > 1:
-        summed = 2 * (copies - 1) / copies * sizes[1] / shards
-        count("dp_replicate", "all_reduce", [summed * n for n in reversed(parameters)], backward, 1)
+        part, updated = (copies - 1) / copies / shards, sizes[2]
+        kind, times = ("reduce_scatter", 1) if updated else ("all_reduce", 2)
+        count("dp_replicate", kind, [times * part * sizes[1] * n for n in reversed(parameters)], backward, 1)
+        if updated:  # after the update, with nothing beside it
+            count("dp_replicate", "all_gather", [part * updated * sum(parameters)], [0.0], 1)
     return bare, hidden, sent
 
 

@@ -199,7 +199,8 @@ def test_what_is_not_shown_has_a_reason(config: str) -> None:
     found = search.run(loader(config, 16), show=2)
     counts = {reason: count for reason, (count, _) in searched.rejected.items()}
     refused = {"more ranks of pp than blocks", "tp that the model does not take"}
-    assert counts.keys() == refused | {"do not fit", "slower than these, by a bound"}
+    bounded = {"slower than these, by a bound", "not simpler than these, nor faster by a bound"}
+    assert counts.keys() == refused | bounded | {"do not fit"}
     assert sum(counts.values()) + len(search.fitting) == searched.count
     assert [bool(candidate.reason) for candidate in found] == [False, True]
 
@@ -211,6 +212,13 @@ def test_tp_stays_within_hosts_of_any_size(hosts: tuple[int, ...], config: str) 
         layout = candidate.layout
         assert not any(layout.crosses_hosts(group) for group in layout.groups("tp"))
     assert any("more than a host" in reason for reason in searched.rejected)
+
+
+def test_sequences_are_not_cut_into_crumbs_over_hosts(config: str) -> None:
+    """Of 32 tokens over hosts of 2: unless it is asked for."""
+    layouts = {first.layout.size("cp") for first in space(config, 16, ("layout",), (2,) * 8).candidates()}
+    assert layouts == {1, 2}
+    assert {first.layout.size("cp") for first in space(config, 16, ("layout",), (2,) * 8, cp=8).candidates()} == {8}
 
 
 def test_what_is_kept_and_what_is_refused_as_a_whole(config: str) -> None:

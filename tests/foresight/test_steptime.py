@@ -147,6 +147,16 @@ def test_messages_hide_beside_what_computes() -> None:
     assert with_tp.parts["tp"] == pytest.approx(3 * seconds("all_gather", 1e9, Group(8, 8), H100))
 
 
+def test_copies_that_share_the_optimizer_update_less_and_gather_it() -> None:
+    """A ring's sum is a scatter and a gather: the same bytes, but the gather hides beside nothing."""
+    works, layout = [block(), block()], Layout({"dp_replicate": 8}).on_hosts([8])
+    each, shared = (steptime.of(works, layout, None, H100, shards_optimizer=shares) for shares in (False, True))
+    assert shared.parts["update"] == pytest.approx(each.parts["update"] / 8)
+    assert shared.sent == {"dp_replicate": pytest.approx(each.sent["dp_replicate"])}
+    gather = seconds("all_gather", 7 / 8 * 4 * 4e8, Group(8, 8), H100)
+    assert gather < shared.parts["dp_replicate"] < each.parts["dp_replicate"] + gather
+
+
 def test_small_blocks_are_gathered_with_the_next_ones() -> None:
     assert steptime.MIN_UNIT_SIZE == MIN_UNIT_SIZE
     a, b, c = MIN_UNIT_SIZE // 2, MIN_UNIT_SIZE, 3 * MIN_UNIT_SIZE
