@@ -62,11 +62,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(search_json(search, results)))
         return
-    count, seconds = (
-        f"{search.space.count:,} candidates for {describe_hosts(search.space.placed)}",
-        time.monotonic() - begin,
-    )
-    print(f"{count}, {search.predicted:,} predicted in full ({seconds:.1f} s)")
+    count = f"{search.space.count:,} candidates for {describe_hosts(search.space.placed)}"
+    print(f"{count}, {search.predicted:,} predicted in full ({time.monotonic() - begin:.1f} s)")
     print(*columns(_rows(search, results)), *_rejected(search), sep="\n")
     print(f"run 1: {' '.join(map(shlex.quote, [*settings, *results[0].overrides(config)]))}")
 

@@ -48,10 +48,10 @@ MORE_STAGES = ("interleaved-1f1b", "looped-bfs", "interleaved-zb")  # schedules 
 BY_SIZES, BY_BLOCKS, BY_SCHEDULE = range(3)  # what a candidate's bound looks at
 FEWEST_TOKENS = 256  # of a sequence that a rank of a cp over more than a host has, unless asked for
 NEAR = 0.05  # predictions that differ by less are no reason to prefer one
-RULES: dict[Callable[..., None], tuple[str, ...]] = {  # of the config, and what each of them looks at
+RULES: dict[Callable[..., None], tuple[str, ...]] = {  # of the config: what it is about, and what it looks at
     check_split: ("tp", "cp", SEQUENCE),
-    check_context: ("tp", "cp", HEADS),
-    check_experts: (*AXES, EXPERTS, SEQUENCE),
+    check_context: ("cp", "tp", HEADS),
+    check_experts: ("expert_parallel", *AXES, EXPERTS, SEQUENCE),
     check_stages: ("pp", SCHEDULE, STAGES, COMPILE),
 }
 
@@ -230,33 +230,30 @@ class Space:
         rest, remainder = divmod(world, math.prod(self.fixed.values()))
         if remainder:
             raise InputError(f"--keep: {written(self.fixed)} does not divide the {world:,} processes of the hosts")
-        for factors in (
-            sorted(factorizations(rest, len(free)), key=lambda sizes: sizes[::-1]) if "layout" in self.vary else ()
-        ):
-            sizes = {**self.fixed, **dict(zip(free, factors, strict=True))}
-            yield self.placed.with_axes({axis: sizes[axis] for axis in AXES})
         if "layout" not in self.vary:
             yield self.placed
+            return
+        for factors in sorted(factorizations(rest, len(free)), key=lambda sizes: sizes[::-1]):
+            sizes = {**self.fixed, **dict(zip(free, factors, strict=True))}
+            yield self.placed.with_axes({axis: sizes[axis] for axis in AXES})
 
     def _options(self, layout: Layout) -> dict[str, list[Any]]:
         """Key -> the values to try with a layout; none for one that cannot be."""
         cp, tp, batch, parallel = layout.size("cp"), layout.size("tp"), self.config.batch, self.config.parallel
-        problem = ""
-        if layout.size("pp") > self.blocks:
-            problem = "more ranks of pp than blocks"
-        elif self.unit % tp and "tp" not in self.fixed:
-            problem = "tp over more than a host (--keep layout.tp=N tries it)"
-        elif cp > max(self.unit, self.config.data.seq_len // FEWEST_TOKENS) and "cp" not in self.fixed:
-            problem = (
-                f"cp with fewer than {FEWEST_TOKENS} tokens of a sequence each (--keep layout.cp=N tries it)"
-            )
-        if problem:
+        crumbs = cp > max(self.unit, self.config.data.seq_len // FEWEST_TOKENS) and "cp" not in self.fixed
+        problems = {
+            "more ranks of pp than blocks": layout.size("pp") > self.blocks,
+            "tp over more than a host (--keep layout.tp=N tries it)": self.unit % tp and "tp" not in self.fixed,
+            f"cp with fewer than {FEWEST_TOKENS} tokens of a sequence each (--keep layout.cp=N tries it)": crumbs,
+        }
+        if problem := next((problem for problem, is_so in problems.items() if is_so), None):
             self.count += 1
             self.reject(problem, str(layout))
             return {}
         share = -(-batch.global_size // layout.size(*DATA_AXES))
-        world = layout.world_size
-        ranks = [n for n in range(1, 4097) if world % n == 0 and layout.folds(n)] if self.experts else [None]
+        ranks = (
+            [n for n in range(1, 4097) if layout.world_size % n == 0 and layout.folds(n)] if self.experts else [None]
+        )
         options = {
             MICRO: sorted({1 << i for i in range(share.bit_length())} | {min(batch.micro_size, share)}),
             CONTEXT: ["gather", "ring"] if cp > 1 else [parallel.context],
@@ -275,11 +272,10 @@ class Space:
         cp, heads = candidate.layout.size("cp"), candidate.settings[HEADS]
         if cp > 1 and heads > 1 and self.unit % (candidate.layout.size("tp") * heads):
             return "context_heads over more than a host", f"{candidate.layout}, context_heads {heads}"
-        named = {check_split: "tp", check_context: "cp", check_experts: "expert_parallel"}
-        answers = (
-            (f"{name} that the model does not take", self._answer(rule, candidate)) for rule, name in named.items()
-        )
-        return next(((reason, problem) for reason, problem in answers if problem), None)
+        for rule in (check_split, check_context, check_experts):
+            if problem := self._answer(rule, candidate):
+                return f"{RULES[rule][0]} that the model does not take", problem
+        return None
 
     def _answer(self, rule: Callable[..., None], candidate: Candidate) -> str | None:
         """What a rule of the config finds wrong with a candidate; asked once for what it looks at."""
