@@ -80,15 +80,26 @@ class Prediction:
         """Of the rank that takes most."""
         return memory.of(self.config, self.layout, self.works, self.schedule, self.split.bounds)
 
+    @property
+    def per_sample(self) -> int:
+        """Tokens; of an image 1."""
+        return self.config.data.seq_len if "vocab_size" in self.config.model.keys else 1
+
+    @property
+    def handed_on(self) -> float:
+        """Bytes that a stage gives to the next for a microbatch."""
+        config, layout = self.config, self.layout
+        plan = getattr(model_file(config.model.name), "tp_plan", None)
+        is_split = has_sequence_parts(config.parallel.sequence_parallel, plan)
+        parts = layout.size("cp") * (layout.size("tp") if is_split else 1)
+        width = config.model.keys.get("hidden_size", 0) * (2 if "16" in config.train.precision else 4)
+        return config.batch.micro_size * self.per_sample * width / parts
+
     @cached_property
     def step(self) -> steptime.StepTime:
         """Seconds of a step, by part."""
         assert self.hardware is not None
         config, layout, parallel, train = self.config, self.layout, self.config.parallel, self.config.train
-        per_sample = config.data.seq_len if "vocab_size" in config.model.keys else 1
-        plan = getattr(model_file(config.model.name), "tp_plan", None)
-        parts = layout.size("cp") * (layout.size("tp") if has_sequence_parts(parallel.sequence_parallel, plan) else 1)
-        width = config.model.keys.get("hidden_size", 0) * (2 if "16" in train.precision else 4)
         size = 8 if train.precision == "float64" else 4
         return steptime.of(
             self.works,
@@ -99,11 +110,11 @@ class Prediction:
             product=self.precisions[1],
             microbatches=self.microbatches,
             bounds=self.split.bounds,
-            handed_on=config.batch.micro_size * per_sample * width / parts,
+            handed_on=self.handed_on,
             gathers_again=parallel.reshard_after_forward and self.schedule is None,
             shards_optimizer=getattr(parallel, "shard_optimizer", False),
             message_size=2 if parallel.reduce_precision == "bfloat16" else size,
-            tokens=config.batch.global_size * per_sample,
+            tokens=config.batch.global_size * self.per_sample,
             flops=3 * sum(block_costs(spec_of(config), config.data.seq_len)) * config.batch.global_size,
         )
 

@@ -25,7 +25,7 @@ from meshtrain.data.order import microbatches
 from meshtrain.errors import InputError, bytes_text
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.prediction import Prediction, short_schedule
-from meshtrain.foresight.steptime import PASSES, cost
+from meshtrain.foresight.steptime import PASSES, cost, transfer_seconds
 from meshtrain.layout import AXES, DATA_AXES, FSDP_AXES, Layout, written
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.schedule import MOST_PASSES, NAMES
@@ -150,7 +150,8 @@ def forecast(config: Config, hardware: Hardware, memory_gib: float | None = None
         if prediction.layout.size("pp") == 1:
             return work(candidate)
         schedule = short_schedule(section.schedule, prediction.layout.size("pp"), section.stages_per_rank)
-        return pipeline_bound(schedule, prediction.microbatches, prediction.costs)
+        transfer = transfer_seconds(prediction.layout, hardware, prediction.handed_on)
+        return pipeline_bound(schedule, prediction.microbatches, prediction.costs, transfer)
 
     room = hardware.room if memory_gib is None else memory_gib * 2**30
     return Forecast(floor, work, bound, lambda candidate: Prediction(candidate, hardware), room)
@@ -304,19 +305,20 @@ def _value(config: Config, key: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
-def pipeline_bound(schedule: Schedule, count: int, costs: Sequence[Sequence[float]]) -> float:
+def pipeline_bound(schedule: Schedule, count: int, costs: Sequence[Sequence[float]], transfer: float = 0) -> float:
     """Seconds that `count` microbatches take at least, in any order that has this schedule's placement and kinds of
     actions: each rank's work, the filling before it, and the emptying behind it. `costs`: of each stage, its forward,
-    input gradient and weight gradient."""
-    bounds = []
+    input gradient and weight gradient; `transfer`: from a stage to one on another rank."""
+    bounds, ranks = [], [schedule.rank_of(stage) for stage in range(schedule.stages)]
     for rank in range(schedule.ranks):
         own, before = [costs[stage] for stage in schedule.stages_of(rank)], costs[: schedule.stages_of(rank)[0]]
-        fill, work = sum(cost[0] for cost in before), count * sum(map(sum, own))
+        sent = transfer * sum(ranks[i] != ranks[i + 1] for i in range(len(before)))
+        fill, work = sum(cost[0] for cost in before) + sent, count * sum(map(sum, own))
         if schedule.splits_backward:  # weight gradients may be computed while the ranks before empty
-            last = count * sum(cost[0] + cost[1] for cost in own) + sum(cost[1] for cost in before) + costs[0][2]
+            last = count * sum(cost[0] + cost[1] for cost in own) + sum(cost[1] for cost in before) + costs[0][2] + sent
             bounds.append(fill + max(work, last))
         else:
-            bounds.append(fill + work + sum(cost[1] + cost[2] for cost in before))
+            bounds.append(fill + work + sum(cost[1] + cost[2] for cost in before) + sent)
     return max(bounds)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 from meshtrain.foresight.collective import Group, seconds
 from meshtrain.foresight.hardware import Hardware
@@ -17,6 +18,8 @@ from meshtrain.pipeline.simulate import simulate
 MIN_UNIT_SIZE = 2**21  # of `parallel.fsdp`: elements of a block that FSDP gathers by itself
 MOST_ACTIONS = 20_000  # of a schedule that is simulated whole; of a longer one the steady state is extrapolated
 Seconds = dict[str, float]  # by name
+MOST_KNOWN = 4096
+_known: dict[tuple[Any, ...], tuple["BlockCost", Work, Hardware]] = {}
 PASSES = ("forward", "input_grad", "weight_grad")
 NAMES = {  # of what may limit a step
     "products": "products of matrices",
@@ -80,7 +83,7 @@ def add(a: Seconds, b: Seconds) -> Seconds:
     return {name: a.get(name, 0.0) + b.get(name, 0.0) for name in (*a, *b)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockCost:
     """A block's passes for one microbatch."""
 
@@ -123,10 +126,17 @@ def block_costs(
     works: Sequence[Work], layout: Layout, hardware: Hardware, precision: str, product: str | None = None
 ) -> list[BlockCost]:
     """What each block costs for one microbatch. `precision`, `product`: see `cost`."""
-    costs = {  # by identity: blocks of a kind are the same one, and equality would compare all of their products
-        id(work): BlockCost(*(cost(getattr(work, name), layout, hardware, precision, product) for name in PASSES))
-        for work in {id(work): work for work in works}.values()
-    }
+    costs: dict[int, BlockCost] = {}
+    for work in {id(work): work for work in works}.values():  # blocks of a kind are the same one
+        passes = [getattr(work, name) for name in PASSES]
+        groups = (Group.of(layout, send.axis) for one in passes for send in one.sends)
+        key = id(work), id(hardware), precision, product, *groups
+        if key not in _known:
+            if len(_known) == MOST_KNOWN:
+                _known.clear()
+            one_by_one = (cost(one, layout, hardware, precision, product) for one in passes)
+            _known[key] = BlockCost(*one_by_one), work, hardware  # which live as long as their ids are keys
+        costs[id(work)] = _known[key][0]
     return [costs[id(work)] for work in works]
 
 
@@ -176,8 +186,9 @@ def of(
         idle = makespan - busy
         blocks = [block for stage in schedule.stages_of(rank) for block in range(*stages[stage])]
     own, parameters = [costs[i] for i in blocks], [works[i].parameters for i in blocks]
-    forward = sum((c.forward for c in own), Cost()).times(many)
-    backward = sum((c.backward for c in own), Cost()).times(many)
+    kinds = [(cost, many * own.count(cost)) for cost in {id(cost): cost for cost in own}.values()]
+    forward = sum((cost.forward.times(n) for cost, n in kinds), Cost())
+    backward = sum((cost.backward.times(n) for cost, n in kinds), Cost())
     size = 8 if precision == "float64" else 4
     sizes = (size if precision in ("float32", "float64") else 2, message_size, size if shards_optimizer else 0)
     summed, hidden, sent = _data_parallel(own, parameters, many, layout, hardware, gathers_again, sizes)
@@ -197,6 +208,11 @@ def of(
     return StepTime(in_all, parts, hidden, add(forward.spent, backward.spent), sent, tokens / in_all, mfu)
 
 
+def transfer_seconds(layout: Layout, hardware: Hardware, handed_on: float) -> float:
+    """From a stage to the next, of so many bytes."""
+    return seconds("p2p", handed_on, Group.of(layout, "pp"), hardware)
+
+
 def _simulated(
     schedule: Schedule,
     stages: Sequence[tuple[int, int]],
@@ -208,7 +224,7 @@ def _simulated(
     """The rank with most work, the seconds of all microbatches, and those in which that rank works."""
     of_stages = stage_costs(costs, stages)
     forward, input_grad, weight_grad = zip(*of_stages, strict=True)
-    transfer = seconds("p2p", handed_on, Group.of(layout, "pp"), hardware)
+    transfer = transfer_seconds(layout, hardware, handed_on)
     work = [sum(sum(of_stages[stage]) for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
     rank = max(range(schedule.ranks), key=work.__getitem__)
     many = schedule.microbatches

@@ -241,9 +241,12 @@ def test_no_schedule_is_faster_than_the_bound(name: str) -> None:
         schedule = build(name, ranks=ranks, microbatches=count)
         for equal in (True, False):
             costs = [(1.0, 1.5, 0.5) if equal else tuple(random.random() for _ in range(3)) for _ in schedule.placement]
-            bound = pipeline_bound(build(name, ranks=ranks, microbatches=1), count, costs)
+            short = build(name, ranks=ranks, microbatches=1)
+            bound = pipeline_bound(short, count, costs)
             takes = simulate(schedule, *zip(*costs, strict=True)).makespan
             assert bound <= takes + 1e-9
+            sent = simulate(schedule, *zip(*costs, strict=True), 0.7).makespan
+            assert bound <= pipeline_bound(short, count, costs, 0.7) <= sent + 1e-9
             if equal and name in ("1f1b", "gpipe"):
                 assert bound == pytest.approx(takes)
             elif equal:
