@@ -226,5 +226,4 @@ def test_what_another_framework_has_published() -> None:
         [*[layer] * layers, head], layout, schedule, load("a100"), bounds=bounds, handed_on=2 * s * hidden / tp
     )
     flops = 96 * 2304 * s * layers * hidden**2 * (1 + s / (6 * hidden) + words / (16 * layers * hidden))
-    print(flops / step.seconds / 1536e12)
     assert flops / step.seconds / 1536 / 1e12 == pytest.approx(148, rel=0.2)
