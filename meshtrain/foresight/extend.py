@@ -50,7 +50,7 @@ def rank_memory(config: Config, layout: Layout, pp: int, whole: int = WHOLE) -> 
     cases = [] if passes <= whole else _smaller(config, layout, pp, bounds, count)
     if not cases:
         trace = traced(config, layout, rank)
-        return RankMemory(trace.resident, trace.parts, trace.moment, pp)
+        return RankMemory({**trace.resident}, {**trace.parts}, trace.moment, pp)
     weights = [
         _weight(case.layers, [other.layers for other in cases], 0)
         * _weight(case.held, [other.held for other in cases], held_of(config, layout, pp, count))
@@ -157,8 +157,8 @@ def _with_fewer(
     starts = [sum(counts[:stage]) for stage in range(len(counts))]
     stages = [slice(start, start + size) for start, size in zip(starts, counts, strict=True)]
     stages = stages if layout.size("pp") == 1 else [stages[stage] for stage in own]
-    for (first, end), stage in zip(bounds, stages, strict=True):
-        gone = Counter(whole[first:end]) - Counter(made[stage])
-        if Counter(made[stage]) - Counter(whole[first:end]) or len(gone) > 1:
+    for (first, end), blocks in zip(bounds, stages, strict=True):
+        gone = Counter(whole[first:end]) - Counter(made[blocks])
+        if Counter(made[blocks]) - Counter(whole[first:end]) or len(gone) > 1:
             return None
     return Case(few, layout.group(0, "pp")[index], less)
