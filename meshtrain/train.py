@@ -32,6 +32,7 @@ from meshtrain.data import OpenData
 from meshtrain.data.cache import cache_folder
 from meshtrain.errors import InputError
 from meshtrain.evaluate import evaluate, evaluation_set
+from meshtrain.foresight.start import MemoryForecast
 from meshtrain.job.consistency import Fingerprint, checkpoint_versions, require_equal, run_fingerprints
 from meshtrain.job.environment import read_environment
 from meshtrain.job.exit import job_exit
@@ -133,6 +134,7 @@ def train(
     """The loop on one page."""
     assert job.layout is not None  # run() placed this process
     config, folder = spec.config, spec.folder
+    foreseen = MemoryForecast(folder, job.device, config if job.rank == 0 else None)
     mesh = build_mesh(job.layout, job.device.type)
     timer = StepTimer(job.device, hiding=unmeasured_wait_phases(mesh))
     model = model_of_run(spec, mesh, job, data, timer, from_checkpoint=checkpoint.checkpoint is not None)
@@ -158,7 +160,9 @@ def train(
         monitor = PhaseMonitor(mesh, timer, goodput, watchdog, stragglers, profiler, faults, metrics.say)
         logger = StepLogger(spec, job, mesh, data, monitor, metrics, counters=checkpoint.counters)
     checkpointer = Checkpointer(spec, checkpoint, state, logger, monitor, job, metrics.say)
-    with logger, checkpointer, stop.active(), monitor:
+    for line in foreseen.note():
+        job.say(line)
+    with foreseen, logger, checkpointer, stop.active(), monitor:
         for step in range(checkpoint.step + 1, spec.steps + 1):
             with monitor.step(step):
                 reseed(config.train.seed, step, mesh.index(*DATA_AXES))

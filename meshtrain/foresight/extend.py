@@ -12,17 +12,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-
 from meshtrain.config import Config
 from meshtrain.data.order import microbatches
 from meshtrain.foresight.memory import RankMemory, held_forwards, short_schedule
-from meshtrain.foresight.trace import RankTrace, fake_world, kind_of, trace_rank
+from meshtrain.foresight.trace import RankTrace, kind_of, trace_rank
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.modeling.build import spec_of, stages_of
 from meshtrain.parallel.fsdp import MIN_UNIT_SIZE
 from meshtrain.pipeline.stage import blocks_of
 
-WHOLE = 96  # passes of a microbatch through a block in a step that is traced as it is: about 10 s of a CPU
+WHOLE = 32  # passes of a microbatch through a block in a step that is traced as it is
 FEW_RANKS = (3, 4)  # of a pipeline with more, where each has a first, a last, and ranks between them
 FEW_LAYERS = (3, 4)  # that a stage keeps of those alike: a first, a last, and one or two between
 
@@ -51,7 +50,7 @@ def rank_memory(config: Config, layout: Layout, pp: int, whole: int = WHOLE) -> 
     cases = [] if passes <= whole else _smaller(config, layout, pp, bounds, count)
     if not cases:
         trace = traced(config, layout, rank)
-        return RankMemory(trace.resident, trace.parts, trace.moment, pp)
+        return RankMemory({**trace.resident}, {**trace.parts}, trace.moment, pp)
     weights = [
         _weight(case.layers, [other.layers for other in cases], 0)
         * _weight(case.held, [other.held for other in cases], held_of(config, layout, pp, count))
@@ -108,7 +107,7 @@ def _smaller(config: Config, layout: Layout, pp: int, bounds: Sequence[tuple[int
     if "num_hidden_layers" not in config.model.keys or (layout.size("fsdp") > 1 and elements < MIN_UNIT_SIZE):
         taken = [0]  # units of FSDP have several blocks each
     if ranks == 1:
-        worlds = [(1, 0, min(count, 2))]
+        worlds = [(1, 0, min(count, 3))]  # a first, a last, and one between
     elif ranks <= FEW_RANKS[-1]:
         worlds = [(ranks, pp, min(count, n * ranks)) for n in (2, 3)]
     else:
@@ -117,7 +116,9 @@ def _smaller(config: Config, layout: Layout, pp: int, bounds: Sequence[tuple[int
     cases, target = [], held_of(config, layout, pp, count)
     for few, index, many in worlds:
         batch = replace(config.batch, global_size=many * config.batch.micro_size * data)
-        small = Layout({**layout.sizes, "pp": few}).with_context_heads(layout.context_heads).with_experts(layout.experts)
+        small = (
+            Layout({**layout.sizes, "pp": few}).with_context_heads(layout.context_heads).with_experts(layout.experts)
+        )
         for less in taken:
             case = _with_fewer(replace(config, batch=batch), small, index, bounds, less)
             if case is None:
@@ -156,8 +157,8 @@ def _with_fewer(
     starts = [sum(counts[:stage]) for stage in range(len(counts))]
     stages = [slice(start, start + size) for start, size in zip(starts, counts, strict=True)]
     stages = stages if layout.size("pp") == 1 else [stages[stage] for stage in own]
-    for (first, end), stage in zip(bounds, stages, strict=True):
-        gone = Counter(whole[first:end]) - Counter(made[stage])
-        if Counter(made[stage]) - Counter(whole[first:end]) or len(gone) > 1:
+    for (first, end), blocks in zip(bounds, stages, strict=True):
+        gone = Counter(whole[first:end]) - Counter(made[blocks])
+        if Counter(made[blocks]) - Counter(whole[first:end]) or len(gone) > 1:
             return None
     return Case(few, layout.group(0, "pp")[index], less)
