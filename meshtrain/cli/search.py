@@ -54,7 +54,8 @@ def run(arguments: argparse.Namespace) -> None:
     config = replace(config, resolved=config.resolved.on_hosts(hosts))
     forecast = space.forecast(config, hardware, arguments.max_memory)
     search = space.Search(space.Space(config, vary, fixed), forecast, arguments.goal)
-    results = search.run(load, arguments.show)
+    error = space.NEAR if hardware.source == "data sheet" else hardware.error  # as calibrated
+    results = search.run(load, arguments.show, error)
     if not results:
         raise InputError("\n".join(["no layout of these hosts is found", *_rejected(search)]))
     if arguments.write:

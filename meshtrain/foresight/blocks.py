@@ -30,7 +30,8 @@ from meshtrain.foresight.work import Pass, Product, Send, Work
 from meshtrain.layout import Layout
 from meshtrain.modeling.build import spec_of
 from meshtrain.parallel.collectives import implementations
-from meshtrain.parallel.linear import use_products, weight_grad
+from meshtrain.parallel.linear import use_products
+from meshtrain.parallel.linear import weight_grad as weight_grads
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue, add_or_compute
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.pipeline.stage import blocks_of
@@ -158,7 +159,7 @@ class CountedStep(TracedStep):
 
         comm_bytes.add = send  # type: ignore[method-assign]
         works = []
-        with watched(self.live), patch.object(weight_grad, "add_or_compute", self._add_or_compute):
+        with watched(self.live), patch.object(weight_grads, "add_or_compute", self._add_or_compute):
             for parameter in self.model.parameters():
                 self.live.see(to_local(parameter.detach()))
             for config in (configs[0], *configs):  # the first step makes what stays
@@ -180,11 +181,13 @@ class CountedStep(TracedStep):
 
     def _work(self, block: nn.Module, name: str) -> Work:
         parameters = sum(map(_before_fsdp, block.parameters()))
-        passes = (self.tallies[name, phase].as_pass() for phase in ("forward", "backward", WEIGHT_GRAD))
+        forward, input_grad, weight_grad = (
+            self.tallies[name, phase].as_pass() for phase in ("forward", "backward", WEIGHT_GRAD)
+        )
         sizes = self.bytes[name]
         saved = sizes["after"] - sizes["before"] - sizes["output"] + sizes["input"]
         peaks = sizes["peak"] - sizes["before"], sizes.get("backward", 0.0)
-        return Work(name, parameters, *passes, saved, *peaks)
+        return Work(name, parameters, forward, input_grad, weight_grad, saved, *peaks)
 
     def _weighed(self, name: str, forward: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
