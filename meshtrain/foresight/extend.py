@@ -1,9 +1,9 @@
 """Memory of the ranks of a config by traced steps; of a large one by steps of its blocks in fewer layers, microbatches
 and pipeline ranks, extended.
 
-What is alive at a moment of a step is affine in the layers of a stage, and in the forwards that wait for their backward.
-So four traces say what any number takes. Moments are told apart by what is computed and by the place in the stage, each
-is extended by itself, and the largest is the peak: which one it is may change on the way.
+What is alive at a moment of a step is affine in the layers of a stage, and in the forwards that wait for backwards. So
+four traces say what any number takes. Moments are told apart by what is computed and by the place in the stage, each is
+extended by itself, and the largest is the peak: which one it is may change on the way.
 """
 
 import math
