@@ -171,6 +171,8 @@ def test_it_finds_what_trying_everything_finds(memory: float, config: str) -> No
         return candidate.schedule().stages, axes, forecast.predict(candidate.apply(searched.config)).memory.total
 
     assert simple(found[0]) == min(map(simple, near))
+    few = Search(space(config, 16, vary), forecast).run(loader(config, 16), show=2)  # ends as early as it may
+    assert simple(few[0]) == simple(found[0])
     fastest = {candidate.layout.shape: seconds for seconds, candidate in reversed(every)}
     assert min(candidate.prediction.step.seconds for candidate in found) == pytest.approx(every[0][0])
     assert len(found) == min(30, len(fastest))
