@@ -134,8 +134,7 @@ def train(
     """The loop on one page."""
     assert job.layout is not None  # run() placed this process
     config, folder = spec.config, spec.folder
-    foreseen = MemoryForecast(folder, job.device, config if job.rank == 0 else None)
-    mesh = build_mesh(job.layout, job.device.type)
+    mesh, forecast = build_mesh(job.layout, job.device.type), MemoryForecast(folder, job.device, config, job.rank)
     timer = StepTimer(job.device, hiding=unmeasured_wait_phases(mesh))
     model = model_of_run(spec, mesh, job, data, timer, from_checkpoint=checkpoint.checkpoint is not None)
     optimizer = Optimizer(model, config.optimizer, mesh, spec.steps)
@@ -146,7 +145,7 @@ def train(
     checkpoint.restore(state)
     goodput = GoodputTracker(folder if job.rank == 0 else None, checkpoint.step, stop.signals.since)
     banner = banner_lines(spec, job, data, held_out, model)
-    for line in (*banner, *profiler.about, *checkpoint.about(), *faults.about(), *goodput.about()):
+    for line in (*banner, *profiler.about, *checkpoint.about(), *faults.about(), *goodput.about(), *forecast.note()):
         job.say(line)
     status.begin(config, layout_text(job.layout), goodput)
     batches, eval_set = readers(config, mesh, data, held_out, first_step=checkpoint.step, steps=spec.steps)
@@ -160,9 +159,7 @@ def train(
         monitor = PhaseMonitor(mesh, timer, goodput, watchdog, stragglers, profiler, faults, metrics.say)
         logger = StepLogger(spec, job, mesh, data, monitor, metrics, counters=checkpoint.counters)
     checkpointer = Checkpointer(spec, checkpoint, state, logger, monitor, job, metrics.say)
-    for line in foreseen.note():
-        job.say(line)
-    with foreseen, logger, checkpointer, stop.active(), monitor:
+    with forecast, logger, checkpointer, stop.active(), monitor:
         for step in range(checkpoint.step + 1, spec.steps + 1):
             with monitor.step(step):
                 reseed(config.train.seed, step, mesh.index(*DATA_AXES))

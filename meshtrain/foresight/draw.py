@@ -38,13 +38,13 @@ def memory_of_ranks(prediction: "Prediction") -> list[str]:
     lines.append(f"  peak {bytes_text(memory.total)} in the {memory.moment}{verdict}")
     others = [f"pp {rank.pp} {bytes_text(rank.total)}" for rank in prediction.ranks if rank is not memory]
     lines += [f"  others: {', '.join(others)}"] * bool(others)
-    given = [
+    savings = [
         f"{knob} {bytes_text(less)}" + (f" ({longer:+.3g} s)" if longer is not None else "")
         for knob, (less, longer) in prediction.saves.items()
     ]
-    lines += [f"  what would give back: {'; '.join(given)}"] * bool(given)
-    exact = "every operator of its step was counted" if memory.how == "traced" else HOW_EXTENDED
-    return [*lines, f"  {memory.how}: {exact}"]
+    lines += [f"  what would give back: {'; '.join(savings)}"] * bool(savings)
+    exact = "every operator of its step was counted" if memory.source == "traced" else HOW_EXTENDED
+    return [*lines, f"  {memory.source}: {exact}"]
 
 
 def step_lines(step: "StepTime") -> list[str]:

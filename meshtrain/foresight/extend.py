@@ -28,12 +28,12 @@ FEW_LAYERS = (3, 4)  # that a stage keeps of those alike: a first, a last, and o
 
 @dataclass(frozen=True)
 class Case:
-    """A config of which a rank is traced, and what is affine in it: layers taken out of each stage, forwards held."""
+    """A config of which a rank is traced, and what is affine in it: layers taken out of each stage, forwards that wait."""
 
     config: Config
     rank: int
     layers: float = 0
-    held: float = 0
+    waiting: float = 0
 
 
 def rank_memory(config: Config, layout: Layout, pp: int, whole: int = WHOLE) -> RankMemory:
@@ -53,7 +53,7 @@ def rank_memory(config: Config, layout: Layout, pp: int, whole: int = WHOLE) -> 
         return RankMemory({**trace.resident}, {**trace.parts}, trace.moment, pp)
     weights = [
         _weight(case.layers, [other.layers for other in cases], 0)
-        * _weight(case.held, [other.held for other in cases], held_of(config, layout, pp, count))
+        * _weight(case.waiting, [other.waiting for other in cases], held_of(config, layout, pp, count))
         for case in cases
     ]
     traces = [traced(case.config, case.config.resolved, case.rank) for case in cases]
@@ -123,11 +123,11 @@ def _smaller(config: Config, layout: Layout, pp: int, bounds: Sequence[tuple[int
             case = _with_fewer(replace(config, batch=batch), small, index, bounds, less)
             if case is None:
                 return []
-            cases.append(replace(case, held=held_of(case.config, small, index, many)))
-    held = {case.held for case in cases}
-    if target in held:
-        return [case for case in cases if case.held == target][: len(taken)]
-    return cases if len(held) == 2 else []
+            cases.append(replace(case, waiting=held_of(case.config, small, index, many)))
+    waiting = {case.waiting for case in cases}
+    if target in waiting:
+        return [case for case in cases if case.waiting == target][: len(taken)]
+    return cases if len(waiting) == 2 else []
 
 
 def _with_fewer(
@@ -144,10 +144,14 @@ def _with_fewer(
         own = [stage for stage, rank in enumerate(placement) if rank == index]
         for stage, size in zip(own, counts, strict=True):
             sizes[stage] = size
+        for end, beside in ((0, 1), (-1, -2)):  # what the end has not, its neighbour has
+            sizes[beside] += max(0, others[end] - sizes[end]) if len(sizes) > 2 else 0
         counts, section = sizes, replace(section, split=tuple(sizes))
     keys = dict(config.model.keys)
     if len(whole) != sum(counts):
         keys["num_hidden_layers"] = keys.get("num_hidden_layers", 0) - len(whole) + sum(counts)
+    if keys.get("num_hidden_layers", 1) < 1:
+        return None
     few = replace(config, model=replace(config.model, keys=keys), pipeline=section)
     few = replace(few, layout=layout.sizes, resolved=layout)
     try:
@@ -158,7 +162,7 @@ def _with_fewer(
     stages = [slice(start, start + size) for start, size in zip(starts, counts, strict=True)]
     stages = stages if layout.size("pp") == 1 else [stages[stage] for stage in own]
     for (first, end), blocks in zip(bounds, stages, strict=True):
-        gone = Counter(whole[first:end]) - Counter(made[blocks])
-        if Counter(made[blocks]) - Counter(whole[first:end]) or len(gone) > 1:
+        removed = Counter(whole[first:end]) - Counter(made[blocks])
+        if Counter(made[blocks]) - Counter(whole[first:end]) or len(removed) > 1:
             return None
     return Case(few, layout.group(0, "pp")[index], less)

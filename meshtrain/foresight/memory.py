@@ -24,7 +24,7 @@ class RankMemory:
     parts: dict[str, float]
     moment: str
     pp: int = 0  # index of the rank
-    how: str = "traced"  # extended: from traces of fewer layers, microbatches and stages; estimated: by arithmetic
+    source: str = "traced"  # extended: from traces of fewer layers, microbatches and stages; estimated: by arithmetic
 
     @property
     def total(self) -> float:
@@ -84,7 +84,7 @@ def _of_rank(config: Config, layout: Layout, works: Sequence[Work], waiting: flo
                 peak, moment = before + most, f"{name} of {work.name}"
         before += work.saved
     parts["activations"] = max(waiting - 1, 0) * before + peak
-    return RankMemory(resident, parts, moment, how="estimated")
+    return RankMemory(resident, parts, moment, source="estimated")
 
 
 def _state_bytes(optimizer: str, precision: str, size: int) -> float:

@@ -106,8 +106,8 @@ class Prediction:
         """Of each rank of the pipeline by a trace; of a long one the first, the last, and that between them that holds
         most forwards."""
         ranks = self.layout.size("pp")
-        held = [extend.held_of(self.config, self.layout, pp, self.microbatches) for pp in range(ranks)]
-        between = max(range(1, ranks - 1), key=held.__getitem__) if ranks > MOST_RANKS else 0
+        waiting = [extend.held_of(self.config, self.layout, pp, self.microbatches) for pp in range(ranks)]
+        between = max(range(1, ranks - 1), key=waiting.__getitem__) if ranks > MOST_RANKS else 0
         chosen = {0, between, ranks - 1} if ranks > MOST_RANKS else range(ranks)
         return [extend.rank_memory(self.config, self.layout, pp) for pp in sorted(chosen)]
 
@@ -171,7 +171,7 @@ class Prediction:
         if self.traced:
             of_memory["ranks"] = [
                 {"pp": rank.pp, "kept": rank.resident, "parts": rank.parts, "peak": rank.total, "when": rank.moment,
-                 "how": rank.how, "verdict": self.hardware and rank.verdict(self.hardware.room)}
+                 "source": rank.source, "verdict": self.hardware and rank.verdict(self.hardware.room)}
                 for rank in self.ranks
             ]  # fmt: skip
             keys = ("bytes", "seconds")

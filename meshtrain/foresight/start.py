@@ -24,18 +24,18 @@ FILE = "memory.txt"  # in the run's folder
 
 def device_gib(device: torch.device) -> float | None:
     """GiB of a device; None: it has none of its own."""
-    if given := os.environ.get(ROOM):
-        return float(given)
+    if override := os.environ.get(ROOM):
+        return float(override)
     return torch.cuda.mem_get_info(device)[1] / 2**30 if device.type == "cuda" else None
 
 
 class MemoryForecast:
-    """Of a run in `folder`; begun on the rank that gives its config. Around its steps: an out-of-memory error ends with
+    """Of a run in `folder`, begun on rank 0. Around its steps: an out-of-memory error ends with
     what is foreseen, what takes the memory and what would give back."""
 
-    def __init__(self, folder: Path, device: torch.device, config: Config | None) -> None:
+    def __init__(self, folder: Path, device: torch.device, config: Config, rank: int) -> None:
         self.file, self.process, gib = folder / FILE, None, device_gib(device)
-        if gib is None or config is None or config.resolved is None:
+        if gib is None or config.resolved is None or rank != 0:
             return
         with optional("how much memory the run takes is not foreseen"):
             self.file.unlink(missing_ok=True)

@@ -133,8 +133,8 @@ class LiveBytes(TorchDispatchMode):
         self.count += 1
         key = f"{self.phase} {self.place}"
         if key not in self.peaks or self.total > self.peaks[key][0]:
-            where = f"{self.phase}, {operator.split('.')[0]}" + f" of {self.block}" * bool(self.block)
-            self.peaks[key] = self.total, self.count, where
+            words = f"{self.phase}, {operator.split('.')[0]}" + f" of {self.block}" * bool(self.block)
+            self.peaks[key] = self.total, self.count, words
         if self.count in self.actions:
             self.actions[self.count]()
 
@@ -294,9 +294,9 @@ class TracedStep:
             assert live.peaks == peaks  # steps are alike
         gc.collect()  # cycles hold memory for as long as it happens
         moment = max(peaks, key=lambda moment: peaks[moment][0])
-        peak, _, where = peaks[moment]
+        peak, _, words = peaks[moment]
         resident, sent = live.parts(self.owners()), self.mesh.comm_bytes.by_axis()
-        return RankTrace(resident, moments[moment], peak, where, sent, moments)
+        return RankTrace(resident, moments[moment], peak, words, sent, moments)
 
     def owners(self) -> dict[int, str]:
         """Storage -> what it holds for longer than an operator, of this rank's model and optimizer."""

@@ -35,7 +35,7 @@ def test_extends_layers_and_microbatches(overrides: tuple[str, ...], monkeypatch
     config = loaded(4 if "tp" in overrides[0] else 2, "model.num_hidden_layers=6", "batch.global_size=16", *overrides)
     assert config.resolved is not None
     short, whole = (extend.rank_memory(config, config.resolved, 0, limit) for limit in (0, 10**6))
-    assert (short.how, whole.how) == ("extended", "traced")
+    assert (short.source, whole.source) == ("extended", "traced")
     losses = 16 * extend.microbatches(16, 2, config.resolved.size("dp_replicate", "dp_shard"))
     for a, b in ((short.resident, whole.resident), (short.parts, whole.parts)):
         assert a.keys() == b.keys()
@@ -54,7 +54,7 @@ def test_extends_a_pipeline(name: str) -> None:
     message = 2 * 32 * 48 * 4
     for pp in (0, 3):
         short, whole = (extend.rank_memory(config, config.resolved, pp, limit) for limit in (0, 10**6))
-        assert short.how == "extended"
+        assert short.source == "extended"
         assert abs(short.total - whole.total) <= 8 * message, (short, whole)
         for part in ("weights", "gradients", "optimizer state"):
             assert short.parts.get(part) == whole.parts.get(part)
@@ -90,7 +90,7 @@ def test_a_run_says_before_it_starts_that_it_will_not_fit(tmp_path: Path, monkey
     config, cpu = loaded(1), torch.device("cpu")
     total = predict(QUICKSTART, LLAMA, hosts=(1,)).memory.total
     error = torch.OutOfMemoryError("CUDA out of memory")
-    with suppress(torch.OutOfMemoryError), start.MemoryForecast(tmp_path, cpu, config) as forecast:
+    with suppress(torch.OutOfMemoryError), start.MemoryForecast(tmp_path, cpu, config, 0) as forecast:
         verdict, parts, knobs = forecast.note()
         assert verdict.startswith(f"memory: {bytes_text(total)} at the peak")
         assert verdict.endswith("does not fit")
@@ -103,10 +103,10 @@ def test_a_run_says_before_it_starts_that_it_will_not_fit(tmp_path: Path, monkey
 
 def test_a_run_whose_memory_is_not_known_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, cpu = loaded(1), torch.device("cpu")
-    assert start.MemoryForecast(tmp_path, cpu, config).note() == []  # a CPU has no memory of its own
+    assert start.MemoryForecast(tmp_path, cpu, config, 0).note() == []  # a CPU has no memory of its own
     monkeypatch.setenv(start.ROOM, "80")
-    assert start.MemoryForecast(tmp_path, cpu, None).note() == []  # another rank's
+    assert start.MemoryForecast(tmp_path, cpu, config, 1).note() == []  # another rank's
     monkeypatch.setattr(start, "PATIENCE_S", 0)
-    with start.MemoryForecast(tmp_path, cpu, config) as forecast:
+    with start.MemoryForecast(tmp_path, cpu, config, 0) as forecast:
         assert forecast.note() == []  # and the run goes on
     assert list(tmp_path.iterdir()) == []
