@@ -442,7 +442,7 @@ def _reason(first: Candidate, other: Candidate) -> str:
         return ""
     if other.near:
         of_both = zip(other.parts, first.parts, ("stages", "axes"), strict=True)
-        worse = [f"{n} {what} for {few}" for n, few, what in of_both if n > few]
+        worse = [f"{n} {name} for {few}" for n, few, name in of_both if n > few]
         worse += [f"{bytes_text(more)} more memory"] * (more > 0)
         return "as fast, as far as this can tell" + (f", with {', '.join(worse)}" if worse else "")
     parts = {name: step.parts.get(name, 0) - best.parts.get(name, 0) for name in [*step.parts, *best.parts]}

@@ -129,13 +129,13 @@ def block_costs(
     costs: dict[int, BlockCost] = {}
     for work in {id(work): work for work in works}.values():  # blocks of a kind are the same one
         passes = [getattr(work, name) for name in PASSES]
-        groups = (Group.of(layout, send.axis) for one in passes for send in one.sends)
+        groups = (Group.of(layout, send.axis) for block_pass in passes for send in block_pass.sends)
         key = id(work), id(hardware), precision, product, *groups
         if key not in _known:
             if len(_known) == MOST_KNOWN:
                 _known.clear()
-            one_by_one = (cost(one, layout, hardware, precision, product) for one in passes)
-            _known[key] = BlockCost(*one_by_one), work, hardware  # which live as long as their ids are keys
+            of_passes = (cost(block_pass, layout, hardware, precision, product) for block_pass in passes)
+            _known[key] = BlockCost(*of_passes), work, hardware  # which live as long as their ids are keys
         costs[id(work)] = _known[key][0]
     return [costs[id(work)] for work in works]
 
