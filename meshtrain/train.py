@@ -30,6 +30,7 @@ from meshtrain.config import Config
 from meshtrain.config.locate import model_file
 from meshtrain.data import OpenData
 from meshtrain.data.cache import cache_folder
+from meshtrain.data.mixture import sample_order
 from meshtrain.errors import InputError
 from meshtrain.evaluate import evaluate, evaluation_set
 from meshtrain.job.consistency import Fingerprint, checkpoint_versions, require_equal, run_fingerprints
@@ -113,6 +114,8 @@ def run(config: Config, job: Job, signals: Signals | None = None, watchdog: Watc
         local = None if config.checkpoint.local is None else Path(config.checkpoint.local).expanduser()
         disk = None if local is None else LocalDisk(local, checkpoints, job)
         uploads, steps = open_uploads(config, job), total_steps(config, data.train)
+        with job.collective_check("counting the samples of each source"):
+            sample_order(config, data.train, steps)
         spec = RunSpec(config, folder.path, checkpoints, data.identity, code, steps, disk, uploads)
         checkpoint = Resume(job, spec)
         stop = StopRequest(signals or Signals())
@@ -137,7 +140,8 @@ def train(
     timer = StepTimer(job.device, hiding=unmeasured_wait_phases(mesh))
     model = model_of_run(spec, mesh, job, data, timer, from_checkpoint=checkpoint.checkpoint is not None)
     optimizer = Optimizer(model, config.optimizer, mesh, spec.steps)
-    trainer = Trainer(model, optimizer, config, mesh, job.device, task=data.task, timer=timer)
+    order = sample_order(config, data.train)
+    trainer = Trainer(model, optimizer, config, mesh, job.device, task=data.task, timer=timer, mixture=order.mixture)
     state = State(model, optimizer, mesh, job, trainer.scale)
     profiler, faults = Profiler(config.metrics, folder, job.rank, job.device), FaultInjector(config.train.chaos, job)
     held_out = evaluation_set(data, config.train.eval_samples)
@@ -147,7 +151,9 @@ def train(
     for line in (*banner, *profiler.about, *checkpoint.about(), *faults.about(), *goodput.about()):
         job.say(line)
     status.begin(config, layout_text(job.layout), goodput)
-    batches, eval_set = readers(config, mesh, data, held_out, first_step=checkpoint.step, steps=spec.steps)
+    batches, eval_set = readers(
+        config, mesh, data, held_out, first_step=checkpoint.step, steps=spec.steps, mixture=order.mixture
+    )
 
     with job.collective_check("opening metrics.jsonl"):
         metrics = NoMetrics()
