@@ -268,7 +268,8 @@ class Trainer:
     def _source_sums(self, mixture: Mixture, losses: Tensor) -> dict[str, Tensor]:
         """Of each source, the sum of this rank's losses and the number of its valid targets. Padding has neither."""
         first = self.sizes.before(self._step - 1)
-        sources = torch.tensor(mixture.sources(range(first + self.share.start, first + self.share.stop)))
+        own = range(first + self.share.start, first + self.share.stop)
+        sources = torch.tensor(mixture.sources(own), dtype=torch.int64)
         rows = torch.zeros(len(mixture.names), len(losses) + 1, dtype=torch.float64)
         rows[sources, torch.arange(len(sources))] = 1
         counts = self._valid[: len(sources)].double()
