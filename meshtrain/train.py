@@ -140,20 +140,17 @@ def train(
     timer = StepTimer(job.device, hiding=unmeasured_wait_phases(mesh))
     model = model_of_run(spec, mesh, job, data, timer, from_checkpoint=checkpoint.checkpoint is not None)
     optimizer = Optimizer(model, config.optimizer, mesh, spec.steps)
-    order = sample_order(config, data.train)
-    trainer = Trainer(model, optimizer, config, mesh, job.device, task=data.task, timer=timer, mixture=order.mixture)
+    held_out, mixture = evaluation_set(data, config.train.eval_samples), sample_order(config, data.train).mixture
+    trainer = Trainer(model, optimizer, config, mesh, job.device, task=data.task, timer=timer, mixture=mixture)
     state = State(model, optimizer, mesh, job, trainer.scale)
     profiler, faults = Profiler(config.metrics, folder, job.rank, job.device), FaultInjector(config.train.chaos, job)
-    held_out = evaluation_set(data, config.train.eval_samples)
     checkpoint.restore(state)
     goodput = GoodputTracker(folder if job.rank == 0 else None, checkpoint.step, stop.signals.since)
     banner = banner_lines(spec, job, data, held_out, model)
     for line in (*banner, *profiler.about, *checkpoint.about(), *faults.about(), *goodput.about()):
         job.say(line)
     status.begin(config, layout_text(job.layout), goodput)
-    batches, eval_set = readers(
-        config, mesh, data, held_out, first_step=checkpoint.step, steps=spec.steps, mixture=order.mixture
-    )
+    batches, eval_set = readers(config, mesh, data, held_out, first_step=checkpoint.step, steps=spec.steps)
 
     with job.collective_check("opening metrics.jsonl"):
         metrics = NoMetrics()

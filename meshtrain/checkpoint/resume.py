@@ -302,16 +302,6 @@ class Resume:
                 write_whole(self._spec.folder / WENT_BACK, _digest(self._spec))
 
 
-def _if_damaged(reports: list) -> list:
-    """What each rank has loaded, [host, damage], if any has found damage: hosts are asked only then."""
-    return reports if any(damage for _, damage in reports) else []
-
-
-def _if_in_doubt(choices: list) -> list:
-    """What rank 0 has chosen, [host, [path, problem, ...]], and the hosts of all if they are to be asked about it."""
-    return choices if choices[0][1][1] is not None else choices[:1]
-
-
 def _is_whole(checkpoint: Path) -> bool:
     try:
         open_manifest(checkpoint)

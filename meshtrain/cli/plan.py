@@ -89,19 +89,8 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
     from meshtrain.modeling.experts import expert_costs
 
     optimizer, costs = update_rule(*rule).title, (context_costs(config, layout), expert_costs(config, layout))
-    return Plan(
-        name,
-        layout,
-        batch,
-        config.batch.sizes,
-        precision,
-        parameters,
-        memory,
-        optimizer,
-        pipeline,
-        *costs,
-        tuple(notes),
-    )
+    sizes = config.batch.sizes
+    return Plan(name, layout, batch, sizes, precision, parameters, memory, optimizer, pipeline, *costs, tuple(notes))
 
 
 def _pipeline(config: Config, layout: Layout) -> PipelinePlan:

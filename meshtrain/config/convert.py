@@ -270,8 +270,8 @@ def _convert_stepwise(node: Node, option: Any, name: str, errors: list[ConfigErr
         pairs.append((first, convert(value, hint, f"{name}[{i}][1]", errors, limits)))
     steps = [step for step, _ in pairs]
     if len(errors) == before and (steps[:1] != [0] or steps != sorted(set(steps))):
-        found = ", ".join(map(str, steps)) or "none"
-        errors.append(ConfigError(node.at, f"{name}: expected steps that begin with 0 and ascend, found {found}"))
+        listed = ", ".join(map(str, steps)) or "none"
+        errors.append(ConfigError(node.at, f"{name}: expected steps that begin with 0 and ascend, found {listed}"))
     return tuple(pairs) if len(errors) == before else INVALID
 
 

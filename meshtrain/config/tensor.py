@@ -172,11 +172,11 @@ def check_stages(draft: ConfigDraft, sizes: dict[str, int]) -> None:
     parts = Layout(sizes).size(*DATA_AXES)
     schedules = []
     try:
-        for each in BatchSizes.of(size).sizes:
-            count = microbatches(each, micro, parts)
+        for batch in BatchSizes.of(size).sizes:
+            count = microbatches(batch, micro, parts)
             schedules.append(load(name, ranks=ranks, microbatches=count, stages_per_rank=per_rank))
     except ScheduleError as error:
-        step = "" if isinstance(size, int) else f"batch.global_size {each}: "
+        step = "" if isinstance(size, int) else f"batch.global_size {batch}: "
         draft.refuse("pipeline.schedule", f"{step}{error} (layout.pp is the number of ranks)")
         return
     schedule = schedules[0]

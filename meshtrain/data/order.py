@@ -210,11 +210,11 @@ class Mixture:
 
     def sources(self, positions: range) -> list[int]:
         """The source at each of these positions."""
-        found = []
+        at_positions = []
         for position in positions:
             first, _, weights = self._part(position)
-            found.append(mixture_period(weights)[(position - first) % sum(weights)])
-        return found
+            at_positions.append(mixture_period(weights)[(position - first) % sum(weights)])
+        return at_positions
 
     def items(
         self, seed: int, positions: range, items: Callable[[str, range, int], list[tuple[int, int]]] = items

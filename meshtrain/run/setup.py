@@ -12,8 +12,8 @@ from meshtrain.config import Config
 from meshtrain.config.layout_advice import host_warnings
 from meshtrain.config.locate import model_file
 from meshtrain.data import Batch, EvalBatches, OpenData, Samples, open_data, prepare_data, train_batches
-from meshtrain.data.mixture import about_mixture, mixture_of
-from meshtrain.data.order import Mixture, describe_ramp
+from meshtrain.data.mixture import about_mixture, mixture_of, sample_order
+from meshtrain.data.order import describe_ramp
 from meshtrain.job.consistency import Fingerprint, flat, require_equal
 from meshtrain.job.process import Job
 from meshtrain.job.storage import with_retries
@@ -74,14 +74,7 @@ def model_of_run(
 
 
 def readers(
-    config: Config,
-    mesh: Mesh,
-    data: OpenData,
-    held_out: Samples | None,
-    *,
-    first_step: int,
-    steps: int,
-    mixture: Mixture | None = None,
+    config: Config, mesh: Mesh, data: OpenData, held_out: Samples | None, *, first_step: int, steps: int
 ) -> tuple[Iterator[list[Batch]], EvalBatches | None]:
     """This rank's microbatches of each step, and those of an evaluation."""
     common: dict[str, Any] = {
@@ -95,6 +88,7 @@ def readers(
     if hasattr(model_file(config.model.name), "cp_plan"):
         split = mesh.size("cp") > 1
         common["prepare"] = context_parallel(config, mesh).shard if split else Batch.with_context
+    mixture = sample_order(config, data.train).mixture
     order: dict[str, Any] = {"seed": config.train.seed, "global_size": config.batch.sizes.changes, "mixture": mixture}
     batches = train_batches(data.train, first_step=first_step, steps=steps, **order, **common)
     return batches, None if held_out is None else EvalBatches(held_out, **common)
