@@ -244,6 +244,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hosts", metavar="COUNTS", help="processes on each host: 4,2 (two hosts), 4x8 (four hosts of 8), 4x8,2"
     )
     parser.add_argument("--parameters", action="store_true", help="tell what each parameter becomes")
+    about = "draw the learning rate, the batch size and the mixture over the steps instead"
+    parser.add_argument("--schedule", action="store_true", help=about)
     parser.add_argument("--gpu", metavar="NAME", help="whether it fits, and what a step takes: h100, or a file")
     parser.add_argument("--png", metavar="FILE", help="write memory and step as a picture (.svg and .pdf work, too)")
     parser.add_argument("--against", metavar="RUN", help="what a run has measured beside what is foreseen of it")
@@ -255,6 +257,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.calibrate or arguments.against:
         _measured(arguments)
+        return
+    if arguments.schedule:
+        _schedule(arguments)
         return
     hosts = None if arguments.hosts is None else read_hosts(arguments.hosts)
     plan = make_plan(arguments.config, arguments.overrides, hosts)
@@ -290,6 +295,16 @@ def _foreseen(arguments: argparse.Namespace, hosts: Sequence[int]) -> "tuple[Pre
         lines[-1] += f", of {bytes_text(hardware.room)} that tensors can have: {memory.verdict(hardware.room)}"
         lines += ["", *step_lines(prediction.step), f"  rates: {hardware.source} of {hardware.device.name}"]
     return prediction, lines
+
+
+def _schedule(arguments: argparse.Namespace) -> None:
+    from meshtrain.cli.schedule import courses_of, draw_schedule, schedule_json, schedule_text
+
+    config = Config.load(arguments.config, arguments.overrides)
+    courses = courses_of(config)
+    if arguments.png is not None:
+        draw_schedule(arguments.png, config, courses)
+    print(json.dumps(schedule_json(config, courses)) if arguments.json else schedule_text(config, courses))
 
 
 def _measured(arguments: argparse.Namespace) -> None:

@@ -70,6 +70,11 @@ def two(folder: Path, known: dict[str, Experiment]) -> Path:
         resume = f"checkpoint.resume={folder / name / 'checkpoints/step_0000003'}"
         runs.append((known[name], name, SHARDED, ("checkpoint.every=3",)))
         runs.append((known[name], f"{name}_resumed", SHARDED, (resume,)))
+    decay = ("optimizer.schedule=wsd", "train.steps=6", "optimizer.decay_steps=2")
+    trunk = ("optimizer.schedule=wsd", "train.steps=7", "optimizer.decay_steps=1", "checkpoint.every=4")
+    resume = f"checkpoint.resume={folder / 'trunk/checkpoints/step_0000004'}"
+    runs += [(known["ramp"], "decayed", SHARDED, decay), (known["ramp"], "trunk", SHARDED, trunk)]
+    runs.append((known["ramp"], "branch", SHARDED, (*decay, resume)))
     train(folder, 2, runs)
     return folder
 
@@ -97,6 +102,16 @@ def test_a_resumed_run_goes_on_bit_for_bit(name: str, two: Path, alone: dict[str
         for key in (*same, *(key for key in expected if "/" in key)):
             assert row[key] == expected[key], key
     assert_same(whole, alone[name], 1e-9)
+
+
+@pytest.mark.timeout(600)
+def test_a_decay_branch_is_the_run_that_had_its_keys_from_the_beginning(two: Path) -> None:
+    branch, whole = read(two / "branch/metrics.jsonl"), read(two / "decayed/metrics.jsonl")
+    assert [row["step"] for row in branch] == [5, 6]
+    assert branch[0]["lr"] > branch[1]["lr"]
+    for row, expected in zip(branch, whole[4:], strict=True):
+        for key in ("loss", "grad_norm", "lr", "tokens", "samples", "samples_digest"):
+            assert row[key] == expected[key], key
 
 
 def test_rows_have_the_samples_of_the_order(alone: dict[str, list[dict]]) -> None:
