@@ -47,7 +47,7 @@ def compare_configs(
     then: Mapping[str, Any], now: Mapping[str, Any], *, other_data: bool = False, step: int | None = None
 ) -> Changes:
     """Two configs as section -> key -> value, as JSON gives them back; `other_data`: the section `data` may differ.
-    `step`: of the checkpoint; what changes at later steps, batch sizes and weights of sources, may differ.
+    `step`: of the checkpoint; what changes at later steps, lengths, batch sizes and weights, may differ.
 
     Keys that only one of them has were taken away or added by another version of meshtrain, and its default stands.
     """
@@ -71,7 +71,7 @@ def _keys(config: Mapping[str, Any], step: int | None) -> Iterator[tuple[str, An
         if section != "layout" and isinstance(keys, Mapping):  # the layout that -1 stood for is compared, not the -1
             for key, value in keys.items():
                 name = f"{section}.{key}"
-                if name == "batch.global_size":
+                if name in ("batch.global_size", "data.seq_len_warmup"):
                     yield name, _until(value, step)
                 elif name == "data.sources" and isinstance(value, list):
                     yield name, [_source(source, step) for source in value]

@@ -35,11 +35,11 @@ def courses_of(config: Config) -> list[Course]:
     """What changes over the steps of a config. Raises InputError: the number of steps is not known without the data."""
     steps = config.train.steps
     if steps is None:
-        raise InputError(
-            "--schedule needs the number of steps, and train.epochs counts samples: give train.steps=N train.epochs=null"
-        )
+        raise InputError("--schedule needs the number of steps, which train.epochs does not say: give train.steps=N")
     rates = tuple(learning_rate(config.optimizer, step, steps) for step in range(1, steps + 1))
     courses = [Course("learning rate", rates), Course("batch size", _by_step(config.batch.sizes.changes, steps))]
+    if config.data.seq_len_warmup:
+        courses.append(Course("sequence", _by_step(config.data.seq_len_warmup, steps)))
     weights = changes_of([source.weight for source in config.data.sources])
     for i, source in enumerate(config.data.sources):
         shares = [(step, weight[i] / sum(weight)) for step, weight in weights]
@@ -65,7 +65,8 @@ def schedule_text(config: Config, courses: Sequence[Course]) -> str:
 
 def _changing_steps(config: Config, sizes: BatchSizes, steps: int) -> list[int]:
     weights = changes_of([source.weight for source in config.data.sources])
-    return [step for step in sorted({step for step, _ in (*sizes.changes, *weights)}) if 0 < step < steps]
+    changes = {step for step, _ in (*sizes.changes, *weights, *config.data.seq_len_warmup)}
+    return [step for step in sorted(changes) if 0 < step < steps]
 
 
 def schedule_json(config: Config, courses: Sequence[Course]) -> dict[str, Any]:

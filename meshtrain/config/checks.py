@@ -232,6 +232,17 @@ def sequence_fits_model(seq_len: int, most: int, source: str, *ropes: dict[str, 
         )
 
 
+@rule("data.seq_len_warmup", "data.seq_len", "data.source")
+def warmup_ends_at_length(warmup: tuple[tuple[int, int], ...], seq_len: int, source: str) -> Problems:
+    if warmup and source not in OF_TOKENS:
+        yield f"data.seq_len_warmup cuts samples of text or tokens, and data.source is {source}: take it away"
+    elif warmup and (warmup[-1][1] != seq_len or max(length for _, length in warmup) > seq_len):
+        yield (
+            f"data.seq_len_warmup is {', '.join(str(length) for _, length in warmup)}: expected lengths up to "
+            f"data.seq_len {seq_len}, and this one as the last"
+        )
+
+
 @rule("model.vocab_size", "data.tokenizer", "data.source")
 def bytes_fit_model(vocab_size: int, tokenizer: str, source: str) -> Problems:
     if source in _OF_TEXT and tokenizer == "bytes" and vocab_size < 256:

@@ -88,6 +88,8 @@ class Data:
     """For `jsonl` and `parquet`: the field that is the text of a document."""
     seq_len: int = key(256, minimum=1, also="sequence_length seq_length context_length block_size max_seq_len")
     """Tokens of a sample."""
+    seq_len_warmup: tuple[tuple[int, int], ...] = key((), minimum=1, also="sequence_length_warmup curriculum_learning")
+    """Lengths to which samples are cut in the first steps, the last of which is `seq_len`: `[[0, 64], [1000, 256]]`."""
     mask_documents: bool = False
     """Whether attention stays inside of a document where several share a sample. On GPUs in 16 bits the faster way."""
     augment: bool = key(False, also="augmentation")

@@ -65,12 +65,16 @@ def check_split(draft: ConfigDraft, sizes: dict[str, int]) -> None:
 
 def _check_sequence(draft: ConfigDraft, tp: int) -> None:
     length, source = draft.values["data.seq_len"], draft.values["data.source"]
-    if INVALID not in (length, source) and source in OF_TOKENS and length % tp:
+    warmup = draft.values["data.seq_len_warmup"]
+    if INVALID in (length, source, warmup) or source not in OF_TOKENS:
+        return
+    length = next((part for _, part in warmup if part % tp), length)
+    if length % tp:
         near = " or ".join(str(n) for n in (length // tp * tp, -(-length // tp) * tp) if n)
         draft.report(
             draft.place("data.seq_len"),
-            f"data.seq_len {length} does not divide over layout.tp {tp}, which shares the sequence: use {near}, or "
-            "parallel.sequence_parallel: false",
+            f"data.seq_len{'_warmup' * bool(warmup)} {length} does not divide over layout.tp {tp}, which shares the "
+            f"sequence: use {near}, or parallel.sequence_parallel: false",
         )
 
 

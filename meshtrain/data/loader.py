@@ -46,6 +46,7 @@ def train_batches(
     rank: int,
     ranks: int,
     mixture: Mixture | None = None,
+    lengths: Sequence[Sequence[int]] = (),
     **reading: Unpack[Reading],
 ) -> Iterator[list[Batch]]:
     """The microbatches of one data rank, a list for each step of range(first_step, steps).
@@ -58,6 +59,7 @@ def train_batches(
         global_size: the samples of a step, or how they change (see `BatchSizes`).
         rank, ranks: the position among the data ranks, and their number.
         mixture: of a data set of several sources, which a step takes samples from.
+        lengths: the tokens to which samples are cut, [first step, tokens] each; none: they are not.
 
     Raises:
         InputError: what the data holds cannot be trained on, wherever it was read.
@@ -74,9 +76,12 @@ def train_batches(
             filler = own[0] if own else order.items(positions[:1])[0]
             yield from _fill(own, filler, microbatches(len(positions), micro_size, ranks), micro_size)
 
+    prepare = reading.pop("prepare", Batch.batch)
+    reading["prepare"] = lambda batch: prepare(batch.shortened(length) if lengths else batch)  # of the step below
     together = microbatches(sizes.largest, micro_size, ranks)
     batches = iter(_Loader(dataset, slots(), persistent=False, together=together, **reading))
     for step in range(first_step, steps):
+        length = BatchSizes.of(lengths or 1).size(step)
         yield [next(batches) for _ in range(microbatches(sizes.size(step), micro_size, ranks))]
 
 

@@ -90,6 +90,7 @@ def readers(
         common["prepare"] = context_parallel(config, mesh).shard if split else Batch.with_context
     mixture = sample_order(config, data.train).mixture
     order: dict[str, Any] = {"seed": config.train.seed, "global_size": config.batch.sizes.changes, "mixture": mixture}
+    order["lengths"] = config.data.seq_len_warmup
     batches = train_batches(data.train, first_step=first_step, steps=steps, **order, **common)
     return batches, None if held_out is None else EvalBatches(held_out, **common)
 

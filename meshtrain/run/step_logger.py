@@ -9,7 +9,7 @@ from meshtrain.checkpoint.resume import RunSpec
 from meshtrain.checkpoint.retention import SAMPLES
 from meshtrain.data import OpenData
 from meshtrain.data.mixture import sample_order
-from meshtrain.data.order import samples_digest, share
+from meshtrain.data.order import BatchSizes, samples_digest, share
 from meshtrain.errors import TrainingError
 from meshtrain.evaluate import Evaluation
 from meshtrain.job.process import Job
@@ -51,15 +51,17 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         self._order = sample_order(spec.config, data.train)
         self._pending: Callable[[], StepResult] | None = None
         self._monitor, self._metrics = monitor, metrics
+        self._lengths = BatchSizes.of(spec.config.data.seq_len_warmup or spec.config.data.seq_len)
         if job.rank == 0:
-            self._count_flops()
+            self._metrics.say(self._count_flops(spec.config.data.seq_len))
 
-    def _count_flops(self) -> None:
-        batch = self.data.train.read([(0, 0)], 1).batch()
+    def _count_flops(self, length: int) -> str:
+        """Of samples that are cut to a length, if they are tokens. Returns a line about it."""
+        batch, self._counted = self.data.train.read([(0, 0)], 1).batch().shortened(length), length
         self._causal, self._packed = CausalCalls(), batch.tensors.get("documents") is not None
         self._flops, of_model = sample_flops(spec_of(self.config).meta, batch.inputs, self._causal)
         self._peak, of_device = peak_flops(self.job.device, self.config.train.precision)
-        self._metrics.say(f"{of_model}; {of_device} (for MFU)")
+        return f"{of_model}; {of_device} (for MFU)"
 
     def __exit__(self, *_: object) -> None:
         self._metrics.close()
@@ -108,7 +110,9 @@ class StepLogger(AbstractContextManager["StepLogger"]):
 
     def _row(self, result: StepResult, times: dict[str, float]) -> dict[str, object]:
         positions, seconds = self._order.sizes.positions(result.step - 1), times["step_time_s"]
-        size = len(positions)
+        size, length = len(positions), self._lengths.size(result.step - 1)
+        if length != self._counted:
+            self._count_flops(length)
         return {
             "step": result.step,
             "epoch": (positions.stop - 1) // self._order.samples + 1,
@@ -132,7 +136,8 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         """FLOPs of a step in which only pairs of tokens count that see each other; None if not known."""
         if self._flops is None:
             return None
-        lengths = self.data.train.document_lengths([sample for _, sample in self._items(step)])
+        whole = self._counted == self.config.data.seq_len
+        lengths = self.data.train.document_lengths([sample for _, sample in self._items(step)]) if whole else None
         if self._packed and lengths is None:
             return None
         return causal_flops(self._flops, self._causal.flops, self._order.sizes.size(step - 1), lengths)

@@ -133,6 +133,7 @@ def test_samples_of_a_mixture_are_those_of_its_sources(tmp_path: Path) -> None:
         ("sources: [{name: a, path: DIR/a.txt, weight: [[0, 0]]}]", "4", "from step 0 on: the weights 0.0: expected"),
         ("sources: [{name: a, path: DIR/a.txt, weight: [[1, 0.5]]}]", "4", r"begin with 0 and ascend, found 1"),
         ("sources: [{name: a, path: DIR/a.txt, weight: [[0, -1]]}]", "4", r"weight\[0\]\[1\]: expected a number of at"),
+        (TWO + ", seq_len_warmup: [[0, 4], [9, 16]]", "4", "is 4, 16: expected lengths up to data.seq_len 8"),
         (TWO, "[[0, 4], [0, 8]]", "batch.global_size: expected steps that begin with 0 and ascend, found 0, 0"),
         (TWO, "[4, 8]", r"batch.global_size\[0\]: expected \[step, value\], found the integer 4"),
         (

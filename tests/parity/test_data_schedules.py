@@ -11,6 +11,7 @@ from tests.parity.cells import assert_same, train
 from tests.parity.experiments import QUICKSTART, SMALL, Experiment, write_ragged
 
 RAMP = "batch.global_size=[[0, 5], [2, 14], [5, 3]]"
+LENGTH = "data.seq_len_warmup=[[0, 8], [2, 26], [4, 48]]"
 SIX = ("train.precision=float64", "train.steps=6", "optimizer.warmup_steps=2", "batch.micro_size=2")
 ZBV = ("pipeline.schedule=zbv", "model.num_hidden_layers=2")
 # World size -> (experiment, layout, more overrides)
@@ -22,6 +23,9 @@ CELLS: dict[int, list[tuple[str, str, tuple[str, ...]]]] = {
         ("mixture", "{tp: 2}", ("parallel.sequence_parallel=false",)),
         ("mixture", "{cp: 2}", ()),
         ("both", "{pp: 2}", ("pipeline.schedule=1f1b",)),
+        ("length", "{pp: 2}", ("pipeline.schedule=1f1b",)),
+        ("length", "{tp: 2}", ()),
+        ("length", "{cp: 2}", ()),
         ("both", "{pp: 2}", ZBV),
     ],
     4: [
@@ -52,7 +56,12 @@ def known(folder: Path) -> dict[str, Experiment]:
     )
     mixture = (sources, "data.validation=0.1", "train.eval_every=6", "train.eval_samples=9")
     common = (*SMALL, f"data.cache={folder / 'cache'}", *SIX, "data.mask_documents=true")
-    names = {"mixture": (*mixture, "batch.global_size=7"), "ramp": (RAMP,), "both": (*mixture, RAMP)}
+    names = {
+        "mixture": (*mixture, "batch.global_size=7"),
+        "ramp": (RAMP,),
+        "both": (*mixture, RAMP),
+        "length": (LENGTH,),
+    }
     return {name: Experiment(name, QUICKSTART, (*common, *keys), 1e-9) for name, keys in names.items()}
 
 
@@ -66,7 +75,7 @@ def alone(folder: Path, known: dict[str, Experiment]) -> dict[str, list[dict]]:
 def two(folder: Path, known: dict[str, Experiment]) -> Path:
     """All runs of two processes, resumed ones among them."""
     runs = [(known[name], f"2/{i}", layout, more) for i, (name, layout, more) in enumerate(CELLS[2])]
-    for name in ("mixture", "ramp"):
+    for name in ("mixture", "ramp", "length"):
         resume = f"checkpoint.resume={folder / name / 'checkpoints/step_0000003'}"
         runs.append((known[name], name, SHARDED, ("checkpoint.every=3",)))
         runs.append((known[name], f"{name}_resumed", SHARDED, (resume,)))
@@ -93,7 +102,7 @@ def test_four_processes(folder: Path, known: dict[str, Experiment], alone: dict[
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["mixture", "ramp"])
+@pytest.mark.parametrize("name", ["mixture", "ramp", "length"])
 def test_a_resumed_run_goes_on_bit_for_bit(name: str, two: Path, alone: dict[str, list[dict]]) -> None:
     whole, resumed = read(two / name / "metrics.jsonl"), read(two / f"{name}_resumed/metrics.jsonl")
     assert [row["step"] for row in resumed] == [4, 5, 6]
@@ -118,6 +127,9 @@ def test_rows_have_the_samples_of_the_order(alone: dict[str, list[dict]]) -> Non
     """And the losses of the sources come to that of the step."""
     rows = alone["ramp"]
     assert [row["samples"] for row in rows] == [5, 10, 24, 38, 52, 55]
+    assert np.diff([0, *(row["tokens"] for row in alone["length"])]).tolist() == [
+        14 * n for n in (8, 8, 26, 26, 48, 48)
+    ]
     losses = [{key: row[key] for key in row if key.startswith("source_loss/")} for row in alone["both"]]
     assert set().union(*losses[:3]) == {"source_loss/ragged", "source_loss/text", "source_loss/tokens"}
     assert set(losses[-1]) == {"source_loss/text"}  # 3 samples, of which 1/20 would be ragged
