@@ -132,6 +132,7 @@ def test_rows_have_the_samples_of_the_order(alone: dict[str, list[dict]]) -> Non
     ]
     losses = [{key: row[key] for key in row if key.startswith("source_loss/")} for row in alone["both"]]
     assert set().union(*losses[:3]) == {"source_loss/ragged", "source_loss/text", "source_loss/tokens"}
+    assert ["source_loss/tokens" in of for of in losses[2:]] == [True, False, False, False]  # the weight is 0 from then
     assert set(losses[-1]) == {"source_loss/text"}  # 3 samples, of which 1/20 would be ragged
     assert losses[-1]["source_loss/text"] == pytest.approx(alone["both"][-1]["loss"], rel=1e-12)
     for row, of in zip(alone["both"], losses, strict=True):
