@@ -122,7 +122,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self._step, self._batches, self._on_device = step, microbatches, None
         self.share = share(self.sizes.size(step - 1), self.mesh.size(*DATA_AXES), self.mesh.index(*DATA_AXES))
-        self._valid = torch.cat([(batch.targets != IGNORE).flatten(1).sum(1) for batch in microbatches])
+        self._valid = torch.cat([(b.targets != IGNORE).reshape(len(b.targets), -1).sum(1) for b in microbatches])
         self._losses, self._correct = {}, []
         # FSDP takes gradients in 16 bits, to which the sum would be rounded in the place of its addends.
         self._weight_grad = None if self.mesh.uses_fsdp and self.dtype.itemsize < 4 else WeightGradSum()
