@@ -84,11 +84,14 @@ def sample_order(config: "Config", train: Samples, steps: int | None = None) -> 
     return SampleOrder(config.train.seed, sizes, len(train), mixture_of(config.data, train, sizes, steps))
 
 
-def about_mixture(config: "Data", mixture: Mixture, sizes: BatchSizes, steps: int) -> list[str]:
-    """Lines for people: what the run takes of each source."""
-    taken = mixture.taken(sizes.before(steps))
+def about_mixture(config: "Config", train: Samples, steps: int) -> list[str]:
+    """Lines for people: what the run takes of each source; none where it mixes none."""
+    mixture = mixture_of(config.data, train, config.batch.sizes)
+    if mixture is None:
+        return []
+    taken = mixture.taken(config.batch.sizes.before(steps))
     total = max(sum(taken), 1)
     return [
         f"mixture: {100 * count / total:.4g} % {own.name}, {plural(count, 'sample')}, {count / size:.3g} passes"
-        for own, size, count in zip(config.sources, mixture.sizes, taken, strict=True)
+        for own, size, count in zip(config.data.sources, mixture.sizes, taken, strict=True)
     ]

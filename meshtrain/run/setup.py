@@ -12,7 +12,7 @@ from meshtrain.config import Config
 from meshtrain.config.layout_advice import host_warnings
 from meshtrain.config.locate import model_file
 from meshtrain.data import Batch, EvalBatches, OpenData, Samples, open_data, prepare_data, train_batches
-from meshtrain.data.mixture import about_mixture, mixture_of, sample_order
+from meshtrain.data.mixture import about_mixture, sample_order
 from meshtrain.data.order import describe_ramp
 from meshtrain.job.consistency import Fingerprint, flat, require_equal
 from meshtrain.job.process import Job
@@ -134,8 +134,8 @@ def banner_lines(spec: RunSpec, job: Job, data: OpenData, evaluated: Samples | N
     elif config.metrics.timeline is not None:
         yield "metrics.timeline is for a pipeline, and this layout has none (pp: 1): no timeline is written"
     yield from data.about
-    if (mixture := mixture_of(config.data, data.train, size.sizes)) is not None:
-        yield from about_mixture(config.data, mixture, size.sizes, spec.steps)
+    if config.data.sources:
+        yield from about_mixture(config, data.train, spec.steps)
     if config.data.mask_documents and layout.size("cp") == 1 and job.device.type == "cuda":
         lengths = has_varlen(job.device, compute_dtype(config.train.precision)) and hasattr(module, "cp_plan")
         yield f"attention within documents by {'their lengths' if lengths else 'a mask of all pairs of tokens'}"
