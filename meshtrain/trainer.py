@@ -122,11 +122,12 @@ class Trainer:
         self.optimizer.zero_grad()
         self._step, self._batches, self._on_device = step, microbatches, None
         self.share = share(self.sizes.size(step - 1), self.mesh.size(*DATA_AXES), self.mesh.index(*DATA_AXES))
-        self._valid = torch.cat([(b.targets != IGNORE).reshape(len(b.targets), -1).sum(1) for b in microbatches])
+        valid = ((b.targets != IGNORE).reshape(len(b.targets), -1).sum(1).tolist() for b in microbatches)
+        self._valid = [count for counts in valid for count in counts]  # targets of each sample of this rank
         self._losses, self._correct = {}, []
         # FSDP takes gradients in 16 bits, to which the sum would be rounded in the place of its addends.
         self._weight_grad = None if self.mesh.uses_fsdp and self.dtype.itemsize < 4 else WeightGradSum()
-        self._count = GlobalCount(int(self._valid.sum()), self.mesh, self.device)
+        self._count = GlobalCount(sum(self._valid), self.mesh, self.device)
         self._terms = StepTerms(self._count, None if self.scale is None else self.scale.value)
         if isinstance(self.model, Pipeline):
             self.model.run(self, len(microbatches))
@@ -272,7 +273,7 @@ class Trainer:
         sources = torch.tensor(mixture.sources(own), dtype=torch.int64)
         rows = torch.zeros(len(mixture.names), len(losses) + 1, dtype=torch.float64)
         rows[sources, torch.arange(len(sources))] = 1
-        counts = self._valid[: len(sources)].double()
+        counts = torch.tensor(self._valid[: len(sources)], dtype=torch.float64)
         rows[:, -1] = rows[:, : len(sources)] @ counts
         # From pinned memory the copy waits for nothing.
         rows = (rows.pin_memory() if losses.is_cuda else rows).to(self.device, non_blocking=True)
