@@ -136,11 +136,11 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         """FLOPs of a step in which only pairs of tokens count that see each other; None if not known."""
         if self._flops is None:
             return None
-        whole = self._counted == self.config.data.seq_len
-        lengths = self.data.train.document_lengths([sample for _, sample in self._items(step)]) if whole else None
+        samples, whole = [sample for _, sample in self._items(step)], self._counted == self.config.data.seq_len
+        lengths = self.data.train.document_lengths(samples) if whole else None
         if self._packed and lengths is None:
             return None
-        return causal_flops(self._flops, self._causal.flops, self._order.sizes.size(step - 1), lengths)
+        return causal_flops(self._flops, self._causal.flops, len(samples), lengths)
 
     def _items(self, step: int) -> list[tuple[int, int]]:
         return self._order.of_step(step - 1)
