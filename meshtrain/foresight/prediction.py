@@ -44,7 +44,7 @@ class Prediction:
         self.config, self.layout, self.hardware = config, config.resolved, hardware
         self.precisions = config.train.precision, config.train.linear_precision and "float8"
         self.microbatches = microbatches(
-            config.batch.global_size, config.batch.micro_size, self.layout.size(*DATA_AXES)
+            config.batch.sizes.largest, config.batch.micro_size, self.layout.size(*DATA_AXES)
         )
 
     @cached_property
@@ -152,8 +152,8 @@ class Prediction:
             gathers_again=parallel.reshard_after_forward and self.schedule is None,
             shards_optimizer=getattr(parallel, "shard_optimizer", False),
             message_size=2 if parallel.reduce_precision == "bfloat16" else size,
-            tokens=config.batch.global_size * self.per_sample,
-            flops=3 * sum(block_costs(spec_of(config), config.data.seq_len)) * config.batch.global_size,
+            tokens=config.batch.sizes.largest * self.per_sample,
+            flops=3 * sum(block_costs(spec_of(config), config.data.seq_len)) * config.batch.sizes.largest,
         )
 
     @property
