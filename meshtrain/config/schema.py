@@ -164,6 +164,23 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
+class ParamGroup:
+    """One group: parameters by their names, and what their updates have of their own. The first group whose pattern
+    matches a name counts."""
+
+    match: str = key(also="pattern params parameters name_pattern")
+    """A pattern of names, such as `*norm*` or `model.layers.*.self_attn.*`."""
+    lr: float | None = key(None, above=0, also="learning_rate max_lr")
+    """Their highest learning rate, which follows the same course. null: `optimizer.lr`."""
+    lr_scale: float = key(1.0, above=0, also="lr_mult lr_multiplier")
+    """What multiplies `optimizer.lr` for them: an `lr` that follows it."""
+    weight_decay: float | None = key(None, minimum=0, also="wd")
+    """Their decay. null: `optimizer.weight_decay` of those with two or more dims."""
+    name: OptimizerName | None = key(None, also="optimizer type")  # noqa: RUF009 (a Literal)
+    """Their optimizer. null: `optimizer.name`."""
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """The optimizer, and the learning rate over the run."""
 
@@ -184,6 +201,12 @@ class Optimizer:
     same on every layout; a checkpoint fits runs with the same value. `float32`: the type of the weights."""
     weight_decay: float = key(0.1, minimum=0)
     """Decay of the weights with two or more dims; the others do not decay."""
+    momentum: float = key(0.95, minimum=0, below=1)
+    """The decay rate of SGD's momentum."""
+    nesterov: bool = True
+    """SGD: whether a step looks ahead along the momentum."""
+    groups: tuple[ParamGroup, ...] = key((), also="param_groups parameter_groups")
+    """Parameters with a rate, a decay or an optimizer of their own; the keys of each group are below."""
     clip_norm: float | None = key(1.0, above=0, also="grad_clip max_grad_norm clip_grad gradient_clipping max_norm")
     """The norm of all gradients together to which they are clipped. null: they are not."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = key(

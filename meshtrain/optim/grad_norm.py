@@ -19,7 +19,7 @@ class LocalParameter:
     Attributes:
         copies: how many copies of each element there are in the job.
         local: this rank's part, which may be empty; `local.grad` is its gradient once `take_grad` was called.
-        state: of the optimizer, by name: plain tensors.
+        state: of the optimizer, by name: plain tensors. state_specs: how each of them lies.
     """
 
     def __init__(self, spec: ParameterSpec, parameter: nn.Parameter, mesh: Mesh) -> None:
@@ -29,6 +29,7 @@ class LocalParameter:
         self.local.requires_grad_()
         self.copies = spec.copies(mesh.layout)
         self.state: dict[str, Tensor] = {}
+        self.state_specs: dict[str, ParameterSpec] = {}
 
     def take_grad(self) -> Tensor:
         """This rank's part of the gradient, which the next update uses: zeros where no forward used the parameter.

@@ -8,7 +8,10 @@ from meshtrain.errors import InputError
 if TYPE_CHECKING:
     from meshtrain.optim.optimizer import UpdateRule
 
-OPTIMIZERS = {"adamw": "meshtrain.optim.adamw:AdamW"}  # name -> module:class, an `UpdateRule`
+OPTIMIZERS = {  # name -> module:class, an `UpdateRule`
+    "adamw": "meshtrain.optim.adamw:AdamW",
+    "sgd": "meshtrain.optim.sgd:SGD",
+}
 IN_BFLOAT16 = {"adamw": "meshtrain.optim.adamw:RoundedAdamW"}  # the same, whose state is kept in that type
 
 
