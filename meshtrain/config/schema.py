@@ -185,7 +185,7 @@ class Optimizer:
     """The optimizer, and the learning rate over the run."""
 
     name: OptimizerName = key("adamw", also="type optimizer")  # noqa: RUF009 (a Literal)
-    """The optimizer."""
+    """The optimizer. `muon` is for matrices: embeddings, heads and what has one dim get `adamw`."""
     lr: float = key(3e-4, above=0, also="learning_rate max_lr")
     """The highest learning rate."""
     min_lr: float = key(0.0, minimum=0, also="lr_min final_lr")
@@ -202,9 +202,9 @@ class Optimizer:
     weight_decay: float = key(0.1, minimum=0)
     """Decay of the weights with two or more dims; the others do not decay."""
     momentum: float = key(0.95, minimum=0, below=1)
-    """The decay rate of SGD's momentum."""
+    """The decay rate of the momentum of Muon and SGD."""
     nesterov: bool = True
-    """SGD: whether a step looks ahead along the momentum."""
+    """Muon and SGD: whether a step looks ahead along the momentum."""
     groups: tuple[ParamGroup, ...] = key((), also="param_groups parameter_groups")
     """Parameters with a rate, a decay or an optimizer of their own; the keys of each group are below."""
     clip_norm: float | None = key(1.0, above=0, also="grad_clip max_grad_norm clip_grad gradient_clipping max_norm")

@@ -176,12 +176,13 @@ def check_groups(draft: ConfigDraft) -> None:
     for i, group in enumerate(groups):
         if i in taken:
             continue
-        earlier = {j for name, j in zip(names, taken, strict=True) if fnmatchcase(name, group.match)}
+        matched = [j for name, j in zip(names, taken, strict=True) if fnmatchcase(name, group.match)]
+        earlier = sorted({j for j in matched if j is not None})
         known = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
         near = _names_near(group.match, list(known))
         out = f"near it are {', '.join(near)}" if near else f"the first is {names[0]}" if names else "it has none"
         if earlier:
-            out = f"what it matches is in {any_of([f'group {j}' for j in sorted(earlier)], 'and')}: put it before"
+            out = f"what it matches is in {any_of([f'group {j}' for j in earlier], 'and')}: put it before"
         problem = f"group {i}: no parameter that is trained is left for {yaml_text(group.match)}"
         draft.refuse("optimizer.groups", f"{problem}; {out}")
 

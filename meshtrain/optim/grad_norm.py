@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshtrain.huggingface.stored_names import Table, table_of
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.mixed_precision import sum_dtype
 from meshtrain.parallel.sharding import ParameterSpec, parameters_of
@@ -19,11 +21,12 @@ class LocalParameter:
     Attributes:
         copies: how many copies of each element there are in the job.
         local: this rank's part, which may be empty; `local.grad` is its gradient once `take_grad` was called.
+        stored_as: how files name and divide the model's tensors.
         state: of the optimizer, by name: plain tensors. state_specs: how each of them lies.
     """
 
-    def __init__(self, spec: ParameterSpec, parameter: nn.Parameter, mesh: Mesh) -> None:
-        self.spec, self.parameter = spec, parameter
+    def __init__(self, spec: ParameterSpec, parameter: nn.Parameter, mesh: Mesh, stored_as: Table) -> None:
+        self.spec, self.parameter, self.stored_as = spec, parameter, stored_as
         local = parameter.detach()
         self.local = local.to_local() if isinstance(local, DTensor) else local
         self.local.requires_grad_()
@@ -49,7 +52,9 @@ class LocalParameter:
 
 def local_parameters(model: nn.Module, mesh: Mesh) -> list[LocalParameter]:
     """What is trained of a model, or of the stages that this rank has of it."""
-    return [LocalParameter(spec, p, mesh) for spec, p in parameters_of(model) if spec.trainable]
+    whole: Any = model.stages()[0] if hasattr(model, "parameter_stages") else model  # type: ignore[operator]
+    table = table_of(type(whole))
+    return [LocalParameter(spec, p, mesh, table) for spec, p in parameters_of(model) if spec.trainable]
 
 
 def device_of(model: nn.Module, mesh: Mesh) -> torch.device:

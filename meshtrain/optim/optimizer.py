@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshtrain.errors import group_values
+from meshtrain.layout import STAGE
 from meshtrain.mesh import Mesh
 from meshtrain.optim.grad_norm import LocalParameter, device_of, local_parameters, scale_gradients, squared_norm
 from meshtrain.optim.groups import GroupOptions, group_options
@@ -94,6 +95,8 @@ class Optimizer:
         self.total_steps = total_steps
         self._parameters = local_parameters(model, mesh)
         self._by_parameter: dict[Tensor, LocalParameter] = {local.parameter: local for local in self._parameters}
+        if "muon" in (config.name, *(group.name for group in config.groups)):
+            mesh.make_group(STAGE)  # also on ranks whose stage has no matrix
         groups: dict[GroupOptions, ParamGroup] = {}
         for local in self._parameters:
             own = group_options(config, local.spec) if options is None else options(local.spec)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = {  # name -> module:class, an `UpdateRule`
     "adamw": "meshtrain.optim.adamw:AdamW",
+    "muon": "meshtrain.optim.muon:Muon",
     "sgd": "meshtrain.optim.sgd:SGD",
 }
 IN_BFLOAT16 = {"adamw": "meshtrain.optim.adamw:RoundedAdamW"}  # the same, whose state is kept in that type

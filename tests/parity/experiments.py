@@ -94,6 +94,8 @@ EXPERT_MODELS = {
     ),
 }
 EXPERTS |= EXPERT_MODELS
+MUON, MUON_EXPERTS = "muon", "muon, experts"
+EXPERTS[MUON_EXPERTS] = (*EXPERT_MODELS["qwen3_moe"], "optimizer.name=muon", "train.eval_every=0")
 
 # Longer than the model was made for. The length of a part of a sequence, or a padded one (50 over cp), is another.
 ROPE = {
@@ -212,6 +214,7 @@ def texts(folder: Path) -> dict[str, tuple[str, ...]]:
         **{name: (f"train.linear_precision={name}", *keys) for name, keys in FLOAT8.items()},
         # Each rank of tp norms its own heads; over tp 4 two of them have the same key/value head.
         "qwen3": ("model.name=qwen3",),
+        MUON: (*uneven, "data.validation=0", "optimizer.name=muon"),
         "latent, no experts": LATENT,
     }
 
@@ -233,7 +236,7 @@ def write_ragged(path: Path) -> Path:
 # World size -> layouts, each with the experiments that it is compared in.
 LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
     2: [
-        ("{dp_replicate: 2}", ("float32", "float64", "ragged", "mxfp8")),
+        ("{dp_replicate: 2}", ("float32", "float64", "ragged", "mxfp8", MUON)),
         (
             "{dp_shard: 2}",
             (
@@ -245,27 +248,28 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
                 ATTACHED_EVEN,
                 "float8",
                 *EXPERT_MODELS,
+                MUON_EXPERTS,
             ),
         ),
         (
             "{tp: 2}",
             (
                 *("float32", "float64", "ragged", "tied, masked, recomputed", "selective", "uneven", "dropout"),
-                *("qwen3", "latent, no experts", ATTACHED_EVEN, *TP_MODELS, *ROPE, *EXPERT_MODELS, *FLOAT8),
+                *("qwen3", "latent, no experts", ATTACHED_EVEN, MUON, *TP_MODELS, *ROPE, *EXPERT_MODELS, *FLOAT8),
             ),
         ),
         (
             "{pp: 2}",
             (
                 *("float32", "staged", "staged, tied", "digits", "attached, recomputed", ATTACHED_EVEN, *STAGED_MODELS),
-                *(*ROPE, *EXPERT_MODELS, "float8"),
+                *(*ROPE, *EXPERT_MODELS, "float8", MUON_EXPERTS),
             ),
         ),
         (
             "{cp: 2}",
             (
                 *("float32", "float64", "ragged", "tied, masked, recomputed", "selective", "dropout", "padded"),
-                *("latent, no experts", *ROPE, *EXPERT_MODELS),
+                *("latent, no experts", *ROPE, *EXPERT_MODELS, MUON),
             ),
         ),
     ],
@@ -279,13 +283,13 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
         ("{dp_replicate: 4}", ("float32", "float64", "ragged", "tied, masked, recomputed", "digits", "experts")),
         (
             "{dp_shard: 4}",
-            (*("float32", "float64", "ragged", "digits", "dropout"), *("experts", "experts, sigmoid")),
+            (*("float32", "float64", "ragged", "digits", "dropout"), *("experts", "experts, sigmoid", MUON_EXPERTS)),
         ),
         (
             "{dp_replicate: 2, dp_shard: 2}",
             (
                 *("float32", "float64", "ragged", "tied, masked, recomputed", "dropout", "rare"),
-                *("experts", "experts, sigmoid"),
+                *("experts", "experts, sigmoid", MUON, MUON_EXPERTS),
             ),
         ),
         ("{dp_shard: 2, dp_replicate: 2}", ("float64",)),
@@ -295,7 +299,7 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
             "{dp_shard: 2, tp: 2}",
             (
                 *("float32", "float64", "tied, masked, recomputed", "uneven", "dropout", "between", "qwen3"),
-                "experts, sigmoid",
+                *("experts, sigmoid", MUON),
             ),
         ),
         ("{tp: 2, dp_shard: 2}", ("float64",)),
@@ -307,7 +311,7 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
         ("{pp: 2, cp: 2}", ("staged", "staged, tied", "dynamic rope")),
         ("{cp: 2, pp: 2}", ("staged",)),
         ("{pp: 2, dp_replicate: 2}", ("staged", "staged, tied")),
-        ("{pp: 2, dp_shard: 2}", ("staged", "staged, tied", "experts")),
+        ("{pp: 2, dp_shard: 2}", ("staged", "staged, tied", "experts", MUON_EXPERTS)),
         ("{dp_shard: 2, pp: 2}", ("staged",)),
         (
             "{pp: 2, tp: 2}",
@@ -337,14 +341,25 @@ EP = "parallel.expert_parallel={}".format
 # Where experts are dealt out: layout -> experiment -> over how many ranks, and what else differs.
 EXPERT_PARALLEL: dict[str, dict[str, list[tuple[str, ...]]]] = {
     "{dp_replicate: 4}": {"experts": [(EP(4),)]},  # over the copies of the rest; one rank has none of six experts
-    "{dp_shard: 4}": {"experts": [()], "experts, sigmoid": [(EP(2),)]},  # three experts over two shards
-    "{dp_replicate: 2, dp_shard: 2}": {"experts": [(EP(2),)], "experts, sigmoid": [()]},
+    "{dp_shard: 4}": {
+        "experts": [()],
+        "experts, sigmoid": [(EP(2),)],
+        MUON_EXPERTS: [(EP(2),)],
+    },  # three experts over two shards
+    "{dp_replicate: 2, dp_shard: 2}": {
+        "experts": [(EP(2),)],
+        "experts, sigmoid": [()],
+        MUON_EXPERTS: [(EP(4),)],
+    },
     "{dp_shard: 2, tp: 2}": {"experts, sigmoid": [("batch.micro_size=2",)]},  # as many as tp
     "{cp: 2, tp: 2}": {
         "experts, sigmoid": [(EP(4), "batch.micro_size=4")],
         "latent attention": [("batch.micro_size=4",)],
     },
-    "{pp: 2, dp_shard: 2}": {"experts": [("pipeline.schedule=1f1b", EP(2)), ("pipeline.schedule=zbv", EP(2))]},
+    "{pp: 2, dp_shard: 2}": {
+        "experts": [("pipeline.schedule=1f1b", EP(2)), ("pipeline.schedule=zbv", EP(2))],
+        MUON_EXPERTS: [("pipeline.schedule=1f1b", EP(2))],
+    },
 }
 
 
