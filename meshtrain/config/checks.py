@@ -13,7 +13,7 @@ from meshtrain.checkpoint.directory import find_checkpoint
 from meshtrain.config.convert import INVALID, convert, seconds
 from meshtrain.config.errors import ConfigError, Place, nearest
 from meshtrain.config.layout_advice import resolve, world_sizes_text
-from meshtrain.config.schema import SINKS, SOURCES, Fault
+from meshtrain.config.schema import SINKS, SOURCES, Fault, ParamGroup
 from meshtrain.config.yaml_reader import Node, describe
 from meshtrain.errors import InputError, any_of
 from meshtrain.huggingface import safetensors as weights
@@ -125,6 +125,22 @@ def decay_fits(decay_steps: int | None, schedule: str, warmup_steps: int, steps:
         yield (
             f"optimizer.warmup_steps {warmup_steps} and optimizer.decay_steps {decay_steps} are more than "
             f"train.steps {steps} together: use a decay_steps of at most {steps - warmup_steps}"
+        )
+
+
+@rule("train.use_ema", "optimizer.ema_decay")
+def average_is_kept(use_ema: bool, ema_decay: float | None) -> Problems:
+    if use_ema and ema_decay is None:
+        yield "train.use_ema needs an average of the weights: give optimizer.ema_decay, such as 0.999"
+
+
+@rule("optimizer.state_precision", "optimizer.name", "optimizer.groups")
+def states_round(precision: str, name: str, groups: tuple[ParamGroup, ...]) -> Problems:
+    others = sorted({name, *(group.name for group in groups if group.name)} - {"adamw"})
+    if precision != "float32" and others:
+        yield (
+            f"optimizer.state_precision {precision} is built for adamw, and parameters here have "
+            f"{any_of(others, 'and')}: use float32"
         )
 
 

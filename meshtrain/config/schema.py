@@ -205,6 +205,8 @@ class Optimizer:
     """The decay rate of the momentum of Muon and SGD."""
     nesterov: bool = True
     """Muon and SGD: whether a step looks ahead along the momentum."""
+    ema_decay: float | None = key(None, above=0, below=1, also="ema ema_beta ema_alpha use_ema")
+    """The decay rate, in each update, of an average of all weights that is kept beside them. null: none is kept."""
     groups: tuple[ParamGroup, ...] = key((), also="param_groups parameter_groups")
     """Parameters with a rate, a decay or an optimizer of their own; the keys of each group are below."""
     clip_norm: float | None = key(1.0, above=0, also="grad_clip max_grad_norm clip_grad gradient_clipping max_norm")
@@ -279,6 +281,9 @@ class Train:
     export_format: Literal["original", "fused"] = key("original", also="save_original_format")
     """How an export has the experts of a model: `original`, a tensor per expert, as the files have it that the model is
     published with, or `fused`, those of a layer in one tensor. transformers reads both."""
+    use_ema: bool = key(False, also="eval_ema ema_eval")
+    """With `optimizer.ema_decay`: whether evaluations, the text at the end and the export are of the averaged
+    weights."""
     eval_every: int | Literal["epoch"] = key(50, minimum=0, also="eval_interval eval_steps")
     """Steps between evaluations, `epoch` for the end of each epoch, or 0 for never."""
     eval_samples: int | None = key(None, minimum=1, also="eval_iters eval_batches max_eval_samples limit_val_batches")

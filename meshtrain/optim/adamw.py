@@ -79,7 +79,8 @@ class RoundedAdamW(UpdateRule):
         for group, p in self._parameters:
             rate, decay = group.lr / corrections[0], 1 - group.lr * group.options.weight_decay
             assert p.local.grad is not None  # `squared_norm` took it
-            whole = [torch.atleast_1d(x.detach()) for x in (p.local, p.local.grad, *p.state.values())]
+            states = p.state["exp_avg"], p.state["exp_avg_sq"]
+            whole = [torch.atleast_1d(x.detach()) for x in (p.local, p.local.grad, *states)]
             first, *others = local_part(p.parameter.detach())[1]
             for rows in blocks(whole[0].shape):
                 value, grad, *averages = (x[rows] for x in whole)

@@ -1,6 +1,6 @@
 """Parameter groups: which optimizer updates a parameter, at which rate and decay, by patterns of its name. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 # Names of embeddings and heads, which Muon leaves to AdamW: their rows are vectors of tokens, looked up one by one.
 ENDS = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "*head.weight", "*classifier*", "output.weight")
+
+EMA = "ema"  # the name of the average among a parameter's states
 
 
 @dataclass(frozen=True)
@@ -51,4 +53,10 @@ def suits_muon(spec: ParameterSpec) -> bool:
 
 def state_specs(config: "OptimizerConfig", spec: ParameterSpec) -> dict[str, ParameterSpec]:
     """What a run keeps for a parameter that is trained: name -> its shape, type, and how it lies."""
-    return update_rule(group_options(config, spec).name, config.state_precision).state_specs(spec)
+    specs = update_rule(group_options(config, spec).name, config.state_precision).state_specs(spec)
+    return specs if config.ema_decay is None else specs | ema_spec(spec)
+
+
+def ema_spec(spec: ParameterSpec) -> dict[str, ParameterSpec]:
+    """The average of a parameter's values, which lies as it does."""
+    return {EMA: replace(spec, name=f"{spec.name}.{EMA}")}

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from meshtrain.errors import group_values
 from meshtrain.layout import STAGE
 from meshtrain.mesh import Mesh
 from meshtrain.optim.grad_norm import LocalParameter, device_of, local_parameters, scale_gradients, squared_norm
-from meshtrain.optim.groups import GroupOptions, group_options
+from meshtrain.optim.groups import EMA, GroupOptions, ema_spec, group_options
 from meshtrain.optim.lr_schedule import learning_rate
 from meshtrain.optim.registry import update_rule
 from meshtrain.parallel.sharding import ParameterSpec
@@ -102,7 +103,11 @@ class Optimizer:
             own = group_options(config, local.spec) if options is None else options(local.spec)
             # The state is there before the first update, so that a checkpoint can be loaded into it.
             local.state_specs = update_rule(own.name or config.name, config.state_precision).state_specs(local.spec)
+            if config.ema_decay is not None:
+                local.state_specs |= ema_spec(local.spec)
             local.state = {name: _zeros(spec, local, mesh) for name, spec in local.state_specs.items()}
+            if config.ema_decay is not None:
+                local.state[EMA].copy_(local.local.detach())
             groups.setdefault(own, ParamGroup([], own)).parameters.append(local)
         self.param_groups = list(groups.values())
         of_rule = group_values((group.options.name or config.name, group) for group in self.param_groups)
@@ -141,8 +146,31 @@ class Optimizer:
         skipped = skip.to(torch.float32)
         for rule in self.rules.values():
             rule.update(skipped, factor)
+        if self.config.ema_decay is not None:
+            for local in self._parameters:
+                weight = ((1 - self.config.ema_decay) * (1 - skipped.double())).to(local.local.dtype)
+                local.state[EMA].lerp_(local.local.detach(), weight)
         self.updates += 1 - skipped
         return lr
+
+    @contextmanager
+    def averaged(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the model's weights are their averages (`optimizer.ema_decay`), and these are kept in their place."""
+        self._swap_averages(model)
+        try:
+            yield
+        finally:
+            self._swap_averages(model)
+
+    @torch.no_grad()
+    def _swap_averages(self, model: nn.Module) -> None:
+        for local in self._parameters:
+            value = local.local.detach().clone()
+            local.local.detach().copy_(local.state[EMA])
+            local.state[EMA].copy_(value)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what a forward without a backward has left gathered is of the other weights
 
     def zero_grad(self) -> None:
         for local in self._parameters:

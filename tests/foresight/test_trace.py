@@ -23,6 +23,7 @@ CASES = {
     "tp, selective": (QUICKSTART, TP, "parallel.recompute=selective", "train.precision=bfloat16"),
     "cp": (QUICKSTART, CP),
     "convnet": (CONVNET, FSDP),
+    "Muon": (QUICKSTART, FSDP, "optimizer.name=muon"),
     **{f"pp, {name}": (QUICKSTART, PP, f"pipeline.schedule={name}") for name in NAMES},
 }
 

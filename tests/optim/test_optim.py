@@ -48,6 +48,7 @@ def settings(**keys: object) -> SimpleNamespace:
         "momentum": 0.9,
         "nesterov": True,
         "groups": (),
+        "ema_decay": None,
     }
     return SimpleNamespace(**(values | keys))
 

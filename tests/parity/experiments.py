@@ -94,6 +94,7 @@ EXPERT_MODELS = {
     ),
 }
 EXPERTS |= EXPERT_MODELS
+EMA = "averaged weights"
 MUON, MUON_EXPERTS = "muon", "muon, experts"
 EXPERTS[MUON_EXPERTS] = (*EXPERT_MODELS["qwen3_moe"], "optimizer.name=muon", "train.eval_every=0")
 
@@ -214,6 +215,7 @@ def texts(folder: Path) -> dict[str, tuple[str, ...]]:
         **{name: (f"train.linear_precision={name}", *keys) for name, keys in FLOAT8.items()},
         # Each rank of tp norms its own heads; over tp 4 two of them have the same key/value head.
         "qwen3": ("model.name=qwen3",),
+        EMA: (*ragged, "optimizer.ema_decay=0.8", "train.use_ema=true", "train.eval_every=4"),
         MUON: (*uneven, "data.validation=0", "optimizer.name=muon"),
         "latent, no experts": LATENT,
     }
@@ -249,6 +251,7 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
                 "float8",
                 *EXPERT_MODELS,
                 MUON_EXPERTS,
+                EMA,
             ),
         ),
         (
@@ -376,7 +379,7 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
         return [(f"pipeline.schedule={schedule}", *more) for schedule, *more in pipelines(sizes, name)]
     if "tp" not in sizes:
         # FSDP that keeps its parameters sends gradients at another time.
-        kept = name == "float64" and layout in ("{dp_shard: 2}", "{dp_replicate: 2, dp_shard: 2}")
+        kept = name in ("float64", EMA) and layout in ("{dp_shard: 2}", "{dp_replicate: 2, dp_shard: 2}")
         return [(), ("parallel.reshard_after_forward=false",)] if kept else [()]
     # Two microbatches in every step: one process has more of them, and each costs many exchanges here.
     samples = 7 if name in ("ragged", "tied, masked, recomputed", "attached", *ROPE, *EXPERTS) else 14
