@@ -16,7 +16,7 @@ from meshtrain.errors import fold_names
 from meshtrain.huggingface.stored_names import is_weight
 from meshtrain.layout import EXPERT_AXES, FSDP_AXES, Layout
 from meshtrain.optim.groups import state_specs
-from meshtrain.parallel.sharding import Cut, ParameterSpec, Shape, chunk_range, expert_shard_dim
+from meshtrain.parallel.sharding import Cut, ParameterSpec, Shape, chunk_range, expert_shard_dim, optimizer_shard
 from meshtrain.parallel.tp_plan import STYLES, expert_modules, split_layers
 
 CUT = {0: "rows", 1: "columns", None: "held by all"}  # by the dim that `tp` cuts
@@ -85,6 +85,7 @@ def held_by_ranks(
     precision: str,
     optimizer: OptimizerConfig,
     placement: Sequence[int] = (0,),
+    shard_optimizer: bool = False,
 ) -> MemoryUse:
     """How many parameters the ranks of a layout hold, and their bytes; float32 whatever is computed in, or float64.
 
@@ -98,7 +99,8 @@ def held_by_ranks(
         total += math.prod(parameter.dims)
         for index in (placement[stage] for stage in parameter.stages):
             weights[index][parameter.dims, parameter.cuts] += 1
-            for tensor in state_specs(optimizer, parameter).values() if parameter.trainable else ():
+            updated = optimizer_shard(parameter, layout) if shard_optimizer else parameter
+            for tensor in state_specs(optimizer, updated).values() if parameter.trainable else ():
                 state[index][tensor.dims, tensor.cuts] += size if tensor.dtype is None else tensor.dtype.itemsize
     by_pp = tuple(_fewest_and_most(kinds, layout) for kinds in weights)
     fewest, most = min(fewest for fewest, _ in by_pp), max(most for _, most in by_pp)

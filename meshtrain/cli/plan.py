@@ -83,7 +83,7 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
     parameters = tuple(parameters_of(spec, layout, stages))
     placement = (0,) if pipeline is None else pipeline.schedule.placement
     precision = config.train.precision
-    memory = held_by_ranks(parameters, layout, precision, config.optimizer, placement)
+    memory = held_by_ranks(parameters, layout, precision, config.optimizer, placement, config.parallel.shard_optimizer)
     from meshtrain.modeling.context import context_costs  # they bring torch, as the model has
     from meshtrain.modeling.experts import expert_costs
 

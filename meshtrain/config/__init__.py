@@ -96,6 +96,7 @@ class Config:
             known = sizes if layout is None else layout.sizes
             for check in (check_split, check_context, check_experts, check_float8, check_stages):
                 check(draft, known)
+            checks.check_copies(draft, known)
             checks.check_device(draft, known, device)
         check_groups(draft)
         checks.check_rules(draft)

@@ -18,6 +18,7 @@ from meshtrain.config.yaml_reader import Node, describe
 from meshtrain.errors import InputError, any_of
 from meshtrain.huggingface import safetensors as weights
 from meshtrain.layout import AXES, Layout, LayoutError, unknown_axis
+from meshtrain.parallel.sharding import WITH_FSDP
 
 _OF_TEXT = ("python-stdlib", "text", "jsonl", "parquet")  # a tokenizer reads them
 OF_TOKENS = (*_OF_TEXT, "tokens", "megatron")
@@ -411,6 +412,12 @@ def resolve_layout(draft: ConfigDraft, sizes: dict[str, int], world_size: int | 
         suggestion = f". This job was started again with {world_size}: {worlds}" if again else ""
         draft.report(draft.place_of_any(("layout", *(f"layout.{axis}" for axis in sizes))), f"{error}{suggestion}")
         return None
+
+
+def check_copies(draft: ConfigDraft, sizes: dict[str, int]) -> None:
+    """Reports a `parallel.shard_optimizer` beside FSDP."""
+    if draft.values["parallel.shard_optimizer"] is True and max(sizes.get("dp_shard", 1), sizes.get("cp", 1)) > 1:
+        draft.report(draft.place_of_any(("parallel.shard_optimizer", "layout")), f"parallel.{WITH_FSDP}")
 
 
 def check_device(draft: ConfigDraft, sizes: dict[str, int], device: str | None) -> None:

@@ -137,6 +137,9 @@ class Parallel:
     schedule computes whole backwards; not on CPUs."""
     reshard_after_forward: bool = True
     """FSDP: whether a block's gathered weights are let go after forward and gathered again in backward."""
+    shard_optimizer: bool = key(False, also="zero1 zero_1 zero_stage use_distributed_optimizer distributed_optimizer")
+    """DDP: whether the copies of `dp_replicate` share the optimizer's work and states (ZeRO-1): each updates some rows
+    of every parameter and sends them to the others. FSDP does so anyway."""
     reduce_precision: Literal["float32", "bfloat16"] | None = key(None, also="reduce_dtype grad_reduce_dtype")
     """The numbers in which gradients are sent and summed over the data ranks. With `bfloat16` half as much is sent, and
     the rounding depends on the layout. null: as they are kept, in float32 or float64."""

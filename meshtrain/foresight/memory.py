@@ -60,7 +60,8 @@ def _of_rank(config: Config, layout: Layout, works: Sequence[Work], waiting: flo
     size, compute = (8 if train.precision == "float64" else 4), (2 if "16" in train.precision else 4)
     elements = sum(work.parameters for work in works)
     resident = {"weights": elements * size / shards, "gradients": elements * size / shards}
-    resident["optimizer"] = sum(work.parameters * _state_bytes(config, work.name, size) for work in works) / shards
+    states = shards * (layout.size("dp_replicate") if config.parallel.shard_optimizer else 1)
+    resident["optimizer"] = sum(work.parameters * _state_bytes(config, work.name, size) for work in works) / states
     parts = dict(resident)
     reshards = config.parallel.reshard_after_forward and layout.size("pp") == 1
     if shards > 1 and reshards:

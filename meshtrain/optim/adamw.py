@@ -11,7 +11,7 @@ from meshtrain.mesh import Mesh
 from meshtrain.optim.grad_norm import scale_gradients
 from meshtrain.optim.optimizer import ParamGroup, UpdateRule
 from meshtrain.optim.rounding import blocks, random_bits, round_stochastically
-from meshtrain.parallel.sharding import ParameterSpec, local_part
+from meshtrain.parallel.sharding import ParameterSpec
 
 if TYPE_CHECKING:
     from meshtrain.config import Optimizer as OptimizerConfig
@@ -81,7 +81,7 @@ class RoundedAdamW(UpdateRule):
             assert p.local.grad is not None  # `squared_norm` took it
             states = p.state["exp_avg"], p.state["exp_avg_sq"]
             whole = [torch.atleast_1d(x.detach()) for x in (p.local, p.local.grad, *states)]
-            first, *others = local_part(p.parameter.detach())[1]
+            first, *others = p.part
             for rows in blocks(whole[0].shape):
                 value, grad, *averages = (x[rows] for x in whole)
                 grad = grad if factor is None else grad * factor

@@ -52,7 +52,8 @@ def suits_muon(spec: ParameterSpec) -> bool:
 
 
 def state_specs(config: "OptimizerConfig", spec: ParameterSpec) -> dict[str, ParameterSpec]:
-    """What a run keeps for a parameter that is trained: name -> its shape, type, and how it lies."""
+    """What a run keeps for a parameter that is trained: name -> its shape, type, and how it lies. `spec`: of a copy
+    that shares the optimizer's work its `optimizer_shard`."""
     specs = update_rule(group_options(config, spec).name, config.state_precision).state_specs(spec)
     return specs if config.ema_decay is None else specs | ema_spec(spec)
 

@@ -15,7 +15,14 @@ from torch.distributed.fsdp import FSDPModule
 from meshtrain.errors import group_values
 from meshtrain.layout import STAGE
 from meshtrain.mesh import Mesh
-from meshtrain.optim.grad_norm import LocalParameter, device_of, local_parameters, scale_gradients, squared_norm
+from meshtrain.optim.grad_norm import (
+    LocalParameter,
+    device_of,
+    local_parameters,
+    optimizer_shards,
+    scale_gradients,
+    squared_norm,
+)
 from meshtrain.optim.groups import EMA, GroupOptions, ema_spec, group_options
 from meshtrain.optim.lr_schedule import learning_rate
 from meshtrain.optim.registry import update_rule
@@ -94,7 +101,7 @@ class Optimizer:
         """`options`: of each parameter; by default those of the config's groups."""
         self.config = config
         self.total_steps = total_steps
-        self._parameters = local_parameters(model, mesh)
+        self._parameters, self._shards = local_parameters(model, mesh), optimizer_shards(model)
         self._by_parameter: dict[Tensor, LocalParameter] = {local.parameter: local for local in self._parameters}
         if "muon" in (config.name, *(group.name for group in config.groups)):
             mesh.make_group(STAGE)  # also on ranks whose stage has no matrix
@@ -151,7 +158,13 @@ class Optimizer:
                 weight = ((1 - self.config.ema_decay) * (1 - skipped.double())).to(local.local.dtype)
                 local.state[EMA].lerp_(local.local.detach(), weight)
         self.updates += 1 - skipped
+        self._gather()
         return lr
+
+    def _gather(self) -> None:
+        """Brings the rows that copies have changed to each other (ZeRO-1)."""
+        for shards in self._shards:
+            shards.gather_parameters()
 
     @contextmanager
     def averaged(self, model: nn.Module) -> Iterator[None]:
@@ -168,6 +181,7 @@ class Optimizer:
             value = local.local.detach().clone()
             local.local.detach().copy_(local.state[EMA])
             local.state[EMA].copy_(value)
+        self._gather()
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # what a forward without a backward has left gathered is of the other weights

@@ -49,9 +49,10 @@ class BucketedAllReduce(GradientSync):
         self._last = True
         self._in_backward = False
         self._dtype = dtype
+        self._started = 0  # buckets of this backward
         self._works: list[tuple[dist.Work, Tensor, Tensor]] = []  # with the gradients and the message of them
         trained = [p for _, p in self._named() if p.requires_grad][::-1]  # in the order of the backward
-        self._buckets = [_Bucket(parameters) for parameters in _group_into_buckets(trained)]
+        self._buckets = [Bucket(parameters) for parameters in _group_into_buckets(trained)]
         ready = [(p, partial(self._ready, bucket, p)) for bucket in self._buckets for p in bucket.views]
         self._accumulators = [when_accumulated(parameter, callback) for parameter, callback in ready]
         when_backward_begins(model, self._begin)
@@ -66,13 +67,8 @@ class BucketedAllReduce(GradientSync):
         self._start_full_buckets(all_of_them=True)
 
     def finish_reduce(self) -> None:
-        with self.waiting(), waiting("all_reduce", self.group):
-            for work, flat, message in self._works:
-                work.wait()
-                if message is not flat:
-                    flat.copy_(message)
-        self._works.clear()
-        self._in_backward = False
+        self._finish_buckets()
+        self._in_backward, self._started = False, 0
         for bucket in self._buckets:
             bucket.missing = set(bucket.views)
 
@@ -88,7 +84,7 @@ class BucketedAllReduce(GradientSync):
         if self.waits:
             self.finish_reduce()
 
-    def _ready(self, bucket: "_Bucket", parameter: Tensor) -> None:
+    def _ready(self, bucket: "Bucket", parameter: Tensor) -> None:
         if parameter.grad is not None:  # else it has been left for later
             bucket.adopt(parameter)
         if not self._last:
@@ -114,35 +110,47 @@ class BucketedAllReduce(GradientSync):
 
     def _start_full_buckets(self, all_of_them: bool = False) -> None:
         """Starts all-reduces, bucket by bucket in one fixed order: every rank's first is the same bucket."""
-        while len(self._works) < len(self._buckets):
-            bucket = self._buckets[len(self._works)]
+        while self._started < len(self._buckets):
+            bucket = self._buckets[self._started]
             if bucket.missing and not all_of_them:
                 return
             for parameter in bucket.views:
                 bucket.adopt(parameter)
-            message = self._start(bucket.flat)
-            self.comm_bytes.add(self.axis, "all_reduce", 2 * message.nbytes * (self.size - 1) / self.size)
+            self._start(bucket, bucket.flat)
+            self._started += 1
 
-    def _start(self, flat: Tensor) -> Tensor:
-        message = flat.to(self._dtype) if self._dtype is not None and flat.is_floating_point() else flat
+    def _in_message_type(self, flat: Tensor) -> Tensor:
+        return flat.to(self._dtype) if self._dtype is not None and flat.is_floating_point() else flat
+
+    def _start(self, bucket: "Bucket", flat: Tensor) -> None:
+        """Starts the sum of a bucket's gradients, which are `flat`."""
+        message = self._in_message_type(flat)
         work = dist.all_reduce(message, group=self.group, async_op=True)
         assert work is not None  # this rank is in the group
         self._works.append((work, flat, message))
-        return message
+        self.comm_bytes.add(self.axis, "all_reduce", 2 * message.nbytes * (self.size - 1) / self.size)
+
+    def _finish_buckets(self) -> None:
+        with self.waiting(), waiting("all_reduce", self.group):
+            for work, flat, message in self._works:
+                work.wait()
+                if message is not flat:
+                    flat.copy_(message)
+        self._works.clear()
 
     def _abandon(self) -> None:
         """After a last backward that an exception has ended: makes the sums that are left of NaN, so that all ranks go
         on with the same sum, and those without an exception get gradients that are not finite."""
         if not self._in_backward:
             return
-        for bucket in self._buckets[len(self._works) :]:
-            self._start(torch.full_like(bucket.flat, torch.nan))
+        for bucket in self._buckets[self._started :]:
+            self._start(bucket, torch.full_like(bucket.flat, torch.nan))
         self.finish_reduce()
         for bucket in self._buckets:
             bucket.flat.zero_()
 
 
-class _Bucket:
+class Bucket:
     """Some parameters, and one flat tensor that holds the gradients of this rank's parts, one after the other."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:

@@ -40,6 +40,7 @@ from meshtrain.parallel.mixed_precision import (
     master_dtype,
     message_dtype,
 )
+from meshtrain.parallel.sharding import WITH_FSDP
 from meshtrain.parallel.tensor_parallel import TensorParallel, replace_layers, sum_partial_gradients
 from meshtrain.parallel.torch_private import allocate, never_compiled
 from meshtrain.parallel.tp_plan import (
@@ -57,6 +58,7 @@ from meshtrain.parallel.tp_plan import (
     undecided,
 )
 from meshtrain.parallel.verify import misplaced_calls, verify, verify_context
+from meshtrain.parallel.zero import BucketedReduceScatter
 from meshtrain.pipeline.stage import OtherStageBlock, blocks_of
 
 # Where layers that read the same input compute one product, in 16 bits, compiled and without FSDP, which gathers each
@@ -88,6 +90,8 @@ class ParallelOptions:
     fuse_loss: bool = False
     reshard_after_forward: bool = True  # see `fsdp.apply_fsdp`
     reduce_precision: str | None = None  # in which gradients are summed over data ranks; None: as they are kept
+    # ZeRO-1: copies share the optimizer's states and its work (`zero.py`); for `meshtrain.optim.Optimizer` alone.
+    shard_optimizer: bool = False
     verify: bool = True  # before anything else the split model is compared with the plain one; see `verify.py`
     # For that: what `model(*sample)` takes, a few short samples, the same on each rank of `tp`; None: one is made up.
     sample: Sequence[Tensor | None] | None = None
@@ -307,18 +311,21 @@ def _merge_weights(model: nn.Module, plan: Mapping[str, str]) -> None:
 def _sum_over_copies(model: nn.Module, experts: list[nn.Module], mesh: Mesh, options: ParallelOptions) -> None:
     """DDP, of what FSDP leaves alone: experts that are dealt out over ranks have other copies than the rest."""
     dtype = message_dtype(options.precision, options.reduce_precision)
+    if options.shard_optimizer and mesh.uses_fsdp:
+        raise InputError(WITH_FSDP)
+    kind = BucketedReduceScatter if options.shard_optimizer else BucketedAllReduce
 
     def named(of_experts: bool) -> list[NamedParameter]:
         inside = {parameter for module in experts for parameter in module.parameters()}
         return [(name, p) for name, p in model.named_parameters() if (p in inside) == of_experts]
 
     if mesh.size(REPLICATE) > 1 and not mesh.uses_fsdp:
-        sync = BucketedAllReduce(model, mesh, REPLICATE, options.waiting, partial(named, False), dtype)
+        sync = kind(model, mesh, REPLICATE, options.waiting, partial(named, False), dtype)
         add_gradient_sync(model, sync)
     if mesh.size(EXPERT_REPLICATE) > 1 and mesh.size(EXPERT_SHARD) == 1 and experts:
         for module in experts:  # a model that FSDP shards may have no memory yet, which buckets of gradients need
             allocate(module, torch.device(mesh.device_type))
-        sync = BucketedAllReduce(model, mesh, EXPERT_REPLICATE, options.waiting, partial(named, True), dtype)
+        sync = kind(model, mesh, EXPERT_REPLICATE, options.waiting, partial(named, True), dtype)
         add_gradient_sync(model, sync)
 
 

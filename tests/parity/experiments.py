@@ -340,10 +340,13 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
 }
 
 
+SHARED = "parallel.shard_optimizer=true"
 EP = "parallel.expert_parallel={}".format
 # Where experts are dealt out: layout -> experiment -> over how many ranks, and what else differs.
 EXPERT_PARALLEL: dict[str, dict[str, list[tuple[str, ...]]]] = {
-    "{dp_replicate: 4}": {"experts": [(EP(4),)]},  # over the copies of the rest; one rank has none of six experts
+    "{dp_replicate: 4}": {
+        "experts": [(EP(4),), (EP(2), SHARED)]
+    },  # over the copies of the rest; one rank has none of six experts
     "{dp_shard: 4}": {
         "experts": [()],
         "experts, sigmoid": [(EP(2),)],
@@ -379,6 +382,8 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
         return [(f"pipeline.schedule={schedule}", *more) for schedule, *more in pipelines(sizes, name)]
     if "tp" not in sizes:
         # FSDP that keeps its parameters sends gradients at another time.
+        if list(sizes) == ["dp_replicate"] and name in ("float64", MUON):
+            return [(SHARED,)] if name == MUON else [(), (SHARED,)]
         kept = name in ("float64", EMA) and layout in ("{dp_shard: 2}", "{dp_replicate: 2, dp_shard: 2}")
         return [(), ("parallel.reshard_after_forward=false",)] if kept else [()]
     # Two microbatches in every step: one process has more of them, and each costs many exchanges here.
@@ -392,6 +397,8 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
     names = ("float32", "uneven", "few heads", "between", "attached", "qwen3", "latent, no experts", "mxfp8")
     if tried or (len(sizes) == 1 and name in (names if world < 4 else ("few heads",))):
         found.append((own, "parallel.sequence_parallel=false"))
+    if "dp_replicate" in sizes and name == "uneven":
+        found.append((own, SHARED, "optimizer.ema_decay=0.8"))
     if tried:
         found.append((own, "parallel.regather=true"))
         if "dp_shard" in sizes:
@@ -498,7 +505,8 @@ def crossed(sizes: dict[str, int], name: str, even: str, odd: str) -> list[tuple
     if name in CROSSED_MODELS:  # several stages a rank
         return [("interleaved-1f1b", even, "parallel.sequence_parallel=false")]
     if name != "staged":
-        return [("zbv", odd)] if name == "staged, tied" else [("1f1b", even)]
+        shared = [("1f1b", even, SHARED)] if "dp_replicate" in sizes else []
+        return [("zbv", odd), *shared] if name == "staged, tied" else [("1f1b", even)]
     found: list[tuple[str, ...]] = [("1f1b", even), ("zbv", odd)]
     if "tp" in sizes:
         found += [("1f1b", odd, "parallel.sequence_parallel=false"), ("zb-h1", odd, "parallel.regather=true")]
