@@ -31,6 +31,12 @@ EXPERT_AXES = ("edp_replicate", "efsdp", "ep")
 # disjoint intervals [stride, stride * size), and a group is a product of factors.
 Factor = tuple[int, int]
 
+# Why not both ZeRO-1 and FSDP.
+NOT_WITH_FSDP = (
+    "shard_optimizer shares the optimizer among the copies of dp_replicate, and with dp_shard or cp FSDP has sharded "
+    "it already: leave it false, or use dp_replicate in the place of dp_shard and cp"
+)
+
 # What these axes are called elsewhere, for "did you mean".
 _ELSEWHERE = {
     **dict.fromkeys(("dp", "data"), DATA_AXES),

@@ -56,7 +56,7 @@ def workloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (context_parallel, ["meshtrain cp=2 ring", "meshtrain tp=2"]),
         (pipeline, ["meshtrain pp=2 zbv", "torch pp=2 zbv"]),
         (experts, ["meshtrain, 1 process", "meshtrain expert_parallel=2"]),
-        (optimizers, ["Muon dp_shard=2"]),
+        (optimizers, ["AdamW dp_shard=2"]),
     ],
     ids=["data_parallel", "tensor_parallel", "context_parallel", "pipeline", "experts", "optimizers"],
 )

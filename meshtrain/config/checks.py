@@ -17,8 +17,7 @@ from meshtrain.config.schema import SINKS, SOURCES, Fault, ParamGroup
 from meshtrain.config.yaml_reader import Node, describe
 from meshtrain.errors import InputError, any_of
 from meshtrain.huggingface import safetensors as weights
-from meshtrain.layout import AXES, Layout, LayoutError, unknown_axis
-from meshtrain.parallel.sharding import WITH_FSDP
+from meshtrain.layout import AXES, NOT_WITH_FSDP, Layout, LayoutError, unknown_axis
 
 _OF_TEXT = ("python-stdlib", "text", "jsonl", "parquet")  # a tokenizer reads them
 OF_TOKENS = (*_OF_TEXT, "tokens", "megatron")
@@ -417,7 +416,7 @@ def resolve_layout(draft: ConfigDraft, sizes: dict[str, int], world_size: int | 
 def check_copies(draft: ConfigDraft, sizes: dict[str, int]) -> None:
     """Reports a `parallel.shard_optimizer` beside FSDP."""
     if draft.values["parallel.shard_optimizer"] is True and max(sizes.get("dp_shard", 1), sizes.get("cp", 1)) > 1:
-        draft.report(draft.place_of_any(("parallel.shard_optimizer", "layout")), f"parallel.{WITH_FSDP}")
+        draft.report(draft.place_of_any(("parallel.shard_optimizer", "layout")), f"parallel.{NOT_WITH_FSDP}")
 
 
 def check_device(draft: ConfigDraft, sizes: dict[str, int], device: str | None) -> None:

@@ -161,9 +161,9 @@ def _check_expert_ranks(draft: ConfigDraft, layout: Layout, experts: int) -> Non
 
 
 def check_groups(draft: ConfigDraft) -> None:
-    """Reports groups of the optimizer that no parameter is in, and what cannot be known to be an end of the model."""
-    groups, name = draft.values["optimizer.groups"], draft.values["optimizer.name"]
-    if INVALID in (groups, name) or (not groups and name != "muon"):
+    """Reports groups of the optimizer that no parameter is in."""
+    groups: Any = draft.values["optimizer.groups"]
+    if groups is INVALID or not groups:
         return
     for i, group in enumerate(groups):
         if group.lr is not None and group.lr_scale != 1:

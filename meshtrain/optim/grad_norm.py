@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 from meshtrain.huggingface.stored_names import Table, table_of
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import axis_group
+from meshtrain.parallel.ddp import BucketedReduceScatter, Rows
 from meshtrain.parallel.grad_sync import gradient_syncs
 from meshtrain.parallel.mixed_precision import sum_dtype
 from meshtrain.parallel.sharding import ParameterSpec, chunk_range, optimizer_shard, parameters_of
 from meshtrain.parallel.torch_private import from_local, to_local
-from meshtrain.parallel.zero import BucketedReduceScatter, Rows
 
 
 class LocalParameter:
@@ -40,9 +40,9 @@ class LocalParameter:
         if shared:
             self.spec = optimizer_shard(spec, mesh.layout)
             axis = self.spec.cuts[-1].axis
-            held = self.local if self.local.dim() else self.local.view(1)
-            self._rows = chunk_range(held.shape[0], mesh.size(axis), mesh.index(axis))
-            self.local = held[self._rows]
+            rows = self.local if self.local.dim() else self.local.view(1)
+            self._rows = chunk_range(rows.shape[0], mesh.size(axis), mesh.index(axis))
+            self.local = rows[self._rows]
             self._copies = axis_group(mesh, axis)
         self.part = self.spec.part({cut.axis: mesh.index(cut.axis) for cut in self.spec.cuts})
         self.local.requires_grad_()
@@ -60,17 +60,17 @@ class LocalParameter:
         self.local.grad = grad
         return grad
 
-    def _own(self, held: Tensor) -> Tensor:
-        return held if self._rows is None else torch.atleast_1d(held)[self._rows]
+    def _own(self, rows: Tensor) -> Tensor:
+        return rows if self._rows is None else torch.atleast_1d(rows)[self._rows]
 
     def whole(self, local: Tensor) -> Tensor:
         """The whole of a tensor that lies as the parameter does: a collective of the ranks that share it."""
         local = local.detach()
         if self._rows is not None:
-            held = torch.empty_like(to_local(self.parameter.detach()), dtype=local.dtype)
-            self._own(held).copy_(local)
-            Rows([held], self._copies).gather()
-            local = held
+            rows = torch.empty_like(to_local(self.parameter.detach()), dtype=local.dtype)
+            self._own(rows).copy_(local)
+            Rows([rows], self._copies).gather()
+            local = rows
         tensor = from_local(local, self.parameter)
         return tensor.full_tensor() if isinstance(tensor, DTensor) else local
 

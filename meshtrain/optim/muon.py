@@ -94,20 +94,22 @@ class MatrixExchange:
         kinds = {(p.spec.dims, p.spec.cuts): p.spec for p in parameters}  # few, however many layers
         known = {kind: holders_of(spec, mesh.layout, ranks) for kind, spec in kinds.items()}
         holders = [known[p.spec.dims, p.spec.cuts] for p in parameters]
-        self._own = [next((part for part, who in found if me in who), ()) for found in holders]
-        held, computed = list[Piece](), list[Piece]()  # of this rank
+        self._own = [next((part for part, who in parts if me in who), ()) for parts in holders]
+        own, computed = list[Piece](), list[Piece]()  # of this rank
         for number, ((i, part), owner) in enumerate(zip(all_of_them, owners, strict=True)):
             matrix = Matrix(number, i, part, owner)
-            wanted = [(own, who) for own, who in holders[i] if owner == me or me in who]
-            pieces = [p for own, who in wanted if (p := piece_of(matrix, own, who, len(ranks))) is not None]
-            held += [piece for piece in pieces if me in piece.holders]
+            known_parts = [(p, who) for p, who in holders[i] if owner == me or me in who]
+            pieces = [
+                p for own_part, who in known_parts if (p := piece_of(matrix, own_part, who, len(ranks))) is not None
+            ]
+            own += [piece for piece in pieces if me in piece.holders]
             computed += pieces if owner == me else []
         # Both ends of a message have its pieces in the order of the matrices; of one matrix a rank has one piece.
-        self._outgoing = sorted((p for p in held if p.source == me), key=lambda piece: piece.matrix.owner)
+        self._outgoing = sorted((p for p in own if p.source == me), key=lambda piece: piece.matrix.owner)
         self._arriving = sorted(computed, key=lambda piece: piece.source)
         results = ((rank, piece) for piece in computed for rank in piece.holders)
         self._results = sorted(results, key=lambda result: result[0])
-        self._returning = sorted(held, key=lambda piece: piece.matrix.owner)
+        self._returning = sorted(own, key=lambda piece: piece.matrix.owner)
 
     def apply(self, function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
         """`function` (b, m, n) -> (b, m, n) of the matrices of tensors of one type that lie as the parameters do."""

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from meshtrain.dropout import SequencePart, bind_dropout
 from meshtrain.errors import AgreedError, InputError
-from meshtrain.layout import LOSS_AXES
+from meshtrain.layout import LOSS_AXES, NOT_WITH_FSDP
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.activation_checkpoint import checkpoint_block
 from meshtrain.parallel.collectives import Waiting, axis_group
 from meshtrain.parallel.compile import compile_block, while_one_graph
 from meshtrain.parallel.context import ContextParallel, ShardedContext
-from meshtrain.parallel.ddp import REPLICATE, BucketedAllReduce, NamedParameter
+from meshtrain.parallel.ddp import REPLICATE, BucketedAllReduce, BucketedReduceScatter, NamedParameter
 from meshtrain.parallel.expert import apply_expert_parallel, dispatched_modules
 from meshtrain.parallel.float8_layers import float8_problems
 from meshtrain.parallel.fsdp import EXPERT_REPLICATE, EXPERT_SHARD, apply_fsdp
@@ -40,7 +40,6 @@ from meshtrain.parallel.mixed_precision import (
     master_dtype,
     message_dtype,
 )
-from meshtrain.parallel.sharding import WITH_FSDP
 from meshtrain.parallel.tensor_parallel import TensorParallel, replace_layers, sum_partial_gradients
 from meshtrain.parallel.torch_private import allocate, never_compiled
 from meshtrain.parallel.tp_plan import (
@@ -58,7 +57,6 @@ from meshtrain.parallel.tp_plan import (
     undecided,
 )
 from meshtrain.parallel.verify import misplaced_calls, verify, verify_context
-from meshtrain.parallel.zero import BucketedReduceScatter
 from meshtrain.pipeline.stage import OtherStageBlock, blocks_of
 
 # Where layers that read the same input compute one product, in 16 bits, compiled and without FSDP, which gathers each
@@ -90,7 +88,7 @@ class ParallelOptions:
     fuse_loss: bool = False
     reshard_after_forward: bool = True  # see `fsdp.apply_fsdp`
     reduce_precision: str | None = None  # in which gradients are summed over data ranks; None: as they are kept
-    # ZeRO-1: copies share the optimizer's states and its work (`zero.py`); for `meshtrain.optim.Optimizer` alone.
+    # ZeRO-1: copies share the optimizer's states and its work (`ddp.py`); for `meshtrain.optim.Optimizer` alone.
     shard_optimizer: bool = False
     verify: bool = True  # before anything else the split model is compared with the plain one; see `verify.py`
     # For that: what `model(*sample)` takes, a few short samples, the same on each rank of `tp`; None: one is made up.
@@ -312,7 +310,7 @@ def _sum_over_copies(model: nn.Module, experts: list[nn.Module], mesh: Mesh, opt
     """DDP, of what FSDP leaves alone: experts that are dealt out over ranks have other copies than the rest."""
     dtype = message_dtype(options.precision, options.reduce_precision)
     if options.shard_optimizer and mesh.uses_fsdp:
-        raise InputError(WITH_FSDP)
+        raise InputError(NOT_WITH_FSDP)
     kind = BucketedReduceScatter if options.shard_optimizer else BucketedAllReduce
 
     def named(of_experts: bool) -> list[NamedParameter]:

@@ -142,13 +142,6 @@ def overlapping(cuts: Sequence[tuple[int, int]], whole: Part, part: Part) -> Ite
             yield (index, *others), piece
 
 
-# Why not both.
-WITH_FSDP = (
-    "shard_optimizer shares the optimizer among the copies of dp_replicate, and with dp_shard or cp FSDP has sharded "
-    "it already: leave it false, or use dp_replicate in the place of dp_shard and cp"
-)
-
-
 def optimizer_shard(spec: ParameterSpec, layout: Layout) -> ParameterSpec:
     """The rows of a parameter that one of its copies updates under `parallel.shard_optimizer` (ZeRO-1)."""
     axis = "edp_replicate" if any(cut.axis == "ep" for cut in spec.cuts) else "dp_replicate"

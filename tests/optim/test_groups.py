@@ -58,6 +58,12 @@ def test_groups_that_are_none(groups: str, message: str) -> None:
         Config.load(QUICKSTART, [f"optimizer.groups={groups}"])
 
 
+def test_only_adamw_keeps_its_state_in_bfloat16() -> None:
+    keys = ["optimizer.name=muon", "optimizer.state_precision=bfloat16"]
+    with pytest.raises(ConfigErrors, match="is built for adamw, and parameters here have muon: use float32"):
+        Config.load(QUICKSTART, keys)
+
+
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_sgd_is_torchs_beside_adamw(nesterov: bool) -> None:
     """Vectors are updated by AdamW, matrices by SGD at half the rate."""
