@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -178,7 +179,7 @@ def train(
                 logger.defer(trainer.optimizer_step(step, stop_asked=bool(stop_asked)))
             if eval_set is not None and logger.evaluates_after(step):
                 logger.flush()
-                with monitor.phase("evaluation"):
+                with monitor.phase("evaluation"), weights_used(config, optimizer, model):
                     result = evaluate(model, watchdog.iterate(eval_set, "evaluation"), mesh, job.device, trainer.dtype)
                     watchdog.deadlines.warm_phases.add("evaluation")  # only now: what was read last may have compiled
                     logger.evaluation(step, result, eval_set.samples)
@@ -189,12 +190,12 @@ def train(
         logger.flush()
         with monitor.phase("last checkpoint"):
             checkpointer.finish()
-    finish(spec, job, data, model, status, checkpointer, monitor, stop)
+    finish(spec, job, data, model, optimizer, status, checkpointer, monitor, stop)
 
 
 def finish(
-    spec: RunSpec, job: Job, data: OpenData, model: nn.Module, status: RunStatus, checkpointer: Checkpointer,
-    monitor: PhaseMonitor, stop: StopRequest,
+    spec: RunSpec, job: Job, data: OpenData, model: nn.Module, optimizer: Optimizer, status: RunStatus,
+    checkpointer: Checkpointer, monitor: PhaseMonitor, stop: StopRequest,
 ) -> None:  # fmt: skip
     """After the last step of this job: what the run leaves, or, if it was asked to stop, how it goes on."""
     config = spec.config
@@ -205,12 +206,17 @@ def finish(
         stop.clear()
         exit_or_restart(job, status, stop)
         return
-    with monitor.phase("results"):
+    with monitor.phase("results"), weights_used(config, optimizer, model):
         show(config, job, monitor.mesh, data, model, spec.folder)
     if config.train.export is not None:
-        with monitor.phase("export"):
+        with monitor.phase("export"), weights_used(config, optimizer, model):
             write_export(config, job, monitor.mesh, model, config.train.export)
     checkpointer.check()
+
+
+def weights_used(config: Config, optimizer: Optimizer, model: nn.Module) -> AbstractContextManager[None]:
+    """Around all that is done with the weights but training: they are their averages there, if that is asked."""
+    return optimizer.averaged(model) if config.train.use_ema else nullcontext()
 
 
 def exit_or_restart(job: Job, status: RunStatus, stop: StopRequest) -> None:

@@ -83,12 +83,13 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
     spec = model_spec(config.model.name, config.model.keys)
     parameters = tuple(parameters_of(spec, layout, stages))
     placement = (0,) if pipeline is None else pipeline.schedule.placement
-    precision, rule = config.train.precision, (config.optimizer.name, config.optimizer.state_precision)
-    memory = held_by_ranks(parameters, layout, precision, rule[0], placement, rule[1])
+    precision = config.train.precision
+    memory = held_by_ranks(parameters, layout, precision, config.optimizer, placement, config.parallel.shard_optimizer)
     from meshtrain.modeling.context import context_costs  # they bring torch, as the model has
     from meshtrain.modeling.experts import expert_costs
 
-    optimizer, costs = update_rule(*rule).title, (context_costs(config, layout), expert_costs(config, layout))
+    title = update_rule(config.optimizer.name, config.optimizer.state_precision).title
+    optimizer, costs = title, (context_costs(config, layout), expert_costs(config, layout))
     sizes = config.batch.sizes
     return Plan(name, layout, batch, sizes, precision, parameters, memory, optimizer, pipeline, *costs, tuple(notes))
 
