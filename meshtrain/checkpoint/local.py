@@ -57,7 +57,7 @@ class LocalDisk:
 
     def write(self, step: int, snapshot: Snapshot) -> File:
         """This rank's file, on disk. OSError: it cannot be written."""
-        path = directory.begin(self.own, step)
+        path = directory.begin_local(self.own, step)
         return write_shard(path / file_of(self._rank), snapshot.tensors())
 
     def finish(self, step: int, manifest_text: str) -> None:
@@ -76,8 +76,11 @@ class LocalDisk:
             directory.remove(self.own / name_of(step))
         if self._rank == self._here[0]:
             own = {self._of(rank) for rank in self._here}
+            oldest = complete_steps(self.own)[0]
             for folder in set(self._folder.glob("rank_*")) - own:
-                shutil.rmtree(folder)
+                steps = complete_steps(folder)
+                if steps and steps[-1] < oldest:  # else a rank is at work there, and several hosts share this disk
+                    shutil.rmtree(folder)
 
     def remove_later(self, step: int) -> None:
         """Of the steps that will be made again, and what was not written to its end."""
@@ -90,11 +93,17 @@ class LocalDisk:
         """The checkpoints of which this host has files: rank -> folder of its file. The bytes are not looked at."""
         by_known: dict[Known, dict[int, Path]] = {}
         for folder in self._folder.glob("rank_*"):
-            for step in complete_steps(folder):
-                with suppress(InputError, OSError, ValueError):  # it is damaged: then it is not there
+            steps: list[int] = []
+            with suppress(OSError):  # a disk that cannot be read has nothing
+                steps = complete_steps(folder)
+            for step in steps:
+                with suppress(InputError, OSError):  # it is damaged: then it is not there
                     manifest, digest = read_manifest(folder / name_of(step))
-                    check_files(folder / name_of(step), manifest, file_of(rank := int(folder.name[5:])))
-                    by_known.setdefault((step, digest), {})[rank] = folder / name_of(step)
+                    by_file = {file_of(rank): rank for rank in range(len(manifest.files))}
+                    rank = by_file.get(f"{folder.name}{Path(file_of(0)).suffix}")
+                    if rank is not None:
+                        check_files(folder / name_of(step), manifest, file_of(rank))
+                        by_known.setdefault((step, digest), {})[rank] = folder / name_of(step)
         return by_known
 
     def offers(self, layout: Layout) -> list[Known]:
