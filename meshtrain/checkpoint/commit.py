@@ -138,7 +138,7 @@ class CheckpointWrite:
         try:
             self.waited_s += self.snapshot.wait()
             problem = self._prepare(before)
-            if problem is None and self.local is not None:
+            if problem is None and self.local is not None and self.step != self.local.went_on_from:
                 self._write_local(self.local)  # first: it needs nothing of the shared folder
             problem = problem or self._open_folder() or self._write()
             if not self.given_up:

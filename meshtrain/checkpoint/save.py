@@ -124,11 +124,15 @@ class Saver:
         if self._uploads is not None:
             if self._thread is not None:
                 self._thread.join()  # old checkpoints are being deleted
+            if self._uploads.wait(0.0) and self._uploads.problem is not None:
+                self._uploads.offer(self._folder)  # a last time
             if not self._uploads.wait(0.0):
                 self._tell(f"waits up to {LAST_S:.0f} s for the upload to {self._uploads.url}")
                 if not self._uploads.wait():
                     self._tell(f"warning: the upload to {self._uploads.url} is not done, and is given up")
             self.poll()
+            if self._uploads.problem is not None:
+                self._tell(f"warning: {self._uploads.url} lacks checkpoints of this run: {self._uploads.problem}")
 
     def close(self) -> None:
         """Lets the thread end. What is still being written is given up: `wait` before, unless the run has failed."""
