@@ -335,6 +335,7 @@ def test_only_a_full_disk_asks_for_room(
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     monkeypatch.setattr(commit, "write_shard", broken)
+    one._thread.join()  # the first is deleted
     shutil.copytree(tmp_path / "step_0000002", tmp_path / "step_0000001")
     one.save(3, ABOUT, wait=True)
     assert "Input/output error" in str(one.problem)
