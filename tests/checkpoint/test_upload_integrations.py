@@ -81,7 +81,7 @@ def test_a_bucket_that_is_not_there_costs_lines(
 class Refusing(BaseHTTPRequestHandler):
     """Hands requests on to a server, but for those that write as long as it refuses."""
 
-    server_address: str  # of the server behind
+    behind = ""  # the address of the server
     how: int | None = None  # the status with which it refuses; 0: it does not answer
     refused = 0
 
@@ -93,7 +93,7 @@ class Refusing(BaseHTTPRequestHandler):
                 time.sleep(3)  # longer than the client waits
             self._answer(Refusing.how or 503, [], b"")
             return
-        connection = HTTPConnection(Refusing.server_address, timeout=30)
+        connection = HTTPConnection(Refusing.behind, timeout=30)
         connection.request(self.command, self.path, body, dict(self.headers))
         answer = connection.getresponse()
         self._answer(answer.status, answer.getheaders(), answer.read())
@@ -122,7 +122,7 @@ def refusing(bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Refu
     fsspec = pytest.importorskip("fsspec.config")
     how = {"read_timeout": 1, "connect_timeout": 1, "retries": {"total_max_attempts": 1}}
     monkeypatch.setitem(fsspec.conf, "s3", {"config_kwargs": how})
-    monkeypatch.setattr(Refusing, "server_address", bucket.removeprefix("http://"))
+    monkeypatch.setattr(Refusing, "behind", bucket.removeprefix("http://"))
     monkeypatch.setattr(Refusing, "how", None)
     monkeypatch.setattr(Refusing, "refused", 0)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
