@@ -81,6 +81,7 @@ def test_a_bucket_that_is_not_there_costs_lines(
 class Refusing(BaseHTTPRequestHandler):
     """Hands requests on to a server, but for those that write as long as it refuses."""
 
+    protocol_version = "HTTP/1.1"  # so that it answers `Expect: 100-continue`, which clients wait for
     behind = ""  # the address of the server
     how: int | None = None  # the status with which it refuses; 0: it does not answer
     refused = 0
@@ -152,7 +153,7 @@ def test_a_server_that_refuses_or_does_not_answer(
     assert refusing.refused >= 2, "it was tried again"
     assert out.count(f"warning: the upload to {URL} failed") == 1, out
     assert out.count(f"warning: {URL} lacks checkpoints of this run") == 1, out
-    assert complete_steps(tmp_path / "run" / "checkpoints") == [4, 6, 8]
+    assert complete_steps(tmp_path / "run" / "checkpoints")[-3:] == [4, 6, 8], "one more where it was being read"
     assert Uploads(URL, Retention()).steps() == []
     refusing.how = None
     assert alone(Case(str(small_run(tmp_path)), (*options, "train.steps=10"))) == {"status": 0}
