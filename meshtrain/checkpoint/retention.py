@@ -97,8 +97,8 @@ class Pruner:
         steps = complete_steps(self._folder)
         if self._keep.keep_best:  # those that an earlier job has written are read
             self._evaluations |= {old: self._read_evaluation(old) for old in steps if old not in self._evaluations}
-        kept = steps_to_keep({*steps, step}, self._evaluations, self._keep)
-        return set(steps) - kept - {step, self._in_use()}
+        retained = steps_to_keep({*steps, step}, self._evaluations, self._keep)
+        return set(steps) - retained - {step, self._in_use()}
 
     def _read_evaluation(self, step: int) -> dict[str, float]:
         try:

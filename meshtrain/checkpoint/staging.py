@@ -115,11 +115,11 @@ def find_short_hosts(state: State, job: Job) -> list[str]:
 
 def _entries(state: State, rank: int) -> list[tuple[Entry, Part]]:
     """What this rank writes, in the order of a file."""
-    held = {shard.name for shard in state.shards}
+    names = {shard.name for shard in state.shards}
     parts = [
         (name, tensor.dtype, part_to_write(tensor, state.layout, rank))
         for name, tensor in state.placements.items()
-        if name in held
+        if name in names
     ]
     return [(Entry(name, dtype, shape_of(part)), part) for name, dtype, part in parts if part is not None]
 

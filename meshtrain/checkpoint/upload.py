@@ -113,8 +113,8 @@ class Uploads:
                 self._bring_up_to_date(folder)
                 self.problem = None
             except Exception as error:  # each client has errors of its own, and none of them is the run's
-                said, self.problem = self.problem is not None, f"{type(error).__name__}: {error}"
-                if not said:
+                failed_before, self.problem = self.problem is not None, f"{type(error).__name__}: {error}"
+                if not failed_before:
                     self.notes.append(
                         f"warning: the upload to {self.url} failed: {self.problem}; it is tried again with each "
                         "checkpoint, and not said again until one has come through"

@@ -146,19 +146,20 @@ def test_a_server_that_refuses_or_does_not_answer(
 
     faster()
     monkeypatch.setattr(s3fs.core.S3FileSystem, "retries", 1)
-    options = ("checkpoint.every=2", "data.workers=0", f"checkpoint.upload={URL}")
+    url = f"{URL}_{how}"
+    options = ("checkpoint.every=2", "data.workers=0", f"checkpoint.upload={url}")
     refusing.how = how
     assert alone(Case(str(small_run(tmp_path)), options)) == {"status": 0}
     out = capsys.readouterr().out
     assert refusing.refused >= 2, "it was tried again"
-    assert out.count(f"warning: the upload to {URL} failed") == 1, out
-    assert out.count(f"warning: {URL} lacks checkpoints of this run") == 1, out
+    assert out.count(f"warning: the upload to {url} failed") == 1, out
+    assert out.count(f"warning: {url} lacks checkpoints of this run") == 1, out
     assert complete_steps(tmp_path / "run" / "checkpoints")[-3:] == [4, 6, 8], "one more where it was being read"
-    assert Uploads(URL, Retention()).steps() == []
+    assert Uploads(url, Retention()).steps() == []
     refusing.how = None
     assert alone(Case(str(small_run(tmp_path)), (*options, "train.steps=10"))) == {"status": 0}
     assert "warning" not in capsys.readouterr().out
-    uploads = Uploads(URL, Retention())
+    uploads = Uploads(url, Retention())
     assert uploads.steps() == [6, 8, 10]
     assert verify(uploads.fetch(10, tmp_path / "back")) == []
 
