@@ -380,6 +380,9 @@ class Checkpoint:
     """Whether training goes on while a checkpoint is written. It then waits for a copy in memory only."""
     on_failure: Literal["continue", "stop"] = key("continue")
     """What the run does when a checkpoint could not be written: it goes on and says so, or it stops."""
+    make_room: bool = False
+    """Whether, where the disk is full, the oldest checkpoint that would not be kept after a save goes before it. The
+    newest never does."""
     timeout_s: float = key(1800.0, minimum=900, also="save_timeout async_save_timeout")
     """Seconds after which a save is given up, and training goes on: a file system that fails over takes minutes. A rank
     that is lost meanwhile is noticed as ever."""
