@@ -41,14 +41,15 @@ What happened is in `exit.json` of the run's folder, for scripts ([What people w
 | status | of the commands, `meshtrain ...` |
 | --- | --- |
 | 0 | done |
-| 1 | `checkpoint verify`, `checkpoint diff`, `data verify`, `doctor`, `explain`: something is wrong, unequal or has failed |
+| 1 | `checkpoint verify`, `checkpoint diff`, `data verify`, `doctor`, `explain`: something is wrong or has failed |
 | 2 | the input is wrong |
 """
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """What lies beside docs/ is not on the site: it is linked in the repository. README is the site's first page. A link
-    whose text is the name of a file gets the title of its page."""
+    """What lies beside docs/ is not on the site: it is linked in the repository. README is the site's first page.
+
+    A link whose text is the name of a file gets the title of its page."""
     markdown = re.sub(r"\[(?:docs/)?([\w-]+)\.md\](?=\()", lambda match: f"[{title(match[1])}]", markdown)
     markdown = markdown.replace("](../README.md", "](index.md")
     return re.sub(r"\]\(\.\./(?!metrics)([^)]+)\)", rf"]({SOURCE}\1)", markdown)
