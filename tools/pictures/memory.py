@@ -11,6 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from meshtrain.config import Config
+from meshtrain.data.batch import Batch
 from meshtrain.foresight.trace import META, TracedStep, fake_world, language_batch
 from meshtrain.layout import Layout
 
@@ -43,12 +44,12 @@ def step_memory(layout: Layout, recompute: str) -> tuple[list[str], dict[str, li
         step = TracedStep(config, mesh, language_batch(config), META)
         step.live.watch, forward_backward = look, step.trainer.forward_backward
 
-        def begin(*arguments: Any) -> Any:
+        def begin(number: int, microbatches: list[Batch]) -> None:
             nonlocal begun
             begun += 1
-            return forward_backward(*arguments)
+            forward_backward(number, microbatches)
 
-        step.trainer.forward_backward = begin  # type: ignore[method-assign]
+        step.trainer.forward_backward = begin  # type: ignore[assignment, method-assign]
         step.trace()
     assert rows, f"a trace has no step {STEPS}"
     *named, rest = PARTS

@@ -16,7 +16,7 @@ from meshtrain.layout import Layout
 INK, QUIET, PANEL, OUTLINE = "#1f2430", "#7a8194", "#f4f5f9", "#bcc2cf"
 STAGES = ("#3b6fe0", "#e2603b")
 BLOCKS = 4
-LAYOUTS = (
+LAYOUTS: tuple[tuple[str, dict[str, int], list[int]], ...] = (
     ("one process", {}, [1]),
     ("DDP", {"dp_replicate": 8}, [8]),
     ("FSDP", {"dp_shard": 8}, [8]),

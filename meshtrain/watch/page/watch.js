@@ -202,7 +202,7 @@ function state(run) {
 function facts(run) {
   const now = run.newest, last = (name) => (run.columns[name] || []).filter((value) => value !== null).at(-1);
   return [["step", text(run.step.at(-1))], ["loss", text(now.loss)], ["evaluation", text(last("eval_loss"))], ["learning rate", text(now.lr)],
-    ["gradient norm", text(now.grad_norm)], ["throughput", text(now.tokens_per_s) + " /s"], ["step time", seconds(now.step_time_s)], ["MFU", share(now.mfu)],
+    ["gradient norm", text(now.grad_norm)], ["throughput", text(now.tokens_per_s) + " /s"], ["step time", text(now.step_time_s) + " s"], ["MFU", share(now.mfu)],
     ["goodput", share(now.goodput)], ["memory", text(now.memory_gib) + " GiB"], ["wall time", seconds(now.wall_s)], ["checkpoints", String(run.checkpoints.length)],
     ["layout", run.layout.replace(/^layout /, "") || "-"], ["state", state(run)],
     ...(run.bad_lines ? [["lines left out", `${run.bad_lines} that are no JSON`]] : [])];
