@@ -230,16 +230,24 @@ def exit_or_restart(job: Job, status: RunStatus, stop: StopRequest) -> None:
 
 def read_config(arguments: Sequence[str] | None, world_size: int, device: str, *, again: bool = False) -> Config:
     """The config that the command line names, with its overrides; `again` as in Config.load. Raises InputError."""
-    parser = _Parser(
-        prog="meshtrain.train", description="Trains the model of a YAML file on the processes of this job."
-    )
-    parser.add_argument("config", help="a YAML file, for instance configs/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for instance train.steps=50")
-    options = parser.parse_args(arguments)
+    options = train_parser().parse_args(arguments)
     known: dict[str, Any] = {"world_size": world_size, "device": device, "again": again}
     config = Config.load(options.config, options.overrides, for_training=True, **known)
     find_sinks(config.metrics)
     return config
+
+
+def train_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m meshtrain.train",
+        description="Trains the model of a YAML file on the processes of this job.",
+        epilog="examples:\n  python -m meshtrain.train quickstart train.steps=50\n"
+        "  torchrun --standalone --nproc-per-node=4 -m meshtrain.train quickstart layout.tp=2",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", help="a YAML file, or the name of one of meshtrain's own: quickstart")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for instance train.steps=50")
+    return parser
 
 
 class _Parser(argparse.ArgumentParser):
