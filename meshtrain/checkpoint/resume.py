@@ -98,8 +98,8 @@ class Resume:
             if not damages:
                 exchange(state)
                 if self._spec.local is not None:
-                    count = self._job.reduce("loading", bool(local), sum)
-                    self._candidates.notes.append(f"{count} of {self._job.world_size} ranks read from their local disks")
+                    count, ranks = self._job.reduce("loading", bool(local), sum), self._job.world_size
+                    self._candidates.notes.append(f"{count} of {ranks} ranks read from their local disks")
                 break
             names = [file_of(rank) for rank in range(len(manifest.files))]
             in_doubt = {} if self._local_only else {name: text for text, name in damages}  # nobody else has those files

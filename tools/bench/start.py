@@ -1,11 +1,12 @@
-"""What the start of a large job takes, by fake ranks that meet at a real store, and the curve over the size of the world.
+"""What the start of a large job takes, by fake ranks that meet at a real store, over the size of its world.
 
-    python tools/bench/start.py [--ranks 64 256 1024 4096] [--picture start.png]
+    python tools/bench/start.py [--ranks 64 256 1024] [--picture start.png] [--json]
 
-Each rank is a thread of one process and does what `meshtrain.train` does until its first step, but for what needs a
-process of its own: data are opened once, the watchdog listens nowhere, and nothing is computed. The store is a TCPStore
-in a process of its own, to which each rank has its own connection. Calls and bytes are counted where they are made.
-Groups are made in a world of torch's fake backend, as NCCL makes them: split off the world.
+Each fake rank is a thread that does what `meshtrain.train` does until its first step, but for what needs a process of
+its own: the data are opened once, the watchdog listens nowhere, nothing is computed. The store is a TCPStore in a
+process of its own, to which each rank has a connection. Groups are made in a world of torch's fake backend, in the way
+of NCCL: split off the world. Calls, bytes and groups are exact; seconds of wall time are those of all ranks together on
+this machine's cores, of which a real job has as many as ranks.
 """
 
 import argparse
@@ -18,10 +19,10 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,9 +30,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshtrain
-from meshtrain import train
+from meshtrain import mesh, train
 from meshtrain.checkpoint.state import gather_placements
 from meshtrain.config import Config
 from meshtrain.job import process
@@ -46,131 +49,252 @@ from meshtrain.run.rank_table import layout_text
 
 ROOT = Path(meshtrain.__file__).parents[1]
 GPUS = 8  # of a host
-POLLS = ("check",)  # of which there are as many as a rank waits for others
-GROUPS = """
+CPU = torch.device("cpu")
+LAYOUT = {"pp": 2, "dp_replicate": 2, "dp_shard": -1, "tp": 2}
+IMPORTS = """
 import sys, time
 begun = time.process_time()
+import torch
+of_torch = time.process_time() - begun
 import meshtrain.train
-imported = time.process_time() - begun
-import json, sys
-sys.path.insert(0, {folder!r})
-import start
-print(json.dumps({{"import_s": imported, **start.groups({ranks})}}))
+print(of_torch, time.process_time() - begun - of_torch, len(sys.modules))
 """
 SERVER = """
-import sys, resource
+import sys, time
 import torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-def cpu():
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-begun = cpu()
+begun = time.process_time()
 print(store.port, flush=True)
 sys.stdin.read()
-print(cpu() - begun, flush=True)
+print(time.process_time() - begun)
 """
+PLACEHOLDERS: dict[str, Callable] = {  # of what needs a process of its own, or is the same in a world of any size
+    "run.setup.prepare_data": lambda *_, **__: None,
+    "run.setup.build.check_start": lambda *_: None,
+    "train.set_numerics": lambda *_: None,
+    "job.process.dist.init_process_group": lambda *_, **__: None,
+    "job.process.dist.PrefixStore": lambda *_: None,
+}
+
+
+def place(rank: int, ranks: int) -> Environment:
+    return Environment("srun", rank, ranks, rank % GPUS, f"host{rank // GPUS:04}", ("127.0.0.1", 29500))
 
 
 class CountingStore:
-    """A rank's store; counts what it asks for, by method, and the bytes that come back."""
+    """A rank's store. Counts calls, each a round trip to the store's one thread, and the bytes that it answers."""
 
     def __init__(self, store: dist.Store) -> None:
-        self._store, self.calls, self.received = store, Counter[str](), Counter[str]()
+        self._store, self.calls, self.polls, self.answers = store, 0, 0, Counter[str]()
 
     def __getattr__(self, name: str) -> Callable:
         method = getattr(self._store, name)
 
         def call(*arguments: Any) -> Any:
-            polls = name in POLLS or (name == "add" and arguments[1] == 0)
-            self.calls["polls" if polls else name] += 1
             answer = method(*arguments)
+            if name == "check" or (name == "add" and arguments[1] == 0):
+                self.polls += 1  # as many as it takes until the others have come
+            else:
+                self.calls += 1
             if name in ("get", "multi_get"):
-                self.received[str(arguments[0])] += len(answer) if name == "get" else sum(map(len, answer))
+                self.answers[str(arguments[0])] += sum(map(len, [answer] if name == "get" else answer))
             return answer
 
         return call
 
-    @property
-    def made(self) -> int:
-        """Calls but polls."""
-        return self.calls.total() - self.calls["polls"]
-
 
 @dataclass
 class Start:
-    """What the ranks of one world have asked the store for."""
+    """What a start asks of the store, and what groups it makes. Polls are not among the calls."""
 
     ranks: int
     rounds: int  # in which all ranks meet
-    calls: list[int]  # but polls, by rank
-    polls: list[int]  # by rank
-    received: list[int]  # bytes, by rank
-    table: int  # of them, the addresses of all ranks
+    calls: int  # of the rank, of all but rank 0, that makes the most
+    calls_of_rank_0: int
+    polls: int  # as of calls
+    bytes: int  # that such a rank is answered
+    largest: int  # of these answers: the addresses of all ranks
     wall_s: float
-    server_s: float = 0.0  # CPU time of the store
-    groups: dict[str, float] = field(default_factory=dict)
+    groups: int = 0  # calls that make them, on one rank
+    groups_s: float = 0.0  # CPU time of that
+    store_s: float = 0.0  # CPU time of the store
 
 
-def environment(rank: int, ranks: int, port: int) -> Environment:
-    return Environment("srun", rank, ranks, rank % GPUS, f"host{rank // GPUS:04}", ("127.0.0.1", port))
+def read_config(ranks: int, folder: str) -> Config:
+    layout = ", ".join(f"{axis}: {size}" for axis, size in LAYOUT.items())
+    overrides = [f"train.output={folder}/run", f"layout={{{layout}}}", f"batch.global_size={ranks}"]
+    return Config.load(
+        ROOT / "configs" / "quickstart.yaml", overrides, for_training=True, world_size=ranks, device="cpu"
+    )
 
 
-def meet(ranks: int, config: Config, connect: Callable[[int], dist.Store], port: int, folder: Path) -> Start:
-    """Has so many threads start a run of this config; `connect`: a rank's own connection to the store."""
-    stores = [CountingStore(connect(rank)) for rank in range(ranks)]
-    jobs: list[Job] = []
+def meet(ranks: int, connect: Callable[[], Any]) -> Start:
+    """Has so many threads start a run, each with what `connect` returns as its store."""
     problems: list[BaseException] = []
-    fingerprints = list(run_fingerprints(config, os.environ))
-    setup.prepare_data(config.data, say=print)
-    data = setup.open_data(config.data, n_outputs=setup.build.outputs(config), seed=0, say=lambda _: None)
-    lock = threading.Lock()
-
-    def rank(number: int) -> None:
-        try:
-            place = environment(number, ranks, port)
-            process._agree_on_start(place, stores[number])  # type: ignore[arg-type]
-            job = Job(place, torch.device("cpu"), stores[number])  # type: ignore[arg-type]
-            with lock:
-                jobs.append(job)
-            job.again = job.reduce("meeting", place.again, any)
-            server = SimpleNamespace(token=f"{number:032}", port=40000 + number % 1000)
-            status_server.exchange_addresses(job, server)  # type: ignore[arg-type]
-            with job.collective_check("reading the config"):
-                pass
-            require_equal(job, *fingerprints)
-            train.run(config, job)
-        except BaseException as error:
-            problems.append(error)
-
-    def rest(spec: Any, job: Job, data: Any, status: Any, checkpoint: Any, *_: Any) -> None:
-        """What of the loop's page meets at the store before the first step."""
-        checkpoint.restore(None)
-        assert job.layout is not None
-        gather_placements([], job, job.layout)
-        status.begin(config, layout_text(job.layout) if job.rank == 0 else "", GoodputTracker(None, 0, 0.0))
-        with job.collective_check("opening metrics.jsonl"):
-            pass
-
-    with ExitStack() as stack:
-        for name, value in {
-            "train.train": rest, "run.setup.open_data": lambda *_, **__: data, "run.setup.prepare_data": lambda *_, **__: None,
-            "run.setup.build.check_start": lambda *_: None, "train.set_numerics": lambda *_: None,
-            "job.process.dist.init_process_group": lambda *_, **__: None, "job.process.dist.PrefixStore": lambda *_: None,
-        }.items():  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        config = read_config(ranks, folder)
+        setup.prepare_data(config.data, say=print)
+        data = setup.open_data(config.data, n_outputs=setup.build.outputs(config), seed=0, say=lambda _: None)
+        for name, value in {"run.setup.open_data": lambda *_, **__: data, "train.train": _rest, **PLACEHOLDERS}.items():
             stack.enter_context(mock.patch(f"meshtrain.{name}", value))
+        topics = list(run_fingerprints(config, os.environ))
+        stores = [CountingStore(connect()) for _ in range(ranks)]
+        rounds = [0] * ranks
+
+        def rank(number: int) -> None:
+            store: Any = stores[number]
+            try:
+                job = Job(place(number, ranks), CPU, store)
+                process._agree_on_start(job.environment, store)
+                job.again = job.reduce("meeting", job.environment.again, any)
+                server: Any = SimpleNamespace(token=f"{number:032}", port=40_000 + number % GPUS)
+                status_server.exchange_addresses(job, server)
+                with job.collective_check("reading the config"):
+                    pass
+                require_equal(job, *topics)
+                train.run(config, job)
+                rounds[number] = job._rounds
+            except BaseException as error:
+                problems.append(error)
+                raise
+
         threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(ranks)]
         begun = time.monotonic()
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        while any(thread.is_alive() for thread in threads) and not problems:
+            time.sleep(0.05)
+        wall_s = time.monotonic() - begun
     if problems:
         raise problems[0]
-    table = max(max((n for key, n in store.received.items()), default=0) for store in stores)
+    others = stores[1:]
     return Start(
-        ranks, max(job._rounds for job in jobs), [store.made for store in stores],
-        [store.calls["polls"] for store in stores], [store.received.total() for store in stores], table,
-        time.monotonic() - begun,
+        ranks, max(rounds), max(of.calls for of in others), stores[0].calls, max(of.polls for of in others),
+        max(of.answers.total() for of in others), max(max(of.answers.values()) for of in others), wall_s,
     )  # fmt: skip
-def groups(ranks: int) -> dict[str, float]:
-    return {}
+
+
+def _rest(spec: Any, job: Job, data: Any, status: Any, checkpoint: Any, *_: Any) -> None:
+    """What of `train.train` meets at the store before the first step."""
+    assert job.layout is not None
+    checkpoint.restore(None)
+    gather_placements([], job, job.layout)
+    status.begin(spec.config, layout_text(job.layout) if job.rank == 0 else "", GoodputTracker(None, 0, 0.0))
+    with job.collective_check("opening metrics.jsonl"):
+        pass
+    status._goodput = None  # nothing was trained
+
+
+@contextmanager
+def served() -> Iterator[tuple[int, list[float]]]:
+    """A store in a process of its own: its port, and afterwards a list with its CPU time."""
+    used: list[float] = []
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        yield int(server.stdout.readline()), used
+        server.stdin.close()
+        used.append(float(server.stdout.readline()))
+
+
+def make_groups(ranks: int) -> tuple[int, float]:
+    """The calls that make the groups of a rank in the middle of the world, and their CPU time in seconds."""
+    own, calls, new_group = ranks // 2, [0], dist.new_group
+
+    def split_group(*_: Any, split_ranks: Sequence[Sequence[int]], **__: Any) -> object:
+        calls[0] += 1
+        return new_group(next(list(group) for group in split_ranks if own in group))
+
+    dist.init_process_group("fake", store=FakeStore(), rank=own, world_size=ranks)
+    try:
+        world: Any = dist.group.WORLD
+        world.bound_device_id = torch.device("cuda", 0)
+        with ExitStack() as stack:
+            for owner, name, value in (
+                (mesh, "_splits", lambda group: group is world),
+                (mesh, "_options", lambda _: None),
+                (dist, "split_group", split_group),
+                (device_mesh, "split_group", split_group),
+                (torch.accelerator, "is_available", lambda: True),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, value))
+            begun = time.process_time()
+            mesh.build_mesh(Layout.resolve(LAYOUT, ranks), "cuda")
+            return calls[0], time.process_time() - begun
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(ranks: int) -> Start:
+    def connect() -> dist.Store:
+        return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(minutes=10))
+
+    with served() as (port, store_s), redirect_stdout(sys.stderr):
+        start = meet(ranks, connect)
+    start.store_s = store_s[0]
+    start.groups, start.groups_s = make_groups(ranks)
+    return start
+
+
+def draw(starts: Sequence[Start], path: Path) -> None:
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.5), layout="constrained")
+    ranks = [start.ranks for start in starts]
+    for axis, title, curves in zip(
+        axes,
+        ("calls of one rank", "bytes that the store answers one rank", "seconds of CPU time"),
+        (
+            {"store": [s.calls for s in starts], "store, polls": [s.polls for s in starts]}
+            | {"groups made": [s.groups for s in starts]},
+            {"all": [s.bytes for s in starts], "addresses of all ranks": [s.largest for s in starts]},
+            {"store, for all ranks": [s.store_s for s in starts], "groups, one rank": [s.groups_s for s in starts]},
+        ),
+        strict=True,
+    ):
+        for label, values in curves.items():
+            axis.loglog(ranks, values, marker="o", label=label)
+        axis.set(title=title, xlabel="ranks", xticks=ranks, xticklabels=map(str, ranks))
+        axis.minorticks_off()
+        axis.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="What the start of a large job takes, over the size of its world.")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024], help="multiples of 8, from 16 on")
+    parser.add_argument("--picture", type=Path, help="a file for the curves")
+    parser.add_argument("--json", action="store_true", help="rows for programs")
+    options = parser.parse_args(arguments)
+    if any(ranks < 16 or ranks % 8 for ranks in options.ranks):
+        parser.error("--ranks: multiples of 8, from 16 on")
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    threading.stack_size(1 << 20)
+    if not options.json:
+        imports = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True, cwd=ROOT)
+        of_torch, own, modules = imports.stdout.split()
+        print(
+            f"imports: {float(of_torch):.1f} s of CPU time for torch, {float(own):.1f} s for others, {modules} modules"
+        )
+        print(" ranks  rounds  calls  of rank 0  polls      bytes  of them addresses  store CPU  wall  groups  CPU")
+    starts = []
+    for ranks in options.ranks:
+        starts.append(s := measure(ranks))
+        if not options.json:
+            print(
+                f"{s.ranks:6}  {s.rounds:6}  {s.calls:5}  {s.calls_of_rank_0:9}  {s.polls:5}  {s.bytes:9,}  "
+                f"{s.largest:17,}  {s.store_s:7.1f} s  {s.wall_s:3.0f} s  {s.groups:6}  {1000 * s.groups_s:.0f} ms",
+                flush=True,
+            )
+    if options.json:
+        print(json.dumps([asdict(start) for start in starts]))
+    if options.picture is not None:
+        draw(starts, options.picture)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
