@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 
 from meshtrain.config.locate import line_of
-from meshtrain.errors import AgreedError, InputError, TrainingError, UnreadableError, group_values, ranges
+from meshtrain.errors import AgreedError, InputError, TrainingError, UnreadableError, group_values, join_some, ranges
 from meshtrain.job.environment import OWN_DESCRIPTORS, Environment, stale_store, started_before
 from meshtrain.job.sockets import is_loopback
 from meshtrain.job.store import SAY_EVERY_S, Failures, Round
 from meshtrain.layout import Layout, LayoutError
 
 ATTEMPT_S = 5.0  # of reaching the store
-MOST_FAILURES = 8  # of hosts that are listed
+MOST_FAILURES = 8  # of hosts or ranks that are listed
 POLL_S = 0.02  # between two looks at the store while the ranks meet
 
 
@@ -192,8 +192,11 @@ def _describe_problems(reports: list) -> tuple[str | None, str | None]:
         return f"{listed}{others}", None
     if problems[0]:
         return None, problems[0]
-    by_text = group_values((text, str(rank)) for rank, text in enumerate(problems) if text)
-    return None, "\n".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in by_text.items()) or None
+    by_text = group_values((text, rank) for rank, text in enumerate(problems) if text)
+    lines = [f"rank {join_some(ranges(ranks), MOST_FAILURES)}: {text}" for text, ranks in by_text.items()]
+    if len(lines) > MOST_FAILURES:
+        lines[MOST_FAILURES:] = [f"and {len(lines) - MOST_FAILURES} other problems on other ranks"]
+    return None, "\n".join(lines) or None
 
 
 def _run_lengths(names: list[str]) -> tuple[list[str], list[int]]:

@@ -3,15 +3,12 @@
 import json
 import sys
 
-from torch._dynamo.utils import counters
-
 from meshtrain.train import main
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
-    found = {
-        what: counters["aot_autograd"][f"autograd_cache_{what}"] + counters["inductor"][f"fxgraph_cache_{what}"]
-        for what in ("hit", "miss")
-    }
-    print(json.dumps(found))
+    from torch._dynamo.utils import counters  # only now: it chooses a place for the cache
+
+    kinds = (("aot_autograd", "autograd_cache_"), ("inductor", "fxgraph_cache_"))
+    print(json.dumps({what: sum(counters[of][name + what] for of, name in kinds) for what in ("hit", "miss")}))
     sys.exit(status)
