@@ -313,12 +313,14 @@ def test_compiled_code_is_kept_where_a_restart_finds_it(monkeypatch: pytest.Monk
 
 
 @pytest.mark.cluster
+@pytest.mark.timeout(900)
 def test_a_run_that_starts_again_finds_all_of_its_graphs_compiled(tmp_path: Path) -> None:
     """Each start is a process of its own, as torchrun and SLURM have it; the second goes on from a checkpoint."""
     sizes = {"num_hidden_layers": 1, "hidden_size": 24, "intermediate_size": 24, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 2}
     keys = [f"model.{name}={size}" for name, size in sizes.items()]
     keys += ["data.seq_len=16", "batch.global_size=2", "batch.micro_size=2", "train.eval_every=0"]
+    keys += ["data.validation=0", "train.sample_tokens=0"]
     keys += ["parallel.compile=true", f"data.cache={tmp_path}", f"train.output={tmp_path / 'run'}"]
     counts = []
     for steps in (2, 4):

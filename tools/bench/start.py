@@ -124,7 +124,7 @@ def read_config(ranks: int, folder: str) -> Config:
     layout = ", ".join(f"{axis}: {size}" for axis, size in LAYOUT.items())
     overrides = [f"train.output={folder}/run", f"layout={{{layout}}}", f"batch.global_size={ranks}"]
     return Config.load(
-        ROOT / "configs" / "quickstart.yaml", overrides, for_training=True, world_size=ranks, device="cpu"
+        str(ROOT / "configs" / "quickstart.yaml"), overrides, for_training=True, world_size=ranks, device="cpu"
     )
 
 
@@ -241,19 +241,33 @@ def measure(ranks: int) -> Start:
 def draw(starts: Sequence[Start], path: Path) -> None:
     from matplotlib import pyplot
 
+    panels: tuple[tuple[str, dict[str, list[float]]], ...] = (
+        (
+            "calls of one rank",
+            {
+                "store": [start.calls for start in starts],
+                "store, polls": [start.polls for start in starts],
+                "groups made": [start.groups for start in starts],
+            },
+        ),
+        (
+            "bytes that the store answers one rank",
+            {
+                "all": [start.bytes for start in starts],
+                "addresses of all ranks": [start.largest for start in starts],
+            },
+        ),
+        (
+            "seconds of CPU time",
+            {
+                "store, for all ranks": [start.store_s for start in starts],
+                "groups, one rank": [start.groups_s for start in starts],
+            },
+        ),
+    )
     figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.5), layout="constrained")
     ranks = [start.ranks for start in starts]
-    for axis, title, curves in zip(
-        axes,
-        ("calls of one rank", "bytes that the store answers one rank", "seconds of CPU time"),
-        (
-            {"store": [s.calls for s in starts], "store, polls": [s.polls for s in starts]}
-            | {"groups made": [s.groups for s in starts]},
-            {"all": [s.bytes for s in starts], "addresses of all ranks": [s.largest for s in starts]},
-            {"store, for all ranks": [s.store_s for s in starts], "groups, one rank": [s.groups_s for s in starts]},
-        ),
-        strict=True,
-    ):
+    for axis, (title, curves) in zip(axes, panels, strict=True):
         for label, values in curves.items():
             axis.loglog(ranks, values, marker="o", label=label)
         axis.set(title=title, xlabel="ranks", xticks=ranks, xticklabels=map(str, ranks))
