@@ -120,7 +120,7 @@ def gather_placements(specs: Iterable[ParameterSpec], job: Job, layout: Layout) 
             [spec.name, _kind(spec), list(spec.shape), [(cut.axis, cut.dim) for cut in spec.cuts]] for spec in specs
         ]
     placements: dict[str, Placement] = {}
-    for rank, of_stage in job.reduce("comparing where tensors lie", rows, _given):
+    for rank, of_stage in job.reduce("comparing where tensors lie", rows, _held_tensors):
         index = layout.index(rank, "pp")
         for name, kind, shape, cuts in of_stage:
             stages = {index, *placements[name].stages} if name in placements else {index}
@@ -129,7 +129,7 @@ def gather_placements(specs: Iterable[ParameterSpec], job: Job, layout: Layout) 
     return {name: placements[name] for name in sorted(placements, key=weights.by_numbers)}
 
 
-def _given(values: list) -> list[tuple[int, list]]:
+def _held_tensors(values: list) -> list[tuple[int, list]]:
     return [(rank, value) for rank, value in enumerate(values) if value]
 
 

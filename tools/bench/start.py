@@ -207,6 +207,10 @@ def make_groups(ranks: int) -> tuple[int, float]:
         calls[0] += 1
         return new_group(next(list(group) for group in split_ranks if own in group))
 
+    def make_one(*arguments: Any, **options: Any) -> object:
+        calls[0] += 1
+        return new_group(*arguments, **options)
+
     dist.init_process_group("fake", store=FakeStore(), rank=own, world_size=ranks)
     try:
         world: Any = dist.group.WORLD
@@ -216,6 +220,8 @@ def make_groups(ranks: int) -> tuple[int, float]:
                 (mesh, "_splits", lambda group: group is world),
                 (mesh, "_options", lambda _: None),
                 (dist, "split_group", split_group),
+                (dist, "new_group", make_one),
+                (device_mesh, "new_group", make_one),
                 (device_mesh, "split_group", split_group),
                 (torch.accelerator, "is_available", lambda: True),
             ):
