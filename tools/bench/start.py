@@ -1,17 +1,18 @@
 """What the start of a large job takes, by fake ranks that meet at a real store, over the size of its world.
 
-    python tools/bench/start.py [--ranks 64 256 1024] [--picture start.png] [--json]
+    python tools/bench/start.py [--ranks 64 256 1024 4096] [--picture start.png] [--json]
 
-Each fake rank is a thread that does what `meshtrain.train` does until its first step, but for what needs a process of
-its own: the data are opened once, the watchdog listens nowhere, nothing is computed. The store is a TCPStore in a
-process of its own, to which each rank has a connection. Groups are made in a world of torch's fake backend, in the way
-of NCCL: split off the world. Calls, bytes and groups are exact; seconds of wall time are those of all ranks together on
-this machine's cores, of which a real job has as many as ranks.
+Each fake rank has its own connection to a TCPStore, which is a process of its own. Those of the first two hosts are
+threads that do what `meshtrain.train` does until its first step, but for what needs a whole process: the data are
+opened once, the watchdog listens nowhere, nothing is computed. The others are played by one thread: each tells the
+store, in its own name, what the last of the first two hosts tells it, and fetches each answer. Groups are made in a
+world of torch's fake backend, in the way of NCCL: split off the world. Calls, bytes and groups are exact.
 """
 
 import argparse
 import json
 import os
+import queue
 import resource
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -86,6 +88,7 @@ class CountingStore:
 
     def __init__(self, store: dist.Store) -> None:
         self._store, self.calls, self.polls, self.answers = store, 0, 0, Counter[str]()
+        self.given: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()  # name and text of its rounds
 
     def __getattr__(self, name: str) -> Callable:
         method = getattr(self._store, name)
@@ -96,6 +99,8 @@ class CountingStore:
                 self.polls += 1  # as many as it takes until the others have come
             else:
                 self.calls += 1
+            if name == "append":
+                self.given.put((arguments[0].removesuffix("/given"), arguments[1]))
             if name in ("get", "multi_get"):
                 self.answers[str(arguments[0])] += sum(map(len, [answer] if name == "get" else answer))
             return answer
@@ -128,8 +133,10 @@ def read_config(ranks: int, folder: str) -> Config:
     )
 
 
-def meet(ranks: int, connect: Callable[[], Any]) -> Start:
-    """Has so many threads start a run, each with what `connect` returns as its store."""
+def meet(ranks: int, connect: Callable[[], Any], real: int | None = None) -> Start:
+    """Has so many ranks start a run, each with what `connect` returns as its store. `real`: how many of them are
+    threads, whole hosts; the others are played."""
+    real = real or ranks
     problems: list[BaseException] = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         config = read_config(ranks, folder)
@@ -138,8 +145,9 @@ def meet(ranks: int, connect: Callable[[], Any]) -> Start:
         for name, value in {"run.setup.open_data": lambda *_, **__: data, "train.train": _rest, **PLACEHOLDERS}.items():
             stack.enter_context(mock.patch(f"meshtrain.{name}", value))
         topics = list(run_fingerprints(config, os.environ))
-        stores = [CountingStore(connect()) for _ in range(ranks)]
-        rounds = [0] * ranks
+        with ThreadPoolExecutor(64) as pool:  # a name server that is slow holds some of them up for seconds
+            stores = [CountingStore(store) for store in pool.map(lambda _: connect(), range(ranks))]
+        rounds = [0] * real
 
         def rank(number: int) -> None:
             store: Any = stores[number]
@@ -157,8 +165,11 @@ def meet(ranks: int, connect: Callable[[], Any]) -> Start:
             except BaseException as error:
                 problems.append(error)
                 raise
+            finally:
+                store.given.put(None)
 
-        threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(ranks)]
+        threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(real)]
+        threads.append(threading.Thread(target=play, args=(stores, real), daemon=True))
         begun = time.monotonic()
         for thread in threads:
             thread.start()
@@ -167,11 +178,33 @@ def meet(ranks: int, connect: Callable[[], Any]) -> Start:
         wall_s = time.monotonic() - begun
     if problems:
         raise problems[0]
-    others = stores[1:]
+    others = stores[1:real]
     return Start(
         ranks, max(rounds), max(of.calls for of in others), stores[0].calls, max(of.polls for of in others),
         max(of.answers.total() for of in others), max(max(of.answers.values()) for of in others), wall_s,
     )  # fmt: skip
+
+
+def play(stores: Sequence[CountingStore], real: int) -> None:
+    """Does for all ranks from `real` on what the rank before them does at the store."""
+    played = range(real, len(stores))
+    for rank in played:
+        stores[rank].set(f"hello/{rank}", f"token{rank}")
+    for rank in played:
+        while not stores[rank].check([f"welcome/{rank}"]):
+            time.sleep(0.01)
+        stores[rank].add(f"{stores[rank].get(f'welcome/{rank}').decode().split()[1]}/met", 1)
+    model = f"host{(real - 1) // GPUS:04}"
+    while (given := stores[real - 1].given.get()) is not None:
+        name, text = given
+        for rank in played:
+            own = text.replace(f", {real - 1}, ", f", {rank}, ").replace(model, f"host{rank // GPUS:04}")
+            stores[rank].append(f"{name}/given", f"[{rank},{own.partition(',')[2]}")
+            stores[rank].add(f"{name}/count", 1)
+        for rank in played:
+            while not stores[rank].check([f"{name}/all"]):
+                time.sleep(0.01)
+            stores[rank].get(f"{name}/all")
 
 
 def _rest(spec: Any, job: Job, data: Any, status: Any, checkpoint: Any, *_: Any) -> None:
@@ -238,7 +271,7 @@ def measure(ranks: int) -> Start:
         return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(minutes=10))
 
     with served() as (port, store_s), redirect_stdout(sys.stderr):
-        start = meet(ranks, connect)
+        start = meet(ranks, connect, 2 * GPUS)
     start.store_s = store_s[0]
     start.groups, start.groups_s = make_groups(ranks)
     return start
@@ -284,7 +317,9 @@ def draw(starts: Sequence[Start], path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="What the start of a large job takes, over the size of its world.")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024], help="multiples of 8, from 16 on")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[64, 256, 1024, 4096], help="multiples of 8, from 16 on"
+    )
     parser.add_argument("--picture", type=Path, help="a file for the curves")
     parser.add_argument("--json", action="store_true", help="rows for programs")
     options = parser.parse_args(arguments)
@@ -292,7 +327,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--ranks: multiples of 8, from 16 on")
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    threading.stack_size(1 << 20)
     if not options.json:
         imports = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True, cwd=ROOT)
         of_torch, own, modules = imports.stdout.split()
