@@ -12,11 +12,11 @@ from meshtrain.job.process import Job
 FEW, MANY = 16, 48  # of 8 ranks to a host
 
 
-def meet(ranks: int) -> start.Start:
+def meet(ranks: int, real: int | None = None) -> start.Start:
     """Every rank has a connection of its own to a store of this world."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     limit = timedelta(minutes=2)
-    return start.meet(ranks, lambda: dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=limit))
+    return start.meet(ranks, lambda: dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=limit), real)
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,12 @@ def test_a_rank_is_told_of_hosts_and_of_where_others_listen_alone(starts: tuple[
     assert rest[1] - rest[0] < 32 * (MANY - FEW) / start.GPUS, "names of hosts"
     assert many.largest - few.largest < 64 * (MANY - FEW), "numbers of processes and ports"
     assert rest[1] < 40 * many.rounds, "what is all right takes few words"
+
+
+def test_ranks_that_are_played_ask_for_the_same(starts: tuple[start.Start, start.Start]) -> None:
+    played, many = meet(MANY, FEW), starts[1]
+    for name in ("rounds", "calls", "bytes", "largest"):
+        assert getattr(played, name) == getattr(many, name)
 
 
 def test_groups_are_made_by_as_many_calls_in_any_world() -> None:
