@@ -1,9 +1,7 @@
 """torch.compile of blocks: where it is chosen, how many graphs it makes, and what it runs again in backward."""
 
-import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
@@ -34,7 +32,6 @@ from meshtrain.parallel.compile import CACHE, choose_compile, keep_compiled_code
 from meshtrain.parallel.grad_sync import set_is_last_backward
 from meshtrain.parallel.linear import Linear
 from meshtrain.parallel.parallelize import parallelize
-from tests.launching import run
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 SIZES: dict[str, Any] = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
@@ -310,24 +307,3 @@ def test_compiled_code_is_kept_where_a_restart_finds_it(monkeypatch: pytest.Monk
         found = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
         assert min(found, 1) == hits
     torch.compiler.reset()
-
-
-@pytest.mark.cluster
-@pytest.mark.timeout(900)
-def test_a_run_that_starts_again_finds_all_of_its_graphs_compiled(tmp_path: Path) -> None:
-    """Each start is a process of its own, as torchrun and SLURM have it; the second goes on from a checkpoint."""
-    sizes = {"num_hidden_layers": 1, "hidden_size": 24, "intermediate_size": 24, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 2}
-    keys = [f"model.{name}={size}" for name, size in sizes.items()]
-    keys += ["data.seq_len=16", "batch.global_size=2", "batch.micro_size=2", "train.eval_every=0"]
-    keys += ["data.validation=0", "train.sample_tokens=0"]
-    keys += ["parallel.compile=true", f"data.cache={tmp_path}", f"train.output={tmp_path / 'run'}"]
-    counts = []
-    for steps in (2, 4):
-        script = [sys.executable, "tests/parallel/compiled_run.py", "configs/quickstart.yaml", f"train.steps={steps}"]
-        out = run(["env", f"--unset={CACHE}", *script, *keys], timeout=600).check().out
-        counts.append(json.loads(out.splitlines()[-1]))
-    assert "goes on from" in out
-    assert list(tmp_path.glob("compiled-torch-*")), "in the folder of the corpora"
-    assert counts[0]["hit"] == 0 < counts[0]["miss"]
-    assert counts[1] == {"hit": counts[0]["miss"], "miss": 0}
