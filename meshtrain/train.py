@@ -151,7 +151,7 @@ def train(
     banner = banner_lines(spec, job, data, held_out, model)
     for line in (*banner, *profiler.about, *checkpoint.about(), *faults.about(), *goodput.about(), *forecast.note()):
         job.say(line)
-    status.begin(config, layout_text(job.layout), goodput)
+    status.begin(config, layout_text(job.layout) if job.rank == 0 else "", goodput)
     batches, eval_set = readers(config, mesh, data, held_out, first_step=checkpoint.step, steps=spec.steps)
 
     with job.collective_check("opening metrics.jsonl"):

@@ -96,13 +96,13 @@ class Resume:
                     if isinstance(error, UnreadableError) and not self._local_only:
                         raise
                     damage = [str(error), error.file.name]  # a host's own disk that stays unreadable is lost
-            reports = self._job.gather("loading", [self._job.host, damage])
+            reports = self._job.reduce("loading", [self._job.host, damage], _if_damaged)
             damages = [report for _, report in reports if report is not None]
             if not damages:
                 exchange(state)
-                count = sum(self._job.gather("loading", bool(local)))
                 if self._spec.local is not None:
-                    self._candidates.notes.append(f"{count} of {len(reports)} ranks read from their local disks")
+                    count, ranks = self._job.reduce("loading", bool(local), sum), self._job.world_size
+                    self._candidates.notes.append(f"{count} of {ranks} ranks read from their local disks")
                 break
             names = [file_of(rank) for rank in range(len(manifest.files))]
             in_doubt = {} if self._local_only else {name: text for text, name in damages}  # nobody else has those files
@@ -170,7 +170,7 @@ class Resume:
         with self._job.collective_check("looking at a checkpoint from another host"):
             if self._job.rank == witness:
                 whole = with_retries(is_whole)
-        if any(self._job.gather("looking at a checkpoint from another host", whole)):
+        if self._job.reduce("looking at a checkpoint from another host", whole, any):
             assert witness is not None  # it was whole there
             raise TrainingError(
                 f"host {', '.join(sorted(blind))} cannot read what host {reports[witness][0]} reads: {text}. Nothing "
@@ -206,7 +206,7 @@ class Resume:
                     chosen, problem = self._first()
             local_digest = self._candidates.local.get(Path(chosen)) if chosen is not None else None
             choice = [self._job.host, [chosen, problem, self._candidates.back, local_digest]]
-            choices = self._job.gather("choosing a checkpoint", choice)
+            choices = self._job.reduce("choosing a checkpoint", choice, _if_in_doubt)
             path, problem, self.back, local_digest = choices[0][1]
             if problem is not None:
                 self._ask(choices, {choices[0][0]}, problem, lambda: _is_whole(Path(path)))  # noqa: B023
@@ -313,6 +313,16 @@ class Resume:
         if self.back:
             with optional("the same command will go back once more"):
                 write_whole(self._spec.folder / WENT_BACK, _digest(self._spec))
+
+
+def _if_damaged(reports: list) -> list:
+    """What each rank has loaded, [host, damage], if any has found damage: hosts are asked only then."""
+    return reports if any(damage for _, damage in reports) else []
+
+
+def _if_in_doubt(choices: list) -> list:
+    """What rank 0 has chosen, [host, [path, problem, ...]], and the hosts of all if they are to be asked about it."""
+    return choices if choices[0][1][1] is not None else choices[:1]
 
 
 def _is_whole(checkpoint: Path) -> bool:

@@ -19,7 +19,7 @@ from meshtrain.checkpoint.retention import Pruner, Retention
 from meshtrain.checkpoint.staging import Snapshot
 from meshtrain.checkpoint.state import State
 from meshtrain.checkpoint.upload import LAST_S, Uploads
-from meshtrain.errors import bytes_text, join_some
+from meshtrain.errors import bytes_text, join_some, ranges
 from meshtrain.job.pending import Resource, waiting
 from meshtrain.job.process import Job
 
@@ -180,12 +180,12 @@ class Saver:
         if self._before is None or not self._before.given_up:
             return False
         is_alive = self._thread is not None and self._thread.is_alive()
-        alive = self._job.gather("looking at the save that was given up", is_alive)
-        ranks = [str(rank) for rank, waits in enumerate(alive) if waits]
-        if ranks:
+        activity = "looking at the save that was given up"
+        stuck = self._job.reduce(activity, is_alive, lambda alive: [rank for rank, waits in enumerate(alive) if waits])
+        if ranks := ranges(stuck):
             before = f"that of step {self._before.step}, which was given up"
             self._fail(step, f"rank {join_some(ranks)} still waits for the disk with {before}")
-        return bool(ranks)
+        return bool(stuck)
 
     def _warn_if_slow(self, write: CheckpointWrite) -> None:
         if self._slow or not self.last_save_s or write.elapsed_s < max(SLOW * self.last_save_s, SLOW_LEAST_S):

@@ -105,7 +105,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             raise TrainingError(self._saver.wants_stop)
         self._saver.wait_for_upload()
         if self.spec.config.checkpoint.upload is not None:
-            self._job.gather("waiting for the upload", None)
+            self._job.reduce("waiting for the upload", None, lambda _: None)
 
     def check(self) -> None:
         """Raises TrainingError, on every rank, if the last state was not saved."""
