@@ -20,9 +20,10 @@ from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.weights import open_checkpoint
 from meshtrain.config import locate
 from meshtrain.errors import InputError, bytes_text
+from meshtrain.huggingface.adapter import adapter_config, adapter_source, merged_source
 from meshtrain.huggingface.export import ExportFolder, WeightFiles, as_input_errors, config_text, plan_export
 from meshtrain.huggingface.load import DTYPES, WeightSource
-from meshtrain.huggingface.safetensors import FILE_BYTES, Entry
+from meshtrain.huggingface.safetensors import ADAPTER, FILE_BYTES, SINGLE, Entry
 from meshtrain.huggingface.stored_names import FORMATS, StoredTensor, table_of
 from meshtrain.parallel.mixed_precision import PRECISIONS, compute_dtype
 
@@ -41,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="original: a tensor per expert, as models are published; fused: as transformers 5 has them in memory",
     )
     parser.add_argument(
+        "--adapter", action="store_true", help="the adapters of train.lora alone, for peft; left out: merged"
+    )
+    parser.add_argument(
         "--model",
         metavar="FILE.py",
         help="the run's own model file, which is run to write config.json (one that a checkpoint names never is)",
@@ -49,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     keywords = {"dtype": options.dtype, "model": options.model, "file_format": options.format}
-    export(options.checkpoint, options.folder, **keywords, say=print)
+    export(options.checkpoint, options.folder, **keywords, adapter=options.adapter, say=print)
 
 
 def export(
@@ -59,10 +63,11 @@ def export(
     dtype: str | None = None,
     model: str | None = None,
     file_format: str = "original",
+    adapter: bool = False,
     say: Callable[[str], None] = lambda line: None,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Writes the weights of a checkpoint as `train.export` does.
+    """Writes the weights of a checkpoint as `train.export` does, with adapters merged.
 
     Args:
         checkpoint: one, or a run's folder with some.
@@ -70,6 +75,7 @@ def export(
         dtype: of the floating tensors, in torch's words; None: that in which the run computes.
         model: the path of a model file to be run for config.json; None: one of meshtrain's own, if the run used one.
         file_format: of the experts: `original` or `fused`, see `stored_names.table_of`.
+        adapter: write the adapters of LoRA alone, for peft.
         say: is given lines for a person: what could not be written, and what was.
         file_bytes: of one file at most, unless a tensor is larger.
 
@@ -84,10 +90,20 @@ def export(
                 f"the checkpoint of step {manifest.step} holds no weights: its tensors are none of a model"
             )
         kind = compute_dtype(dtype or _precision(manifest))
-        module = _module(manifest, model, say)
-        config, tokenizer = _config(module, manifest, say), _tokenizer(manifest, say)
-        table = {} if module is None else table_of(module.Model, file_format)
+        lora, adapter_text, config, table = _section(manifest, "train").get("lora"), None, None, {}
+        if adapter:
+            source, file_bytes = adapter_source(source), 2**63
+            adapter_text = adapter_config(source, lora, _section(manifest, "model").get("weights"))
+        else:
+            source, module = merged_source(source, lora), _module(manifest, model, say)
+            config, table = (
+                _config(module, manifest, say),
+                table if module is None else table_of(module.Model, file_format),
+            )
+        tokenizer = _tokenizer(manifest, say)
         files, parts = plan_export(source.entries.values(), kind, file_bytes, table)
+        if adapter:
+            files = {ADAPTER: files[SINGLE]}
         place = ExportFolder(folder)
         if place.target.resolve().is_relative_to(source.path.resolve()):
             raise InputError(f"{folder} is inside of the checkpoint {source.path}: name a folder somewhere else")
@@ -98,7 +114,7 @@ def export(
                     for file, entries in files.items():
                         for entry in entries:
                             out.write(file, entry, _blocks(source, entry, *parts[entry.name]))
-                place.finish(files, config_text(config, kind), tokenizer)
+                place.finish(files, config_text(config, kind), tokenizer, adapter_text)
             finally:
                 place.drop()
     sizes = [entry.nbytes for entries in files.values() for entry in entries]

@@ -21,6 +21,7 @@ from meshtrain.parallel.collectives import AllGather, AllReduce, ReduceScatter, 
 from meshtrain.parallel.grad_sync import TPGradSync, add_gradient_sync
 from meshtrain.parallel.linear import ProductsLayer
 from meshtrain.parallel.linear.shared_input import SharedInput, share_input, split_outputs
+from meshtrain.parallel.lora import move_adapter
 from meshtrain.parallel.sharding import chunk_range
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.parallel.tp_linear import ColumnParallelMatmul, RowParallelMatmul, flatten_tokens, unflatten_tokens
@@ -71,6 +72,9 @@ def replace_layers(model: nn.Module, tp: TensorParallel) -> None:
             original = getattr(plain, own, None)
             if original is not None:
                 setattr(layer, own, sharded.setdefault(original, parameter))
+        inputs_cut = STYLES[split.style].dim == 1
+        size, index = tp.mesh.size(AXIS), tp.mesh.index(AXIS)
+        move_adapter(plain, layer, chunk_range(plain.in_features, size, index) if inputs_cut else None)
         layer.train(plain.training)
         above, _, name = split.layer.rpartition(".")
         parent = model.get_submodule(above)
