@@ -24,7 +24,7 @@ from meshtrain.huggingface.adapter import adapter_config, adapter_source, merged
 from meshtrain.huggingface.export import ExportFolder, WeightFiles, as_input_errors, config_text, plan_export
 from meshtrain.huggingface.load import DTYPES, WeightSource
 from meshtrain.huggingface.safetensors import ADAPTER, FILE_BYTES, SINGLE, Entry
-from meshtrain.huggingface.stored_names import FORMATS, StoredTensor, table_of
+from meshtrain.huggingface.stored_names import FORMATS, StoredTensor, Table, table_of
 from meshtrain.parallel.mixed_precision import PRECISIONS, compute_dtype
 
 BLOCK = 64 * 2**20  # bytes that are read at a time, unless a row has more
@@ -90,16 +90,14 @@ def export(
                 f"the checkpoint of step {manifest.step} holds no weights: its tensors are none of a model"
             )
         kind = compute_dtype(dtype or _precision(manifest))
-        lora, adapter_text, config, table = _section(manifest, "train").get("lora"), None, None, {}
+        lora, about = _section(manifest, "train").get("lora"), None
         if adapter:
             source, file_bytes = adapter_source(source), 2**63
-            adapter_text = adapter_config(source, lora, _section(manifest, "model").get("weights"))
-        else:
-            source, module = merged_source(source, lora), _module(manifest, model, say)
-            config, table = (
-                _config(module, manifest, say),
-                table if module is None else table_of(module.Model, file_format),
-            )
+            about = adapter_config(source, lora, _section(manifest, "model").get("weights"))
+        module = None if adapter else _module(manifest, model, say)
+        source = source if adapter else merged_source(source, lora)
+        config = _config(module, manifest, say)
+        table: Table = {} if module is None else table_of(module.Model, file_format)
         tokenizer = _tokenizer(manifest, say)
         files, parts = plan_export(source.entries.values(), kind, file_bytes, table)
         if adapter:
@@ -114,7 +112,7 @@ def export(
                     for file, entries in files.items():
                         for entry in entries:
                             out.write(file, entry, _blocks(source, entry, *parts[entry.name]))
-                place.finish(files, config_text(config, kind), tokenizer, adapter_text)
+                place.finish(files, config_text(config, kind), tokenizer, about)
             finally:
                 place.drop()
     sizes = [entry.nbytes for entries in files.values() for entry in entries]

@@ -50,7 +50,7 @@ class ModelSpec:
 
     def tuned(self, model: "nn.Module") -> "nn.Module":
         """A plain model with what `train.freeze` and `train.lora` make of it. Patterns are checked by the config."""
-        from meshtrain.parallel.lora import add_adapters, freeze  # brings torch
+        from meshtrain.parallel.linear.lora import add_adapters, freeze  # brings torch
 
         freeze(model, self.freeze)
         if (lora := self.lora) is not None:

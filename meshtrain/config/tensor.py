@@ -40,7 +40,7 @@ def check_tuning(draft: ConfigDraft, sizes: dict[str, int]) -> None:
     spec = draft_model(draft)
     if spec is None:
         return
-    from meshtrain.parallel.lora import adapted_layers, is_adapter  # brings torch, as the model has
+    from meshtrain.parallel.linear.lora import adapted_layers, is_adapter  # brings torch, as the model has
 
     names = [name for name, _ in spec.meta.named_parameters(remove_duplicate=False) if not is_adapter(name)]
     for pattern in freeze:

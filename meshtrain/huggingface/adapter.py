@@ -14,7 +14,7 @@ from torch import Tensor
 from meshtrain.errors import InputError
 from meshtrain.huggingface.load import WeightSource
 from meshtrain.huggingface.safetensors import Entry
-from meshtrain.parallel.lora import is_adapter, merged
+from meshtrain.parallel.linear.lora import is_adapter, merged
 from meshtrain.parallel.sharding import Part
 from meshtrain.parallel.tp_plan import LORA_A, LORA_B
 
@@ -77,6 +77,6 @@ def rank_and_alpha(lora: Any) -> tuple[int, float]:
     """Of a `train.lora` as a checkpoint has it. Raises InputError: it cannot be one."""
     rank, alpha = (lora.get("rank"), lora.get("alpha")) if isinstance(lora, Mapping) else (None, None)
     alpha = rank if alpha is None else alpha
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
         raise InputError(f"the checkpoint has adapters, and its config no train.lora that they are of ({lora!r})")
     return rank, alpha

@@ -24,9 +24,9 @@ from meshtrain.parallel.collectives import Waiting
 from meshtrain.parallel.compile import CompileChoice, choose_compile
 from meshtrain.parallel.expert import apply_expert_parallel
 from meshtrain.parallel.linear import use_products
+from meshtrain.parallel.linear.lora import INIT_PLAN, is_adapter
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue
 from meshtrain.parallel.linear_cross_entropy import can_fuse, gives_logits
-from meshtrain.parallel.lora import INIT_PLAN, is_adapter
 from meshtrain.parallel.mixed_precision import cast, compute_dtype, master_dtype
 from meshtrain.parallel.parallelize import (
     ParallelOptions,

@@ -11,7 +11,7 @@ from meshtrain.generate import generate
 from meshtrain.job.process import Job
 from meshtrain.mesh import Mesh
 from meshtrain.metrics.plot import plot_loss
-from meshtrain.parallel.lora import merge_adapters
+from meshtrain.parallel.linear.lora import merge_adapters
 from meshtrain.parallel.mixed_precision import compute_dtype
 from meshtrain.run.setup import context_parallel
 from meshtrain.run.weights_export import export

@@ -18,7 +18,7 @@ from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
 from meshtrain.metrics.logger import read
 from meshtrain.modeling.build import build_model, plain_model
-from meshtrain.parallel.lora import is_adapter, merge_adapters
+from meshtrain.parallel.linear.lora import is_adapter, merge_adapters
 from tests.huggingface.test_huggingface import REST, logits, made
 from tests.launching import forked
 

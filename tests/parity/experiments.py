@@ -133,7 +133,7 @@ STAGED_MODELS = {
 }
 # Adapters beside frozen layers: dropout before them, also of the features that ranks of tp share; layers of every kind
 # that attention and experts have; and a model of which other parts stay as they are.
-_ADAPTERS = ("optimizer.lr=0.02", "optimizer.eps=1e-4", "train.lora={rank: 4, alpha: 32, dropout: 0.1}")
+_ADAPTERS = ("optimizer.lr=0.02", "optimizer.eps=1e-3", "train.lora={rank: 4, alpha: 32, dropout: 0.1}")
 TUNED = {
     "lora": _ADAPTERS,
     "lora, few heads": (

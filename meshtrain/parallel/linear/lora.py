@@ -37,7 +37,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 def adapted_layers(model: nn.Module, match: Sequence[str]) -> dict[str, nn.Linear]:
     """The linear layers inside of a model's blocks whose names match a pattern; without patterns all of these. A layer
     that is a block by itself, as a head is, is not inside of one."""
-    blocks = model.blocks() if hasattr(model, "blocks") else [model]
+    plain: Any = model
+    blocks = plain.blocks() if hasattr(model, "blocks") else [model]
     inside = {module for block in blocks for module in block.modules()} - set(blocks)
     return {
         name: module
