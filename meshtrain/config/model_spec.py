@@ -50,6 +50,8 @@ class ModelSpec:
 
     def tuned(self, model: "nn.Module") -> "nn.Module":
         """A plain model with what `train.freeze` and `train.lora` make of it. Patterns are checked by the config."""
+        if not self.freeze and self.lora is None:
+            return model
         from meshtrain.parallel.linear.lora import add_adapters, freeze  # brings torch
 
         freeze(model, self.freeze)
