@@ -7,7 +7,8 @@ https://arxiv.org/abs/2205.05198): tensors are (b, s/t, d) there, and (b, s, ...
 (s, b, d), and what a model sees is a view: so gathering the sequence, the outermost dim, copies nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +117,20 @@ def partial_parameters(model: nn.Module, sequence_parallel: bool) -> list[tuple[
             assert parameter is not None  # it has just been named
             partial.setdefault(parameter, (module, name))
     return list(partial.values())
+
+
+@contextmanager
+def whole_sequences(model: nn.Module) -> Iterator[None]:
+    """Inside, each rank of `tp` has whole sequences between the layers, as without sequence parallelism: a single token
+    is not to be shared. For forwards alone."""
+    layers = [m for m in model.modules() if isinstance(m, TensorParallelLayer) and m.sequence_parallel]
+    for layer in layers:
+        layer.sequence_parallel = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.sequence_parallel = True
 
 
 class TensorParallelLayer(nn.Module):

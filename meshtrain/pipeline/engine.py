@@ -217,11 +217,11 @@ class Pipeline(nn.Module):
         outputs = self.run_forwards([inputs], [shapes_of(inputs)], lambda *of: call_stage(*of[:3]))
         return outputs[0] if outputs else None
 
-    def from_last(self, number: int) -> int:
-        """A number that the ranks of the last stage have, on all ranks."""
-        value = torch.tensor(number, device=self._device)
-        dist.broadcast(value, group_src=self._last_rank, group=self._mesh.group(AXIS))
-        return int(value)
+    def from_last(self, numbers: list[int]) -> list[int]:
+        """Numbers that the ranks of the last stage have, on all ranks; the others give as many."""
+        values = torch.tensor(numbers, device=self._device)
+        dist.broadcast(values, group_src=self._last_rank, group=self._mesh.group(AXIS))
+        return values.tolist()
 
     def state_dict(self, *args: Any, **named: Any) -> dict[str, Any]:  # type: ignore[override]
         return {name: value for stage in self._stages.values() for name, value in stage.state_dict(**named).items()}
