@@ -62,8 +62,8 @@ def read_config(options: argparse.Namespace, world_size: int, device: str) -> "C
     name = model.get("name") if isinstance(model, Mapping) else None
     if options.model is None and name not in locate.names("models", ".py"):
         raise InputError(
-            f"the run's model is the file {name!r}, and a file that a checkpoint names is not run: --model FILE.py says "
-            "which file may be"
+            f"the run's model is the file {name!r}, and a file that a checkpoint names is not run: --model FILE.py "
+            "says which file may be"
         )
     overrides = [f"model.weights={json.dumps(str(checkpoint))}", f"layout={options.layout}", *_DEFAULTS]
     overrides += [f"model.name={json.dumps(options.model)}"] * (options.model is not None)

@@ -1,6 +1,5 @@
-"""`meshtrain generate CHECKPOINT --prompt TEXT`: text that the model of a checkpoint writes, on any layout:
-
-torchrun --standalone --nproc-per-node=2 -m meshtrain.cli generate runs/quickstart --layout '{tp: 2}' --prompt 'import '
+"""`meshtrain generate CHECKPOINT --prompt TEXT`: text that a checkpoint's model writes, on any layout. With several
+processes: `torchrun --standalone --nproc-per-node=2 -m meshtrain.cli generate ...`.
 """
 
 import argparse
@@ -25,9 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     if options.length < 1 or options.temperature < 0 or not 0 < options.top_p <= 1:
-        raise InputError(
-            "expected a --length of at least 1, a --temperature of at least 0, a --top-p above 0 and up to 1"
-        )
+        raise InputError("expected --length of at least 1, --temperature of at least 0, --top-p above 0 and at most 1")
     from meshtrain.data.tokenizer import open_tokenizer  # torch comes only now
     from meshtrain.generate import generate_batch
 

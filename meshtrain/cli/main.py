@@ -73,6 +73,11 @@ COMMANDS = {
         "the weights of a checkpoint as a Hugging Face directory",
         "meshtrain export runs/quickstart exported",
     ),
+    "eval": (
+        "meshtrain.cli.eval",
+        "scores of a checkpoint's model: tasks of lm-evaluation-harness, perplexity of files",
+        "meshtrain eval runs/quickstart --files README.md",
+    ),
     "generate": (
         "meshtrain.cli.generate",
         "text that a checkpoint's model writes, on any layout",
