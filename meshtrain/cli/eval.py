@@ -34,11 +34,11 @@ def run(options: argparse.Namespace) -> None:
     with opened_model(options) as (model, config, job, _):
         scorer = Scorer(model, job.device, config.data.seq_len, options.batch)
         tokenizer = open_tokenizer(config.data.tokenizer)
-        found: dict[str, Any] = {name: _perplexity(scorer, tokenizer, text) for name, text in texts.items()}
+        scores: dict[str, Any] = {name: _perplexity(scorer, tokenizer, text) for name, text in texts.items()}
         if options.tasks:
-            found |= _tasks(options, scorer, tokenizer)
+            scores |= _tasks(options, scorer, tokenizer)
         if job.rank == 0:
-            print("\n".join([json.dumps(found)] if options.json else _lines(found)), flush=True)
+            print("\n".join([json.dumps(scores)] if options.json else _lines(scores)), flush=True)
 
 
 def _text(name: str) -> str:
@@ -78,13 +78,13 @@ def _tasks(options: argparse.Namespace, scorer: Any, tokenizer: Any) -> dict[str
     if unknown := [name for name in names if name not in manager.all_tasks]:
         raise InputError(f"--tasks: lm_eval knows no {', '.join(unknown)}: --include-path names a folder with more")
     model = HarnessModel(scorer, tokenizer)
-    how = {"num_fewshot": options.fewshot, "limit": options.limit, "bootstrap_iters": 0}
-    results = lm_eval.simple_evaluate(model, tasks=names, task_manager=manager, **how)
+    settings = {"num_fewshot": options.fewshot, "limit": options.limit, "bootstrap_iters": 0}
+    results = lm_eval.simple_evaluate(model, tasks=names, task_manager=manager, **settings)
     return {} if results is None else dict(results["results"])  # None on ranks that lm_eval takes for others
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
+def _lines(scores: dict[str, Any]) -> list[str]:
     return [
-        f"{name}: " + ", ".join(f"{key} {value:.6g}" for key, value in scores.items() if isinstance(value, int | float))
-        for name, scores in found.items()
+        f"{name}: " + ", ".join(f"{key} {value:.6g}" for key, value in of_one.items() if isinstance(value, int | float))
+        for name, of_one in scores.items()
     ]

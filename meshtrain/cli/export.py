@@ -90,18 +90,14 @@ def export(
                 f"the checkpoint of step {manifest.step} holds no weights: its tensors are none of a model"
             )
         kind = compute_dtype(dtype or _precision(manifest))
-        lora, about = _section(manifest, "train").get("lora"), None
-        if adapter:
-            source, file_bytes = adapter_source(source), 2**63
-            about = adapter_config(source, lora, _section(manifest, "model").get("weights"))
+        lora, base = _section(manifest, "train").get("lora"), _section(manifest, "model").get("weights")
+        source = adapter_source(source) if adapter else merged_source(source, lora)
+        about = adapter_config(source, lora, base) if adapter else None
         module = None if adapter else _module(manifest, model, say)
-        source = source if adapter else merged_source(source, lora)
-        config = _config(module, manifest, say)
         table: Table = {} if module is None else table_of(module.Model, file_format)
-        tokenizer = _tokenizer(manifest, say)
-        files, parts = plan_export(source.entries.values(), kind, file_bytes, table)
-        if adapter:
-            files = {ADAPTER: files[SINGLE]}
+        config, tokenizer = _config(module, manifest, say), _tokenizer(manifest, say)
+        files, parts = plan_export(source.entries.values(), kind, 2**63 if adapter else file_bytes, table)
+        files = {ADAPTER: files[SINGLE]} if adapter else files
         place = ExportFolder(folder)
         if place.target.resolve().is_relative_to(source.path.resolve()):
             raise InputError(f"{folder} is inside of the checkpoint {source.path}: name a folder somewhere else")

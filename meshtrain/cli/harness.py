@@ -37,10 +37,10 @@ class HarnessModel(TemplateLM):
         """Each token of a text is predicted once, the last window with as much before it as the model sees."""
         pairs, owners = [], []
         for i, request in enumerate(requests):
-            tokens, seen = [self.eot_token_id, *self.tok_encode(request.args[0])], self.scorer.seq_len
-            for first in range(1, len(tokens), seen):
-                end = min(first + seen, len(tokens))
-                pairs.append((tokens[max(0, end - seen - 1) : first], tokens[first:end]))
+            tokens, most = [self.eot_token_id, *self.tok_encode(request.args[0])], self.scorer.seq_len
+            for first in range(1, len(tokens), most):
+                end = min(first + most, len(tokens))
+                pairs.append((tokens[max(0, end - most - 1) : first], tokens[first:end]))
                 owners.append(i)
         sums = [0.0] * len(requests)
         for i, (value, _) in zip(owners, self.scorer.score(pairs), strict=True):
@@ -50,12 +50,12 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: list[Any], **unused: Any) -> list[str]:
         return [self._generate(*request.args) for request in requests]
 
-    def _generate(self, prompt: str, how: dict[str, Any]) -> str:
-        until = [how["until"]] if isinstance(how.get("until"), str) else list(how.get("until") or ())
-        length = min(how.get("max_gen_toks", GENERATED), self.scorer.seq_len - 1)
+    def _generate(self, prompt: str, options: dict[str, Any]) -> str:
+        until = [options["until"]] if isinstance(options.get("until"), str) else list(options.get("until") or ())
+        length = min(options.get("max_gen_toks", GENERATED), self.scorer.seq_len - 1)
         tokens = self.tok_encode(prompt)[-(self.scorer.seq_len - length) :] or [self.eot_token_id]
         settings: dict[str, Any] = {"seq_len": self.scorer.seq_len, "device": self.scorer.device, "seed": 0}
-        settings["temperature"] = how.get("temperature", 0.0) if how.get("do_sample") else 0.0
+        settings["temperature"] = options.get("temperature", 0.0) if options.get("do_sample") else 0.0
         (row,) = generate_batch(self.scorer.model, [tokens], length, **settings)
         added = row[len(tokens) :]
         if self.eot_token_id in added:

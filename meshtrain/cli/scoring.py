@@ -27,12 +27,12 @@ class Scorer:
         """Of each pair the log-likelihood of what is predicted, in nats, and whether each of its tokens is the
         likeliest. Pairs of about one length share a forward."""
         order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0]) - len(pairs[i][1]))
-        found: dict[int, tuple[float, bool]] = {}
+        results: dict[int, tuple[float, bool]] = {}
         with evaluation_mode(self.model), whole_sequences(self.model), torch.compiler.set_stance("force_eager"):
             for first in range(0, len(order), self.batch):
                 chosen = order[first : first + self.batch]
-                found |= dict(zip(chosen, self._score([pairs[i] for i in chosen]), strict=True))
-        return [found[i] for i in range(len(pairs))]
+                results |= dict(zip(chosen, self._score([pairs[i] for i in chosen]), strict=True))
+        return [results[i] for i in range(len(pairs))]
 
     def _score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
         rows = [[*before, *predicted][-self.seq_len - 1 :] for before, predicted in pairs]
