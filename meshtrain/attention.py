@@ -74,11 +74,11 @@ class AttentionContext:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, soft_cap: float | None
     ) -> Tensor:
-        if self.cache is not None:
+        if self.cache is not None and self.documents is None:
             k, v = self.cache.extend(self.layer, k, v)
             return _attend(q, k, v, self.cache.mask(q.shape[2], k.shape[2], window), scale, soft_cap)
-        if self.part is not None:
-            raise NotImplementedError("attention over parts of a sequence is not built here")
+        if self.part is not None or self.cache is not None:
+            raise NotImplementedError("attention over parts of a sequence, or of documents with a cache, is not built")
         # Where shapes differ the mask tells what is wrong.
         counted = self.shape == (q.shape[0], q.shape[2]) == (k.shape[0], k.shape[2])
         if self.kernel is not None and self.lengths is not None and counted and takes_varlen(q, k, v, soft_cap):
