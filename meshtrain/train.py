@@ -30,6 +30,7 @@ from meshtrain.config import Config
 from meshtrain.config.locate import model_file
 from meshtrain.data import OpenData
 from meshtrain.data.cache import cache_folder
+from meshtrain.data.mixture import sample_order
 from meshtrain.errors import InputError
 from meshtrain.evaluate import evaluate, evaluation_set
 from meshtrain.job.consistency import Fingerprint, checkpoint_versions, require_equal, run_fingerprints
@@ -113,6 +114,8 @@ def run(config: Config, job: Job, signals: Signals | None = None, watchdog: Watc
         local = None if config.checkpoint.local is None else Path(config.checkpoint.local).expanduser()
         disk = None if local is None else LocalDisk(local, checkpoints, job)
         uploads, steps = open_uploads(config, job), total_steps(config, data.train)
+        with job.collective_check("counting the samples of each source"):
+            sample_order(config, data.train, steps)
         spec = RunSpec(config, folder.path, checkpoints, data.identity, code, steps, disk, uploads)
         checkpoint = Resume(job, spec)
         stop = StopRequest(signals or Signals())
@@ -137,10 +140,10 @@ def train(
     timer = StepTimer(job.device, hiding=unmeasured_wait_phases(mesh))
     model = model_of_run(spec, mesh, job, data, timer, from_checkpoint=checkpoint.checkpoint is not None)
     optimizer = Optimizer(model, config.optimizer, mesh, spec.steps)
-    trainer = Trainer(model, optimizer, config, mesh, job.device, task=data.task, timer=timer)
+    held_out, mixture = evaluation_set(data, config.train.eval_samples), sample_order(config, data.train).mixture
+    trainer = Trainer(model, optimizer, config, mesh, job.device, task=data.task, timer=timer, mixture=mixture)
     state = State(model, optimizer, mesh, job, trainer.scale)
     profiler, faults = Profiler(config.metrics, folder, job.rank, job.device), FaultInjector(config.train.chaos, job)
-    held_out = evaluation_set(data, config.train.eval_samples)
     checkpoint.restore(state)
     goodput = GoodputTracker(folder if job.rank == 0 else None, checkpoint.step, stop.signals.since)
     banner = banner_lines(spec, job, data, held_out, model)

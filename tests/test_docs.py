@@ -57,6 +57,16 @@ NOT_RUN = {
         ),
         "needs a GPU: test_gpu_bench.py tests what it does around it",
     ),
+    **dict.fromkeys(
+        (
+            "torchrun --standalone --nproc-per-node=4 -m meshtrain.train my_run.yaml optimizer.schedule=wsd "
+            "train.steps=100000 checkpoint.every=5000 checkpoint.keep_every=5000 train.output=runs/trunk",
+            "torchrun --standalone --nproc-per-node=4 -m meshtrain.train my_run.yaml optimizer.schedule=wsd "
+            "train.steps=22000 optimizer.decay_steps=2000 checkpoint.resume=runs/trunk/checkpoints/step_0020000 "
+            "train.output=runs/decay-at-20000",
+        ),
+        "too many steps: parity/test_data_schedules.py trains a trunk and a branch of a few",
+    ),
     "srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m meshtrain.train my_run.yaml": (
         "needs SLURM with two nodes of 8 GPUs; the environment that srun gives is tested in job/test_environment.py"
     ),

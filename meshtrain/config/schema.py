@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshtrain.config.convert import key, seconds
+from meshtrain.data.order import BatchSizes
 from meshtrain.optim.registry import OPTIMIZERS
 from meshtrain.pipeline.schedule import NAMES as NAMES_OF_SCHEDULES
 
@@ -46,6 +47,22 @@ class ModelSection:
 
 
 @dataclass(frozen=True)
+class Source:
+    """One source of a mixture. Their samples are mixed by exact shares: see [data](data.md#mixtures)."""
+
+    name: str = key()
+    """What it is called in metrics, and what its order of samples is drawn from."""
+    path: str | None = key(None, path=True, also="data_path file dir")
+    """As `data.path`."""
+    weight: float | tuple[tuple[int, float], ...] = key(1.0, minimum=0, also="weights ratio share proportion")
+    """Its share of the samples, in proportion to the weights of the others."""
+    epochs: int | None = key(None, minimum=1, also="max_epochs repeat")
+    """The most passes over it that a run may make: one that would make more is refused at its start."""
+    source: str | None = key(None, names=tuple(SOURCES), also="type kind")
+    """As `data.source`, which is the default: a source of text or tokens."""
+
+
+@dataclass(frozen=True)
 class Data:
     """What the model learns from."""
 
@@ -60,6 +77,8 @@ class Data:
         path=True,
         also="data_path file dataset_path dir root",
     )
+    sources: tuple[Source, ...] = key((), also="mixture blend data_mixture datasets")
+    """Several sources that are mixed, in the place of `path`; the keys of each are below."""
     validation: float | str = key(0.02, path=True, minimum=0, below=1, also="val valid split validation_split")
     """What is held out to measure the model: a share of the documents or samples, the path of another set, or 0 for
     nothing."""
@@ -69,6 +88,8 @@ class Data:
     """For `jsonl` and `parquet`: the field that is the text of a document."""
     seq_len: int = key(256, minimum=1, also="sequence_length seq_length context_length block_size max_seq_len")
     """Tokens of a sample."""
+    seq_len_warmup: tuple[tuple[int, int], ...] = key((), minimum=1, also="sequence_length_warmup curriculum_learning")
+    """Lengths to which samples are cut in the first steps, the last of which is `seq_len`: `[[0, 64], [1000, 256]]`."""
     mask_documents: bool = False
     """Whether attention stays inside of a document where several share a sample. On GPUs in 16 bits the faster way."""
     augment: bool = key(False, also="augmentation")
@@ -89,10 +110,18 @@ class Data:
 class Batch:
     """How many samples make a step, and how many go through the model at once."""
 
-    global_size: int = key(minimum=1, also="batch_size global_batch_size train_batch_size size")
-    """Samples of a step, over all ranks, whatever the layout."""
+    global_size: int | tuple[tuple[int, int], ...] = key(
+        minimum=1, also="batch_size global_batch_size train_batch_size size rampup_batch_size"
+    )
+    """Samples of a step, over all ranks, whatever the layout. `[[0, 64], [2000, 256]]` is 64 in the first 2000 steps,
+    and 256 from then on."""
     micro_size: int = key(minimum=1, also="micro_batch_size per_device_train_batch_size local_batch_size")
     """Samples of one forward on one rank. The number of forwards per step follows from it."""
+
+    @property
+    def sizes(self) -> BatchSizes:
+        """`global_size` of each step."""
+        return BatchSizes.of(self.global_size)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from meshtrain.config.errors import nearest
 from meshtrain.config.locate import model_file
 from meshtrain.config.model_spec import draft_model
 from meshtrain.config.schema import SOURCES
-from meshtrain.data.order import microbatches
+from meshtrain.data.order import BatchSizes, microbatches
 from meshtrain.errors import any_of
 from meshtrain.layout import DATA_AXES, Layout, context_heads_problem, written
 from meshtrain.parallel.float8_layers import float8_problems
@@ -97,12 +97,16 @@ def check_split(draft: ConfigDraft, sizes: dict[str, int]) -> None:
 
 def _check_sequence(draft: ConfigDraft, tp: int) -> None:
     length, source = draft.values["data.seq_len"], draft.values["data.source"]
-    if INVALID not in (length, source) and source in OF_TOKENS and length % tp:
+    warmup = draft.values["data.seq_len_warmup"]
+    if INVALID in (length, source, warmup) or source not in OF_TOKENS:
+        return
+    length = next((part for _, part in warmup if part % tp), length)
+    if length % tp:
         near = " or ".join(str(n) for n in (length // tp * tp, -(-length // tp) * tp) if n)
         draft.report(
             draft.place("data.seq_len"),
-            f"data.seq_len {length} does not divide over layout.tp {tp}, which shares the sequence: use {near}, or "
-            "parallel.sequence_parallel: false",
+            f"data.seq_len{'_warmup' * bool(warmup)} {length} does not divide over layout.tp {tp}, which shares the "
+            f"sequence: use {near}, or parallel.sequence_parallel: false",
         )
 
 
@@ -201,11 +205,19 @@ def check_stages(draft: ConfigDraft, sizes: dict[str, int]) -> None:
     if blocks is not None and ranks > blocks:  # said before a schedule is made, which may be of any size
         _check_blocks(draft, blocks, ranks, per_rank or 1)
         return
-    count = microbatches(size, micro, Layout(sizes).size(*DATA_AXES))
+    parts = Layout(sizes).size(*DATA_AXES)
+    schedules = []
     try:
-        schedule = load(name, ranks=ranks, microbatches=count, stages_per_rank=per_rank)
+        for batch in BatchSizes.of(size).sizes:
+            count = microbatches(batch, micro, parts)
+            schedules.append(load(name, ranks=ranks, microbatches=count, stages_per_rank=per_rank))
     except ScheduleError as error:
-        draft.refuse("pipeline.schedule", f"{error} (layout.pp is the number of ranks)")
+        step = "" if isinstance(size, int) else f"batch.global_size {batch}: "
+        draft.refuse("pipeline.schedule", f"{step}{error} (layout.pp is the number of ranks)")
+        return
+    schedule = schedules[0]
+    if any(other.placement != schedule.placement for other in schedules):
+        draft.refuse("pipeline.schedule", "it places stages by the number of microbatches, which changes: use another")
         return
     if blocks is not None:
         _check_blocks(draft, blocks, ranks, schedule.stages_per_rank)

@@ -47,7 +47,7 @@ class Prediction:
         self.config, self.layout, self.hardware = config, config.resolved, hardware
         self.precisions = config.train.precision, config.train.linear_precision and "float8"
         self.microbatches = microbatches(
-            config.batch.global_size, config.batch.micro_size, self.layout.size(*DATA_AXES)
+            config.batch.sizes.largest, config.batch.micro_size, self.layout.size(*DATA_AXES)
         )
 
     @cached_property
@@ -109,8 +109,8 @@ class Prediction:
             handed_on=config.batch.micro_size * per_sample * width / parts,
             gathers_again=parallel.reshard_after_forward and self.schedule is None,
             message_size=2 if parallel.reduce_precision == "bfloat16" else size,
-            tokens=config.batch.global_size * per_sample,
-            flops=3 * sum(block_costs(spec_of(config), config.data.seq_len)) * config.batch.global_size,
+            tokens=config.batch.sizes.largest * per_sample,
+            flops=3 * sum(block_costs(spec_of(config), config.data.seq_len)) * config.batch.sizes.largest,
         )
 
     @property

@@ -115,7 +115,7 @@ def forecast(config: Config, hardware: Hardware, memory_gib: float | None = None
     def floor(candidate: Candidate) -> float:
         layout, micro_size = candidate.layout, candidate.settings[MICRO]
         kernels, launches = alone(micro_size, candidate.settings[COMPILE])
-        count = microbatches(config.batch.global_size, micro_size, layout.size(*DATA_AXES))
+        count = microbatches(config.batch.sizes.largest, micro_size, layout.size(*DATA_AXES))
         return count * max(kernels / layout.size("tp", "cp"), launches) / layout.size("pp")
 
     def bound(candidate: Config) -> float:
@@ -223,7 +223,7 @@ class Space:
             self.count += 1
             self.reject(problem, str(layout))
             return {}
-        share = -(-batch.global_size // layout.size(*DATA_AXES))
+        share = -(-batch.sizes.largest // layout.size(*DATA_AXES))
         world = layout.world_size
         ranks = [n for n in range(1, 4097) if world % n == 0 and layout.folds(n)] if self.experts else [None]
         options = {
@@ -264,7 +264,7 @@ class Space:
 
     def _too_long(self, candidate: Candidate) -> str | None:
         parts = candidate.layout.size(*DATA_AXES)
-        count = microbatches(self.config.batch.global_size, candidate.settings[MICRO], parts)
+        count = microbatches(self.config.batch.sizes.largest, candidate.settings[MICRO], parts)
         passes = count * candidate.schedule().stages
         return f"{passes:,} passes of a microbatch through a stage" if passes > MOST_PASSES else None
 

@@ -85,7 +85,15 @@ def build_model(
     holding = stages_of_parameter(spec_of(config).meta, split.bounds)
     about = describe_pipeline(schedule, split)
     return Pipeline(
-        stages, schedule, mesh, device, parameter_stages=holding, weight_grads=later, waiting=waiting, about=about
+        stages,
+        schedule,
+        mesh,
+        device,
+        parameter_stages=holding,
+        weight_grads=later,
+        waiting=waiting,
+        about=about,
+        schedule_of=lambda microbatches: load_schedule(config, mesh.layout, microbatches),
     )
 
 
@@ -111,9 +119,14 @@ def compile_choice(config: "Config", layout: Layout, device: torch.device) -> Co
 
 
 def schedule_of(config: "Config", layout: Layout) -> Schedule:
-    batch, section = config.batch, config.pipeline
-    count = microbatches(batch.global_size, batch.micro_size, layout.size(*DATA_AXES))
-    return load(section.schedule, ranks=layout.size("pp"), microbatches=count, stages_per_rank=section.stages_per_rank)
+    """That of the largest batch, where it changes during the run."""
+    batch = config.batch
+    return load_schedule(config, layout, microbatches(batch.sizes.largest, batch.micro_size, layout.size(*DATA_AXES)))
+
+
+def load_schedule(config: "Config", layout: Layout, microbatches: int) -> Schedule:
+    section, ranks = config.pipeline, layout.size("pp")
+    return load(section.schedule, ranks=ranks, microbatches=microbatches, stages_per_rank=section.stages_per_rank)
 
 
 def stages_of(config: "Config", layout: Layout) -> tuple[Schedule, StageSplit]:

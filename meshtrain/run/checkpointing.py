@@ -108,7 +108,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     def _about(self, step: int) -> dict[str, Any]:
         config = self.spec.config
         return {
-            "samples": step * config.batch.global_size,
+            "samples": config.batch.sizes.before(step),
             "tokens": self._logger.tokens,
             "config": self._config,
             "data": self.spec.data,
