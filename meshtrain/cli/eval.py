@@ -28,8 +28,8 @@ def run(options: argparse.Namespace) -> None:
     if (not options.tasks and not options.files) or options.batch < 1:
         raise InputError("name what to measure, with --tasks or --files, and a --batch of at least 1")
     texts = {name: _text(name) for name in options.files}
-    from meshtrain.cli.scoring import Scorer  # torch comes only now
     from meshtrain.data.tokenizer import open_tokenizer
+    from meshtrain.run.scoring import Scorer  # torch comes only now
 
     with opened_model(options) as (model, config, job, _):
         scorer = Scorer(model, job.device, config.data.seq_len, options.batch)

@@ -7,9 +7,9 @@ from typing import Any
 
 from lm_eval.api.model import TemplateLM
 
-from meshtrain.cli.scoring import Scorer
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.generate import generate_batch
+from meshtrain.run.scoring import Scorer
 
 GENERATED = 256  # tokens, where a task does not say how many
 
