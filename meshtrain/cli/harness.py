@@ -8,6 +8,7 @@ from typing import Any
 from lm_eval.api.model import TemplateLM
 
 from meshtrain.data.tokenizer import Tokenizer
+from meshtrain.errors import InputError
 from meshtrain.generate import generate_batch
 from meshtrain.run.scoring import Scorer
 
@@ -15,7 +16,7 @@ GENERATED = 256  # tokens, where a task does not say how many
 
 
 class HarnessModel(TemplateLM):
-    """What the harness asks of a model: likelihoods of continuations and of texts, and texts."""
+    """What the harness asks of a model: likelihoods of continuations, and texts."""
 
     backend = "causal"
 
@@ -34,18 +35,10 @@ class HarnessModel(TemplateLM):
         return self.scorer.score([(before, predicted) for _, before, predicted in requests])
 
     def loglikelihood_rolling(self, requests: list[Any], **unused: Any) -> list[float]:
-        """Each token of a text is predicted once, the last window with as much before it as the model sees."""
-        pairs, owners = [], []
-        for i, request in enumerate(requests):
-            tokens, most = [self.eot_token_id, *self.tok_encode(request.args[0])], self.scorer.seq_len
-            for first in range(1, len(tokens), most):
-                end = min(first + most, len(tokens))
-                pairs.append((tokens[max(0, end - most - 1) : first], tokens[first:end]))
-                owners.append(i)
-        sums = [0.0] * len(requests)
-        for i, (value, _) in zip(owners, self.scorer.score(pairs), strict=True):
-            sums[i] += value
-        return sums
+        """Raises InputError: whole texts are measured by `--files`, and not by a task."""
+        raise InputError(
+            "tasks of the type loglikelihood_rolling are not scored: use --files for the perplexity of texts"
+        )
 
     def generate_until(self, requests: list[Any], **unused: Any) -> list[str]:
         return [self._generate(*request.args) for request in requests]

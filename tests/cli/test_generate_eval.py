@@ -128,12 +128,6 @@ doc_to_choice: "{{choices}}"
 doc_to_target: "{{label}}"
 metric_list: [{metric: acc}, {metric: acc_norm}]
 """,
-    "tiny_text": """
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{text}}"
-metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]
-""",
     "tiny_write": """
 output_type: generate_until
 doc_to_text: "{{question}}"
