@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from meshtrain.checkpoint.resume import RunSpec
 
 DATA = "the data"  # as a whole: its fingerprint and size
-_FIXED = ("model.", "data.", "batch.global_size", "train.seed")
+_FIXED = ("model.", "data.", "batch.global_size", "train.seed", "train.freeze", "train.lora")
 # Of these sections: where the run began or where its data lies and how it is read, but not what it learns from what.
 _FREE = ("model.preset", "model.weights", "data.path", "data.cache", "data.workers", "data.prefetch", "data.pin_memory")
 _UNLISTED = frozenset(

@@ -73,6 +73,16 @@ COMMANDS = {
         "the weights of a checkpoint as a Hugging Face directory",
         "meshtrain export runs/quickstart exported",
     ),
+    "eval": (
+        "meshtrain.cli.eval",
+        "scores of a checkpoint's model: lm-eval's tasks, perplexity of files",
+        "meshtrain eval runs/quickstart --files README.md",
+    ),
+    "generate": (
+        "meshtrain.cli.generate",
+        "text that a checkpoint's model writes, on any layout",
+        "meshtrain generate runs/quickstart --prompt 'import '",
+    ),
     "info": ("meshtrain.cli.info", "versions, GPUs, NCCL, launcher and limits, for a bug report", "meshtrain info"),
     "completion": (
         "meshtrain.cli.completion",

@@ -94,18 +94,20 @@ def held_by_ranks(
     size = 8 if precision == "float64" else 4
     total = 0
     weights: list[Counter[_Kind]] = [Counter() for _ in range(layout.size("pp"))]
+    gradients: list[Counter[_Kind]] = [Counter() for _ in weights]
     state: list[Counter[_Kind]] = [Counter() for _ in weights]
     for parameter in parameters:
         total += math.prod(parameter.dims)
         for index in (placement[stage] for stage in parameter.stages):
             weights[index][parameter.dims, parameter.cuts] += 1
+            gradients[index][parameter.dims, parameter.cuts] += size * parameter.trainable
             updated = optimizer_shard(parameter, layout) if shard_optimizer else parameter
             for tensor in state_specs(optimizer, updated).values() if parameter.trainable else ():
                 state[index][tensor.dims, tensor.cuts] += size if tensor.dtype is None else tensor.dtype.itemsize
     by_pp = tuple(_fewest_and_most(kinds, layout) for kinds in weights)
     fewest, most = min(fewest for fewest, _ in by_pp), max(most for _, most in by_pp)
-    state_bytes = max(_fewest_and_most(kinds, layout)[1] for kinds in state)
-    return MemoryUse(total, fewest, most, by_pp, most * size, most * size, state_bytes)
+    gradient_bytes, state_bytes = (max(_fewest_and_most(of, layout)[1] for of in kinds) for kinds in (gradients, state))
+    return MemoryUse(total, fewest, most, by_pp, most * size, gradient_bytes, state_bytes)
 
 
 _Kind = tuple[Shape, tuple[Cut, ...]]  # tensors of one shape that are cut in the same way: few, however many layers

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from meshtrain.cli.memory import MemoryUse, held_by_ranks, parameter_json, parameters_of, table
 from meshtrain.config import Config
 from meshtrain.config.layout_advice import host_warnings
-from meshtrain.config.model_spec import model_spec
+from meshtrain.config.model_spec import spec_of
 from meshtrain.data.order import BatchSizes, BatchSplit, describe_batch, describe_ramp
 from meshtrain.errors import InputError, bytes_text
 from meshtrain.layout import DATA_AXES, Layout
@@ -80,7 +80,7 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
     batch = BatchSplit(config.batch.sizes.largest, config.batch.micro_size, layout.size(*DATA_AXES))
     pipeline = _pipeline(config, layout) if layout.size("pp") > 1 else None
     stages = None if pipeline is None else pipeline.holding
-    spec = model_spec(config.model.name, config.model.keys)
+    spec = spec_of(config)
     parameters = tuple(parameters_of(spec, layout, stages))
     placement = (0,) if pipeline is None else pipeline.schedule.placement
     precision = config.train.precision
@@ -95,7 +95,7 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
 
 
 def _pipeline(config: Config, layout: Layout) -> PipelinePlan:
-    from meshtrain.modeling.build import check_stages, describe_pipeline, spec_of, stages_of  # they bring torch
+    from meshtrain.modeling.build import check_stages, describe_pipeline, stages_of  # they bring torch
     from meshtrain.pipeline.stage import stages_of_parameter
 
     schedule, split = stages_of(config, layout)

@@ -26,6 +26,7 @@ from meshtrain.config.tensor import (
     check_groups,
     check_split,
     check_stages,
+    check_tuning,
     expert_ranks,
 )
 from meshtrain.config.yaml_reader import Node, apply_overrides, read_file, write
@@ -94,7 +95,7 @@ class Config:
         layout = None if sizes is None else checks.resolve_layout(draft, sizes, world_size, again)
         if sizes is not None and (layout is not None or world_size is None):  # one of them may still be -1
             known = sizes if layout is None else layout.sizes
-            for check in (check_split, check_context, check_experts, check_float8, check_stages):
+            for check in (check_tuning, check_split, check_context, check_experts, check_float8, check_stages):
                 check(draft, known)
             checks.check_copies(draft, known)
             checks.check_device(draft, known, device)

@@ -254,6 +254,22 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters beside linear layers (https://arxiv.org/abs/2106.09685): they are trained, and all else is
+    frozen. docs/finetuning.md has more."""
+
+    rank: int = key(minimum=1, also="r lora_rank lora_r")
+    """Of the two matrices of an adapter, (rank, d) and (f, rank)."""
+    alpha: float | None = key(None, above=0, also="lora_alpha")
+    """Their product is multiplied by `alpha` / `rank`. null: by 1."""
+    match: tuple[str, ...] = key((), also="target_modules targets modules")
+    """Patterns of names of linear layers inside of the model's blocks that get one, for instance `*.q_proj`. Without
+    any: all of them."""
+    dropout: float = key(0.0, minimum=0, below=1, also="lora_dropout")
+    """The probability with which elements of an adapter's input are set to 0."""
+
+
+@dataclass(frozen=True)
 class Fault:
     """One fault: what happens to which rank, and when."""
 
@@ -289,6 +305,10 @@ class Train:
     """Passes over the training set. Give this or `steps`."""
     seed: int = key(0, minimum=0, maximum=2**63 - 1)
     """Fixes the first weights and the order of the samples."""
+    freeze: tuple[str, ...] = key((), also="frozen freeze_modules freeze_layers")
+    """Patterns of names of parameters that stay as they are, for instance `model.embed_tokens.*`."""
+    lora: Lora | None = key(None, also="peft adapters")  # noqa: RUF009 (a dataclass)
+    """Low-rank adapters, which alone are trained; the keys are below."""
     precision: Literal["float32", "bfloat16", "float16", "float64"] = key(
         "float32", also="dtype torch_dtype mixed_precision bf16 fp16"
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshtrain.config.checks import OF_TOKENS, ConfigDraft
 from meshtrain.config.convert import INVALID
-from meshtrain.config.errors import yaml_text
+from meshtrain.config.errors import nearest, yaml_text
 from meshtrain.config.locate import model_file
 from meshtrain.config.model_spec import draft_model
 from meshtrain.config.schema import SOURCES
@@ -18,6 +18,7 @@ from meshtrain.parallel.float8_layers import float8_problems
 from meshtrain.parallel.tp_plan import (
     NO_SEQUENCE,
     SplitError,
+    base_of,
     context_modules,
     expert_modules,
     has_sequence_parts,
@@ -28,6 +29,35 @@ from meshtrain.parallel.tp_plan import (
 from meshtrain.pipeline.actions import ScheduleError
 from meshtrain.pipeline.partition import StageSplitError, split_blocks
 from meshtrain.pipeline.schedule import load
+
+
+def check_tuning(draft: ConfigDraft, sizes: dict[str, int]) -> None:
+    """Reports patterns of `train.freeze` and `train.lora` that match nothing, and a model of which nothing is left to
+    train."""
+    freeze, lora = draft.values["train.freeze"], draft.values["train.lora"]
+    if INVALID in (freeze, lora) or not (freeze or lora):
+        return
+    if lora and draft.values["train.linear_precision"] not in (None, INVALID):
+        draft.refuse("train.lora", "train.linear_precision rounds what adapters are beside: use null for one of them")
+    spec = draft_model(draft)
+    if spec is None:
+        return
+    from meshtrain.parallel.linear.lora import adapted_layers, is_adapter  # brings torch, as the model has
+
+    names = [name for name, _ in spec.meta.named_parameters(remove_duplicate=False) if not is_adapter(name)]
+    for pattern in freeze:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = nearest(pattern, names)
+            hint = f"did you mean {near}?" if near else f"they are called as {names[0]} is"
+            draft.refuse("train.freeze", f"{pattern!r} matches no parameter of the model: {hint}")
+    layers = [name for name in adapted_layers(spec.meta, ()) if base_of(name) == name]
+    for pattern in (lora.match or ("*",)) if lora else ():
+        if not any(fnmatchcase(name, pattern) for name in layers):
+            such = f"such as {layers[0]}" if layers else "of which it has none"
+            problem = f"{pattern!r} matches no linear layer inside of the model's blocks, {such}"
+            draft.refuse("train.lora", f"match: {problem}: mend the pattern")
+    if not any(parameter.requires_grad for parameter in spec.meta.parameters()):
+        draft.refuse("train.lora" if lora else "train.freeze", "nothing of the model is left to train")
 
 
 def check_float8(draft: ConfigDraft, sizes: dict[str, int]) -> None:

@@ -17,7 +17,7 @@ from meshtrain.config import Config, ConfigErrors
 from meshtrain.config.checks import ConfigDraft
 from meshtrain.config.errors import Place, yaml_text
 from meshtrain.config.layout_advice import factorizations
-from meshtrain.config.model_spec import model_spec
+from meshtrain.config.model_spec import spec_of
 from meshtrain.config.schema import SECTIONS, Parallel
 from meshtrain.config.tensor import check_context, check_experts, check_split, check_stages
 from meshtrain.config.yaml_reader import Node
@@ -165,7 +165,7 @@ class Space:
         assert config.resolved is not None
         self.config, self.placed, self.vary, self.fixed = config, config.resolved, set(vary), fixed or {}
         self.unit = math.gcd(self.placed.world_size, *(run.start for run in self.placed.runs))  # ranks of every host
-        spec = model_spec(config.model.name, config.model.keys)
+        spec = spec_of(config)
         self.blocks = len(spec.meta.blocks()) if hasattr(spec.meta, "blocks") else 1  # type: ignore[operator]
         self.experts = hasattr(spec.module, "ep_plan")
         sections = {"model": config.model.keys, **{name: vars(getattr(config, name)) for name in SECTIONS}}

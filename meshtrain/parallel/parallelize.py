@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshtrain.attention import AttentionContext
 from meshtrain.dropout import SequencePart, bind_dropout
 from meshtrain.errors import AgreedError, InputError
 from meshtrain.layout import LOSS_AXES, NOT_WITH_FSDP
@@ -153,6 +154,8 @@ def _take_only_parts(model: nn.Module, attention: Sequence[str], mesh: Mesh, opt
 
     def check(model: nn.Module, inputs: tuple, named: dict[str, Any], context: ContextParallel = context) -> None:
         _, positions, record = (*inputs, None, None, None)[:3]
+        if isinstance(record, AttentionContext) and record.cache is not None:
+            return  # in generation each rank has whole sequences
         if not isinstance(named.get("documents", record), ShardedContext) or named.get("positions", positions) is None:
             raise InputError(
                 "with cp the model takes parts of sequences: call ContextParallel(mesh, ...).shard(batch), and "

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,8 @@ from meshtrain.pipeline.actions import Action, Kind, Schedule
 from meshtrain.pipeline.loop_schedules import forwards_alone
 from meshtrain.pipeline.p2p import AXIS, Transfers, sends_confirmed_by, transfer_order
 from meshtrain.pipeline.simulate import Event
+
+Number = TypeVar("Number", int, float)
 
 
 class MicrobatchSource(Protocol):
@@ -228,11 +230,12 @@ class Pipeline(nn.Module):
         outputs = self.run_forwards([inputs], [shapes_of(inputs)], lambda *of: call_stage(*of[:3]))
         return outputs[0] if outputs else None
 
-    def from_last(self, number: int) -> int:
-        """A number that the ranks of the last stage have, on all ranks."""
-        value = torch.tensor(number, device=self._device)
-        dist.broadcast(value, group_src=self._last_rank, group=self._mesh.group(AXIS))
-        return int(value)
+    def from_last(self, numbers: list[Number]) -> list[Number]:
+        """Numbers that the ranks of the last stage have, on all ranks; the others give as many of the same kind."""
+        dtype = torch.float64 if isinstance(numbers[0], float) else torch.int64
+        values = torch.tensor(numbers, dtype=dtype, device=self._device)
+        dist.broadcast(values, group_src=self._last_rank, group=self._mesh.group(AXIS))
+        return values.tolist()
 
     def state_dict(self, *args: Any, **named: Any) -> dict[str, Any]:  # type: ignore[override]
         return {name: value for stage in self._stages.values() for name, value in stage.state_dict(**named).items()}

@@ -11,6 +11,7 @@ from meshtrain.generate import generate
 from meshtrain.job.process import Job
 from meshtrain.mesh import Mesh
 from meshtrain.metrics.plot import plot_loss
+from meshtrain.parallel.linear.lora import merge_adapters
 from meshtrain.parallel.mixed_precision import compute_dtype
 from meshtrain.run.setup import context_parallel
 from meshtrain.run.weights_export import export
@@ -47,7 +48,8 @@ def sample_text(config: Config, job: Job, mesh: Mesh, data: OpenData, model: nn.
 
 
 def write_export(config: Config, job: Job, mesh: Mesh, model: nn.Module, folder: str) -> None:
-    """The weights for others to use, in the numbers in which blocks compute."""
+    """The weights for others to use, in the numbers in which blocks compute; adapters are merged into them."""
+    merge_adapters(model)
     module = model_file(config.model.name)
     described = None
     if hasattr(module, "to_hugging_face"):

@@ -114,7 +114,9 @@ def banner_lines(spec: RunSpec, job: Job, data: OpenData, evaluated: Samples | N
     experts = expert_costs(config, layout)
     active = "" if experts is None else f", {experts.active:,} active a token"
     plain = build.spec_of(config).meta
-    yield f"model {config.model.name}: {build.parameter_count(plain):,} parameters{active}"
+    trained = sum(p.numel() for p in plain.parameters() if p.requires_grad)
+    tuned = f", {trained:,} trained" * bool(config.train.freeze or config.train.lora)
+    yield f"model {config.model.name}: {build.parameter_count(plain):,} parameters{active}{tuned}"
     if experts is not None:
         yield experts.line
     if (numbers := config.train.linear_precision) is not None:

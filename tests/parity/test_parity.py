@@ -118,7 +118,7 @@ def test_the_loss_falls(references: dict[str, list[dict]]) -> None:
     """Parity of runs that learn nothing would prove little."""
     for name, rows in references.items():
         steps, share = {"float32": (20, 0.8), "staged": (4, 0.97)}.get(name, (8, 0.95))
-        if name == "a frozen tied embedding":  # its head stays as it was drawn
+        if name == "a frozen tied embedding" or name.startswith("lora"):  # the head stays as it was drawn
             share = 0.98
         assert len(rows) == steps
         assert rows[-1]["loss"] < share * rows[0]["loss"]
