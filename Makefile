@@ -59,7 +59,8 @@ test-versions:
 		$$python -c 'import venv, ensurepip' 2> /dev/null || { echo "== no $$python here"; continue; }; \
 		echo "== Python $${version%%-*}, torch $$torch"; \
 		{ test -x $$venv/bin/pip || $$python -m venv $$venv; } && \
-		$$venv/bin/python -m pip install --quiet torch==$$torch.* -e '.[dev]' && \
+		sed '/^torch==/d; /^setuptools==/d' constraints.txt > $$venv/constraints.txt && \
+		$$venv/bin/python -m pip install --quiet -c $$venv/constraints.txt torch==$$torch.* -e '.[dev]' && \
 		OMP_NUM_THREADS=1 $$venv/bin/python -m pytest -q -x -p no:cacheprovider $(VERSION_TESTS) || exit 1; \
 	done
 
