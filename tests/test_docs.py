@@ -286,6 +286,20 @@ def test_links_lead_somewhere(document: Path) -> None:
             assert anchor in slugs, f"{document.name} links to {target}"
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_blocks_are_of_their_language(document: Path) -> None:
+    for block in blocks(document):
+        try:
+            if block.language == "python":
+                compile(block.text, document.name, "exec")
+            elif block.language == "yaml":
+                yaml.safe_load(block.text)
+            elif block.language == "json":
+                json.loads(block.text)
+        except (SyntaxError, ValueError, yaml.YAMLError) as error:
+            raise AssertionError(f"{document.name}: {error}\n{block.text}") from error
+
+
 def test_the_index_names_every_document() -> None:
     index = (REPO / "docs" / "README.md").read_text()
     missing = [
@@ -303,7 +317,7 @@ def test_a_config_says_when_to_use_it(path: Path) -> None:
 # What stands in single documents --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tensor-parallel", "context-parallel", "experts"])
+@pytest.mark.parametrize("name", ["tensor-parallel", "context-parallel", "experts", "mesh", "memory"])
 def test_a_picture_is_what_its_script_draws(name: str, tmp_path: Path) -> None:
     """Fonts and versions of matplotlib move pixels, so sizes are compared, and that something was drawn."""
     script = REPO / "tools" / "pictures" / f"{name.replace('-', '_')}.py"

@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="a checkpoint, or a run's folder: its newest complete one is taken")
     parser.add_argument("folder", metavar="DIR", help="a new folder, or that of an earlier export")
     parser.add_argument("--dtype", choices=list(PRECISIONS), help="of the weights; left out: the run's precision")
+    parser.add_argument("--ema", action="store_true", help="the averaged weights (optimizer.ema_decay)")
     parser.add_argument(
         "--format",
         choices=FORMATS,
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    keywords = {"dtype": options.dtype, "model": options.model, "file_format": options.format}
+    keywords = {"dtype": options.dtype, "model": options.model, "file_format": options.format, "ema": options.ema}
     export(options.checkpoint, options.folder, **keywords, adapter=options.adapter, say=print)
 
 
@@ -64,6 +65,7 @@ def export(
     model: str | None = None,
     file_format: str = "original",
     adapter: bool = False,
+    ema: bool = False,
     say: Callable[[str], None] = lambda line: None,
     file_bytes: int = FILE_BYTES,
 ) -> None:
@@ -76,6 +78,7 @@ def export(
         model: the path of a model file to be run for config.json; None: one of meshtrain's own, if the run used one.
         file_format: of the experts: `original` or `fused`, see `stored_names.table_of`.
         adapter: write the adapters of LoRA alone, for peft.
+        ema: the averages in the place of the weights.
         say: is given lines for a person: what could not be written, and what was.
         file_bytes: of one file at most, unless a tensor is larger.
 
@@ -83,7 +86,7 @@ def export(
         DamagedError: the checkpoint is not what was written; names file and tensor. InputError: something else is
             wrong with it or with the folder. Nothing is left behind then.
     """
-    with open_checkpoint(checkpoint) as source:
+    with open_checkpoint(checkpoint, ema=ema) as source:
         manifest, _ = read_manifest(source.path)
         if not source.entries:
             raise InputError(

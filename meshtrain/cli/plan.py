@@ -83,12 +83,13 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
     spec = spec_of(config)
     parameters = tuple(parameters_of(spec, layout, stages))
     placement = (0,) if pipeline is None else pipeline.schedule.placement
-    precision, rule = config.train.precision, (config.optimizer.name, config.optimizer.state_precision)
-    memory = held_by_ranks(parameters, layout, precision, rule[0], placement, rule[1])
+    precision = config.train.precision
+    memory = held_by_ranks(parameters, layout, precision, config.optimizer, placement, config.parallel.shard_optimizer)
     from meshtrain.modeling.context import context_costs  # they bring torch, as the model has
     from meshtrain.modeling.experts import expert_costs
 
-    optimizer, costs = update_rule(*rule).title, (context_costs(config, layout), expert_costs(config, layout))
+    title = update_rule(config.optimizer.name, config.optimizer.state_precision).title
+    optimizer, costs = title, (context_costs(config, layout), expert_costs(config, layout))
     sizes = config.batch.sizes
     return Plan(name, layout, batch, sizes, precision, parameters, memory, optimizer, pipeline, *costs, tuple(notes))
 
@@ -280,19 +281,16 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _foreseen(arguments: argparse.Namespace, hosts: Sequence[int]) -> "tuple[Prediction | None, list[str]]":
     """What is foreseen, and lines for a person; None and the reason for a model that cannot be traced."""
-    from meshtrain.foresight.draw import memory_lines, step_lines
+    from meshtrain.foresight.draw import memory_of_ranks, step_lines
     from meshtrain.foresight.prediction import predict
     from meshtrain.modeling.flops import why_not
 
     prediction = predict(arguments.config, arguments.overrides, hosts, arguments.gpu)
     try:
-        memory, hardware = prediction.memory, prediction.hardware
+        lines = memory_of_ranks(prediction)
     except (RuntimeError, TypeError, NotImplementedError) as error:  # of the model's forward, which nobody has run yet
         return None, [f"memory and time are not known: {why_not(error)}"]
-    lines = memory_lines(memory.resident, memory.parts, "memory of the rank that takes most")
-    lines.append(f"  peak {bytes_text(memory.total)} in the {memory.moment}")
-    if hardware is not None:
-        lines[-1] += f", of {bytes_text(hardware.room)} that tensors can have: {memory.verdict(hardware.room)}"
+    if (hardware := prediction.hardware) is not None:
         lines += ["", *step_lines(prediction.step), f"  rates: {hardware.source} of {hardware.device.name}"]
     return prediction, lines
 
@@ -322,7 +320,7 @@ def _measured(arguments: argparse.Namespace) -> None:
         print(text, end="")
         return
     run = calibrate.MeasuredRun.load(Path(arguments.against))
-    prediction = Prediction(run.config, start)
+    prediction = Prediction(run.config, start, traced=True)
     lines = calibrate.against(run, start, prediction.memory.total / 2**30, prediction.sent)
     print(f"{arguments.against} beside what is foreseen of it", *(line.describe() for line in lines), sep="\n")
 

@@ -23,6 +23,7 @@ from meshtrain.config.tensor import (
     check_context,
     check_experts,
     check_float8,
+    check_groups,
     check_split,
     check_stages,
     check_tuning,
@@ -96,7 +97,9 @@ class Config:
             known = sizes if layout is None else layout.sizes
             for check in (check_tuning, check_split, check_context, check_experts, check_float8, check_stages):
                 check(draft, known)
+            checks.check_copies(draft, known)
             checks.check_device(draft, known, device)
+        check_groups(draft)
         checks.check_rules(draft)
         checks.check_chaos(draft, None if again else world_size)
         if for_training:

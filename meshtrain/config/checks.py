@@ -13,12 +13,12 @@ from meshtrain.checkpoint.directory import find_checkpoint
 from meshtrain.config.convert import INVALID, convert, seconds
 from meshtrain.config.errors import ConfigError, Place, nearest
 from meshtrain.config.layout_advice import resolve, world_sizes_text
-from meshtrain.config.schema import SINKS, SOURCES, Fault, Source
+from meshtrain.config.schema import SINKS, SOURCES, Fault, ParamGroup, Source
 from meshtrain.config.yaml_reader import Node, describe
 from meshtrain.data.order import MOST_SOURCES, BatchSizes, changes_of, whole_weights
 from meshtrain.errors import InputError, any_of
 from meshtrain.huggingface import safetensors as weights
-from meshtrain.layout import AXES, Layout, LayoutError, unknown_axis
+from meshtrain.layout import AXES, NOT_WITH_FSDP, Layout, LayoutError, unknown_axis
 
 _OF_TEXT = ("python-stdlib", "text", "jsonl", "parquet")  # a tokenizer reads them
 OF_TOKENS = (*_OF_TEXT, "tokens", "megatron")
@@ -127,6 +127,22 @@ def decay_fits(decay_steps: int | None, schedule: str, warmup_steps: int, steps:
         yield (
             f"optimizer.warmup_steps {warmup_steps} and optimizer.decay_steps {decay_steps} are more than "
             f"train.steps {steps} together: use a decay_steps of at most {steps - warmup_steps}"
+        )
+
+
+@rule("train.use_ema", "optimizer.ema_decay")
+def average_is_kept(use_ema: bool, ema_decay: float | None) -> Problems:
+    if use_ema and ema_decay is None:
+        yield "train.use_ema needs an average of the weights: give optimizer.ema_decay, such as 0.999"
+
+
+@rule("optimizer.state_precision", "optimizer.name", "optimizer.groups")
+def states_round(precision: str, name: str, groups: tuple[ParamGroup, ...]) -> Problems:
+    others = sorted({name, *(group.name for group in groups if group.name)} - {"adamw"})
+    if precision != "float32" and others:
+        yield (
+            f"optimizer.state_precision {precision} is built for adamw, and parameters here have "
+            f"{any_of(others, 'and')}: use float32"
         )
 
 
@@ -440,6 +456,12 @@ def resolve_layout(draft: ConfigDraft, sizes: dict[str, int], world_size: int | 
         suggestion = f". This job was started again with {world_size}: {worlds}" if again else ""
         draft.report(draft.place_of_any(("layout", *(f"layout.{axis}" for axis in sizes))), f"{error}{suggestion}")
         return None
+
+
+def check_copies(draft: ConfigDraft, sizes: dict[str, int]) -> None:
+    """Reports a `parallel.shard_optimizer` beside FSDP."""
+    if draft.values["parallel.shard_optimizer"] is True and max(sizes.get("dp_shard", 1), sizes.get("cp", 1)) > 1:
+        draft.report(draft.place_of_any(("parallel.shard_optimizer", "layout")), f"parallel.{NOT_WITH_FSDP}")
 
 
 def check_device(draft: ConfigDraft, sizes: dict[str, int], device: str | None) -> None:

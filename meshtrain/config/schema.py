@@ -166,6 +166,9 @@ class Parallel:
     schedule computes whole backwards; not on CPUs."""
     reshard_after_forward: bool = True
     """FSDP: whether a block's gathered weights are let go after forward and gathered again in backward."""
+    shard_optimizer: bool = key(False, also="zero1 zero_1 zero_stage use_distributed_optimizer distributed_optimizer")
+    """DDP: whether the copies of `dp_replicate` share the optimizer's work and states (ZeRO-1): each updates some rows
+    of every parameter and sends them to the others. FSDP does so anyway."""
     reduce_precision: Literal["float32", "bfloat16"] | None = key(None, also="reduce_dtype grad_reduce_dtype")
     """The numbers in which gradients are sent and summed over the data ranks. With `bfloat16` half as much is sent, and
     the rounding depends on the layout. null: as they are kept, in float32 or float64."""
@@ -193,11 +196,28 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
+class ParamGroup:
+    """One group: parameters by their names, and what their updates have of their own. The first group whose pattern
+    matches a name counts."""
+
+    match: str = key(also="pattern params parameters name_pattern")
+    """A pattern of names, such as `*norm*` or `model.layers.*.self_attn.*`."""
+    lr: float | None = key(None, above=0, also="learning_rate max_lr")
+    """Their highest learning rate, which follows the same course. null: `optimizer.lr`."""
+    lr_scale: float = key(1.0, above=0, also="lr_mult lr_multiplier")
+    """What multiplies `optimizer.lr` for them: an `lr` that follows it."""
+    weight_decay: float | None = key(None, minimum=0, also="wd")
+    """Their decay. null: `optimizer.weight_decay` of those with two or more dims."""
+    name: OptimizerName | None = key(None, also="optimizer type")  # noqa: RUF009 (a Literal)
+    """Their optimizer. null: `optimizer.name`."""
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """The optimizer, and the learning rate over the run."""
 
     name: OptimizerName = key("adamw", also="type optimizer")  # noqa: RUF009 (a Literal)
-    """The optimizer."""
+    """The optimizer. `muon` is for matrices: embeddings, heads and what has one dim get `adamw`."""
     lr: float = key(3e-4, above=0, also="learning_rate max_lr")
     """The highest learning rate."""
     min_lr: float = key(0.0, minimum=0, also="lr_min final_lr")
@@ -213,6 +233,14 @@ class Optimizer:
     same on every layout; a checkpoint fits runs with the same value. `float32`: the type of the weights."""
     weight_decay: float = key(0.1, minimum=0)
     """Decay of the weights with two or more dims; the others do not decay."""
+    momentum: float = key(0.95, minimum=0, below=1)
+    """The decay rate of the momentum of Muon and SGD."""
+    nesterov: bool = True
+    """Muon and SGD: whether a step looks ahead along the momentum."""
+    ema_decay: float | None = key(None, above=0, below=1, also="ema ema_beta ema_alpha use_ema")
+    """The decay rate, in each update, of an average of all weights that is kept beside them. null: none is kept."""
+    groups: tuple[ParamGroup, ...] = key((), also="param_groups parameter_groups")
+    """Parameters with a rate, a decay or an optimizer of their own; the keys of each group are below."""
     clip_norm: float | None = key(1.0, above=0, also="grad_clip max_grad_norm clip_grad gradient_clipping max_norm")
     """The norm of all gradients together to which they are clipped. null: they are not."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = key(
@@ -305,6 +333,9 @@ class Train:
     export_format: Literal["original", "fused"] = key("original", also="save_original_format")
     """How an export has the experts of a model: `original`, a tensor per expert, as the files have it that the model is
     published with, or `fused`, those of a layer in one tensor. transformers reads both."""
+    use_ema: bool = key(False, also="eval_ema ema_eval")
+    """With `optimizer.ema_decay`: whether evaluations, the text at the end and the export are of the averaged
+    weights."""
     eval_every: int | Literal["epoch"] = key(50, minimum=0, also="eval_interval eval_steps")
     """Steps between evaluations, `epoch` for the end of each epoch, or 0 for never."""
     eval_samples: int | None = key(None, minimum=1, also="eval_iters eval_batches max_eval_samples limit_val_batches")
@@ -369,6 +400,9 @@ class Checkpoint:
     """Whether training goes on while a checkpoint is written. It then waits for a copy in memory only."""
     on_failure: Literal["continue", "stop"] = key("continue")
     """What the run does when a checkpoint could not be written: it goes on and says so, or it stops."""
+    make_room: bool = False
+    """Whether, where the disk is full, the oldest checkpoint that would not be kept after a save goes before it. The
+    newest never does."""
     timeout_s: float = key(1800.0, minimum=900, also="save_timeout async_save_timeout")
     """Seconds after which a save is given up, and training goes on: a file system that fails over takes minutes. A rank
     that is lost meanwhile is noticed as ever."""

@@ -1,11 +1,13 @@
 """Whether the model of a config can be split over `tp`, `cp` and `pp`, and its experts: asked of it, without memory."""
 
+import difflib
+import re
 from fnmatch import fnmatchcase
 from typing import Any
 
 from meshtrain.config.checks import OF_TOKENS, ConfigDraft
 from meshtrain.config.convert import INVALID
-from meshtrain.config.errors import nearest
+from meshtrain.config.errors import nearest, yaml_text
 from meshtrain.config.locate import model_file
 from meshtrain.config.model_spec import draft_model
 from meshtrain.config.schema import SOURCES
@@ -190,6 +192,41 @@ def _check_expert_ranks(draft: ConfigDraft, layout: Layout, experts: int) -> Non
         inner = "whose inner ranks it takes (tp, cp, dp_shard, dp_replicate)"
         problem = f"{name} {ranks} does not fold into {written(layout.sizes)}, {inner}"
     draft.report(draft.place_of_any((name, "layout.tp")), f"{problem}: use {' or '.join(near)}")
+
+
+def check_groups(draft: ConfigDraft) -> None:
+    """Reports groups of the optimizer that no parameter is in."""
+    groups: Any = draft.values["optimizer.groups"]
+    if groups is INVALID or not groups:
+        return
+    for i, group in enumerate(groups):
+        if group.lr is not None and group.lr_scale != 1:
+            draft.refuse("optimizer.groups", f"group {i} has an lr and an lr_scale: take one of the two away")
+    spec = draft_model(draft)
+    if spec is None:
+        return
+    names = [name for name, parameter in spec.meta.named_parameters() if parameter.requires_grad]
+    taken = [next((i for i, group in enumerate(groups) if fnmatchcase(name, group.match)), None) for name in names]
+    for i, group in enumerate(groups):
+        if i in taken:
+            continue
+        matched = [j for name, j in zip(names, taken, strict=True) if fnmatchcase(name, group.match)]
+        earlier = sorted({j for j in matched if j is not None})
+        known = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
+        near = _names_near(group.match, list(known))
+        out = f"near it are {', '.join(near)}" if near else f"the first is {names[0]}" if names else "it has none"
+        if earlier:
+            out = f"what it matches is in {any_of([f'group {j}' for j in earlier], 'and')}: put it before"
+        problem = f"group {i}: no parameter that is trained is left for {yaml_text(group.match)}"
+        draft.refuse("optimizer.groups", f"{problem}; {out}")
+
+
+def _names_near(pattern: str, names: list[str]) -> list[str]:
+    """Those with a word that is spelt nearly as the longest of the pattern's."""
+    words = {name: re.split(r"[._]", name) for name in names}
+    own = max(re.split(r"[^A-Za-z0-9]+", pattern), key=len)
+    close = difflib.get_close_matches(own, {word for of_name in words.values() for word in of_name}, n=1, cutoff=0.5)
+    return [name for name in names if set(close) & set(words[name])][:3]
 
 
 def check_stages(draft: ConfigDraft, sizes: dict[str, int]) -> None:

@@ -11,8 +11,10 @@ from meshtrain.run.rank_table import columns
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from meshtrain.foresight.prediction import Prediction
     from meshtrain.foresight.steptime import StepTime
 
+HOW_EXTENDED = "from steps of fewer layers, microbatches and pipeline ranks, by straight lines"
 WIDTH = 32  # of the longest bar, in characters
 COLOURS = ("#2f5fb3", "#e08a2c", "#3a9a62", "#b8433e", "#7d5ba6", "#8a6d4b", "#cf78ad", "#6f7685", "#aab03c", "#3aa5b8")
 INK, QUIET = "#1c2333", "#7a8194"
@@ -25,6 +27,24 @@ def memory_lines(resident: Mapping[str, float], parts: Mapping[str, float], titl
         for name in dict.fromkeys((*resident, *parts))
     ]
     return columns([[title, "kept", "at the peak"], *rows])
+
+
+def memory_of_ranks(prediction: "Prediction") -> list[str]:
+    """The rank with most: its parts, when that is, whether it fits, the other ranks, and what would give back."""
+    memory, room = prediction.memory, prediction.hardware and prediction.hardware.room
+    of = "memory of a rank" if len(prediction.ranks) == 1 else f"memory of a rank of pp {memory.pp}, which has most"
+    lines = memory_lines(memory.resident, memory.parts, of)
+    verdict = f", of {bytes_text(room)} that tensors can have: {memory.verdict(room)}" if room else ""
+    lines.append(f"  peak {bytes_text(memory.total)} in the {memory.moment}{verdict}")
+    others = [f"pp {rank.pp} {bytes_text(rank.total)}" for rank in prediction.ranks if rank is not memory]
+    lines += [f"  others: {', '.join(others)}"] * bool(others)
+    savings = [
+        f"{knob} {bytes_text(less)}" + (f" ({longer:+.3g} s)" if longer is not None else "")
+        for knob, (less, longer) in prediction.saves.items()
+    ]
+    lines += [f"  what would give back: {'; '.join(savings)}"] * bool(savings)
+    exact = "every operator of its step was counted" if memory.source == "traced" else HOW_EXTENDED
+    return [*lines, f"  {memory.source}: {exact}"]
 
 
 def step_lines(step: "StepTime") -> list[str]:

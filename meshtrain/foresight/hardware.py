@@ -19,6 +19,11 @@ class Device:
     reserve_gib: float = key(1.6, minimum=0)  # of libraries: context, workspaces, communicators
     usable: float = key(0.95, above=0, maximum=1)  # of the rest; the allocator cannot fill the gaps
 
+    @property
+    def room(self) -> float:
+        """Bytes that tensors of a rank can have."""
+        return (self.memory_gib - self.reserve_gib) * 2**30 * self.usable
+
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
@@ -56,7 +61,7 @@ class Hardware:
     @property
     def room(self) -> float:
         """Bytes that tensors of a rank can have."""
-        return (self.device.memory_gib - self.device.reserve_gib) * 2**30 * self.device.usable
+        return self.device.room
 
     def flops(self, precision: str) -> float:
         """FLOP/s of the data sheet. Raises InputError: the file has no peak for this precision."""

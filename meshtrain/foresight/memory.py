@@ -7,10 +7,10 @@ from functools import lru_cache
 from meshtrain.config import Config
 from meshtrain.foresight.work import Work
 from meshtrain.layout import Layout
-from meshtrain.optim.registry import update_rule
+from meshtrain.optim.groups import state_specs
 from meshtrain.parallel.sharding import ParameterSpec
 from meshtrain.pipeline.actions import Schedule
-from meshtrain.pipeline.schedule import build
+from meshtrain.pipeline.schedule import build, read_csv
 from meshtrain.pipeline.simulate import simulate
 
 TIGHT = 0.92  # of what a device has: above it a plan says so
@@ -23,6 +23,8 @@ class RankMemory:
     resident: dict[str, float]
     parts: dict[str, float]
     moment: str
+    pp: int = 0  # index of the rank
+    source: str = "traced"  # extended: from traces of fewer layers, microbatches and stages; estimated: by arithmetic
 
     @property
     def total(self) -> float:
@@ -60,9 +62,8 @@ def _of_rank(config: Config, layout: Layout, works: Sequence[Work], waiting: flo
     size, compute = (8 if train.precision == "float64" else 4), (2 if "16" in train.precision else 4)
     elements = sum(work.parameters for work in works)
     resident = {"weights": elements * size / shards, "gradients": elements * size / shards}
-    resident["optimizer"] = (
-        elements / shards * _state_bytes(config.optimizer.name, config.optimizer.state_precision, size)
-    )
+    states = shards * (layout.size("dp_replicate") if config.parallel.shard_optimizer else 1)
+    resident["optimizer"] = sum(work.parameters * _state_bytes(config, work.name, size) for work in works) / states
     parts = dict(resident)
     reshards = config.parallel.reshard_after_forward and layout.size("pp") == 1
     if shards > 1 and reshards:
@@ -81,16 +82,24 @@ def _of_rank(config: Config, layout: Layout, works: Sequence[Work], waiting: flo
                 peak, moment = before + most, f"{name} of {work.name}"
         before += work.saved
     parts["activations"] = max(waiting - 1, 0) * before + peak
-    return RankMemory(resident, parts, moment)
+    return RankMemory(resident, parts, moment, source="estimated")
 
 
-def _state_bytes(optimizer: str, precision: str, size: int) -> float:
-    """Bytes of the optimizer's states for an element of a weight."""
-    specs = update_rule(optimizer, precision).state_specs(ParameterSpec("", (64, 64), ())).values()
+def _state_bytes(config: Config, block: str, size: int) -> float:
+    """Bytes of the optimizer's states for an element of a block's weights."""
+    specs = state_specs(config.optimizer, ParameterSpec(f"{block}.weight", (64, 64), ())).values()
     return (
         sum((size if spec.dtype is None else spec.dtype.itemsize) * spec.dims[0] * spec.dims[-1] for spec in specs)
         / 4096
     )
+
+
+@lru_cache(maxsize=1024)
+def short_schedule(name: str, ranks: int, stages_per_rank: int | None) -> Schedule:
+    """With as few microbatches as it can have: who holds which stage."""
+    if name.endswith(".csv"):
+        return read_csv(name, ranks=ranks)
+    return build(name, ranks=ranks, microbatches=1, stages_per_rank=stages_per_rank)
 
 
 @lru_cache(maxsize=4096)

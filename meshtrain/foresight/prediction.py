@@ -7,31 +7,26 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from meshtrain.config import Config
+from meshtrain.config.errors import yaml_text
 from meshtrain.config.locate import model_file
 from meshtrain.config.model_spec import ModelSpec
 from meshtrain.data.order import microbatches
+from meshtrain.foresight import extend, memory, steptime
 from meshtrain.foresight import hardware as hardware_files
-from meshtrain.foresight import memory, steptime
 from meshtrain.foresight.blocks import works_of
 from meshtrain.foresight.hardware import Hardware
+from meshtrain.foresight.memory import RankMemory, short_schedule
+from meshtrain.foresight.steptime import PASSES
 from meshtrain.foresight.work import Work
 from meshtrain.layout import DATA_AXES
 from meshtrain.modeling.build import block_costs, spec_of
 from meshtrain.parallel.tp_plan import has_sequence_parts
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.partition import StageSplit, split_blocks
-from meshtrain.pipeline.schedule import build, load, read_csv
+from meshtrain.pipeline.schedule import load
 
-PASSES = ("forward", "input_grad", "weight_grad")
+MOST_RANKS = 4  # of a pipeline each of which is traced
 load = lru_cache(maxsize=64)(load)  # a search asks for few of them many times
-
-
-@lru_cache(maxsize=1024)
-def short_schedule(name: str, ranks: int, stages_per_rank: int | None) -> Schedule:
-    """With as few microbatches as it can have: who holds which stage."""
-    if name.endswith(".csv"):
-        return read_csv(name, ranks=ranks)
-    return build(name, ranks=ranks, microbatches=1, stages_per_rank=stages_per_rank)
 
 
 @lru_cache(maxsize=1024)
@@ -42,8 +37,10 @@ def _split(spec: ModelSpec, seq_len: int, ranks: int, stages: int, blocks: tuple
 class Prediction:
     """Of a config that was loaded for its hosts, on hardware; without it there is no time."""
 
-    def __init__(self, config: Config, hardware: Hardware | None = None) -> None:
+    def __init__(self, config: Config, hardware: Hardware | None = None, traced: bool = False) -> None:
+        """`traced`: memory by traces of the ranks' steps; else by arithmetic, as fast as a search needs it."""
         assert config.resolved is not None
+        self.traced = traced
         self.config, self.layout, self.hardware = config, config.resolved, hardware
         self.precisions = config.train.precision, config.train.linear_precision and "float8"
         self.microbatches = microbatches(
@@ -72,30 +69,75 @@ class Prediction:
         return _split(spec_of(self.config), self.config.data.seq_len, ranks, stages, blocks)
 
     @cached_property
-    def costs(self) -> list[tuple[float, float, float]]:
-        """Of each stage for one microbatch: seconds of its forward, input gradient and weight gradient."""
+    def block_costs(self) -> list[steptime.BlockCost]:
+        """Of each block, for one microbatch."""
         assert self.hardware is not None
-        of_blocks = [
-            [getattr(cost, name).seconds for name in PASSES]
-            for cost in steptime.block_costs(self.works, self.layout, self.hardware, *self.precisions)
-        ]
-        stages = [zip(*of_blocks[first:end], strict=True) for first, end in self.split.bounds]
-        return [(sum(forward), sum(inputs), sum(weights)) for forward, inputs, weights in stages]
+        return steptime.block_costs(self.works, self.layout, self.hardware, *self.precisions)
 
     @cached_property
-    def memory(self) -> memory.RankMemory:
+    def costs(self) -> list[tuple[float, ...]]:
+        """Of each stage for one microbatch: seconds of its forward, input gradient and weight gradient."""
+        return steptime.stage_costs(self.block_costs, self.split.bounds)
+
+    @cached_property
+    def memory(self) -> RankMemory:
         """Of the rank that takes most."""
+        if self.traced:
+            return max(self.ranks, key=lambda rank: rank.total)
         return memory.of(self.config, self.layout, self.works, self.schedule, self.split.bounds)
+
+    @property
+    def per_sample(self) -> int:
+        """Tokens; of an image 1."""
+        return self.config.data.seq_len if "vocab_size" in self.config.model.keys else 1
+
+    @property
+    def handed_on(self) -> float:
+        """Bytes that a stage gives to the next for a microbatch."""
+        config, layout = self.config, self.layout
+        plan = getattr(model_file(config.model.name), "tp_plan", None)
+        is_split = has_sequence_parts(config.parallel.sequence_parallel, plan)
+        parts = layout.size("cp") * (layout.size("tp") if is_split else 1)
+        width = config.model.keys.get("hidden_size", 0) * (2 if "16" in config.train.precision else 4)
+        return config.batch.micro_size * self.per_sample * width / parts
+
+    @cached_property
+    def ranks(self) -> list[RankMemory]:
+        """Of each rank of the pipeline by a trace; of a long one the first, the last, and that between them that holds
+        most forwards."""
+        ranks = self.layout.size("pp")
+        waiting = [extend.held_of(self.config, self.layout, pp, self.microbatches) for pp in range(ranks)]
+        between = max(range(1, ranks - 1), key=waiting.__getitem__) if ranks > MOST_RANKS else 0
+        chosen = {0, between, ranks - 1} if ranks > MOST_RANKS else range(ranks)
+        return [extend.rank_memory(self.config, self.layout, pp) for pp in sorted(chosen)]
+
+    @cached_property
+    def saves(self) -> dict[str, tuple[float, float | None]]:
+        """`key=value` -> bytes that the rank with most would have less of at its peak with it, and seconds that a step
+        would take more; only what gives something back."""
+        now, config, saved = self.memory, self.config, dict[str, tuple[float, float | None]]()
+        levels = ("none", "selective", "full")
+        knobs: list[tuple[str, str, Any]] = [
+            ("parallel", "recompute", level) for level in levels[levels.index(config.parallel.recompute) + 1 :]
+        ]
+        knobs += [("batch", "micro_size", config.batch.micro_size // 2)] * (config.batch.micro_size > 1)
+        knobs += [("parallel", "regather", True)] * (self.layout.size("tp") > 1 and not config.parallel.regather)
+        reshards = config.parallel.reshard_after_forward or self.layout.size("pp") > 1
+        knobs += [("parallel", "reshard_after_forward", True)] * (self.layout.size("fsdp") > 1 and not reshards)
+        for section, key, value in knobs:
+            changed: Any = {section: replace(getattr(config, section), **{key: value})}
+            other = Prediction(replace(config, **changed), self.hardware)
+            less = now.total - extend.rank_memory(other.config, self.layout, now.pp).total
+            if less > 0:
+                longer = None if self.hardware is None else other.step.seconds - self.step.seconds
+                saved[f"{section}.{key}={yaml_text(value)}"] = less, longer
+        return saved
 
     @cached_property
     def step(self) -> steptime.StepTime:
         """Seconds of a step, by part."""
         assert self.hardware is not None
         config, layout, parallel, train = self.config, self.layout, self.config.parallel, self.config.train
-        per_sample = config.data.seq_len if "vocab_size" in config.model.keys else 1
-        plan = getattr(model_file(config.model.name), "tp_plan", None)
-        parts = layout.size("cp") * (layout.size("tp") if has_sequence_parts(parallel.sequence_parallel, plan) else 1)
-        width = config.model.keys.get("hidden_size", 0) * (2 if "16" in train.precision else 4)
         size = 8 if train.precision == "float64" else 4
         return steptime.of(
             self.works,
@@ -106,10 +148,11 @@ class Prediction:
             product=self.precisions[1],
             microbatches=self.microbatches,
             bounds=self.split.bounds,
-            handed_on=config.batch.micro_size * per_sample * width / parts,
+            handed_on=self.handed_on,
             gathers_again=parallel.reshard_after_forward and self.schedule is None,
+            shards_optimizer=getattr(parallel, "shard_optimizer", False),
             message_size=2 if parallel.reduce_precision == "bfloat16" else size,
-            tokens=config.batch.sizes.largest * per_sample,
+            tokens=config.batch.sizes.largest * self.per_sample,
             flops=3 * sum(block_costs(spec_of(config), config.data.seq_len)) * config.batch.sizes.largest,
         )
 
@@ -124,7 +167,15 @@ class Prediction:
 
     def json(self) -> dict[str, Any]:
         """All of it for a program."""
-        of_memory = {**asdict(self.memory), "total": self.memory.total}
+        of_memory: dict[str, Any] = {**asdict(self.memory), "total": self.memory.total}
+        if self.traced:
+            of_memory["ranks"] = [
+                {"pp": rank.pp, "kept": rank.resident, "parts": rank.parts, "peak": rank.total, "when": rank.moment,
+                 "source": rank.source, "verdict": self.hardware and rank.verdict(self.hardware.room)}
+                for rank in self.ranks
+            ]  # fmt: skip
+            keys = ("bytes", "seconds")
+            of_memory["saves"] = {knob: dict(zip(keys, saved, strict=True)) for knob, saved in self.saves.items()}
         if self.hardware is None:
             return {"memory": of_memory}
         of_memory["verdict"] = self.memory.verdict(self.hardware.room)
@@ -147,4 +198,4 @@ def predict(
         config = Config.load(config, list(overrides), world_size=sum(hosts))
     assert config.resolved is not None
     placed = replace(config, resolved=config.resolved.on_hosts(hosts))
-    return Prediction(placed, None if hardware is None else hardware_files.load(hardware))
+    return Prediction(placed, None if hardware is None else hardware_files.load(hardware), traced=True)

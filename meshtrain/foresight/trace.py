@@ -7,7 +7,7 @@ Only what a kernel takes inside of itself, and the allocator's slack, are not se
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._tools import fake_collectives  # noqa: F401  (collectives of meta tensors)
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group, _fsdp_state, _fully_shard
 from torch.distributed.tensor import DTensor
@@ -67,6 +67,7 @@ class RankTrace:
     peak: int
     moment: str
     sent: dict[str, int]  # axis -> sent in the traced step
+    moments: dict[str, dict[str, int]]  # part of a step, and of the model -> `parts` when most is alive there
 
 
 class LiveBytes(TorchDispatchMode):
@@ -75,10 +76,11 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, device_type: str = "meta") -> None:
         super().__init__()
         self.device_type = device_type
-        self.total = self.peak = self.count = self.peak_at = 0
+        self.total = self.count = 0
         self.rows = 0  # that a rank sends to experts
         self.part = "other"  # what new storages are for
-        self.phase = self.block = self.peak_where = ""
+        self.phase = self.block = self.place = ""  # `place`: of a block in its stage
+        self.peaks: dict[str, tuple[int, int, str]] = {}  # moment -> most bytes alive, at which event, in words
         self.watch: Callable[[Any, Any, Any], None] | None = None  # called with every operator
         self.actions: dict[int, Callable[[], None]] = {}  # called after the operator of this number
         self._alive: dict[int, tuple[Any, int, str]] = {}
@@ -89,12 +91,9 @@ class LiveBytes(TorchDispatchMode):
         out = self._run(func, args, kwargs or {})
         for part in (args, kwargs, out):
             self._see_all(part)
-        self.count += 1
         if self.watch is not None:
             self.watch(func, args, out)
         self._look(func.__name__)
-        if self.count in self.actions:
-            self.actions[self.count]()
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -131,9 +130,13 @@ class LiveBytes(TorchDispatchMode):
         self.total -= self._alive.pop(key)[1]
 
     def _look(self, operator: str) -> None:
-        if self.total > self.peak:
-            self.peak, self.peak_at = self.total, self.count
-            self.peak_where = f"{self.phase}, {operator.split('.')[0]}" + f" of {self.block}" * bool(self.block)
+        self.count += 1
+        key = f"{self.phase} {self.place}"
+        if key not in self.peaks or self.total > self.peaks[key][0]:
+            words = f"{self.phase}, {operator.split('.')[0]}" + f" of {self.block}" * bool(self.block)
+            self.peaks[key] = self.total, self.count, words
+        if self.count in self.actions:
+            self.actions[self.count]()
 
     def resized(self, storage: Any) -> None:
         """FSDP frees and fills memory so."""
@@ -272,20 +275,28 @@ class TracedStep:
             self._tell_shapes(config)
 
     def trace(self) -> RankTrace:
-        """The third of three steps: the first makes what stays, and the second finds the peak."""
-        live, at_peak = self.live, dict[str, int]()
+        """The third of three steps: the first makes what stays, and the second finds the peaks."""
+        live, moments = self.live, dict[str, dict[str, int]]()
+
+        def look(moment: str) -> None:
+            with torch_private.without_dispatch_modes():
+                moments[moment] = live.parts(self.owners())
+
         with watched(live):
             for parameter in self.model.parameters():
                 live.see(to_local(parameter.detach()))
             for last in (False, False, True):
                 if last:
-                    live.actions[live.peak_at] = lambda: at_peak.update(live.parts(self.owners()))
-                peak, live.peak, live.count = live.peak, 0, 0
+                    live.actions = {count: partial(look, moment) for moment, (_, count, _) in live.peaks.items()}
+                peaks, live.peaks, live.count = live.peaks, {}, 0
                 self.trainer.forward_backward(1, self.microbatches)
                 self.trainer.optimizer_step(1)
-            assert live.peak == peak == sum(at_peak.values())  # steps are alike
+            assert live.peaks == peaks  # steps are alike
         gc.collect()  # cycles hold memory for as long as it happens
-        return RankTrace(live.parts(self.owners()), at_peak, live.peak, live.peak_where, self.mesh.comm_bytes.by_axis())
+        moment = max(peaks, key=lambda moment: peaks[moment][0])
+        peak, _, words = peaks[moment]
+        resident, sent = live.parts(self.owners()), self.mesh.comm_bytes.by_axis()
+        return RankTrace(resident, moments[moment], peak, words, sent, moments)
 
     def owners(self) -> dict[int, str]:
         """Storage -> what it holds for longer than an operator, of this rank's model and optimizer."""
@@ -315,15 +326,17 @@ class TracedStep:
 
     def _mark_blocks(self) -> None:
         """New storages are activations inside of a block's forward and backward, and of the model's ends outside."""
-        for stage in self.model.stages() if isinstance(self.model, Pipeline) else [self.model]:
+        for i, stage in enumerate(self.model.stages() if isinstance(self.model, Pipeline) else [self.model]):
             names = {module: name for name, module in stage.named_modules()}
-            for block in blocks_of(stage):
-                if not isinstance(block, OtherStageBlock):
-                    block.forward = self.marks(names[block], block.forward)
+            own = [block for block in blocks_of(stage) if not isinstance(block, OtherStageBlock)]
+            for block, place in zip(own, _places([kind_of(block) for block in own]), strict=True):
+                block.forward = self.marks(names[block], block.forward, f"{i}: {place}")
 
-    def marks(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def marks(self, name: str, forward: Callable[..., Any], place: str) -> Callable[..., Any]:
         def enter(block: str) -> None:
-            self.live.part, self.live.block = ("activations", block) if block else (ENDS, "")
+            self.live.part, self.live.block, self.live.place = (
+                ("activations", block, place) if block else (ENDS, "", "")
+            )
 
         def run(*args: Any, **kwargs: Any) -> Any:
             for tensor in tree_leaves((args, kwargs)):
@@ -354,6 +367,19 @@ class TracedStep:
         key = shapes_of(self.microbatches[0].inputs)
         for stage, (_, end) in enumerate(build.stages_of(config, self.mesh.layout)[1].bounds[:-1], 1):
             self.model._transfers._metas[key, stage] = made[end - 1]  # type: ignore[union-attr,operator,assignment]
+
+
+def kind_of(block: nn.Module) -> tuple[Any, ...]:
+    return type(block), tuple(tuple(parameter.shape) for parameter in block.parameters())
+
+
+def _places(kinds: Sequence[Any]) -> Iterator[str]:
+    """Of each block in its stage, in words that are the same for one more of a kind: the first of it, the last, or one
+    between them."""
+    names = list(dict.fromkeys(kinds))
+    for i, kind in enumerate(kinds):
+        place = "first" if kind not in kinds[:i] else "middle" if kind in kinds[i + 1 :] else "last"
+        yield f"{place} of kind {names.index(kind)}"
 
 
 def prepared(batch: Batch, config: "Config", mesh: Mesh) -> Batch:

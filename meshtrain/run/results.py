@@ -43,7 +43,8 @@ def sample_text(config: Config, job: Job, mesh: Mesh, data: OpenData, model: nn.
         context=context_parallel(config, mesh) if mesh.size("cp") > 1 else None,
     )
     first, rest = data.tokenizer.decode(prompt), data.tokenizer.decode(ids[len(prompt) :])
-    return f"\na sample, going on from {first!r}:\n{first}{rest}\n"
+    shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in first + rest)  # no word to the terminal
+    return f"\na sample, going on from {first!r}:\n{shown}\n"
 
 
 def write_export(config: Config, job: Job, mesh: Mesh, model: nn.Module, folder: str) -> None:

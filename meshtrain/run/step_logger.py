@@ -10,7 +10,7 @@ from meshtrain.checkpoint.retention import SAMPLES
 from meshtrain.data import OpenData
 from meshtrain.data.mixture import sample_order
 from meshtrain.data.order import BatchSizes, samples_digest, share
-from meshtrain.errors import TrainingError
+from meshtrain.errors import TrainingError, join_some
 from meshtrain.evaluate import Evaluation
 from meshtrain.job.process import Job
 from meshtrain.layout import DATA_AXES
@@ -21,6 +21,8 @@ from meshtrain.modeling.build import spec_of
 from meshtrain.modeling.flops import CausalCalls, causal_flops, mfu, peak_flops, sample_flops
 from meshtrain.run.phase_monitor import PhaseMonitor
 from meshtrain.trainer import StepResult
+
+MOST_BAD = 8  # ranks whose samples are listed, and samples of each
 
 
 class StepLogger(AbstractContextManager["StepLogger"]):
@@ -150,10 +152,11 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         batch = self._items(result.step)
         own = share(len(batch), self.mesh.size(*DATA_AXES), self.mesh.index(*DATA_AXES))
         samples = [batch[own[i]][1] for i in result.bad_samples if i < len(own) and self.mesh.speaks_for_samples]
-        ranks = self.job.gather("naming what is not finite", [str(self.job), samples])
-        bad = [f"{rank}: samples {', '.join(map(str, samples))}" for rank, samples in ranks if samples]
+        ranks = self.job.reduce("naming what is not finite", [str(self.job), samples], _having_samples)
+        bad = [f"{rank}: samples {join_some(list(map(str, samples)), MOST_BAD)}" for rank, samples in ranks[:MOST_BAD]]
+        others = f"; and {len(ranks) - MOST_BAD} other ranks" if len(ranks) > MOST_BAD else ""
         problem = (
-            f"step {result.step}: the loss is not finite ({'; '.join(bad)})"
+            f"step {result.step}: the loss is not finite ({'; '.join(bad)}{others})"
             if bad
             else f"step {result.step}: every sample's loss is finite, but the gradient's norm is {result.grad_norm}"
         )
@@ -163,6 +166,10 @@ class StepLogger(AbstractContextManager["StepLogger"]):
                 "Look at these samples, lower optimizer.lr, or leave such steps out with train.on_nonfinite=skip"
             )
         self._metrics.say(f"{problem}; its update is left out (train.on_nonfinite: skip)")
+
+
+def _having_samples(rows: list) -> list:
+    return [row for row in rows if row[1]]
 
 
 @dataclass

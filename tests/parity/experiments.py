@@ -94,6 +94,9 @@ EXPERT_MODELS = {
     ),
 }
 EXPERTS |= EXPERT_MODELS
+EMA = "averaged weights"
+MUON, MUON_EXPERTS = "muon", "muon, experts"
+EXPERTS[MUON_EXPERTS] = (*EXPERT_MODELS["qwen3_moe"], "optimizer.name=muon", "train.eval_every=0")
 
 # Longer than the model was made for. The length of a part of a sequence, or a padded one (50 over cp), is another.
 ROPE = {
@@ -227,6 +230,8 @@ def texts(folder: Path) -> dict[str, tuple[str, ...]]:
         **{name: (f"train.linear_precision={name}", *keys) for name, keys in FLOAT8.items()},
         # Each rank of tp norms its own heads; over tp 4 two of them have the same key/value head.
         "qwen3": ("model.name=qwen3",),
+        EMA: (*ragged, "optimizer.ema_decay=0.8", "train.use_ema=true", "train.eval_every=4"),
+        MUON: (*uneven, "data.validation=0", "optimizer.name=muon"),
         "latent, no experts": LATENT,
     }
 
@@ -248,7 +253,7 @@ def write_ragged(path: Path) -> Path:
 # World size -> layouts, each with the experiments that it is compared in.
 LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
     2: [
-        ("{dp_replicate: 2}", ("float32", "float64", "ragged", "mxfp8", "frozen by name")),
+        ("{dp_replicate: 2}", ("float32", "float64", "ragged", "mxfp8", MUON, "frozen by name")),
         (
             "{dp_shard: 2}",
             (
@@ -261,13 +266,15 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
                 "float8",
                 "lora",
                 *EXPERT_MODELS,
+                MUON_EXPERTS,
+                EMA,
             ),
         ),
         (
             "{tp: 2}",
             (
                 *("float32", "float64", "ragged", "tied, masked, recomputed", "selective", "uneven", "dropout"),
-                *("qwen3", "latent, no experts", ATTACHED_EVEN, *TP_MODELS, *ROPE, *EXPERT_MODELS, *FLOAT8),
+                *("qwen3", "latent, no experts", ATTACHED_EVEN, MUON, *TP_MODELS, *ROPE, *EXPERT_MODELS, *FLOAT8),
                 *("lora", "lora, few heads"),
             ),
         ),
@@ -275,14 +282,14 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
             "{pp: 2}",
             (
                 *("float32", "staged", "staged, tied", "digits", "attached, recomputed", ATTACHED_EVEN, *STAGED_MODELS),
-                *(*ROPE, *EXPERT_MODELS, "float8", "lora, latent attention", "frozen by name"),
+                *(*ROPE, *EXPERT_MODELS, "float8", MUON_EXPERTS, "lora, latent attention", "frozen by name"),
             ),
         ),
         (
             "{cp: 2}",
             (
                 *("float32", "float64", "ragged", "tied, masked, recomputed", "selective", "dropout", "padded"),
-                *("latent, no experts", "lora", *ROPE, *EXPERT_MODELS),
+                *("latent, no experts", "lora", *ROPE, *EXPERT_MODELS, MUON),
             ),
         ),
     ],
@@ -296,13 +303,13 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
         ("{dp_replicate: 4}", ("float32", "float64", "ragged", "tied, masked, recomputed", "digits", "experts")),
         (
             "{dp_shard: 4}",
-            (*("float32", "float64", "ragged", "digits", "dropout"), *("experts", "experts, sigmoid")),
+            (*("float32", "float64", "ragged", "digits", "dropout"), *("experts", "experts, sigmoid", MUON_EXPERTS)),
         ),
         (
             "{dp_replicate: 2, dp_shard: 2}",
             (
                 *("float32", "float64", "ragged", "tied, masked, recomputed", "dropout", "rare"),
-                *("experts", "experts, sigmoid"),
+                *("experts", "experts, sigmoid", MUON, MUON_EXPERTS),
             ),
         ),
         ("{dp_shard: 2, dp_replicate: 2}", ("float64",)),
@@ -312,7 +319,7 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
             "{dp_shard: 2, tp: 2}",
             (
                 *("float32", "float64", "tied, masked, recomputed", "uneven", "dropout", "between", "qwen3"),
-                *("experts, sigmoid", "lora, experts"),
+                *("experts, sigmoid", "lora, experts", MUON),
             ),
         ),
         ("{tp: 2, dp_shard: 2}", ("float64",)),
@@ -324,7 +331,7 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
         ("{pp: 2, cp: 2}", ("staged", "staged, tied", "dynamic rope")),
         ("{cp: 2, pp: 2}", ("staged",)),
         ("{pp: 2, dp_replicate: 2}", ("staged", "staged, tied")),
-        ("{pp: 2, dp_shard: 2}", ("staged", "staged, tied", "experts")),
+        ("{pp: 2, dp_shard: 2}", ("staged", "staged, tied", "experts", MUON_EXPERTS)),
         ("{dp_shard: 2, pp: 2}", ("staged",)),
         (
             "{pp: 2, tp: 2}",
@@ -350,12 +357,23 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
 }
 
 
+SHARED = "parallel.shard_optimizer=true"
 EP = "parallel.expert_parallel={}".format
 # Where experts are dealt out: layout -> experiment -> over how many ranks, and what else differs.
 EXPERT_PARALLEL: dict[str, dict[str, list[tuple[str, ...]]]] = {
-    "{dp_replicate: 4}": {"experts": [(EP(4),)]},  # over the copies of the rest; one rank has none of six experts
-    "{dp_shard: 4}": {"experts": [()], "experts, sigmoid": [(EP(2),)]},  # three experts over two shards
-    "{dp_replicate: 2, dp_shard: 2}": {"experts": [(EP(2),)], "experts, sigmoid": [()]},
+    "{dp_replicate: 4}": {
+        "experts": [(EP(4),), (EP(2), SHARED)]
+    },  # over the copies of the rest; one rank has none of six experts
+    "{dp_shard: 4}": {
+        "experts": [()],
+        "experts, sigmoid": [(EP(2),)],
+        MUON_EXPERTS: [(EP(2),)],
+    },  # three experts over two shards
+    "{dp_replicate: 2, dp_shard: 2}": {
+        "experts": [(EP(2),)],
+        "experts, sigmoid": [()],
+        MUON_EXPERTS: [(EP(4),)],
+    },
     "{dp_shard: 2, tp: 2}": {
         name: [("batch.micro_size=2",)] for name in ("experts, sigmoid", "lora, experts")
     },  # as many as tp
@@ -363,7 +381,10 @@ EXPERT_PARALLEL: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "experts, sigmoid": [(EP(4), "batch.micro_size=4")],
         "latent attention": [("batch.micro_size=4",)],
     },
-    "{pp: 2, dp_shard: 2}": {"experts": [("pipeline.schedule=1f1b", EP(2)), ("pipeline.schedule=zbv", EP(2))]},
+    "{pp: 2, dp_shard: 2}": {
+        "experts": [("pipeline.schedule=1f1b", EP(2)), ("pipeline.schedule=zbv", EP(2))],
+        MUON_EXPERTS: [("pipeline.schedule=1f1b", EP(2))],
+    },
 }
 
 
@@ -380,7 +401,9 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
         return [(f"pipeline.schedule={schedule}", *more) for schedule, *more in pipelines(sizes, name)]
     if "tp" not in sizes:
         # FSDP that keeps its parameters sends gradients at another time.
-        kept = name == "float64" and layout in ("{dp_shard: 2}", "{dp_replicate: 2, dp_shard: 2}")
+        if list(sizes) == ["dp_replicate"] and name in ("float64", MUON):
+            return [(SHARED,)] if name == MUON else [(), (SHARED,)]
+        kept = name in ("float64", EMA) and layout in ("{dp_shard: 2}", "{dp_replicate: 2, dp_shard: 2}")
         return [(), ("parallel.reshard_after_forward=false",)] if kept else [()]
     # Two microbatches in every step: one process has more of them, and each costs many exchanges here.
     samples = 7 if name in ("ragged", "tied, masked, recomputed", "attached", *ROPE, *EXPERTS) else 14
@@ -393,6 +416,8 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
     names = ("float32", "uneven", "few heads", "between", "attached", "qwen3", "latent, no experts", "mxfp8", "lora")
     if tried or (len(sizes) == 1 and name in (names if world < 4 else ("few heads",))):
         found.append((own, "parallel.sequence_parallel=false"))
+    if "dp_replicate" in sizes and name == "uneven":
+        found.append((own, SHARED, "optimizer.ema_decay=0.8"))
     if tried:
         found.append((own, "parallel.regather=true"))
         if "dp_shard" in sizes:
@@ -501,7 +526,8 @@ def crossed(sizes: dict[str, int], name: str, even: str, odd: str) -> list[tuple
     if name in CROSSED_MODELS:  # several stages a rank
         return [("interleaved-1f1b", even, "parallel.sequence_parallel=false")]
     if name != "staged":
-        return [("zbv", odd)] if name == "staged, tied" else [("1f1b", even)]
+        shared = [("1f1b", even, SHARED)] if "dp_replicate" in sizes else []
+        return [("zbv", odd), *shared] if name == "staged, tied" else [("1f1b", even)]
     found: list[tuple[str, ...]] = [("1f1b", even), ("zbv", odd)]
     if "tp" in sizes:
         found += [("1f1b", odd, "parallel.sequence_parallel=false"), ("zb-h1", odd, "parallel.regather=true")]

@@ -16,6 +16,7 @@ from meshtrain.pipeline.schedule import NAMES
 from tests.launching import run, side_by_side, torchrun
 from tests.parity.cells import assert_same, train
 from tests.parity.experiments import (
+    EMA,
     LAYOUTS,
     QUICKSTART,
     Experiment,
@@ -121,6 +122,12 @@ def test_the_loss_falls(references: dict[str, list[dict]]) -> None:
             share = 0.98
         assert len(rows) == steps
         assert rows[-1]["loss"] < share * rows[0]["loss"]
+
+
+def test_averages_are_what_is_evaluated(references: dict[str, list[dict]]) -> None:
+    averaged, plain = references[EMA][-1], references["ragged"][-1]
+    assert averaged["loss"] == plain["loss"]
+    assert averaged["eval_loss"] > plain["eval_loss"], "of a loss that falls an average lags behind"
 
 
 @pytest.mark.parametrize("schedule", NAMES)

@@ -1,0 +1,100 @@
+"""What a run says of its memory before its first step, and after it has run out of it.
+
+A process of its own beside rank 0 foresees it while the run reads its data and builds its model: a trace has a world
+and process groups of its own. It sees no GPU, and whatever happens to it, the run goes on.
+"""
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshtrain.config import Config
+from meshtrain.errors import bytes_text
+from meshtrain.job.storage import optional
+
+PATIENCE_S = 5.0  # that a run waits for it at most, before its first step
+ROOM = "MESHTRAIN_DEVICE_MEMORY_GIB"  # of a device, in the place of what it says
+FILE = "memory.txt"  # in the run's folder
+
+
+def device_gib(device: torch.device) -> float | None:
+    """GiB of a device; None: it has none of its own."""
+    if override := os.environ.get(ROOM):
+        return float(override)
+    return torch.cuda.mem_get_info(device)[1] / 2**30 if device.type == "cuda" else None
+
+
+class MemoryForecast:
+    """Of a run in `folder`, begun on rank 0. Around its steps: an out-of-memory error ends with
+    what is foreseen, what takes the memory and what would give back."""
+
+    def __init__(self, folder: Path, device: torch.device, config: Config, rank: int) -> None:
+        self.file, self.process, gib = folder / FILE, None, device_gib(device)
+        if gib is None or config.resolved is None or rank != 0:
+            return
+        with optional("how much memory the run takes is not foreseen"):
+            self.file.unlink(missing_ok=True)
+            source = folder / f"{FILE}.yaml"
+            source.write_text(config.to_yaml())
+            arguments = [source, self.file, config.resolved.world_size, gib]
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "meshtrain.foresight.start", *map(str, arguments)],
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+
+    def note(self) -> list[str]:
+        """Lines for a person if the run is about not to fit; none where it fits, or nothing is known in time."""
+        if self.process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(PATIENCE_S)
+        lines = self._read() if self.process is not None else []
+        return [] if lines and lines[0].endswith(": fits") else lines
+
+    def _read(self) -> list[str]:
+        with suppress(OSError):  # it has not come that far
+            return self.file.read_text().splitlines()
+        return []
+
+    def __enter__(self) -> "MemoryForecast":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            for line in self._read():
+                error.add_note(line)
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+            Path(f"{self.file}.yaml").unlink(missing_ok=True)
+
+
+def main(source: str, file: str, world_size: str, gib: str) -> None:
+    """Writes what is foreseen of a config, which it takes away, into a file."""
+    from meshtrain.foresight.hardware import Device
+    from meshtrain.foresight.prediction import Prediction
+
+    config = Config.load(source, world_size=int(world_size))
+    Path(source).unlink()
+    prediction, room = Prediction(config, traced=True), Device(name="", memory_gib=float(gib)).room
+    memory = prediction.memory
+    parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in sorted(memory.parts.items(), key=lambda x: -x[1]))
+    verdict = memory.verdict(room)
+    lines = [
+        f"memory: {bytes_text(memory.total)} at the peak, of {bytes_text(room)} that tensors can have: {verdict}",
+        f"  in the {memory.moment}: {parts}",
+    ]
+    if verdict != "fits":
+        saves = (f"{knob} {bytes_text(less)}" for knob, (less, _) in prediction.saves.items())
+        lines.append(f"  what would give back: {'; '.join(saves)}")
+    Path(file).write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,112 @@
+"""Memory that is extended from smaller traces is that of the whole trace; a search's estimate is close to it."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshtrain.config import Config
+from meshtrain.errors import bytes_text
+from meshtrain.foresight import extend, predict, start
+from meshtrain.foresight.prediction import Prediction
+from tests.foresight.traced import LLAMA
+from tests.launching import ROOT
+
+QUICKSTART = str(ROOT / "configs/quickstart.yaml")
+
+
+def loaded(world_size: int, *overrides: str) -> Config:
+    return Config.load(QUICKSTART, [*LLAMA, *overrides], world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("layout={dp_replicate: 2}", "train.precision=bfloat16", "parallel.recompute=full"),
+        ("layout={dp_shard: 2}", "parallel.reshard_after_forward=false", "parallel.recompute=selective"),
+        ("layout={dp_shard: 2, tp: 2}", "parallel.regather=true"),
+    ],
+)
+def test_extends_layers_and_microbatches(overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte, but for the losses: of each microbatch they stay until the end of the step."""
+    monkeypatch.setattr(extend, "MIN_UNIT_SIZE", 0)
+    monkeypatch.setattr("meshtrain.parallel.fsdp.MIN_UNIT_SIZE", 0)
+    config = loaded(4 if "tp" in overrides[0] else 2, "model.num_hidden_layers=6", "batch.global_size=16", *overrides)
+    assert config.resolved is not None
+    short, whole = (extend.rank_memory(config, config.resolved, 0, limit) for limit in (0, 10**6))
+    assert (short.source, whole.source) == ("extended", "traced")
+    losses = 16 * extend.microbatches(16, 2, config.resolved.size("dp_replicate", "dp_shard"))
+    for a, b in ((short.resident, whole.resident), (short.parts, whole.parts)):
+        assert a.keys() == b.keys()
+        assert all(abs(a[part] - b[part]) <= losses for part in a), (a, b)
+    assert short.total <= whole.total
+    assert short.moment.split(" of ")[0] == whole.moment.split(" of ")[0]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zbv"])
+def test_extends_a_pipeline(name: str) -> None:
+    """To the messages that are under way."""
+    config = loaded(
+        6, "model.num_hidden_layers=9", "layout={pp: 6}", "batch.global_size=24", f"pipeline.schedule={name}"
+    )
+    assert config.resolved is not None
+    message = 2 * 32 * 48 * 4
+    for pp in (0, 3):
+        short, whole = (extend.rank_memory(config, config.resolved, pp, limit) for limit in (0, 10**6))
+        assert short.source == "extended"
+        assert abs(short.total - whole.total) <= 8 * message, (short, whole)
+        for part in ("weights", "gradients", "optimizer state"):
+            assert short.parts.get(part) == whole.parts.get(part)
+
+
+def test_what_a_search_reckons_with_is_close() -> None:
+    """For blocks as large as those of models that are trained: their activations and states, not their remainders."""
+    for overrides in (
+        ("layout={dp_shard: 2}", "parallel.recompute=selective"),
+        ("layout={tp: 2}", "parallel.recompute=full"),
+        ("layout={pp: 2}",),
+    ):
+        sizes = ("model.hidden_size=512", "model.intermediate_size=1408", "data.seq_len=512")
+        config = loaded(2, *sizes, "model.num_hidden_layers=4", "train.precision=bfloat16", *overrides)
+        reckoned, traced = (Prediction(config, traced=traced).memory for traced in (False, True))
+        assert reckoned.total == pytest.approx(traced.total, rel=0.15), (overrides, reckoned, traced)
+
+
+def test_each_knob_gives_back_what_its_own_trace_says() -> None:
+    overrides = [*LLAMA, "layout={tp: 2}"]
+    before = predict(QUICKSTART, overrides, hosts=(2,))
+    assert set(before.saves) == {
+        "parallel.recompute=selective", "parallel.recompute=full", "batch.micro_size=1", "parallel.regather=true",
+    }  # fmt: skip
+    after = predict(QUICKSTART, [*overrides, "parallel.recompute=full"], hosts=(2,))
+    assert before.saves["parallel.recompute=full"] == (before.memory.total - after.memory.total, None)
+    assert before.json()["memory"]["ranks"][0]["peak"] == before.memory.total
+
+
+def test_a_run_says_before_it_starts_that_it_will_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "PATIENCE_S", 300)
+    monkeypatch.setenv(start.ROOM, "1.601")  # of which libraries take 1.6
+    config, cpu = loaded(1), torch.device("cpu")
+    total = predict(QUICKSTART, LLAMA, hosts=(1,)).memory.total
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    with suppress(torch.OutOfMemoryError), start.MemoryForecast(tmp_path, cpu, config, 0) as forecast:
+        verdict, parts, knobs = forecast.note()
+        assert verdict.startswith(f"memory: {bytes_text(total)} at the peak")
+        assert verdict.endswith("does not fit")
+        assert "activations" in parts
+        assert "parallel.recompute=full" in knobs
+        assert [file.name for file in tmp_path.iterdir()] == ["memory.txt"]
+        raise error
+    assert error.__notes__ == [verdict, parts, knobs]
+
+
+def test_a_run_whose_memory_is_not_known_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, cpu = loaded(1), torch.device("cpu")
+    assert start.MemoryForecast(tmp_path, cpu, config, 0).note() == []  # a CPU has no memory of its own
+    monkeypatch.setenv(start.ROOM, "80")
+    assert start.MemoryForecast(tmp_path, cpu, config, 1).note() == []  # another rank's
+    monkeypatch.setattr(start, "PATIENCE_S", 0)
+    with start.MemoryForecast(tmp_path, cpu, config, 0) as forecast:
+        assert forecast.note() == []  # and the run goes on
+    assert list(tmp_path.iterdir()) == []
