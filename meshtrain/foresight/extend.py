@@ -28,7 +28,7 @@ FEW_LAYERS = (3, 4)  # that a stage keeps of those alike: a first, a last, and o
 
 @dataclass(frozen=True)
 class Case:
-    """A config of which a rank is traced, and what is affine in it: layers taken out of a stage, forwards that wait."""
+    """A config of which a rank is traced, and what is affine in it: layers out of each stage, forwards that wait."""
 
     config: Config
     rank: int

@@ -181,6 +181,7 @@ def fake_world(layout: Layout, rank: int, device_type: str) -> Iterator[Mesh]:
     with ExitStack() as stack:
         for module in (_fsdp_collectives, _fsdp_state, _fsdp_param_group):
             stack.enter_context(patch.object(module, "_get_device_handle", lambda _: torch.cpu))
+        stack.enter_context(patch.object(torch.cpu.Stream, "record_event", lambda *_: torch.cpu.Event(), create=True))
         stack.enter_context(patch.object(_fully_shard, "_get_device_from_mesh", lambda _: META))
         validate = patch.object(_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None)
         stack.enter_context(validate)

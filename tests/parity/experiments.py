@@ -253,7 +253,7 @@ def write_ragged(path: Path) -> Path:
 # World size -> layouts, each with the experiments that it is compared in.
 LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
     2: [
-        ("{dp_replicate: 2}", ("float32", "float64", "ragged", "mxfp8", MUON, "frozen by name")),
+        ("{dp_replicate: 2}", ("float32", "float64", "ragged", "mxfp8", "frozen by name", MUON)),
         (
             "{dp_shard: 2}",
             (
@@ -282,7 +282,7 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
             "{pp: 2}",
             (
                 *("float32", "staged", "staged, tied", "digits", "attached, recomputed", ATTACHED_EVEN, *STAGED_MODELS),
-                *(*ROPE, *EXPERT_MODELS, "float8", MUON_EXPERTS, "lora, latent attention", "frozen by name"),
+                *(*ROPE, *EXPERT_MODELS, "float8", "lora, latent attention", "frozen by name", MUON_EXPERTS),
             ),
         ),
         (
