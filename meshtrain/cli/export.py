@@ -64,13 +64,8 @@ def export(
     dtype: str | None = None,
     model: str | None = None,
     file_format: str = "original",
-<<<<<<< HEAD
-    adapter: bool = False,
-    ema: bool = False,
-=======
     ema: bool = False,
     adapter: bool = False,
->>>>>>> main
     say: Callable[[str], None] = lambda line: None,
     file_bytes: int = FILE_BYTES,
 ) -> None:
@@ -82,13 +77,8 @@ def export(
         dtype: of the floating tensors, in torch's words; None: that in which the run computes.
         model: the path of a model file to be run for config.json; None: one of meshtrain's own, if the run used one.
         file_format: of the experts: `original` or `fused`, see `stored_names.table_of`.
-<<<<<<< HEAD
-        adapter: write the adapters of LoRA alone, for peft.
-        ema: the averages in the place of the weights.
-=======
         ema: the averages in the place of the weights.
         adapter: write the adapters of LoRA alone, for peft.
->>>>>>> main
         say: is given lines for a person: what could not be written, and what was.
         file_bytes: of one file at most, unless a tensor is larger.
 
