@@ -174,6 +174,8 @@ def convert(
     """The value of a node as its annotation asks; `INVALID`, with an error that names `default`, where it misfits."""
     if node.broken:
         return INVALID
+    if node.value == [] and default == ():
+        return ()  # as a resolved config writes it
     for option in _options(hint):
         if _fits(node.value, option):
             return _convert_to(node, option, hint, name, errors, limits)
