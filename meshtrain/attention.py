@@ -28,7 +28,7 @@ class AttentionContext:
     kernel: Callable[..., Tensor] | None = None  # attention of variable length, where there is one: see `varlen_kernel`
     part: Tensor | None = None  # (s of this rank), the positions in the sequence that this rank has; None: all
     length: int = 0  # tokens of the whole sequence, without padding, where this rank has a part; 0: those that it has
-    cache: Any = None  # keys and values of earlier tokens, in generation
+    cache: "KVCache | None" = None  # keys and values of earlier tokens, in generation
     layer: int | None = None  # the number of the layer that calls, where there is a cache; see `at`
     mask: Tensor | None = None  # (b, 1, s, s) bool, that of the documents: made once, shared by the layers
     windows: dict[int, Tensor] = field(default_factory=dict)  # window -> mask, the same with a sliding window
@@ -74,8 +74,11 @@ class AttentionContext:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, soft_cap: float | None
     ) -> Tensor:
+        if self.cache is not None and self.documents is None:
+            k, v = self.cache.extend(self.layer, k, v)
+            return _attend(q, k, v, self.cache.mask(q.shape[2], k.shape[2], window), scale, soft_cap)
         if self.part is not None or self.cache is not None:
-            raise NotImplementedError("attention over parts of a sequence, or with a cache, is not built")
+            raise NotImplementedError("attention over parts of a sequence, or of documents with a cache, is not built")
         # Where shapes differ the mask tells what is wrong.
         counted = self.shape == (q.shape[0], q.shape[2]) == (k.shape[0], k.shape[2])
         if self.kernel is not None and self.lengths is not None and counted and takes_varlen(q, k, v, soft_cap):
@@ -94,6 +97,35 @@ class AttentionContext:
 
     def __repr__(self) -> str:
         return f"AttentionContext{self.shape}"
+
+
+class KVCache:
+    """Keys and values of the tokens so far, layer by layer, so that a forward takes the new tokens alone. Prompts of
+    different lengths end in one column: shorter ones are padded at their beginning, where nobody looks.
+
+    No dataclass, and no tensors for FSDP to cast: it goes through a model as it is.
+    """
+
+    def __init__(self, starts: Tensor) -> None:
+        """`starts`: (b,) int64, the column of the first token of each row."""
+        self.starts = starts
+        self._layers: dict[int | None, tuple[Tensor, Tensor]] = {}
+
+    def extend(self, layer: int | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of new tokens (b, k, s, e), behind those that the layer has had: all of them."""
+        if layer in self._layers:
+            before = self._layers[layer]
+            k, v = torch.cat((before[0], k), dim=2), torch.cat((before[1], v), dim=2)
+        self._layers[layer] = k, v
+        return k, v
+
+    def mask(self, queries: int, keys: int, window: int | None) -> Tensor:
+        """(b, 1, queries, keys) bool, True where one of the last `queries` tokens sees a key. Padding sees itself: a
+        softmax of nothing would not be a number, and what is not a number spreads through its values."""
+        columns = torch.arange(keys, device=self.starts.device)
+        distance = columns[keys - queries :, None] - columns
+        near = (distance >= 0) & (distance < (window or keys))
+        return (near & (columns >= self.starts[:, None, None, None])) | (distance == 0)
 
 
 def attention(

@@ -36,8 +36,8 @@ class Dropout(nn.Module):
     are those of the run, and `set_dropout` says before each forward which.
 
     For the residual stream, of which every rank has whole samples or a part of each sequence (`SequencePart`). Not for
-    features between a colwise and a rowwise layer: every rank of `tp` would drop the same ones of its own. A module
-    used in two places drops the same elements in both.
+    features between a colwise and a rowwise layer, where every rank of `tp` would drop the same ones of its own, unless
+    `columns` says which they are. A module used in two places drops the same elements in both.
     """
 
     def __init__(self, p: float) -> None:
@@ -48,6 +48,7 @@ class Dropout(nn.Module):
         self.p = p
         self.bound = False
         self.part = SequencePart()
+        self.columns: tuple[int, slice] | None = None  # of all features, those that this rank has; None: all
         # (b), one hash for each sample of the microbatch. A tensor, and no buffer: the compiler takes it as an input,
         # so neither a step nor another layer compiles anew, and checkpoints and FSDP have nothing to do with it.
         self.keys: Tensor | None = None
@@ -70,7 +71,12 @@ class Dropout(nn.Module):
         if x.dim() < 3 and self.part != SequencePart():
             raise RuntimeError(f"dropout of {tuple(x.shape)} on a part of each sequence: expected (b, s, d)")
         rows = x.shape[1] if x.dim() > 2 else 1
-        mask = keep_mask(self.keys.to(x.device), x.shape, self.part.positions(rows, x.device), self.p)
+        part, shape = self.part, x.shape
+        if self.columns is not None:  # between parallel layers every rank of tp has all that it has of a sequence
+            part, shape = part._replace(tp=1, tp_index=0), torch.Size((*x.shape[:-1], self.columns[0]))
+        mask = keep_mask(self.keys.to(x.device), shape, part.positions(rows, x.device), self.p)
+        if self.columns is not None:
+            mask = mask[..., self.columns[1]]
         return torch.where(mask, x * (1 / (1 - self.p)), 0)
 
     def extra_repr(self) -> str:

@@ -1,15 +1,20 @@
 """Samples text from a model. All ranks call it together, because a sharded model needs them all for each forward."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshtrain.attention import AttentionContext, KVCache
 from meshtrain.data.batch import Batch
+from meshtrain.errors import InputError
 from meshtrain.evaluate import evaluation_mode
 from meshtrain.modeling.init import generator
 from meshtrain.parallel.context import ContextParallel
 from meshtrain.parallel.cross_entropy import gather_logits
+from meshtrain.parallel.tensor_parallel import whole_sequences
 from meshtrain.pipeline.engine import Pipeline
 
 
@@ -56,11 +61,75 @@ def generate(
                 if context is not None and context.group is not None:
                     dist.broadcast(following, group_src=index, group=context.group)
                 token = _draw(following.double().cpu(), temperature, draws)
-            ids.append(model.from_last(token) if isinstance(model, Pipeline) else token)
+            ids += model.from_last([token]) if isinstance(model, Pipeline) else [token]
     return ids
 
 
-def _draw(logits: Tensor, temperature: float, draws: torch.Generator) -> int:
+@torch.no_grad()
+def generate_batch(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    length: int,
+    *,
+    seq_len: int,
+    device: torch.device,
+    seed: int,
+    temperature: float = 0.8,
+    top_p: float = 1.0,
+    tick: Callable[[int], None] = lambda done: None,
+) -> list[list[int]]:
+    """Continues prompts of different lengths together, with a cache of keys and values: each forward takes one token of
+    each. On any layout the texts are those of `generate` without a cache; over `cp`, and between the layers of `tp`,
+    each rank has whole sequences here. A text does not depend on the others.
+
+    Args:
+        model: one with a `cp_plan`, which takes an `AttentionContext`.
+        prompts: token ids, at least one each.
+        length: how many tokens to add to each.
+        seq_len: the most tokens that a prompt and what is added may have together.
+        temperature: logits are divided by it; 0 takes the likeliest token.
+        top_p: a token is drawn from the likeliest ones that have this probability together
+            (https://arxiv.org/abs/1904.09751, section 3.1).
+        tick: is called with the number of tokens that were added to each.
+
+    Raises InputError: a prompt is empty, or too long for what is to be added.
+    """
+    longest = max(map(len, prompts))
+    if not all(prompts) or longest + length > seq_len:
+        raise InputError(
+            f"prompts of {min(map(len, prompts))} to {longest} tokens, and {length} more: expected at least one token "
+            f"in each, and at most {seq_len} together"
+        )
+    rows = [list(prompt) for prompt in prompts]
+    draws = [generator(seed, "generate", *[i] * (i > 0)) for i in range(len(rows))]  # of the first: those of `generate`
+    starts = torch.tensor([longest - len(row) for row in rows])
+    tokens = torch.tensor([[row[0]] * (longest - len(row)) + row for row in rows])
+    context = AttentionContext(cache=KVCache(starts.to(device)), length=seq_len)
+    first = 0
+    with evaluation_mode(model), whole_sequences(model), torch.compiler.set_stance("force_eager"):
+        for done in range(1, length + 1):
+            columns = torch.arange(first, first + tokens.shape[1])
+            positions = (columns - starts[:, None]).clamp(min=0)
+            logits = model(tokens.to(device), positions.to(device), context)
+            following = [0] * len(rows)
+            if logits is not None:  # another stage of a pipeline has them
+                every = slice(None)
+                last = gather_logits(logits, every, -1) if isinstance(logits, DTensor) else logits[:, -1]
+                pairs = zip(last.double().cpu(), draws, strict=True)
+                following = [_draw(of_row, temperature, random, top_p) for of_row, random in pairs]
+            following = model.from_last(following) if isinstance(model, Pipeline) else following
+            for row, token in zip(rows, following, strict=True):
+                row.append(token)
+            first, tokens = first + tokens.shape[1], torch.tensor(following)[:, None]
+            tick(done)
+    return rows
+
+
+def _draw(logits: Tensor, temperature: float, draws: torch.Generator, top_p: float = 1.0) -> int:
     if temperature == 0:
         return int(logits.argmax())
-    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=draws))
+    probabilities = (logits / temperature).softmax(-1)
+    if top_p < 1:
+        ordered, tokens = probabilities.sort(descending=True, stable=True)
+        probabilities[tokens[ordered.cumsum(0) - ordered >= top_p]] = 0  # of those before it, so that one is left
+    return int(torch.multinomial(probabilities, 1, generator=draws))

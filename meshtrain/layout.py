@@ -22,6 +22,7 @@ LOSS_AXES = (*DATA_AXES, "cp")  # ... see different tokens of the batch: losses 
 FSDP_AXES = ("dp_shard", "cp")  # ... share one copy of the parameters
 
 VIEWS = {"data": DATA_AXES, "loss": LOSS_AXES, "fsdp": FSDP_AXES}  # products of axes that have groups of their own
+STAGE = "stage"  # all ranks of a pipeline's stage, which together hold its parameters; a group where one is asked for
 CONTEXT_AXES = ("cp_ring", "cp_heads")  # factors of `cp`: ranks that split the sequence, neighbours that split heads
 # With `pp` a second factorization of the ranks: copies of an expert, shards of one copy, and parts of the experts.
 EXPERT_AXES = ("edp_replicate", "efsdp", "ep")
@@ -29,6 +30,12 @@ EXPERT_AXES = ("edp_replicate", "efsdp", "ep")
 # A factor of the world: (stride, size), ranks that are `stride` apart. Disjoint factors of a row-major numbering are
 # disjoint intervals [stride, stride * size), and a group is a product of factors.
 Factor = tuple[int, int]
+
+# Why not both ZeRO-1 and FSDP.
+NOT_WITH_FSDP = (
+    "shard_optimizer shares the optimizer among the copies of dp_replicate, and with dp_shard or cp FSDP has sharded "
+    "it already: leave it false, or use dp_replicate in the place of dp_shard and cp"
+)
 
 # What these axes are called elsewhere, for "did you mean".
 _ELSEWHERE = {
@@ -198,12 +205,13 @@ class Layout:
         strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
         own = zip(self.axes, strides, self.shape, strict=True)
         factors = dict.fromkeys(AXES, ()) | {axis: _outermost_first([(stride, size)]) for axis, stride, size in own}
-        views = [[factor for axis in axes for factor in factors[axis]] for axes in VIEWS.values()]
+        products = (*VIEWS.values(), tuple(axis for axis in AXES if axis != "pp"))
+        views = [[factor for axis in axes for factor in factors[axis]] for axes in products]
         [(stride, size)] = factors["cp"] or [(1, 1)]
         context = [(stride * self.context_heads, size // self.context_heads)], [(stride, self.context_heads)]
         experts = _fold(factors, self.experts)
         assert experts is not None  # with_experts() has refused what does not fold
-        derived = zip((*VIEWS, *CONTEXT_AXES, *EXPERT_AXES), (*views, *context, *experts), strict=True)
+        derived = zip((*VIEWS, STAGE, *CONTEXT_AXES, *EXPERT_AXES), (*views, *context, *experts), strict=True)
         return factors | {axis: _outermost_first(product) for axis, product in derived}
 
     def _factors_of(self, axes: Sequence[str]) -> tuple[Factor, ...]:

@@ -85,6 +85,12 @@ class Mesh:
             raise LayoutError(f"no group was made over {' x '.join(axes)}: the mesh has one per axis and over {views}")
         return self._groups[ranks]
 
+    def make_group(self, axis: str) -> None:
+        """Makes the group over an axis that has none by itself, such as `stage`. All ranks of the job call it."""
+        if tuple(self.layout.group(self.rank, axis)) not in self._groups and self.size(axis) > 1:
+            partition = self.layout.groups(axis)
+            self._groups[tuple(self.layout.group(self.rank, axis))] = _make_group(partition, self.rank, axis)
+
     def link(self, source: int, target: int) -> dist.ProcessGroup | None:
         """The group over which one rank of a pipeline sends to another, both of the job: one of their own for
         neighbours, the last and the first included, where the backend asks for it; else that of `pp`."""

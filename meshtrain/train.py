@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +31,7 @@ from meshtrain.config import Config
 from meshtrain.config.locate import model_file
 from meshtrain.data import OpenData
 from meshtrain.data.cache import cache_folder
+from meshtrain.data.mixture import sample_order
 from meshtrain.errors import InputError
 from meshtrain.evaluate import evaluate, evaluation_set
 from meshtrain.foresight.start import MemoryForecast
@@ -114,6 +116,8 @@ def run(config: Config, job: Job, signals: Signals | None = None, watchdog: Watc
         local = None if config.checkpoint.local is None else Path(config.checkpoint.local).expanduser()
         disk = None if local is None else LocalDisk(local, checkpoints, job)
         uploads, steps = open_uploads(config, job), total_steps(config, data.train)
+        with job.collective_check("counting the samples of each source"):
+            sample_order(config, data.train, steps)
         spec = RunSpec(config, folder.path, checkpoints, data.identity, code, steps, disk, uploads)
         checkpoint = Resume(job, spec)
         stop = StopRequest(signals or Signals())
@@ -138,16 +142,16 @@ def train(
     timer = StepTimer(job.device, hiding=unmeasured_wait_phases(mesh))
     model = model_of_run(spec, mesh, job, data, timer, from_checkpoint=checkpoint.checkpoint is not None)
     optimizer = Optimizer(model, config.optimizer, mesh, spec.steps)
-    trainer = Trainer(model, optimizer, config, mesh, job.device, task=data.task, timer=timer)
+    held_out, mixture = evaluation_set(data, config.train.eval_samples), sample_order(config, data.train).mixture
+    trainer = Trainer(model, optimizer, config, mesh, job.device, task=data.task, timer=timer, mixture=mixture)
     state = State(model, optimizer, mesh, job, trainer.scale)
     profiler, faults = Profiler(config.metrics, folder, job.rank, job.device), FaultInjector(config.train.chaos, job)
-    held_out = evaluation_set(data, config.train.eval_samples)
     checkpoint.restore(state)
     goodput = GoodputTracker(folder if job.rank == 0 else None, checkpoint.step, stop.signals.since)
     banner = banner_lines(spec, job, data, held_out, model)
     for line in (*banner, *profiler.about, *checkpoint.about(), *faults.about(), *goodput.about(), *forecast.note()):
         job.say(line)
-    status.begin(config, layout_text(job.layout), goodput)
+    status.begin(config, layout_text(job.layout) if job.rank == 0 else "", goodput)
     batches, eval_set = readers(config, mesh, data, held_out, first_step=checkpoint.step, steps=spec.steps)
 
     with job.collective_check("opening metrics.jsonl"):
@@ -175,7 +179,7 @@ def train(
                 logger.defer(trainer.optimizer_step(step, stop_asked=bool(stop_asked)))
             if eval_set is not None and logger.evaluates_after(step):
                 logger.flush()
-                with monitor.phase("evaluation"):
+                with monitor.phase("evaluation"), weights_used(config, optimizer, model):
                     result = evaluate(model, watchdog.iterate(eval_set, "evaluation"), mesh, job.device, trainer.dtype)
                     watchdog.deadlines.warm_phases.add("evaluation")  # only now: what was read last may have compiled
                     logger.evaluation(step, result, eval_set.samples)
@@ -186,12 +190,12 @@ def train(
         logger.flush()
         with monitor.phase("last checkpoint"):
             checkpointer.finish()
-    finish(spec, job, data, model, status, checkpointer, monitor, stop)
+    finish(spec, job, data, model, optimizer, status, checkpointer, monitor, stop)
 
 
 def finish(
-    spec: RunSpec, job: Job, data: OpenData, model: nn.Module, status: RunStatus, checkpointer: Checkpointer,
-    monitor: PhaseMonitor, stop: StopRequest,
+    spec: RunSpec, job: Job, data: OpenData, model: nn.Module, optimizer: Optimizer, status: RunStatus,
+    checkpointer: Checkpointer, monitor: PhaseMonitor, stop: StopRequest,
 ) -> None:  # fmt: skip
     """After the last step of this job: what the run leaves, or, if it was asked to stop, how it goes on."""
     config = spec.config
@@ -202,12 +206,17 @@ def finish(
         stop.clear()
         exit_or_restart(job, status, stop)
         return
-    with monitor.phase("results"):
+    with monitor.phase("results"), weights_used(config, optimizer, model):
         show(config, job, monitor.mesh, data, model, spec.folder)
     if config.train.export is not None:
-        with monitor.phase("export"):
+        with monitor.phase("export"), weights_used(config, optimizer, model):
             write_export(config, job, monitor.mesh, model, config.train.export)
     checkpointer.check()
+
+
+def weights_used(config: Config, optimizer: Optimizer, model: nn.Module) -> AbstractContextManager[None]:
+    """Around all that is done with the weights but training: they are their averages there, if that is asked."""
+    return optimizer.averaged(model) if config.train.use_ema else nullcontext()
 
 
 def exit_or_restart(job: Job, status: RunStatus, stop: StopRequest) -> None:
@@ -221,16 +230,24 @@ def exit_or_restart(job: Job, status: RunStatus, stop: StopRequest) -> None:
 
 def read_config(arguments: Sequence[str] | None, world_size: int, device: str, *, again: bool = False) -> Config:
     """The config that the command line names, with its overrides; `again` as in Config.load. Raises InputError."""
-    parser = _Parser(
-        prog="meshtrain.train", description="Trains the model of a YAML file on the processes of this job."
-    )
-    parser.add_argument("config", help="a YAML file, for instance configs/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for instance train.steps=50")
-    options = parser.parse_args(arguments)
+    options = train_parser().parse_args(arguments)
     known: dict[str, Any] = {"world_size": world_size, "device": device, "again": again}
     config = Config.load(options.config, options.overrides, for_training=True, **known)
     find_sinks(config.metrics)
     return config
+
+
+def train_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m meshtrain.train",
+        description="Trains the model of a YAML file on the processes of this job.",
+        epilog="examples:\n  python -m meshtrain.train quickstart train.steps=50\n"
+        "  torchrun --standalone --nproc-per-node=4 -m meshtrain.train quickstart layout.tp=2",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", help="a YAML file, or the name of one of meshtrain's own: quickstart")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for instance train.steps=50")
+    return parser
 
 
 class _Parser(argparse.ArgumentParser):

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from meshtrain.config.locate import model_file
-from meshtrain.data.batch import Batch
-from meshtrain.data.order import share
+from meshtrain.data.batch import IGNORE, Batch
+from meshtrain.data.order import BatchSizes, Mixture, share
 from meshtrain.dropout import set_dropout
 from meshtrain.experts import LOADS, load_metrics
 from meshtrain.job.pending import Resource, waiting
 from meshtrain.layout import DATA_AXES
-from meshtrain.loss import GlobalCount, StepTerms, agree_on_fields, correct_predictions, sample_losses, valid_targets
+from meshtrain.loss import GlobalCount, StepTerms, agree_on_fields, correct_predictions, sample_losses
 from meshtrain.mesh import Mesh
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.optim.grad_norm import clip_factor
@@ -35,6 +35,8 @@ from meshtrain.pipeline.engine import Pipeline, ends_of, shapes_of
 
 if TYPE_CHECKING:
     from meshtrain.config import Config
+
+SOURCE = "source_loss/"  # how the fields begin that are the mean loss of one source
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,15 @@ class Trainer:
         *,
         task: str,
         timer: StepTimer,
+        mixture: Mixture | None = None,
     ) -> None:
-        """`task`: "language", or "classification", whose correct predictions are counted. `timer` measures the step."""
+        """`task`: "language", or "classification", whose correct predictions are counted. `timer` measures the step.
+        `mixture`: of several sources, each of which gets a mean of its own."""
         self.model, self.optimizer, self.mesh, self.device, self.timer = model, optimizer, mesh, device, timer
         self.clip_norm = config.optimizer.clip_norm
         self.seed = config.train.seed
-        self.share = share(config.batch.global_size, mesh.size(*DATA_AXES), mesh.index(*DATA_AXES))
+        self.sizes, self.mixture = BatchSizes.of(config.batch.global_size), mixture
+        self.share = range(0)  # of this rank among the samples of the step
         self.dtype = compute_dtype(config.train.precision)
         self.counts_correct = task == "classification"
         self.scale = LossScale(device) if config.train.precision == "float16" else None
@@ -116,13 +121,16 @@ class Trainer:
     def _run(self, step: int, microbatches: list[Batch]) -> None:
         self.optimizer.zero_grad()
         self._step, self._batches, self._on_device = step, microbatches, None
+        self.share = share(self.sizes.size(step - 1), self.mesh.size(*DATA_AXES), self.mesh.index(*DATA_AXES))
+        valid = ((b.targets != IGNORE).reshape(len(b.targets), -1).sum(1).tolist() for b in microbatches)
+        self._valid = [count for counts in valid for count in counts]  # targets of each sample of this rank
         self._losses, self._correct = {}, []
         # FSDP takes gradients in 16 bits, to which the sum would be rounded in the place of its addends.
         self._weight_grad = None if self.mesh.uses_fsdp and self.dtype.itemsize < 4 else WeightGradSum()
-        self._count = GlobalCount(sum(valid_targets(batch.targets) for batch in microbatches), self.mesh, self.device)
+        self._count = GlobalCount(sum(self._valid), self.mesh, self.device)
         self._terms = StepTerms(self._count, None if self.scale is None else self.scale.value)
         if isinstance(self.model, Pipeline):
-            self.model.run(self)
+            self.model.run(self, len(microbatches))
         else:
             for i in range(len(microbatches)):
                 set_is_last_backward(self.model, i == len(microbatches) - 1)
@@ -241,6 +249,9 @@ class Trainer:
         room; then those of each field of `StepTerms`."""
         if self._fields is None:
             self._fields = agree_on_fields(self._terms, self.mesh, same_tokens=self._same_tokens)
+            self._fields |= {f"{SOURCE}{name}": 2 for name in self.mixture.names} if self.mixture is not None else {}
+        if self.mixture is not None and len(losses) and self.mesh.speaks_for_samples:
+            self._terms.sums |= self._source_sums(self.mixture, losses)
         if new := self._terms.sums.keys() - self._fields.keys():
             raise RuntimeError(f"step {self._step} attached {', '.join(sorted(new))}, and the first step did not")
         correct = torch.stack(self._correct).sum().double() if self._correct else self._zeros()
@@ -254,6 +265,21 @@ class Trainer:
         if self._same_tokens and not counts_samples:
             terms = torch.zeros_like(terms)
         return torch.cat([main, terms])
+
+    def _source_sums(self, mixture: Mixture, losses: Tensor) -> dict[str, Tensor]:
+        """Of each source, the sum of this rank's losses and the number of its valid targets. Padding has neither."""
+        first = self.sizes.before(self._step - 1)
+        own = range(first + self.share.start, first + self.share.stop)
+        sources = torch.tensor(mixture.sources(own), dtype=torch.int64)
+        rows = torch.zeros(len(mixture.names), len(losses) + 1, dtype=torch.float64)
+        rows[sources, torch.arange(len(sources))] = 1
+        counts = torch.tensor(self._valid[: len(sources)], dtype=torch.float64)
+        rows[:, -1] = rows[:, : len(sources)] @ counts
+        # From pinned memory the copy waits for nothing.
+        rows = (rows.pin_memory() if losses.is_cuda else rows).to(self.device, non_blocking=True)
+        sums = torch.where(rows[:, :-1] > 0, losses, 0).sum(1)
+        pairs = torch.stack([sums, rows[:, -1]], 1)
+        return {f"{SOURCE}{name}": pair for name, pair in zip(mixture.names, pairs, strict=True)}
 
     def _by_field(self, sums: Tensor) -> dict[str, Tensor]:
         fields = self._fields or {}
@@ -271,6 +297,8 @@ class Trainer:
             if name.startswith(f"tally/{LOADS}"):
                 loads.append(values)
             elif not name.startswith("tally/"):
+                if name.startswith(SOURCE) and not values[1]:
+                    continue  # the step had no target of this source
                 total, count = values.tolist()
                 terms[name] = total / max(targets, 1) if name.startswith("loss/") else total / count if count else total
         terms |= load_metrics(loads)

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from meshtrain import attention as module
 from meshtrain.attention import (
     AttentionContext,
+    KVCache,
     attention,
     cumulative_lengths,
     document_mask,
@@ -379,12 +380,15 @@ def test_the_mask_is_made_once_per_context() -> None:
 
 
 def test_a_cache_is_told_which_layer_calls_also_when_a_block_runs_again() -> None:
-    context = AttentionContext(cache={})
+    context = AttentionContext(cache=KVCache(torch.zeros(1, dtype=torch.int64)))
     layers = [context.at(i) for i in range(3)]
     assert [layer.layer for layer in layers] == [0, 1, 2]
     assert all(one.cache is context.cache for one in layers)
     q = torch.randn(1, 1, 3, 4)
-    for unbuilt in (context, AttentionContext(part=torch.arange(3))):
+    expected = attention(q, q, q)
+    assert torch.equal(attention(q[:, :, :2], q[:, :, :2], q[:, :, :2], layers[1]), expected[:, :, :2])
+    torch.testing.assert_close(attention(q[:, :, 2:], q[:, :, 2:], q[:, :, 2:], layers[1]), expected[:, :, 2:])
+    for unbuilt in (AttentionContext(torch.zeros(1, 3), cache=context.cache), AttentionContext(part=torch.arange(3))):
         with pytest.raises(NotImplementedError, match="not built"):
             attention(q, q, q, unbuilt)
 

@@ -14,6 +14,7 @@ import context_parallel
 import data_parallel
 import expert_balance
 import experts
+import optimizers
 import pipeline
 import tensor_parallel
 from harness import WORKLOAD, Goal, Running, Turn, chosen, median_interval, read_arguments, summary
@@ -26,7 +27,7 @@ from side import overridden
 from tests.launching import ROOT, run
 
 FOLDER = ROOT / "tools" / "bench"
-BENCHMARKS = [data_parallel, tensor_parallel, context_parallel, pipeline, experts]
+BENCHMARKS = [data_parallel, tensor_parallel, context_parallel, pipeline, experts, optimizers]
 each = pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda module: module.__name__)
 
 
@@ -55,8 +56,9 @@ def workloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (context_parallel, ["meshtrain cp=2 ring", "meshtrain tp=2"]),
         (pipeline, ["meshtrain pp=2 zbv", "torch pp=2 zbv"]),
         (experts, ["meshtrain, 1 process", "meshtrain expert_parallel=2"]),
+        (optimizers, ["AdamW dp_shard=2"]),
     ],
-    ids=["data_parallel", "tensor_parallel", "context_parallel", "pipeline", "experts"],
+    ids=["data_parallel", "tensor_parallel", "context_parallel", "pipeline", "experts", "optimizers"],
 )
 def test_the_command_prints_its_table(benchmark: ModuleType, only: list[str], workloads: Path) -> None:
     """A side that does not run here differs from one that does by values that have other tests."""

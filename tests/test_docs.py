@@ -57,6 +57,16 @@ NOT_RUN = {
         ),
         "needs a GPU: test_gpu_bench.py tests what it does around it",
     ),
+    **dict.fromkeys(
+        (
+            "torchrun --standalone --nproc-per-node=4 -m meshtrain.train my_run.yaml optimizer.schedule=wsd "
+            "train.steps=100000 checkpoint.every=5000 checkpoint.keep_every=5000 train.output=runs/trunk",
+            "torchrun --standalone --nproc-per-node=4 -m meshtrain.train my_run.yaml optimizer.schedule=wsd "
+            "train.steps=22000 optimizer.decay_steps=2000 checkpoint.resume=runs/trunk/checkpoints/step_0020000 "
+            "train.output=runs/decay-at-20000",
+        ),
+        "too many steps: parity/test_data_schedules.py trains a trunk and a branch of a few",
+    ),
     "srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m meshtrain.train my_run.yaml": (
         "needs SLURM with two nodes of 8 GPUs; the environment that srun gives is tested in job/test_environment.py"
     ),
@@ -276,6 +286,20 @@ def test_links_lead_somewhere(document: Path) -> None:
             assert anchor in slugs, f"{document.name} links to {target}"
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_blocks_are_of_their_language(document: Path) -> None:
+    for block in blocks(document):
+        try:
+            if block.language == "python":
+                compile(block.text, document.name, "exec")
+            elif block.language == "yaml":
+                yaml.safe_load(block.text)
+            elif block.language == "json":
+                json.loads(block.text)
+        except (SyntaxError, ValueError, yaml.YAMLError) as error:
+            raise AssertionError(f"{document.name}: {error}\n{block.text}") from error
+
+
 def test_the_index_names_every_document() -> None:
     index = (REPO / "docs" / "README.md").read_text()
     missing = [
@@ -293,7 +317,7 @@ def test_a_config_says_when_to_use_it(path: Path) -> None:
 # What stands in single documents --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tensor-parallel", "context-parallel", "experts"])
+@pytest.mark.parametrize("name", ["tensor-parallel", "context-parallel", "experts", "mesh", "memory"])
 def test_a_picture_is_what_its_script_draws(name: str, tmp_path: Path) -> None:
     """Fonts and versions of matplotlib move pixels, so sizes are compared, and that something was drawn."""
     script = REPO / "tools" / "pictures" / f"{name.replace('-', '_')}.py"

@@ -3,10 +3,14 @@
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+
+from meshtrain.watch.server import PAGE
 
 REPO = Path(__file__).resolve().parent.parent
 SHORT = [
@@ -72,15 +76,49 @@ def test_every_model_config_and_hardware_file_travels(wheel: Path) -> None:
         files = list((REPO / folder).glob(pattern))
         assert files
         assert {f"meshtrain/bundled/{folder}/{path.name}" for path in files} <= names
+    assert {f"meshtrain/watch/page/{name}" for name, _ in PAGE.values()} <= names
 
 
 def test_the_installed_wheel_trains(installed: Path, tmp_path: Path) -> None:
-    """In an empty folder, as a user's: `configs/quickstart.yaml` and its model are those of the wheel."""
+    """In an empty folder, as a user's: `quickstart` and its model are those of the wheel."""
     where = run("-c", "import meshtrain; print(meshtrain.__file__)", cwd=tmp_path, PYTHONPATH=str(installed))
     assert Path(where.strip()).is_relative_to(installed)
-    run("-m", "meshtrain.train", "configs/quickstart.yaml", *SHORT, cwd=tmp_path, PYTHONPATH=str(installed))
+    run("-m", "meshtrain.train", "quickstart", *SHORT, cwd=tmp_path, PYTHONPATH=str(installed))
     rows = (tmp_path / "runs" / "quickstart" / "metrics.jsonl").read_text().splitlines()
     assert len(rows) == 2
+
+
+def test_the_installed_wheel_writes_a_project_that_trains(installed: Path, tmp_path: Path) -> None:
+    run("-m", "meshtrain.cli", "new", "project", cwd=tmp_path, PYTHONPATH=str(installed))
+    short = ("train.steps=2", "optimizer.warmup_steps=0", "data.workers=0")
+    run("-m", "meshtrain.train", "train.yaml", *short, cwd=tmp_path / "project", PYTHONPATH=str(installed))
+    rows = (tmp_path / "project" / "runs" / "first" / "metrics.jsonl").read_text().splitlines()
+    assert len(rows) == 2
+
+
+def test_the_image_gets_all_that_the_wheel_is_made_of() -> None:
+    """No daemon builds it here: what can be looked at is what it copies, and that torch is one that meshtrain takes."""
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    lines = (REPO / "tools" / "docker" / "Dockerfile").read_text().splitlines()
+    copied = {source for line in lines if line.startswith("COPY ") for source in line.split()[1:-1]}
+    needed = {*wheel["packages"], *wheel["force-include"], project["project"]["readme"], "pyproject.toml", "LICENSE"}
+    assert needed <= copied
+    assert all((REPO / source).exists() for source in copied)
+    base = next(line for line in lines if line.startswith("ARG BASE="))
+    least = next(one for one in project["project"]["dependencies"] if one.startswith("torch>="))
+    assert least.removeprefix("torch>=") in base
+
+
+def test_the_citation_is_of_this_version() -> None:
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((REPO / "CITATION.cff").read_text())
+    assert citation["version"] == project["version"]
+    assert citation["license"] == project["license"]
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert project["version"] in (REPO / "CHANGELOG.md").read_text()
+    for template in (REPO / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        assert {"name", "description", "body"} <= set(yaml.safe_load(template.read_text()))
 
 
 def test_the_installed_wheel_plans(installed: Path, tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 """The commit protocol of one checkpoint, as a thread of each rank runs it while training goes on.
 
-The ranks talk through the job's store, so that no collective gets in the way of the training's. Up to four rounds:
+The ranks talk through the job's store, so that no collective gets in the way of the training's. Up to six rounds:
 
-1. prepare: all compare digests of what must be equal on several ranks, and rank 0 makes the folder to write into;
+1. prepare: all compare digests of what must be equal on several ranks;
 2. divergence, only if something was not equal: the ranks concerned give their sums, and the save has failed;
 3. local, only with local disks: each rank has written its file there, and all give their part its name;
-4. commit: each rank has written its file, or could not; if all have, rank 0 gives the checkpoint its name.
+4. folder: rank 0 has made the folder to write into, or could not;
+5. room, only with `make_room`: ranks whose disk was full write again if an older checkpoint could go;
+6. commit: each rank has written its file, or could not; if all have, rank 0 gives the checkpoint its name.
 """
 
+import errno
 import math
 import threading
 import time
@@ -18,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from shutil import disk_usage
-from typing import Any
+from typing import Any, TypeVar
 
 from meshtrain.checkpoint import directory
 from meshtrain.checkpoint.local import LocalDisk
@@ -31,13 +34,17 @@ from meshtrain.checkpoint.state import State
 from meshtrain.errors import DamagedError, bytes_text, join_some
 from meshtrain.huggingface.safetensors import Entry
 from meshtrain.job.process import Job
+from meshtrain.job.storage import warn
 from meshtrain.job.store import Round
+
+T = TypeVar("T")
 
 DIVERGED = "what must be equal on several ranks is not"
 PER_ENTRY, PER_BLOCK, PER_FILE = 120, 11, 4096  # bytes: of a header besides names; what file systems round up to
 
 # What the machine is to blame for: the save has failed, and the run may go on.
 FAILURES = (OSError, DamagedError, MemoryError, directory.TakenError)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass
@@ -53,6 +60,7 @@ class CheckpointWrite:
     sums: Sums
     writing: Callable[[int, Path], None] | None = None  # called before this rank writes its file; may raise OSError
     local: LocalDisk | None = None  # where it is written first
+    make_room: Callable[[], str | None] | None = None  # rank 0 deletes an older one; says which, None if there is none
     limit_s: float = math.inf  # after which it is given up
     given_up: bool = False  # its thread may still wait for the disk
     done: threading.Event = field(default_factory=threading.Event)
@@ -66,8 +74,9 @@ class CheckpointWrite:
     notes: list[str] = field(default_factory=list)  # lines for rank 0 to print
 
     def __post_init__(self) -> None:
-        self._rounds = [self.job.round() for _ in range(4)]
-        self._prepare_round, self._divergence_round, self._local_round, self._commit_round = self._rounds
+        self._rounds = [self.job.round() for _ in range(6)]
+        self._prepare_round, self._divergence_round, self._local_round = self._rounds[:3]
+        self._folder_round, self._room_round, self._commit_round = self._rounds[3:]
         self._written = datetime.now(UTC).isoformat(timespec="seconds")
         self._start = time.perf_counter()
         self._outcome = threading.Lock()  # on rank 0, taken once: by the thread that decides the outcome
@@ -101,7 +110,7 @@ class CheckpointWrite:
         gathering = self._gathering  # which the thread may set to None meanwhile
         late = [] if gathering is None else gathering.missing()
         missing = "has not begun to write"
-        if gathering is self._commit_round:
+        if gathering in (self._local_round, self._room_round, self._commit_round):
             missing = "has not written its file"
         elif self.diverged:
             missing = "has not said what it holds"
@@ -129,18 +138,24 @@ class CheckpointWrite:
         try:
             self.waited_s += self.snapshot.wait()
             problem = self._prepare(before)
-            if problem is None and self.local is not None and not self.given_up:
-                self._write_local(self.local)
-            problem = problem or self._write()
+            if problem is None and self.local is not None and self.step != self.local.went_on_from:
+                self._write_local(self.local)  # first: it needs nothing of the shared folder
+            problem = problem or self._open_folder() or self._write()
             if not self.given_up:
                 self.problem, self.written_s = problem, self.elapsed_s
         except BaseException as error:  # the main thread raises it
             self.error = error
         finally:
-            if self.given_up and self.job.rank == 0:
-                with suppress(OSError):
-                    directory.abandon(self.folder, self.step)
+            if self.given_up:
+                self._clear_away()
             self.done.set()
+
+    def _clear_away(self) -> None:
+        if self.local is not None:
+            self.local.abandon(self.step)
+        if self.job.rank == 0:
+            with suppress(OSError):
+                directory.abandon(self.folder, self.step)
 
     def _prepare(self, before: "CheckpointWrite | None") -> str | None:
         """The first round, and the second if it is needed; returns why nothing is written."""
@@ -153,15 +168,10 @@ class CheckpointWrite:
             requests = [[divergence.kind, divergence.reporters] for divergence in divergences]
             apart = [[rank, names] for rank, (_, names) in enumerate(reports) if names]
             self.diverged = bool(requests or apart)
-            problem = None if self.diverged else self._make_folder()
-            if problem:
-                self._claim_outcome()
-            answer = {"requests": requests, "apart": apart, "problem": problem, "taken": self.taken}
-            self._prepare_round.broadcast(answer)
+            self._prepare_round.broadcast({"requests": requests, "apart": apart})
         answer = self._prepare_round.receive()
-        self.taken = answer["taken"]
         if not answer["requests"] and not answer["apart"]:
-            return answer["problem"]
+            return None
         self.diverged = True
         kinds = [kind for kind, ranks in answer["requests"] if self.job.rank in ranks]
         self._divergence_round.put([self._rank_name(), {kind: self.sums.of_kind(kind) for kind in kinds}])
@@ -175,11 +185,21 @@ class CheckpointWrite:
             self._divergence_round.broadcast(f"{DIVERGED}: " + "; ".join(lines))
         return self._divergence_round.receive()
 
+    def _open_folder(self) -> str | None:
+        if self.job.rank == 0:
+            problem = self._make_folder()
+            if problem:
+                self._claim_outcome()
+            self._folder_round.broadcast([problem, self.taken])
+        problem, self.taken = self._folder_round.receive()
+        return problem
+
     def _make_folder(self) -> str | None:
         try:
-            path = directory.begin(self.folder, self.step)
+            path = self._with_room(lambda: directory.begin(self.folder, self.step))
             needed = checkpoint_bytes(self.state.placements, self.state.layout.world_size)
-            free = disk_usage(path).free
+            while needed > (free := disk_usage(path).free) and self._has_made_room():
+                pass
             if needed > free:
                 directory.abandon(self.folder, self.step)
                 return (
@@ -190,8 +210,31 @@ class CheckpointWrite:
             return self._describe_error(error, self.folder)
         return None
 
+    def _with_room(self, write: Callable[[], T]) -> T:
+        """On rank 0: what `write` returns, which is tried again when the disk was full and has room then."""
+        try:
+            return write()
+        except OSError as error:
+            if error.errno not in NO_ROOM or not self._has_made_room():
+                raise
+        return write()
+
+    def _has_made_room(self) -> bool:
+        if self.make_room is None or self.given_up:
+            return False
+        try:
+            note = self.make_room()
+        except FAILURES as error:
+            self.notes.append(
+                f"warning: no older checkpoint could be deleted: {self._describe_error(error, self.folder)}"
+            )
+            return False
+        self.notes += [] if note is None else [note]
+        return note is not None
+
     def _write_local(self, local: LocalDisk) -> None:
         """A round of its own: if a rank cannot write to its local disk, there is the shared folder."""
+        self._require_wanted()
         report: dict[str, Any]
         try:
             file = local.write(self.step, self.snapshot)
@@ -201,6 +244,7 @@ class CheckpointWrite:
         self._local_round.put(report)
         if self.job.rank == 0:
             reports = self._gather(self._local_round)
+            self._require_wanted()  # else a rank may train on, and have written what is not of this step
             problems = [report["problem"] for report in reports if "problem" in report]
             self._local_round.broadcast([problems, None if problems else self._manifest(reports).to_json()])
         problems, text = self._local_round.receive()
@@ -211,7 +255,7 @@ class CheckpointWrite:
                 local.finish(self.step, text)
                 local.prune()
         except FAILURES as error:
-            self.notes.append(f"warning: {self._describe_error(error, local.own)}")
+            warn(f"the local checkpoint of step {self.step}: {self._describe_error(error, local.own)}")
         done = f"is not on the local disks: {join_some(problems)}" if problems else f"in {self.elapsed_s:.1f} s"
         self.notes.append(f"{'warning: ' if problems else 'local '}checkpoint {directory.name_of(self.step)}: {done}")
 
@@ -221,17 +265,15 @@ class CheckpointWrite:
 
     def _write(self) -> str | None:
         """The last round: each rank writes its file, and when all have, rank 0 makes a checkpoint of them."""
-        path = directory.unfinished_path(self.folder, self.step) / file_of(self.job.rank)
-        report: dict[str, Any]
-        if self.given_up:
-            raise CancelledError("the save was given up")
-        try:
-            if self.writing is not None:
-                self.writing(self.step, path)
-            file = write_shard(path, self.snapshot.tensors())
-            report = {"size": file.size, "crc32": file.crc32}
-        except FAILURES as error:
-            report = {"problem": self._describe_error(error, path)}
+        self._require_wanted()
+        report = self._write_file()
+        if self.make_room is not None:
+            self._room_round.put(report)
+            if self.job.rank == 0:
+                self._room_round.broadcast(self._room_for(self._gather(self._room_round)))
+            if self._room_round.receive() and "problem" in report:
+                report = self._write_file(again=True)
+        report.pop("full", None)
         self._commit_round.put(report)
         self._file_ended = True
         if self.job.rank == 0:
@@ -240,6 +282,24 @@ class CheckpointWrite:
             self._commit_round.broadcast([problem, self.taken, False, False])
         return self._receive_outcome()
 
+    def _write_file(self, again: bool = False) -> dict[str, Any]:
+        path = directory.unfinished_path(self.folder, self.step) / file_of(self.job.rank)
+        try:
+            if again:
+                path.unlink(missing_ok=True)
+            elif self.writing is not None:
+                self.writing(self.step, path)
+            file = write_shard(path, self.snapshot.tensors())
+        except FAILURES as error:
+            full = isinstance(error, OSError) and error.errno in NO_ROOM
+            return {"problem": self._describe_error(error, path), "full": full}
+        return {"size": file.size, "crc32": file.crc32}
+
+    def _room_for(self, reports: Sequence[Mapping[str, Any]]) -> bool:
+        """On rank 0: whether disks were full, and nothing else was wrong, and have room now."""
+        full = [report["full"] for report in reports if "problem" in report]
+        return bool(full) and all(full) and self._has_made_room()
+
     def _commit(self, reports: Sequence[Mapping[str, Any]]) -> str | None:
         """Rank 0: the manifest and the name, or the end of what could not be written."""
         problems = [report["problem"] for report in reports if "problem" in report]
@@ -247,7 +307,8 @@ class CheckpointWrite:
             if not problems and not self.given_up:
                 manifest = self._manifest(reports)
                 self.nbytes = manifest.total_bytes
-                directory.finish(self.folder, self.step, manifest.to_json(), self.notes.append)
+                text = manifest.to_json()
+                self._with_room(lambda: directory.finish(self.folder, self.step, text, self.notes.append))
                 return None
             directory.abandon(self.folder, self.step)
         except FAILURES as error:
@@ -259,6 +320,10 @@ class CheckpointWrite:
         reports = meeting.gather()
         self._gathering = None
         return reports
+
+    def _require_wanted(self) -> None:
+        if self.given_up:
+            raise CancelledError("the save was given up")
 
     def _claim_outcome(self) -> None:
         """On rank 0, in the thread, before the answer that ends the save: there is one such answer only."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from meshtrain.checkpoint.resume import RunSpec
 
 DATA = "the data"  # as a whole: its fingerprint and size
-_FIXED = ("model.", "data.", "batch.global_size", "train.seed")
+_FIXED = ("model.", "data.", "batch.global_size", "train.seed", "train.freeze", "train.lora")
 # Of these sections: where the run began or where its data lies and how it is read, but not what it learns from what.
 _FREE = ("model.preset", "model.weights", "data.path", "data.cache", "data.workers", "data.prefetch", "data.pin_memory")
 _UNLISTED = frozenset(
@@ -43,13 +43,16 @@ class Changes:
             self.other_data |= refuse and (name == DATA or name.startswith("data."))
 
 
-def compare_configs(then: Mapping[str, Any], now: Mapping[str, Any], *, other_data: bool = False) -> Changes:
+def compare_configs(
+    then: Mapping[str, Any], now: Mapping[str, Any], *, other_data: bool = False, step: int | None = None
+) -> Changes:
     """Two configs as section -> key -> value, as JSON gives them back; `other_data`: the section `data` may differ.
+    `step`: of the checkpoint; what changes at later steps, lengths, batch sizes and weights, may differ.
 
     Keys that only one of them has were taken away or added by another version of meshtrain, and its default stands.
     """
     changes = Changes()
-    before, after = dict(_keys(then)), dict(_keys(now))
+    before, after = dict(_keys(then, step)), dict(_keys(now, step))
     for name in before.keys() & after.keys() - _UNLISTED:
         old, new = before[name], after[name]
         if name in _FILES and Path(str(old)).name == Path(str(new)).name:
@@ -63,16 +66,40 @@ def compare_configs(then: Mapping[str, Any], now: Mapping[str, Any], *, other_da
     return changes
 
 
-def _keys(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _keys(config: Mapping[str, Any], step: int | None) -> Iterator[tuple[str, Any]]:
     for section, keys in config.items():
         if section != "layout" and isinstance(keys, Mapping):  # the layout that -1 stood for is compared, not the -1
-            yield from ((f"{section}.{key}", value) for key, value in keys.items())
+            for key, value in keys.items():
+                name = f"{section}.{key}"
+                if name in ("batch.global_size", "data.seq_len_warmup"):
+                    yield name, _until(value, step)
+                elif name == "data.sources" and isinstance(value, list):
+                    yield name, [_source(source, step) for source in value]
+                else:
+                    yield name, value
+
+
+def _source(source: Any, step: int | None) -> Any:
+    """What of a source is compared: its data may have moved, and its fingerprint is."""
+    if not isinstance(source, Mapping):
+        return source
+    own = {key: value for key, value in source.items() if key not in ("path", "epochs")}
+    return own | {"weight": _until(own.get("weight"), step)}
+
+
+def _until(value: Any, step: int | None) -> Any:
+    """A value that may change at steps, as far as steps up to this one have it."""
+    if not isinstance(value, list) or step is None:
+        return value
+    past = [change for change in value if isinstance(change, list) and change[0] in range(max(step, 1))]
+    return past[0][1] if len(past) == 1 else past
 
 
 def compare(manifest: Manifest, spec: "RunSpec", job: Job) -> Changes:
     """What is different now from what the checkpoint was written with."""
     other_data = spec.config.checkpoint.allow_other_data
-    changes = compare_configs(manifest.config, json.loads(json.dumps(spec.config.plain())), other_data=other_data)
+    now_config = json.loads(json.dumps(spec.config.plain()))
+    changes = compare_configs(manifest.config, now_config, other_data=other_data, step=manifest.step)
     then, now = _data(manifest.data), _data(spec.data)
     if len(then[1]) == 1:  # before images had a fingerprint of the validation
         now = now[0], now[1][:1]

@@ -160,6 +160,11 @@ def begin(folder: Path, step: int) -> Path:
     This, `finish` and all that renames or removes raises TakenError if another job has taken a folder of this process.
     """
     check_owner()
+    return begin_local(folder, step)
+
+
+def begin_local(folder: Path, step: int) -> Path:
+    """As `begin` on a disk of this host's own, for which the folders that hosts share need not be there."""
     folder.mkdir(parents=True, exist_ok=True)
     abandon(folder, step)
     unfinished = unfinished_path(folder, step)
@@ -171,20 +176,22 @@ def finish(
     folder: Path, step: int, manifest_text: str, say: Callable[[str], None] | None = None, *, only: str | None = None
 ) -> Path:
     """Makes the folder of `begin` the checkpoint of its step; `say` gets a line if another folder was in the way.
-    `only`: the file that it has, where the others lie on other hosts.
+    `only`: the file that it has, on a disk of this host's own; the others lie on other hosts.
 
     Raises:
         DamagedError: a file of the manifest is not there.
         OSError: the disk does not do what it should; there is no checkpoint then.
     """
-    check_owner()
+    if only is None:
+        check_owner()
     unfinished, checkpoint = unfinished_path(folder, step), folder / name_of(step)
     check_files(unfinished, Manifest.parse(manifest_text, unfinished / MANIFEST), only)
     write_whole(unfinished / MANIFEST, manifest_text)
     fsync_folder(unfinished)
     write_whole(unfinished / COMPLETE, complete_text(hashlib.sha256(manifest_text.encode()).hexdigest()))
     fsync_folder(unfinished)
-    check_owner()
+    if only is None:
+        check_owner()
     if os.path.lexists(checkpoint):
         aside = set_aside(checkpoint)
         if say is not None:

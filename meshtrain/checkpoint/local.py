@@ -5,6 +5,7 @@ in the shared folder of the checkpoints: a run that begins anew in a fresh folde
 A manifest with one checksum stands for one checkpoint, so files of two are never read together.
 """
 
+import errno
 import shutil
 import uuid
 from contextlib import suppress
@@ -43,10 +44,14 @@ class LocalDisk:
         self._folder, self._rank = root / str(ranks[0][0]), job.rank
         self._here = [rank for rank, (_, host) in enumerate(ranks) if host == job.host]
         self.own = self._of(job.rank)
+        self._manifests: dict[Known, Manifest] = {}
+        self.went_on_from: int | None = None  # the step of a checkpoint that is nowhere else
         with job.collective_check("opening the local disks"):
             try:
                 self.own.mkdir(parents=True, exist_ok=True)
             except OSError as error:
+                if error.errno in (errno.EIO, errno.EROFS):
+                    raise  # this host's trouble, and not the user's
                 raise InputError(
                     f"checkpoint.local: {self.own} cannot be made ({error.strerror}): "
                     "name a folder on a disk of each host"
@@ -57,7 +62,7 @@ class LocalDisk:
 
     def write(self, step: int, snapshot: Snapshot) -> File:
         """This rank's file, on disk. OSError: it cannot be written."""
-        path = directory.begin(self.own, step)
+        path = directory.begin_local(self.own, step)
         return write_shard(path / file_of(self._rank), snapshot.tensors())
 
     def finish(self, step: int, manifest_text: str) -> None:
@@ -76,8 +81,11 @@ class LocalDisk:
             directory.remove(self.own / name_of(step))
         if self._rank == self._here[0]:
             own = {self._of(rank) for rank in self._here}
+            oldest = complete_steps(self.own)[0]
             for folder in set(self._folder.glob("rank_*")) - own:
-                shutil.rmtree(folder)
+                steps = complete_steps(folder)
+                if steps and steps[-1] < oldest:  # else a rank is at work there, and several hosts share this disk
+                    shutil.rmtree(folder)
 
     def remove_later(self, step: int) -> None:
         """Of the steps that will be made again, and what was not written to its end."""
@@ -90,23 +98,27 @@ class LocalDisk:
         """The checkpoints of which this host has files: rank -> folder of its file. The bytes are not looked at."""
         by_known: dict[Known, dict[int, Path]] = {}
         for folder in self._folder.glob("rank_*"):
-            for step in complete_steps(folder):
-                with suppress(InputError, OSError, ValueError):  # it is damaged: then it is not there
+            steps: list[int] = []
+            with suppress(OSError):  # a disk that cannot be read has nothing
+                steps = complete_steps(folder)
+            for step in steps:
+                with suppress(InputError, OSError):  # it is damaged: then it is not there
                     manifest, digest = read_manifest(folder / name_of(step))
-                    check_files(folder / name_of(step), manifest, file_of(rank := int(folder.name[5:])))
-                    by_known.setdefault((step, digest), {})[rank] = folder / name_of(step)
+                    by_file = {file_of(rank): rank for rank in range(len(manifest.files))}
+                    rank = by_file.get(f"{folder.name}{Path(file_of(0)).suffix}")
+                    if rank is not None:
+                        check_files(folder / name_of(step), manifest, file_of(rank))
+                        self._manifests[step, digest] = manifest
+                        by_known.setdefault((step, digest), {})[rank] = folder / name_of(step)
         return by_known
 
     def offers(self, layout: Layout) -> list[Known]:
         """The checkpoints of which this host has all files that this rank needs on a layout."""
-        return [known for known, files in self.inventory().items() if self._needs(files, layout) <= files.keys()]
+        return [known for known, files in self.inventory().items() if self._needs(known, layout) <= files.keys()]
 
-    def _needs(self, files: dict[int, Path], layout: Layout) -> set[int]:
-        manifest = self.manifest(files)
+    def _needs(self, known: Known, layout: Layout) -> set[int]:
+        manifest = self._manifests[known]
         old = manifest.layout
         if (old.sizes, old.experts, old.context_heads) != (layout.sizes, layout.experts, layout.context_heads):
             return set(range(len(manifest.files)))  # how tensors will lie is not known yet
         return files_needed(manifest, manifest.tensors, layout, self._rank)
-
-    def manifest(self, files: dict[int, Path]) -> Manifest:
-        return read_manifest(next(iter(files.values())))[0]

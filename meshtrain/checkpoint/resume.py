@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from meshtrain.config import Config
 
 WENT_BACK = ".went_back"  # in the run's folder: a digest of the config with which it went back last
+BEGUN = "checkpoint.resume names {}, with which this run began; it goes on from its own checkpoints now"
 MOST_ASKED = 4  # files that another host reads, before it is believed that they are damaged
 
 
@@ -91,15 +92,17 @@ class Resume:
                 try:
                     local = self._local_files(manifest, state)
                     with_retries(lambda: self._read(checkpoint, manifest, state, local), MissingError)  # noqa: B023
-                except DamagedError as error:
-                    damage = [str(error), error.file.name]
-            reports = self._job.gather("loading", [self._job.host, damage])
+                except (DamagedError, UnreadableError) as error:
+                    if isinstance(error, UnreadableError) and not self._local_only:
+                        raise
+                    damage = [str(error), error.file.name]  # a host's own disk that stays unreadable is lost
+            reports = self._job.reduce("loading", [self._job.host, damage], _if_damaged)
             damages = [report for _, report in reports if report is not None]
             if not damages:
                 exchange(state)
-                count = sum(self._job.gather("loading", bool(local)))
                 if self._spec.local is not None:
-                    self._candidates.notes.append(f"{count} of {len(reports)} ranks read from their local disks")
+                    count, ranks = self._job.reduce("loading", bool(local), sum), self._job.world_size
+                    self._candidates.notes.append(f"{count} of {ranks} ranks read from their local disks")
                 break
             names = [file_of(rank) for rank in range(len(manifest.files))]
             in_doubt = {} if self._local_only else {name: text for text, name in damages}  # nobody else has those files
@@ -118,25 +121,24 @@ class Resume:
         """Puts those that are on local disks only, and whole over all hosts, among the run's own candidates."""
         assert self._spec.local is not None
         everywhere = [{tuple(known) for known in of} for of in self._job.gather("looking at the local disks", offers)]
-        if self._job.rank != 0 or not self._candidates.older:
+        candidates, checkpoints = self._candidates, self._spec.checkpoints
+        if self._job.rank != 0 or candidates.back:
             return
-        paths = self._candidates.paths
-        if paths and paths[0].parent != self._spec.checkpoints:
-            return
-        shared = {path.name for path in paths}
+        shared = {path.name for path in candidates.paths if path.parent == checkpoints}
+        begun = not candidates.paths or bool(shared)  # else another run is named
         for step, digest in sorted(set.union(*everywhere)):
-            if name_of(step) in shared:
-                continue
             having = sum((step, digest) in of for of in everywhere)
-            path = self._spec.local.own / name_of(step)
             if having == len(everywhere):
-                self._candidates.local[path] = digest
-                paths.append(path)
-            else:
-                self._candidates.notes.append(
+                candidates.local[self._spec.local.own / name_of(step)] = digest
+            elif begun and name_of(step) not in shared:
+                candidates.notes.append(
                     f"step {step} is on the local disks of {having} of {len(everywhere)} ranks, not whole: passed over"
                 )
-        paths.sort(key=lambda path: -(step_of(path.name) or 0))
+        if candidates.local and not begun:
+            candidates.notes.append(BEGUN.format(self._spec.config.checkpoint.resume))
+            candidates.paths, candidates.older = [], True
+        candidates.paths += candidates.local
+        candidates.paths.sort(key=lambda path: -(step_of(path.name) or 0))  # of one step the shared one first
 
     def _local_files(self, manifest: Manifest, state: State) -> dict[int, Path]:
         """What this rank reads from its host's disk: all that it needs, or nothing. MissingError: there is no other."""
@@ -168,7 +170,7 @@ class Resume:
         with self._job.collective_check("looking at a checkpoint from another host"):
             if self._job.rank == witness:
                 whole = with_retries(is_whole)
-        if any(self._job.gather("looking at a checkpoint from another host", whole)):
+        if self._job.reduce("looking at a checkpoint from another host", whole, any):
             assert witness is not None  # it was whole there
             raise TrainingError(
                 f"host {', '.join(sorted(blind))} cannot read what host {reports[witness][0]} reads: {text}. Nothing "
@@ -204,7 +206,7 @@ class Resume:
                     chosen, problem = self._first()
             local_digest = self._candidates.local.get(Path(chosen)) if chosen is not None else None
             choice = [self._job.host, [chosen, problem, self._candidates.back, local_digest]]
-            choices = self._job.gather("choosing a checkpoint", choice)
+            choices = self._job.reduce("choosing a checkpoint", choice, _if_in_doubt)
             path, problem, self.back, local_digest = choices[0][1]
             if problem is not None:
                 self._ask(choices, {choices[0][0]}, problem, lambda: _is_whole(Path(path)))  # noqa: B023
@@ -279,8 +281,13 @@ class Resume:
             step = self._uploaded.pop()
             try:
                 candidates.paths.insert(0, uploads.fetch(step, self._spec.checkpoints))
-            except Exception as error:
+            except (DamagedError, FileNotFoundError) as error:
                 candidates.notes.append(f"{uploads.url}/{name_of(step)} is passed over: {error}")
+            except Exception as error:  # it may be whole: an older one would lose the steps in between
+                raise UnreadableError(
+                    f"{uploads.url}/{name_of(step)}",
+                    f"{type(error).__name__}: {error}. Start again, or name an older one with checkpoint.resume=PATH",
+                ) from error
             else:
                 candidates.notes.append(f"{name_of(step)} was brought from {uploads.url}")
                 candidates.older = True
@@ -290,8 +297,14 @@ class Resume:
         """The run's own checkpoints of later steps would be taken for newer ones. On rank 0 they are set aside."""
         if self._spec.local is not None:
             self._spec.local.remove_later(self.step)
+            self._spec.local.went_on_from = self.step if self._local_only else None
         if self._job.rank != 0:
             return
+        if self._spec.uploads is not None:
+            try:
+                self._spec.uploads.set_aside_later(self.step)
+            except Exception as error:  # each client has errors of its own; the first upload does it
+                self._candidates.notes.append(f"warning: {self._spec.uploads.url}: {type(error).__name__}: {error}")
         self._candidates.notes += [f"damaged: {line}" for line in self._damaged]
         for step in complete_steps(self._spec.checkpoints):
             if step > self.step:
@@ -300,6 +313,16 @@ class Resume:
         if self.back:
             with optional("the same command will go back once more"):
                 write_whole(self._spec.folder / WENT_BACK, _digest(self._spec))
+
+
+def _if_damaged(reports: list) -> list:
+    """What each rank has loaded, [host, damage], if any has found damage: hosts are asked only then."""
+    return reports if any(damage for _, damage in reports) else []
+
+
+def _if_in_doubt(choices: list) -> list:
+    """What rank 0 has chosen, [host, [path, problem, ...]], and the hosts of all if they are to be asked about it."""
+    return choices if choices[0][1][1] is not None else choices[:1]
 
 
 def _is_whole(checkpoint: Path) -> bool:
@@ -362,9 +385,7 @@ def _from_path(folder: Path, own: Candidates, checkpoints: Path) -> Candidates:
             return own
         candidates = Candidates([holds / name_of(step) for step in reversed(complete_steps(holds))])
     if own.paths:
-        own.notes.append(
-            f"checkpoint.resume names {folder}, with which this run began; it goes on from its own checkpoints now"
-        )
+        own.notes.append(BEGUN.format(folder))
         return own
     if not candidates.paths:
         raise InputError(

@@ -83,11 +83,22 @@ class Pruner:
             )
         self._warned = short
 
+    def make_room(self, step: int, evaluation: Mapping[str, float] | None) -> str | None:
+        """Deletes the oldest that will be superfluous after the checkpoint of `step`, and says so. None: there is none,
+        or only the newest. OSError: it cannot be deleted."""
+        self._evaluations[step] = dict(evaluation or {})
+        old = min(self._superfluous(step), default=None)
+        if old is None or old == complete_steps(self._folder)[-1]:
+            return None
+        remove(self._folder / name_of(old))
+        return f"{name_of(old)} was deleted before step {step} was saved: the disk is full (checkpoint.make_room)"
+
     def _superfluous(self, step: int) -> set[int]:
         steps = complete_steps(self._folder)
         if self._keep.keep_best:  # those that an earlier job has written are read
             self._evaluations |= {old: self._read_evaluation(old) for old in steps if old not in self._evaluations}
-        return set(steps) - steps_to_keep(steps, self._evaluations, self._keep) - {step, self._in_use()}
+        retained = steps_to_keep({*steps, step}, self._evaluations, self._keep)
+        return set(steps) - retained - {step, self._in_use()}
 
     def _read_evaluation(self, step: int) -> dict[str, float]:
         try:

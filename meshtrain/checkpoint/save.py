@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from meshtrain.checkpoint.retention import Pruner, Retention
 from meshtrain.checkpoint.staging import Snapshot
 from meshtrain.checkpoint.state import State
 from meshtrain.checkpoint.upload import LAST_S, Uploads
-from meshtrain.errors import bytes_text, join_some
+from meshtrain.errors import bytes_text, join_some, ranges
 from meshtrain.job.pending import Resource, waiting
 from meshtrain.job.process import Job
 
@@ -37,9 +38,10 @@ class Saver:
         folder: Path,
         job: Job,
         *,
-        in_background: bool = True,  # training goes on while a checkpoint is written
+        in_background: bool = True,  # training goes on while a checkpoint is written, of a copy in host memory
         keep: Retention = KEEP_LAST_3,
         on_failure: str = "continue",  # or "stop": a save that failed sets `wants_stop`
+        make_room: bool = False,  # an old checkpoint goes before a save rather than after it where the disk is full
         limit_s: float = math.inf,  # after which a save is given up, and training goes on
         local: LocalDisk | None = None,  # where checkpoints are written first
         uploads: Uploads | None = None,  # to where rank 0 uploads them afterwards
@@ -53,9 +55,9 @@ class Saver:
         self.last_save_s = self.last_wait_s = 0.0  # of the last save: until all was on disk; training waited for it
         self._state, self._folder, self._job = state, folder, job
         self._in_background, self._on_failure = in_background, on_failure
-        self._limit_s, self._slow, self._local = limit_s, False, local
+        self._limit_s, self._slow, self._local, self._makes_room = limit_s, False, local, make_room
         self._say, self._writing = say or job.say, writing
-        self._snapshot = Snapshot(state, job.rank, job.device)
+        self._snapshot = Snapshot(state, job.rank, job.device, streams=not in_background)
         self._current: CheckpointWrite | None = None  # under way
         self._before: CheckpointWrite | None = None  # the last one
         self._thread: threading.Thread | None = None
@@ -91,6 +93,7 @@ class Saver:
             sums,
             self._writing,
             self._local,
+            partial(self._pruner.make_room, step, about["evaluation"]) if self._makes_room else None,
             self._limit_s,
         )
         write.waited_s = time.perf_counter() - start - self._snapshot.host_s
@@ -121,11 +124,15 @@ class Saver:
         if self._uploads is not None:
             if self._thread is not None:
                 self._thread.join()  # old checkpoints are being deleted
+            if self._uploads.wait(0.0) and self._uploads.problem is not None:
+                self._uploads.offer(self._folder)  # a last time
             if not self._uploads.wait(0.0):
                 self._tell(f"waits up to {LAST_S:.0f} s for the upload to {self._uploads.url}")
                 if not self._uploads.wait():
                     self._tell(f"warning: the upload to {self._uploads.url} is not done, and is given up")
             self.poll()
+            if self._uploads.problem is not None:
+                self._tell(f"warning: {self._uploads.url} lacks checkpoints of this run: {self._uploads.problem}")
 
     def close(self) -> None:
         """Lets the thread end. What is still being written is given up: `wait` before, unless the run has failed."""
@@ -173,12 +180,12 @@ class Saver:
         if self._before is None or not self._before.given_up:
             return False
         is_alive = self._thread is not None and self._thread.is_alive()
-        alive = self._job.gather("looking at the save that was given up", is_alive)
-        ranks = [str(rank) for rank, waits in enumerate(alive) if waits]
-        if ranks:
+        activity = "looking at the save that was given up"
+        stuck = self._job.reduce(activity, is_alive, lambda alive: [rank for rank, waits in enumerate(alive) if waits])
+        if ranks := ranges(stuck):
             before = f"that of step {self._before.step}, which was given up"
             self._fail(step, f"rank {join_some(ranks)} still waits for the disk with {before}")
-        return bool(ranks)
+        return bool(stuck)
 
     def _warn_if_slow(self, write: CheckpointWrite) -> None:
         if self._slow or not self.last_save_s or write.elapsed_s < max(SLOW * self.last_save_s, SLOW_LEAST_S):
@@ -197,13 +204,14 @@ class Saver:
         if write.error is not None:
             raise write.error
         self.problem, self.diverged = write.problem, write.diverged
-        self.last_save_s, self.last_wait_s = write.written_s, write.waited_s
+        waited_s = write.waited_s if self._in_background else write.waited_s + write.written_s
+        self.last_save_s, self.last_wait_s = write.written_s, waited_s
         for note in write.notes:
             self._tell(note)
         if write.problem is None:
             self.saved = write.step
             speed = f"{bytes_text(write.nbytes)} in {write.written_s:.1f} s"
-            self._tell(f"checkpoint {name_of(write.step)}: {speed}, training waited {1000 * write.waited_s:.0f} ms")
+            self._tell(f"checkpoint {name_of(write.step)}: {speed}, training waited {1000 * waited_s:.0f} ms")
             return
         self._fail(write.step, write.problem, must_stop=write.diverged or write.taken)
 

@@ -9,9 +9,9 @@ import os
 import resource
 import stat
 import zlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from pathlib import Path
@@ -31,35 +31,42 @@ MAX_HEADER = 2**25  # bytes; the checksums of 8 TiB take 28 million
 MOST_OPEN = 1024
 
 
-def write_shard(path: Path, tensors: Sequence[tuple[Entry, memoryview]]) -> File:
+def write_shard(path: Path, tensors: Sequence[tuple[Entry, memoryview | Iterable[memoryview]]]) -> File:
     """Writes a new file with these tensors, whose bytes are in C order, and waits until it is on disk.
 
-    A helper thread sums the bytes up while they are written. The header holds the sums and has the same length
-    whatever they are, so it comes last. OSError: it cannot be written; what there is of it stays.
+    A tensor may come as its blocks, of which two at a time are in use: what streams needs no more memory than that. A
+    helper thread sums the bytes up while they are written. The header holds the sums and has the same length whatever
+    they are, so it comes last. OSError: it cannot be written; what there is of it stays.
     """
     entries = [entry for entry, _ in tensors]
-    blocks = [block for entry, view in tensors for block in _blocks(entry, view)]
-    room = len(_header(entries, [0] * len(blocks)))
+    for entry, data in tensors:
+        if isinstance(data, memoryview) and data.nbytes != entry.nbytes:
+            raise ValueError(f"{entry.name} has {entry.nbytes} bytes, and {data.nbytes} were given")
+    lengths = [length for entry in entries for length in _block_lengths(entry)]
+    room, crcs = len(_header(entries, [0] * len(lengths))), list[int]()
+    blocks = (block for entry, data in tensors for block in _blocks(entry, data))
     with path.open("xb", buffering=0) as file:
         file.seek(room)
         helper = ThreadPoolExecutor(1, thread_name_prefix="crc32")
         try:
-            try:
-                sums = [helper.submit(zlib.crc32, block) for block in blocks]
-            except RuntimeError as error:  # no thread can be started: the machine's trouble, as a full disk is
-                raise OSError(errno.EAGAIN, str(error), str(path)) from error
+            summing: deque[Future[int]] = deque()
             for block in blocks:
+                try:
+                    summing.append(helper.submit(zlib.crc32, block))
+                except RuntimeError as error:  # no thread can be started: the machine's trouble, as a full disk is
+                    raise OSError(errno.EAGAIN, str(error), str(path)) from error
                 write_all(file, block)
-            crcs = [future.result() for future in sums]
+                if len(summing) > 1:  # the memory of a block is used again for the next but one
+                    crcs.append(summing.popleft().result())
+            crcs += [future.result() for future in summing]
         finally:
             helper.shutdown(cancel_futures=True)
         header = _header(entries, crcs)
         file.seek(0)
         write_all(file, header)
         fsync_file(file)
-    sizes = [len(block) for block in blocks]
-    whole = combine([(zlib.crc32(header), room), *zip(crcs, sizes, strict=True)])
-    return File(room + sum(sizes), f"{whole:08x}")
+    whole = combine([(zlib.crc32(header), room), *zip(crcs, lengths, strict=True)])
+    return File(room + sum(lengths), f"{whole:08x}")
 
 
 def open_plain(path: Path) -> tuple[int, int]:
@@ -264,13 +271,19 @@ def _header(entries: Sequence[Entry], crcs: Sequence[int]) -> bytes:
     return header
 
 
-def _blocks(entry: Entry, view: memoryview) -> Iterator[memoryview]:
-    if view.nbytes != entry.nbytes:
-        raise ValueError(f"{entry.name} has {entry.nbytes} bytes, and {view.nbytes} were given")
-    if view.nbytes == 0:
-        return
-    view = view.cast("B")
-    yield from (view[at : at + BLOCK] for at in range(0, len(view), BLOCK))
+def _blocks(entry: Entry, data: memoryview | Iterable[memoryview]) -> Iterator[memoryview]:
+    if not isinstance(data, memoryview):
+        for length, block in zip(_block_lengths(entry), data, strict=True):
+            if block.nbytes != length:
+                raise ValueError(f"a block of {entry.name} has {block.nbytes} bytes, and {length} are expected")
+            yield block
+    elif data.nbytes:
+        view = data.cast("B")
+        yield from (view[at : at + BLOCK] for at in range(0, len(view), BLOCK))
+
+
+def _block_lengths(entry: Entry) -> list[int]:
+    return [min(BLOCK, entry.nbytes - at) for at in range(0, entry.nbytes, BLOCK)]
 
 
 # A CRC is a remainder of polynomials over two elements, so appending n bytes multiplies what was before by x^(8n): the

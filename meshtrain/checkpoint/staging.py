@@ -1,50 +1,61 @@
 """Staging: what this rank writes of the state is copied to host memory, and training goes on while that is written.
 
 Of ranks that hold the same part each copies its share of the rows. The memory is made once and used for every save.
+Where a host has not that much, the state is streamed instead: training waits until it is written, block by block.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from meshtrain.checkpoint.placement import part_to_write
+from meshtrain.checkpoint.shard_file import BLOCK
 from meshtrain.checkpoint.state import LocalShard, State
+from meshtrain.errors import bytes_text, group_values
 from meshtrain.huggingface.safetensors import Entry
+from meshtrain.job.host_memory import memory_gib
 from meshtrain.job.pending import Resource, waiting
+from meshtrain.job.process import Job
 from meshtrain.parallel.sharding import Part, shape_of, within
 
 ALIGNED = 64  # bytes; where each tensor begins
+SPARE = 0.1  # of a host's memory, which snapshots leave to what else grows in it
 
 
 class Snapshot:
     """Host memory for this rank's share of a checkpoint. On CUDA it is pinned, so that the copies run beside Python."""
 
-    def __init__(self, state: State, rank: int, device: torch.device) -> None:
+    def __init__(self, state: State, rank: int, device: torch.device, *, streams: bool = False) -> None:
+        """`streams`: nothing is copied; training must not go on before `tensors` were written."""
         self._device = device
         shards = {shard.name: shard for shard in state.shards}  # of two stages with one tied weight, one is enough
-        tensors = {name: tensor for name, tensor in state.placements.items() if name in shards}
-        parts = [(name, tensor.dtype, part_to_write(tensor, state.layout, rank)) for name, tensor in tensors.items()]
-        entries = [(Entry(name, dtype, shape_of(part)), part) for name, dtype, part in parts if part is not None]
-        self._memory = torch.empty(sum(_aligned(entry) for entry, _ in entries), dtype=torch.uint8)
-        self._pinned = device.type == "cuda" and self._memory.nbytes > 0
-        if self._pinned:
-            # As it is: `Tensor.pin_memory` would round its size up to a power of two.
-            pin_memory(self._memory.data_ptr(), self._memory.nbytes)
-        self._memory.zero_()  # the system gives memory when it is touched: now, and not in the first save
-        self._tensors: list[tuple[Entry, Tensor]] = []
-        self._copies: list[tuple[LocalShard, Part, Tensor]] = []  # of a part of the local shard
+        self._copies: list[tuple[LocalShard, Part, Tensor | None]] = []  # of a part of the local shard
+        self._entries: list[Entry] = []
+        self._memory, self._pinned = torch.empty(0, dtype=torch.uint8), False
+        if not streams:
+            self._memory = self._reserve(snapshot_bytes(state, rank))
         offset = 0
-        for entry, part in entries:
-            shard = shards[entry.name]
-            copy = self._memory[offset : offset + entry.nbytes].view(shard.local.dtype).view(entry.shape)
-            self._tensors.append((entry, copy))
+        for entry, part in _entries(state, rank):
+            shard, copy = shards[entry.name], None
+            if not streams:
+                copy = self._memory[offset : offset + entry.nbytes].view(shard.local.dtype).view(entry.shape)
+            self._entries.append(entry)
             self._copies.append((shard, within(part, shard.part), copy))
             offset += _aligned(entry)
         self._events: list[torch.cuda.Event] = []
         self.host_s = 0.0
+
+    def _reserve(self, nbytes: int) -> Tensor:
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        if self._device.type == "cuda" and nbytes:
+            # As it is: `Tensor.pin_memory` would round its size up to a power of two.
+            pin_memory(memory.data_ptr(), nbytes)
+            self._pinned = True
+        return memory.zero_()  # the system gives memory when it is touched: now, and not in the first save
 
     def take(self) -> None:
         """Copies the state as it is now. On CUDA the copies are queued before whatever is computed next."""
@@ -53,7 +64,8 @@ class Snapshot:
             self._events = [torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2)]
             self._events[0].record()
         for shard, part, copy in self._copies:
-            copy.copy_(shard.local[part], non_blocking=True)
+            if copy is not None:
+                copy.copy_(shard.local[part], non_blocking=True)
         if self._events:
             self._events[1].record()
         self.host_s = time.perf_counter() - start
@@ -66,15 +78,63 @@ class Snapshot:
             self._events[1].synchronize()
         return max(self.host_s, self._events[0].elapsed_time(self._events[1]) / 1000)
 
-    def tensors(self) -> Sequence[tuple[Entry, memoryview]]:
-        """The copies, in the order of a file."""
-        return [(entry, copy.view(-1).view(torch.uint8).numpy().data) for entry, copy in self._tensors]
+    def tensors(self) -> Sequence[tuple[Entry, memoryview | Iterable[memoryview]]]:
+        """The copies, or else what they would be copied from, block by block; in the order of a file."""
+        return [
+            (entry, _bytes_of(copy) if copy is not None else _stream(shard, part))
+            for entry, (shard, part, copy) in zip(self._entries, self._copies, strict=True)
+        ]
 
     def close(self) -> None:
         """The memory may go; nothing is taken any more."""
         if self._pinned:
             unpin_memory(self._memory.data_ptr())
             self._pinned = False
+
+
+def snapshot_bytes(state: State, rank: int) -> int:
+    """Of the host memory that the snapshot of a rank takes."""
+    return sum(_aligned(entry) for entry, _ in _entries(state, rank))
+
+
+def find_short_hosts(state: State, job: Job) -> list[str]:
+    """The hosts that have not the memory for the snapshots of their ranks, each with what is needed and what is there.
+    All ranks call it, before any snapshot is made."""
+    room = None
+    with suppress(FileNotFoundError):  # a system that does not tell
+        most, free = memory_gib()
+        room = max(0.0, free - SPARE * most) * 2**30
+    reports = job.gather("looking at the memory for checkpoints", [job.host, snapshot_bytes(state, job.rank), room])
+    short = []
+    for host, ranks in group_values((host, (nbytes, room)) for host, nbytes, room in reports).items():
+        needed, rooms = sum(nbytes for nbytes, _ in ranks), [room for _, room in ranks if room is not None]
+        if rooms and needed > min(rooms):
+            short.append(f"host {host} needs {bytes_text(needed)} and can spare {bytes_text(min(rooms))}")
+    return short
+
+
+def _entries(state: State, rank: int) -> list[tuple[Entry, Part]]:
+    """What this rank writes, in the order of a file."""
+    names = {shard.name for shard in state.shards}
+    parts = [
+        (name, tensor.dtype, part_to_write(tensor, state.layout, rank))
+        for name, tensor in state.placements.items()
+        if name in names
+    ]
+    return [(Entry(name, dtype, shape_of(part)), part) for name, dtype, part in parts if part is not None]
+
+
+def _stream(shard: LocalShard, part: Part) -> Iterator[memoryview]:
+    """The bytes in blocks, of which the last two stay as they are."""
+    data = shard.local[part].contiguous().view(-1).view(torch.uint8)  # itself, as a rule
+    blocks = data.split(BLOCK) if data.numel() else ()
+    room = None if data.is_cpu else [torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    for number, block in enumerate(blocks):
+        yield _bytes_of(block if room is None else room[number % 2][: len(block)].copy_(block))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _aligned(entry: Entry) -> int:

@@ -39,9 +39,10 @@ class Uploads:
                 f"checkpoint.upload: {url} needs a package that is not installed ({error}): "
                 "pip install 'meshtrain[s3]', or 'meshtrain[gcs]'"
             ) from error
-        except ValueError as error:
+        except Exception as error:  # each client has errors of its own
             raise InputError(f"checkpoint.upload: {url}: {error}; expected such as s3://bucket/prefix") from error
         self.url, self.notes = url, list[str]()  # lines to print
+        self.problem: str | None = None  # of the last try
         self.under_way: int | None = None  # the step that is read now
         self._keep, self._evaluations = keep, dict[int, dict[str, float]]()
         self._lock, self._again = threading.Lock(), False
@@ -50,6 +51,13 @@ class Uploads:
     def steps(self) -> list[int]:
         """Those of complete checkpoints, ascending."""
         return [step for step in self._folders() if self._storage.exists(self._path(step, COMPLETE))]
+
+    def set_aside_later(self, step: int) -> None:
+        """Those of later steps than that from which this run goes on: they will be made again."""
+        for later in self.steps():
+            if later > step:
+                self._set_aside(later)
+                self.notes.append(f"{self.url}/{name_of(later)} is set aside: this run went on from before it")
 
     def offer(self, folder: Path) -> None:
         """A checkpoint in this folder is complete: storage is to have it, and those that it lacks. Does not wait."""
@@ -103,19 +111,22 @@ class Uploads:
                 self._again = False
             try:
                 self._bring_up_to_date(folder)
+                self.problem = None
             except Exception as error:  # each client has errors of its own, and none of them is the run's
-                self.notes.append(
-                    f"warning: the upload to {self.url} failed: {type(error).__name__}: {error}; "
-                    "it is tried again with the next checkpoint"
-                )
+                failed_before, self.problem = self.problem is not None, f"{type(error).__name__}: {error}"
+                if not failed_before:
+                    self.notes.append(
+                        f"warning: the upload to {self.url} failed: {self.problem}; it is tried again with each "
+                        "checkpoint, and not said again until one has come through"
+                    )
             self.under_way = None
 
     def _bring_up_to_date(self, folder: Path) -> None:
-        here, there = complete_steps(folder), self.steps()
-        for later in [step for step in there if step > here[-1]]:
-            self._set_aside(later)
-            self.notes.append(f"{self.url}/{name_of(later)} is set aside: this run went on from before it")
-            there.remove(later)
+        here = complete_steps(folder)
+        if not here:
+            return
+        self.set_aside_later(here[-1])
+        there = self.steps()
         if self._keep.keep_best:
             self._evaluations |= {
                 step: self._evaluation(folder, step, step in here)
@@ -124,7 +135,11 @@ class Uploads:
         keep = steps_to_keep({*here, *there}, self._evaluations, self._keep)
         for step in reversed(here):  # the newest first
             if step in keep:
-                self._upload(folder / name_of(step), step, step in there)
+                try:
+                    self._upload(folder / name_of(step), step, step in there)
+                except Exception:
+                    if (folder / name_of(step) / COMPLETE).exists():
+                        raise  # else it was deleted meanwhile
         for step in self._folders():
             if step not in keep and not self._storage.exists(self._path(step, ASIDE)):
                 if step in there:

@@ -11,31 +11,38 @@ from torch import Tensor, nn
 from meshtrain.checkpoint.directory import find_checkpoint, open_manifest, require_checkpoint
 from meshtrain.checkpoint.placement import pieces
 from meshtrain.checkpoint.shard_file import Shard, ShardReader
+from meshtrain.errors import InputError
 from meshtrain.huggingface import load
 from meshtrain.huggingface.load import DTYPES, WeightSource, open_folder
 from meshtrain.huggingface.safetensors import Entry, by_numbers
 from meshtrain.parallel.sharding import Part, overlap, shape_of, within
 
 PREFIX = "model."  # of the weights in a manifest
+AVERAGE = "optimizer.{}.ema"  # the average of a weight
 
 
 @contextmanager
-def open_checkpoint(checkpoint: str | Path) -> Iterator[WeightSource]:
+def open_checkpoint(checkpoint: str | Path, *, ema: bool = False) -> Iterator[WeightSource]:
     """The weights of a checkpoint, or of the newest of a run's folder, by the names that they have in the model.
 
-    Tied ones have their first name only. InputError: there is none. DamagedError: it or its manifest is not whole.
+    Tied ones have their first name only. `ema`: the averages of those that are trained. InputError: there is no
+    checkpoint, or it has no averages. DamagedError: it or its manifest is not whole.
     """
     path = require_checkpoint(checkpoint)
     manifest, _ = open_manifest(path)
     names = [name.removeprefix(PREFIX) for name in manifest.tensors if name.startswith(PREFIX)]
-    tensors = {name: manifest.tensors[PREFIX + name] for name in sorted(names, key=by_numbers)}
+    averages = {name: AVERAGE.format(name) for name in names if ema and AVERAGE.format(name) in manifest.tensors}
+    if ema and not averages:
+        raise InputError(f"{path} holds no averages of weights: they are kept with optimizer.ema_decay")
+    stored = {name: averages.get(name, PREFIX + name) for name in sorted(names, key=by_numbers)}
+    tensors = {name: manifest.tensors[own] for name, own in stored.items()}
     entries = {name: Entry(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     with ShardReader(path, manifest) as files:
         yield WeightSource(
             path,
             entries,
             keys=lambda: manifest.config.get("model", {}),
-            read=lambda name, part: read_part(files, PREFIX + name, part),
+            read=lambda name, part: read_part(files, stored[name], part),
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshtrain.config import Config
-from meshtrain.data.prepare import preparations
+from meshtrain.data.prepare import each_source, preparations
 from meshtrain.data.tokens import verify
 from meshtrain.errors import InputError, plural
 
@@ -44,10 +44,12 @@ def _folders(arguments: argparse.Namespace) -> Iterator[tuple[Path, int | None]]
         return
     config = Config.load(arguments.path, arguments.overrides)
     data, n_outputs = config.data, config.model.keys.get("vocab_size")
-    if data.source == "tokens":
-        paths = [Path(path).expanduser() for path in (data.path, data.validation) if isinstance(path, str)]
-    else:
-        paths = [preparation.folder for preparation in preparations(data)]
+    paths: list[Path] = []
+    for own in each_source(data):
+        if own.source == "tokens":
+            paths += [Path(path).expanduser() for path in (own.path, own.validation) if isinstance(path, str)]
+        else:
+            paths += [preparation.folder for preparation in preparations(own)]
     for path in paths:
         if not path.is_dir():
             raise InputError(f"there is no folder {path} yet: `meshtrain prepare {arguments.path}` makes it")

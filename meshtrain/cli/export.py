@@ -20,10 +20,11 @@ from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.weights import open_checkpoint
 from meshtrain.config import locate
 from meshtrain.errors import InputError, bytes_text
+from meshtrain.huggingface.adapter import adapter_config, adapter_source, merged_source
 from meshtrain.huggingface.export import ExportFolder, WeightFiles, as_input_errors, config_text, plan_export
 from meshtrain.huggingface.load import DTYPES, WeightSource
-from meshtrain.huggingface.safetensors import FILE_BYTES, Entry
-from meshtrain.huggingface.stored_names import FORMATS, StoredTensor, table_of
+from meshtrain.huggingface.safetensors import ADAPTER, FILE_BYTES, SINGLE, Entry
+from meshtrain.huggingface.stored_names import FORMATS, StoredTensor, Table, table_of
 from meshtrain.parallel.mixed_precision import PRECISIONS, compute_dtype
 
 BLOCK = 64 * 2**20  # bytes that are read at a time, unless a row has more
@@ -34,11 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="a checkpoint, or a run's folder: its newest complete one is taken")
     parser.add_argument("folder", metavar="DIR", help="a new folder, or that of an earlier export")
     parser.add_argument("--dtype", choices=list(PRECISIONS), help="of the weights; left out: the run's precision")
+    parser.add_argument("--ema", action="store_true", help="the averaged weights (optimizer.ema_decay)")
     parser.add_argument(
         "--format",
         choices=FORMATS,
         default="original",
         help="original: a tensor per expert, as models are published; fused: as transformers 5 has them in memory",
+    )
+    parser.add_argument(
+        "--adapter", action="store_true", help="the adapters of train.lora alone, for peft; left out: merged"
     )
     parser.add_argument(
         "--model",
@@ -48,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    keywords = {"dtype": options.dtype, "model": options.model, "file_format": options.format}
-    export(options.checkpoint, options.folder, **keywords, say=print)
+    keywords = {"dtype": options.dtype, "model": options.model, "file_format": options.format, "ema": options.ema}
+    export(options.checkpoint, options.folder, **keywords, adapter=options.adapter, say=print)
 
 
 def export(
@@ -59,10 +64,12 @@ def export(
     dtype: str | None = None,
     model: str | None = None,
     file_format: str = "original",
+    ema: bool = False,
+    adapter: bool = False,
     say: Callable[[str], None] = lambda line: None,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Writes the weights of a checkpoint as `train.export` does.
+    """Writes the weights of a checkpoint as `train.export` does, with adapters merged.
 
     Args:
         checkpoint: one, or a run's folder with some.
@@ -70,6 +77,8 @@ def export(
         dtype: of the floating tensors, in torch's words; None: that in which the run computes.
         model: the path of a model file to be run for config.json; None: one of meshtrain's own, if the run used one.
         file_format: of the experts: `original` or `fused`, see `stored_names.table_of`.
+        ema: the averages in the place of the weights.
+        adapter: write the adapters of LoRA alone, for peft.
         say: is given lines for a person: what could not be written, and what was.
         file_bytes: of one file at most, unless a tensor is larger.
 
@@ -77,17 +86,21 @@ def export(
         DamagedError: the checkpoint is not what was written; names file and tensor. InputError: something else is
             wrong with it or with the folder. Nothing is left behind then.
     """
-    with open_checkpoint(checkpoint) as source:
+    with open_checkpoint(checkpoint, ema=ema) as source:
         manifest, _ = read_manifest(source.path)
         if not source.entries:
             raise InputError(
                 f"the checkpoint of step {manifest.step} holds no weights: its tensors are none of a model"
             )
         kind = compute_dtype(dtype or _precision(manifest))
-        module = _module(manifest, model, say)
+        lora, base = _section(manifest, "train").get("lora"), _section(manifest, "model").get("weights")
+        source = adapter_source(source) if adapter else merged_source(source, lora)
+        about = adapter_config(source, lora, base) if adapter else None
+        module = None if adapter else _module(manifest, model, say)
+        table: Table = {} if module is None else table_of(module.Model, file_format)
         config, tokenizer = _config(module, manifest, say), _tokenizer(manifest, say)
-        table = {} if module is None else table_of(module.Model, file_format)
-        files, parts = plan_export(source.entries.values(), kind, file_bytes, table)
+        files, parts = plan_export(source.entries.values(), kind, 2**63 if adapter else file_bytes, table)
+        files = {ADAPTER: files[SINGLE]} if adapter else files
         place = ExportFolder(folder)
         if place.target.resolve().is_relative_to(source.path.resolve()):
             raise InputError(f"{folder} is inside of the checkpoint {source.path}: name a folder somewhere else")
@@ -98,7 +111,7 @@ def export(
                     for file, entries in files.items():
                         for entry in entries:
                             out.write(file, entry, _blocks(source, entry, *parts[entry.name]))
-                place.finish(files, config_text(config, kind), tokenizer)
+                place.finish(files, config_text(config, kind), tokenizer, about)
             finally:
                 place.drop()
     sizes = [entry.nbytes for entries in files.values() for entry in entries]

@@ -24,12 +24,12 @@ COMMANDS = {
     ),
     "plan": (
         "meshtrain.cli.plan",
-        "what a config would do on given hosts, computed without starting anything",
+        "what a config would do on given hosts, with nothing started",
         "meshtrain plan configs/quickstart.yaml --hosts 4,2",
     ),
     "search": (
         "meshtrain.cli.search",
-        "the best layouts of a config on given hosts, found without starting anything",
+        "the best layouts of a config on given hosts, with nothing started",
         "meshtrain search configs/quickstart.yaml --hosts 8x8 --gpu h100",
     ),
     "doctor": (
@@ -50,7 +50,7 @@ COMMANDS = {
     "data": ("meshtrain.cli.data", "whether token files are what was written", "meshtrain data verify data/train"),
     "pipeline": (
         "meshtrain.cli.pipeline",
-        "a pipeline schedule as a timeline: who computes what when, who idles",
+        "a pipeline schedule as a timeline: who computes what when",
         "meshtrain pipeline zbv --ranks 4 --microbatches 8",
     ),
     "checkpoint": (
@@ -72,6 +72,16 @@ COMMANDS = {
         "meshtrain.cli.export",
         "the weights of a checkpoint as a Hugging Face directory",
         "meshtrain export runs/quickstart exported",
+    ),
+    "eval": (
+        "meshtrain.cli.eval",
+        "scores of a checkpoint's model: lm-eval's tasks, perplexity of files",
+        "meshtrain eval runs/quickstart --files README.md",
+    ),
+    "generate": (
+        "meshtrain.cli.generate",
+        "text that a checkpoint's model writes, on any layout",
+        "meshtrain generate runs/quickstart --prompt 'import '",
     ),
     "info": ("meshtrain.cli.info", "versions, GPUs, NCCL, launcher and limits, for a bug report", "meshtrain info"),
     "completion": (
@@ -134,7 +144,8 @@ def _overview() -> str:
             "",
             *(f"  {name.ljust(width)}  {about}" for name, (_, about, _) in COMMANDS.items()),
             "",
-            "`meshtrain COMMAND --help` tells more. Training: python -m meshtrain.train CONFIG [key.path=value ...]",
+            "`meshtrain COMMAND --help` tells more, with an example.",
+            "Training: python -m meshtrain.train CONFIG [key.path=value ...]",
         ]
     )
 

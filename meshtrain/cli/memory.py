@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from meshtrain.config import Optimizer as OptimizerConfig
 from meshtrain.config.model_spec import ModelSpec
 from meshtrain.errors import fold_names
 from meshtrain.huggingface.stored_names import is_weight
 from meshtrain.layout import EXPERT_AXES, FSDP_AXES, Layout
-from meshtrain.optim.registry import update_rule
-from meshtrain.parallel.sharding import Cut, ParameterSpec, Shape, chunk_range, expert_shard_dim
+from meshtrain.optim.groups import state_specs
+from meshtrain.parallel.sharding import Cut, ParameterSpec, Shape, chunk_range, expert_shard_dim, optimizer_shard
 from meshtrain.parallel.tp_plan import STYLES, expert_modules, split_layers
 
 CUT = {0: "rows", 1: "columns", None: "held by all"}  # by the dim that `tp` cuts
@@ -82,29 +83,31 @@ def held_by_ranks(
     parameters: Iterable[ParameterSpec],
     layout: Layout,
     precision: str,
-    optimizer: str,
+    optimizer: OptimizerConfig,
     placement: Sequence[int] = (0,),
-    state_precision: str = "float32",
+    shard_optimizer: bool = False,
 ) -> MemoryUse:
     """How many parameters the ranks of a layout hold, and their bytes; float32 whatever is computed in, or float64.
 
     `placement`: stage -> its index on `pp`. A parameter of two stages with one index is there twice.
     """
     size = 8 if precision == "float64" else 4
-    state_of = update_rule(optimizer, state_precision).state_specs
     total = 0
     weights: list[Counter[_Kind]] = [Counter() for _ in range(layout.size("pp"))]
+    gradients: list[Counter[_Kind]] = [Counter() for _ in weights]
     state: list[Counter[_Kind]] = [Counter() for _ in weights]
     for parameter in parameters:
         total += math.prod(parameter.dims)
         for index in (placement[stage] for stage in parameter.stages):
             weights[index][parameter.dims, parameter.cuts] += 1
-            for tensor in state_of(parameter).values() if parameter.trainable else ():
+            gradients[index][parameter.dims, parameter.cuts] += size * parameter.trainable
+            updated = optimizer_shard(parameter, layout) if shard_optimizer else parameter
+            for tensor in state_specs(optimizer, updated).values() if parameter.trainable else ():
                 state[index][tensor.dims, tensor.cuts] += size if tensor.dtype is None else tensor.dtype.itemsize
     by_pp = tuple(_fewest_and_most(kinds, layout) for kinds in weights)
     fewest, most = min(fewest for fewest, _ in by_pp), max(most for _, most in by_pp)
-    state_bytes = max(_fewest_and_most(kinds, layout)[1] for kinds in state)
-    return MemoryUse(total, fewest, most, by_pp, most * size, most * size, state_bytes)
+    gradient_bytes, state_bytes = (max(_fewest_and_most(of, layout)[1] for of in kinds) for kinds in (gradients, state))
+    return MemoryUse(total, fewest, most, by_pp, most * size, gradient_bytes, state_bytes)
 
 
 _Kind = tuple[Shape, tuple[Cut, ...]]  # tensors of one shape that are cut in the same way: few, however many layers

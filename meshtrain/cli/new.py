@@ -25,4 +25,4 @@ def run(arguments: argparse.Namespace) -> None:
     except OSError as error:
         raise InputError(f"{folder} cannot be made ({error.strerror}): name another folder") from error
     print(f"{folder}: {', '.join([path.name for path in files] + ['job.sbatch'])}")
-    print(f"  cd {folder}\n  python -m meshtrain.train train.yaml\n  python -m pytest test_model.py")
+    print(f"  cd {folder}\n  python -m meshtrain.train train.yaml\n  python test_model.py")

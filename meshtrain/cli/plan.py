@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from meshtrain.cli.memory import MemoryUse, held_by_ranks, parameter_json, parameters_of, table
 from meshtrain.config import Config
 from meshtrain.config.layout_advice import host_warnings
-from meshtrain.config.model_spec import model_spec
-from meshtrain.data.order import BatchSplit, describe_batch
+from meshtrain.config.model_spec import spec_of
+from meshtrain.data.order import BatchSizes, BatchSplit, describe_batch, describe_ramp
 from meshtrain.errors import InputError, bytes_text
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.optim.registry import update_rule
@@ -50,7 +50,8 @@ class Plan:
 
     config: str
     layout: Layout
-    batch: BatchSplit
+    batch: BatchSplit  # of the largest, where it changes
+    ramp: BatchSizes
     precision: str
     parameters: tuple[ParameterSpec, ...]
     memory: MemoryUse
@@ -76,23 +77,25 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
         config = Config.load(name, list(overrides), world_size=fixed.world_size)  # what was left open is checked now
     assert config.resolved is not None  # it was loaded for this number of processes
     layout = config.resolved.on_hosts(hosts)
-    batch = BatchSplit(config.batch.global_size, config.batch.micro_size, layout.size(*DATA_AXES))
+    batch = BatchSplit(config.batch.sizes.largest, config.batch.micro_size, layout.size(*DATA_AXES))
     pipeline = _pipeline(config, layout) if layout.size("pp") > 1 else None
     stages = None if pipeline is None else pipeline.holding
-    spec = model_spec(config.model.name, config.model.keys)
+    spec = spec_of(config)
     parameters = tuple(parameters_of(spec, layout, stages))
     placement = (0,) if pipeline is None else pipeline.schedule.placement
-    precision, rule = config.train.precision, (config.optimizer.name, config.optimizer.state_precision)
-    memory = held_by_ranks(parameters, layout, precision, rule[0], placement, rule[1])
+    precision = config.train.precision
+    memory = held_by_ranks(parameters, layout, precision, config.optimizer, placement, config.parallel.shard_optimizer)
     from meshtrain.modeling.context import context_costs  # they bring torch, as the model has
     from meshtrain.modeling.experts import expert_costs
 
-    optimizer, costs = update_rule(*rule).title, (context_costs(config, layout), expert_costs(config, layout))
-    return Plan(name, layout, batch, precision, parameters, memory, optimizer, pipeline, *costs, tuple(notes))
+    title = update_rule(config.optimizer.name, config.optimizer.state_precision).title
+    optimizer, costs = title, (context_costs(config, layout), expert_costs(config, layout))
+    sizes = config.batch.sizes
+    return Plan(name, layout, batch, sizes, precision, parameters, memory, optimizer, pipeline, *costs, tuple(notes))
 
 
 def _pipeline(config: Config, layout: Layout) -> PipelinePlan:
-    from meshtrain.modeling.build import check_stages, describe_pipeline, spec_of, stages_of  # they bring torch
+    from meshtrain.modeling.build import check_stages, describe_pipeline, stages_of  # they bring torch
     from meshtrain.pipeline.stage import stages_of_parameter
 
     schedule, split = stages_of(config, layout)
@@ -112,7 +115,7 @@ def plan_text(plan: Plan, each_parameter: bool = False) -> str:
         below = [layout_text(layout, MOST_LINES)]
     lines = [
         f"plan of {plan.config}",
-        describe_batch(shape.global_size, shape.micro_size, shape.data_ranks),
+        *describe_ramp(plan.ramp, shape.micro_size, shape.data_ranks),
         *(() if plan.context is None else (plan.context.describe(),)),
         *_memory_lines(plan),
         *(() if plan.experts is None else (plan.experts.line,)),
@@ -156,6 +159,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         ],
         "batch": {
             **asdict(batch),
+            "changes": [list(change) for change in plan.ramp.changes],
             "accumulation": batch.accumulation,
             "samples_per_rank": list(batch.shares),
             "idle": batch.idle,
@@ -241,6 +245,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hosts", metavar="COUNTS", help="processes on each host: 4,2 (two hosts), 4x8 (four hosts of 8), 4x8,2"
     )
     parser.add_argument("--parameters", action="store_true", help="tell what each parameter becomes")
+    about = "draw the learning rate, the batch size and the mixture over the steps instead"
+    parser.add_argument("--schedule", action="store_true", help=about)
     parser.add_argument("--gpu", metavar="NAME", help="whether it fits, and what a step takes: h100, or a file")
     parser.add_argument("--png", metavar="FILE", help="write memory and step as a picture (.svg and .pdf work, too)")
     parser.add_argument("--against", metavar="RUN", help="what a run has measured beside what is foreseen of it")
@@ -252,6 +258,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.calibrate or arguments.against:
         _measured(arguments)
+        return
+    if arguments.schedule:
+        _schedule(arguments)
         return
     hosts = None if arguments.hosts is None else read_hosts(arguments.hosts)
     plan = make_plan(arguments.config, arguments.overrides, hosts)
@@ -284,6 +293,16 @@ def _foreseen(arguments: argparse.Namespace, hosts: Sequence[int]) -> "tuple[Pre
     if (hardware := prediction.hardware) is not None:
         lines += ["", *step_lines(prediction.step), f"  rates: {hardware.source} of {hardware.device.name}"]
     return prediction, lines
+
+
+def _schedule(arguments: argparse.Namespace) -> None:
+    from meshtrain.cli.schedule import courses_of, draw_schedule, schedule_json, schedule_text
+
+    config = Config.load(arguments.config, arguments.overrides)
+    courses = courses_of(config)
+    if arguments.png is not None:
+        draw_schedule(arguments.png, config, courses)
+    print(json.dumps(schedule_json(config, courses)) if arguments.json else schedule_text(config, courses))
 
 
 def _measured(arguments: argparse.Namespace) -> None:

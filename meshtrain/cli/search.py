@@ -54,7 +54,8 @@ def run(arguments: argparse.Namespace) -> None:
     config = replace(config, resolved=config.resolved.on_hosts(hosts))
     forecast = space.forecast(config, hardware, arguments.max_memory)
     search = space.Search(space.Space(config, vary, fixed), forecast, arguments.goal)
-    results = search.run(load, arguments.show)
+    error = space.NEAR if hardware.source == "data sheet" else hardware.error  # as calibrated
+    results = search.run(load, arguments.show, error)
     if not results:
         raise InputError("\n".join(["no layout of these hosts is found", *_rejected(search)]))
     if arguments.write:
@@ -62,11 +63,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(search_json(search, results)))
         return
-    count, seconds = (
-        f"{search.space.count:,} candidates for {describe_hosts(search.space.placed)}",
-        time.monotonic() - begin,
-    )
-    print(f"{count}, {search.predicted:,} predicted in full ({seconds:.1f} s)")
+    count = f"{search.space.count:,} candidates for {describe_hosts(search.space.placed)}"
+    print(f"{count}, {search.predicted:,} predicted in full ({time.monotonic() - begin:.1f} s)")
     print(*columns(_rows(search, results)), *_rejected(search), sep="\n")
     print(f"run 1: {' '.join(map(shlex.quote, [*settings, *results[0].overrides(config)]))}")
 

@@ -19,7 +19,16 @@ from meshtrain.config.convert import keys_of, read_section
 from meshtrain.config.errors import ConfigError, ConfigErrors, nearest, yaml_text
 from meshtrain.config.model import read_model
 from meshtrain.config.schema import NAMES, SECTIONS, Data, Fault, ModelSection, Optimizer
-from meshtrain.config.tensor import check_context, check_experts, check_float8, check_split, check_stages, expert_ranks
+from meshtrain.config.tensor import (
+    check_context,
+    check_experts,
+    check_float8,
+    check_groups,
+    check_split,
+    check_stages,
+    check_tuning,
+    expert_ranks,
+)
 from meshtrain.config.yaml_reader import Node, apply_overrides, read_file, write
 from meshtrain.errors import InputError
 from meshtrain.layout import AXES, Layout
@@ -86,9 +95,11 @@ class Config:
         layout = None if sizes is None else checks.resolve_layout(draft, sizes, world_size, again)
         if sizes is not None and (layout is not None or world_size is None):  # one of them may still be -1
             known = sizes if layout is None else layout.sizes
-            for check in (check_split, check_context, check_experts, check_float8, check_stages):
+            for check in (check_tuning, check_split, check_context, check_experts, check_float8, check_stages):
                 check(draft, known)
+            checks.check_copies(draft, known)
             checks.check_device(draft, known, device)
+        check_groups(draft)
         checks.check_rules(draft)
         checks.check_chaos(draft, None if again else world_size)
         if for_training:

@@ -13,11 +13,12 @@ from meshtrain.checkpoint.directory import find_checkpoint
 from meshtrain.config.convert import INVALID, convert, seconds
 from meshtrain.config.errors import ConfigError, Place, nearest
 from meshtrain.config.layout_advice import resolve, world_sizes_text
-from meshtrain.config.schema import SINKS, SOURCES, Fault
+from meshtrain.config.schema import SINKS, SOURCES, Fault, ParamGroup, Source
 from meshtrain.config.yaml_reader import Node, describe
+from meshtrain.data.order import MOST_SOURCES, BatchSizes, changes_of, whole_weights
 from meshtrain.errors import InputError, any_of
 from meshtrain.huggingface import safetensors as weights
-from meshtrain.layout import AXES, Layout, LayoutError, unknown_axis
+from meshtrain.layout import AXES, NOT_WITH_FSDP, Layout, LayoutError, unknown_axis
 
 _OF_TEXT = ("python-stdlib", "text", "jsonl", "parquet")  # a tokenizer reads them
 OF_TOKENS = (*_OF_TEXT, "tokens", "megatron")
@@ -91,7 +92,8 @@ def one_length(steps: int | None, epochs: int | None) -> Problems:
 
 
 @rule("batch.micro_size", "batch.global_size")
-def micro_batch_fits(micro_size: int, global_size: int) -> Problems:
+def micro_batch_fits(micro_size: int, size: Any) -> Problems:
+    global_size = min(BatchSizes.of(size).sizes)
     if micro_size > global_size:
         yield (
             f"batch.micro_size {micro_size} is more than batch.global_size {global_size}, all samples of a step: "
@@ -125,6 +127,22 @@ def decay_fits(decay_steps: int | None, schedule: str, warmup_steps: int, steps:
         yield (
             f"optimizer.warmup_steps {warmup_steps} and optimizer.decay_steps {decay_steps} are more than "
             f"train.steps {steps} together: use a decay_steps of at most {steps - warmup_steps}"
+        )
+
+
+@rule("train.use_ema", "optimizer.ema_decay")
+def average_is_kept(use_ema: bool, ema_decay: float | None) -> Problems:
+    if use_ema and ema_decay is None:
+        yield "train.use_ema needs an average of the weights: give optimizer.ema_decay, such as 0.999"
+
+
+@rule("optimizer.state_precision", "optimizer.name", "optimizer.groups")
+def states_round(precision: str, name: str, groups: tuple[ParamGroup, ...]) -> Problems:
+    others = sorted({name, *(group.name for group in groups if group.name)} - {"adamw"})
+    if precision != "float32" and others:
+        yield (
+            f"optimizer.state_precision {precision} is built for adamw, and parameters here have "
+            f"{any_of(others, 'and')}: use float32"
         )
 
 
@@ -164,8 +182,12 @@ def sinks_have_names(sinks: tuple[str, ...], options: dict[str, Any], tensorboar
         yield f"metrics.sink_options has options of {name}, which is not among metrics.sinks: add it there"
 
 
-@rule("data.path", "data.source")
-def path_for_source(path: str | None, source: str) -> Problems:
+@rule("data.path", "data.source", "data.sources")
+def path_for_source(path: str | None, source: str, sources: tuple[Source, ...]) -> Problems:
+    if sources:
+        if path is not None:
+            yield "data.path is of one source, and data.sources gives several, each with a path: take data.path away"
+        return
     needed = SOURCES.get(source)  # a user's own file: its business
     if source in SOURCES and needed is None and path is not None:
         others = [name for name, needs in SOURCES.items() if needs]
@@ -174,9 +196,31 @@ def path_for_source(path: str | None, source: str) -> Problems:
         yield f"data.source {source} needs data.path: {needed}"
 
 
-@rule("data.text_field", "data.source")
-def field_of_source(field: str, source: str) -> Problems:
-    if field != "text" and source not in ("jsonl", "parquet"):
+@rule("data.sources", "data.source")
+def sources_mix(sources: tuple[Source, ...], source: str) -> Problems:
+    names = [own.name for own in sources]
+    for name in sorted({name for name in names if names.count(name) > 1 or not name}):
+        yield f"data.sources: {names.count(name)} of them have the name {name!r}: each needs one of its own"
+    for own in sources:
+        kind = own.source or source
+        if kind not in OF_TOKENS:
+            yield f"data.sources: {own.name} is of the kind {kind}, and text or tokens are mixed: {any_of(OF_TOKENS)}"
+        elif (SOURCES[kind] is None) != (own.path is None):
+            needs = f"needs a path: {SOURCES[kind]}" if SOURCES[kind] else "takes no path: take it away"
+            yield f"data.sources: {own.name} is of the kind {kind}, which {needs}"
+    if len(sources) > MOST_SOURCES:
+        yield f"data.sources has {len(sources)} sources: at most {MOST_SOURCES} are mixed"
+    for step, of_sources in changes_of([own.weight for own in sources]):
+        try:
+            whole_weights(of_sources)
+        except ValueError as error:
+            yield f"data.sources, from step {step} on: {error}"
+
+
+@rule("data.text_field", "data.source", "data.sources")
+def field_of_source(field: str, source: str, sources: tuple[Source, ...]) -> Problems:
+    kinds = {source, *(own.source for own in sources)}
+    if field != "text" and not kinds & {"jsonl", "parquet"}:
         yield f"data.source {source} has no fields, of which data.text_field names one: take it away"
 
 
@@ -201,6 +245,17 @@ def sequence_fits_model(seq_len: int, most: int, source: str, *ropes: dict[str, 
         yield (
             f"data.seq_len {seq_len} is more than model.max_position_embeddings {most}: "
             f"shorten the sequences to {most}, or raise the model's key to {seq_len}"
+        )
+
+
+@rule("data.seq_len_warmup", "data.seq_len", "data.source")
+def warmup_ends_at_length(warmup: tuple[tuple[int, int], ...], seq_len: int, source: str) -> Problems:
+    if warmup and source not in OF_TOKENS:
+        yield f"data.seq_len_warmup cuts samples of text or tokens, and data.source is {source}: take it away"
+    elif warmup and (warmup[-1][1] != seq_len or max(length for _, length in warmup) > seq_len):
+        yield (
+            f"data.seq_len_warmup is {', '.join(str(length) for _, length in warmup)}: expected lengths up to "
+            f"data.seq_len {seq_len}, and this one as the last"
         )
 
 
@@ -303,10 +358,15 @@ def check_files(draft: ConfigDraft) -> None:
     endings = (".bin", ".idx") if source == "megatron" else ("",)
     if source not in SOURCES:
         _report_missing(draft, "data.source")
-    if SOURCES.get(source):
+    sources = draft.values.get("data.sources", ())
+    if SOURCES.get(source) and not sources:
         _report_missing(draft, "data.path", endings)
+    for own in sources if sources is not INVALID else ():
+        pair = (".bin", ".idx") if (own.source or source) == "megatron" else ("",)
+        _report_missing(draft, "data.sources", pair, path=own.path)
     if source in SOURCES:
-        _report_missing(draft, "data.validation", endings)
+        first = sources[0].source or source if sources and sources is not INVALID else source
+        _report_missing(draft, "data.validation", (".bin", ".idx") if first == "megatron" else ("",))
     if source in OF_TOKENS:
         _report_missing(draft, "data.tokenizer", words=("bytes",))
     _report_missing(draft, "checkpoint.resume", words=RESUME)
@@ -332,22 +392,23 @@ def _check_export(draft: ConfigDraft, export: Any, start: Any) -> None:
 
 
 def _report_missing(
-    draft: ConfigDraft, key: str, endings: tuple[str, ...] = ("",), words: tuple[str, ...] = ()
+    draft: ConfigDraft, key: str, endings: tuple[str, ...] = ("",), words: tuple[str, ...] = (), path: Any = None
 ) -> None:
-    """Reports that a path is not there, which may have these endings; `words` and values that are no text are none."""
-    name = draft.values.get(key)
+    """Reports that a path is not there, which may have these endings; `words` and values that are no text are none.
+    `path`: in the place of the key's value."""
+    name = path or draft.values.get(key)
     if not isinstance(name, str) or name in words:
         return
     if endings != ("",) and name.endswith(endings):
         name = name[:-4]  # one file of the pair stands for both
     for ending in endings:
-        path = Path(name + ending).expanduser().absolute()
-        if not path.exists():
-            above = next((parent for parent in path.parents if parent.is_dir()), path.parent)
-            hint = "" if above == path.parent else f"; the folder {above} is there, what follows is not"
+        file = Path(name + ending).expanduser().absolute()
+        if not file.exists():
+            above = next((parent for parent in file.parents if parent.is_dir()), file.parent)
+            hint = "" if above == file.parent else f"; the folder {above} is there, what follows is not"
             suggestion = nearest(name, words)
             way = f"did you mean {suggestion}?" if suggestion else "mend the path or create the file"
-            draft.refuse(key, f"there is no {path}{hint}: {way}")
+            draft.refuse(key, f"there is no {file}{hint}: {way}")
             return
 
 
@@ -395,6 +456,12 @@ def resolve_layout(draft: ConfigDraft, sizes: dict[str, int], world_size: int | 
         suggestion = f". This job was started again with {world_size}: {worlds}" if again else ""
         draft.report(draft.place_of_any(("layout", *(f"layout.{axis}" for axis in sizes))), f"{error}{suggestion}")
         return None
+
+
+def check_copies(draft: ConfigDraft, sizes: dict[str, int]) -> None:
+    """Reports a `parallel.shard_optimizer` beside FSDP."""
+    if draft.values["parallel.shard_optimizer"] is True and max(sizes.get("dp_shard", 1), sizes.get("cp", 1)) > 1:
+        draft.report(draft.place_of_any(("parallel.shard_optimizer", "layout")), f"parallel.{NOT_WITH_FSDP}")
 
 
 def check_device(draft: ConfigDraft, sizes: dict[str, int], device: str | None) -> None:

@@ -234,6 +234,8 @@ def _report_misfit(node: Node, hint: Any, name: str, errors: list[ConfigError], 
 
 
 def _convert_list(node: Node, option: Any, name: str, errors: list[ConfigError], limits: Limits) -> Any:
+    if is_stepwise(option):
+        return _convert_stepwise(node, option, name, errors, limits)
     items, args = node.value, get_args(option)
     kind = get_origin(option) or option
     if _has_fixed_length(option):
@@ -247,6 +249,30 @@ def _convert_list(node: Node, option: Any, name: str, errors: list[ConfigError],
     pairs = enumerate(zip(items, inner, strict=True))
     values = [convert(item, hint, f"{name}[{i}]", errors, limits) for i, (item, hint) in pairs]
     return INVALID if INVALID in values else kind(values)
+
+
+def is_stepwise(option: Any) -> bool:
+    """Whether an annotation is one of values that change at steps, [[0, 64], [2000, 256]]."""
+    args = get_args(option)
+    return bool(args) and get_origin(args[0]) is tuple and args[1:] == (...,) and get_args(args[0])[0] is int
+
+
+def _convert_stepwise(node: Node, option: Any, name: str, errors: list[ConfigError], limits: Limits) -> Any:
+    before, hint = len(errors), get_args(get_args(option)[0])[1]
+    pairs = []
+    for i, pair in enumerate(node.value):
+        if not isinstance(pair.value, list) or len(pair.value) != 2:
+            message = f"{name}[{i}]: expected [step, value], found {describe(pair.value)}"
+            errors.append(ConfigError(pair.at, message))
+            continue
+        step, value = pair.value
+        first = convert(step, int, f"{name}[{i}][0]", errors, Limits(minimum=0))
+        pairs.append((first, convert(value, hint, f"{name}[{i}][1]", errors, limits)))
+    steps = [step for step, _ in pairs]
+    if len(errors) == before and (steps[:1] != [0] or steps != sorted(set(steps))):
+        listed = ", ".join(map(str, steps)) or "none"
+        errors.append(ConfigError(node.at, f"{name}: expected steps that begin with 0 and ascend, found {listed}"))
+    return tuple(pairs) if len(errors) == before else INVALID
 
 
 def _is_broken(node: Node) -> bool:
@@ -309,6 +335,8 @@ def _kind(option: Any, limits: Limits) -> str:
     if kind is str and limits.names:
         path = f", or the path of a file that ends in {limits.suffix}" if limits.suffix else ""
         return ("one of " if len(limits.names) > 1 else "") + any_of(limits.names) + path
+    if is_stepwise(option):
+        return f"a list of changes [[0, value], [step, value]] with {_kind(get_args(args[0])[1], limits)}"
     if kind in (list, tuple):
         items = {bool: "values true or false", int: "integers", float: "numbers", str: "texts"}
         inner = args[0] if args else Any
@@ -328,7 +356,7 @@ def _suggest(value: Any, hint: Any) -> str:
     options = _options(hint)
     if isinstance(value, float) and value.is_integer() and int in options:
         return f"write {int(value)}"
-    lists = [option for option in options if (get_origin(option) or option) in (list, tuple)]
+    lists = [o for o in options if (get_origin(o) or o) in (list, tuple) and not is_stepwise(o)]
     if lists and isinstance(value, int | float | str) and not _has_fixed_length(lists[0]):
         return f"write [{yaml_text(value)}]"
     if not isinstance(value, str):

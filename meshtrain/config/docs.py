@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from meshtrain.config import locate
-from meshtrain.config.convert import NO_LIMITS, Key, Limits, describe_type, is_mapping, keys_of
+from meshtrain.config.convert import NO_LIMITS, Key, Limits, describe_type, is_mapping, is_stepwise, keys_of
 from meshtrain.config.errors import yaml_text
 from meshtrain.config.schema import NAMES, SECTIONS, ModelSection
 
@@ -118,6 +118,10 @@ def value_schema(hint: Any, limits: Limits = NO_LIMITS) -> dict[str, Any]:
         names = {"enum": list(limits.names)}
         file = {"type": "string", "pattern": re.escape(limits.suffix or "") + "$"}
         return {"anyOf": [names, file]} if limits.suffix else names
+    if is_stepwise(hint):
+        pair = [value_schema(int, Limits(minimum=0)), value_schema(get_args(args[0])[1], limits)]
+        items = {"type": "array", "items": pair, "minItems": 2, "maxItems": 2}
+        return {"type": "array", "items": items, "minItems": 1}
     if kind in (list, tuple):
         inner = [value_schema(argument, limits) for argument in args if argument is not Ellipsis]
         fixed = {"minItems": len(args), "maxItems": len(args)} if kind is tuple and args and ... not in args else {}

@@ -13,12 +13,17 @@ from meshtrain.config.convert import INVALID
 if TYPE_CHECKING:
     from torch import nn
 
+    from meshtrain.config import Config
+    from meshtrain.config.schema import Lora
+
 
 class ModelSpec:
     """A model: the module of its file, and the keys of its `Config`."""
 
-    def __init__(self, module: ModuleType, keys: Mapping[str, Any]) -> None:
-        self.module, self.keys = module, dict(keys)
+    def __init__(
+        self, module: ModuleType, keys: Mapping[str, Any], freeze: tuple[str, ...] = (), lora: "Lora | None" = None
+    ) -> None:
+        self.module, self.keys, self.freeze, self.lora = module, dict(keys), freeze, lora
 
     @property
     def config(self) -> Any:
@@ -41,20 +46,38 @@ class ModelSpec:
         import torch  # a model's file has brought it; a config whose model is not asked does without
 
         with torch.device("meta"):
-            return self.module.Model(self.config)
+            return self.tuned(self.module.Model(self.config))
+
+    def tuned(self, model: "nn.Module") -> "nn.Module":
+        """A plain model with what `train.freeze` and `train.lora` make of it. Patterns are checked by the config."""
+        if not self.freeze and self.lora is None:
+            return model
+        from meshtrain.parallel.linear.lora import add_adapters, freeze  # brings torch
+
+        freeze(model, self.freeze)
+        if (lora := self.lora) is not None:
+            add_adapters(model, lora.match, lora.rank, lora.alpha or lora.rank, lora.dropout)
+        return model
 
 
 _latest: list[ModelSpec] = []
 
 
-def model_spec(name: str, keys: Mapping[str, Any]) -> ModelSpec:
+def model_spec(
+    name: str, keys: Mapping[str, Any], freeze: tuple[str, ...] = (), lora: "Lora | None" = None
+) -> ModelSpec:
     """The spec of a model, the same one for the same model. Raises what `locate.model_file` does."""
     module = locate.model_file(name)
     for spec in _latest:
-        if spec.module is module and spec.keys == dict(keys):
+        if (spec.module, spec.keys, spec.freeze, spec.lora) == (module, dict(keys), freeze, lora):
             return spec
-    _latest[:] = [ModelSpec(module, keys), *_latest[:1]]  # the second: the same with fewer layers, to be traced
+    new = ModelSpec(module, keys, freeze, lora)
+    _latest[:] = [new, *_latest[:1]]  # the second: the same with fewer layers, to be traced
     return _latest[0]
+
+
+def spec_of(config: "Config") -> ModelSpec:
+    return model_spec(config.model.name, config.model.keys, config.train.freeze, config.train.lora)
 
 
 def draft_model(draft: ConfigDraft) -> ModelSpec | None:
@@ -63,8 +86,9 @@ def draft_model(draft: ConfigDraft) -> ModelSpec | None:
     name, *_ = (values.pop(key, INVALID) for key in ("name", "preset", "weights"))
     if name is INVALID or INVALID in values.values():
         return None
+    freeze, lora = draft.values.get("train.freeze"), draft.values.get("train.lora")
     try:
-        spec = model_spec(name, values)
+        spec = model_spec(name, values, () if freeze is INVALID else freeze or (), None if lora is INVALID else lora)
         _ = spec.meta
         return spec
     except Exception as error:  # the file may be the user's; torch has several for sizes that no tensor has

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshtrain.config.convert import key, seconds
+from meshtrain.data.order import BatchSizes
 from meshtrain.optim.registry import OPTIMIZERS
 from meshtrain.pipeline.schedule import NAMES as NAMES_OF_SCHEDULES
 
@@ -46,6 +47,22 @@ class ModelSection:
 
 
 @dataclass(frozen=True)
+class Source:
+    """One source of a mixture. Their samples are mixed by exact shares: see [data](data.md#mixtures)."""
+
+    name: str = key()
+    """What it is called in metrics, and what its order of samples is drawn from."""
+    path: str | None = key(None, path=True, also="data_path file dir")
+    """As `data.path`."""
+    weight: float | tuple[tuple[int, float], ...] = key(1.0, minimum=0, also="weights ratio share proportion")
+    """Its share of the samples, in proportion to the weights of the others."""
+    epochs: int | None = key(None, minimum=1, also="max_epochs repeat")
+    """The most passes over it that a run may make: one that would make more is refused at its start."""
+    source: str | None = key(None, names=tuple(SOURCES), also="type kind")
+    """As `data.source`, which is the default: a source of text or tokens."""
+
+
+@dataclass(frozen=True)
 class Data:
     """What the model learns from."""
 
@@ -60,6 +77,8 @@ class Data:
         path=True,
         also="data_path file dataset_path dir root",
     )
+    sources: tuple[Source, ...] = key((), also="mixture blend data_mixture datasets")
+    """Several sources that are mixed, in the place of `path`; the keys of each are below."""
     validation: float | str = key(0.02, path=True, minimum=0, below=1, also="val valid split validation_split")
     """What is held out to measure the model: a share of the documents or samples, the path of another set, or 0 for
     nothing."""
@@ -69,6 +88,8 @@ class Data:
     """For `jsonl` and `parquet`: the field that is the text of a document."""
     seq_len: int = key(256, minimum=1, also="sequence_length seq_length context_length block_size max_seq_len")
     """Tokens of a sample."""
+    seq_len_warmup: tuple[tuple[int, int], ...] = key((), minimum=1, also="sequence_length_warmup curriculum_learning")
+    """Lengths to which samples are cut in the first steps, the last of which is `seq_len`: `[[0, 64], [1000, 256]]`."""
     mask_documents: bool = False
     """Whether attention stays inside of a document where several share a sample. On GPUs in 16 bits the faster way."""
     augment: bool = key(False, also="augmentation")
@@ -89,10 +110,18 @@ class Data:
 class Batch:
     """How many samples make a step, and how many go through the model at once."""
 
-    global_size: int = key(minimum=1, also="batch_size global_batch_size train_batch_size size")
-    """Samples of a step, over all ranks, whatever the layout."""
+    global_size: int | tuple[tuple[int, int], ...] = key(
+        minimum=1, also="batch_size global_batch_size train_batch_size size rampup_batch_size"
+    )
+    """Samples of a step, over all ranks, whatever the layout. `[[0, 64], [2000, 256]]` is 64 in the first 2000 steps,
+    and 256 from then on."""
     micro_size: int = key(minimum=1, also="micro_batch_size per_device_train_batch_size local_batch_size")
     """Samples of one forward on one rank. The number of forwards per step follows from it."""
+
+    @property
+    def sizes(self) -> BatchSizes:
+        """`global_size` of each step."""
+        return BatchSizes.of(self.global_size)
 
 
 @dataclass(frozen=True)
@@ -137,6 +166,9 @@ class Parallel:
     schedule computes whole backwards; not on CPUs."""
     reshard_after_forward: bool = True
     """FSDP: whether a block's gathered weights are let go after forward and gathered again in backward."""
+    shard_optimizer: bool = key(False, also="zero1 zero_1 zero_stage use_distributed_optimizer distributed_optimizer")
+    """DDP: whether the copies of `dp_replicate` share the optimizer's work and states (ZeRO-1): each updates some rows
+    of every parameter and sends them to the others. FSDP does so anyway."""
     reduce_precision: Literal["float32", "bfloat16"] | None = key(None, also="reduce_dtype grad_reduce_dtype")
     """The numbers in which gradients are sent and summed over the data ranks. With `bfloat16` half as much is sent, and
     the rounding depends on the layout. null: as they are kept, in float32 or float64."""
@@ -164,11 +196,28 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
+class ParamGroup:
+    """One group: parameters by their names, and what their updates have of their own. The first group whose pattern
+    matches a name counts."""
+
+    match: str = key(also="pattern params parameters name_pattern")
+    """A pattern of names, such as `*norm*` or `model.layers.*.self_attn.*`."""
+    lr: float | None = key(None, above=0, also="learning_rate max_lr")
+    """Their highest learning rate, which follows the same course. null: `optimizer.lr`."""
+    lr_scale: float = key(1.0, above=0, also="lr_mult lr_multiplier")
+    """What multiplies `optimizer.lr` for them: an `lr` that follows it."""
+    weight_decay: float | None = key(None, minimum=0, also="wd")
+    """Their decay. null: `optimizer.weight_decay` of those with two or more dims."""
+    name: OptimizerName | None = key(None, also="optimizer type")  # noqa: RUF009 (a Literal)
+    """Their optimizer. null: `optimizer.name`."""
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """The optimizer, and the learning rate over the run."""
 
     name: OptimizerName = key("adamw", also="type optimizer")  # noqa: RUF009 (a Literal)
-    """The optimizer."""
+    """The optimizer. `muon` is for matrices: embeddings, heads and what has one dim get `adamw`."""
     lr: float = key(3e-4, above=0, also="learning_rate max_lr")
     """The highest learning rate."""
     min_lr: float = key(0.0, minimum=0, also="lr_min final_lr")
@@ -184,6 +233,14 @@ class Optimizer:
     same on every layout; a checkpoint fits runs with the same value. `float32`: the type of the weights."""
     weight_decay: float = key(0.1, minimum=0)
     """Decay of the weights with two or more dims; the others do not decay."""
+    momentum: float = key(0.95, minimum=0, below=1)
+    """The decay rate of the momentum of Muon and SGD."""
+    nesterov: bool = True
+    """Muon and SGD: whether a step looks ahead along the momentum."""
+    ema_decay: float | None = key(None, above=0, below=1, also="ema ema_beta ema_alpha use_ema")
+    """The decay rate, in each update, of an average of all weights that is kept beside them. null: none is kept."""
+    groups: tuple[ParamGroup, ...] = key((), also="param_groups parameter_groups")
+    """Parameters with a rate, a decay or an optimizer of their own; the keys of each group are below."""
     clip_norm: float | None = key(1.0, above=0, also="grad_clip max_grad_norm clip_grad gradient_clipping max_norm")
     """The norm of all gradients together to which they are clipped. null: they are not."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = key(
@@ -194,6 +251,22 @@ class Optimizer:
     """Update n of the warm-up has the rate `lr` * n / `warmup_steps`."""
     decay_steps: int | None = key(None, minimum=1, also="lr_decay_iters")
     """`wsd`: the length of the final decay. null: a tenth of the steps."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters beside linear layers (https://arxiv.org/abs/2106.09685): they are trained, and all else is
+    frozen. docs/finetuning.md has more."""
+
+    rank: int = key(minimum=1, also="r lora_rank lora_r")
+    """Of the two matrices of an adapter, (rank, d) and (f, rank)."""
+    alpha: float | None = key(None, above=0, also="lora_alpha")
+    """Their product is multiplied by `alpha` / `rank`. null: by 1."""
+    match: tuple[str, ...] = key((), also="target_modules targets modules")
+    """Patterns of names of linear layers inside of the model's blocks that get one, for instance `*.q_proj`. Without
+    any: all of them."""
+    dropout: float = key(0.0, minimum=0, below=1, also="lora_dropout")
+    """The probability with which elements of an adapter's input are set to 0."""
 
 
 @dataclass(frozen=True)
@@ -232,6 +305,10 @@ class Train:
     """Passes over the training set. Give this or `steps`."""
     seed: int = key(0, minimum=0, maximum=2**63 - 1)
     """Fixes the first weights and the order of the samples."""
+    freeze: tuple[str, ...] = key((), also="frozen freeze_modules freeze_layers")
+    """Patterns of names of parameters that stay as they are, for instance `model.embed_tokens.*`."""
+    lora: Lora | None = key(None, also="peft adapters")  # noqa: RUF009 (a dataclass)
+    """Low-rank adapters, which alone are trained; the keys are below."""
     precision: Literal["float32", "bfloat16", "float16", "float64"] = key(
         "float32", also="dtype torch_dtype mixed_precision bf16 fp16"
     )
@@ -256,6 +333,9 @@ class Train:
     export_format: Literal["original", "fused"] = key("original", also="save_original_format")
     """How an export has the experts of a model: `original`, a tensor per expert, as the files have it that the model is
     published with, or `fused`, those of a layer in one tensor. transformers reads both."""
+    use_ema: bool = key(False, also="eval_ema ema_eval")
+    """With `optimizer.ema_decay`: whether evaluations, the text at the end and the export are of the averaged
+    weights."""
     eval_every: int | Literal["epoch"] = key(50, minimum=0, also="eval_interval eval_steps")
     """Steps between evaluations, `epoch` for the end of each epoch, or 0 for never."""
     eval_samples: int | None = key(None, minimum=1, also="eval_iters eval_batches max_eval_samples limit_val_batches")
@@ -320,6 +400,9 @@ class Checkpoint:
     """Whether training goes on while a checkpoint is written. It then waits for a copy in memory only."""
     on_failure: Literal["continue", "stop"] = key("continue")
     """What the run does when a checkpoint could not be written: it goes on and says so, or it stops."""
+    make_room: bool = False
+    """Whether, where the disk is full, the oldest checkpoint that would not be kept after a save goes before it. The
+    newest never does."""
     timeout_s: float = key(1800.0, minimum=900, also="save_timeout async_save_timeout")
     """Seconds after which a save is given up, and training goes on: a file system that fails over takes minutes. A rank
     that is lost meanwhile is noticed as ever."""

@@ -1,19 +1,24 @@
 """Whether the model of a config can be split over `tp`, `cp` and `pp`, and its experts: asked of it, without memory."""
 
+import difflib
+import re
+from fnmatch import fnmatchcase
 from typing import Any
 
 from meshtrain.config.checks import OF_TOKENS, ConfigDraft
 from meshtrain.config.convert import INVALID
+from meshtrain.config.errors import nearest, yaml_text
 from meshtrain.config.locate import model_file
 from meshtrain.config.model_spec import draft_model
 from meshtrain.config.schema import SOURCES
-from meshtrain.data.order import microbatches
+from meshtrain.data.order import BatchSizes, microbatches
 from meshtrain.errors import any_of
 from meshtrain.layout import DATA_AXES, Layout, context_heads_problem, written
 from meshtrain.parallel.float8_layers import float8_problems
 from meshtrain.parallel.tp_plan import (
     NO_SEQUENCE,
     SplitError,
+    base_of,
     context_modules,
     expert_modules,
     has_sequence_parts,
@@ -24,6 +29,35 @@ from meshtrain.parallel.tp_plan import (
 from meshtrain.pipeline.actions import ScheduleError
 from meshtrain.pipeline.partition import StageSplitError, split_blocks
 from meshtrain.pipeline.schedule import load
+
+
+def check_tuning(draft: ConfigDraft, sizes: dict[str, int]) -> None:
+    """Reports patterns of `train.freeze` and `train.lora` that match nothing, and a model of which nothing is left to
+    train."""
+    freeze, lora = draft.values["train.freeze"], draft.values["train.lora"]
+    if INVALID in (freeze, lora) or not (freeze or lora):
+        return
+    if lora and draft.values["train.linear_precision"] not in (None, INVALID):
+        draft.refuse("train.lora", "train.linear_precision rounds what adapters are beside: use null for one of them")
+    spec = draft_model(draft)
+    if spec is None:
+        return
+    from meshtrain.parallel.linear.lora import adapted_layers, is_adapter  # brings torch, as the model has
+
+    names = [name for name, _ in spec.meta.named_parameters(remove_duplicate=False) if not is_adapter(name)]
+    for pattern in freeze:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = nearest(pattern, names)
+            hint = f"did you mean {near}?" if near else f"they are called as {names[0]} is"
+            draft.refuse("train.freeze", f"{pattern!r} matches no parameter of the model: {hint}")
+    layers = [name for name in adapted_layers(spec.meta, ()) if base_of(name) == name]
+    for pattern in (lora.match or ("*",)) if lora else ():
+        if not any(fnmatchcase(name, pattern) for name in layers):
+            such = f"such as {layers[0]}" if layers else "of which it has none"
+            problem = f"{pattern!r} matches no linear layer inside of the model's blocks, {such}"
+            draft.refuse("train.lora", f"match: {problem}: mend the pattern")
+    if not any(parameter.requires_grad for parameter in spec.meta.parameters()):
+        draft.refuse("train.lora" if lora else "train.freeze", "nothing of the model is left to train")
 
 
 def check_float8(draft: ConfigDraft, sizes: dict[str, int]) -> None:
@@ -65,12 +99,16 @@ def check_split(draft: ConfigDraft, sizes: dict[str, int]) -> None:
 
 def _check_sequence(draft: ConfigDraft, tp: int) -> None:
     length, source = draft.values["data.seq_len"], draft.values["data.source"]
-    if INVALID not in (length, source) and source in OF_TOKENS and length % tp:
+    warmup = draft.values["data.seq_len_warmup"]
+    if INVALID in (length, source, warmup) or source not in OF_TOKENS:
+        return
+    length = next((part for _, part in warmup if part % tp), length)
+    if length % tp:
         near = " or ".join(str(n) for n in (length // tp * tp, -(-length // tp) * tp) if n)
         draft.report(
             draft.place("data.seq_len"),
-            f"data.seq_len {length} does not divide over layout.tp {tp}, which shares the sequence: use {near}, or "
-            "parallel.sequence_parallel: false",
+            f"data.seq_len{'_warmup' * bool(warmup)} {length} does not divide over layout.tp {tp}, which shares the "
+            f"sequence: use {near}, or parallel.sequence_parallel: false",
         )
 
 
@@ -156,6 +194,41 @@ def _check_expert_ranks(draft: ConfigDraft, layout: Layout, experts: int) -> Non
     draft.report(draft.place_of_any((name, "layout.tp")), f"{problem}: use {' or '.join(near)}")
 
 
+def check_groups(draft: ConfigDraft) -> None:
+    """Reports groups of the optimizer that no parameter is in."""
+    groups: Any = draft.values["optimizer.groups"]
+    if groups is INVALID or not groups:
+        return
+    for i, group in enumerate(groups):
+        if group.lr is not None and group.lr_scale != 1:
+            draft.refuse("optimizer.groups", f"group {i} has an lr and an lr_scale: take one of the two away")
+    spec = draft_model(draft)
+    if spec is None:
+        return
+    names = [name for name, parameter in spec.meta.named_parameters() if parameter.requires_grad]
+    taken = [next((i for i, group in enumerate(groups) if fnmatchcase(name, group.match)), None) for name in names]
+    for i, group in enumerate(groups):
+        if i in taken:
+            continue
+        matched = [j for name, j in zip(names, taken, strict=True) if fnmatchcase(name, group.match)]
+        earlier = sorted({j for j in matched if j is not None})
+        known = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
+        near = _names_near(group.match, list(known))
+        out = f"near it are {', '.join(near)}" if near else f"the first is {names[0]}" if names else "it has none"
+        if earlier:
+            out = f"what it matches is in {any_of([f'group {j}' for j in earlier], 'and')}: put it before"
+        problem = f"group {i}: no parameter that is trained is left for {yaml_text(group.match)}"
+        draft.refuse("optimizer.groups", f"{problem}; {out}")
+
+
+def _names_near(pattern: str, names: list[str]) -> list[str]:
+    """Those with a word that is spelt nearly as the longest of the pattern's."""
+    words = {name: re.split(r"[._]", name) for name in names}
+    own = max(re.split(r"[^A-Za-z0-9]+", pattern), key=len)
+    close = difflib.get_close_matches(own, {word for of_name in words.values() for word in of_name}, n=1, cutoff=0.5)
+    return [name for name in names if set(close) & set(words[name])][:3]
+
+
 def check_stages(draft: ConfigDraft, sizes: dict[str, int]) -> None:
     """Reports what cannot run over `pp`, if layout, batch and model are known."""
     needed = ("pipeline.schedule", "pipeline.stages_per_rank", "batch.global_size", "batch.micro_size")
@@ -169,11 +242,19 @@ def check_stages(draft: ConfigDraft, sizes: dict[str, int]) -> None:
     if blocks is not None and ranks > blocks:  # said before a schedule is made, which may be of any size
         _check_blocks(draft, blocks, ranks, per_rank or 1)
         return
-    count = microbatches(size, micro, Layout(sizes).size(*DATA_AXES))
+    parts = Layout(sizes).size(*DATA_AXES)
+    schedules = []
     try:
-        schedule = load(name, ranks=ranks, microbatches=count, stages_per_rank=per_rank)
+        for batch in BatchSizes.of(size).sizes:
+            count = microbatches(batch, micro, parts)
+            schedules.append(load(name, ranks=ranks, microbatches=count, stages_per_rank=per_rank))
     except ScheduleError as error:
-        draft.refuse("pipeline.schedule", f"{error} (layout.pp is the number of ranks)")
+        step = "" if isinstance(size, int) else f"batch.global_size {batch}: "
+        draft.refuse("pipeline.schedule", f"{step}{error} (layout.pp is the number of ranks)")
+        return
+    schedule = schedules[0]
+    if any(other.placement != schedule.placement for other in schedules):
+        draft.refuse("pipeline.schedule", "it places stages by the number of microbatches, which changes: use another")
         return
     if blocks is not None:
         _check_blocks(draft, blocks, ranks, schedule.stages_per_rank)

@@ -66,6 +66,10 @@ class Batch:
 
         return Batch({name: changed(name, x) for name, x in self.tensors.items()}, changed("targets", self.targets))
 
+    def shortened(self, length: int) -> "Batch":
+        """The batch with the first tokens alone of each sample."""
+        return self.along_sequence(lambda x, dim: x.narrow(dim, 0, min(length, x.shape[dim])).contiguous())
+
     def with_context(self) -> "Batch":
         """The batch for a model that takes an `AttentionContext` in the place of documents."""
         documents = self.tensors.get("documents")

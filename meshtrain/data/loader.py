@@ -13,8 +13,9 @@ from typing import NamedTuple, TypedDict, Unpack
 import torch
 from torch.utils.data import DataLoader
 
-from meshtrain.data import order, order_numpy
 from meshtrain.data.batch import Batch, Packed, Samples
+from meshtrain.data.order import BatchSizes, Mixture, microbatches, share
+from meshtrain.data.order_numpy import SampleOrder
 from meshtrain.errors import InputError
 from meshtrain.job.pending import Resource, waiting
 from meshtrain.job.signals import end_with_parent
@@ -40,10 +41,12 @@ def train_batches(
     seed: int,
     first_step: int,
     steps: int,
-    global_size: int,
+    global_size: int | Sequence[Sequence[int]],
     micro_size: int,
     rank: int,
     ranks: int,
+    mixture: Mixture | None = None,
+    lengths: Sequence[Sequence[int]] = (),
     **reading: Unpack[Reading],
 ) -> Iterator[list[Batch]]:
     """The microbatches of one data rank, a list for each step of range(first_step, steps).
@@ -53,24 +56,33 @@ def train_batches(
 
     Args:
         first_step, steps: the step to begin with (from 0) and the step to end before.
+        global_size: the samples of a step, or how they change (see `BatchSizes`).
         rank, ranks: the position among the data ranks, and their number.
+        mixture: of a data set of several sources, which a step takes samples from.
+        lengths: the tokens to which samples are cut, [first step, tokens] each; none: they are not.
 
     Raises:
         InputError: what the data holds cannot be trained on, wherever it was read.
         RuntimeError: a sample could not be read; names it, with the traceback of the process that read it.
     """
-    count = order.microbatches(global_size, micro_size, ranks)
-    share = order.share(global_size, ranks, rank)
+    sizes = BatchSizes.of(global_size)
+    order = SampleOrder(seed, sizes, len(dataset), mixture)
 
     def slots() -> Iterator[Slots]:
-        for first in range(first_step * global_size, steps * global_size, global_size):
-            own = order_numpy.items(seed, range(first + share.start, first + share.stop), len(dataset))
-            filler = own[0] if own else order.items(seed, range(first, first + 1), len(dataset))[0]
-            yield from _fill(own, filler, count, micro_size)
+        for step in range(first_step, steps):
+            positions = sizes.positions(step)
+            own_share = share(len(positions), ranks, rank)
+            own = order.items(positions[own_share.start : own_share.stop])
+            filler = own[0] if own else order.items(positions[:1])[0]
+            yield from _fill(own, filler, microbatches(len(positions), micro_size, ranks), micro_size)
 
-    batches = iter(_Loader(dataset, slots(), persistent=False, together=count, **reading))
-    for _ in range(first_step, steps):
-        yield [next(batches) for _ in range(count)]
+    prepare = reading.pop("prepare", Batch.batch)
+    reading["prepare"] = lambda batch: prepare(batch.shortened(length) if lengths else batch)  # of the step below
+    together = microbatches(sizes.largest, micro_size, ranks)
+    batches = iter(_Loader(dataset, slots(), persistent=False, together=together, **reading))
+    for step in range(first_step, steps):
+        length = BatchSizes.of(lengths or 1).size(step)
+        yield [next(batches) for _ in range(microbatches(sizes.size(step), micro_size, ranks))]
 
 
 class EvalBatches:
@@ -82,8 +94,8 @@ class EvalBatches:
 
     def __init__(self, dataset: Samples, *, micro_size: int, rank: int, ranks: int, **reading: Unpack[Reading]) -> None:
         self.samples = len(dataset)  # over all ranks
-        share, count = order.share(self.samples, ranks, rank), order.microbatches(self.samples, micro_size, ranks)
-        self._slots = list(_fill([(0, sample) for sample in share], (0, 0), count, micro_size))
+        own, count = share(self.samples, ranks, rank), microbatches(self.samples, micro_size, ranks)
+        self._slots = list(_fill([(0, sample) for sample in own], (0, 0), count, micro_size))
         self._loader = _Loader(dataset, self._slots, persistent=True, **reading)
 
     def __len__(self) -> int:

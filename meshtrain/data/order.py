@@ -3,14 +3,19 @@
 Position `p = step * global_batch + i` of the run lies in epoch `p // n_samples`, and a permutation of that epoch says
 which sample stands there. It is evaluated one index at a time, so neither a late restart nor a large corpus costs more.
 
+Where batches grow (`BatchSizes`), `p` counts the samples of the steps before; where sources are mixed (`Mixture`), each
+has positions of its own.
+
 Pure: no torch, no numpy, no I/O, nothing of the project's.
 """
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import isqrt
+from fractions import Fraction
+from functools import lru_cache
+from math import gcd, isqrt, lcm
 from typing import Any
 
 # Each round mixes one half into the other. Four make a Feistel network a pseudo-random permutation (Luby and Rackoff,
@@ -30,7 +35,7 @@ def batch_samples(seed: int, step: int, global_batch: int, n_samples: int) -> li
     return [sample for _, sample in items(seed, positions, n_samples)]
 
 
-def items(seed: int, positions: range, n_samples: int) -> list[tuple[int, int]]:
+def items(seed: int | str, positions: range, n_samples: int) -> list[tuple[int, int]]:
     """The pairs (epoch, sample) at these positions of the run: what one rank needs of a batch, and no more."""
     if n_samples < 1:
         raise ValueError(f"there are {n_samples} samples to take batches from: expected at least 1")
@@ -53,7 +58,7 @@ class Permutation:
     Splittable Pseudorandom Number Generators", OOPSLA 2014): good statistics, no claim to secrecy.
     """
 
-    def __init__(self, n: int, seed: int, epoch: int) -> None:
+    def __init__(self, n: int, seed: int | str, epoch: int) -> None:
         self.n = n
         self.left = isqrt(n - 1) + 1
         self.right = -(-n // self.left)
@@ -87,6 +92,141 @@ def mix(value: Any, key: int) -> Any:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """The samples of each step: `((0, 64), (2000, 256))` is 64 in the first 2000 steps, and 256 from then on."""
+
+    changes: tuple[tuple[int, int], ...]  # (after so many steps, samples): ascending, the first after 0
+
+    @classmethod
+    def of(cls, value: int | Sequence[Sequence[int]]) -> "BatchSizes":
+        """As a config has it: a number, or a list of changes."""
+        return cls(((0, value),) if isinstance(value, int) else tuple((step, size) for step, size in value))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.changes)
+
+    @property
+    def largest(self) -> int:
+        return max(self.sizes)
+
+    def size(self, step: int) -> int:
+        """The samples of `step`, counted from 0."""
+        return next(size for first, size in reversed(self.changes) if step >= first)
+
+    def before(self, step: int) -> int:
+        """The samples of all steps before `step`."""
+        ends = [first for first, _ in self.changes[1:]] + [step]
+        return sum(max(min(end, step) - first, 0) * size for (first, size), end in zip(self.changes, ends, strict=True))
+
+    def positions(self, step: int) -> range:
+        """Where the samples of `step` stand in the run."""
+        return range(self.before(step), self.before(step + 1))
+
+    def steps(self, samples: int) -> int:
+        """The least number of steps that take so many samples."""
+        first, size = next(c for c in reversed(self.changes) if c[0] == 0 or self.before(c[0]) < samples)
+        return first + -(-(samples - self.before(first)) // size)
+
+
+def changes_of(values: Sequence[Any]) -> list[tuple[int, tuple[Any, ...]]]:
+    """Several values that each are a number, or a list of changes as in `BatchSizes`, as one list of changes."""
+    lists = [value if isinstance(value, list | tuple) else ((0, value),) for value in values]
+    steps = sorted({step for changes in lists for step, _ in changes})
+    return [(step, tuple([value for first, value in own if first <= step][-1] for own in lists)) for step in steps]
+
+
+MOST_PERIOD, MOST_SOURCES = 100_000, 256
+
+
+def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
+    """Weights as the smallest whole numbers of the same ratios, each taken as the decimal that it is written as.
+
+    ValueError: a weight below 0, none above, or more than `MOST_PERIOD` together, the samples after which shares are
+    exact again."""
+    parts = [Fraction(str(weight)) for weight in weights]
+    if min(parts) < 0 or sum(parts) == 0:
+        raise ValueError(f"the weights {', '.join(map(str, weights))}: expected none below 0, and one above")
+    scaled = [int(part * lcm(*(part.denominator for part in parts))) for part in parts]
+    whole = tuple(number // gcd(*scaled) for number in scaled)
+    if sum(whole) > MOST_PERIOD:
+        raise ValueError(
+            f"the weights {', '.join(map(str, weights))} are {':'.join(map(str, whole))}, more than {MOST_PERIOD:,} "
+            "together: give them with fewer digits"
+        )
+    return whole
+
+
+@lru_cache(maxsize=16)
+def mixture_period(weights: tuple[int, ...]) -> bytes:
+    """Which source stands at each of sum(weights) positions, after which the order of sources repeats.
+
+    Of the first t positions each source has its share of t, rounded up or down, for every t: the quota method (M. L.
+    Balinski and H. P. Young, "The Quota Method of Apportionment", American Mathematical Monthly 82, 1975).
+    """
+    total, taken, period = sum(weights), [0] * len(weights), bytearray()
+    for t in range(1, total + 1):
+        eligible = [i for i, weight in enumerate(weights) if taken[i] * total < t * weight]
+        chosen = min(eligible, key=lambda i: (taken[i] + 1) / weights[i])
+        taken[chosen] += 1
+        period.append(chosen)
+    return bytes(period)
+
+
+class Mixture:
+    """Several sources in one run: which of them stands at a position, as a function of the position alone.
+
+    Of every position's predecessors since the last change of weights, each source has its share to within one sample.
+    A source goes through its own samples in its own order, as if it were alone. Samples are numbered source by source.
+    """
+
+    def __init__(
+        self, names: Sequence[str], sizes: Sequence[int], weights: Sequence[tuple[int, Sequence[float]]]
+    ) -> None:
+        """`sizes`: the samples of each source. `weights`: (position from which they hold, one for each source),
+        ascending, the first from 0. ValueError: see `whole_weights`."""
+        self.names, self.sizes = tuple(names), tuple(sizes)
+        self.offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        self._parts: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []  # first position, taken before, weights
+        for first, of_sources in weights:
+            taken = self.taken(first) if self._parts else (0,) * len(sizes)
+            self._parts.append((first, taken, whole_weights(of_sources)))
+
+    def _part(self, position: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        return next(part for part in reversed(self._parts) if position >= part[0])
+
+    def taken(self, position: int) -> tuple[int, ...]:
+        """How many samples of each source stand before a position."""
+        first, before, weights = self._part(position)
+        periods, rest = divmod(position - first, sum(weights))
+        period = mixture_period(weights)
+        return tuple(
+            count + periods * weight + period.count(i, 0, rest)
+            for i, (count, weight) in enumerate(zip(before, weights, strict=True))
+        )
+
+    def sources(self, positions: range) -> list[int]:
+        """The source at each of these positions."""
+        at_positions = []
+        for position in positions:
+            first, _, weights = self._part(position)
+            at_positions.append(mixture_period(weights)[(position - first) % sum(weights)])
+        return at_positions
+
+    def items(
+        self, seed: int, positions: range, items: Callable[[str, range, int], list[tuple[int, int]]] = items
+    ) -> list[tuple[int, int]]:
+        """The pairs (epoch of its source, sample) at these positions; `items` of one source, as `order.items`."""
+        first, last = self.taken(positions.start), self.taken(positions.stop)
+        own = [
+            iter(items(f"{seed} {name}", range(start, stop), size) if stop > start else [])
+            for name, size, start, stop in zip(self.names, self.sizes, first, last, strict=True)
+        ]
+        pairs = [(source, *next(own[source])) for source in self.sources(positions)]
+        return [(epoch, self.offsets[source] + sample) for source, epoch, sample in pairs]
 
 
 def share(count: int, parts: int, part: int) -> range:
@@ -139,6 +279,15 @@ class BatchSplit:
     def idle(self) -> float:
         """The share of the computed samples that are padding, from 0 to 1."""
         return 1 - self.global_size / (self.data_ranks * self.accumulation * self.micro_size)
+
+
+def describe_ramp(sizes: BatchSizes, micro_size: int, data_ranks: int) -> list[str]:
+    """`describe_batch` of each size, with the steps that have it where it changes."""
+    lines = [describe_batch(size, micro_size, data_ranks) for size in sizes.sizes]
+    if len(lines) == 1:
+        return lines
+    starts = [first + 1 for first, _ in sizes.changes]
+    return [f"from step {first} on: {line}" for first, line in zip(starts, lines, strict=True)]
 
 
 def describe_batch(global_size: int, micro_size: int, data_ranks: int) -> str:

@@ -75,6 +75,18 @@ class PackedTokens:
         self.begins = begins  # (b, s) true where a document begins, or None: no masks
         self.valid = valid  # rows from here on are padding
 
+    @classmethod
+    def together(cls, parts: Sequence["PackedTokens"], valid: int) -> "PackedTokens":
+        """Microbatches of one length as one, in a type that holds the ids of all."""
+        rows = np.concatenate([part.rows for part in parts])
+        loss, begins = None, None
+        if any(part.loss is not None for part in parts):
+            all_ones = (np.ones((len(part.rows), rows.shape[1] - 1), np.uint8) for part in parts)
+            loss = np.concatenate([o if p.loss is None else p.loss for p, o in zip(parts, all_ones, strict=True)])
+        if parts[0].begins is not None:
+            begins = np.concatenate([part.begins for part in parts if part.begins is not None])
+        return cls(rows, loss, begins, valid)
+
     def batch(self) -> Batch:
         shape = (len(self.rows), self.rows.shape[1] - 1)
         tokens = self.rows[:, :-1].astype(np.int64)

@@ -7,7 +7,7 @@ follow from the texts and the tokenizer alone, whoever has done how much. Import
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -95,8 +95,23 @@ class Preparation:
         write(folder, documents, vocab_size=self.tokenizer.vocab_size, empty=folder != self.folder, **names)
 
 
+def each_source(config: "Data") -> "list[Data]":
+    """The section as each of its sources would have it alone; a validation set by its path is the first one's."""
+    alone = []
+    for i, own in enumerate(config.sources):
+        validation = 0.0 if i and isinstance(config.validation, str) else config.validation
+        source = own.source or config.source
+        alone.append(replace(config, sources=(), source=source, path=own.path, validation=validation))
+    return alone or [config]
+
+
 def preparations(config: "Data") -> Iterator[Preparation]:
     """Of the training data, and of the validation set if it is a path. Raises InputError: anything wrong with them."""
+    if config.sources:
+        for own in each_source(config):
+            if own.source in TEXT:
+                yield from preparations(own)
+        return
     if config.source not in TEXT:
         raise InputError(f"data.source {config.source} is read as it is: {any_of(list(TEXT))} are prepared")
     tokenizer, library = open_tokenizer(config.tokenizer), config.source == "python-stdlib"

@@ -15,12 +15,13 @@ from meshtrain.data.cache import Say
 from meshtrain.data.custom import open_custom
 from meshtrain.data.fingerprint import Files, data_path, sampled_digest
 from meshtrain.data.megatron import open_megatron
+from meshtrain.data.mixture import MixedSamples
 from meshtrain.data.packing import Stream, TokenSamples
-from meshtrain.data.prepare import TEXT, preparations
+from meshtrain.data.prepare import TEXT, each_source, preparations
 from meshtrain.data.split import Split, all_documents, bytes_per_target, split_at_end, split_by_hash, split_samples
 from meshtrain.data.tokenizer import Tokenizer, open_tokenizer
 from meshtrain.data.tokens import Corpus, open_tokens
-from meshtrain.errors import InputError, plural
+from meshtrain.errors import InputError, any_of, plural
 
 if TYPE_CHECKING:
     from meshtrain.config import Data
@@ -54,9 +55,10 @@ class OpenData:
 
 def prepare_data(config: "Data", *, say: Say) -> None:
     """What `open_data` would do first: one process of a host calls it while the others wait, away from the files."""
-    if config.source in TEXT:
-        for preparation in preparations(config):
-            preparation.run(say)
+    for own in each_source(config):
+        if own.source in TEXT:
+            for preparation in preparations(own):
+                preparation.run(say)
 
 
 def open_data(config: "Data", *, n_outputs: int | None, seed: int, say: Say) -> OpenData:
@@ -69,6 +71,8 @@ def open_data(config: "Data", *, n_outputs: int | None, seed: int, say: Say) -> 
 
     Raises InputError: anything wrong with the section or the data.
     """
+    if config.sources:
+        return _open_mixture(config, n_outputs, say)
     if config.source.endswith(".py"):
         return _open_custom(config, n_outputs)
     if config.source in (*TEXT, "tokens", "megatron"):
@@ -81,6 +85,40 @@ def open_data(config: "Data", *, n_outputs: int | None, seed: int, say: Say) -> 
     raise InputError(
         f"data.source is {config.source!r}: expected one of {', '.join(names)}, or the path of a .py file{hint}"
     )
+
+
+def _open_mixture(config: "Data", n_outputs: int | None, say: Say) -> OpenData:
+    """Of several sources. What is held out is one data set, too."""
+    parts = [_open_language(own, n_outputs, say) for own in each_source(config)]
+    names = [own.name for own in config.sources]
+    held_out = [(name, part) for name, part in zip(names, parts, strict=True) if part.validation is not None]
+    tokenizers = {part.tokenizer.identity for part in parts if part.tokenizer is not None}
+    if len(tokenizers) > 1:
+        raise InputError(f"data.sources have different tokenizers, {any_of(sorted(tokenizers), 'and')}: prepare anew")
+    validation = None
+    if held_out:
+        of_language = [part.validation for _, part in held_out if isinstance(part.validation, TokenSamples)]
+        validation = MixedSamples("validation", [name for name, _ in held_out], of_language)
+    train = [part.train for part in parts if isinstance(part.train, TokenSamples)]
+    return OpenData(
+        train=MixedSamples("training", names, train),
+        validation=validation,
+        task="language",
+        tokenizer=next((part.tokenizer for part in parts if part.tokenizer is not None), None),
+        bytes_per_target=_bytes_per_target([part for _, part in held_out]),
+        about=[f"{name}: {line}" for name, part in zip(names, parts, strict=True) for line in part.about],
+        fingerprint=hashlib.sha256(" ".join(part.fingerprint for part in parts).encode()).hexdigest(),
+        files={f"{name}: {file}": of for name, p in zip(names, parts, strict=True) for file, of in p.files.items()},
+    )
+
+
+def _bytes_per_target(parts: Sequence[OpenData]) -> float | None:
+    """Of the validation of several sources together."""
+    targets = [p.validation.stream.targets() for p in parts if isinstance(p.validation, TokenSamples)]
+    known = [part.bytes_per_target for part in parts if part.bytes_per_target is not None]
+    if not targets or len(known) < len(parts) or sum(targets) == 0:
+        return None
+    return sum(n * of for n, of in zip(targets, known, strict=True)) / sum(targets)
 
 
 def _open_language(config: "Data", n_outputs: int | None, say: Say) -> OpenData:

@@ -42,6 +42,7 @@ class Text(NamedTuple):
     source: object  # for messages: the file, or the file and line
     loss: bool = True  # whether its tokens carry one
     ends: bool = True  # whether the document ends with it
+    record: dict[str, Any] | None = None  # with `messages`: a conversation, in the place of chunks
 
 
 class Piece(NamedTuple):
@@ -82,7 +83,9 @@ class TextSource(NamedTuple):
     def key(self, tokenizer: Tokenizer) -> str:
         """Names what preparing would give, without reading the files: 16 hex digits."""
         state = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self.files]
-        return hashlib.sha256(repr((FORMAT, self.name, self.kind, tokenizer.identity, state)).encode()).hexdigest()[:16]
+        chat = () if tokenizer.chat is None else (tokenizer.chat.digest,)
+        names = (FORMAT, self.name, self.kind, tokenizer.identity, state, *chat)
+        return hashlib.sha256(repr(names).encode()).hexdigest()[:16]
 
     def shards(self) -> list[list[Piece]]:
         """What is tokenized at once, in order; it follows from the sizes of the files alone."""
@@ -132,7 +135,8 @@ def text_files(path: Path) -> TextSource:
 def jsonl_files(path: Path, field: str = "text") -> TextSource:
     """A file, or a folder's .jsonl files at any depth, sorted; each line is a document.
 
-    A line is an object with `field`, or with `prompt` (without loss) and `completion`; other keys are passed over.
+    A line is an object with `field`, with `prompt` (without loss) and `completion`, or with `messages`, of which the
+    assistant's have a loss; other keys are passed over.
     Where there is no .jsonl file, .jsonl.gz or .jsonl.zst files are read; beside one they may be the same lines.
     Raises InputError: none, or both kinds of these.
     """
@@ -214,7 +218,10 @@ def _read_jsonl(piece: Piece, field: str) -> Iterator[Text]:
             except (ValueError, RecursionError) as error:
                 raise InputError(f"{source}: not JSON in UTF-8 ({error}); expected one object a line") from None
             del text
-            yield from _from_object(record, source, field)
+            if isinstance(record, dict) and "messages" in record and field not in record:
+                yield Text((), source, record=record)
+            else:
+                yield from _from_object(record, source, field)
 
 
 def _lines(path: Path, begin: int) -> Iterator[bytes]:
@@ -305,6 +312,11 @@ def documents(source: TextSource, shard: Iterable[Piece], tokenizer: Tokenizer) 
     size = 0
     for piece in shard:
         for text in source.read(piece):
+            if text.record is not None:
+                yield from _encode(waiting, tokenizer)
+                waiting, size = [], 0
+                yield _conversation(text.record, text.source, tokenizer)
+                continue
             for part in _parts(text, tokenizer):
                 waiting.append(part)
                 size += len(part[0])
@@ -312,6 +324,22 @@ def documents(source: TextSource, shard: Iterable[Piece], tokenizer: Tokenizer) 
                     yield from _encode(waiting, tokenizer)
                     waiting, size = [], 0
     yield from _encode(waiting, tokenizer)
+
+
+def _conversation(record: dict[str, Any], source: object, tokenizer: Tokenizer) -> Document:
+    if tokenizer.chat is None:
+        raise InputError(
+            f"{source}: `messages` need a chat template: data.tokenizer has to be a tokenizer.json with a "
+            "tokenizer_config.json (`chat_template`) or a chat_template.jinja beside it"
+        )
+    try:
+        content, spans = tokenizer.chat.conversation(record["messages"], record.get("tools"))
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from None
+    ids, loss = tokenizer.encode_spans(content, spans)
+    size = sum(len(content[first:last].encode()) for first, last in spans)
+    ends_with_loss = np.append(loss, loss[-1:])  # the end of the document is learned where the assistant's turn is last
+    return Document(np.append(ids, ids.dtype.type(tokenizer.end)), ends_with_loss, size)
 
 
 def _parts(text: Text, tokenizer: Tokenizer) -> Iterator[Part]:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from meshtrain.data.chat import ChatTemplate
 from meshtrain.data.tokens import smallest_dtype
 from meshtrain.errors import InputError
 
@@ -23,6 +24,7 @@ class Tokenizer(Protocol):
     identity: str  # names the tokenizer and its content: the same identity, the same ids
     vocab_size: int  # ids lie in [0, vocab_size)
     end: int  # the id that ends a document
+    chat: ChatTemplate | None  # how it writes conversations; None: it does not say
 
     def problem(self, text: str, start: int) -> str | None:
         """Why what stands at `start` of a document cannot be encoded, as the end of a sentence; None: it can."""
@@ -34,6 +36,9 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
         """The ids of each text, in the type that they have in a token file."""
+
+    def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a text, and which of them begin inside of these spans of characters: (n,) 1, others 0."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -49,6 +54,7 @@ class ByteTokenizer:
     identity = "bytes"
     vocab_size = 256
     end = 0
+    chat: ChatTemplate | None = None
 
     def problem(self, text: str, start: int) -> str | None:
         index = text.find("\0")
@@ -67,6 +73,9 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
         return (np.frombuffer(text.encode(), np.uint8) for text in texts)
+
+    def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        raise NotImplementedError  # without a chat template nobody asks
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ends of documents become blank lines; ids that are no bytes, and bytes that are no UTF-8, become U+FFFD."""
@@ -106,6 +115,7 @@ class FileTokenizer:
                 f"{len(ids):,} tokens; add one to the tokenizer"
             )
         self.end: int = end
+        self.chat: ChatTemplate | None = ChatTemplate.beside(path)
         self._path, self._dtype = path, smallest_dtype(self.vocab_size)
         self.identity = f"{path.name} sha256:{hashlib.sha256(content).hexdigest()[:16]}"
 
@@ -134,6 +144,12 @@ class FileTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
         return (np.array(encoding.ids, self._dtype) for encoding in self._encode(texts))
+
+    def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        (encoding,) = self._encode([text])
+        starts = np.array([start for start, _ in encoding.offsets], np.int64)
+        inside = [(starts >= first) & (starts < last) for first, last in spans]
+        return np.array(encoding.ids, self._dtype), np.any(inside, 0).astype(np.uint8)
 
     def _encode(self, texts: Sequence[str]) -> list[Any]:
         try:

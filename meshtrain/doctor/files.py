@@ -41,6 +41,12 @@ def named_paths(config: Config) -> list[PathFacts]:
         prefix = data.path.removesuffix(".bin").removesuffix(".idx")
         paths = [row for row in paths if row[0] != "data.path"]
         paths += [("data.path", prefix + ending, False) for ending in (".bin", ".idx")]
+    for own in data.sources:
+        if own.path:
+            prefix = own.path.removesuffix(".bin").removesuffix(".idx")
+            pair = (own.source or data.source) == "megatron"
+            files = [prefix + ending for ending in (".bin", ".idx")] if pair else [own.path]
+            paths += [(f"data.sources, {own.name}", file, False) for file in files]
     paths += [(key, path, True) for key, path in writes.items() if path]
     return [PathFacts(key, str(Path(path).expanduser().absolute()), written) for key, path, written in paths]
 

@@ -4,64 +4,79 @@ Blocks of one kind are alike, so a model with as few layers as have all kinds is
 samples of a microbatch: one and two are traced.
 """
 
-import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshtrain.config import Config
-from meshtrain.foresight.trace import META, WITHOUT_SHAPES, TracedStep, fake_world, kind_of, language_batch, watched
+from meshtrain.foresight.memory import short_schedule
+from meshtrain.foresight.trace import (
+    META,
+    WITHOUT_SHAPES,
+    TracedStep,
+    fake_world,
+    kind_of,
+    language_batch,
+    prepared,
+    watched,
+)
 from meshtrain.foresight.work import Pass, Product, Send, Work
 from meshtrain.layout import Layout
 from meshtrain.modeling.build import spec_of
 from meshtrain.parallel.collectives import implementations
+from meshtrain.parallel.linear import use_products
+from meshtrain.parallel.linear import weight_grad as weight_grads
+from meshtrain.parallel.linear.weight_grad import WeightGradQueue, add_or_compute
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.pipeline.stage import blocks_of
 
 SENT_OVER = ("tp", "cp", "cp_heads", "cp_ring", "ep")  # by blocks; what FSDP and DDP send is not theirs
 FREE = ("empty", "empty_like", "empty_strided", "new_empty", "detach")  # operators that start no kernel
-_known: dict[tuple[Any, ...], tuple[Any, list[tuple[Work, Work]]]] = {}
+WEIGHT_GRAD = "weight gradient"  # the phase of what a schedule may put off; see parallel/linear/weight_grad.py
+# What works depend on, but for the samples -> kinds of blocks, of each block its kind, samples -> works.
+_known: dict[tuple[Any, ...], tuple[list[tuple[Work, Work]], list[int], dict[int, tuple[Work, ...]]]] = {}
 
 
 def works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
-    """Of each block, in order, for one microbatch. Raises RuntimeError, TypeError: the model cannot be traced."""
-    spec, parallel, train = spec_of(config), config.parallel, config.train
-    cp, tp = layout.size("cp"), layout.size("tp")
-    key: tuple[Any, ...] = (
-        id(spec),
-        cp,
-        tp,
-        layout.experts,
-        layout.context_heads,
-        config.data.seq_len,
-        config.data.mask_documents,
-    )
+    """Of each block, in order, for one microbatch; blocks of a kind have the same. Raises RuntimeError, TypeError: the
+    model cannot be traced."""
+    parallel, train, section = config.parallel, config.train, config.pipeline
+    cp, tp, ranks, queue = layout.size("cp"), layout.size("tp"), layout.size("pp"), None
+    if ranks > 1 and short_schedule(section.schedule, ranks, section.stages_per_rank).splits_backward:
+        queue = WeightGradQueue()  # as the pipeline has; without one torch's own layers may be in the place of ours
+    key: tuple[Any, ...] = (config.model.name, repr(config.model.keys), config.data.seq_len, config.data.mask_documents)
+    key += (cp, tp, layout.experts, layout.context_heads)
     key += (parallel.context, parallel.recompute, parallel.regather, parallel.sequence_parallel, parallel.compile)
+    key += (queue is not None and (layout.experts > 1 or parallel.recompute == "full"),)
     key += (train.precision, train.linear_precision)
     if key not in _known:
         small = Layout({"dp_shard": max(1, layout.experts // (cp * tp)), "cp": cp, "tp": tp})
         small = small.with_context_heads(layout.context_heads).with_experts(layout.experts)
         config_of_few, places = _with_few_layers(config)
-        pairs = zip(_counted(config_of_few, small, 1), _counted(config_of_few, small, 2), strict=True)
-        parted = [_parted(*pair) for pair in pairs]
-        _known[key] = spec, [parted[at] for at in places]
-    return tuple(_extended(first, two, config.batch.micro_size - 1) for first, two in _known[key][1])
+        _known[key] = _counted(config_of_few, small, queue), places, {}
+    pairs, places, known = _known[key]
+    more = config.batch.micro_size - 1
+    if more not in known:
+        kinds = [_extended(first, two, more) for first, two in pairs]
+        known[more] = tuple(kinds[place] for place in places)
+    return known[more]
 
 
 def _with_few_layers(config: Config) -> tuple[Config, list[int]]:
     """The config of a model with as few layers as have all kinds of blocks; for each block of the model one like it."""
-    whole = [kind_of(block) for block in blocks_of(spec_of(config).meta)]
+    whole = _kinds(blocks_of(spec_of(config).meta))
     layers = config.model.keys.get("num_hidden_layers", 0)
     for count in range(1, layers):
         keys = {**config.model.keys, "num_hidden_layers": count}
         try:
             few = replace(config, model=replace(config.model, keys=keys))
-            kinds = [kind_of(block) for block in blocks_of(spec_of(few).meta)]
+            kinds = _kinds(blocks_of(spec_of(few).meta))
         except (ValueError, IndexError):  # of a model that has to have more
             continue
         if set(kinds) == set(whole):
@@ -71,29 +86,20 @@ def _with_few_layers(config: Config) -> tuple[Config, list[int]]:
     return config, list(range(len(whole)))
 
 
-def _counted(config: Config, layout: Layout, samples: int) -> tuple[Work, ...]:
-    batch = replace(config.batch, micro_size=samples, global_size=samples * layout.size("dp_shard"))
-    config = replace(config, layout=layout.sizes, resolved=layout, batch=batch)
+def _counted(config: Config, layout: Layout, queue: WeightGradQueue | None) -> list[tuple[Work, Work]]:
+    """Of each block, for one sample and for two."""
+    config = replace(config, layout=layout.sizes, resolved=layout)
     config = replace(config, parallel=replace(config.parallel, verify=False, symmetric_memory=False))
+    of_samples = [
+        replace(config, batch=replace(config.batch, micro_size=n, global_size=n * layout.size("dp_shard")))
+        for n in (1, 2)
+    ]
     with warnings.catch_warnings(), fake_world(layout, 0, "cuda") as mesh:
         warnings.simplefilter("ignore")  # torch's, of its own calls and of views that nobody changes
-        step = CountedStep(config, mesh, language_batch(config), META)
-        rows = samples * config.data.seq_len * config.model.keys.get("num_experts_per_tok", 1)
-        step.live.rows = rows // layout.size("cp", "tp")
-        return step.works()
-
-
-def _parted(first: Work, two: Work) -> tuple[Work, Work]:
-    """With the gradients of weights apart: the products of a backward that sum over tokens, so over samples."""
-    backward = first.input_grad.products, two.input_grad.products
-    sums = [a.k != b.k for a, b in zip(*backward, strict=True)] if len({*map(len, backward)}) == 1 else []
-    parted = []
-    for work, products in zip((first, two), backward, strict=True):
-        of_weights = tuple(itertools.compress(products, sums))
-        others = tuple(itertools.compress(products, [not is_sum for is_sum in sums])) if sums else products
-        rest = replace(work.input_grad, products=others, operators=work.input_grad.operators - len(of_weights))
-        parted.append(replace(work, input_grad=rest, weight_grad=Pass(of_weights, operators=len(of_weights))))
-    return parted[0], parted[1]
+        step = CountedStep(of_samples[0], mesh, language_batch(of_samples[0]), META)
+        if queue is not None:
+            use_products(step.model, queue=queue)
+        return list(zip(*step.works(of_samples), strict=True))
 
 
 def _times(products: Sequence[Product]) -> dict[Product, float]:
@@ -137,8 +143,8 @@ class Tally:
 class CountedStep(TracedStep):
     """A step whose operators are counted by block, forward and backward apart."""
 
-    def works(self) -> tuple[Work, ...]:
-        """Of each block; what runs outside of them counts as the last one's."""
+    def works(self, configs: Sequence[Config]) -> list[tuple[Work, ...]]:
+        """Of each block, for microbatches of these configs; what runs outside of blocks counts as the last one's."""
         blocks = list(blocks_of(self.model))
         names = {block: name for name, block in self.model.named_modules() if block in set(blocks)}
         self.last = names[blocks[-1]]
@@ -152,23 +158,36 @@ class CountedStep(TracedStep):
                 self._tally().sends[axis, kind] += sent
 
         comm_bytes.add = send  # type: ignore[method-assign]
-        with watched(self.live):
+        works = []
+        with watched(self.live), patch.object(weight_grads, "add_or_compute", self._add_or_compute):
             for parameter in self.model.parameters():
                 self.live.see(to_local(parameter.detach()))
-            for _ in range(2):  # the first step makes what stays
-                self.tallies: dict[tuple[str, bool], Tally] = defaultdict(Tally)
+            for config in (configs[0], *configs):  # the first step makes what stays
+                rows = config.batch.micro_size * config.data.seq_len * config.model.keys.get("num_experts_per_tok", 1)
+                self.live.rows = rows // self.mesh.size("cp", "tp")
+                self.tallies: dict[tuple[str, str], Tally] = defaultdict(Tally)
                 self.bytes: dict[str, dict[str, float]] = defaultdict(dict)
                 self.live.watch, self.live.block = self._count, ""
-                self.trainer.forward_backward(1, self.microbatches)
-        return tuple(self._work(block, names[block]) for block in blocks)
+                self.trainer.forward_backward(1, [prepared(language_batch(config), config, self.mesh)])
+                works.append(tuple(self._work(block, names[block]) for block in blocks))
+        return works[1:]
+
+    def _add_or_compute(self, *layer: Any) -> Any:
+        before, self.live.phase = self.live.phase, WEIGHT_GRAD
+        try:
+            return add_or_compute(*layer)
+        finally:
+            self.live.phase = before
 
     def _work(self, block: nn.Module, name: str) -> Work:
         parameters = sum(map(_before_fsdp, block.parameters()))
-        forward, backward = (self.tallies[name, is_backward].as_pass() for is_backward in (False, True))
+        forward, input_grad, weight_grad = (
+            self.tallies[name, phase].as_pass() for phase in ("forward", "backward", WEIGHT_GRAD)
+        )
         sizes = self.bytes[name]
         saved = sizes["after"] - sizes["before"] - sizes["output"] + sizes["input"]
         peaks = sizes["peak"] - sizes["before"], sizes.get("backward", 0.0)
-        return Work(name, parameters, forward, backward, Pass(), saved, *peaks)
+        return Work(name, parameters, forward, input_grad, weight_grad, saved, *peaks)
 
     def _weighed(self, name: str, forward: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -182,7 +201,10 @@ class CountedStep(TracedStep):
         return run
 
     def _tally(self) -> Tally:
-        return self.tallies[self.live.block or self.last, self.live.phase == "backward"]
+        return self.tallies[self.live.block or self.last, self._pass()]
+
+    def _pass(self) -> str:
+        return self.live.phase if self.live.phase in ("backward", WEIGHT_GRAD) else "forward"
 
     def _count(self, func: Any, args: Any, out: Any) -> None:
         name, block = func.name().split(".")[0], self.live.block
@@ -202,7 +224,7 @@ class CountedStep(TracedStep):
             tally.moved += _nbytes(args) + _nbytes(out)
         if block:
             sizes, total = self.bytes[block], self.live.total
-            if self.live.phase == "backward":
+            if self._pass() != "forward":
                 sizes["backward"] = max(sizes.get("backward", 0.0), total - sizes.setdefault("start", total))
             else:
                 sizes["peak"] = max(sizes["peak"], total)
@@ -214,6 +236,11 @@ def _before_fsdp(parameter: nn.Parameter) -> int:
     for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True) if mesh is not None else ():
         elements *= size if name in ("dp_shard", "fsdp", "efsdp") else 1
     return elements
+
+
+def _kinds(blocks: Sequence[nn.Module]) -> list[tuple[Any, ...]]:
+    """Of each block; what runs outside of blocks makes the last one another."""
+    return [(block is blocks[-1], kind_of(block)) for block in blocks]
 
 
 def _nbytes(tree: Any) -> float:

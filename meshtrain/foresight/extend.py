@@ -45,7 +45,7 @@ def rank_memory(config: Config, layout: Layout, pp: int, whole: int = WHOLE) -> 
         bounds = [split.bounds[stage] for stage in schedule.stages_of(pp)]
     else:
         bounds = [(0, len(blocks_of(spec_of(config).meta)))]
-    count = microbatches(config.batch.global_size, config.batch.micro_size, layout.size(*DATA_AXES))
+    count = microbatches(config.batch.sizes.largest, config.batch.micro_size, layout.size(*DATA_AXES))
     passes = count * sum(end - first for first, end in bounds)
     cases = [] if passes <= whole else _smaller(config, layout, pp, bounds, count)
     if not cases:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from meshtrain.config import Config
 from meshtrain.foresight.work import Work
 from meshtrain.layout import Layout
-from meshtrain.optim.registry import update_rule
+from meshtrain.optim.groups import state_specs
 from meshtrain.parallel.sharding import ParameterSpec
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.schedule import build, read_csv
@@ -62,9 +62,8 @@ def _of_rank(config: Config, layout: Layout, works: Sequence[Work], waiting: flo
     size, compute = (8 if train.precision == "float64" else 4), (2 if "16" in train.precision else 4)
     elements = sum(work.parameters for work in works)
     resident = {"weights": elements * size / shards, "gradients": elements * size / shards}
-    resident["optimizer"] = (
-        elements / shards * _state_bytes(config.optimizer.name, config.optimizer.state_precision, size)
-    )
+    states = shards * (layout.size("dp_replicate") if config.parallel.shard_optimizer else 1)
+    resident["optimizer"] = sum(work.parameters * _state_bytes(config, work.name, size) for work in works) / states
     parts = dict(resident)
     reshards = config.parallel.reshard_after_forward and layout.size("pp") == 1
     if shards > 1 and reshards:
@@ -86,9 +85,9 @@ def _of_rank(config: Config, layout: Layout, works: Sequence[Work], waiting: flo
     return RankMemory(resident, parts, moment, source="estimated")
 
 
-def _state_bytes(optimizer: str, precision: str, size: int) -> float:
-    """Bytes of the optimizer's states for an element of a weight."""
-    specs = update_rule(optimizer, precision).state_specs(ParameterSpec("", (64, 64), ())).values()
+def _state_bytes(config: Config, block: str, size: int) -> float:
+    """Bytes of the optimizer's states for an element of a block's weights."""
+    specs = state_specs(config.optimizer, ParameterSpec(f"{block}.weight", (64, 64), ())).values()
     return (
         sum((size if spec.dtype is None else spec.dtype.itemsize) * spec.dims[0] * spec.dims[-1] for spec in specs)
         / 4096

@@ -16,6 +16,7 @@ from meshtrain.foresight import hardware as hardware_files
 from meshtrain.foresight.blocks import works_of
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.memory import RankMemory, short_schedule
+from meshtrain.foresight.steptime import PASSES
 from meshtrain.foresight.work import Work
 from meshtrain.layout import DATA_AXES
 from meshtrain.modeling.build import block_costs, spec_of
@@ -25,7 +26,6 @@ from meshtrain.pipeline.partition import StageSplit, split_blocks
 from meshtrain.pipeline.schedule import load
 
 MOST_RANKS = 4  # of a pipeline each of which is traced
-PASSES = ("forward", "input_grad", "weight_grad")
 load = lru_cache(maxsize=64)(load)  # a search asks for few of them many times
 
 
@@ -44,7 +44,7 @@ class Prediction:
         self.config, self.layout, self.hardware = config, config.resolved, hardware
         self.precisions = config.train.precision, config.train.linear_precision and "float8"
         self.microbatches = microbatches(
-            config.batch.global_size, config.batch.micro_size, self.layout.size(*DATA_AXES)
+            config.batch.sizes.largest, config.batch.micro_size, self.layout.size(*DATA_AXES)
         )
 
     @cached_property
@@ -69,15 +69,15 @@ class Prediction:
         return _split(spec_of(self.config), self.config.data.seq_len, ranks, stages, blocks)
 
     @cached_property
-    def costs(self) -> list[tuple[float, float, float]]:
-        """Of each stage for one microbatch: seconds of its forward, input gradient and weight gradient."""
+    def block_costs(self) -> list[steptime.BlockCost]:
+        """Of each block, for one microbatch."""
         assert self.hardware is not None
-        of_blocks = [
-            [getattr(cost, name).seconds for name in PASSES]
-            for cost in steptime.block_costs(self.works, self.layout, self.hardware, *self.precisions)
-        ]
-        stages = [zip(*of_blocks[first:end], strict=True) for first, end in self.split.bounds]
-        return [(sum(forward), sum(inputs), sum(weights)) for forward, inputs, weights in stages]
+        return steptime.block_costs(self.works, self.layout, self.hardware, *self.precisions)
+
+    @cached_property
+    def costs(self) -> list[tuple[float, ...]]:
+        """Of each stage for one microbatch: seconds of its forward, input gradient and weight gradient."""
+        return steptime.stage_costs(self.block_costs, self.split.bounds)
 
     @cached_property
     def memory(self) -> RankMemory:
@@ -85,6 +85,21 @@ class Prediction:
         if self.traced:
             return max(self.ranks, key=lambda rank: rank.total)
         return memory.of(self.config, self.layout, self.works, self.schedule, self.split.bounds)
+
+    @property
+    def per_sample(self) -> int:
+        """Tokens; of an image 1."""
+        return self.config.data.seq_len if "vocab_size" in self.config.model.keys else 1
+
+    @property
+    def handed_on(self) -> float:
+        """Bytes that a stage gives to the next for a microbatch."""
+        config, layout = self.config, self.layout
+        plan = getattr(model_file(config.model.name), "tp_plan", None)
+        is_split = has_sequence_parts(config.parallel.sequence_parallel, plan)
+        parts = layout.size("cp") * (layout.size("tp") if is_split else 1)
+        width = config.model.keys.get("hidden_size", 0) * (2 if "16" in config.train.precision else 4)
+        return config.batch.micro_size * self.per_sample * width / parts
 
     @cached_property
     def ranks(self) -> list[RankMemory]:
@@ -123,10 +138,6 @@ class Prediction:
         """Seconds of a step, by part."""
         assert self.hardware is not None
         config, layout, parallel, train = self.config, self.layout, self.config.parallel, self.config.train
-        per_sample = config.data.seq_len if "vocab_size" in config.model.keys else 1
-        plan = getattr(model_file(config.model.name), "tp_plan", None)
-        parts = layout.size("cp") * (layout.size("tp") if has_sequence_parts(parallel.sequence_parallel, plan) else 1)
-        width = config.model.keys.get("hidden_size", 0) * (2 if "16" in train.precision else 4)
         size = 8 if train.precision == "float64" else 4
         return steptime.of(
             self.works,
@@ -137,11 +148,12 @@ class Prediction:
             product=self.precisions[1],
             microbatches=self.microbatches,
             bounds=self.split.bounds,
-            handed_on=config.batch.micro_size * per_sample * width / parts,
+            handed_on=self.handed_on,
             gathers_again=parallel.reshard_after_forward and self.schedule is None,
+            shards_optimizer=getattr(parallel, "shard_optimizer", False),
             message_size=2 if parallel.reduce_precision == "bfloat16" else size,
-            tokens=config.batch.global_size * per_sample,
-            flops=3 * sum(block_costs(spec_of(config), config.data.seq_len)) * config.batch.global_size,
+            tokens=config.batch.sizes.largest * self.per_sample,
+            flops=3 * sum(block_costs(spec_of(config), config.data.seq_len)) * config.batch.sizes.largest,
         )
 
     @property

@@ -1,8 +1,8 @@
 """The layout that takes the least time and fits: a search best first, by bounds that no candidate can be faster than.
 
 A candidate changes only keys that do not change what is computed, and keeps to the config's own rules. It stands in a
-heap with a floor of its seconds by its sizes alone, then with a bound by the work of its blocks and the filling of its
-pipeline, and then it is predicted. The search ends when no bound is below what it has found.
+heap with a floor of its seconds by its sizes alone, then by the work of its blocks, then with the filling of its
+pipeline by each schedule, and then it is predicted. The search ends when no bound is below what it has found.
 """
 
 import heapq
@@ -17,15 +17,15 @@ from meshtrain.config import Config, ConfigErrors
 from meshtrain.config.checks import ConfigDraft
 from meshtrain.config.errors import Place, yaml_text
 from meshtrain.config.layout_advice import factorizations
-from meshtrain.config.model_spec import model_spec
-from meshtrain.config.schema import SECTIONS
+from meshtrain.config.model_spec import spec_of
+from meshtrain.config.schema import SECTIONS, Parallel
 from meshtrain.config.tensor import check_context, check_experts, check_split, check_stages
 from meshtrain.config.yaml_reader import Node
 from meshtrain.data.order import microbatches
 from meshtrain.errors import InputError, bytes_text
 from meshtrain.foresight.hardware import Hardware
-from meshtrain.foresight.prediction import PASSES, Prediction, short_schedule
-from meshtrain.foresight.steptime import cost
+from meshtrain.foresight.prediction import Prediction, short_schedule
+from meshtrain.foresight.steptime import PASSES, cost, transfer_seconds
 from meshtrain.layout import AXES, DATA_AXES, FSDP_AXES, Layout, written
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.schedule import MOST_PASSES, NAMES
@@ -33,19 +33,25 @@ from meshtrain.pipeline.schedule import MOST_PASSES, NAMES
 MICRO, SCHEDULE, STAGES = "batch.micro_size", "pipeline.schedule", "pipeline.stages_per_rank"
 CONTEXT, HEADS, EXPERTS = "parallel.context", "parallel.context_heads", "parallel.expert_parallel"
 SEQUENCE, COMPILE = "parallel.sequence_parallel", "parallel.compile"
+ZERO = "parallel.shard_optimizer"
 SAVINGS: dict[str, tuple[Any, ...]] = {  # each value keeps less than the one before, and takes no less time
     "parallel.recompute": ("none", "selective", "full"),
     "parallel.regather": (False, True),
     "parallel.reshard_after_forward": (False, True),
+    ZERO: (False, True),
 }
+if not hasattr(Parallel, "shard_optimizer"):
+    del SAVINGS[ZERO]
 KEYS = ("layout", MICRO, CONTEXT, HEADS, EXPERTS, SEQUENCE, COMPILE, *SAVINGS, SCHEDULE, STAGES)  # what may vary
 USUAL = tuple(key for key in KEYS if key not in (CONTEXT, HEADS, SEQUENCE, COMPILE))  # vary unless others are named
 MORE_STAGES = ("interleaved-1f1b", "looped-bfs", "interleaved-zb")  # schedules with a choice of stages per rank
+BY_SIZES, BY_BLOCKS, BY_SCHEDULE = range(3)  # what a candidate's bound looks at
+FEWEST_TOKENS = 256  # of a sequence that a rank of a cp over more than a host has, unless asked for
 NEAR = 0.05  # predictions that differ by less are no reason to prefer one
-RULES: dict[Callable[..., None], tuple[str, ...]] = {  # of the config, and what each of them looks at
+RULES: dict[Callable[..., None], tuple[str, ...]] = {  # of the config: what it is about, and what it looks at
     check_split: ("tp", "cp", SEQUENCE),
-    check_context: ("tp", "cp", HEADS),
-    check_experts: (*AXES, EXPERTS, SEQUENCE),
+    check_context: ("cp", "tp", HEADS),
+    check_experts: ("expert_parallel", *AXES, EXPERTS, SEQUENCE),
     check_stages: ("pp", SCHEDULE, STAGES, COMPILE),
 }
 
@@ -79,6 +85,11 @@ class Candidate:
         """With as few microbatches as it can have: who holds which stage."""
         return short_schedule(self.settings[SCHEDULE], self.layout.size("pp"), self.settings[STAGES])
 
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Stages and axes: the fewer, the simpler."""
+        return self.schedule().stages, sum(size > 1 for size in self.layout.sizes.values())
+
     def key(self, *without: str) -> tuple[Any, ...]:
         return self.layout.shape, *(value for key, value in self.settings.items() if key not in without)
 
@@ -88,14 +99,22 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is asked of candidates and their configs. `floor`: seconds that none is below which differs in schedule and
-    SAVINGS only; cheap. `bound`: seconds that it is not below. `predict`: a value whose `memory.total` is the bytes of
-    the rank with most, and whose `step` has `seconds` and `parts` (name -> seconds), computed when they are asked."""
+    """What is asked of candidates and their configs.
+
+    Attributes:
+        floor: seconds that none is below which differs in schedule and SAVINGS only, by sizes alone; cheap.
+        work: the same by the work of its blocks.
+        bound: seconds that it is not below.
+        predict: a value whose `memory.total` is the bytes of the rank with most, and whose `step` has `seconds` and
+            `parts` (name -> seconds), computed when they are asked.
+        memory: bytes that a rank can have.
+    """
 
     floor: Callable[[Candidate], float]
+    work: Callable[[Config], float]
     bound: Callable[[Config], float]
     predict: Callable[[Config], Any]
-    memory: float  # bytes that a rank can have
+    memory: float
 
 
 def forecast(config: Config, hardware: Hardware, memory_gib: float | None = None) -> Forecast:
@@ -115,19 +134,27 @@ def forecast(config: Config, hardware: Hardware, memory_gib: float | None = None
     def floor(candidate: Candidate) -> float:
         layout, micro_size = candidate.layout, candidate.settings[MICRO]
         kernels, launches = alone(micro_size, candidate.settings[COMPILE])
-        count = microbatches(config.batch.global_size, micro_size, layout.size(*DATA_AXES))
+        count = microbatches(config.batch.sizes.largest, micro_size, layout.size(*DATA_AXES))
         return count * max(kernels / layout.size("tp", "cp"), launches) / layout.size("pp")
 
+    def work(candidate: Config) -> float:
+        prediction = Prediction(candidate, hardware)
+        return (
+            prediction.microbatches
+            * sum(cost.seconds for cost in prediction.block_costs)
+            / prediction.layout.size("pp")
+        )
+
     def bound(candidate: Config) -> float:
-        alone_on_rank = Prediction(candidate, hardware)
-        if candidate.resolved is None or candidate.resolved.size("pp") == 1:
-            return alone_on_rank.microbatches * sum(alone_on_rank.costs[0])
-        section = candidate.pipeline
-        schedule = short_schedule(section.schedule, candidate.resolved.size("pp"), section.stages_per_rank)
-        return pipeline_bound(schedule, alone_on_rank.microbatches, alone_on_rank.costs)
+        prediction, section = Prediction(candidate, hardware), candidate.pipeline
+        if prediction.layout.size("pp") == 1:
+            return work(candidate)
+        schedule = short_schedule(section.schedule, prediction.layout.size("pp"), section.stages_per_rank)
+        transfer = transfer_seconds(prediction.layout, hardware, prediction.handed_on)
+        return pipeline_bound(schedule, prediction.microbatches, prediction.costs, transfer)
 
     room = hardware.room if memory_gib is None else memory_gib * 2**30
-    return Forecast(floor, bound, lambda candidate: Prediction(candidate, hardware), room)
+    return Forecast(floor, work, bound, lambda candidate: Prediction(candidate, hardware), room)
 
 
 class Space:
@@ -138,7 +165,7 @@ class Space:
         assert config.resolved is not None
         self.config, self.placed, self.vary, self.fixed = config, config.resolved, set(vary), fixed or {}
         self.unit = math.gcd(self.placed.world_size, *(run.start for run in self.placed.runs))  # ranks of every host
-        spec = model_spec(config.model.name, config.model.keys)
+        spec = spec_of(config)
         self.blocks = len(spec.meta.blocks()) if hasattr(spec.meta, "blocks") else 1  # type: ignore[operator]
         self.experts = hasattr(spec.module, "ep_plan")
         sections = {"model": config.model.keys, **{name: vars(getattr(config, name)) for name in SECTIONS}}
@@ -192,7 +219,8 @@ class Space:
 
     def _saves(self, key: str, layout: Layout) -> bool:
         sharded = layout.size("pp") == 1 and layout.size(*FSDP_AXES) > 1
-        works = {"parallel.regather": layout.size("tp") > 1, "parallel.reshard_after_forward": sharded}
+        copied = layout.size("dp_replicate") > 1 == layout.size(*FSDP_AXES)
+        works = {"parallel.regather": layout.size("tp") > 1, "parallel.reshard_after_forward": sharded, ZERO: copied}
         return key in self.vary and works.get(key, True)
 
     def _choose(self, key: str, options: Iterable[Any]) -> list[Any]:
@@ -203,29 +231,30 @@ class Space:
         rest, remainder = divmod(world, math.prod(self.fixed.values()))
         if remainder:
             raise InputError(f"--keep: {written(self.fixed)} does not divide the {world:,} processes of the hosts")
-        for factors in (
-            sorted(factorizations(rest, len(free)), key=lambda sizes: sizes[::-1]) if "layout" in self.vary else ()
-        ):
-            sizes = {**self.fixed, **dict(zip(free, factors, strict=True))}
-            yield self.placed.with_axes({axis: sizes[axis] for axis in AXES})
         if "layout" not in self.vary:
             yield self.placed
+            return
+        for factors in sorted(factorizations(rest, len(free)), key=lambda sizes: sizes[::-1]):
+            sizes = {**self.fixed, **dict(zip(free, factors, strict=True))}
+            yield self.placed.with_axes({axis: sizes[axis] for axis in AXES})
 
     def _options(self, layout: Layout) -> dict[str, list[Any]]:
         """Key -> the values to try with a layout; none for one that cannot be."""
         cp, tp, batch, parallel = layout.size("cp"), layout.size("tp"), self.config.batch, self.config.parallel
-        problem = ""
-        if layout.size("pp") > self.blocks:
-            problem = "more ranks of pp than blocks"
-        elif self.unit % tp and "tp" not in self.fixed:
-            problem = "tp over more than a host (--keep layout.tp=N tries it)"
-        if problem:
+        crumbs = cp > max(self.unit, self.config.data.seq_len // FEWEST_TOKENS) and "cp" not in self.fixed
+        problems = {
+            "more ranks of pp than blocks": layout.size("pp") > self.blocks,
+            "tp over more than a host (--keep layout.tp=N tries it)": self.unit % tp and "tp" not in self.fixed,
+            f"cp with fewer than {FEWEST_TOKENS} tokens of a sequence each (--keep layout.cp=N tries it)": crumbs,
+        }
+        if problem := next((problem for problem, is_so in problems.items() if is_so), None):
             self.count += 1
             self.reject(problem, str(layout))
             return {}
-        share = -(-batch.global_size // layout.size(*DATA_AXES))
-        world = layout.world_size
-        ranks = [n for n in range(1, 4097) if world % n == 0 and layout.folds(n)] if self.experts else [None]
+        share = -(-batch.sizes.largest // layout.size(*DATA_AXES))
+        ranks = (
+            [n for n in range(1, 4097) if layout.world_size % n == 0 and layout.folds(n)] if self.experts else [None]
+        )
         options = {
             MICRO: sorted({1 << i for i in range(share.bit_length())} | {min(batch.micro_size, share)}),
             CONTEXT: ["gather", "ring"] if cp > 1 else [parallel.context],
@@ -235,7 +264,8 @@ class Space:
             COMPILE: list(dict.fromkeys((parallel.compile, "auto"))),
         }
         chosen = {key: self._choose(key, values) for key, values in options.items()}
-        saved = {key: [values[0]] for key, values in SAVINGS.items() if self._saves(key, layout)}
+        saves = {key for key in SAVINGS if self._saves(key, layout)} | ({ZERO} & self.vary)  # which FSDP refuses
+        saved = {key: [SAVINGS[key][0]] for key in saves}
         return {key: (chosen | saved).get(key) or [_value(self.config, key)] for key in KEYS[1:]}
 
     def _problem(self, candidate: Candidate) -> tuple[str, str] | None:
@@ -243,17 +273,18 @@ class Space:
         cp, heads = candidate.layout.size("cp"), candidate.settings[HEADS]
         if cp > 1 and heads > 1 and self.unit % (candidate.layout.size("tp") * heads):
             return "context_heads over more than a host", f"{candidate.layout}, context_heads {heads}"
-        named = {check_split: "tp", check_context: "cp", check_experts: "expert_parallel"}
-        answers = (
-            (f"{name} that the model does not take", self._answer(rule, candidate)) for rule, name in named.items()
-        )
-        return next(((reason, problem) for reason, problem in answers if problem), None)
+        for rule in (check_split, check_context, check_experts):
+            if problem := self._answer(rule, candidate):
+                return f"{RULES[rule][0]} that the model does not take", problem
+        return None
 
     def _answer(self, rule: Callable[..., None], candidate: Candidate) -> str | None:
         """What a rule of the config finds wrong with a candidate; asked once for what it looks at."""
         sizes, changed = candidate.layout.sizes, candidate.settings
         if rule is check_stages and not changed[SCHEDULE].endswith(".csv"):  # one microbatch is as good as many
             changed = {**changed, "batch.global_size": 1, MICRO: 1}
+        if rule is check_split:  # it asks whether there is a cp
+            sizes = {**sizes, "cp": min(sizes["cp"], 2)}
         about = (rule, *(sizes.get(key, changed.get(key)) for key in RULES[rule]))
         if about not in self.answers:
             top = Place.in_file(self.config.file, 1)
@@ -264,7 +295,7 @@ class Space:
 
     def _too_long(self, candidate: Candidate) -> str | None:
         parts = candidate.layout.size(*DATA_AXES)
-        count = microbatches(self.config.batch.global_size, candidate.settings[MICRO], parts)
+        count = microbatches(self.config.batch.sizes.largest, candidate.settings[MICRO], parts)
         passes = count * candidate.schedule().stages
         return f"{passes:,} passes of a microbatch through a stage" if passes > MOST_PASSES else None
 
@@ -274,19 +305,20 @@ def _value(config: Config, key: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
-def pipeline_bound(schedule: Schedule, count: int, costs: Sequence[tuple[float, float, float]]) -> float:
+def pipeline_bound(schedule: Schedule, count: int, costs: Sequence[Sequence[float]], transfer: float = 0) -> float:
     """Seconds that `count` microbatches take at least, in any order that has this schedule's placement and kinds of
     actions: each rank's work, the filling before it, and the emptying behind it. `costs`: of each stage, its forward,
-    input gradient and weight gradient."""
-    bounds = []
+    input gradient and weight gradient; `transfer`: from a stage to one on another rank."""
+    bounds, ranks = [], [schedule.rank_of(stage) for stage in range(schedule.stages)]
     for rank in range(schedule.ranks):
         own, before = [costs[stage] for stage in schedule.stages_of(rank)], costs[: schedule.stages_of(rank)[0]]
-        fill, work = sum(cost[0] for cost in before), count * sum(map(sum, own))
+        sent = transfer * sum(ranks[i] != ranks[i + 1] for i in range(len(before)))
+        fill, work = sum(cost[0] for cost in before) + sent, count * sum(map(sum, own))
         if schedule.splits_backward:  # weight gradients may be computed while the ranks before empty
-            last = count * sum(cost[0] + cost[1] for cost in own) + sum(cost[1] for cost in before) + costs[0][2]
+            last = count * sum(cost[0] + cost[1] for cost in own) + sum(cost[1] for cost in before) + costs[0][2] + sent
             bounds.append(fill + max(work, last))
         else:
-            bounds.append(fill + work + sum(cost[1] + cost[2] for cost in before))
+            bounds.append(fill + work + sum(cost[1] + cost[2] for cost in before) + sent)
     return max(bounds)
 
 
@@ -296,7 +328,7 @@ class Search:
 
     def __init__(self, space: Space, forecast: Forecast, goal: Literal["time", "memory"] = "time") -> None:
         self.space, self.config, self.forecast, self.goal = space, space.config, forecast, goal
-        self.heap: list[tuple[float, int, bool, Candidate]] = []
+        self.heap: list[tuple[float, int, int, Candidate]] = []  # bound, number, how its bound was found
         self.pushed: set[tuple[Any, ...]] = set()
         self.fitting: dict[tuple[Any, ...], Candidate] = {}
         self.fastest: dict[tuple[int, ...], float] = {}  # of a layout
@@ -310,17 +342,18 @@ class Search:
 
         Args:
             load: overrides -> the config as training reads it. Raises ConfigErrors.
-            error: of predictions, as a share. Of those within it of the fastest the first is that with the fewest
-                stages, and then that which takes the least memory; with the goal `memory` the other way round.
+            error: of predictions, as a share. Of those within it of the fastest the first is the simplest: the fewest
+                stages, then the fewest axes, then the least memory; with the goal `memory` memory comes first.
         """
         self._find(show, error)
         least = min(self.fastest.values(), default=0.0)
 
         def place(candidate: Candidate) -> tuple[float, ...]:
-            seconds, stages = candidate.prediction.step.seconds, candidate.schedule().stages
+            seconds, memory = candidate.prediction.step.seconds, candidate.prediction.memory.total
             candidate.near = seconds <= least * (1 + error)
-            simple = (stages, candidate.prediction.memory.total)
-            return (0, *(simple if self.goal == "time" else simple[::-1])) if candidate.near else (1, seconds)
+            if not candidate.near:
+                return 1, seconds
+            return (0, *candidate.parts, memory) if self.goal == "time" else (0, memory, *candidate.parts)
 
         best: dict[tuple[int, ...], Candidate] = {}
         for candidate in sorted(self.fitting.values(), key=place):
@@ -336,9 +369,9 @@ class Search:
 
     def _find(self, show: int, error: float) -> None:
         for candidate in self.space.candidates():
-            self._push(candidate, self.forecast.floor(candidate), bounded=False)
+            self._push(candidate, self.forecast.floor(candidate), BY_SIZES)
         while self.heap:
-            bound, _, bounded, candidate = heapq.heappop(self.heap)
+            bound, _, known, candidate = heapq.heappop(self.heap)
             times = heapq.nsmallest(show, self.fastest.values())
             if len(times) == show and bound > max(times[-1], times[0] * (1 + error)):
                 example = f"{candidate.layout} takes {bound:.3g} s or more"
@@ -347,8 +380,10 @@ class Search:
             simplest = self.goal == "time" and len(times) == show and bound > times[0]
             if simplest and candidate.layout.size("pp") > self._fewest(times[0], error):
                 self.space.reject("not simpler than these, nor faster by a bound", str(candidate.layout))
-            elif bounded:
+            elif known == BY_SCHEDULE:
                 self._predict(candidate, bound)
+            elif known == BY_SIZES:
+                self._push(candidate, max(bound, self.forecast.work(candidate.apply(self.config))), BY_BLOCKS)
             else:
                 self._push_all(self.space.schedules(candidate), bound)
         if self.unfit:
@@ -356,19 +391,19 @@ class Search:
             self.space.rejected["do not fit"] = self.space.rejected["do not fit"][0], least
 
     def _fewest(self, best: float, error: float) -> int:
-        """Ranks of the pipeline of the simplest layout that is as fast as the best, as far as predictions can tell."""
-        at = AXES.index("pp")
-        return min(shape[at] for shape, seconds in self.fastest.items() if seconds <= best * (1 + error))
+        """Stages of the simplest that is as fast as the best, as far as predictions can tell."""
+        fitting = self.fitting.values()
+        return min(other.parts[0] for other in fitting if other.prediction.step.seconds <= best * (1 + error))
 
-    def _push(self, candidate: Candidate, bound: float, bounded: bool) -> None:
-        heapq.heappush(self.heap, (bound, len(self.pushed), bounded, candidate))
-        self.pushed.add((bounded, candidate.key()))
+    def _push(self, candidate: Candidate, bound: float, known: int) -> None:
+        heapq.heappush(self.heap, (bound, len(self.pushed), known, candidate))
+        self.pushed.add((known, candidate.key()))
 
     def _push_all(self, candidates: Iterable[Candidate], bound: float) -> None:
         for candidate in candidates:
-            if (True, candidate.key()) not in self.pushed:
+            if (BY_SCHEDULE, candidate.key()) not in self.pushed:
                 own = self.forecast.bound(candidate.apply(self.config))
-                self._push(candidate, max(bound, own), bounded=True)
+                self._push(candidate, max(bound, own), BY_SCHEDULE)
 
     def _predict(self, candidate: Candidate, bound: float) -> None:
         group, alike = candidate.key(*SAVINGS), candidate.key(*SAVINGS, MICRO)
@@ -402,12 +437,14 @@ class Search:
 def _reason(first: Candidate, other: Candidate) -> str:
     """Why a candidate does not stand before the first."""
     step, best = other.prediction.step, first.prediction.step
-    more, stages = other.prediction.memory.total - first.prediction.memory.total, other.schedule().stages
+    more = other.prediction.memory.total - first.prediction.memory.total
     if other is first:
         return ""
     if other.near:
-        beside = f"{stages} stages" if stages > first.schedule().stages else f"{bytes_text(more)} more memory"
-        return f"as fast, as far as this can tell, with {beside}"
+        of_both = zip(other.parts, first.parts, ("stages", "axes"), strict=True)
+        worse = [f"{n} {name} for {few}" for n, few, name in of_both if n > few]
+        worse += [f"{bytes_text(more)} more memory"] * (more > 0)
+        return "as fast, as far as this can tell" + (f", with {', '.join(worse)}" if worse else "")
     parts = {name: step.parts.get(name, 0) - best.parts.get(name, 0) for name in [*step.parts, *best.parts]}
     largest = sorted(parts.items(), key=lambda part: -abs(part[1]))[:2]
     return f"{step.seconds - best.seconds:+.3g} s: " + ", ".join(f"{name} {n:+.3g}" for name, n in largest if n)

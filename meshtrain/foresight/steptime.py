@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 from meshtrain.foresight.collective import Group, seconds
 from meshtrain.foresight.hardware import Hardware
@@ -17,6 +18,9 @@ from meshtrain.pipeline.simulate import simulate
 MIN_UNIT_SIZE = 2**21  # of `parallel.fsdp`: elements of a block that FSDP gathers by itself
 MOST_ACTIONS = 20_000  # of a schedule that is simulated whole; of a longer one the steady state is extrapolated
 Seconds = dict[str, float]  # by name
+MOST_KNOWN = 4096
+_known: dict[tuple[Any, ...], tuple["BlockCost", Work, Hardware]] = {}
+PASSES = ("forward", "input_grad", "weight_grad")
 NAMES = {  # of what may limit a step
     "products": "products of matrices",
     "attention": "attention",
@@ -79,7 +83,7 @@ def add(a: Seconds, b: Seconds) -> Seconds:
     return {name: a.get(name, 0.0) + b.get(name, 0.0) for name in (*a, *b)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockCost:
     """A block's passes for one microbatch."""
 
@@ -87,9 +91,18 @@ class BlockCost:
     input_grad: Cost
     weight_grad: Cost
 
-    @property
+    @cached_property
     def backward(self) -> Cost:
         return self.input_grad + self.weight_grad
+
+    @cached_property
+    def passes(self) -> tuple[float, float, float]:
+        """Seconds of the three."""
+        return self.forward.seconds, self.input_grad.seconds, self.weight_grad.seconds
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.passes)
 
 
 def cost(work: Pass, layout: Layout, hardware: Hardware, precision: str, product: str | None = None) -> Cost:
@@ -113,8 +126,24 @@ def block_costs(
     works: Sequence[Work], layout: Layout, hardware: Hardware, precision: str, product: str | None = None
 ) -> list[BlockCost]:
     """What each block costs for one microbatch. `precision`, `product`: see `cost`."""
-    known = cache(lambda work: cost(work, layout, hardware, precision, product))  # blocks of a kind are alike
-    return [BlockCost(*map(known, (work.forward, work.input_grad, work.weight_grad))) for work in works]
+    costs: dict[int, BlockCost] = {}
+    for work in {id(work): work for work in works}.values():  # blocks of a kind are the same one
+        passes = [getattr(work, name) for name in PASSES]
+        groups = (Group.of(layout, send.axis) for block_pass in passes for send in block_pass.sends)
+        key = id(work), id(hardware), precision, product, *groups
+        if key not in _known:
+            if len(_known) == MOST_KNOWN:
+                _known.clear()
+            of_passes = (cost(block_pass, layout, hardware, precision, product) for block_pass in passes)
+            _known[key] = BlockCost(*of_passes), work, hardware  # which live as long as their ids are keys
+        costs[id(work)] = _known[key][0]
+    return [costs[id(work)] for work in works]
+
+
+def stage_costs(costs: Sequence[BlockCost], bounds: Sequence[tuple[int, int]]) -> list[tuple[float, ...]]:
+    """Seconds of each stage's forward, input gradient and weight gradient. `bounds`: see `of`."""
+    stages = [[cost.passes for cost in costs[first:end]] for first, end in bounds]
+    return [tuple(map(sum, zip(*passes, strict=True))) for passes in stages]
 
 
 def of(
@@ -129,6 +158,7 @@ def of(
     bounds: Sequence[tuple[int, int]] | None = None,
     handed_on: float = 0.0,
     gathers_again: bool = False,
+    shards_optimizer: bool = False,
     message_size: int = 4,
     update_bytes: float = 28.0,
     tokens: float = 0.0,
@@ -141,6 +171,7 @@ def of(
         microbatches: of a rank, without a schedule.
         handed_on: bytes that a stage gives to the next for a microbatch.
         gathers_again: FSDP gathers parameters for every forward and backward and sums gradients after each, not once.
+        shards_optimizer: copies of `dp_replicate` update a part each, and gather the others' (ZeRO-1).
         message_size: bytes of an element of a gradient when it is summed over data ranks.
         update_bytes: that the optimizer reads and writes for an element.
         tokens, flops: of the whole step of all ranks, for `tokens_per_s` and `mfu`.
@@ -155,12 +186,14 @@ def of(
         idle = makespan - busy
         blocks = [block for stage in schedule.stages_of(rank) for block in range(*stages[stage])]
     own, parameters = [costs[i] for i in blocks], [works[i].parameters for i in blocks]
-    forward = sum((c.forward for c in own), Cost()).times(many)
-    backward = sum((c.backward for c in own), Cost()).times(many)
+    kinds = [(cost, many * own.count(cost)) for cost in {id(cost): cost for cost in own}.values()]
+    forward = sum((cost.forward.times(n) for cost, n in kinds), Cost())
+    backward = sum((cost.backward.times(n) for cost, n in kinds), Cost())
     size = 8 if precision == "float64" else 4
-    sizes = (size if precision in ("float32", "float64") else 2, message_size)
+    sizes = (size if precision in ("float32", "float64") else 2, message_size, size if shards_optimizer else 0)
     summed, hidden, sent = _data_parallel(own, parameters, many, layout, hardware, gathers_again, sizes)
-    update = sum(parameters) / layout.size("fsdp") * update_bytes * size / 4
+    updated = sum(parameters) / layout.size("fsdp") / (layout.size("dp_replicate") if shards_optimizer else 1)
+    update = updated * update_bytes * size / 4
     parts = {
         "forward": sum(forward.spent.values()),
         "backward": sum(backward.spent.values()),
@@ -175,6 +208,11 @@ def of(
     return StepTime(in_all, parts, hidden, add(forward.spent, backward.spent), sent, tokens / in_all, mfu)
 
 
+def transfer_seconds(layout: Layout, hardware: Hardware, handed_on: float) -> float:
+    """From a stage to the next, of so many bytes."""
+    return seconds("p2p", handed_on, Group.of(layout, "pp"), hardware)
+
+
 def _simulated(
     schedule: Schedule,
     stages: Sequence[tuple[int, int]],
@@ -184,13 +222,10 @@ def _simulated(
     handed_on: float,
 ) -> tuple[int, float, float]:
     """The rank with most work, the seconds of all microbatches, and those in which that rank works."""
-    forward, input_grad, weight_grad = (
-        [sum(getattr(cost, name).seconds for cost in costs[first:end]) for first, end in stages]
-        for name in ("forward", "input_grad", "weight_grad")
-    )
-    transfer = seconds("p2p", handed_on, Group.of(layout, "pp"), hardware)
-    of_stage = [sum(stage) for stage in zip(forward, input_grad, weight_grad, strict=True)]
-    work = [sum(of_stage[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
+    of_stages = stage_costs(costs, stages)
+    forward, input_grad, weight_grad = zip(*of_stages, strict=True)
+    transfer = transfer_seconds(layout, hardware, handed_on)
+    work = [sum(sum(of_stages[stage]) for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
     rank = max(range(schedule.ranks), key=work.__getitem__)
     many = schedule.microbatches
     actions = sum(len(schedule.actions_of(rank)) for rank in range(schedule.ranks))
@@ -218,10 +253,10 @@ def _data_parallel(
     layout: Layout,
     hardware: Hardware,
     frees: bool,
-    sizes: tuple[int, int],
+    sizes: tuple[int, int, int],
 ) -> tuple[Seconds, Seconds, dict[str, float]]:
     """By axis what gathers and sums over data ranks add to a step, what of them is hidden, and the bytes they send.
-    `sizes`: bytes of an element that is gathered, and of one that is summed."""
+    `sizes`: bytes of an element that is gathered, of one that is summed, and with ZeRO-1 of one that was updated."""
     shards, copies = layout.size("fsdp"), layout.size("dp_replicate")
     bare, hidden, sent = dict[str, float](), dict[str, float](), dict[str, float]()
     forward, backward = [c.forward.seconds for c in own], [c.backward.seconds for c in reversed(own)]
@@ -236,15 +271,18 @@ def _data_parallel(
 
     if shards > 1:
         axis, times = "dp_shard" if layout.size("cp") == 1 else "fsdp", many if frees else 1
-        gathered, summed = (size * (shards - 1) / shards for size in sizes)
+        gathered, summed = (size * (shards - 1) / shards for size in sizes[:2])
         ahead, again = gathers_of_units(parameters)
         count(axis, "all_gather", [gathered * n for n in ahead], forward, times)
         if frees:
             count(axis, "all_gather", [gathered * n for n in reversed(again)], backward, times)
         count(axis, "reduce_scatter", [summed * n for n in reversed(ahead)], backward, times)
     if copies > 1:
-        summed = 2 * (copies - 1) / copies * sizes[1] / shards
-        count("dp_replicate", "all_reduce", [summed * n for n in reversed(parameters)], backward, 1)
+        part, updated = (copies - 1) / copies / shards, sizes[2]
+        kind, times = ("reduce_scatter", 1) if updated else ("all_reduce", 2)
+        count("dp_replicate", kind, [times * part * sizes[1] * n for n in reversed(parameters)], backward, 1)
+        if updated:  # after the update, with nothing beside it
+            count("dp_replicate", "all_gather", [part * updated * sum(parameters)], [0.0], 1)
     return bare, hidden, sent
 
 

@@ -267,7 +267,7 @@ class TracedStep:
         task = "language" if "vocab_size" in config.model.keys else "classification"
         timer = _Phases(self.live)
         self.trainer = _Trainer(self.model, self.optimizer, config, mesh, device, task=task, timer=timer)
-        count = microbatches(config.batch.global_size, config.batch.micro_size, mesh.size(*DATA_AXES))
+        count = microbatches(config.batch.sizes.largest, config.batch.micro_size, mesh.size(*DATA_AXES))
         self.microbatches = [prepared(batch, config, mesh)] * count
         routed = self.microbatches[0].targets.numel() * config.model.keys.get("num_experts_per_tok", 1)
         self.live.rows = routed // mesh.size("tp")

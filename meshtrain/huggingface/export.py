@@ -80,12 +80,19 @@ class ExportFolder:
         if self.making.exists():
             shutil.rmtree(self.making)
 
-    def finish(self, files: Mapping[str, Sequence[Entry]], config: str | None, tokenizer: str | None) -> None:
+    def finish(
+        self,
+        files: Mapping[str, Sequence[Entry]],
+        config: str | None,
+        tokenizer: str | None,
+        adapter: str | None = None,
+    ) -> None:
         """Writes the small files, whose texts are given; the folder gets its name. What stood there goes last."""
         texts = {
             weights.CONFIG: config,
             weights.INDEX: weights.index(files) if len(files) > 1 else None,
             weights.TOKENIZER: tokenizer,
+            weights.ADAPTER_CONFIG: adapter,
         }
         for name, text in texts.items():
             if text is not None:

@@ -19,8 +19,9 @@ from itertools import chain
 from typing import NamedTuple
 
 from meshtrain.parallel.sharding import Part, Shape, local_slice, shape_of, within
-from meshtrain.parallel.tp_plan import plan_of
+from meshtrain.parallel.tp_plan import LORA_A, LORA_B, plan_of
 
+ADAPTERS: Mapping[str, Sequence[str]] = {f"*.{own}.weight": () for own in (LORA_A, LORA_B)}  # those of LoRA
 FORMATS = ("original", "fused")  # in which transformers writes experts: its `save_original_format`
 Table = Mapping[str, Sequence[str]]
 
@@ -80,7 +81,7 @@ def _rule(name: str, table: Table) -> tuple[str, Sequence[str], Sequence[str]] |
 def table_of(model: type, file_format: str = "original") -> Table:
     """The table of a model's class: `original`, as the files have it that the model is published with, or `fused`, each
     tensor as in memory, but for those that are stored nowhere. transformers reads both."""
-    table: Table = plan_of(model, "stored_as") or {}
+    table: Table = {**ADAPTERS, **(plan_of(model, "stored_as") or {})}
     if file_format == "original":
         return table
     return {pattern: (pattern,) if names else () for pattern, names in table.items()}

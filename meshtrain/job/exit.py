@@ -82,7 +82,7 @@ def _barrier_and_destroy(job: Job) -> None:
     """Without the barrier gloo's threads of a slower rank may still hold tensors, and its process aborts at the end."""
     if job.store is None:
         return
-    job.gather("leaving", None)
+    job.reduce("leaving", None, lambda _: None)
     job.failures.leave()
     if dist.is_initialized():
         dist.barrier()

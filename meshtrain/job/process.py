@@ -10,24 +10,25 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from meshtrain.config.locate import line_of
-from meshtrain.errors import AgreedError, InputError, TrainingError, UnreadableError, group_values, ranges
+from meshtrain.errors import AgreedError, InputError, TrainingError, UnreadableError, group_values, join_some, ranges
 from meshtrain.job.environment import OWN_DESCRIPTORS, Environment, stale_store, started_before
 from meshtrain.job.sockets import is_loopback
 from meshtrain.job.store import SAY_EVERY_S, Failures, Round
 from meshtrain.layout import Layout, LayoutError
 
 ATTEMPT_S = 5.0  # of reaching the store
-MOST_FAILURES = 8  # of hosts that are listed
+MOST_FAILURES = 8  # of hosts or ranks that are listed
 POLL_S = 0.02  # between two looks at the store while the ranks meet
 
 
@@ -85,8 +86,12 @@ class Job:
             print(text, flush=True)
 
     def gather(self, activity: str, value: object) -> list:
-        """Every rank's value (JSON) in rank order, on every rank, by way of the store. There is no time limit: rank 0
-        prints whom it waits for, and for `activity`."""
+        """Every rank's value (JSON) in rank order, on every rank: the store sends as much as ranks squared."""
+        return self.reduce(activity, value, list)
+
+    def reduce(self, activity: str, value: object, combine: Callable[[list], Any]) -> Any:
+        """What `combine` makes, on rank 0, of every rank's value in rank order, on every rank, by way of the store (all
+        JSON). There is no time limit: rank 0 prints whom it waits for, and for `activity`."""
         meeting = self.round()
         meeting.put(value)
         if self.rank == 0:
@@ -94,7 +99,7 @@ class Job:
             if self._last_round is not None:
                 self._last_round.delete()  # who has put a value has received the answer before, on the same thread
             self._last_round = meeting
-            meeting.broadcast(values)
+            meeting.broadcast(combine(values))
         return meeting.receive(activity)
 
     def round(self) -> Round:
@@ -117,32 +122,30 @@ class Job:
             if error.filename is None and not known:
                 raise
             failure = f"host {self.host} {error}" if known else f"host {self.host}: {error} ({line_of(error)})"
-        problems, failures = zip(*self.gather(activity, [problem, failure]), strict=True)
-        if different := list(dict.fromkeys(text for text in failures if text is not None)):
-            healthy = failures.count(None)
-            others = f"; {healthy} of {len(failures)} ranks had no such trouble" if healthy else ""
-            listed = "; ".join(different[:MOST_FAILURES]) + ", ..." * (len(different) > MOST_FAILURES)
-            raise TrainingError(f"{activity}: {listed}{others}")
-        if problems[0]:
-            raise AgreedError(problems[0])
-        if by_text := group_values((text, str(rank)) for rank, text in enumerate(problems) if text):
-            raise AgreedError("\n".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in by_text.items()))
+        failed, wrong = self.reduce(activity, [problem, failure], _describe_problems)
+        if failed is not None:
+            raise TrainingError(f"{activity}: {failed}")
+        if wrong is not None:
+            raise AgreedError(wrong)
 
     def hosts(self) -> tuple[list[str], list[int]]:
         """The hosts in rank order and how many neighbouring ranks each has; a host may come back later."""
-        names = self.gather("comparing hosts", self.host)
-        runs = [(name, len(list(ranks))) for name, ranks in groupby(names)]
-        return [name for name, _ in runs], [count for _, count in runs]
+        names, counts = self.reduce("comparing hosts", self.host, _run_lengths)
+        return names, counts
 
     def connect(self, timeout_s: float) -> None:
         """Makes the job's first process group, unless there is one: NCCL on GPUs, gloo on CPUs. Raises InputError:
         several ranks of a host were given the same GPU, or gloo would listen on a loopback address."""
         if self.store is None or dist.is_initialized():
             return
+        name, gpu = socket.gethostname(), None
+        if self.device.type == "cuda":
+            gpu = str(torch.cuda.get_device_properties(self.device).uuid)
+        shared, alone = self.reduce("comparing GPUs and names", [self.host, gpu, name], _compare_devices)
         with self.collective_check("connecting"):
-            self._check_gpus()
-        with self.collective_check("connecting"):
-            self._check_own_name()
+            self._check_gpu(next((ranks for host, of, ranks in shared if [host, of] == [self.host, gpu]), ()))
+            if not alone:
+                self._check_own_name(name)
         cuda = self.device.type == "cuda"
         if not cuda:
             _schedule_as_batch()  # before gloo starts its thread, which takes it over
@@ -155,23 +158,18 @@ class Job:
             device_id=self.device if cuda else None,  # NCCL connects now, and smaller groups are split off this one
         )
 
-    def _check_gpus(self) -> None:
+    def _check_gpu(self, sharing: Sequence[int]) -> None:
         """NCCL hangs or fails obscurely when two ranks share a GPU, unless it was told to allow it."""
-        gpu = str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else None
-        own = [self.host, gpu]
-        sharing = [rank for rank, other in enumerate(self.gather("comparing GPUs", own)) if gpu and other == own]
-        if len(sharing) > 1 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        if sharing and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
             raise InputError(
                 f"ranks {', '.join(ranges(sharing))} on host {self.host} were given the same GPU ({self.device}): "
                 f"start as many processes as GPUs, here {torch.cuda.device_count()}, or use the CPU with "
                 "CUDA_VISIBLE_DEVICES="
             )
 
-    def _check_own_name(self) -> None:
+    def _check_own_name(self, name: str) -> None:
         """gloo listens where the host's own name leads, unless it is given an interface."""
-        name = socket.gethostname()
-        alone = len(set(self.gather("comparing names", name))) == 1  # SLURM's names may be several of one host
-        if alone or self.device.type == "cuda" or os.environ.get("GLOO_SOCKET_IFNAME"):
+        if self.device.type == "cuda" or os.environ.get("GLOO_SOCKET_IFNAME"):
             return
         own = _own_address(name)
         if own is None or is_loopback(own):
@@ -182,6 +180,36 @@ class Job:
                 "address in /etc/hosts, or export GLOO_SOCKET_IFNAME with the interface that leads to the others "
                 f"(there is {', '.join(interfaces)})"
             )
+
+
+def _describe_problems(reports: list) -> tuple[str | None, str | None]:
+    """In words, from [problem, failure] of every rank: what has failed; and else what is wrong."""
+    problems, failures = zip(*reports, strict=True)
+    if different := list(dict.fromkeys(text for text in failures if text is not None)):
+        healthy = failures.count(None)
+        others = f"; {healthy} of {len(failures)} ranks had no such trouble" if healthy else ""
+        listed = "; ".join(different[:MOST_FAILURES]) + ", ..." * (len(different) > MOST_FAILURES)
+        return f"{listed}{others}", None
+    if problems[0]:
+        return None, problems[0]
+    by_text = group_values((text, rank) for rank, text in enumerate(problems) if text)
+    lines = [f"rank {join_some(ranges(ranks), MOST_FAILURES)}: {text}" for text, ranks in by_text.items()]
+    if len(lines) > MOST_FAILURES:
+        lines[MOST_FAILURES:] = [f"and {len(lines) - MOST_FAILURES} other problems on other ranks"]
+    return None, "\n".join(lines) or None
+
+
+def _run_lengths(names: list[str]) -> tuple[list[str], list[int]]:
+    runs = [(name, len(list(ranks))) for name, ranks in groupby(names)]
+    return [name for name, _ in runs], [count for _, count in runs]
+
+
+def _compare_devices(rows: list) -> tuple[list, bool]:
+    """From [host, GPU, own name] of every rank: host, GPU and ranks where several have the same one; and whether all
+    hosts have one name (SLURM's names may be several of one host)."""
+    by_gpu = group_values(((host, gpu), rank) for rank, (host, gpu, _) in enumerate(rows) if gpu)
+    shared = [[*of, ranks] for of, ranks in by_gpu.items() if len(ranks) > 1]
+    return shared, len({name for _, _, name in rows}) == 1
 
 
 def _own_address(name: str) -> str | None:
@@ -219,7 +247,7 @@ def join(environment: Environment, timeout_s: float = 600) -> Job:
     _open_files(environment)
     environment = replace(environment, started_before=started_before(os.environ))
     job = Job(environment, device, _store(environment, timeout_s))
-    job.again = any(job.gather("meeting", environment.again))  # a node that joins later knows of no earlier start
+    job.again = job.reduce("meeting", environment.again, any)  # a node that joins later knows of no earlier start
     return job
 
 

@@ -233,7 +233,11 @@ def limits(time_limit_s: float | None, since: float, variables: Mapping[str, str
     at = variables.get("SLURM_JOB_END_TIME", "")
     if at.isdecimal() and int(at) > time.time():  # a time that is over is an old one that was exported
         text = f"the end of SLURM job {variables.get('SLURM_JOB_ID', '')}"
-        limits.append((StopReason(StopKind.SLURM_END, text), lambda: int(at) - time.time()))
+        begun = variables.get("SLURM_JOB_START_TIME", "")
+        whole = int(at) - int(begun) if begun.isdecimal() else float("inf")  # of the job: this host's clock may be slow
+        limits.append(
+            (StopReason(StopKind.SLURM_END, text), lambda: min(int(at) - time.time(), whole - time.monotonic() + since))
+        )
     return limits
 
 

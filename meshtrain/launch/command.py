@@ -18,7 +18,7 @@ from pathlib import Path
 
 from meshtrain.config import Config, locate
 from meshtrain.config.layout_advice import host_warnings, resolve
-from meshtrain.data.order import describe_batch
+from meshtrain.data.order import describe_ramp
 from meshtrain.doctor.files import filesystem, named_paths
 from meshtrain.errors import InputError, plural
 from meshtrain.launch.request import Request, add_options, block, directives_of, read_request, render, variables_of
@@ -87,7 +87,7 @@ class ConfigOnNodes:
         per_node = self.layout.world_size // nodes
         return [
             f"{self.config.name} on {plural(nodes, 'node')} x {plural(per_node, 'GPU')}: layout {self.layout}",
-            describe_batch(batch.global_size, batch.micro_size, self.layout.size(*DATA_AXES)),
+            *describe_ramp(batch.sizes, batch.micro_size, self.layout.size(*DATA_AXES)),
         ]
 
 

@@ -1,6 +1,6 @@
 """From the YAML's model section to a model that is spread over the mesh and has its first values."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshtrain.checkpoint.weights import open_weights
-from meshtrain.config.model_spec import ModelSpec, model_spec
+from meshtrain.config.model_spec import ModelSpec, spec_of
 from meshtrain.data.batch import Samples
 from meshtrain.data.order import microbatches
 from meshtrain.data.sequence import padded_length
@@ -24,6 +24,7 @@ from meshtrain.parallel.collectives import Waiting
 from meshtrain.parallel.compile import CompileChoice, choose_compile
 from meshtrain.parallel.expert import apply_expert_parallel
 from meshtrain.parallel.linear import use_products
+from meshtrain.parallel.linear.lora import INIT_PLAN, is_adapter
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue
 from meshtrain.parallel.linear_cross_entropy import can_fuse, gives_logits
 from meshtrain.parallel.mixed_precision import cast, compute_dtype, master_dtype
@@ -44,10 +45,6 @@ from meshtrain.pipeline.stage import blocks_of, keep_stage, stages_of_parameter
 if TYPE_CHECKING:
     from meshtrain.config import Config
     from meshtrain.data import OpenData
-
-
-def spec_of(config: "Config") -> ModelSpec:
-    return model_spec(config.model.name, config.model.keys)
 
 
 def plain_model(config: "Config") -> nn.Module:
@@ -88,7 +85,15 @@ def build_model(
     holding = stages_of_parameter(spec_of(config).meta, split.bounds)
     about = describe_pipeline(schedule, split)
     return Pipeline(
-        stages, schedule, mesh, device, parameter_stages=holding, weight_grads=later, waiting=waiting, about=about
+        stages,
+        schedule,
+        mesh,
+        device,
+        parameter_stages=holding,
+        weight_grads=later,
+        waiting=waiting,
+        about=about,
+        schedule_of=lambda microbatches: load_schedule(config, mesh.layout, microbatches),
     )
 
 
@@ -114,9 +119,14 @@ def compile_choice(config: "Config", layout: Layout, device: torch.device) -> Co
 
 
 def schedule_of(config: "Config", layout: Layout) -> Schedule:
-    batch, section = config.batch, config.pipeline
-    count = microbatches(batch.global_size, batch.micro_size, layout.size(*DATA_AXES))
-    return load(section.schedule, ranks=layout.size("pp"), microbatches=count, stages_per_rank=section.stages_per_rank)
+    """That of the largest batch, where it changes during the run."""
+    batch = config.batch
+    return load_schedule(config, layout, microbatches(batch.sizes.largest, batch.micro_size, layout.size(*DATA_AXES)))
+
+
+def load_schedule(config: "Config", layout: Layout, microbatches: int) -> Schedule:
+    section, ranks = config.pipeline, layout.size("pp")
+    return load(section.schedule, ranks=ranks, microbatches=microbatches, stages_per_rank=section.stages_per_rank)
 
 
 def stages_of(config: "Config", layout: Layout) -> tuple[Schedule, StageSplit]:
@@ -171,19 +181,19 @@ def build_stage(
             return
         if not whole:
             materialise(model, device)
-        names = None
+        names: Container[str] | None = None
         if config.model.weights is not None:
             with open_weights(config.model.weights) as source:
                 names = load_weights(model, source, spec.meta)
-        if not whole:
-            assert plan is not None
-            std = getattr(spec.config, "initializer_range", 0.02)
-            initialise(model, plan, seed=config.train.seed, std=std, names=names)
+        if whole:  # the constructor has given the others theirs
+            names = [name for name, _ in model.named_parameters() if is_adapter(name)]
+        std = getattr(spec.config, "initializer_range", 0.02)
+        initialise(model, {**INIT_PLAN, **(plan or {})}, seed=config.train.seed, std=std, names=names)
 
     if whole:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.train.seed)
-            model = spec.module.Model(spec.config).to(device)
+            model = spec.tuned(spec.module.Model(spec.config).to(device))
     else:
         model = spec.copy()
     broadcast_parameters(model, mesh)

@@ -28,7 +28,7 @@ def initialise(
         model: parallelized; no longer on the meta device.
         plan: pattern of a parameter's name -> rule; the first pattern that matches counts. The rules: "ones", "zeros",
             "normal" (standard deviation `std`), "kaiming" (variance 2 / inputs of one output; He et al.,
-            https://arxiv.org/abs/1502.01852).
+            https://arxiv.org/abs/1502.01852), "kaiming_uniform" (between ± 1 / sqrt(inputs), as `nn.Linear` has it).
         seed: of the run.
         std: for "normal".
         names: of the parameters that get values; None: all do.
@@ -68,8 +68,12 @@ def _draw(rule: str, rows: Tensor, random: torch.Generator, std: float) -> None:
         rows.normal_(0.0, std, generator=random)
     elif rule == "kaiming":
         rows.normal_(0.0, math.sqrt(2 / rows[0].numel()), generator=random)
+    elif rule == "kaiming_uniform":
+        bound = 1 / math.sqrt(rows[0].numel())
+        rows.uniform_(-bound, bound, generator=random)
     else:
-        raise ValueError(f"init_plan has the rule {rule!r}; the rules are ones, zeros, normal and kaiming")
+        rules = "ones, zeros, normal, kaiming and kaiming_uniform"
+        raise ValueError(f"init_plan has the rule {rule!r}; the rules are {rules}")
 
 
 def _fill(parameter: Tensor, spec: ParameterSpec, draw: Callable[..., None], seed: int) -> None:

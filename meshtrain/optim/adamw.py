@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from meshtrain.mesh import Mesh
 from meshtrain.optim.grad_norm import scale_gradients
 from meshtrain.optim.optimizer import ParamGroup, UpdateRule
 from meshtrain.optim.rounding import blocks, random_bits, round_stochastically
-from meshtrain.parallel.sharding import ParameterSpec, local_part
+from meshtrain.parallel.sharding import ParameterSpec
 
 if TYPE_CHECKING:
     from meshtrain.config import Optimizer as OptimizerConfig
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 class AdamW(UpdateRule):
     title = "AdamW"
 
-    def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig") -> None:
-        super().__init__(groups, config)
+    def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig", mesh: Mesh) -> None:
+        super().__init__(groups, config, mesh)
         # A shard of a small parameter may be empty, and a stage of a pipeline may have nothing to train.
         self._filled = [(group, [p for p in group.parameters if p.local.numel() > 0]) for group in groups]
         self._parameters = [p for _, filled in self._filled for p in filled]
@@ -61,8 +62,8 @@ class RoundedAdamW(UpdateRule):
 
     title = "AdamW in bfloat16"
 
-    def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig") -> None:
-        super().__init__(groups, config)
+    def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig", mesh: Mesh) -> None:
+        super().__init__(groups, config, mesh)
         self._betas, self._eps = config.betas, config.eps
         self._parameters = [(group, p) for group in groups for p in group.parameters if p.local.numel() > 0]
         self._updates: Tensor | float = 0.0  # how many were made
@@ -78,8 +79,9 @@ class RoundedAdamW(UpdateRule):
         for group, p in self._parameters:
             rate, decay = group.lr / corrections[0], 1 - group.lr * group.options.weight_decay
             assert p.local.grad is not None  # `squared_norm` took it
-            whole = [torch.atleast_1d(x.detach()) for x in (p.local, p.local.grad, *p.state.values())]
-            first, *others = local_part(p.parameter.detach())[1]
+            states = p.state["exp_avg"], p.state["exp_avg_sq"]
+            whole = [torch.atleast_1d(x.detach()) for x in (p.local, p.local.grad, *states)]
+            first, *others = p.part
             for rows in blocks(whole[0].shape):
                 value, grad, *averages = (x[rows] for x in whole)
                 grad = grad if factor is None else grad * factor

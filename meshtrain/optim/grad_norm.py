@@ -2,14 +2,19 @@
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshtrain.huggingface.stored_names import Table, table_of
 from meshtrain.mesh import Mesh
+from meshtrain.parallel.collectives import axis_group
+from meshtrain.parallel.ddp import BucketedReduceScatter, Rows
+from meshtrain.parallel.grad_sync import gradient_syncs
 from meshtrain.parallel.mixed_precision import sum_dtype
-from meshtrain.parallel.sharding import ParameterSpec, parameters_of
+from meshtrain.parallel.sharding import ParameterSpec, chunk_range, optimizer_shard, parameters_of
 from meshtrain.parallel.torch_private import from_local, to_local
 
 
@@ -18,17 +23,32 @@ class LocalParameter:
 
     Attributes:
         copies: how many copies of each element there are in the job.
-        local: this rank's part, which may be empty; `local.grad` is its gradient once `take_grad` was called.
-        state: of the optimizer, by name: plain tensors.
+        local: this rank's part, or of copies that share the optimizer's work the rows that this one updates; it may be
+            empty. `local.grad` is its gradient once `take_grad` was called. part: where in the whole it lies.
+        stored_as: how files name and divide the model's tensors.
+        state: of the optimizer, by name: plain tensors. state_specs: how each of them lies.
     """
 
-    def __init__(self, spec: ParameterSpec, parameter: nn.Parameter, mesh: Mesh) -> None:
-        self.spec, self.parameter = spec, parameter
+    def __init__(
+        self, spec: ParameterSpec, parameter: nn.Parameter, mesh: Mesh, stored_as: Table, shared: bool = False
+    ) -> None:
+        """`shared`: among its copies, each of which updates some rows (ZeRO-1)."""
+        self.spec, self.parameter, self.stored_as = spec, parameter, stored_as
         local = parameter.detach()
         self.local = local.to_local() if isinstance(local, DTensor) else local
+        self._rows: slice | None = None  # of what is held
+        if shared:
+            self.spec = optimizer_shard(spec, mesh.layout)
+            axis = self.spec.cuts[-1].axis
+            rows = self.local if self.local.dim() else self.local.view(1)
+            self._rows = chunk_range(rows.shape[0], mesh.size(axis), mesh.index(axis))
+            self.local = rows[self._rows]
+            self._copies = axis_group(mesh, axis)
+        self.part = self.spec.part({cut.axis: mesh.index(cut.axis) for cut in self.spec.cuts})
         self.local.requires_grad_()
-        self.copies = spec.copies(mesh.layout)
+        self.copies = self.spec.copies(mesh.layout)
         self.state: dict[str, Tensor] = {}
+        self.state_specs: dict[str, ParameterSpec] = {}
 
     def take_grad(self) -> Tensor:
         """This rank's part of the gradient, which the next update uses: zeros where no forward used the parameter.
@@ -36,19 +56,38 @@ class LocalParameter:
         Under DDP another rank may have used it, so there it must have one; then it has one everywhere.
         """
         grad = self.parameter.grad
-        grad = torch.zeros_like(self.local) if grad is None else to_local(grad)
+        grad = torch.zeros_like(self.local) if grad is None else self._own(to_local(grad))
         self.local.grad = grad
         return grad
 
+    def _own(self, rows: Tensor) -> Tensor:
+        return rows if self._rows is None else torch.atleast_1d(rows)[self._rows]
+
     def whole(self, local: Tensor) -> Tensor:
         """The whole of a tensor that lies as the parameter does: a collective of the ranks that share it."""
-        tensor = from_local(local.detach(), self.parameter)
+        local = local.detach()
+        if self._rows is not None:
+            rows = torch.empty_like(to_local(self.parameter.detach()), dtype=local.dtype)
+            self._own(rows).copy_(local)
+            Rows([rows], self._copies).gather()
+            local = rows
+        tensor = from_local(local, self.parameter)
         return tensor.full_tensor() if isinstance(tensor, DTensor) else local
 
 
 def local_parameters(model: nn.Module, mesh: Mesh) -> list[LocalParameter]:
     """What is trained of a model, or of the stages that this rank has of it."""
-    return [LocalParameter(spec, p, mesh) for spec, p in parameters_of(model) if spec.trainable]
+    whole: Any = model.stages()[0] if hasattr(model, "parameter_stages") else model  # type: ignore[operator]
+    table = table_of(type(whole))
+    shared = {p for sync in optimizer_shards(model) for p in sync.parameters}
+    specs = [(spec, p) for spec, p in parameters_of(model) if spec.trainable]
+    return [LocalParameter(spec, p, mesh, table, shared=p in shared) for spec, p in specs]
+
+
+def optimizer_shards(model: nn.Module) -> list[BucketedReduceScatter]:
+    """What brings updated rows to the copies of a model, or of the stages that this rank has of it (ZeRO-1)."""
+    stages: Any = model.stages() if hasattr(model, "parameter_stages") else [model]  # type: ignore[operator]
+    return [sync for stage in stages for sync in gradient_syncs(stage) if isinstance(sync, BucketedReduceScatter)]
 
 
 def device_of(model: nn.Module, mesh: Mesh) -> torch.device:

@@ -10,23 +10,26 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
+from meshtrain.errors import group_values
+from meshtrain.layout import STAGE
 from meshtrain.mesh import Mesh
-from meshtrain.optim.grad_norm import LocalParameter, device_of, local_parameters, scale_gradients, squared_norm
+from meshtrain.optim.grad_norm import (
+    LocalParameter,
+    device_of,
+    local_parameters,
+    optimizer_shards,
+    scale_gradients,
+    squared_norm,
+)
+from meshtrain.optim.groups import EMA, GroupOptions, ema_spec, group_options
 from meshtrain.optim.lr_schedule import learning_rate
 from meshtrain.optim.registry import update_rule
 from meshtrain.parallel.sharding import ParameterSpec
 
 if TYPE_CHECKING:
     from meshtrain.config import Optimizer as OptimizerConfig
-
-
-@dataclass(frozen=True)
-class GroupOptions:
-    """What an update does with a parameter."""
-
-    weight_decay: float
-    lr_scale: float = 1.0  # multiplies the rate of the schedule
 
 
 @dataclass
@@ -43,9 +46,9 @@ class UpdateRule:
 
     title: ClassVar[str]  # for people
 
-    def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig") -> None:
+    def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig", mesh: Mesh) -> None:
         """The state of each parameter is there: zeros, which may be changed."""
-        self.groups = groups
+        self.groups, self.mesh = groups, mesh
 
     @staticmethod
     def state_specs(parameter: ParameterSpec) -> dict[str, ParameterSpec]:
@@ -81,7 +84,7 @@ def unless(skip: Tensor, *tensors: Tensor) -> Iterator[None]:
 
 
 class Optimizer:
-    """Updates the parts of the parameters that this rank holds, by the rule that the config names.
+    """Updates the parts of the parameters that this rank holds, by the rules that the config names.
 
     Rules see plain local tensors that share memory with the shards: one kernel can then update them all, whatever mesh
     each of them lies on. `updates`: how many were made, none skipped, a scalar on the device.
@@ -95,21 +98,29 @@ class Optimizer:
         total_steps: int,
         options: Callable[[ParameterSpec], GroupOptions] | None = None,
     ) -> None:
-        """`options`: of each parameter; by default parameters of one dim (norms, biases) do not decay."""
+        """`options`: of each parameter; by default those of the config's groups."""
         self.config = config
         self.total_steps = total_steps
-        self._parameters = local_parameters(model, mesh)
+        self._parameters, self._shards = local_parameters(model, mesh), optimizer_shards(model)
         self._by_parameter: dict[Tensor, LocalParameter] = {local.parameter: local for local in self._parameters}
-        rule = update_rule(config.name, config.state_precision)
+        if "muon" in (config.name, *(group.name for group in config.groups)):
+            mesh.make_group(STAGE)  # also on ranks whose stage has no matrix
         groups: dict[GroupOptions, ParamGroup] = {}
         for local in self._parameters:
+            own = group_options(config, local.spec) if options is None else options(local.spec)
             # The state is there before the first update, so that a checkpoint can be loaded into it.
-            local.state = {name: _zeros(spec, local, mesh) for name, spec in rule.state_specs(local.spec).items()}
-            decay = config.weight_decay if len(local.spec.shape) > 1 else 0.0
-            own = GroupOptions(decay) if options is None else options(local.spec)
+            local.state_specs = update_rule(own.name or config.name, config.state_precision).state_specs(local.spec)
+            if config.ema_decay is not None:
+                local.state_specs |= ema_spec(local.spec)
+            local.state = {name: _zeros(spec, local, mesh) for name, spec in local.state_specs.items()}
+            if config.ema_decay is not None:
+                local.state[EMA].copy_(local.local.detach())
             groups.setdefault(own, ParamGroup([], own)).parameters.append(local)
         self.param_groups = list(groups.values())
-        self.rule = rule(self.param_groups, config)
+        of_rule = group_values((group.options.name or config.name, group) for group in self.param_groups)
+        self.rules = {
+            name: update_rule(name, config.state_precision)(of_rule[name], config, mesh) for name in sorted(of_rule)
+        }
         self.updates = torch.zeros((), dtype=torch.float32, device=device_of(model, mesh))
 
     def state(self, parameter: Tensor) -> dict[str, tuple[ParameterSpec, Tensor]]:
@@ -120,11 +131,12 @@ class Optimizer:
         local = self._by_parameter.get(parameter)
         if local is None:
             return {}
-        return {name: (spec, local.state[name]) for name, spec in self.rule.state_specs(local.spec).items()}
+        return {name: (spec, local.state[name]) for name, spec in local.state_specs.items()}
 
     def take_updates(self) -> None:
-        """`updates` and the state were set from outside: the rule goes on from there."""
-        self.rule.set_updates(self.updates)
+        """`updates` and the state were set from outside: the rules go on from there."""
+        for rule in self.rules.values():
+            rule.set_updates(self.updates)
 
     def squared_norm(self) -> Tensor:
         """This rank's contribution to the squared global norm of the gradients: a scalar in float64."""
@@ -139,9 +151,40 @@ class Optimizer:
         for group in self.param_groups:
             group.lr = lr * group.options.lr_scale
         skipped = skip.to(torch.float32)
-        self.rule.update(skipped, factor)
+        for rule in self.rules.values():
+            rule.update(skipped, factor)
+        if self.config.ema_decay is not None:
+            for local in self._parameters:
+                weight = ((1 - self.config.ema_decay) * (1 - skipped.double())).to(local.local.dtype)
+                local.state[EMA].lerp_(local.local.detach(), weight)
         self.updates += 1 - skipped
+        self._gather()
         return lr
+
+    def _gather(self) -> None:
+        """Brings the rows that copies have changed to each other (ZeRO-1)."""
+        for shards in self._shards:
+            shards.gather_parameters()
+
+    @contextmanager
+    def averaged(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the model's weights are their averages (`optimizer.ema_decay`), and these are kept in their place."""
+        self._swap_averages(model)
+        try:
+            yield
+        finally:
+            self._swap_averages(model)
+
+    @torch.no_grad()
+    def _swap_averages(self, model: nn.Module) -> None:
+        for local in self._parameters:
+            value = local.local.detach().clone()
+            local.local.detach().copy_(local.state[EMA])
+            local.state[EMA].copy_(value)
+        self._gather()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what a forward without a backward has left gathered is of the other weights
 
     def zero_grad(self) -> None:
         for local in self._parameters:

@@ -8,7 +8,11 @@ from meshtrain.errors import InputError
 if TYPE_CHECKING:
     from meshtrain.optim.optimizer import UpdateRule
 
-OPTIMIZERS = {"adamw": "meshtrain.optim.adamw:AdamW"}  # name -> module:class, an `UpdateRule`
+OPTIMIZERS = {  # name -> module:class, an `UpdateRule`
+    "adamw": "meshtrain.optim.adamw:AdamW",
+    "muon": "meshtrain.optim.muon:Muon",
+    "sgd": "meshtrain.optim.sgd:SGD",
+}
 IN_BFLOAT16 = {"adamw": "meshtrain.optim.adamw:RoundedAdamW"}  # the same, whose state is kept in that type
 
 

@@ -97,7 +97,7 @@ def argmax(logits: DTensor) -> Tensor:
     return of_ranks[:, 1].gather(0, best)[0].long()
 
 
-def gather_logits(logits: DTensor, *position: int) -> Tensor:
+def gather_logits(logits: DTensor, *position: int | slice) -> Tensor:
     """All of some logits (..., v) on each rank, without a gradient. `position`: indices into the first dims, which
     given to the DTensor would remember the mesh of an earlier run in this process with the same ranks."""
     axis = axis_group_of(logits)

@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshtrain.attention import AttentionContext
 from meshtrain.dropout import SequencePart, bind_dropout
 from meshtrain.errors import AgreedError, InputError
-from meshtrain.layout import LOSS_AXES
+from meshtrain.layout import LOSS_AXES, NOT_WITH_FSDP
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.activation_checkpoint import checkpoint_block
 from meshtrain.parallel.collectives import Waiting, axis_group
 from meshtrain.parallel.compile import compile_block, while_one_graph
 from meshtrain.parallel.context import ContextParallel, ShardedContext
-from meshtrain.parallel.ddp import REPLICATE, BucketedAllReduce, NamedParameter
+from meshtrain.parallel.ddp import REPLICATE, BucketedAllReduce, BucketedReduceScatter, NamedParameter
 from meshtrain.parallel.expert import apply_expert_parallel, dispatched_modules
 from meshtrain.parallel.float8_layers import float8_problems
 from meshtrain.parallel.fsdp import EXPERT_REPLICATE, EXPERT_SHARD, apply_fsdp
@@ -88,6 +89,8 @@ class ParallelOptions:
     fuse_loss: bool = False
     reshard_after_forward: bool = True  # see `fsdp.apply_fsdp`
     reduce_precision: str | None = None  # in which gradients are summed over data ranks; None: as they are kept
+    # ZeRO-1: copies share the optimizer's states and its work (`ddp.py`); for `meshtrain.optim.Optimizer` alone.
+    shard_optimizer: bool = False
     verify: bool = True  # before anything else the split model is compared with the plain one; see `verify.py`
     # For that: what `model(*sample)` takes, a few short samples, the same on each rank of `tp`; None: one is made up.
     sample: Sequence[Tensor | None] | None = None
@@ -151,6 +154,8 @@ def _take_only_parts(model: nn.Module, attention: Sequence[str], mesh: Mesh, opt
 
     def check(model: nn.Module, inputs: tuple, named: dict[str, Any], context: ContextParallel = context) -> None:
         _, positions, record = (*inputs, None, None, None)[:3]
+        if isinstance(record, AttentionContext) and record.cache is not None:
+            return  # in generation each rank has whole sequences
         if not isinstance(named.get("documents", record), ShardedContext) or named.get("positions", positions) is None:
             raise InputError(
                 "with cp the model takes parts of sequences: call ContextParallel(mesh, ...).shard(batch), and "
@@ -307,18 +312,21 @@ def _merge_weights(model: nn.Module, plan: Mapping[str, str]) -> None:
 def _sum_over_copies(model: nn.Module, experts: list[nn.Module], mesh: Mesh, options: ParallelOptions) -> None:
     """DDP, of what FSDP leaves alone: experts that are dealt out over ranks have other copies than the rest."""
     dtype = message_dtype(options.precision, options.reduce_precision)
+    if options.shard_optimizer and mesh.uses_fsdp:
+        raise InputError(NOT_WITH_FSDP)
+    kind = BucketedReduceScatter if options.shard_optimizer else BucketedAllReduce
 
     def named(of_experts: bool) -> list[NamedParameter]:
         inside = {parameter for module in experts for parameter in module.parameters()}
         return [(name, p) for name, p in model.named_parameters() if (p in inside) == of_experts]
 
     if mesh.size(REPLICATE) > 1 and not mesh.uses_fsdp:
-        sync = BucketedAllReduce(model, mesh, REPLICATE, options.waiting, partial(named, False), dtype)
+        sync = kind(model, mesh, REPLICATE, options.waiting, partial(named, False), dtype)
         add_gradient_sync(model, sync)
     if mesh.size(EXPERT_REPLICATE) > 1 and mesh.size(EXPERT_SHARD) == 1 and experts:
         for module in experts:  # a model that FSDP shards may have no memory yet, which buckets of gradients need
             allocate(module, torch.device(mesh.device_type))
-        sync = BucketedAllReduce(model, mesh, EXPERT_REPLICATE, options.waiting, partial(named, True), dtype)
+        sync = kind(model, mesh, EXPERT_REPLICATE, options.waiting, partial(named, True), dtype)
         add_gradient_sync(model, sync)
 
 

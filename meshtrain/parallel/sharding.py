@@ -7,7 +7,7 @@ the last ones, which may be smaller or empty. Pure: the functions that take tens
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshtrain.layout import Layout
@@ -140,6 +140,13 @@ def overlapping(cuts: Sequence[tuple[int, int]], whole: Part, part: Part) -> Ite
         inner = (*whole[:dim], slice(start + rows.start, start + rows.stop), *whole[dim + 1 :])
         for others, piece in overlapping(cuts[1:], inner, part):
             yield (index, *others), piece
+
+
+def optimizer_shard(spec: ParameterSpec, layout: Layout) -> ParameterSpec:
+    """The rows of a parameter that one of its copies updates under `parallel.shard_optimizer` (ZeRO-1)."""
+    axis = "edp_replicate" if any(cut.axis == "ep" for cut in spec.cuts) else "dp_replicate"
+    copies = layout.size(axis)
+    return spec if copies == 1 else replace(spec, cuts=(*spec.cuts, Cut(axis, 0, copies)))
 
 
 def tensor_spec(name: str, tensor: "Tensor", stages: tuple[int, ...] = (0,)) -> ParameterSpec:

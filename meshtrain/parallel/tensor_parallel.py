@@ -7,7 +7,8 @@ https://arxiv.org/abs/2205.05198): tensors are (b, s/t, d) there, and (b, s, ...
 (s, b, d), and what a model sees is a view: so gathering the sequence, the outermost dim, copies nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import AllGather, AllReduce, ReduceScatter, SumGradient, axis_group
 from meshtrain.parallel.grad_sync import TPGradSync, add_gradient_sync
 from meshtrain.parallel.linear import ProductsLayer
+from meshtrain.parallel.linear.lora import move_adapter
 from meshtrain.parallel.linear.shared_input import SharedInput, share_input, split_outputs
 from meshtrain.parallel.sharding import chunk_range
 from meshtrain.parallel.torch_private import to_local
@@ -71,6 +73,9 @@ def replace_layers(model: nn.Module, tp: TensorParallel) -> None:
             original = getattr(plain, own, None)
             if original is not None:
                 setattr(layer, own, sharded.setdefault(original, parameter))
+        inputs_cut = STYLES[split.style].dim == 1
+        size, index = tp.mesh.size(AXIS), tp.mesh.index(AXIS)
+        move_adapter(plain, layer, chunk_range(plain.in_features, size, index) if inputs_cut else None)
         layer.train(plain.training)
         above, _, name = split.layer.rpartition(".")
         parent = model.get_submodule(above)
@@ -112,6 +117,20 @@ def partial_parameters(model: nn.Module, sequence_parallel: bool) -> list[tuple[
             assert parameter is not None  # it has just been named
             partial.setdefault(parameter, (module, name))
     return list(partial.values())
+
+
+@contextmanager
+def whole_sequences(model: nn.Module) -> Iterator[None]:
+    """Inside, each rank of `tp` has whole sequences between the layers, as without sequence parallelism: a single token
+    is not to be shared. For forwards alone."""
+    layers = [m for m in model.modules() if isinstance(m, TensorParallelLayer) and m.sequence_parallel]
+    for layer in layers:
+        layer.sequence_parallel = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.sequence_parallel = True
 
 
 class TensorParallelLayer(nn.Module):

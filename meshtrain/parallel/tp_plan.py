@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 ATTENTION = "attention"  # the one word of a `cp_plan`
 EXPERTS = "ep_dispatch_experts"  # the one word of an `ep_plan`, Hugging Face's
 REPLICATED = "replicated_with_grad_allreduce"
+LORA_A, LORA_B = (
+    "lora_A",
+    "lora_B",
+)  # the layers of an adapter, inside of that beside it (`linear/lora.py`)
 NO_SEQUENCE = "the tp_plan has no embedding_rowwise layer, which is what splits the sequence over tp"
 
 
@@ -107,7 +111,7 @@ class Colwise(Style):
     word, becomes, dim = "colwise", "ColumnParallelLinear", 0
 
     def split(self, name: str, modules: Mapping[str, Any], plan: Mapping[str, str], tp: int) -> tuple[Split, list[str]]:
-        parent = name.rpartition(".")[0]
+        parent = base_of(name).rpartition(".")[0]
         width: Any = getattr(modules[parent], "head_dim", None)
         count: Any = getattr(modules[parent], "num_heads", None)
         outputs = modules[name].out_features
@@ -232,7 +236,7 @@ def split_layers(model: Any, plan: Mapping[str, str], tp: int) -> list[Split]:
     ]
     splits: list[Split] = []
     for name, module in modules.items():
-        style = STYLES.get(style_of(plan, [name]) or "")
+        style = style_of_layer(plan, name)
         if style is None or style.for_parameters:
             continue
         refused = style.check(name, module)
@@ -347,6 +351,21 @@ def _unmatched(key: str, plan: Mapping[str, str], names: Sequence[str], kind: st
 def style_of(plan: Mapping[str, str], names: Sequence[str]) -> str | None:
     """That of the first pattern which matches one of these names."""
     return next((plan[pattern] for pattern in plan if any(fnmatchcase(name, pattern) for name in names)), None)
+
+
+def base_of(name: str) -> str:
+    """The layer that one of an adapter is beside, or the layer itself."""
+    base, _, own = name.rpartition(".")
+    return base if own in (LORA_A, LORA_B, "lora_dropout") else name
+
+
+def style_of_layer(plan: Mapping[str, str], name: str) -> Style | None:
+    """That of a layer; of an adapter's that of the layer beside it, for the one whose outputs or inputs it is that are
+    cut there. The other works on features that every rank has."""
+    style = STYLES.get(style_of(plan, [base_of(name)]) or "")
+    if style is None or base_of(name) == name:
+        return style
+    return style if style.dim == {LORA_A: 1, LORA_B: 0}.get(name.rpartition(".")[2], -1) else None
 
 
 def _parameters(module: Any) -> list[str]:

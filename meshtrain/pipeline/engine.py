@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,8 @@ from meshtrain.pipeline.actions import Action, Kind, Schedule
 from meshtrain.pipeline.loop_schedules import forwards_alone
 from meshtrain.pipeline.p2p import AXIS, Transfers, sends_confirmed_by, transfer_order
 from meshtrain.pipeline.simulate import Event
+
+Number = TypeVar("Number", int, float)
 
 
 class MicrobatchSource(Protocol):
@@ -77,6 +79,7 @@ class Pipeline(nn.Module):
         weight_grads: WeightGradQueue | None = None,
         waiting: Waiting = nullcontext,
         about: str = "",
+        schedule_of: Callable[[int], Schedule] | None = None,
     ) -> None:
         """
         Args:
@@ -86,10 +89,12 @@ class Pipeline(nn.Module):
                 last backward of each stage gives its input's gradient away before it computes those of weights: the
                 stages before it wait for that one.
             about: a line for people about the stages.
+            schedule_of: the schedule of so many microbatches, where their number changes during the run: of the same
+                stages on the same ranks.
         """
         super().__init__()
         self.about = about
-        self.schedule, self.parameter_stages = schedule, parameter_stages
+        self.parameter_stages, self._schedule_of = parameter_stages, schedule_of
         self.recorded: list[Event] | None = None  # of the actions of the next runs, if it is a list
         self._stages = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
         for stage in stages.values():
@@ -98,19 +103,24 @@ class Pipeline(nn.Module):
         self._rank, self._last_rank = mesh.index(AXIS), schedule.rank_of(schedule.stages - 1)
         self.ends = schedule.rank_of(0) == self._rank, self._last_rank == self._rank
         self._transfers = Transfers(mesh, device, waiting)
-        self._order, self._confirmed = transfer_order(schedule), sends_confirmed_by(schedule, self._rank)
-        self._actions = schedule.actions_of(self._rank)
-        self._last = {action.stage: i for i, action in enumerate(self._actions)}
-        last = (self._actions[i] for i in self._last.values() if weight_grads is not None)
-        hands_on_first = {action for action in last if action.kind is Kind.BACKWARD and schedule.sends(action)}
-        self._split = hands_on_first | {action for action in self._actions if action.kind is Kind.INPUT_GRAD}
-        self._split_passes = {_key(action) for action in self._split}
+        self._follow(schedule)
         # By stage and microbatch; between stages of this rank by what is handed on, and the stage that takes it.
         self._local_handoff: dict[tuple[str, int, int], Tensor] = {}
         self._saved_graphs: dict[tuple[int, int], _SavedGraph] = {}
         self._weight_grads: dict[tuple[int, int], list[DeferredWeightGrad]] = {}
         self._tied: dict[str, Tensor] = {}  # name -> like this rank's part of a tied weight's gradient, without memory
         self._addends: dict[tuple[str, int], tuple[dist.Work, Tensor]] = {}  # of a weight and a stage, on their way
+
+    def _follow(self, schedule: Schedule) -> None:
+        """Takes a schedule, which is run from the next step on."""
+        self.schedule = schedule
+        self._order, self._confirmed = transfer_order(schedule), sends_confirmed_by(schedule, self._rank)
+        self._actions = schedule.actions_of(self._rank)
+        self._last = {action.stage: i for i, action in enumerate(self._actions)}
+        last = (self._actions[i] for i in self._last.values() if self._queue is not None)
+        hands_on_first = {action for action in last if action.kind is Kind.BACKWARD and schedule.sends(action)}
+        self._split = hands_on_first | {action for action in self._actions if action.kind is Kind.INPUT_GRAD}
+        self._split_passes = {_key(action) for action in self._split}
 
     def stage(self, number: int) -> nn.Module:
         return self._stages[str(number)]
@@ -123,8 +133,11 @@ class Pipeline(nn.Module):
         for stage in self._stages.values():
             yield from stage.named_parameters(*args, **named)
 
-    def run(self, source: MicrobatchSource) -> None:
-        """Forwards and backwards of all microbatches of a step; the gradients are then whole."""
+    def run(self, source: MicrobatchSource, microbatches: int | None = None) -> None:
+        """Forwards and backwards of all microbatches of a step; the gradients are then whole. `microbatches`: how many,
+        where it is not always the schedule's number."""
+        if microbatches not in (None, self.schedule.microbatches) and self._schedule_of is not None:
+            self._follow(self._schedule_of(microbatches))
         for stage in self._stages.values():
             set_is_last_backward(stage, False)
         keys = [source.shapes(i) for i in range(self.schedule.microbatches)]
@@ -217,11 +230,12 @@ class Pipeline(nn.Module):
         outputs = self.run_forwards([inputs], [shapes_of(inputs)], lambda *of: call_stage(*of[:3]))
         return outputs[0] if outputs else None
 
-    def from_last(self, number: int) -> int:
-        """A number that the ranks of the last stage have, on all ranks."""
-        value = torch.tensor(number, device=self._device)
-        dist.broadcast(value, group_src=self._last_rank, group=self._mesh.group(AXIS))
-        return int(value)
+    def from_last(self, numbers: list[Number]) -> list[Number]:
+        """Numbers that the ranks of the last stage have, on all ranks; the others give as many of the same kind."""
+        dtype = torch.float64 if isinstance(numbers[0], float) else torch.int64
+        values = torch.tensor(numbers, dtype=dtype, device=self._device)
+        dist.broadcast(values, group_src=self._last_rank, group=self._mesh.group(AXIS))
+        return values.tolist()
 
     def state_dict(self, *args: Any, **named: Any) -> dict[str, Any]:  # type: ignore[override]
         return {name: value for stage in self._stages.values() for name, value in stage.state_dict(**named).items()}

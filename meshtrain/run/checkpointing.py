@@ -10,10 +10,11 @@ from meshtrain.checkpoint.commit import checkpoint_bytes
 from meshtrain.checkpoint.directory import name_of
 from meshtrain.checkpoint.resume import Resume, RunSpec
 from meshtrain.checkpoint.save import Retention, Saver
+from meshtrain.checkpoint.staging import find_short_hosts
 from meshtrain.checkpoint.state import State
 from meshtrain.checkpoint.upload import Uploads
 from meshtrain.config import Config
-from meshtrain.errors import TrainingError, any_of
+from meshtrain.errors import TrainingError, any_of, join_some
 from meshtrain.job.process import Job
 from meshtrain.run.phase_monitor import PhaseMonitor
 from meshtrain.run.step_logger import StepLogger
@@ -36,14 +37,21 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         say: Callable[[str], None],
     ) -> None:
         section = spec.config.checkpoint
+        short = find_short_hosts(state, job) if section.in_background else []
+        if short:
+            say(
+                "checkpoints are written while training waits, because the memory for copies of the state is short: "
+                + join_some(short)
+            )
         self.spec, self._logger, self._monitor, self._job = spec, logger, monitor, job
         self._saver = Saver(
             state,
             spec.checkpoints,
             job,
-            in_background=section.in_background,
+            in_background=section.in_background and not short,
             keep=retention(spec.config),
             on_failure=section.on_failure,
+            make_room=section.make_room,
             limit_s=section.timeout_s,
             local=spec.local,
             uploads=spec.uploads,
@@ -97,7 +105,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             raise TrainingError(self._saver.wants_stop)
         self._saver.wait_for_upload()
         if self.spec.config.checkpoint.upload is not None:
-            self._job.gather("waiting for the upload", None)
+            self._job.reduce("waiting for the upload", None, lambda _: None)
 
     def check(self) -> None:
         """Raises TrainingError, on every rank, if the last state was not saved."""
@@ -108,7 +116,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     def _about(self, step: int) -> dict[str, Any]:
         config = self.spec.config
         return {
-            "samples": step * config.batch.global_size,
+            "samples": config.batch.sizes.before(step),
             "tokens": self._logger.tokens,
             "config": self._config,
             "data": self.spec.data,

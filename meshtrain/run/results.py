@@ -11,6 +11,7 @@ from meshtrain.generate import generate
 from meshtrain.job.process import Job
 from meshtrain.mesh import Mesh
 from meshtrain.metrics.plot import plot_loss
+from meshtrain.parallel.linear.lora import merge_adapters
 from meshtrain.parallel.mixed_precision import compute_dtype
 from meshtrain.run.setup import context_parallel
 from meshtrain.run.weights_export import export
@@ -42,11 +43,13 @@ def sample_text(config: Config, job: Job, mesh: Mesh, data: OpenData, model: nn.
         context=context_parallel(config, mesh) if mesh.size("cp") > 1 else None,
     )
     first, rest = data.tokenizer.decode(prompt), data.tokenizer.decode(ids[len(prompt) :])
-    return f"\na sample, going on from {first!r}:\n{first}{rest}\n"
+    shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in first + rest)  # no word to the terminal
+    return f"\na sample, going on from {first!r}:\n{shown}\n"
 
 
 def write_export(config: Config, job: Job, mesh: Mesh, model: nn.Module, folder: str) -> None:
-    """The weights for others to use, in the numbers in which blocks compute."""
+    """The weights for others to use, in the numbers in which blocks compute; adapters are merged into them."""
+    merge_adapters(model)
     module = model_file(config.model.name)
     described = None
     if hasattr(module, "to_hugging_face"):

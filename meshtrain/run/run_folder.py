@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -134,19 +135,23 @@ def check_shared_filesystem(job: Job, folder: Path) -> None:
                 "another one with checkpoint.path=FOLDER"
             ) from error
     try:
-        token = job.gather("writing to the folder of the checkpoints", token)[0]
+        token = job.reduce("writing to the folder of the checkpoints", token, itemgetter(0))
         sees = True if job.rank == 0 or job.environment.local_rank > 0 else _reads(proof, token)
-        hosts = job.gather("looking for what rank 0 wrote", [job.host, sees])
+        writer, blind = job.reduce("looking for what rank 0 wrote", [job.host, sees], _blind_hosts)
     finally:
         if job.rank == 0:
             proof.unlink(missing_ok=True)
-    blind = list(dict.fromkeys(host for host, sees in hosts if not sees))
     if blind:
         raise AgreedError(
-            f"the folder of the checkpoints, {folder.absolute()}, is not shared: what rank 0 on host {hosts[0][0]} "
+            f"the folder of the checkpoints, {folder.absolute()}, is not shared: what rank 0 on host {writer} "
             f"wrote there is not seen on host {join_some(blind, 4)}. Name a folder that all hosts have in "
             "common with checkpoint.path=FOLDER"
         )
+
+
+def _blind_hosts(rows: list) -> tuple[str, list[str]]:
+    """The host of rank 0, and those that do not see what it wrote; from [host, whether it sees it] of every rank."""
+    return rows[0][0], list(dict.fromkeys(host for host, sees in rows if not sees))
 
 
 def _reads(proof: Path, token: str) -> bool:

@@ -1,6 +1,5 @@
 """What a run is made of before its first step: its data, its model, the readers of its batches; and the banner."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,8 @@ from meshtrain.config import Config
 from meshtrain.config.layout_advice import host_warnings
 from meshtrain.config.locate import model_file
 from meshtrain.data import Batch, EvalBatches, OpenData, Samples, open_data, prepare_data, train_batches
-from meshtrain.data.order import describe_batch
+from meshtrain.data.mixture import about_mixture, sample_order
+from meshtrain.data.order import describe_ramp
 from meshtrain.job.consistency import Fingerprint, flat, require_equal
 from meshtrain.job.process import Job
 from meshtrain.job.storage import with_retries
@@ -56,7 +56,7 @@ def total_steps(config: Config, train: Samples) -> int:
     if config.train.steps is not None:
         return config.train.steps
     assert config.train.epochs is not None  # the config has exactly one of them
-    return math.ceil(config.train.epochs * len(train) / config.batch.global_size)
+    return config.batch.sizes.steps(config.train.epochs * len(train))
 
 
 def model_of_run(
@@ -88,7 +88,9 @@ def readers(
     if hasattr(model_file(config.model.name), "cp_plan"):
         split = mesh.size("cp") > 1
         common["prepare"] = context_parallel(config, mesh).shard if split else Batch.with_context
-    order: dict[str, Any] = {"seed": config.train.seed, "global_size": config.batch.global_size}
+    mixture = sample_order(config, data.train).mixture
+    order: dict[str, Any] = {"seed": config.train.seed, "global_size": config.batch.sizes.changes, "mixture": mixture}
+    order["lengths"] = config.data.seq_len_warmup
     batches = train_batches(data.train, first_step=first_step, steps=steps, **order, **common)
     return batches, None if held_out is None else EvalBatches(held_out, **common)
 
@@ -106,13 +108,15 @@ def banner_lines(spec: RunSpec, job: Job, data: OpenData, evaluated: Samples | N
     assert layout is not None
     yield f"{config.name}: {describe_hosts(layout)}, on {job.device_name()}, {job.meeting_point()}"
     yield f"layout {layout}, {config.train.precision}"
-    yield describe_batch(size.global_size, size.micro_size, layout.size(*DATA_AXES))
+    yield from describe_ramp(size.sizes, size.micro_size, layout.size(*DATA_AXES))
     if (costs := context_costs(config, layout)) is not None:
         yield costs.describe()
     experts = expert_costs(config, layout)
     active = "" if experts is None else f", {experts.active:,} active a token"
     plain = build.spec_of(config).meta
-    yield f"model {config.model.name}: {build.parameter_count(plain):,} parameters{active}"
+    trained = sum(p.numel() for p in plain.parameters() if p.requires_grad)
+    tuned = f", {trained:,} trained" * bool(config.train.freeze or config.train.lora)
+    yield f"model {config.model.name}: {build.parameter_count(plain):,} parameters{active}{tuned}"
     if experts is not None:
         yield experts.line
     if (numbers := config.train.linear_precision) is not None:
@@ -132,6 +136,8 @@ def banner_lines(spec: RunSpec, job: Job, data: OpenData, evaluated: Samples | N
     elif config.metrics.timeline is not None:
         yield "metrics.timeline is for a pipeline, and this layout has none (pp: 1): no timeline is written"
     yield from data.about
+    if config.data.sources:
+        yield from about_mixture(config, data.train, spec.steps)
     if config.data.mask_documents and layout.size("cp") == 1 and job.device.type == "cuda":
         lengths = has_varlen(job.device, compute_dtype(config.train.precision)) and hasattr(module, "cp_plan")
         yield f"attention within documents by {'their lengths' if lengths else 'a mask of all pairs of tokens'}"

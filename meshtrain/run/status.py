@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,8 @@ class RunStatus(AbstractContextManager["RunStatus"]):
                     f"{self.folder.path} holds a finished run of {last['step']} steps and no checkpoint of it, and "
                     f"this one has {steps}: name another folder, for instance train.output={self.folder.path}-{steps}"
                 )
-        done = self.job.gather("looking at the run's folder", last is not None and last["step"] == steps)[0]
+        done = last is not None and last["step"] == steps
+        done = self.job.reduce("looking at the run's folder", done, itemgetter(0))
         if done:
             self.job.say(
                 f"{self.folder.path} is done: {steps} steps. Its loss is in metrics.jsonl and loss.png there.\n"

@@ -8,9 +8,9 @@ from typing import Any
 from meshtrain.checkpoint.resume import RunSpec
 from meshtrain.checkpoint.retention import SAMPLES
 from meshtrain.data import OpenData
-from meshtrain.data.order import samples_digest, share
-from meshtrain.data.order_numpy import items
-from meshtrain.errors import TrainingError
+from meshtrain.data.mixture import sample_order
+from meshtrain.data.order import BatchSizes, samples_digest, share
+from meshtrain.errors import TrainingError, join_some
 from meshtrain.evaluate import Evaluation
 from meshtrain.job.process import Job
 from meshtrain.layout import DATA_AXES
@@ -21,6 +21,8 @@ from meshtrain.modeling.build import spec_of
 from meshtrain.modeling.flops import CausalCalls, causal_flops, mfu, peak_flops, sample_flops
 from meshtrain.run.phase_monitor import PhaseMonitor
 from meshtrain.trainer import StepResult
+
+MOST_BAD = 8  # ranks whose samples are listed, and samples of each
 
 
 class StepLogger(AbstractContextManager["StepLogger"]):
@@ -48,18 +50,20 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         self.evaluations: dict[int, dict[str, float]] = {}
         self.tokens = 0 if counters is None else counters["tokens"]
         self._epoch = _Sums() if counters is None else _Sums(**counters["epoch"])
-        self._n_samples = len(data.train)
+        self._order = sample_order(spec.config, data.train)
         self._pending: Callable[[], StepResult] | None = None
         self._monitor, self._metrics = monitor, metrics
+        self._lengths = BatchSizes.of(spec.config.data.seq_len_warmup or spec.config.data.seq_len)
         if job.rank == 0:
-            self._count_flops()
+            self._metrics.say(self._count_flops(spec.config.data.seq_len))
 
-    def _count_flops(self) -> None:
-        batch = self.data.train.read([(0, 0)], 1).batch()
+    def _count_flops(self, length: int) -> str:
+        """Of samples that are cut to a length, if they are tokens. Returns a line about it."""
+        batch, self._counted = self.data.train.read([(0, 0)], 1).batch().shortened(length), length
         self._causal, self._packed = CausalCalls(), batch.tensors.get("documents") is not None
         self._flops, of_model = sample_flops(spec_of(self.config).meta, batch.inputs, self._causal)
         self._peak, of_device = peak_flops(self.job.device, self.config.train.precision)
-        self._metrics.say(f"{of_model}; {of_device} (for MFU)")
+        return f"{of_model}; {of_device} (for MFU)"
 
     def __exit__(self, *_: object) -> None:
         self._metrics.close()
@@ -83,7 +87,7 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         if self.job.rank == 0:
             self._metrics.row(self._row(result, times))
         if self.ends_epoch(result.step):
-            self._metrics.epoch(result.step * self.config.batch.global_size // self._n_samples, self._epoch.means())
+            self._metrics.epoch(self._order.epoch(result.step), self._epoch.means())
             self._epoch = _Sums()
 
     def evaluates_after(self, step: int) -> bool:
@@ -104,19 +108,21 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         return {"tokens": self.tokens, "epoch": dict(vars(self._epoch)), "steps": self.steps}
 
     def ends_epoch(self, step: int) -> bool:
-        size = self.config.batch.global_size
-        return step * size // self._n_samples > (step - 1) * size // self._n_samples
+        return self._order.epoch(step) > self._order.epoch(step - 1)
 
     def _row(self, result: StepResult, times: dict[str, float]) -> dict[str, object]:
-        size, seconds = self.config.batch.global_size, times["step_time_s"]
+        positions, seconds = self._order.sizes.positions(result.step - 1), times["step_time_s"]
+        size, length = len(positions), self._lengths.size(result.step - 1)
+        if length != self._counted:
+            self._count_flops(length)
         return {
             "step": result.step,
-            "epoch": (result.step * size - 1) // self._n_samples + 1,
+            "epoch": (positions.stop - 1) // self._order.samples + 1,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": result.lr,
             "tokens": self.tokens,
-            "samples": result.step * size,
+            "samples": positions.stop,
             "samples_digest": samples_digest(sample for _, sample in self._items(result.step)),
             "tokens_per_s": result.num_valid_tokens / seconds,
             "mfu": mfu(None if self._flops is None else self._flops * size, seconds, self._peak, self.job.world_size),
@@ -132,25 +138,25 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         """FLOPs of a step in which only pairs of tokens count that see each other; None if not known."""
         if self._flops is None:
             return None
-        lengths = self.data.train.document_lengths([sample for _, sample in self._items(step)])
+        samples, whole = [sample for _, sample in self._items(step)], self._counted == self.config.data.seq_len
+        lengths = self.data.train.document_lengths(samples) if whole else None
         if self._packed and lengths is None:
             return None
-        return causal_flops(self._flops, self._causal.flops, self.config.batch.global_size, lengths)
+        return causal_flops(self._flops, self._causal.flops, len(samples), lengths)
 
     def _items(self, step: int) -> list[tuple[int, int]]:
-        size = self.config.batch.global_size
-        return items(self.config.train.seed, range((step - 1) * size, step * size), self._n_samples)
+        return self._order.of_step(step - 1)
 
     def _handle_nonfinite(self, result: StepResult) -> None:
         """Says whose samples it was. All ranks are here, because all of them have the same result."""
-        size = self.config.batch.global_size
         batch = self._items(result.step)
-        own = share(size, self.mesh.size(*DATA_AXES), self.mesh.index(*DATA_AXES))
+        own = share(len(batch), self.mesh.size(*DATA_AXES), self.mesh.index(*DATA_AXES))
         samples = [batch[own[i]][1] for i in result.bad_samples if i < len(own) and self.mesh.speaks_for_samples]
-        ranks = self.job.gather("naming what is not finite", [str(self.job), samples])
-        bad = [f"{rank}: samples {', '.join(map(str, samples))}" for rank, samples in ranks if samples]
+        ranks = self.job.reduce("naming what is not finite", [str(self.job), samples], _having_samples)
+        bad = [f"{rank}: samples {join_some(list(map(str, samples)), MOST_BAD)}" for rank, samples in ranks[:MOST_BAD]]
+        others = f"; and {len(ranks) - MOST_BAD} other ranks" if len(ranks) > MOST_BAD else ""
         problem = (
-            f"step {result.step}: the loss is not finite ({'; '.join(bad)})"
+            f"step {result.step}: the loss is not finite ({'; '.join(bad)}{others})"
             if bad
             else f"step {result.step}: every sample's loss is finite, but the gradient's norm is {result.grad_norm}"
         )
@@ -160,6 +166,10 @@ class StepLogger(AbstractContextManager["StepLogger"]):
                 "Look at these samples, lower optimizer.lr, or leave such steps out with train.on_nonfinite=skip"
             )
         self._metrics.say(f"{problem}; its update is left out (train.on_nonfinite: skip)")
+
+
+def _having_samples(rows: list) -> list:
+    return [row for row in rows if row[1]]
 
 
 @dataclass

@@ -7,6 +7,7 @@ tensor (of one expert) and writes it: no rank holds more than that besides its o
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def _begin(place: ExportFolder, job: Job) -> list[int]:
         if job.rank == 0:
             place.make()
             (place.making / token).touch()
-    token = job.gather("making the export's folder", token)[0]
+    token = job.reduce("making the export's folder", token, itemgetter(0))
     visible = job.gather("looking for the export's folder", (place.making / token).exists())
     if job.rank == 0:
         (place.making / token).unlink()

@@ -23,7 +23,11 @@ def run(arguments: argparse.Namespace) -> None:
     for folder in arguments.runs:
         if not folder.is_dir():
             raise InputError(f"{folder} is no folder: name what train.output was, for instance runs/quickstart")
-    runs = [RunFiles(folder) for folder in arguments.runs]
+    names = [folder.resolve().name for folder in arguments.runs]
+    runs = [
+        RunFiles(folder, name if names.count(name) == 1 else str(folder))
+        for folder, name in zip(arguments.runs, names, strict=True)
+    ]
     try:
         server = PageServer((arguments.host, arguments.port), runs)
     except (OSError, OverflowError) as error:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import stat
+import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ NOT_SHOWN = {"step", "samples_digest"}  # of a row
 class RunFiles:
     """The folder of a run. Nothing outside of it is read, also not over a link."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str | None = None) -> None:
         self.folder = folder.resolve()
-        self.name = self.folder.name
+        self.name = name or self.folder.name
         self._forget()
 
     def _forget(self) -> None:
@@ -25,6 +26,8 @@ class RunFiles:
         self._last = b""  # the line before the offset
         self._steps = array("q")
         self._columns: dict[str, array[float]] = {}
+        self._stride = 1
+        self._means: dict[str, list[float | None]] = {}  # of the strides that are full
 
     def read_rows(self) -> None:
         """Adds the rows that were written since; all anew where the last one read is no more where it was, as a resume
@@ -59,35 +62,53 @@ class RunFiles:
         self._steps.append(step)
 
     def rows(self, points: int) -> dict[str, Any]:
-        """Columns of at most so many rows: each is the mean of as many neighbours as it takes; its step is their last.
-        None where no neighbour has a value."""
-        stride = max(1, math.ceil(len(self._steps) / points))
-        starts = range(0, len(self._steps), stride)
-        means = {name: [_mean(column[at : at + stride]) for at in starts] for name, column in self._columns.items()}
-        steps = [self._steps[min(at + stride, len(self._steps)) - 1] for at in starts]
-        newest = {
-            name: _finite(column[-1]) for name, column in self._columns.items() if len(column) == len(self._steps)
-        }
-        return {"rows": len(self._steps), "stride": stride, "step": steps, "columns": means, "newest": newest}
+        """Columns of at most so many rows: each is the mean of as many neighbours as it takes, a power of two, so that
+        means stay as they are while a run goes on; its step is their last. None where no neighbour has a value."""
+        rows = len(self._steps)
+        stride = 1 << max(0, math.ceil(rows / points) - 1).bit_length()
+        if stride != self._stride:
+            self._stride, self._means = stride, {}
+        full = rows // stride
+        means = {}
+        for name, column in self._columns.items():
+            known = self._means.setdefault(name, [])
+            known += [_mean(column[at * stride : (at + 1) * stride]) for at in range(len(known), full)]
+            means[name] = known + [_mean(column[full * stride :])] * (rows % stride > 0)
+        steps = [self._steps[min(at + stride, rows) - 1] for at in range(0, rows, stride)]
+        newest = {name: _finite(column[-1]) for name, column in self._columns.items() if len(column) == rows}
+        return {"rows": rows, "stride": stride, "step": steps, "columns": means, "newest": newest}
 
     def page_data(self, points: int) -> dict[str, Any]:
         """All that the page shows of the run."""
         self.read_rows()
-        checkpoints = self.folder / "checkpoints"
+        ended = self._json("exit.json")
         return self.rows(points) | {
             "name": self.name,
-            "folder": str(self.folder),
+            "age_s": self._age() if ended is None else None,
             "bad_lines": self.bad_lines,
-            "exit": self._json("exit.json"),
+            "exit": ended,
             "ranks": self._json("ranks.json"),
             "timeline": self._json("timeline.json"),
             "layout": (self._text("layout.txt") or "").partition("\n")[0],
             "events": self._events(),
-            "checkpoints": sorted(
-                entry.name for entry in (os.scandir(checkpoints) if checkpoints.is_dir() else ())
-                if entry.name.startswith("step_")
-            ),
-        }  # fmt: skip
+            "checkpoints": [name for name in self._names("checkpoints") if name.startswith("step_")],
+            "failures": self._names("failures")[-20:],
+        }
+
+    def _age(self) -> int | None:
+        """Seconds since the last row was written."""
+        try:
+            return round(time.time() - (self.folder / "metrics.jsonl").lstat().st_mtime)
+        except OSError:
+            return None
+
+    def _names(self, folder: str) -> list[str]:
+        """What lies in a folder of the run's, which may go away meanwhile."""
+        path = self.folder / folder
+        try:
+            return [] if path.is_symlink() else sorted(os.listdir(path))
+        except OSError:
+            return []
 
     def _events(self) -> list[dict[str, Any]]:
         """Starts, checkpoints and ends of jobs, from goodput.jsonl."""
@@ -99,7 +120,7 @@ class RunFiles:
                 if kind is not None:
                     events.append({"kind": kind, "step": int(row["step"]), "value": row[kind]})
             except (ValueError, TypeError, KeyError):
-                self.bad_lines += 1
+                continue  # half of it was there, or it is none
         return events[-200:]
 
     def _json(self, name: str) -> Any:
@@ -134,4 +155,4 @@ def _finite(value: float) -> float | None:
 
 def _mean(values: "array[float]") -> float | None:
     finite = [value for value in values if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else None
+    return float(f"{sum(finite) / len(finite):.6g}") if finite else None  # a curve shows no more, and it is sent often

@@ -1,6 +1,8 @@
-"""The server of the page: four fixed addresses, read-only, for this host alone unless it is asked for more."""
+"""The server of the page: a few fixed addresses, read-only, for this host alone unless it is asked for more."""
 
+import gzip
 import json
+import sys
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,9 +17,10 @@ PAGE = {
     "/": ("index.html", "text/html"),
     "/watch.css": ("watch.css", "text/css"),
     "/watch.js": ("watch.js", "text/javascript"),
+    "/watch.svg": ("watch.svg", "image/svg+xml"),
 }
 POINTS = 600  # of a curve
-LOCAL = ("127.0.0.1", "localhost", "::1")
+LOCAL = ("127.0.0.1", "localhost")
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -34,6 +37,10 @@ class PageServer(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], runs: Sequence[RunFiles]) -> None:
         self.runs, self.lock = runs, Lock()
         super().__init__(address, _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a page that was closed while it was answered
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:
@@ -71,8 +78,11 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815
 
     def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
+        headers = {**HEADERS, "Content-Type": kind}
+        if "gzip" in self.headers.get("Accept-Encoding", ""):  # it may go over a slow ssh
+            headers["Content-Encoding"], content = "gzip", gzip.compress(content, 1)
         self.send_response(status)
-        for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(len(content))}.items():
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":

@@ -1,6 +1,6 @@
 """Kills a run again and again, at any moment, and sees that it ends as if nothing had happened.
 
-    python tests/checkpoint/kill.py [--kills 50] [--seed 0] [--ranks 3] [--forked] [--local]
+    python tests/checkpoint/kill.py [--kills 50] [--seed 0] [--ranks 3] [--forked]
 
 A job of a small model saves its state in the background after every few steps. It is ended with SIGKILL, one rank of it
 or all processes, launcher included, and started again: while it starts or loads, in the middle of training, when a
@@ -9,6 +9,8 @@ snapshot is taken, while files are written, and when the folder gets its name. L
 - after each kill: no process is left, and the newest complete checkpoint is at most two intervals old (one may be under
   way); the next start goes on from just that one
 - at the end: losses and norms of all steps, and the last checkpoint, have the bits of a run that nobody has killed
+
+The second half of the kills is of a run that writes its checkpoints to local disks first.
 """
 
 import argparse
@@ -24,6 +26,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from meshtrain.checkpoint.directory import complete_steps, name_of, read_manifest  # noqa: E402
+from meshtrain.errors import InputError  # noqa: E402
 from meshtrain.metrics import logger as metrics  # noqa: E402
 from tests.checkpoint.going_on import small_run  # noqa: E402
 from tests.launching import MARK, TORCHRUN, environment, kill_marked, wait_until_gone  # noqa: E402
@@ -53,6 +57,7 @@ class Killed:
         step: of the last row of metrics.jsonl; 0: there is none.
         newest: the step of the newest complete checkpoint afterwards; 0: there is none.
         left: what is there of an unfinished checkpoint.
+        local: whether checkpoints are written to local disks first.
     """
 
     moment: str
@@ -60,6 +65,7 @@ class Killed:
     step: int
     newest: int
     left: tuple[str, ...]
+    local: bool
 
 
 class Job:
@@ -118,7 +124,7 @@ class Run:
     def __init__(self, folder: Path, config: Path, ranks: int, steps: int, forked: bool, local: bool = False) -> None:
         self.folder, self.checkpoints = folder, folder / "checkpoints"
         self.local = folder.with_name(f"{folder.name}_local")
-        self._ranks, self._jobs, self._forked = ranks, 0, forked
+        self._ranks, self._jobs, self._forked, self._has_local = ranks, 0, forked, local
         launcher = [*TORCHRUN, "--standalone", f"--nproc-per-node={ranks}"]
         if forked:
             launcher = [sys.executable, str(ROOT / "tests" / "forked.py"), str(ranks)]
@@ -143,12 +149,14 @@ class Run:
     def newest(self) -> int:
         """The step of the newest complete checkpoint, local ones counted that all ranks have; 0: there is none."""
         found = set(complete_steps(self.checkpoints)) if self.checkpoints.is_dir() else set()
-        by_rank = [
-            {read_manifest(rank / name_of(step))[1] + f" {step}" for step in complete_steps(rank)}
-            for rank in self.local.glob("*/rank_*")
-        ]
+        by_rank: list[set[tuple[int, str]]] = []
+        for rank in self.local.glob("*/rank_*"):
+            by_rank.append(set())
+            for step in complete_steps(rank):
+                with suppress(InputError):  # it was just deleted
+                    by_rank[-1].add((step, read_manifest(rank / name_of(step))[1]))
         whole = set.intersection(*by_rank) if len(by_rank) == self._ranks else set()
-        return max(found | {int(one.split()[1]) for one in whole}, default=0)
+        return max(found | {step for step, _ in whole}, default=0)
 
     def unfinished(self) -> list[Path]:
         return sorted(self.checkpoints.glob(".step_*.tmp"))
@@ -165,7 +173,7 @@ class Run:
                 kill_marked(job.mark)
         assert job.ended() != 0, job.log.read_text()
         left = tuple(f"{path.name}: {len(list(path.iterdir()))} files" for path in self.unfinished())
-        found = Killed(moment, whom, self.step(), self.newest(), left)
+        found = Killed(moment, whom, self.step(), self.newest(), left, self._has_local)
         self._check(job, newest, found)
         return found
 
@@ -222,26 +230,27 @@ def compare(run: Run, whole: Run, steps: int) -> None:
     assert "tensors are equal to the bit" in done.stdout, done.stdout
 
 
-def go(
-    folder: Path, *, kills: int, seed: int, ranks: int = 3, forked: bool = False, local: bool = False
-) -> list[Killed]:
-    """Kills a run so often, in `folder`; returns what each kill met. Raises AssertionError when something is wrong."""
-    rng, steps, config = random.Random(seed), STEPS * kills, small_run(folder)
+def go(folder: Path, *, kills: int, seed: int, ranks: int = 3, forked: bool = False) -> list[Killed]:
+    """Kills two runs, in `folder`, half as often each, and returns what each kill met."""
+    rng, config = random.Random(seed), small_run(folder)
+    moments = [MOMENTS[i % len(MOMENTS)] for i in range(kills)]
+    rng.shuffle(moments)
+    half = -(-kills // 2)
+    steps = STEPS * half
     whole = Run(folder / "whole", config, ranks, steps, forked)
     job = whole.start()
     assert job.ended() == 0, job.log.read_text()
-    run = Run(folder / "run", config, ranks, steps, forked, local)
-    moments = [MOMENTS[i % len(MOMENTS)] for i in range(kills)]
-    rng.shuffle(moments)
     found = []
-    for moment in moments:
-        found.append(run.killed(moment, rng))
-        print(found[-1], flush=True)
-    newest = run.newest()
-    job = run.start()
-    assert job.ended() == 0, job.log.read_text()
-    run.began_with(job, newest)
-    compare(run, whole, steps)
+    for local, some in ((False, moments[:half]), (True, moments[half:])):
+        run = Run(folder / f"run_{local}", config, ranks, steps, forked, local)
+        for moment in some:
+            found.append(run.killed(moment, rng))
+            print(found[-1], flush=True)
+        newest = run.newest()
+        job = run.start()
+        assert job.ended() == 0, job.log.read_text()
+        run.began_with(job, newest)
+        compare(run, whole, steps)
     return found
 
 
@@ -251,24 +260,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the ranks (%(default)s)")
     parser.add_argument("--ranks", type=int, default=3, help="processes (%(default)s)")
     parser.add_argument("--forked", action="store_true", help="start jobs without torchrun, which is faster")
-    parser.add_argument("--local", action="store_true", help="write checkpoints to local disks first")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="meshtrain-kill-") as folder:
         begun = time.monotonic()
-        found = go(
-            Path(folder),
-            kills=options.kills,
-            seed=options.seed,
-            ranks=options.ranks,
-            forked=options.forked,
-            local=options.local,
-        )
+        found = go(Path(folder), kills=options.kills, seed=options.seed, ranks=options.ranks, forked=options.forked)
     whom = Counter("all" if one.whom == "all" else "one rank" for one in found)
     lost = sum(one.step - one.newest for one in found)
     print(
         f"{len(found)} kills in {time.monotonic() - begun:.0f} s ("
         + ", ".join(f"{n} of {who}" for who, n in whom.items())
-        + f"; {sum(bool(one.left) for one in found)} left an unfinished checkpoint): {lost} steps were made again, "
+        + f"; {sum(bool(one.left) for one in found)} left an unfinished checkpoint; "
+        + f"{sum(one.local for one in found)} with local disks): {lost} steps were made again, "
         "none lost, and the end is bit-equal to that of a run never killed"
     )
     return 0

@@ -5,7 +5,9 @@
 For `load` there is a checkpoint of one process in FOLDER/one; those of 4 are left in FOLDER.
 """
 
+import errno
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -181,6 +183,35 @@ class Ranks(Cases):
                 folder.remove(target / "step_0000001")
             self.job.gather("cleaning up", None)
 
+    def full_disk(self) -> None:
+        """The disk of one rank is full: it writes again when the oldest checkpoint has gone, and the others do not."""
+        state, written = on(self.job, OF_4["FSDP"]), []
+        fill(state)
+        saver = self.saver(state, "full", keep=Retention(keep_last=1), make_room=True)
+        for step in (1, 2):
+            saver.save(step, ABOUT, wait=True)
+        assert saver._thread is not None
+        saver._thread.join()  # the first is deleted
+        self.job.gather("looking", None)
+        if self.job.rank == 0:
+            shutil.copytree(self.place / "full/step_0000002", self.place / "full/step_0000001")
+
+        def full(path: Path, tensors: Any) -> Any:
+            written.append(path)
+            if self.job.rank == 2 and len(written) == 1:
+                path.write_bytes(b"half of it")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            return write_shard(path, tensors)
+
+        with replaced(commit, "write_shard", full):
+            saver.save(3, ABOUT, wait=True)
+        self.equal((saver.saved, saver.problem), (3, None), "a save that has made room")
+        self.equal(len(written), 2 if self.job.rank == 2 else 1, "who writes again")
+        made = [line for line in self.said if "step_0000001 was deleted before step 3 was saved" in line]
+        self.equal(len(made), int(self.job.rank == 0), "rank 0 says what has gone")
+        saver.close()
+        self.load(state, "full", 3)
+
     def differ(self, kind: str, rank: int, name: str, names: str, others: str) -> None:
         """One bit of one rank's copy is another: nothing is saved, and the rank and the tensor are named."""
         state = on(self.job, OF_4[kind], kind=kind)
@@ -276,6 +307,19 @@ class Ranks(Cases):
             for where in (*states, "one"):
                 self.load(state, where, 4)
 
+    def streamed(self) -> None:
+        """Without a copy in host memory the files have the same bytes."""
+        for kind in ("HSDP", "V", "pp x tp"):
+            state = on(self.job, OF_4[kind], kind=kind)
+            fill(state)
+            saver = self.saver(state, f"{kind} streamed", in_background=False)
+            saver.save(4, ABOUT)
+            self.equal((saver.saved, saver.problem), (4, None), kind)
+            saver.close()
+            name = f"step_0000004/rank_{self.job.rank:05d}.safetensors"
+            both = [(self.place / where / name).read_bytes() for where in (kind, f"{kind} streamed")]
+            self.that(both[0] == both[1], f"{kind}: the same file")
+
     def only_what_is_needed(self) -> None:
         """The bytes that all ranks together read are those of the checkpoint, whatever copies the layout has."""
         read, counted = Shard.read_bytes, [0]
@@ -333,6 +377,7 @@ def run_save(cases: Ranks) -> None:
     cases.rounds()
     cases.training_goes_on()
     cases.one_rank_fails()
+    cases.full_disk()
     cases.too_late(2, "write")
     cases.too_late(0, "write")
     cases.too_late(0, "begin")
@@ -349,6 +394,7 @@ def run_save(cases: Ranks) -> None:
 
 def run_load(cases: Ranks) -> None:
     cases.matrix()
+    cases.streamed()
     cases.only_what_is_needed()
 
 

@@ -125,3 +125,18 @@ def test_the_layouts_are_compared_with_what_experts_make_of_them() -> None:
     )
     job = SimpleNamespace(layout=layout)
     assert compare(then, spec, job).listed == ["experts: 4 -> 1"]
+
+
+def test_what_changes_at_later_steps_may_differ() -> None:
+    """Batch sizes and weights count up to the checkpoint's step; where the data of a source lies does not."""
+
+    def with_values(size: Any, weight: Any, path: str = "a") -> dict[str, Any]:
+        sources = [{"name": "a", "path": path, "weight": weight, "epochs": 1, "source": None}]
+        return changed(batch__global_size=size, data__sources=sources)
+
+    then = with_values(16, 1.0)
+    later = with_values([[0, 16], [50, 32]], [[0, 1.0], [60, 0.5]], path="/moved/a")
+    assert compare_configs(then, later, step=50).refused == []
+    assert compare_configs(later, then, step=50).refused == []
+    refused = compare_configs(then, later, step=61).refused
+    assert [line.partition(":")[0] for line in refused] == ["batch.global_size", "data.sources"]

@@ -13,4 +13,5 @@ def test_some_kills_leave_no_trace(tmp_path: Path) -> None:
     assert len(found) == 6
     assert {one.moment for one in found} == set(kill.MOMENTS)
     assert "all" in {one.whom for one in found}
+    assert sum(one.local for one in found) == 3
     assert any(one.whom != "all" for one in found)

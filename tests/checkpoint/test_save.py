@@ -1,5 +1,6 @@
 """Saving: whole or not at all, beside the training, and told aloud when it goes wrong."""
 
+import errno
 import json
 import os
 import shutil
@@ -259,6 +260,87 @@ def test_a_disk_that_gets_full_in_the_middle(
     one.save(4, ABOUT, wait=True)
     one._thread.join()  # nothing of it is open when the disk goes
     assert (one.saved, one.problem) == (4, None)
+
+
+@pytest.mark.parametrize("found", ["before", "while it is written"])
+def test_an_old_checkpoint_makes_room(
+    saver: Callable[..., Saver], small_disk: Path, monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
+    """A real disk with room for two: the third save is there, and of those before it just the oldest is gone."""
+    if found != "before":
+        monkeypatch.setattr(commit, "disk_usage", lambda path: Usage(0, 0, 2**30))
+    without = saver(small_disk, keep=Retention(keep_last=2))
+    for step in (1, 2, 3):
+        without.save(step, ABOUT, wait=True)
+    assert (without.saved, without.problem is None) == (2, False)
+    without.close()
+    one = saver(small_disk, keep=Retention(keep_last=2), make_room=True)
+    for step in (3, 4):
+        one.save(step, ABOUT, wait=True)
+        assert (one.saved, one.problem) == (step, None)
+        one._thread.join()
+        assert sorted(os.listdir(small_disk)) == [f"step_000000{step - 1}", f"step_000000{step}"]
+        assert not verify(small_disk / f"step_000000{step}")
+        note = f"step_000000{step - 2} was deleted before step {step} was saved: the disk is full"
+        assert [note in line for line in one.said].count(True) == 1
+    one.close()
+    three = saver(small_disk, keep=Retention(keep_last=3), make_room=True)
+    three.save(5, ABOUT, wait=True)
+    assert three.saved is None, "what stays after a save is never deleted before it"
+    three._thread.join()
+    assert folder.complete_steps(small_disk) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("rules", "there", "left"),
+    [
+        (Retention(keep_last=1), (1,), [1]),
+        (Retention(keep_last=1), (1, 2), [2]),
+        (Retention(keep_last=2), (1, 2), [2]),
+        (Retention(keep_last=3), (1, 2), [1, 2]),
+        (Retention(keep_last=1, keep_every=2), (2, 3), [2, 3]),
+        (Retention(keep_last=1, keep_best=True), (1, 2, 3), [1, 3]),
+        (Retention(keep_last=None), (1, 2, 3), [1, 2, 3]),
+    ],
+)
+def test_the_newest_and_what_is_kept_never_make_room(
+    saver: Callable[..., Saver], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    rules: Retention, there: tuple[int, ...], left: list[int],
+) -> None:  # fmt: skip
+    """The disk takes nothing more, so one goes, where one may, and the save fails all the same."""
+    one = saver(keep=Retention(keep_last=None))
+    for step in there:
+        one.save(step, ABOUT | {"evaluation": {"eval_loss": float(step)}}, wait=True)
+    one.close()
+
+    def full(path: Path, tensors: Any) -> Any:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
+
+    monkeypatch.setattr(commit, "write_shard", full)
+    one = saver(keep=rules, make_room=True)
+    one.save(9, ABOUT | {"evaluation": {"eval_loss": 9.0}}, wait=True)
+    assert str(one.problem).endswith("Disk quota exceeded")
+    assert folder.complete_steps(tmp_path) == left
+
+
+def test_only_a_full_disk_asks_for_room(
+    saver: Callable[..., Saver], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, calls = saver(keep=Retention(keep_last=1), make_room=True), []
+    for step in (1, 2):
+        one.save(step, ABOUT, wait=True)
+
+    def broken(path: Path, tensors: Any) -> Any:
+        calls.append(path)
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(commit, "write_shard", broken)
+    one._thread.join()  # the first is deleted
+    shutil.copytree(tmp_path / "step_0000002", tmp_path / "step_0000001")
+    one.save(3, ABOUT, wait=True)
+    assert "Input/output error" in str(one.problem)
+    assert len(calls) == 1
+    assert folder.complete_steps(tmp_path) == [1, 2]
 
 
 def test_a_folder_that_becomes_read_only(saver: Callable[..., Saver], small_disk: Path) -> None:

@@ -79,7 +79,7 @@ def test_the_memory_is_that_of_the_training() -> None:
     assert found["optimizer.step"].item() == 2, "a skipped update does not count"
     assert found["loss_scale.value"].item() == LossScale.FIRST / 2
     assert found["loss_scale.good"].item() == 1
-    (adamw,) = [s for p, s in optimizer.rule._adamw.state.items() if p.shape == (3, 3)]
+    (adamw,) = [s for p, s in optimizer.rules["adamw"]._adamw.state.items() if p.shape == (3, 3)]
     assert adamw["step"].item() == 2
     assert found["optimizer.a.weight.exp_avg"].data_ptr() == adamw["exp_avg"].data_ptr()
     assert found["optimizer.a.weight.exp_avg"].abs().sum() > 0

@@ -96,6 +96,59 @@ def test_storage_that_refuses_costs_a_line(
     assert uploaded() == [2, 4, 6], calls
 
 
+def test_a_storage_that_stays_away_is_said_once(
+    run: Any, storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each checkpoint is a try, and the end a last one; the run has all its checkpoints in its folder."""
+    tried: list[int] = []
+
+    def away(self: Uploads, checkpoint: Path, step: int, is_there: bool) -> None:
+        tried.append(step)
+        raise TimeoutError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Uploads, "_upload", away)
+        assert run("run") == {"status": 0}
+    out = capsys.readouterr().out
+    assert out.count(f"warning: the upload to {URL} failed: TimeoutError: no answer") == 1
+    assert out.count(f"warning: {URL} lacks checkpoints of this run: TimeoutError: no answer") == 1
+    assert tried[-1] == 8
+    assert len(tried) >= 2, "the end tries again"
+    assert complete_steps(tmp_path / "run" / "checkpoints") == [4, 6, 8]
+    assert uploaded() == []
+    assert run("run", steps=10) == {"status": 0}
+    assert uploaded() == [6, 8, 10], "what was missing came with the next"
+
+
+def test_what_cannot_be_read_for_the_moment_is_not_given_up(
+    run: Any, storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that is in storage alone, and storage does not hand it out: an older one would lose the steps between."""
+    assert run("run", interrupt="end", at=7)["status"] == 1
+    assert uploaded() == [2, 4, 6]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / name_of(6))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(storage), "get_file", lambda *_, **__: 1 / 0)
+        failed = run("run")
+    assert failed["status"] == 1, "no wrong input: a launcher starts it again"
+    assert f"cannot read {URL}/step_0000006: ZeroDivisionError" in failed["error"]
+    assert uploaded() == [2, 4, 6]
+    assert complete_steps(tmp_path / "run" / "checkpoints") == [2, 4]
+    assert run("run") == {"status": 0}
+    assert run("whole", url="memory://whole") == {"status": 0}
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+
+
+def test_a_run_that_went_back_is_not_brought_forward_again(run: Any, storage: Any, tmp_path: Path) -> None:
+    """It goes back and fails before its next checkpoint; the launcher starts it again."""
+    assert run("run") == {"status": 0}
+    back = f"checkpoint.resume={tmp_path}/run/checkpoints/step_0000004"
+    assert run("run", back, "optimizer.lr=1e-3", interrupt="end", at=5)["status"] == 1
+    assert uploaded() == [4]
+    assert run("run", back, "optimizer.lr=1e-3", interrupt="end", at=5, again=True)["status"] == 1
+    assert [row[0] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
+
+
 def test_steps_that_are_made_again(run: Any, storage: Any, tmp_path: Path) -> None:
     """A run that went back does not go on from what it has left: that is set aside, or replaced."""
     assert run("run") == {"status": 0}

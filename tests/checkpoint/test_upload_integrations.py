@@ -1,12 +1,17 @@
 """Uploads to a real S3 server (moto's) by s3fs. `make test-integrations`."""
 
 import shutil
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from meshtrain.checkpoint.directory import name_of
+from meshtrain.checkpoint.directory import complete_steps, name_of
 from meshtrain.checkpoint.retention import Retention
 from meshtrain.checkpoint.upload import Uploads
 from meshtrain.checkpoint.verify import verify
@@ -71,6 +76,92 @@ def test_a_bucket_that_is_not_there_costs_lines(
     out = capsys.readouterr().out
     assert "warning: the upload to s3://another/prefix failed: FileNotFoundError" in out
     assert not verify(tmp_path / "run" / "checkpoints" / name_of(8))
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """Hands requests on to a server, but for those that write as long as it refuses."""
+
+    protocol_version = "HTTP/1.1"  # so that it answers `Expect: 100-continue`, which clients wait for
+    behind = ""  # the address of the server
+    how: int | None = None  # the status with which it refuses; 0: it does not answer
+    refused = 0
+
+    def _serve(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if Refusing.how is not None and self.command in ("PUT", "POST"):
+            Refusing.refused += 1
+            if Refusing.how == 0:
+                time.sleep(3)  # longer than the client waits
+            self._answer(Refusing.how or 503, [], b"")
+            return
+        connection = HTTPConnection(Refusing.behind, timeout=30)
+        connection.request(self.command, self.path, body, dict(self.headers))
+        answer = connection.getresponse()
+        self._answer(answer.status, answer.getheaders(), answer.read())
+        connection.close()
+
+    def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
+        with suppress(OSError):  # the client has gone
+            self.send_response(status)
+            for name, value in headers:
+                if name.lower() not in ("content-length", "transfer-encoding", "connection", "date", "server"):
+                    self.send_header(name, value)
+            length = {name.lower(): value for name, value in headers}.get("content-length")
+            self.send_header("Content-Length", length if self.command == "HEAD" and length else str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve  # noqa: N815
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def refusing(bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Refusing]]:
+    """Between the run and the server; the client is impatient."""
+    fsspec = pytest.importorskip("fsspec.config")
+    how = {"read_timeout": 1, "connect_timeout": 1, "retries": {"total_max_attempts": 1}}
+    monkeypatch.setitem(fsspec.conf, "s3", {"config_kwargs": how})
+    monkeypatch.setattr(Refusing, "behind", bucket.removeprefix("http://"))
+    monkeypatch.setattr(Refusing, "how", None)
+    monkeypatch.setattr(Refusing, "refused", 0)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    yield Refusing
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.mark.parametrize("how", [403, 500, 0])
+def test_a_server_that_refuses_or_does_not_answer(
+    refusing: type[Refusing], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    how: int,
+) -> None:  # fmt: skip
+    """The run is as without it, one line says so, and when the server is well again all comes with the next."""
+    import s3fs.core
+
+    faster()
+    monkeypatch.setattr(s3fs.core.S3FileSystem, "retries", 1)
+    url = f"{URL}_{how}"
+    options = ("checkpoint.every=2", "data.workers=0", f"checkpoint.upload={url}")
+    refusing.how = how
+    assert alone(Case(str(small_run(tmp_path)), options)) == {"status": 0}
+    out = capsys.readouterr().out
+    assert refusing.refused >= 2, "it was tried again"
+    assert out.count(f"warning: the upload to {url} failed") == 1, out
+    assert out.count(f"warning: {url} lacks checkpoints of this run") == 1, out
+    assert complete_steps(tmp_path / "run" / "checkpoints")[-3:] == [4, 6, 8], "one more where it was being read"
+    assert Uploads(url, Retention()).steps() == []
+    refusing.how = None
+    assert alone(Case(str(small_run(tmp_path)), (*options, "train.steps=10"))) == {"status": 0}
+    assert "warning" not in capsys.readouterr().out
+    uploads = Uploads(url, Retention())
+    assert uploads.steps() == [6, 8, 10]
+    assert verify(uploads.fetch(10, tmp_path / "back")) == []
 
 
 def test_a_server_that_is_gone(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

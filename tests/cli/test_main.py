@@ -59,3 +59,10 @@ def test_info_tells_what_a_bug_report_needs_and_no_host(
     assert f'"{socket.gethostname()}"' not in text
     assert main(["info"]) == 0
     assert "open files" in capsys.readouterr().out
+
+
+def test_the_overview_fits_a_terminal_and_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert {line.split()[0] for line in lines if line.startswith("  ")} == set(COMMANDS)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from meshtrain.cli import main as cli
 from meshtrain.cli.memory import _expert_cuts, fsdp_cut, held_by_ranks, parameters_of, table
+from meshtrain.config import Optimizer
 from meshtrain.config.locate import model_file
 from meshtrain.config.model_spec import model_spec
 from meshtrain.layout import Layout
@@ -138,7 +139,7 @@ def test_parts_are_those_of_torch(data: st.DataObject, shards: int, tp: int) -> 
         assert spec.shapes("tp") == after_tp
         assert spec.shapes() == set(shapes)
         counts = [count + math.prod(shape) for count, shape in zip(counts, shapes, strict=True)]
-    held = held_by_ranks([spec for spec, _ in drawn], layout, "float32", "adamw")
+    held = held_by_ranks([spec for spec, _ in drawn], layout, "float32", Optimizer())
     assert (held.fewest, held.most) == (min(counts), max(counts))
     assert held.total == sum(math.prod(spec.shape) for spec, _ in drawn)
 
@@ -162,7 +163,7 @@ def test_experts_and_the_rest_are_on_the_same_ranks(data: st.DataObject, layout:
     for rank in layout.group(0, *(axis for axis in layout.axes if axis != "pp")):
         parts = [spec.part(layout.coordinate(rank, *(cut.axis for cut in spec.cuts))) for spec in specs]
         counts.append(sum(math.prod(span.stop - span.start for span in part) for part in parts))
-    held = held_by_ranks(specs, layout, "float32", "adamw")
+    held = held_by_ranks(specs, layout, "float32", Optimizer())
     assert (held.fewest, held.most) == (min(counts), max(counts))
 
 
@@ -170,38 +171,38 @@ def test_who_has_the_fewest_of_each_may_be_another_rank() -> None:
     layout = Layout({"dp_shard": 3, "tp": 2}).with_experts(2)
     dense = spec_on(layout, (7,), 0)  # 4 rows of the first rank of tp are 2, 2 and 0; 3 of the other are 1, 1 and 1
     experts = ParameterSpec("", (3, 3), tuple(_expert_cuts((3, 3), layout)))  # and of 3 experts it has one
-    assert held_by_ranks([dense, experts], layout, "float32", "adamw").by_pp == ((2, 4),)
+    assert held_by_ranks([dense, experts], layout, "float32", Optimizer()).by_pp == ((2, 4),)
 
 
 def test_experts_of_131072_ranks_are_counted_at_once() -> None:
     layout = Layout({"dp_replicate": 4, "dp_shard": 2048, "cp": 2, "tp": 8}).with_experts(64)
     specs = [spec_on(layout, (1000, 8), 0), ParameterSpec("", (1000, 512), tuple(_expert_cuts((1000, 512), layout)))]
     start = time.perf_counter()
-    held = held_by_ranks(specs, layout, "float32", "adamw")
+    held = held_by_ranks(specs, layout, "float32", Optimizer())
     assert (held.fewest, held.most) == (0, 8 + 16)  # 16 experts on a rank of ep, or 8 or none; a row of each over efsdp
     assert time.perf_counter() - start < 20
 
 
 def test_bytes_of_a_rank() -> None:
     layout = Layout({"dp_shard": 4})
-    held = held_by_ranks([spec_on(layout, (6, 10))], layout, "bfloat16", "adamw")  # rows 2, 2, 2, 0
+    held = held_by_ranks([spec_on(layout, (6, 10))], layout, "bfloat16", Optimizer())  # rows 2, 2, 2, 0
     assert (held.fewest, held.most) == (0, 20)
     assert (held.weight_bytes, held.gradient_bytes, held.optimizer_bytes) == (80, 80, 160)
-    assert held_by_ranks([spec_on(layout, (6, 10))], layout, "float64", "adamw").optimizer_bytes == 320
+    assert held_by_ranks([spec_on(layout, (6, 10))], layout, "float64", Optimizer()).optimizer_bytes == 320
     frozen = spec_on(layout, (6, 10), trainable=False)
-    assert held_by_ranks([frozen], layout, "float32", "adamw").optimizer_bytes == 0
+    assert held_by_ranks([frozen], layout, "float32", Optimizer()).optimizer_bytes == 0
     copies = Layout({"dp_replicate": 4})
-    assert held_by_ranks([spec_on(copies, (6, 10))], copies, "float32", "adamw").fewest == 60
+    assert held_by_ranks([spec_on(copies, (6, 10))], copies, "float32", Optimizer()).fewest == 60
 
 
 def test_stages_are_counted_where_they_are() -> None:
     layout = Layout({"pp": 2, "dp_shard": 2, "tp": 2})
     words, block = spec_on(layout, (10,), stages=(0, 3)), spec_on(layout, (6, 4), 0, stages=(1,))
-    held = held_by_ranks([words, block], layout, "float32", "adamw", placement=(0, 1, 1, 0))
+    held = held_by_ranks([words, block], layout, "float32", Optimizer(), placement=(0, 1, 1, 0))
     assert held.total == 34
     assert held.by_pp == ((10, 10), (4, 8))  # rank 0 has two copies of the words; 3 rows after tp are 2 and 1
     assert (held.fewest, held.most, held.weight_bytes) == (4, 10, 40)
-    held = held_by_ranks([words, block], layout, "float32", "adamw", placement=(0, 0, 1, 1))
+    held = held_by_ranks([words, block], layout, "float32", Optimizer(), placement=(0, 0, 1, 1))
     assert held.by_pp == ((9, 13), (5, 5))
 
 

@@ -57,11 +57,14 @@ def stand_in(memory: float = math.inf) -> Forecast:
     def floor(candidate: Candidate) -> float:
         return kernels(candidate.layout, candidate.settings[MICRO])
 
-    def bound(config: Config) -> float:
+    def work(config: Config) -> float:
         layout, regather = config.resolved, 1.02 if config.parallel.regather else 1.0
         sent = 0.01 * layout.size("tp", "cp") * (1.5 if config.parallel.context == "ring" else 1) / layout.context_heads
-        once = kernels(layout, config.batch.micro_size) * SLOWER[config.parallel.recompute] * regather + sent
-        return once * (1 + 0.1 * (layout.size("pp") - 1) / (config.pipeline.stages_per_rank or 1))
+        return kernels(layout, config.batch.micro_size) * SLOWER[config.parallel.recompute] * regather + sent
+
+    def bound(config: Config) -> float:
+        layout = config.resolved
+        return work(config) * (1 + 0.1 * (layout.size("pp") - 1) / (config.pipeline.stages_per_rank or 1))
 
     @dataclass
     class Prediction:
@@ -86,7 +89,7 @@ def stand_in(memory: float = math.inf) -> Forecast:
                 total=weights + (kept - 0.2 * parallel.regather) / layout.size("tp", "cp") + gathered
             )
 
-    return Forecast(floor, bound, Prediction, memory)
+    return Forecast(floor, work, bound, Prediction, memory)
 
 
 def space(config: str, world: int, vary: tuple[str, ...] = KEYS, hosts: tuple[int, ...] = (), **fixed: int) -> Space:
@@ -164,9 +167,12 @@ def test_it_finds_what_trying_everything_finds(memory: float, config: str) -> No
     near = [candidate for seconds, candidate in every if seconds <= every[0][0] * (1 + NEAR)]
 
     def simple(candidate: Candidate) -> tuple[float, ...]:
-        return candidate.schedule().stages, forecast.predict(candidate.apply(searched.config)).memory.total
+        axes = sum(size > 1 for size in candidate.layout.sizes.values())
+        return candidate.schedule().stages, axes, forecast.predict(candidate.apply(searched.config)).memory.total
 
     assert simple(found[0]) == min(map(simple, near))
+    few = Search(space(config, 16, vary), forecast).run(loader(config, 16), show=2)  # ends as early as it may
+    assert simple(few[0]) == simple(found[0])
     fastest = {candidate.layout.shape: seconds for seconds, candidate in reversed(every)}
     assert min(candidate.prediction.step.seconds for candidate in found) == pytest.approx(every[0][0])
     assert len(found) == min(30, len(fastest))
@@ -195,7 +201,8 @@ def test_what_is_not_shown_has_a_reason(config: str) -> None:
     found = search.run(loader(config, 16), show=2)
     counts = {reason: count for reason, (count, _) in searched.rejected.items()}
     refused = {"more ranks of pp than blocks", "tp that the model does not take"}
-    assert counts.keys() == refused | {"do not fit", "slower than these, by a bound"}
+    bounded = {"slower than these, by a bound", "not simpler than these, nor faster by a bound"}
+    assert counts.keys() == refused | bounded | {"do not fit"}
     assert sum(counts.values()) + len(search.fitting) == searched.count
     assert [bool(candidate.reason) for candidate in found] == [False, True]
 
@@ -207,6 +214,13 @@ def test_tp_stays_within_hosts_of_any_size(hosts: tuple[int, ...], config: str) 
         layout = candidate.layout
         assert not any(layout.crosses_hosts(group) for group in layout.groups("tp"))
     assert any("more than a host" in reason for reason in searched.rejected)
+
+
+def test_sequences_are_not_cut_into_crumbs_over_hosts(config: str) -> None:
+    """Of 32 tokens over hosts of 2: unless it is asked for."""
+    layouts = {first.layout.size("cp") for first in space(config, 16, ("layout",), (2,) * 8).candidates()}
+    assert layouts == {1, 2}
+    assert {first.layout.size("cp") for first in space(config, 16, ("layout",), (2,) * 8, cp=8).candidates()} == {8}
 
 
 def test_what_is_kept_and_what_is_refused_as_a_whole(config: str) -> None:
@@ -229,9 +243,12 @@ def test_no_schedule_is_faster_than_the_bound(name: str) -> None:
         schedule = build(name, ranks=ranks, microbatches=count)
         for equal in (True, False):
             costs = [(1.0, 1.5, 0.5) if equal else tuple(random.random() for _ in range(3)) for _ in schedule.placement]
-            bound = pipeline_bound(build(name, ranks=ranks, microbatches=1), count, costs)
+            short = build(name, ranks=ranks, microbatches=1)
+            bound = pipeline_bound(short, count, costs)
             takes = simulate(schedule, *zip(*costs, strict=True)).makespan
             assert bound <= takes + 1e-9
+            sent = simulate(schedule, *zip(*costs, strict=True), 0.7).makespan
+            assert bound <= pipeline_bound(short, count, costs, 0.7) <= sent + 1e-9
             if equal and name in ("1f1b", "gpipe"):
                 assert bound == pytest.approx(takes)
             elif equal:

@@ -23,6 +23,8 @@ CASES = {
     "tp, selective": (QUICKSTART, TP, "parallel.recompute=selective", "train.precision=bfloat16"),
     "cp": (QUICKSTART, CP),
     "convnet": (CONVNET, FSDP),
+    "ZeRO-1": (QUICKSTART, DDP, "parallel.shard_optimizer=true", "optimizer.ema_decay=0.9"),
+    "Muon": (QUICKSTART, FSDP, "optimizer.name=muon"),
     **{f"pp, {name}": (QUICKSTART, PP, f"pipeline.schedule={name}") for name in NAMES},
 }
 

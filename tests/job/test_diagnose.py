@@ -1,12 +1,22 @@
 """Which rank is named, by what was found out about all of them."""
 
+import threading
 import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from meshtrain.job.watchdog.diagnose import STACKS, diagnose, nobody_moved, numbers, unexplained, waited_for_line
+from meshtrain.job.watchdog.deadlines import DeadlineClock
+from meshtrain.job.watchdog.diagnose import (
+    STACKS,
+    Coordinator,
+    diagnose,
+    nobody_moved,
+    numbers,
+    unexplained,
+    waited_for_line,
+)
 from meshtrain.job.watchdog.records import PendingCollective, RankReport, RankStatus, Reach
 
 WORLD = (0, 1, 2, 3)
@@ -266,3 +276,27 @@ def test_thousands_of_ranks_are_judged_in_seconds() -> None:
         assert verdict is not None
         assert verdict.kind == what
         assert time.process_time() - begun < 10
+
+
+class Asked:
+    """In place of the ranks: what they answer, look by look."""
+
+    def __init__(self, *looks: list[RankReport]) -> None:
+        self._looks = list(looks)
+
+    def examine(self) -> list[RankReport]:
+        return self._looks.pop(0)
+
+
+def test_ranks_that_wait_for_each_other_for_a_moment_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0, which gathers, has not looked since rank 1 came: both wait, and a moment later they get on."""
+    monkeypatch.setattr("meshtrain.job.watchdog.diagnose.MOVES_S", 0.01)
+    meeting = [waits("the meeting 'round 31'", "", (0, 1), missing=missing) for missing in ((1,), (0,))]
+    circle = [rank(i, wait=meeting[i], phase="saving", patient=True) for i in (0, 1)]
+    later = [
+        rank(i, wait=waits("the meeting 'round 36'", "", (0, 1), missing=(1 - i,)), phase="saving") for i in (0, 1)
+    ]
+    clock, closed = DeadlineClock(), threading.Event()
+    for again, kind in ((circle, "deadlock"), (later, None), ([rank(0), rank(1)], None)):
+        verdict = Coordinator(Asked(circle, again), clock, closed).diagnose(hangs=True, failed=False, late=False)  # type: ignore[arg-type]
+        assert (None if verdict is None else verdict.kind) == kind

@@ -9,14 +9,14 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from meshtrain.errors import InputError, TrainingError, UnreadableError
+from meshtrain.errors import AgreedError, InputError, TrainingError, UnreadableError
 from meshtrain.job import process as runtime
 from meshtrain.job.environment import Environment
 from meshtrain.job.process import Job, choose_allocator
@@ -142,6 +142,31 @@ def test_a_gather_takes_few_calls_of_rank_0_and_leaves_nothing_in_the_store() ->
     assert calls < 2 * world, "three gathers, and not a call for each rank"
     left = [key for i in (1, 2, 3) for key in ("given", "count", "all") if store.store.check([f"round {i}/{key}"])]
     assert left == ["all"], "the last answer alone, which somebody may still have to read"
+
+
+def test_ranks_with_the_same_problem_are_told_as_ranges_and_not_all_problems_are() -> None:
+    store = dist.HashStore()
+
+    def told(problems: Sequence[str]) -> str:
+        def rank(number: int) -> str:
+            job = Job(place(number, len(problems)), torch.device("cpu"), dist.PrefixStore(problems[-1], store))
+            try:
+                with job.collective_check("reading"):
+                    if problems[number]:
+                        raise InputError(problems[number])
+            except AgreedError as error:
+                return str(error)
+            return "nothing"
+
+        (text,) = set(on_ranks(len(problems), rank))
+        return text
+
+    assert told(["", "no a", "no a", "", "no b", "no a"]) == "rank 1-2, 5: no a\nrank 4: no b"
+    assert told(["no c", "no a", "no b"]) == "no c", "rank 0's is the one that counts"
+    lines = told(["", *(f"no file {rank}" for rank in range(1, 12))]).splitlines()
+    assert lines[7:] == ["rank 8: no file 8", "and 3 other problems on other ranks"]
+    scattered = told(["no x" if rank % 2 else "" for rank in range(24)])
+    assert scattered == "rank 1, 3, 5, 7, 9, 11, 13, 15 and 4 more: no x"
 
 
 def test_a_file_that_is_out_of_reach_is_told_with_the_line_that_wanted_it() -> None:

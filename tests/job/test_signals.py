@@ -217,6 +217,9 @@ def test_the_end_of_a_slurm_job_is_a_limit(tmp_path: Path) -> None:
     for other in ({}, {"SLURM_JOB_END_TIME": "Unknown"}, {"SLURM_JOB_END_TIME": "1000000000"}):
         assert limits(None, 0.0, other) == []
     late = {"SLURM_JOB_END_TIME": str(int(time.time()) + 3600), "SLURM_JOB_ID": "7"}
+    slow = late | {"SLURM_JOB_START_TIME": str(int(time.time()) + 3000)}  # by the clock of SLURM's host
+    ((_, left),) = limits(None, time.monotonic() - 500, slow)
+    assert 90 < left() <= 100, "a job of 600 s, of which 500 are over, whatever this host's clock says"
     assert [reason.text for reason, _ in limits(60.0, 0.0, late)] == ["train.time_limit", "the end of SLURM job 7"]
 
 

@@ -5,7 +5,9 @@ import json
 import shutil
 import subprocess
 import urllib.request
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +48,30 @@ def test_promtool_accepts_what_is_written_and_the_alerts_fire(tmp_path: Path) ->
             rule = {"record": "a:b", "expr": target["expr"].replace("$run", "a")}
             (tmp_path / "rule.yml").write_text(json.dumps({"groups": [{"name": "a", "rules": [rule]}]}))
             subprocess.run([promtool, "check", "rules", tmp_path / "rule.yml"], timeout=60, check=True)
+
+
+def test_grafanas_own_models_hold_all_of_the_dashboard() -> None:
+    """They are made from the schemas of its panels: what a schema does not have would be lost on the way back."""
+    dashboard = pytest.importorskip("grafana_foundation_sdk.models.dashboard").Dashboard
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.cog.plugins import register_default_plugins
+
+    register_default_plugins()
+    given = json.loads((MONITORING / "grafana.json").read_text())
+    marked = deepcopy(given)
+    for panel in marked["panels"]:
+        panel["unknown"] = panel["fieldConfig"]["unknown"] = panel["options"]["unknown"] = True
+    back = json.loads(JSONEncoder().encode(dashboard.from_json(marked)))
+    assert held(marked, back) == given
+
+
+def held(given: Any, back: Any) -> Any:
+    """Of `back` what was given: it may have defaults besides."""
+    if isinstance(given, dict) and isinstance(back, dict):
+        return {key: held(value, back[key]) for key, value in given.items() if key in back}
+    if isinstance(given, list) and isinstance(back, list):
+        return [held(*pair) for pair in zip(given, back, strict=True)]
+    return back
 
 
 def test_wandb_offline_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

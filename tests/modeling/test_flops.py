@@ -195,7 +195,8 @@ def test_a_step_counts_the_documents_of_its_samples(packed: bool, known: bool) -
         _packed=packed,
         _items=lambda step: [(0, step), (0, 4)],
         data=SimpleNamespace(train=SimpleNamespace(document_lengths=lengths_of)),
-        config=SimpleNamespace(batch=SimpleNamespace(global_size=2)),
+        config=SimpleNamespace(data=SimpleNamespace(seq_len=8)),
+        _counted=8,
     )
     rows = {step: StepLogger._causal_flops(logger, step) for step in (3, 9)}  # type: ignore[arg-type]
     whole = 2000 - 10 * 2 * (64 - 36)

@@ -94,6 +94,9 @@ EXPERT_MODELS = {
     ),
 }
 EXPERTS |= EXPERT_MODELS
+EMA = "averaged weights"
+MUON, MUON_EXPERTS = "muon", "muon, experts"
+EXPERTS[MUON_EXPERTS] = (*EXPERT_MODELS["qwen3_moe"], "optimizer.name=muon", "train.eval_every=0")
 
 # Longer than the model was made for. The length of a part of a sequence, or a padded one (50 over cp), is another.
 ROPE = {
@@ -131,6 +134,20 @@ STAGED_MODELS = {
     ),
     "a frozen stage": (_FROZEN, 'model.frozen=["*embed*", "*layers*"]', "optimizer.lr=0.03"),
 }
+# Adapters beside frozen layers: dropout before them, also of the features that ranks of tp share; layers of every kind
+# that attention and experts have; and a model of which other parts stay as they are.
+_ADAPTERS = ("optimizer.lr=0.02", "optimizer.eps=1e-3", "train.lora={rank: 4, alpha: 32, dropout: 0.1}")
+TUNED = {
+    "lora": _ADAPTERS,
+    "lora, few heads": (
+        *("model.num_attention_heads=12", "model.num_key_value_heads=3", "optimizer.lr=0.05"),
+        'train.lora={rank: 3, match: ["*.[qkv]_proj", "*.layers.1.*"]}',
+    ),
+    "lora, experts": (*EXPERTS["experts, sigmoid"], *_ADAPTERS),
+    "lora, latent attention": (*EXPERTS["latent attention"], *_ADAPTERS),
+    "frozen by name": ('train.freeze=["*embed*", "*.layers.0.*", "*.norm.weight"]', "optimizer.lr=0.01"),
+}
+
 # And over pp and tp.
 CROSSED_MODELS = {"a norm beside both layers": ("model.name=tests/models/own_norm.py",)}
 
@@ -209,9 +226,12 @@ def texts(folder: Path) -> dict[str, tuple[str, ...]]:
         "attached, recomputed": (*ragged, *ATTACHED, "parallel.recompute=full"),
         ATTACHED_EVEN: ATTACHED,
         **{name: (*moe, *keys) for name, keys in EXPERTS.items()},
+        **{name: (*(moe if "experts" in name or "latent" in name else ()), *keys) for name, keys in TUNED.items()},
         **{name: (f"train.linear_precision={name}", *keys) for name, keys in FLOAT8.items()},
         # Each rank of tp norms its own heads; over tp 4 two of them have the same key/value head.
         "qwen3": ("model.name=qwen3",),
+        EMA: (*ragged, "optimizer.ema_decay=0.8", "train.use_ema=true", "train.eval_every=4"),
+        MUON: (*uneven, "data.validation=0", "optimizer.name=muon"),
         "latent, no experts": LATENT,
     }
 
@@ -233,7 +253,7 @@ def write_ragged(path: Path) -> Path:
 # World size -> layouts, each with the experiments that it is compared in.
 LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
     2: [
-        ("{dp_replicate: 2}", ("float32", "float64", "ragged", "mxfp8")),
+        ("{dp_replicate: 2}", ("float32", "float64", "ragged", "mxfp8", "frozen by name", MUON)),
         (
             "{dp_shard: 2}",
             (
@@ -244,28 +264,32 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
                 "attached, recomputed",
                 ATTACHED_EVEN,
                 "float8",
+                "lora",
                 *EXPERT_MODELS,
+                MUON_EXPERTS,
+                EMA,
             ),
         ),
         (
             "{tp: 2}",
             (
                 *("float32", "float64", "ragged", "tied, masked, recomputed", "selective", "uneven", "dropout"),
-                *("qwen3", "latent, no experts", ATTACHED_EVEN, *TP_MODELS, *ROPE, *EXPERT_MODELS, *FLOAT8),
+                *("qwen3", "latent, no experts", ATTACHED_EVEN, MUON, *TP_MODELS, *ROPE, *EXPERT_MODELS, *FLOAT8),
+                *("lora", "lora, few heads"),
             ),
         ),
         (
             "{pp: 2}",
             (
                 *("float32", "staged", "staged, tied", "digits", "attached, recomputed", ATTACHED_EVEN, *STAGED_MODELS),
-                *(*ROPE, *EXPERT_MODELS, "float8"),
+                *(*ROPE, *EXPERT_MODELS, "float8", "lora, latent attention", "frozen by name", MUON_EXPERTS),
             ),
         ),
         (
             "{cp: 2}",
             (
                 *("float32", "float64", "ragged", "tied, masked, recomputed", "selective", "dropout", "padded"),
-                *("latent, no experts", *ROPE, *EXPERT_MODELS),
+                *("latent, no experts", "lora", *ROPE, *EXPERT_MODELS, MUON),
             ),
         ),
     ],
@@ -279,13 +303,13 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
         ("{dp_replicate: 4}", ("float32", "float64", "ragged", "tied, masked, recomputed", "digits", "experts")),
         (
             "{dp_shard: 4}",
-            (*("float32", "float64", "ragged", "digits", "dropout"), *("experts", "experts, sigmoid")),
+            (*("float32", "float64", "ragged", "digits", "dropout"), *("experts", "experts, sigmoid", MUON_EXPERTS)),
         ),
         (
             "{dp_replicate: 2, dp_shard: 2}",
             (
                 *("float32", "float64", "ragged", "tied, masked, recomputed", "dropout", "rare"),
-                *("experts", "experts, sigmoid"),
+                *("experts", "experts, sigmoid", MUON, MUON_EXPERTS),
             ),
         ),
         ("{dp_shard: 2, dp_replicate: 2}", ("float64",)),
@@ -295,7 +319,7 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
             "{dp_shard: 2, tp: 2}",
             (
                 *("float32", "float64", "tied, masked, recomputed", "uneven", "dropout", "between", "qwen3"),
-                "experts, sigmoid",
+                *("experts, sigmoid", "lora, experts", MUON),
             ),
         ),
         ("{tp: 2, dp_shard: 2}", ("float64",)),
@@ -307,7 +331,7 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
         ("{pp: 2, cp: 2}", ("staged", "staged, tied", "dynamic rope")),
         ("{cp: 2, pp: 2}", ("staged",)),
         ("{pp: 2, dp_replicate: 2}", ("staged", "staged, tied")),
-        ("{pp: 2, dp_shard: 2}", ("staged", "staged, tied", "experts")),
+        ("{pp: 2, dp_shard: 2}", ("staged", "staged, tied", "experts", MUON_EXPERTS)),
         ("{dp_shard: 2, pp: 2}", ("staged",)),
         (
             "{pp: 2, tp: 2}",
@@ -333,25 +357,41 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
 }
 
 
+SHARED = "parallel.shard_optimizer=true"
 EP = "parallel.expert_parallel={}".format
 # Where experts are dealt out: layout -> experiment -> over how many ranks, and what else differs.
 EXPERT_PARALLEL: dict[str, dict[str, list[tuple[str, ...]]]] = {
-    "{dp_replicate: 4}": {"experts": [(EP(4),)]},  # over the copies of the rest; one rank has none of six experts
-    "{dp_shard: 4}": {"experts": [()], "experts, sigmoid": [(EP(2),)]},  # three experts over two shards
-    "{dp_replicate: 2, dp_shard: 2}": {"experts": [(EP(2),)], "experts, sigmoid": [()]},
-    "{dp_shard: 2, tp: 2}": {"experts, sigmoid": [("batch.micro_size=2",)]},  # as many as tp
+    "{dp_replicate: 4}": {
+        "experts": [(EP(4),), (EP(2), SHARED)]
+    },  # over the copies of the rest; one rank has none of six experts
+    "{dp_shard: 4}": {
+        "experts": [()],
+        "experts, sigmoid": [(EP(2),)],
+        MUON_EXPERTS: [(EP(2),)],
+    },  # three experts over two shards
+    "{dp_replicate: 2, dp_shard: 2}": {
+        "experts": [(EP(2),)],
+        "experts, sigmoid": [()],
+        MUON_EXPERTS: [(EP(4),)],
+    },
+    "{dp_shard: 2, tp: 2}": {
+        name: [("batch.micro_size=2",)] for name in ("experts, sigmoid", "lora, experts")
+    },  # as many as tp
     "{cp: 2, tp: 2}": {
         "experts, sigmoid": [(EP(4), "batch.micro_size=4")],
         "latent attention": [("batch.micro_size=4",)],
     },
-    "{pp: 2, dp_shard: 2}": {"experts": [("pipeline.schedule=1f1b", EP(2)), ("pipeline.schedule=zbv", EP(2))]},
+    "{pp: 2, dp_shard: 2}": {
+        "experts": [("pipeline.schedule=1f1b", EP(2)), ("pipeline.schedule=zbv", EP(2))],
+        MUON_EXPERTS: [("pipeline.schedule=1f1b", EP(2))],
+    },
 }
 
 
 def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
     """More overrides under which a cell is trained again, because they lead through code of their own."""
     sizes = yaml.safe_load(layout)
-    if name in EXPERTS and layout in EXPERT_PARALLEL:
+    if (name in EXPERTS or name == "lora, experts") and layout in EXPERT_PARALLEL:
         return EXPERT_PARALLEL[layout][name]
     if name == ATTACHED_EVEN:
         return attached(sizes)
@@ -361,7 +401,9 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
         return [(f"pipeline.schedule={schedule}", *more) for schedule, *more in pipelines(sizes, name)]
     if "tp" not in sizes:
         # FSDP that keeps its parameters sends gradients at another time.
-        kept = name == "float64" and layout in ("{dp_shard: 2}", "{dp_replicate: 2, dp_shard: 2}")
+        if list(sizes) == ["dp_replicate"] and name in ("float64", MUON):
+            return [(SHARED,)] if name == MUON else [(), (SHARED,)]
+        kept = name in ("float64", EMA) and layout in ("{dp_shard: 2}", "{dp_replicate: 2, dp_shard: 2}")
         return [(), ("parallel.reshard_after_forward=false",)] if kept else [()]
     # Two microbatches in every step: one process has more of them, and each costs many exchanges here.
     samples = 7 if name in ("ragged", "tied, masked, recomputed", "attached", *ROPE, *EXPERTS) else 14
@@ -371,9 +413,11 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
         return [(own,)]
     found: list[tuple[str, ...]] = [(own,)]
     tried = name == "float64" and layout in ("{tp: 2}", "{dp_shard: 2, tp: 2}")
-    names = ("float32", "uneven", "few heads", "between", "attached", "qwen3", "latent, no experts", "mxfp8")
+    names = ("float32", "uneven", "few heads", "between", "attached", "qwen3", "latent, no experts", "mxfp8", "lora")
     if tried or (len(sizes) == 1 and name in (names if world < 4 else ("few heads",))):
         found.append((own, "parallel.sequence_parallel=false"))
+    if "dp_replicate" in sizes and name == "uneven":
+        found.append((own, SHARED, "optimizer.ema_decay=0.8"))
     if tried:
         found.append((own, "parallel.regather=true"))
         if "dp_shard" in sizes:
@@ -442,7 +486,7 @@ def pipelines(sizes: dict[str, int], name: str) -> list[tuple[str, ...]]:
     """What a layout with `pp` is trained with: (schedule, more overrides ...)."""
     p, data = sizes["pp"], sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
     samples = {"float32": 14, "float64": 14, "digits": 21}.get(name, 15)
-    samples = 7 if name in ("staged, tied", "attached, recomputed", *ROPE, *EXPERTS) else samples
+    samples = 7 if name in ("staged, tied", "attached, recomputed", *ROPE, *EXPERTS) or "latent" in name else samples
 
     def cut(microbatches: int) -> str:
         """A `micro_size` that gives so many, or fewer where there are not that many samples."""
@@ -454,6 +498,8 @@ def pipelines(sizes: dict[str, int], name: str) -> list[tuple[str, ...]]:
         return [("1f1b", cut(2 * p))]
     if name in EXPERTS:
         return [("1f1b", cut(4)), ("zbv", cut(3))]
+    if name in TUNED:
+        return [("zbv", cut(3))]
     if name in STAGED_MODELS:
         stages = ("pipeline.split=[3, 2]",) * (name == "a frozen stage")
         return [("1f1b", cut(4), *stages), ("zb-h1" if stages else "zbv", cut(3), *stages)]
@@ -480,7 +526,8 @@ def crossed(sizes: dict[str, int], name: str, even: str, odd: str) -> list[tuple
     if name in CROSSED_MODELS:  # several stages a rank
         return [("interleaved-1f1b", even, "parallel.sequence_parallel=false")]
     if name != "staged":
-        return [("zbv", odd)] if name == "staged, tied" else [("1f1b", even)]
+        shared = [("1f1b", even, SHARED)] if "dp_replicate" in sizes else []
+        return [("zbv", odd), *shared] if name == "staged, tied" else [("1f1b", even)]
     found: list[tuple[str, ...]] = [("1f1b", even), ("zbv", odd)]
     if "tp" in sizes:
         found += [("1f1b", odd, "parallel.sequence_parallel=false"), ("zb-h1", odd, "parallel.regather=true")]

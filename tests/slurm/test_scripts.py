@@ -237,6 +237,16 @@ def test_a_job_goes_back_so_many_times(stage: Stage) -> None:
     assert stage.run("train-srun.sbatch").returncode == 75
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_count_of_starts_that_was_inherited_is_not_the_jobs(stage: Stage, script: str) -> None:
+    """The job was submitted in one that SLURM had started again; `scontrol show job` has its own count."""
+    stage.exit("done")
+    stage.write(job="Requeue=1 Restarts=0 BatchFlag=1 ExcNodeList=(null) PreemptTime=None")
+    stage.variables = {"SLURM_RESTART_COUNT": "3"}
+    assert stage.run(script).returncode == 0
+    assert "SLURM_RESTART_COUNT=0" in stage.read("env").splitlines()
+
+
 def test_slurm_may_refuse_to_take_it_back(stage: Stage) -> None:
     stage.exit("stopped", "asked to stop by SIGUSR1")
     stage.write(requeue_status="1")

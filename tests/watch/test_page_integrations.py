@@ -1,8 +1,6 @@
-"""The page in a real browser: that its scripts run, on a wide screen and on a phone's."""
+"""The page in a real browser: on a wide screen and on a phone's, by keyboard, and while a run writes."""
 
 import json
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
@@ -15,6 +13,7 @@ from meshtrain.pipeline.simulate import simulate
 from meshtrain.pipeline.timeline_io import timeline_json
 from meshtrain.watch.run_files import RunFiles
 from meshtrain.watch.server import PageServer
+from tests.browser import chromium
 
 pytestmark = pytest.mark.integrations
 
@@ -48,24 +47,58 @@ def url(tmp_path: Path) -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize(("width", "height"), [(1280, 2200), (390, 4000)])
-def test_the_page_in_chromium(url: str, tmp_path: Path, width: int, height: int) -> None:
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    assert chromium is not None, "apt-get install chromium"
-    picture = tmp_path / "page.png"
-    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-               f"--window-size={width},{height}", "--virtual-time-budget=4000"]  # fmt: skip
-    done = subprocess.run([*command, "--dump-dom", url], capture_output=True, text=True, timeout=120, check=True)
-    dom = done.stdout
-    assert "no answer" not in dom
-    assert "all steps are done" in dom
-    assert dom.count("<button") == 2
-    assert dom.count("data-chart=") == 7
-    assert dom.count("<path") >= 2 * 3  # a curve for each run
-    assert "rank 7 (pp 1, tp 3) n0: 0.9 s" in dom
-    assert "F" in dom
-    assert "on disk: step_0000040" in dom
-    subprocess.run([*command, f"--screenshot={picture}", url], capture_output=True, timeout=120, check=True)
-    with Image.open(picture) as image:
-        assert image.size == (width, height)
-        assert len(image.convert("RGB").getcolors(2**20) or []) > 50
+CHART = "document.querySelector('[data-chart=\"{}\"]')"
+
+
+def test_the_page_in_chromium(url: str, tmp_path: Path) -> None:
+    with chromium(tmp_path / "profile") as page:
+        for width in (1280, 390):
+            page.open(url, width)
+            page.until("document.querySelectorAll('[data-chart]').length == 9")
+            assert page.ask("innerWidth") == width
+            assert page.overflow() == 0  # a phone need not be pushed to and fro
+            text = page.ask("document.body.innerText")
+            assert text.count("all steps are done") == 2  # the two stand side by side
+            assert "checkpoints in the run's folder: step_0000040" in text
+            assert page.ask("document.querySelectorAll('path').length") == 2 * 4  # curves of each run
+            # Ranks of the outer axis stand below each other.
+            cells = "[...document.querySelectorAll('[data-chart=\"own time of a step\"] rect')]"
+            assert page.ask(f"new Set({cells}.map((cell) => cell.getAttribute('y'))).size") == 2
+            picture = tmp_path / f"{width}.png"
+            page.picture(picture)
+            with Image.open(picture) as image:
+                assert image.width == width
+                assert len(image.convert("RGB").getcolors(2**20) or []) > 50
+        assert page.complaints == []
+        assert all(address.startswith(url) for address in page.requests)  # nothing from the network
+
+
+def test_values_are_read_by_keyboard_and_stay_while_the_run_goes_on(url: str, tmp_path: Path) -> None:
+    with chromium(tmp_path / "profile") as page:
+        page.open(url, 1280)
+        page.until("document.querySelectorAll('[data-chart]').length == 9")
+        loss, said = CHART.format("loss"), "{}.querySelector('output').textContent"
+        for _ in range(20):
+            page.press("Tab")
+            if page.ask(f"document.activeElement === {loss}"):
+                break
+        for key in ("Home", "ArrowRight", "ArrowRight"):
+            page.press(key)
+        expected = "step 3: first loss 1.667, second loss 1.667"
+        assert page.ask(said.format(loss)) == expected
+        row = {"step": 60, "loss": 0.5}
+        with (tmp_path / "first" / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        page.until("document.querySelector('#beside').innerText.includes('60')")  # live
+        assert page.ask(said.format(loss)) == expected
+        ranks = CHART.format("own time of a step")
+        page.ask(f"{ranks}.focus()")
+        for key in ("Home", "ArrowDown", "ArrowRight"):
+            page.press(key)
+        assert page.ask(said.format(ranks)) == "rank 5 (pp 1, tp 1) n0: 0.5 s"
+        page.press("End")
+        assert page.ask(said.format(ranks)) == "rank 7 (pp 1, tp 3) n0: 0.9 s"
+        page.ask("document.querySelectorAll('#runs button')[1].focus()")
+        page.press("Enter")
+        page.until("document.querySelectorAll('#runs button')[1].ariaPressed == 'true'")
+        assert page.complaints == []

@@ -43,12 +43,17 @@ def test_a_line_that_is_none_is_left_out_and_counted(tmp_path: Path) -> None:
 
 
 def test_many_rows_are_means_of_neighbours(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(lines(*range(1, 11)) + lines(11, mfu=0.25))
-    data = RunFiles(tmp_path).page_data(4)
-    assert data["stride"] == 3
-    assert data["step"] == [3, 6, 9, 11]
-    assert data["columns"] == {"loss": [2.0, 5.0, 8.0, 10.5], "mfu": [None, None, None, 0.25]}
+    file, run = tmp_path / "metrics.jsonl", RunFiles(tmp_path)
+    file.write_text(lines(*range(1, 11)) + lines(11, mfu=0.25))
+    data = run.page_data(4)
+    assert data["stride"] == 4
+    assert data["step"] == [4, 8, 11]
+    assert data["columns"] == {"loss": [2.5, 6.5, 10.0], "mfu": [None, None, 0.25]}
     assert data["newest"] == {"loss": 11.0, "mfu": 0.25}
+    for last in range(12, 40):  # what was summed up before is what all rows give at once
+        with file.open("a") as open_file:
+            open_file.write(lines(last, **({"lr": float(last)} if last % 3 else {})))
+        assert run.page_data(4) | {"age_s": 0} == RunFiles(tmp_path).page_data(4) | {"age_s": 0}
 
 
 def test_what_is_no_number_is_null(tmp_path: Path) -> None:
@@ -63,7 +68,11 @@ def test_events_and_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "goodput.jsonl").write_text("\n".join(map(json.dumps, ledger)) + "\nno\n")
     (tmp_path / "checkpoints" / "step_0000009").mkdir(parents=True)
     (tmp_path / "checkpoints" / ".step_0000012.tmp").mkdir()
-    data = RunFiles(tmp_path).page_data(9)
+    (tmp_path / "failures" / "rank_00003").mkdir(parents=True)
+    run = RunFiles(tmp_path)
+    data = [run.page_data(9) for _ in range(2)][1]
+    assert data["bad_lines"] == 0  # of metrics.jsonl, and not once more each time
+    assert data["failures"] == ["rank_00003"]
     assert [(event["kind"], event["step"]) for event in data["events"]] == [("started", 0), ("saved", 9), ("end", 12)]
     assert data["checkpoints"] == ["step_0000009"]
 
@@ -74,7 +83,11 @@ def test_nothing_outside_of_the_folder_is_read(tmp_path: Path) -> None:
     folder.mkdir()
     for name in ("metrics.jsonl", "exit.json", "goodput.jsonl", "layout.txt"):
         (folder / name).symlink_to(tmp_path / "secret")
+    (tmp_path / "elsewhere" / "step_0000001").mkdir(parents=True)
+    for name in ("checkpoints", "failures"):
+        (folder / name).symlink_to(tmp_path / "elsewhere")
     data = RunFiles(folder).page_data(9)
+    assert data["checkpoints"] == data["failures"] == []
     assert data["rows"] == 0
     assert data["exit"] is None
     assert data["events"] == []

@@ -1,5 +1,6 @@
 """The page's server: what it answers, and what it refuses."""
 
+import gzip
 import http.client
 import json
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ def test_the_page_and_the_runs(server: PageServer) -> None:
     for path in PAGE:
         status, content = ask(server, path)
         assert status == 200
-        assert len(content) > 500
+        assert len(content) > 100
         assert b"http://" not in content.replace(b"http://www.w3.org/2000/svg", b"")  # nothing from the network
         assert b"https://" not in content
     assert json.loads(ask(server, "/runs")[1]) == ["a", "b"]
@@ -76,3 +77,32 @@ def test_what_cannot_be_served_is_told(tmp_path: Path, server: PageServer, capsy
     for port in (str(server.server_port), "99999"):
         assert cli.main(["watch", str(tmp_path), "--port", port]) == 2
         assert f"cannot serve on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_it_is_sent_compressed_and_says_nothing_of_a_page_that_goes_away(
+    server: PageServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection.request("GET", "/runs", headers={"Accept-Encoding": "gzip, br"})
+    answer = connection.getresponse()
+    assert answer.headers["Content-Encoding"] == "gzip"
+    assert json.loads(gzip.decompress(answer.read())) == ["a", "b"]
+    connection.close()
+    for error in (ConnectionResetError(), BrokenPipeError(), ValueError("wrong")):
+        try:
+            raise error
+        except (OSError, ValueError):
+            server.handle_error(None, ("127.0.0.1", 1))
+    said = capfd.readouterr().err
+    assert said.count("Traceback") == 1
+    assert "ValueError: wrong" in said
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[str] = []
+    monkeypatch.setattr(PageServer, "serve_forever", lambda self: served.extend(run.name for run in self.runs))
+    folders = [tmp_path / "x" / "run", tmp_path / "y" / "run", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    assert cli.main(["watch", *map(str, folders), "--port", "0"]) == 0
+    assert served == [str(folders[0]), str(folders[1]), "other"]

@@ -309,7 +309,7 @@ class Coordinator:
             return None  # all ranks come with this question, and it was answered just now
         reports = self._peers.examine()
         diagnosis = diagnose(reports, hangs=hangs)
-        if diagnosis is not None and diagnosis.kind == DiagnosisKind.STUCK:
+        if diagnosis is not None and diagnosis.kind in (DiagnosisKind.STUCK, DiagnosisKind.DEADLOCK):
             diagnosis = self._look_again(reports)
         if self._closed.is_set():
             diagnosis = None
@@ -327,11 +327,14 @@ class Coordinator:
         return survivors
 
     def _look_again(self, reports: list[RankReport]) -> Diagnosis | None:
-        """All ranks in one collective are stuck in it only if they are still there a little later."""
+        """Ranks that all wait are stuck only if they wait for the same a little later: who gathers at the store looks
+        now and then, and may not have seen yet who waits for its answer."""
         if self._closed.wait(MOVES_S):
             return None
         again = self._peers.examine()
         diagnosis = diagnose(again, hangs=True)
+        if diagnosis is not None and diagnosis.kind == DiagnosisKind.DEADLOCK:
+            return diagnosis if [report.wait for report in reports] == [report.wait for report in again] else None
         stuck = diagnosis is not None and diagnosis.kind == DiagnosisKind.STUCK
         return None if stuck and not nobody_moved(reports, again) else diagnosis
 

@@ -271,15 +271,24 @@ def exchange_addresses(job: Job, server: StatusServer) -> "Peers":
     assert job.environment.master is not None  # there is a store
     activity, ips = "exchanging addresses", addresses_towards([job.environment.master[0]])
     own = Address(job.rank, job.host, os.getpid(), server.port, ips, *namespace_ids(job.host))
-    rows = job.gather(activity, [server.token, *astuple(own)])
-    server.token = rows[0][0]
-    addresses = [Address(*fields) for _, *fields in rows]
+    server.token, hosts = job.reduce(activity, [server.token, *astuple(own)], _by_host)
+    addresses = [Address(rank, host, pid, port, *at) for host, *at, processes in hosts for rank, pid, port in processes]
+    addresses.sort(key=lambda to: to.rank)
     if len({to.net for to in addresses}) > 1 and any(is_loopback(to.ips[0]) for to in addresses if to.ips):
         # The host of the store reaches itself by loopback, or by a name that means nothing elsewhere.
         theirs = [ip for to in addresses if to.net != own.net for ip in to.ips if not is_loopback(ip)]
         ips_of = job.gather(activity, addresses_towards(theirs[:4]) or own.ips)
         addresses = [replace(to, ips=ips) for to, ips in zip(addresses, ips_of, strict=True)]
     return Peers(job, server, addresses)
+
+
+def _by_host(rows: list) -> tuple[str, list]:
+    """Rank 0's token, and for each host what its ranks have in common, and their numbers: all ranks get all of it."""
+    hosts: dict[str, tuple[list, list]] = {}
+    for _, rank, host, pid, port, *at in rows:
+        common = [host, *at]
+        hosts.setdefault(json.dumps(common), (common, []))[1].append([rank, pid, port])
+    return rows[0][0], [[*common, processes] for common, processes in hosts.values()]
 
 
 class Peers:

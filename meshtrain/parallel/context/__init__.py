@@ -132,8 +132,6 @@ class ShardedContext(AttentionContext):
 
         Raises InputError: the query heads do not divide over the ranks that swap them.
         """
-        if self.cache is not None:
-            raise NotImplementedError("attention over parts of a sequence with a cache is not built")
         h, kv_heads, (u, index) = q.shape[1], k.shape[1], self.neighbours
         if h % u:
             raise InputError(f"{h} query heads do not divide over context_heads {u}: use a divisor of {h}")

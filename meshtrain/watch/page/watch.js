@@ -8,7 +8,7 @@ const CHARTS = [
   ["memory", ["memory_gib", "memory_max_gib", "memory_reserved_gib"], "GiB"], ["step time", ["step_time_s"], "s"],
 ];
 const find = (id) => document.getElementById(id);
-let runs = [], chosen = 0, at = null;
+let runs = [], answers = "", chosen = 0, reading = null;  // reading: {of: a figure's title, at: number of a point or rank}
 
 function make(name, attributes = {}, ...children) {
   const own = ["svg", "path", "line", "text", "rect", "title", "g"].includes(name);
@@ -35,7 +35,7 @@ function seconds(value) {
   return h ? `${h}h${String(m).padStart(2, "0")}m` : m ? `${m}m${String(whole % 60).padStart(2, "0")}s` : `${value.toFixed(1)} s`;
 }
 function ticks(low, high) {
-  const raw = (high - low) / 4 || Math.abs(high) || 1, power = 10 ** Math.floor(Math.log10(raw));
+  const raw = (high - low) / 5 || Math.abs(high) || 1, power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= raw * 0.999), marks = [];
   for (let mark = Math.ceil(low / step) * step; mark <= high + step * 1e-9; mark += step) marks.push(mark);
   return marks;
@@ -51,9 +51,29 @@ function curves(fields) {
   }));
   return made;
 }
+function readable(figure, svg, title, count, columns, show, pointed) {  // values by pointer, finger and arrows
+  const go = (to) => {
+    reading = to === null ? null : {of: title, at: Math.min(count - 1, Math.max(0, to))};
+    show(reading && reading.at);
+  };
+  for (const kind of ["pointermove", "pointerdown"]) svg.addEventListener(kind, (event) => {
+    const to = pointed(event);
+    if (to !== null) go(to);
+  });
+  svg.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") go(null); });
+  figure.addEventListener("blur", () => { if (figure.isConnected) go(null); });
+  figure.addEventListener("keydown", (event) => {
+    const here = reading?.of === title ? reading.at : count, rows = columns > 1 && {ArrowUp: here - columns, ArrowDown: here + columns};
+    const to = {ArrowLeft: here - 1, ArrowRight: here + 1, Home: 0, End: count - 1, ...rows}[event.key];
+    if (to !== undefined) { go(to); event.preventDefault(); }
+    if (event.key === "Escape") go(null);
+  });
+  if (reading?.of === title) go(reading.at);
+}
 function chart(title, fields, unit) {
   const made = curves(fields), figure = make("figure", {tabindex: 0, "data-chart": title});
-  const output = make("output", {}, unit);
+  const dashed = [...new Set(made.filter((curve) => curve.nth).map((curve) => ["", "dashed: ", "dotted: "][curve.nth] + curve.field))];
+  const legend = [unit, ...dashed].filter(Boolean).join("; "), output = make("output", {}, legend);
   figure.append(make("figcaption", {}, make("strong", {}, title), output));
   if (!made.length) { figure.append(make("p", {class: "nothing"}, "no value yet")); return figure; }
   const log = title === "loss" && find("log").checked, scale = (y) => log ? Math.log10(Math.max(y, 1e-12)) : y;
@@ -73,6 +93,7 @@ function chart(title, fields, unit) {
   }
   for (const mark of ticks(x0, x1).filter(Number.isInteger))
     svg.append(make("text", {x: x(mark), y: H - 6, "text-anchor": "middle"}, text(mark)));
+  svg.append(make("text", {x: LEFT - 6, y: H - 6, "text-anchor": "end"}, "step"));
   for (const curve of made) {
     const line = curve.points.map(([step, value], i) => `${i ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("");
     const one = curve.points.length === 1 ? "h.01" : "";
@@ -81,29 +102,20 @@ function chart(title, fields, unit) {
   }
   const mark = make("line", {class: "at", x1: -9, x2: -9, y1: TOP, y2: H - BOTTOM});
   svg.append(mark);
-  const read = (step) => {
-    at = step;
-    if (step === null) { output.textContent = unit; mark.setAttribute("x1", -9); mark.setAttribute("x2", -9); return; }
-    const nearest = (points) => points.reduce((a, b) => Math.abs(b[0] - step) < Math.abs(a[0] - step) ? b : a);
-    at = nearest(made[0].points)[0];
-    for (const end of ["x1", "x2"]) mark.setAttribute(end, x(at));
-    output.textContent = `step ${at}: ` + made.map((curve) =>
-      (runs.length > 1 ? curve.run.name + " " : "") + (fields.length > 1 ? curve.field + " " : "") + text(nearest(curve.points)[1])).join(", ");
+  const steps = made.reduce((a, b) => b.points.length > a.points.length ? b : a).points.map((point) => point[0]);
+  const nearest = (all, of, step) => all.reduce((a, b) => Math.abs(of(b) - step) < Math.abs(of(a) - step) ? b : a);
+  const show = (number) => {
+    const step = number === null ? null : steps[number];
+    for (const end of ["x1", "x2"]) mark.setAttribute(end, step === null ? -9 : x(step));
+    output.textContent = step === null ? legend : `step ${text(step)}: ` + made.map((curve) => (runs.length > 1 ? curve.run.name + " " : "") +
+      (fields.length > 1 ? curve.field + " " : "") + text(nearest(curve.points, (point) => point[0], step)[1])).join(", ");
   };
-  svg.addEventListener("pointermove", (event) => {
-    const box = svg.getBoundingClientRect(), across = (event.clientX - box.left) / box.width * W;
-    read(x0 + Math.min(1, Math.max(0, (across - LEFT) / (W - LEFT - RIGHT))) * (x1 - x0));
-  });
-  figure.addEventListener("keydown", (event) => {
-    const steps = made[0].points.map((point) => point[0]), here = at === null ? steps.length : steps.indexOf(at);
-    const to = {ArrowLeft: here - 1, ArrowRight: here + 1, Home: 0, End: steps.length - 1}[event.key];
-    if (to !== undefined) { read(steps[Math.min(steps.length - 1, Math.max(0, to))]); event.preventDefault(); }
-    if (event.key === "Escape") read(null);
-  });
-  svg.addEventListener("pointerleave", () => read(null));
-  figure.addEventListener("blur", () => read(null));
   figure.append(svg);
-  if (document.activeElement?.dataset?.chart === title && at !== null) read(at);
+  readable(figure, svg, title, steps.length, 1, show, (event) => {
+    const box = svg.getBoundingClientRect(), across = (event.clientX - box.left) / box.width * W;
+    const step = x0 + (across - LEFT) / (W - LEFT - RIGHT) * (x1 - x0);
+    return nearest([...steps.keys()], (number) => steps[number], step);
+  });
   return figure;
 }
 
@@ -114,27 +126,46 @@ function bar(id, parts) {
   find(id + "-legend").replaceChildren(...(whole ? parts.filter(([, value]) => value > 0).map(([name, value]) =>
     make("li", {own: COLORS[parts.findIndex((part) => part[0] === name) % COLORS.length]}, `${name} ${share(value / total)}`)) : [make("li", {own: "transparent"}, "not known yet")]));
 }
+function mesh(told) {  // columns: the inner axes, as many ranks as fit; the axes that are left go down
+  const names = Object.keys(told.axes), sizes = Object.values(told.axes), world = told.own_time_s.length, most = innerWidth < 600 ? 8 : 32;
+  let columns = 1;
+  for (let i = sizes.length - 1; i >= 0 && (columns === 1 || world / columns > columns); i--) {
+    let part = sizes[i];
+    while (part > 1 && (sizes[i] % part || columns * part > most)) part--;
+    columns *= part;
+    if (part < sizes[i]) break;
+  }
+  const inner = sizes.map((_, i) => sizes.slice(i + 1).reduce((a, b) => a * b, 1));
+  const place = (rank, from = 1) => names.flatMap((name, i) => inner[i] * sizes[i] > from ? [`${name} ${Math.floor(rank / inner[i]) % sizes[i]}`] : []).join(", ");
+  return {columns, rows: Math.ceil(world / columns), place};
+}
 function heat(run) {
   const told = run.ranks, field = find("ranks");
   if (!told) return field.replaceChildren(make("p", {class: "nothing"}, "the ranks are compared every 20 steps: nothing yet"));
-  const sizes = Object.values(told.axes), names = Object.keys(told.axes), world = told.own_time_s.length;
-  const columns = sizes.length ? Math.min(world, Math.max(...[sizes.at(-1)], Math.min(innerWidth < 600 ? 8 : 32, sizes.slice(-2).reduce((a, b) => a * b, 1)))) : 1;
-  const rows = Math.ceil(world / columns), size = Math.max(14, Math.min(60, 900 / columns));
+  const {columns, rows, place} = mesh(told), cell = Math.max(16, Math.min(44, 900 / columns)), left = rows > 1 ? 120 : 0;
   const draw = (title, values, unit) => {
-    const low = Math.min(...values), high = Math.max(...values), svg = make("svg", {viewBox: `0 0 ${columns * size} ${rows * size}`, role: "img",
+    const low = Math.min(...values), high = Math.max(...values), svg = make("svg", {viewBox: `0 0 ${left + columns * cell} ${rows * cell}`, role: "img",
       "aria-label": `${title} of each rank: ${text(low)} to ${text(high)} ${unit}`});
-    values.forEach((value, rank) => {
-      let rest = rank;
-      const place = sizes.map((_, i) => { const inner = sizes.slice(i + 1).reduce((a, b) => a * b, 1), at = Math.floor(rest / inner); rest %= inner; return `${names[i]} ${at}`; });
-      const warm = high > low ? (value - low) / (high - low) : 0, column = rank % columns, row = Math.floor(rank / columns);
-      svg.append(make("rect", {x: column * size + 1, y: row * size + 1, width: size - 2, height: size - 2, fill: `color-mix(in oklab, #8fb8ec, #c8501b ${Math.round(100 * warm)}%)`},
-        make("title", {}, `rank ${rank} (${place.join(", ")}) ${told.hosts[rank] ?? ""}: ${text(value)} ${unit}`)));
-      if (size >= 30) svg.append(make("text", {x: (column + 0.5) * size, y: (row + 0.5) * size + 4, "text-anchor": "middle"}, String(rank)));
+    svg.style.maxWidth = `${left + columns * cell}px`;
+    const cells = values.map((value, rank) => {  // as warm as it is above the lowest; a quarter more is the warmest
+      const warm = Math.min(1, Math.max(0, value / low - 1 || 0) / 0.25), column = rank % columns, row = Math.floor(rank / columns);
+      if (left && !column) svg.append(make("text", {x: left - 6, y: (row + 0.5) * cell + 4, "text-anchor": "end"}, place(rank, columns)));
+      const rect = make("rect", {x: left + column * cell + 1, y: row * cell + 1, width: cell - 2, height: cell - 2, "data-rank": rank,
+        fill: `color-mix(in oklab, #cfe0f7, #c8501b ${Math.round(100 * warm)}%)`});
+      svg.append(rect);
+      if (cell >= 30) svg.append(make("text", {class: "rank", x: left + (column + 0.5) * cell, y: (row + 0.5) * cell + 4, "text-anchor": "middle"}, String(rank)));
+      return rect;
     });
-    return make("figure", {}, make("figcaption", {}, make("strong", {}, title), make("output", {}, `${text(low)} to ${text(high)} ${unit}, step ${told.step}`)), svg);
+    const legend = `${text(low)} to ${text(high)} ${unit}, step ${text(told.step)}`, output = make("output", {}, legend);
+    const figure = make("figure", {tabindex: 0, "data-chart": title}, make("figcaption", {}, make("strong", {}, title), output), svg);
+    readable(figure, svg, title, values.length, columns, (rank) => {
+      cells.forEach((rect, number) => rect.classList.toggle("at", number === rank));
+      output.textContent = rank === null ? legend : `rank ${rank} (${place(rank)}) ${told.hosts[rank] ?? ""}: ${text(values[rank])} ${unit}`;
+    }, (event) => event.target.dataset.rank === undefined ? null : Number(event.target.dataset.rank));
+    return figure;
   };
-  field.replaceChildren(make("p", {class: "nothing"}, `${run.layout}; a row has ${columns} ranks`),
-    draw("own time of a step", told.own_time_s, "s"), draw("memory", told.memory_gib, "GiB"));
+  field.replaceChildren(make("p", {class: "nothing"}, "orange: 25 % and more above the lowest"),
+    draw("own time of a step", told.own_time_s, "s"), draw("memory of a rank", told.memory_gib, "GiB"));
 }
 function timeline(run) {
   const told = run.timeline, field = find("timeline");
@@ -150,24 +181,38 @@ function timeline(run) {
         width: Math.max(0.5, (event.end - event.start) / told.makespan * (wide - left) - 0.5)}, make("title", {}, `${event.action}: ${text(event.end - event.start)} ${told.unit}`)));
     }
   });
-  field.replaceChildren(make("p", {class: "nothing"}, `${told.title} - ${text(told.makespan)} ${told.unit}, idle ${share(told.idle_share)}; F blue, B and I green, W yellow`), svg);
+  field.replaceChildren(make("p", {class: "nothing"}, `${told.title}: ${text(told.makespan)} ${told.unit}, idle ${share(told.idle_share)}`),
+    make("div", {class: "scroll", tabindex: 0, "aria-label": "timeline"}, svg),
+    make("ul", {class: "legend"}, ...[["forward", 0], ["backward", 2], ["weight gradient", 5]].map(([name, i]) => make("li", {own: COLORS[i]}, name))));
 }
 function events(run) {
   const says = {started: (value) => "a job started, " + new Date(value * 1000).toLocaleString(), saved: () => "checkpoint", end: (value) => `the job ended: ${value}`};
   const rows = [...run.events].reverse().map((event) => [event.step, says[event.kind](event.value)]);
   find("events").replaceChildren(make("tr", {}, make("th", {}, "step"), make("th", {}, "what")),
-    make("tr", {}, make("td", {}, ""), make("td", {}, `on disk: ${run.checkpoints.join(", ") || "no checkpoint"}`)),
+    make("tr", {}, make("td", {}, ""), make("td", {}, `checkpoints in the run's folder: ${run.checkpoints.join(", ") || "none"}`)),
+    ...(run.failures.length ? [make("tr", {}, make("td", {}, ""), make("td", {}, `evidence of failures: ${run.failures.join(", ")}`))] : []),
     ...rows.map(([step, what]) => make("tr", {}, make("td", {}, String(step)), make("td", {}, what))));
 }
+function state(run) {
+  if (run.exit) return `${run.exit.status}: ${run.exit.reason}`;
+  if (!run.rows) return "starting";
+  const late = run.age_s > Math.max(60, 10 * (run.newest.step_time_s || 0));
+  return `${late ? "silent" : "training"}, the last row ${seconds(Math.max(0, run.age_s))} ago`;
+}
+function facts(run) {
+  const now = run.newest, last = (name) => (run.columns[name] || []).filter((value) => value !== null).at(-1);
+  return [["step", text(run.step.at(-1))], ["loss", text(now.loss)], ["evaluation", text(last("eval_loss"))], ["learning rate", text(now.lr)],
+    ["gradient norm", text(now.grad_norm)], ["throughput", text(now.tokens_per_s) + " /s"], ["step time", text(now.step_time_s) + " s"], ["MFU", share(now.mfu)],
+    ["goodput", share(now.goodput)], ["memory", text(now.memory_gib) + " GiB"], ["wall time", seconds(now.wall_s)], ["checkpoints", String(run.checkpoints.length)],
+    ["layout", run.layout.replace(/^layout /, "") || "-"], ["state", state(run)],
+    ...(run.bad_lines ? [["lines left out", `${run.bad_lines} that are no JSON`]] : [])];
+}
 function numbers(run) {
-  const now = run.newest, left = run.exit ? null : now.step_time_s, list = [
-    ["step", text(run.step.at(-1))], ["loss", text(now.loss)], ["evaluation", text((run.columns.eval_loss || []).filter((v) => v !== null).at(-1))],
-    ["learning rate", text(now.lr)], ["gradient norm", text(now.grad_norm)], ["throughput", text(now.tokens_per_s) + " /s"], ["step", seconds(now.step_time_s)],
-    ["MFU", share(now.mfu)], ["goodput", share(now.goodput)], ["memory", text(now.memory_gib) + " GiB"], ["wall time", seconds(now.wall_s)], ["checkpoints", String(run.checkpoints.length)]];
-  const wide = [["layout", run.layout || "-"], ["state", run.exit ? `${run.exit.status}: ${run.exit.reason}` : left ? "training" : "starting"]];
-  if (run.bad_lines) wide.push(["lines left out", `${run.bad_lines} that are no JSON`]);
-  find("numbers").replaceChildren(...list.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))),
-    ...wide.map(([name, value]) => make("div", {class: "wide"}, make("dt", {}, name), make("dd", {}, value))));
+  const card = ([name, value], wide) => make("div", wide ? {class: "wide"} : {}, make("dt", {}, name), make("dd", {}, value));
+  const list = facts(run), alone = runs.length === 1, all = alone ? [] : runs.map((one) => Object.fromEntries(facts(one)));
+  find("numbers").replaceChildren(...(alone ? list.map((fact, i) => card(fact, i > 11)) : []));
+  find("beside").replaceChildren(...(alone ? [] : [make("tr", {}, make("td"), ...runs.map((one) => make("th", {}, one.name))),
+    ...list.map(([name]) => make("tr", {}, make("th", {}, name), ...all.map((of) => make("td", {}, of[name] ?? "-"))))]));
 }
 function fields() {
   const known = [...new Set(runs.flatMap((run) => run ? Object.keys(run.columns) : []))].sort(), select = find("field");
@@ -182,8 +227,8 @@ function draw() {
   fields();
   const focused = document.activeElement?.dataset?.chart, extra = find("field").value;
   find("charts").replaceChildren(...CHARTS.map((one) => chart(...one)), ...(extra ? [chart(extra, [extra], "")] : []));
-  if (focused) document.querySelector(`[data-chart="${CSS.escape(focused)}"]`)?.focus();
   numbers(run); heat(run); timeline(run); events(run);
+  if (focused) document.querySelector(`[data-chart="${CSS.escape(focused)}"]`)?.focus();
   const last = (name) => (run.columns[name] || []).filter((v) => v !== null).at(-1) || 0;
   const parts = PHASES.map((name) => [name, last(`time_${name}_s`)]), rest = last("step_time_s") - parts.reduce((sum, part) => sum + part[1], 0);
   bar("phases", [...parts, ["rest", Math.max(0, rest)]]);
@@ -191,8 +236,11 @@ function draw() {
 }
 async function poll() {
   try {
-    const names = await (await fetch("runs")).json();
-    runs = await Promise.all(names.map(async (_, i) => (await fetch(`runs/${i}`)).json()));
+    const get = async (path) => { const answer = await fetch(path); if (!answer.ok) throw new Error(`status ${answer.status}`); return answer.text(); };
+    const names = JSON.parse(await get("runs")), told = await Promise.all(names.map((_, i) => get(`runs/${i}`)));
+    const before = answers;
+    answers = told.join();
+    runs = told.map((one) => JSON.parse(one));
     if (find("runs").children.length !== names.length)
       find("runs").replaceChildren(...names.map((name, i) => {
         const button = make("button", {own: COLORS[i % COLORS.length], "aria-pressed": String(i === chosen)}, name);
@@ -204,7 +252,7 @@ async function poll() {
         return button;
       }));
     find("state").textContent = `${new Date().toLocaleTimeString()}`;
-    draw();
+    if (answers !== before) draw();
   } catch (error) {
     find("state").textContent = `no answer: ${error.message}`;
   }

@@ -1,0 +1,74 @@
+"""The model of a checkpoint, spread over the processes of this job, for commands that run it.
+
+A checkpoint may come from a stranger, so a model file that it names is not run: `--model` says which may be.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshtrain.config import locate
+from meshtrain.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from meshtrain.config import Config
+    from meshtrain.job.process import Job
+    from meshtrain.mesh import Mesh
+
+# Keys of a run that say how it trained, which another layout need not allow.
+_DEFAULTS = ("pipeline={}", "parallel={compile: false, verify: false}", "train.chaos=[]", "train.linear_precision=null")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="a checkpoint, or a run's folder: its newest complete one is taken")
+    parser.add_argument("--layout", default="{dp_shard: -1}", help="of the processes of this job, as in a config")
+    parser.add_argument("--precision", help="train.precision; left out: the run's")
+    parser.add_argument("--model", metavar="FILE.py", help="the run's own model file, which is run")
+
+
+@contextmanager
+def opened_model(options: argparse.Namespace) -> "Iterator[tuple[nn.Module, Config, Job, Mesh]]":
+    """The parallelized model of `add_model_arguments`, with its weights. Raises SystemExit: the input is wrong."""
+    from meshtrain.job.watchdog.watchdog import start  # torch comes only now
+    from meshtrain.mesh import build_mesh
+    from meshtrain.modeling.build import build_model
+    from meshtrain.parallel.mixed_precision import set_numerics
+
+    with start() as job:
+        with job.collective_check("reading the checkpoint"):
+            config = read_config(options, job.world_size, job.device.type)
+        names, counts = job.hosts()
+        assert config.resolved is not None  # it was loaded for this number of processes
+        job.layout = config.resolved.on_hosts(counts, names)
+        set_numerics(config.train.precision, config.train.deterministic)
+        mesh = build_mesh(job.layout, job.device.type)
+        yield build_model(config, mesh, job.device), config, job, mesh
+
+
+def read_config(options: argparse.Namespace, world_size: int, device: str) -> "Config":
+    """The config of the run that wrote a checkpoint, on this job's layout and with the checkpoint's weights."""
+    from meshtrain.checkpoint.directory import read_manifest, require_checkpoint
+    from meshtrain.config import Config
+
+    checkpoint = require_checkpoint(options.checkpoint)
+    sections: Mapping[str, Any] = read_manifest(checkpoint)[0].config
+    model = sections.get("model")
+    name = model.get("name") if isinstance(model, Mapping) else None
+    if options.model is None and name not in locate.names("models", ".py"):
+        raise InputError(
+            f"the run's model is the file {name!r}, and a file that a checkpoint names is not run: --model FILE.py "
+            "says which file may be"
+        )
+    overrides = [f"model.weights={json.dumps(str(checkpoint))}", f"layout={options.layout}", *_DEFAULTS]
+    overrides += [f"model.name={json.dumps(options.model)}"] * (options.model is not None)
+    overrides += [f"train.precision={options.precision}"] * (options.precision is not None)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkpoint.yaml"
+        path.write_text(json.dumps(sections))  # JSON is YAML
+        return Config.load(str(path), overrides, world_size=world_size, device=device)

@@ -1,0 +1,90 @@
+"""`meshtrain eval CHECKPOINT`: scores of a checkpoint's model on any layout: tasks of lm-evaluation-harness (`--tasks`,
+https://github.com/EleutherAI/lm-evaluation-harness), and the perplexity of files (`--files`).
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshtrain.cli.checkpoint_model import add_model_arguments, opened_model
+from meshtrain.errors import InputError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument("--tasks", default="", help="names of tasks, with commas between them; needs lm_eval")
+    parser.add_argument("--include-path", metavar="DIR", help="a folder with tasks of your own, as lm_eval has them")
+    parser.add_argument("--limit", type=int, help="take so many documents of each task")
+    parser.add_argument("--fewshot", type=int, help="examples before each document; left out: the task's own")
+    parser.add_argument("--files", nargs="+", default=[], metavar="FILE", help="texts whose perplexity is measured")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a forward (8)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(options: argparse.Namespace) -> None:
+    if (not options.tasks and not options.files) or options.batch < 1:
+        raise InputError("name what to measure, with --tasks or --files, and a --batch of at least 1")
+    texts = {name: _text(name) for name in options.files}
+    from meshtrain.data.tokenizer import open_tokenizer
+    from meshtrain.run.scoring import Scorer  # torch comes only now
+
+    with opened_model(options) as (model, config, job, _):
+        scorer = Scorer(model, job.device, config.data.seq_len, options.batch)
+        tokenizer = open_tokenizer(config.data.tokenizer)
+        scores: dict[str, Any] = {name: _perplexity(scorer, tokenizer, text) for name, text in texts.items()}
+        if options.tasks:
+            scores |= _tasks(options, scorer, tokenizer)
+        if job.rank == 0:
+            print("\n".join([json.dumps(scores)] if options.json else _lines(scores)), flush=True)
+
+
+def _text(name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InputError(f"--files: {name} cannot be read as text: {error}") from error
+
+
+def _perplexity(scorer: Any, tokenizer: Any, text: str) -> dict[str, float]:
+    """Every token but the first is predicted once, by the tokens before it in its window."""
+    tokens = tokenizer.encode(text)
+    if len(tokens) < 2:
+        raise InputError("--files: a text has fewer than two tokens: there is nothing to predict")
+    total = sum(value for value, _ in scorer.score(list(windows(tokens, scorer.seq_len))))
+    loss, count = -total / (len(tokens) - 1), len(tokens) - 1
+    bits = -total / math.log(2) / len(text.encode())
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits, "tokens": count}
+
+
+def windows(tokens: Sequence[int], seq_len: int) -> Iterator[tuple[list[int], list[int]]]:
+    """(before, predicted) for a text: each window begins with the last token of the one before it."""
+    for first in range(0, len(tokens) - 1, seq_len):
+        yield list(tokens[first : first + 1]), list(tokens[first + 1 : first + 1 + seq_len])
+
+
+def _tasks(options: argparse.Namespace, scorer: Any, tokenizer: Any) -> dict[str, Any]:
+    try:
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+
+        from meshtrain.cli.harness import HarnessModel
+    except ImportError as error:
+        raise InputError(f"--tasks needs lm-evaluation-harness ({error}): pip install lm_eval") from error
+    names = [name for name in options.tasks.split(",") if name]
+    manager = TaskManager(include_path=options.include_path)
+    if unknown := [name for name in names if name not in manager.all_tasks]:
+        raise InputError(f"--tasks: lm_eval knows no {', '.join(unknown)}: --include-path names a folder with more")
+    model = HarnessModel(scorer, tokenizer)
+    settings = {"num_fewshot": options.fewshot, "limit": options.limit, "bootstrap_iters": 0}
+    results = lm_eval.simple_evaluate(model, tasks=names, task_manager=manager, **settings)
+    return {} if results is None else dict(results["results"])  # None on ranks that lm_eval takes for others
+
+
+def _lines(scores: dict[str, Any]) -> list[str]:
+    return [
+        f"{name}: " + ", ".join(f"{key} {value:.6g}" for key, value in of_one.items() if isinstance(value, int | float))
+        for name, of_one in scores.items()
+    ]

@@ -1,0 +1,59 @@
+"""`meshtrain generate CHECKPOINT --prompt TEXT`: text that a checkpoint's model writes, on any layout. With several
+processes: `torchrun --standalone --nproc-per-node=2 -m meshtrain.cli generate ...`.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+
+from meshtrain.cli.checkpoint_model import add_model_arguments, opened_model
+from meshtrain.errors import InputError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--prompt", action="append", required=True, help="what to go on from; may be given several times"
+    )
+    parser.add_argument("--length", type=int, default=100, help="tokens to add (100)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (0.8)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest with this probability (1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.length < 1 or options.temperature < 0 or not 0 < options.top_p <= 1:
+        raise InputError("expected --length of at least 1, --temperature of at least 0, --top-p above 0 and at most 1")
+    from meshtrain.data.tokenizer import open_tokenizer  # torch comes only now
+    from meshtrain.generate import generate_batch
+
+    with opened_model(options) as (model, config, job, _):
+        tokenizer = open_tokenizer(config.data.tokenizer)
+        prompts = [tokenizer.encode(text) for text in options.prompt]
+        rows = generate_batch(
+            model,
+            prompts,
+            options.length,
+            seq_len=max(config.data.seq_len, max(map(len, prompts)) + options.length),
+            device=job.device,
+            seed=options.seed,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            tick=progress(options.length, len(prompts)) if job.rank == 0 else lambda done: None,
+        )
+        for prompt, row in zip(prompts, rows, strict=True):
+            job.say(tokenizer.decode(prompt) + tokenizer.decode(row[len(prompt) :]))
+
+
+def progress(length: int, texts: int) -> Callable[[int], None]:
+    """Writes a line on stderr: over itself on a terminal, else once at the end."""
+    begin, live = time.monotonic(), sys.stderr.isatty()
+
+    def tick(done: int) -> None:
+        if live or done == length:
+            rate = done * texts / max(time.monotonic() - begin, 1e-9)
+            line = f"{done}/{length} tokens, {rate:.1f} tokens/s"
+            print(f"\r{line}" if live else line, end="\n" if done == length else "", file=sys.stderr, flush=True)
+
+    return tick

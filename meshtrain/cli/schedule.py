@@ -1,0 +1,104 @@
+"""`meshtrain plan --schedule`: the learning rate, the batch size and the mixture over the steps of a run, drawn."""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshtrain.config import Config
+from meshtrain.data.order import BatchSizes, changes_of
+from meshtrain.errors import InputError
+from meshtrain.optim.lr_schedule import learning_rate
+
+WIDTH = 64  # characters of a line in a terminal
+LEVELS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True)
+class Course:
+    """Values over the steps of a run, from step 1 on."""
+
+    name: str
+    values: tuple[float, ...]
+
+    def line(self) -> str:
+        """One row of blocks, as high as the largest value of the steps that each stands for."""
+        n, top = len(self.values), max(self.values) or 1.0
+        width = min(WIDTH, n)
+        cells = [self.values[i * n // width : (i + 1) * n // width] for i in range(width)]
+        drawn = "".join(LEVELS[round(max(cell) / top * (len(LEVELS) - 1))] for cell in cells)
+        return f"{self.name:<14} {drawn}  {self.values[0]:.4g} -> {self.values[-1]:.4g}, at most {max(self.values):.4g}"
+
+
+def courses_of(config: Config) -> list[Course]:
+    """What changes over the steps of a config. Raises InputError: the number of steps is not known without the data."""
+    steps = config.train.steps
+    if steps is None:
+        raise InputError("--schedule needs the number of steps, which train.epochs does not say: give train.steps=N")
+    rates = tuple(learning_rate(config.optimizer, step, steps) for step in range(1, steps + 1))
+    courses = [Course("learning rate", rates), Course("batch size", _by_step(config.batch.sizes.changes, steps))]
+    if config.data.seq_len_warmup:
+        courses.append(Course("sequence", _by_step(config.data.seq_len_warmup, steps)))
+    weights = changes_of([source.weight for source in config.data.sources])
+    for i, source in enumerate(config.data.sources):
+        shares = [(step, weight[i] / sum(weight)) for step, weight in weights]
+        courses.append(Course(f"share of {source.name}", _by_step(shares, steps)))
+    return courses
+
+
+def _by_step(changes: Sequence[tuple[int, float]], steps: int) -> tuple[float, ...]:
+    ends = [first for first, _ in changes[1:]] + [max(steps, changes[-1][0])]
+    values = [value for (first, value), end in zip(changes, ends, strict=True) for _ in range(end - first)]
+    return tuple(values[:steps])
+
+
+def schedule_text(config: Config, courses: Sequence[Course]) -> str:
+    rates, sizes, steps = courses[0].values, config.batch.sizes, len(courses[0].values)
+    lines = [f"schedule of {config.name}: {steps:,} steps, {sizes.before(steps):,} samples"]
+    lines += [course.line() for course in courses]
+    for step in _changing_steps(config, sizes, steps):
+        at = ", ".join(f"{course.name} {course.values[step]:.4g}" for course in courses[1:])
+        lines.append(f"from step {step + 1:,} on, after {sizes.before(step):,} samples: {at}, lr {rates[step]:.4g}")
+    return "\n".join(lines)
+
+
+def _changing_steps(config: Config, sizes: BatchSizes, steps: int) -> list[int]:
+    weights = changes_of([source.weight for source in config.data.sources])
+    changes = {step for step, _ in (*sizes.changes, *weights, *config.data.seq_len_warmup)}
+    return [step for step in sorted(changes) if 0 < step < steps]
+
+
+def schedule_json(config: Config, courses: Sequence[Course]) -> dict[str, Any]:
+    """Every course with the values of at most about 1,000 steps, the first and the last among them."""
+    steps = len(courses[0].values)
+    shown = sorted(
+        {*range(0, steps, -(-steps // 1000)), *_changing_steps(config, config.batch.sizes, steps), steps - 1}
+    )
+    return {
+        "config": config.name,
+        "steps": [step + 1 for step in shown],
+        "samples": [config.batch.sizes.before(step + 1) for step in shown],
+        "courses": {course.name: [course.values[step] for step in shown] for course in courses},
+    }
+
+
+def draw_schedule(path: str | Path, config: Config, courses: Sequence[Course]) -> None:
+    """Writes a picture (png, svg or pdf), a panel for each course. InputError: no matplotlib, or no such file."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError("a picture needs matplotlib, which is not installed: pip install 'meshtrain[plot]'")
+    from matplotlib.figure import Figure  # not pyplot, which keeps every figure and asks for a display
+
+    figure = Figure(figsize=(9, 0.6 + 1.6 * len(courses)), dpi=160, facecolor="white", layout="constrained")
+    figure.suptitle(f"schedule of {config.name}", x=0.01, ha="left", fontweight="bold", fontsize=12)
+    panels = figure.subplots(len(courses), 1, sharex=True, squeeze=False)[:, 0]
+    for panel, course in zip(panels, courses, strict=True):
+        panel.step(range(1, len(course.values) + 1), course.values, where="mid", color="#2f5fb3")
+        panel.set_title(course.name, loc="left", fontsize=10)
+        panel.set_ylim(0, 1.05 * max(course.values) or 1)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel("step")
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:  # a ValueError: no kind of picture that matplotlib knows
+        raise InputError(f"cannot write a picture to {path} ({error}): give a name such as schedule.png") from None

@@ -1,0 +1,109 @@
+"""Instruction data: conversations become text by the chat template that a tokenizer comes with, as in transformers.
+
+A template is a program in Jinja's language. It runs in Jinja's sandbox, which gives it its variables and nothing else.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from meshtrain.errors import InputError
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """How a tokenizer's model writes conversations."""
+
+    text: str
+    tokens: dict[str, str]  # the special tokens that the template may name
+    origin: str  # for messages: the file
+
+    @classmethod
+    def beside(cls, tokenizer: Path) -> "ChatTemplate | None":
+        """Of `tokenizer_config.json` or `chat_template.jinja` beside a tokenizer.json; None: there is none.
+
+        Raises InputError: a file that is none of these.
+        """
+        file, jinja = tokenizer.parent / "tokenizer_config.json", tokenizer.parent / "chat_template.jinja"
+        try:
+            config = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+            template = jinja.read_text("utf-8") if jinja.is_file() else config.get("chat_template")
+        except (OSError, ValueError, AttributeError) as error:
+            raise InputError(f"{file} or {jinja.name} cannot be read as a tokenizer's ({error})") from None
+        if isinstance(template, list):  # several by name
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        if not isinstance(template, str):
+            return None
+        values = ((name, config.get(name)) for name in _SPECIAL)
+        tokens = {name: value["content"] if isinstance(value, dict) else value for name, value in values if value}
+        return cls(template, tokens, str(jinja if jinja.is_file() else file))
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(repr((self.text, sorted(self.tokens.items()))).encode()).hexdigest()[:16]
+
+    @cached_property
+    def _compiled(self) -> Any:
+        from jinja2 import TemplateError, nodes
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        class Generation(Extension):
+            """{% generation %}, by which transformers finds what the assistant says; here it changes nothing."""
+
+            tags = {"generation"}  # noqa: RUF012 (as the base class has it)
+
+            def parse(self, parser: Any) -> list[nodes.Node]:
+                next(parser.stream)
+                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
+        def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+            return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        )
+        environment.filters["tojson"], environment.globals["raise_exception"] = tojson, refuse
+        return environment.from_string(self.text)
+
+    def render(self, messages: Sequence[Any], tools: Any = None, *, prompt: bool = False) -> str:
+        """The text of a conversation, with `prompt` up to where the assistant begins. `strftime_now` is not defined: a
+        corpus does not depend on the day. Raises InputError: the template refuses it."""
+        try:
+            return self._compiled.render(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self.tokens
+            )
+        except Exception as error:  # a template may do anything with messages that it does not expect
+            raise InputError(f"the template of {self.origin} refuses it: {error}") from None
+
+    def conversation(self, messages: Any, tools: Any = None) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and where the turns of the assistant lie in it, in characters, with what ends
+        them. Raises InputError: these are no messages, none is the assistant's, or the template writes a turn otherwise
+        when others follow, so that nobody can say where it lies."""
+        if not isinstance(messages, list) or not all(
+            isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in messages
+        ):
+            raise InputError("`messages` is no list of objects with `role` and `content`")
+        text, spans = self.render(messages, tools), []
+        for i, turn in enumerate(messages):
+            if turn["role"] != "assistant":
+                continue
+            before, through = self.render(messages[:i], tools, prompt=True), self.render(messages[: i + 1], tools)
+            if not (text.startswith(through) and through.startswith(before)):
+                raise InputError(
+                    f"the template of {self.origin} writes message {i} in another way when others follow: split the "
+                    "conversation so that each ends with an answer"
+                )
+            spans.append((len(before), len(through)))
+        if not spans:
+            raise InputError("no message has the role `assistant`, whose turns are what is learned")
+        return text, spans

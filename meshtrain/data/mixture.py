@@ -1,0 +1,97 @@
+"""Mixtures: several sources of tokens as one data set, whose samples are numbered source by source.
+
+Which source a position of the run takes its sample from is `order.Mixture`'s to say.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshtrain.data.batch import Item, Samples
+from meshtrain.data.order import BatchSizes, Mixture, changes_of
+from meshtrain.data.order_numpy import SampleOrder
+from meshtrain.data.packing import PackedTokens, TokenSamples
+from meshtrain.errors import InputError, plural
+
+if TYPE_CHECKING:
+    from meshtrain.config import Config, Data
+
+
+class MixedSamples(Samples):
+    """The samples of several sources, one source after the other."""
+
+    def __init__(self, name: str, names: Sequence[str], parts: Sequence[TokenSamples]) -> None:
+        self.name, self.names, self.parts = name, tuple(names), tuple(parts)
+        self.offsets = [0, *accumulate(map(len, parts))]
+
+    def __len__(self) -> int:
+        return self.offsets[-1]
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Which source a sample is of, and its number there."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {self.name}, which has {len(self)}")
+        source = bisect_right(self.offsets, index) - 1
+        return source, index - self.offsets[source]
+
+    def item(self, index: int, epoch: int) -> Item:
+        source, own = self._place(index)
+        return self.parts[source].item(own, epoch)
+
+    def read(self, items: Sequence[tuple[int, int]], valid: int) -> PackedTokens:
+        rows = []
+        for epoch, index in items:
+            source, own = self._place(index)
+            rows.append(self.parts[source].read([(epoch, own)], 1))
+        return PackedTokens.together(rows, valid)
+
+    def document_lengths(self, indices: Sequence[int]) -> np.ndarray | None:
+        places = [self._place(index) for index in indices]
+        lengths = []
+        for i, part in enumerate(self.parts):
+            own = [index for source, index in places if source == i]
+            lengths.append(part.document_lengths(own) if own else np.empty(0, np.int64))
+        known = [of for of in lengths if of is not None]
+        return np.concatenate(known) if len(known) == len(lengths) else None
+
+
+def mixture_of(config: "Data", samples: Samples, sizes: BatchSizes, steps: int | None = None) -> Mixture | None:
+    """Which source each position of a run has, where it mixes some.
+
+    Raises InputError: in `steps` steps (None: not to be checked) a source would be passed over more often than it may.
+    """
+    if not isinstance(samples, MixedSamples):
+        return None
+    changes = [(sizes.before(step), weights) for step, weights in changes_of([own.weight for own in config.sources])]
+    mixture = Mixture(samples.names, [len(part) for part in samples.parts], changes)
+    taken = mixture.taken(sizes.before(steps or 0))
+    for own, size, count in zip(config.sources, mixture.sizes, taken, strict=True):
+        if own.epochs is not None and count > own.epochs * size:
+            raise InputError(
+                f"data.sources: the run takes {count:,} samples of {own.name}, which has {size:,}: {count / size:.3g} "
+                f"passes, and its epochs is {own.epochs}; lower its weight, train.steps or batch.global_size, or raise "
+                f"epochs to {-(-count // size)}"
+            )
+    return mixture
+
+
+def sample_order(config: "Config", train: Samples, steps: int | None = None) -> SampleOrder:
+    """Which samples the steps of a run take. InputError: see `mixture_of`."""
+    sizes = config.batch.sizes
+    return SampleOrder(config.train.seed, sizes, len(train), mixture_of(config.data, train, sizes, steps))
+
+
+def about_mixture(config: "Config", train: Samples, steps: int) -> list[str]:
+    """Lines for people: what the run takes of each source; none where it mixes none."""
+    mixture = mixture_of(config.data, train, config.batch.sizes)
+    if mixture is None:
+        return []
+    taken = mixture.taken(config.batch.sizes.before(steps))
+    total = max(sum(taken), 1)
+    return [
+        f"mixture: {100 * count / total:.4g} % {own.name}, {plural(count, 'sample')}, {count / size:.3g} passes"
+        for own, size, count in zip(config.data.sources, mixture.sizes, taken, strict=True)
+    ]

@@ -1,0 +1,82 @@
+"""Adapters of LoRA in files: merged into the weights beside them, or by themselves, as peft reads them.
+
+A folder of peft (https://huggingface.co/docs/peft) has `adapter_config.json`, and `adapter_model.safetensors` with the
+model's names behind a prefix.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from meshtrain.errors import InputError
+from meshtrain.huggingface.load import WeightSource
+from meshtrain.huggingface.safetensors import Entry
+from meshtrain.parallel.linear.lora import is_adapter, merged
+from meshtrain.parallel.sharding import Part
+from meshtrain.parallel.tp_plan import LORA_A, LORA_B
+
+PREFIX = "base_model.model."  # of names in peft's files
+
+
+def merged_source(source: WeightSource, lora: Any) -> WeightSource:
+    """Weights with the adapters that lie beside them merged in, and without these. `lora`: a run's `train.lora`."""
+    entries = {name: entry for name, entry in source.entries.items() if not is_adapter(name)}
+    if len(entries) == len(source.entries):
+        return source
+    rank, alpha = rank_and_alpha(lora)
+
+    def read(name: str, part: Part) -> Tensor:
+        values = source.read(name, part)
+        lora_a, lora_b = (f"{name.removesuffix('weight')}{own}.weight" for own in (LORA_A, LORA_B))
+        if lora_a not in source.entries:
+            return values
+        every = slice(0, source.entries[lora_a].shape[0])
+        of_columns, of_rows = source.read(lora_a, (every, part[1])), source.read(lora_b, (part[0], every))
+        return merged(values, of_columns, of_rows, alpha / rank)
+
+    return replace(source, entries=entries, read=read)
+
+
+def adapter_source(source: WeightSource) -> WeightSource:
+    """The adapters alone, by their names in peft's files. Raises InputError: there is none."""
+    entries = {
+        PREFIX + name: Entry(PREFIX + name, entry.dtype, entry.shape)
+        for name, entry in source.entries.items()
+        if is_adapter(name)
+    }
+    if not entries:
+        raise InputError(
+            f"{source.path} has no adapter: its run had no train.lora: export the weights without --adapter"
+        )
+    return replace(source, entries=entries, read=lambda name, part: source.read(name.removeprefix(PREFIX), part))
+
+
+def adapter_config(source: WeightSource, lora: Any, base: str | None) -> str:
+    """The text of adapter_config.json. `source`: the adapters. `base`: the weights that the run has started from."""
+    rank, alpha = rank_and_alpha(lora)
+    layers = [name.removesuffix(f".{LORA_A}.weight").removeprefix(PREFIX) for name in source.entries if LORA_A in name]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": lora.get("dropout", 0.0),
+        "target_modules": layers,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    return json.dumps(config, indent=2) + "\n"
+
+
+def rank_and_alpha(lora: Any) -> tuple[int, float]:
+    """Of a `train.lora` as a checkpoint has it. Raises InputError: it cannot be one."""
+    rank, alpha = (lora.get("rank"), lora.get("alpha")) if isinstance(lora, Mapping) else (None, None)
+    alpha = rank if alpha is None else alpha
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
+        raise InputError(f"the checkpoint has adapters, and its config no train.lora that they are of ({lora!r})")
+    return rank, alpha

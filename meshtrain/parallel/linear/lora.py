@@ -1,0 +1,107 @@
+"""LoRA: low-rank adapters beside linear layers (https://arxiv.org/abs/2106.09685), and parameters that are frozen.
+
+    y = W x + alpha / rank · B A dropout(x)
+
+A layer keeps its class and its parameters' names. `lora_A` (rank, d) and `lora_B` (f, rank), peft's names, are layers
+inside of it whose output a hook adds. Over `tp` they split as it does (`tp_plan.style_of_layer`): beside a column-wise
+layer B is column-wise and gathers rank features a token, beside a row-wise one A is row-wise and sums as many.
+"""
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshtrain.dropout import Dropout
+from meshtrain.parallel.sharding import local_part
+from meshtrain.parallel.tp_plan import LORA_A, LORA_B
+
+# First values, peft's: those of an nn.Linear, and zeros, so that the model begins as the one that is tuned.
+INIT_PLAN: Mapping[str, str] = {f"*.{LORA_A}.weight": "kaiming_uniform", f"*.{LORA_B}.weight": "zeros"}
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """The parameters whose names match get no gradient, and no state of an optimizer; nor does a step move them."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        for own, parameter in module.named_parameters(recurse=False):
+            if any(fnmatchcase(f"{name}.{own}".lstrip("."), pattern) for pattern in patterns):
+                parameter.requires_grad_(False)
+                balance: Any = getattr(module, "balance", None)
+                if own == "e_score_correction_bias" and balance is not None:
+                    balance.bias_speed = 0.0  # which moves it without a gradient
+
+
+def adapted_layers(model: nn.Module, match: Sequence[str]) -> dict[str, nn.Linear]:
+    """The linear layers inside of a model's blocks whose names match a pattern; without patterns all of these. A layer
+    that is a block by itself, as a head is, is not inside of one."""
+    plain: Any = model
+    blocks = plain.blocks() if hasattr(model, "blocks") else [model]
+    inside = {module for block in blocks for module in block.modules()} - set(blocks)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module in inside and any(fnmatchcase(name, p) for p in match or ("*",))
+    }
+
+
+def add_adapters(model: nn.Module, match: Sequence[str], rank: int, alpha: float, dropout: float) -> None:
+    """Freezes a plain model and gives the layers of `adapted_layers` an adapter; `initialise` gives it values."""
+    layers = adapted_layers(model, match)
+    freeze(model, ["*"])
+    for layer in layers.values():
+        like: dict[str, Any] = {"bias": False, "device": layer.weight.device, "dtype": layer.weight.dtype}
+        lora_a, lora_b = nn.Linear(layer.in_features, rank, **like), nn.Linear(rank, layer.out_features, **like)
+        _attach(layer, lora_a, lora_b, Dropout(dropout), alpha / rank)
+
+
+def move_adapter(plain: nn.Module, layer: nn.Module, columns: slice | None = None) -> None:
+    """A layer that takes a plain one's place takes its adapter, if there is one. `columns`: of its input that this rank
+    has, if that is not all."""
+    if not has_adapter(plain):
+        return
+    own: Any = plain
+    if columns is not None:
+        own.lora_dropout.columns = own.in_features, columns
+    _attach(layer, own.lora_A, own.lora_B, own.lora_dropout, own.lora_scale)
+
+
+def has_adapter(module: nn.Module) -> bool:
+    return LORA_A in module._modules
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is one of an adapter, by its name."""
+    return any(fnmatchcase(name, pattern) for pattern in INIT_PLAN)
+
+
+def _attach(layer: nn.Module, lora_a: Any, lora_b: Any, dropout: Any, scale: Any) -> None:
+    layer.lora_A, layer.lora_B, layer.lora_dropout, layer.lora_scale = lora_a, lora_b, dropout, scale
+    layer.register_forward_hook(_add)
+
+
+def _add(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Not a closure: a model with hooks is copied by pickle."""
+    return output + layer.lora_scale * layer.lora_B(layer.lora_A(layer.lora_dropout(inputs[0])))
+
+
+def merged(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
+    """(f, d) with the product of (f, rank) and (rank, d) added, which is rounded once."""
+    return (weight.double() + scale * (lora_b.double() @ lora_a.double())).to(weight.dtype)
+
+
+@torch.no_grad()
+def merge_adapters(model: nn.Module) -> None:
+    """Adds the adapters of a model, on any layout, to its weights; they are zero then. All ranks call it together."""
+    model.state_dict()  # under FSDP this lets go of what is gathered
+    for module in model.modules():
+        if has_adapter(module):
+            layer: Any = module
+            lora_a, lora_b = (
+                w.full_tensor() if isinstance(w, DTensor) else w for w in (layer.lora_A.weight, layer.lora_B.weight)
+            )
+            local, (rows, columns) = local_part(layer.weight.detach())
+            local.copy_(merged(local, lora_a[:, columns], lora_b[rows], layer.lora_scale))
+            local_part(layer.lora_B.weight.detach())[0].zero_()

@@ -1,0 +1,139 @@
+"""Where host memory is short the state is streamed: the same bytes, in bounded memory, and told once."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshtrain.checkpoint import staging
+from meshtrain.checkpoint.directory import complete_steps, name_of
+from meshtrain.checkpoint.save import Saver
+from meshtrain.checkpoint.shard_file import BLOCK
+from meshtrain.checkpoint.staging import Snapshot, find_short_hosts, snapshot_bytes
+from meshtrain.checkpoint.state import State
+from meshtrain.checkpoint.verify import verify
+from meshtrain.config.schema import Optimizer as Keys
+from meshtrain.layout import Layout
+from meshtrain.mesh import Mesh
+from meshtrain.optim.optimizer import Optimizer
+from tests.checkpoint.going_on import Case, faster, small_run
+from tests.checkpoint.going_on import alone as run_alone
+from tests.checkpoint.kill import rows
+from tests.checkpoint.known import ABOUT, alone, fill, on
+
+MIB = 2**20
+
+
+def resident(peak: bool = False) -> int:
+    """Bytes of this process in memory, or the most since they were last counted anew."""
+    found = re.search(rf"{'VmHWM' if peak else 'VmRSS'}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_streams_needs_no_memory(tmp_path: Path, streams: bool) -> None:
+    """The peak over a save of 96 MiB, as the system counts it."""
+    job, mesh = alone(), Mesh(Layout({}), 0, "cpu", None, {})
+    model = nn.Linear(8 * MIB // 8, 8, bias=False)
+    state = State(model, Optimizer(model, Keys(), mesh, 1), mesh, job)
+    nbytes = snapshot_bytes(state, 0)
+    assert nbytes > 96 * MIB
+    for held in state.shards:
+        held.local.fill_(1.0)  # in memory before it is counted
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident()
+    saver = Saver(state, tmp_path, job, in_background=not streams, say=lambda _: None)
+    saver.save(1, ABOUT, wait=True)
+    saver.close()
+    grown = resident(peak=True) - before
+    assert (grown < 24 * MIB) if streams else (grown > 90 * MIB), grown
+    assert not verify(tmp_path / name_of(1))
+
+
+def test_the_same_bytes(tmp_path: Path) -> None:
+    """Of whole tensors (pieces of a layout are in ranks.py), and of what does not lie in one piece."""
+    state = on(alone(), {}, "train.precision=float16")
+    fill(state)
+    files = []
+    for streams in (False, True):
+        saver = Saver(state, tmp_path / str(streams), alone(), in_background=not streams, say=lambda _: None)
+        saver.save(1, ABOUT, wait=True)
+        assert saver.problem is None
+        assert streams == (saver.last_wait_s >= saver.last_save_s), "training waited for all of it"
+        saver.close()
+        files.append((tmp_path / str(streams) / name_of(1) / "rank_00000.safetensors").read_bytes())
+    assert files[0] == files[1]
+    apart = torch.arange(4 * MIB).view(2048, 2048)[:, :1500]
+
+    class Held:
+        local = apart
+
+    blocks = [bytes(block) for block in staging._stream(Held(), (slice(3, 2000), slice(0, 1500)))]  # type: ignore[arg-type]
+    assert b"".join(blocks) == apart[3:2000].contiguous().numpy().tobytes()
+    assert {len(block) for block in blocks[:-1]} == {BLOCK}
+
+
+class Gathering:
+    """In place of a job of several ranks on two hosts."""
+
+    host = "a"
+    rank = 0
+
+    def gather(self, activity: str, report: Sequence[Any]) -> list[Any]:
+        _, nbytes, room = report
+        return [["a", nbytes, room], ["a", nbytes, room], ["b", nbytes, room + 1]]
+
+
+def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, gib = on(alone(), {}), 2**30
+    nbytes = snapshot_bytes(state, 0)
+    job: Any = Gathering()
+    for spare, short in ((2 * nbytes, 0), (2 * nbytes - 4096, 1), (nbytes - 4096, 2)):
+        monkeypatch.setattr(staging, "memory_gib", lambda spare=spare: (40.0, 4.0 + spare / gib))
+        found = find_short_hosts(state, job)
+        assert len(found) == short, (spare, found)
+        assert all(line.startswith(f"host {host} needs ") for line, host in zip(found, "ab", strict=False))
+
+    def unknown() -> Any:
+        raise FileNotFoundError("/proc/meminfo")
+
+    monkeypatch.setattr(staging, "memory_gib", unknown)
+    job.gather = lambda _, report: [report]
+    assert find_short_hosts(state, job) == []
+
+
+def test_a_run_goes_on_in_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faster()
+    options = ("train.steps=6", "checkpoint.every=2", "data.workers=0")
+    assert run_alone(Case(str(small_run(tmp_path)), (*options, f"train.output={tmp_path}/plenty"))) == {"status": 0}
+    assert "memory for copies" not in capsys.readouterr().out
+    made: list[bool] = []
+    init = Snapshot.__init__
+
+    def noted(self: Snapshot, *arguments: Any, streams: bool) -> None:
+        made.append(streams)
+        init(self, *arguments, streams=streams)
+        assert self._memory.nbytes == 0
+
+    monkeypatch.setattr(staging, "memory_gib", lambda: (64.0, 6.4))
+    monkeypatch.setattr(Snapshot, "__init__", noted)
+    assert run_alone(Case(str(small_run(tmp_path)), (*options, f"train.output={tmp_path}/short"))) == {"status": 0}
+    out = capsys.readouterr().out
+    said = (
+        "checkpoints are written while training waits, because the memory for copies of the state is short: host here"
+    )
+    assert out.count(said) == 1
+    assert made == [True]
+    assert rows(tmp_path / "plenty") == rows(tmp_path / "short")
+    for step in complete_steps(tmp_path / "short" / "checkpoints"):
+        same = [tmp_path / one / "checkpoints" / name_of(step) / "manifest.json" for one in ("plenty", "short")]
+        files = [json.loads(path.read_text())["files"] for path in same]
+        assert files[0] == files[1], "the same checksums"

@@ -1,0 +1,186 @@
+"""The commands that run a checkpoint's model: the same text and the same scores on every layout, and lm-eval's."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meshtrain.checkpoint.weights import load_weights
+from meshtrain.cli import main as cli
+from meshtrain.cli.eval import windows
+from meshtrain.config import Config
+from meshtrain.modeling.build import plain_model
+from tests.launching import forked
+
+S = 32
+CONFIG = """
+model: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,
+        vocab_size: 300, initializer_range: 0.3}
+batch: {global_size: 4, micro_size: 4}
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of two steps, `runs`, its `tokenizer.json`, and a `text.txt`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    folder = tmp_path_factory.mktemp("run")
+    text = "the mesh has ranks, and every rank has a shard of each layer\n" * 12
+    (folder / "text.txt").write_text(text)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=290, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    data = (
+        f"data: {{source: text, path: {folder}/text.txt, tokenizer: {folder}/tokenizer.json, seq_len: {S}, workers: 0, "
+    )
+    data += f"validation: 0, cache: {folder}/cache}}\n"
+    train = f"train: {{steps: 2, eval_every: 0, sample_tokens: 0, output: {folder}/runs}}\n"
+    (folder / "mine.yaml").write_text(CONFIG + data + train)
+    forked(1, "-m", "meshtrain.train", folder / "mine.yaml").check()
+    return folder
+
+
+def command(processes: int, *arguments: str | Path) -> str:
+    return forked(processes, "-m", "meshtrain.cli", *arguments).check().out
+
+
+def test_text_from_the_command_line(run: Path) -> None:
+    common = [
+        "generate",
+        run / "runs",
+        "--prompt",
+        "the mesh",
+        "--prompt",
+        "every",
+        "--length",
+        "8",
+        "--temperature",
+        "0",
+    ]
+    done = forked(1, "-m", "meshtrain.cli", *common).check()
+    assert done.out.startswith("the mesh")
+    assert "\nevery" in done.out
+    assert "8/8 tokens" in done.err
+    assert command(2, *common, "--layout", "{tp: 2}") == done.out
+
+
+def test_perplexity_of_a_file(run: Path) -> None:
+    """By a plain model, window by window, and by the command on two layouts."""
+    config = Config.load(str(run / "mine.yaml"))
+    model = plain_model(config).to_empty(device="cpu").eval()
+    load_weights(run / "runs", model)
+    from meshtrain.data.tokenizer import open_tokenizer
+
+    tokens = open_tokenizer(str(run / "tokenizer.json")).encode((run / "text.txt").read_text())
+    total = 0.0
+    with torch.no_grad():
+        for before, predicted in windows(tokens, S):
+            row = torch.tensor([before + predicted])
+            total += float(F.cross_entropy(model(row[:, :-1])[0], row[0, 1:], reduction="sum"))
+    for processes, layout in ((1, "{}"), (2, "{pp: 2}")):
+        out = command(processes, "eval", run / "runs", "--files", run / "text.txt", "--layout", layout, "--json")
+        (scores,) = json.loads(out.splitlines()[-1]).values()
+        assert scores["tokens"] == len(tokens) - 1
+        assert scores["loss"] == pytest.approx(total / (len(tokens) - 1), rel=1e-5)
+        assert scores["bits_per_byte"] < scores["loss"] / 0.69
+
+
+def test_every_token_but_the_first_is_predicted_once() -> None:
+    for length in range(2, 12):
+        pairs = list(windows(range(length), 4))
+        assert [token for _, predicted in pairs for token in predicted] == list(range(1, length))
+        assert all(before == [predicted[0] - 1] for before, predicted in pairs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generate", "{run}", "--prompt", "a", "--top-p", "0"], "--top-p above 0"),
+        (["eval", "{run}"], "name what to measure"),
+        (["eval", "{run}", "--files", "/nowhere.txt"], "/nowhere.txt cannot be read"),
+    ],
+)
+def test_wrong_options_are_told(run: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([part.replace("{run}", str(run / "runs")) for part in arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_layout_that_does_not_fit_and_an_empty_prompt(run: Path) -> None:
+    wrong = forked(1, "-m", "meshtrain.cli", "generate", run / "runs", "--prompt", "", "--length", "3")
+    assert wrong.status == 2
+    assert "at least one token" in wrong.err
+    wrong = forked(1, "-m", "meshtrain.cli", "generate", run / "runs", "--prompt", "a", "--layout", "{tp: 3}")
+    assert wrong.status == 2
+    assert "tp" in wrong.err
+
+
+TASKS = {
+    "tiny_choice": """
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{label}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "tiny_write": """
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 6}
+metric_list: [{metric: exact_match}]
+""",
+}
+
+
+@pytest.mark.integrations
+@pytest.mark.timeout(600)
+def test_lm_eval_gives_the_score_that_it_gives_transformers(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an exported checkpoint; ours over tp."""
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    words = ["the", "mesh", "has", "ranks", "and", "every", "rank", "a", "shard", "of", "each", "layer"]
+    documents = [
+        {
+            "question": f"{a} {b}",
+            "choices": [f" {c} {a}", f" {b}", f" {a} {c} {c}"],
+            "label": i % 3,
+            "text": f"{a} {b} " * 40,
+        }
+        for i, (a, b, c) in enumerate(zip(words, words[3:], words[5:], strict=False))
+    ]
+    (tmp_path / "documents.json").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    for name, task in TASKS.items():
+        head = f"task: {name}\ndataset_path: json\ntest_split: test\ndataset_kwargs: {{data_files: {{test: "
+        (tmp_path / f"{name}.yaml").write_text(f"{head}{tmp_path}/documents.json}}}}{task}")
+    assert cli.main(["export", str(run / "runs"), str(tmp_path / "exported")]) == 0
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(run / "tokenizer.json"), eos_token="<|endoftext|>")
+    theirs = HFLM(
+        pretrained=AutoModelForCausalLM.from_pretrained(tmp_path / "exported"),
+        tokenizer=tokenizer,
+        max_length=S,
+        batch_size=3,
+    )
+    manager = TaskManager(include_path=str(tmp_path))
+    expected = lm_eval.simple_evaluate(theirs, tasks=[*TASKS], task_manager=manager, bootstrap_iters=0)["results"]
+    arguments = ["--tasks", ",".join(TASKS), "--include-path", tmp_path, "--layout", "{tp: 2}", "--json"]
+    found = json.loads(command(2, "eval", run / "runs", *arguments).splitlines()[-1])
+    for name in TASKS:
+        scores = {
+            key: value for key, value in expected[name].items() if isinstance(value, float) and "stderr" not in key
+        }
+        assert len(scores) in (1, 2)
+        assert {key: found[name][key] for key in scores} == pytest.approx(scores, rel=1e-5), name
+    assert 0 < found["tiny_choice"]["acc,none"] < 1, "worth comparing"

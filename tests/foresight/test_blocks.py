@@ -1,0 +1,57 @@
+"""The counted work of blocks: weight gradients, which some schedules put off, are a pass of their own."""
+
+import pytest
+
+from meshtrain.config import Config
+from meshtrain.foresight.blocks import works_of
+from meshtrain.foresight.work import Pass, Work
+from tests.foresight.traced import SMALL
+from tests.launching import ROOT
+
+EXPERTS = ("model.num_hidden_layers=2", "data.seq_len=32", "batch.micro_size=2", "parallel.verify=false")
+
+
+def layers(file: str, *overrides: str, world_size: int = 2) -> list[Work]:
+    """Of a stage whose schedule puts weight gradients off."""
+    pipeline = "layout.pp=2", "pipeline.schedule=zb-h1"
+    config = Config.load(ROOT / file, [*SMALL.get(file, EXPERTS), *pipeline, *overrides], world_size=world_size)
+    assert config.resolved is not None
+    return [work for work in works_of(config, config.resolved) if "layers" in work.name]
+
+
+def flops(of: Pass) -> float:
+    return sum(product.flops for product in of.products)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_each_product_of_a_forward_has_one_for_the_weights(recompute: str, tp: int) -> None:
+    """And one for the input, beside what is computed again. Sums over tokens are the weights' gradients."""
+    overrides = f"layout.tp={tp}", f"parallel.recompute={recompute}"
+    first, second = layers("configs/quickstart.yaml", *overrides, world_size=2 * tp)
+    assert first is second  # of one kind
+    tokens = 2 * 32
+    assert len(first.forward.products) == len(first.weight_grad.products) == first.weight_grad.operators == 7
+    assert {product.k for product in first.weight_grad.products} == {tokens}
+    assert all(product.k != tokens for product in (*first.forward.products, *first.input_grad.products))
+    assert flops(first.weight_grad) == flops(first.forward)
+    assert flops(first.input_grad) == flops(first.forward) * (2 if recompute == "full" else 1)
+    assert first.weight_grad.attention_flops == 0 < first.input_grad.attention_flops
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_too(ranks: int) -> None:
+    """But for the router's, which autograd computes with the gradient of its input."""
+    first, _ = layers("configs/moe.yaml", f"parallel.expert_parallel={ranks}", world_size=2 * ranks)
+    [router] = [product for product in first.forward.products if product.n == 16]
+    assert len(first.weight_grad.products) == 6
+    assert flops(first.weight_grad) == flops(first.forward) - router.flops
+
+
+def test_it_grows_with_the_samples() -> None:
+    """Of three samples what one and two foretell."""
+    one, two, three = (layers("configs/quickstart.yaml", f"batch.micro_size={n}")[0] for n in (1, 2, 3))
+    for name in ("forward", "input_grad", "weight_grad"):
+        a, b, c = (flops(getattr(work, name)) for work in (one, two, three))
+        assert c - b == b - a > 0
+    assert three.saved - two.saved == two.saved - one.saved > 0

@@ -1,0 +1,183 @@
+"""Fine-tuning: what is frozen stays, adapters go on with the same bits, and are exported merged and for peft."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from meshtrain.checkpoint.directory import read_manifest
+from meshtrain.checkpoint.weights import load_weights, open_checkpoint
+from meshtrain.cli import main as cli
+from meshtrain.cli.plan import make_plan
+from meshtrain.config import Config, ConfigErrors
+from meshtrain.layout import Layout
+from meshtrain.mesh import build_mesh
+from meshtrain.metrics.logger import read
+from meshtrain.modeling.build import build_model, plain_model
+from meshtrain.parallel.linear.lora import is_adapter, merge_adapters
+from tests.huggingface.test_huggingface import REST, logits, made
+from tests.launching import forked
+
+LORA = "train.lora={rank: 4, alpha: 16, dropout: 0.1}"
+LAST = "checkpoints/step_0000004"
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a `base` of transformers, and runs over tp from it: `whole` of four steps, exported to `merged`,
+    and `resumed` from its second."""
+    folder = tmp_path_factory.mktemp("tuned")
+    made(num_key_value_heads=2).save_pretrained(folder / "base")
+    (folder / "mine.yaml").write_text(f"model: {{weights: {folder / 'base'}}}{REST}")
+    common = [LORA, "layout={tp: 2}", "train.steps=4", "optimizer.lr=0.02", "optimizer.warmup_steps=0"]
+    common += ["train.sample_tokens=0", "train.eval_every=0", "checkpoint.every=2", "parallel.verify=false"]
+    for name, more in {
+        "whole": [f"train.export={folder / 'merged'}"],
+        "resumed": [f"checkpoint.resume={folder / 'whole/checkpoints/step_0000002'}"],
+    }.items():
+        forked(
+            2, "-m", "meshtrain.train", folder / "mine.yaml", *common, f"train.output={folder / name}", *more
+        ).check()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(tuned: Path) -> Config:
+    return Config.load(str(tuned / "mine.yaml"), [LORA])
+
+
+def stored(checkpoint: Path) -> dict[str, torch.Tensor]:
+    with open_checkpoint(checkpoint) as source:
+        return {name: source.read(name, tuple(slice(0, n) for n in e.shape)) for name, e in source.entries.items()}
+
+
+def test_adapters_alone_change_and_go_on_with_the_same_bits(tuned: Path) -> None:
+    base, whole, resumed = (
+        load_file(tuned / "base/model.safetensors"),
+        stored(tuned / "whole"),
+        stored(tuned / "resumed"),
+    )
+    assert {name for name in whole if not is_adapter(name)} == base.keys()
+    assert all(torch.equal(whole[name], base[name]) for name in base)
+    adapters = [name for name in whole if is_adapter(name)]
+    assert len(adapters) == 2 * 7 * 2, "A and B of the seven linear layers of two layers, and none of the head"
+    assert all(whole[name].abs().max() > 0 for name in adapters)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    losses = [[row["loss"] for row in read(tuned / name / "metrics.jsonl")] for name in ("whole", "resumed")]
+    assert losses[0][2:] == losses[1]
+    kept = {
+        name.removeprefix("optimizer.").rpartition(".")[0] for name in read_manifest(tuned / "whole" / LAST)[0].tensors
+    }
+    assert {name for name in kept if name.endswith("weight") and "model.model." not in name} == set(adapters)
+
+
+def test_merged_by_a_run_and_by_the_command(tuned: Path, config: Config) -> None:
+    """And by the model itself, which computes the same as before."""
+    assert cli.main(["export", str(tuned / "whole"), str(tuned / "again")]) == 0
+    by_run, by_command = (load_file(tuned / name / "model.safetensors") for name in ("merged", "again"))
+    assert by_run.keys() == by_command.keys() == load_file(tuned / "base/model.safetensors").keys()
+    assert all(torch.equal(by_run[name], by_command[name]) for name in by_run)
+    model = build_model(config, build_mesh(Layout({}), "cpu"), torch.device("cpu")).eval()
+    base = logits(AutoModelForCausalLM.from_pretrained(tuned / "base").eval())
+    assert (logits(model) - base).abs().max() < 1e-5, "adapters begin as nothing"
+    load_weights(tuned / "whole", model)
+    adapted = logits(model)
+    assert (adapted - base).abs().max() > 0.1
+    assert (adapted - logits(AutoModelForCausalLM.from_pretrained(tuned / "merged").eval())).abs().max() < 1e-4
+    merge_adapters(model)
+    assert (adapted - logits(model)).abs().max() < 1e-4
+
+
+@pytest.mark.integrations
+def test_peft_loads_the_adapter(tuned: Path, config: Config) -> None:
+    from peft import PeftModel
+
+    assert cli.main(["export", str(tuned / "whole"), str(tuned / "adapter"), "--adapter"]) == 0
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tuned / "base"), tuned / "adapter").eval()
+    model = plain_model(config).to_empty(device="cpu").eval()
+    load_weights(tuned / "whole", model)
+    assert (logits(model) - logits(theirs)).abs().max() < 1e-5
+    assert theirs.peft_config["default"].lora_alpha == 16
+    with torch.no_grad():
+        assert (logits(model) - logits(theirs.merge_and_unload())).abs().max() < 1e-4
+
+
+def test_an_adapter_goes_to_a_folder_of_its_own(tuned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice to the same one; of a run without adapters there is none."""
+    for _ in range(2):
+        assert cli.main(["export", str(tuned / "whole"), str(tuned / "by itself"), "--adapter"]) == 0
+    names = {path.name for path in (tuned / "by itself").iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors"}
+    about = json.loads((tuned / "by itself/adapter_config.json").read_text())
+    assert about["r"] == 4
+    assert about["base_model_name_or_path"] == str(tuned / "base")
+    assert "model.layers.1.mlp.down_proj" in about["target_modules"]
+    found = load_file(tuned / "by itself/adapter_model.safetensors")
+    assert found["base_model.model.model.layers.0.self_attn.k_proj.lora_B.weight"].shape == (24, 4)
+
+
+def test_the_plan_counts_what_is_trained(tuned: Path) -> None:
+    """Gradients and the optimizer's state of the adapters alone, over tp as they are split."""
+    name = str(tuned / "mine.yaml")
+    for layout in ("{}", "{tp: 2}", "{dp_shard: 2}"):
+        plan = make_plan(name, [LORA, f"layout={layout}"])
+        adapters = [p for p in plan.parameters if p.trainable]
+        assert all(is_adapter(p.name) for p in adapters)
+        assert len(adapters) == 28
+        cut = {p.name.split("layers.0.")[-1]: p.cuts for p in adapters}
+        axes = {own: [c.axis for c in cuts] for own, cuts in cut.items()}
+        if layout == "{tp: 2}":
+            assert axes["mlp.up_proj.lora_A.weight"] == axes["mlp.down_proj.lora_B.weight"] == []
+            assert cut["mlp.up_proj.lora_B.weight"][0].dim == 0
+            assert cut["mlp.down_proj.lora_A.weight"][0].dim == 1
+        if layout == "{}":
+            sizes = sum(p.shape[0] * p.shape[1] for p in adapters)
+            assert plan.memory.gradient_bytes == 4 * sizes
+            assert plan.memory.optimizer_bytes == 8 * sizes
+    frozen = make_plan(name, ['train.freeze=["*embed*", "*.layers.0.*"]', "layout={}"])
+    assert not any(p.trainable for p in frozen.parameters if "embed" in p.name or "layers.0." in p.name)
+    assert all(p.trainable for p in frozen.parameters if "layers.1." in p.name)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ('train.freeze=["*embed_token.*"]', "train.freeze: '*embed_token.*' matches no parameter of the model"),
+        ('train.freeze=["*"]', "train.freeze: nothing of the model is left to train"),
+        (
+            'train.lora={rank: 2, match: ["*.q"]}',
+            "train.lora: match: '*.q' matches no linear layer inside of the model's",
+        ),
+        ('train.lora={rank: 2, match: ["lm_head"]}', "'lm_head' matches no linear layer inside"),
+        ("train.lora={rank: 0}", "train.lora.rank: expected an integer of at least 1"),
+        ("train.lora={alpha: 2}", "train.lora.rank is missing"),
+        ("train.lora={r: 2}", "did you mean rank?"),
+    ],
+)
+def test_patterns_that_match_nothing_are_refused(tuned: Path, override: str, says: str) -> None:
+    with pytest.raises(ConfigErrors) as refused:
+        Config.load(str(tuned / "mine.yaml"), [override])
+    assert says in str(refused.value)
+
+
+def test_the_resolved_config_says_it_again(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "again.yaml").write_text(config.to_yaml())
+    again: Any = Config.load(str(tmp_path / "again.yaml"))
+    assert again == config
+    assert again.train.lora.alpha == 16
+
+
+def test_a_frozen_bias_of_a_router_stays(tmp_path: Path) -> None:
+    """Which a step moves without a gradient."""
+    options = ["model.name=glm4_moe", "model.hidden_size=32", "model.intermediate_size=48", "model.num_hidden_layers=2"]
+    options += ["model.moe_intermediate_size=16", "model.n_routed_experts=4", "model.num_attention_heads=4"]
+    options += ["model.vocab_size=256", "model.router_bias_speed=0.1", "train.lora={rank: 2}"]
+    (tmp_path / "mine.yaml").write_text(f"model: {{}}{REST}")
+    model = plain_model(Config.load(str(tmp_path / "mine.yaml"), options))
+    speeds = [m.balance.bias_speed for m in model.modules() if getattr(m, "balance", None) is not None]
+    assert speeds
+    assert set(speeds) == {0.0}

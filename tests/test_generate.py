@@ -1,0 +1,50 @@
+"""Generation: with a cache of keys and values the same texts as without, on every layout, from the command line too."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshtrain.errors import InputError
+from meshtrain.generate import _draw, generate_batch
+from tests import generate_cases
+from tests.launching import forked
+from tests.test_models import make
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", generate_cases.MODELS)
+def test_every_model_writes_the_same_with_and_without_a_cache(name: str) -> None:
+    """Of prompts of different lengths together."""
+    assert generate_cases.compare(name, "{}", 1) == 4
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_every_layout_writes_the_same_text(processes: int) -> None:
+    done = forked(processes, Path(__file__).parent / "generate_cases.py").check()
+    rows = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
+    cells = sum(len(generate_cases.OF_LAYOUT[layout]) for layout in generate_cases.LAYOUTS[processes])
+    assert [row["compared"] for row in rows] == [4 * cells]
+
+
+def test_top_p_draws_from_the_likeliest() -> None:
+    """The fewest that have the probability together; one at least."""
+    logits, draws = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64).log(), torch.Generator().manual_seed(0)
+
+    def drawn(top_p: float) -> set[int]:
+        return {_draw(logits, 1.0, draws, top_p) for _ in range(200)}
+
+    assert [drawn(p) for p in (0.05, 0.3, 0.6, 0.75, 1.0)] == [{1}, {1}, {1, 3}, {1, 2, 3}, {0, 1, 2, 3}]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model = make()
+    for prompts in ([[1, 2]], [[1], []]):
+        with pytest.raises(InputError, match="at least one token in each, and at most 6 together"):
+            generate_batch(model, prompts, 5, seq_len=6, device=CPU, seed=0)
+    done: list[int] = []
+    assert len(generate_batch(model, [[1]], 5, seq_len=6, device=CPU, seed=0, tick=done.append)[0]) == 6
+    assert done == [1, 2, 3, 4, 5]
