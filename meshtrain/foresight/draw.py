@@ -40,7 +40,7 @@ def memory_of_ranks(prediction: "Prediction") -> list[str]:
     lines += [f"  others: {', '.join(others)}"] * bool(others)
     savings = [
         f"{knob} {bytes_text(less)}" + (f" ({longer:+.3g} s)" if longer is not None else "")
-        for knob, (less, longer) in prediction.saves.items()
+        for knob, (less, longer) in (prediction.saves if room else {}).items()
     ]
     lines += [f"  what would give back: {'; '.join(savings)}"] * bool(savings)
     exact = "every operator of its step was counted" if memory.source == "traced" else HOW_EXTENDED

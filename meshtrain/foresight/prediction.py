@@ -174,11 +174,12 @@ class Prediction:
                  "source": rank.source, "verdict": self.hardware and rank.verdict(self.hardware.room)}
                 for rank in self.ranks
             ]  # fmt: skip
-            keys = ("bytes", "seconds")
-            of_memory["saves"] = {knob: dict(zip(keys, saved, strict=True)) for knob, saved in self.saves.items()}
         if self.hardware is None:
             return {"memory": of_memory}
         of_memory["verdict"] = self.memory.verdict(self.hardware.room)
+        if self.traced:
+            keys = ("bytes", "seconds")
+            of_memory["saves"] = {knob: dict(zip(keys, saved, strict=True)) for knob, saved in self.saves.items()}
         step = {**asdict(self.step), "limit": self.step.limit}
         return {"memory": of_memory, "step": step, "hardware": asdict(self.hardware)}
 
