@@ -75,7 +75,7 @@ COMMANDS = {
     ),
     "eval": (
         "meshtrain.cli.eval",
-        "scores of a checkpoint's model: lm-eval's tasks, perplexity of files",
+        "scores of a checkpoint: lm-eval's tasks, perplexity of files",
         "meshtrain eval runs/quickstart --files README.md",
     ),
     "generate": (

@@ -121,7 +121,7 @@ def value_schema(hint: Any, limits: Limits = NO_LIMITS) -> dict[str, Any]:
     if is_stepwise(hint):
         pair = [value_schema(int, Limits(minimum=0)), value_schema(get_args(args[0])[1], limits)]
         items = {"type": "array", "items": pair, "minItems": 2, "maxItems": 2}
-        return {"type": "array", "items": items, "minItems": 1}
+        return {"type": "array", "items": items}  # none: as without the key, where its default is none
     if kind in (list, tuple):
         inner = [value_schema(argument, limits) for argument in args if argument is not Ellipsis]
         fixed = {"minItems": len(args), "maxItems": len(args)} if kind is tuple and args and ... not in args else {}

@@ -188,6 +188,7 @@ def fake_world(layout: Layout, rank: int, device_type: str) -> Iterator[Mesh]:
         stack.enter_context(patch("torch.optim.optimizer._get_fused_kernels_supported_devices", lambda: ["meta"]))
         stack.enter_context(patch.object(torch_private, "traced_for", device_type))
         stack.enter_context(patch("meshtrain.parallel.parallelize.undecided", lambda *_: []))  # its start asks
+        stack.enter_context(patch("meshtrain.parallel.parallelize.allocate", lambda *_: None))  # all stays on meta
         wants = patch.object(attention, "wants_repeated", lambda _, *kind: repeated(device_type, *kind))
         stack.enter_context(wants)
         stack.enter_context(

@@ -194,11 +194,10 @@ def test_what_is_wrong_ends_it_with_one_sentence(corpus: Path, capsys: pytest.Ca
 
 MEASURED = """
 import sys
-from types import SimpleNamespace
+from meshtrain.config.schema import Data
 from meshtrain.data.prepare import preparations
 for source, path in (("text", "x.txt"), ("jsonl", "x.jsonl"), ("jsonl", "x.jsonl.gz")):
-    keys = {"tokenizer": "bytes", "validation": 0, "text_field": "text", "cache": "cache"}
-    for preparation in preparations(SimpleNamespace(source=source, path=path, **keys)):
+    for preparation in preparations(Data(source=source, path=path, tokenizer="bytes", validation=0, cache="cache")):
         assert preparation.run(print)
     peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
     print("MiB", int(peak) >> 10, "torch" in sys.modules)
