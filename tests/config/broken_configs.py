@@ -178,7 +178,7 @@ TYPES = [
         "the default is runs/{name}",
     ),
     one("misspelt choice", plus("optimizer: {schedule: cosin}\n"), 4, "`linear`", "did you mean cosine?"),
-    one("choice far from all", plus("optimizer: {name: zzz}\n"), 4, "found the text 'zzz'", "expected one of `adamw`, "),
+    one("choice far from all", plus("optimizer: {name: zzz}\n"), 4, "found the text 'zzz'", "one of `adamw`"),
     one("integer or a word", plus(train="{steps: 100, eval_every: epcoh}"), 3, "'epcoh'", "did you mean epoch?"),
     one("short list", plus("optimizer: {betas: [0.9]}\n"), 4, "a list of 2 numbers", "found a list of 1"),
     one("number for a list", plus("optimizer: {betas: 0.9}\n"), 4, "a list of 2 numbers", "default is [0.9, 0.95]"),
