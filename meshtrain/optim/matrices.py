@@ -37,9 +37,10 @@ class Piece(NamedTuple):
 
 def matrices_of(spec: ParameterSpec, table: Table) -> list[Part]:
     """The matrices of a parameter (m, n) or (E, m, n): as its model's files have them (`stored_as`), so that each
-    expert's gate and up are two, and one of each index of dim 0, where files have them in one. All are of one shape."""
+    expert's gate and up are two, and one of each index of dim 0, where files have them in one. All are of one shape.
+    What no file has, as adapters of LoRA, is taken as it is."""
     matrices = []
-    for stored in stored_tensors(spec.name, spec.shape, table):
+    for stored in stored_tensors(spec.name, spec.shape, table) or stored_tensors(spec.name, spec.shape, {}):
         first, *rest = stored.part
         stacked = len(rest) == 2
         firsts = [slice(i, i + 1) for i in range(first.start, first.stop)] if stacked else [first]

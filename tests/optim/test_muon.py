@@ -152,6 +152,7 @@ def test_matrices_and_who_holds_parts_of_them() -> None:
     assert parts[3] == (slice(1, 2), slice(2, 4), slice(0, 3))
     assert len(matrices_of(spec, {})) == 5
     assert matrices_of(ParameterSpec("w", (4, 3)), {}) == [(slice(0, 4), slice(0, 3))]
+    assert matrices_of(ParameterSpec("w", (4, 3)), {"w": ()}) == [(slice(0, 4), slice(0, 3))], "that no file has"
     layout = Layout({"dp_replicate": 2, "dp_shard": 4}).with_experts(2)
     held = holders_of(spec, layout, range(8))
     assert [(part[0].start, part[0].stop, places) for part, places in held] == [
