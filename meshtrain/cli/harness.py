@@ -13,10 +13,12 @@ from meshtrain.generate import generate_batch
 from meshtrain.run.scoring import Scorer
 
 GENERATED = 256  # tokens, where a task does not say how many
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is given
+_OPTIONS = {"until", "do_sample", "temperature", "top_p", *_LENGTHS}
 
 
 class HarnessModel(TemplateLM):
-    """What the harness asks of a model: likelihoods of continuations, and texts."""
+    """What the harness asks of a model: likelihoods of continuations and of texts, and texts."""
 
     backend = "causal"
 
@@ -35,20 +37,36 @@ class HarnessModel(TemplateLM):
         return self.scorer.score([(before, predicted) for _, before, predicted in requests])
 
     def loglikelihood_rolling(self, requests: list[Any], **unused: Any) -> list[float]:
-        """Raises InputError: whole texts are measured by `--files`, and not by a task."""
-        raise InputError(
-            "tasks of the type loglikelihood_rolling are not scored: use --files for the perplexity of texts"
-        )
+        """Each token of a text is predicted once, after the end of a document; the last window has as much before it
+        as the model sees."""
+        pairs, owners = [], []
+        for i, request in enumerate(requests):
+            tokens, most = [self.eot_token_id, *self.tok_encode(request.args[0])], self.scorer.seq_len
+            for first in range(1, len(tokens), most):
+                end = min(first + most, len(tokens))
+                pairs.append((tokens[max(0, end - most - 1) : first], tokens[first:end]))
+                owners.append(i)
+        sums = [0.0] * len(requests)
+        for i, (value, _) in zip(owners, self.scorer.score(pairs), strict=True):
+            sums[i] += value
+        return sums
 
     def generate_until(self, requests: list[Any], **unused: Any) -> list[str]:
         return [self._generate(*request.args) for request in requests]
 
     def _generate(self, prompt: str, options: dict[str, Any]) -> str:
+        """Raises InputError: the task has an option of generation that is not followed here."""
+        if others := [key for key, value in options.items() if key not in _OPTIONS and value not in (None, 0, 1)]:
+            raise InputError(
+                f"generation_kwargs: {', '.join(others)}: expected of {', '.join(sorted(_OPTIONS))} only, in the task"
+            )
         until = [options["until"]] if isinstance(options.get("until"), str) else list(options.get("until") or ())
-        length = min(options.get("max_gen_toks", GENERATED), self.scorer.seq_len - 1)
+        lengths = [int(options[key]) for key in _LENGTHS if options.get(key) is not None]
+        length = min([*lengths, GENERATED][0], self.scorer.seq_len - 1)
         tokens = self.tok_encode(prompt)[-(self.scorer.seq_len - length) :] or [self.eot_token_id]
         settings: dict[str, Any] = {"seq_len": self.scorer.seq_len, "device": self.scorer.device, "seed": 0}
-        settings["temperature"] = options.get("temperature", 0.0) if options.get("do_sample") else 0.0
+        settings["temperature"] = 0.0 if options.get("do_sample") is False else float(options.get("temperature", 0.0))
+        settings["top_p"] = float(options.get("top_p", 1.0))
         (row,) = generate_batch(self.scorer.model, [tokens], length, **settings)
         added = row[len(tokens) :]
         if self.eot_token_id in added:

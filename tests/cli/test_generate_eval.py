@@ -128,6 +128,12 @@ doc_to_choice: "{{choices}}"
 doc_to_target: "{{label}}"
 metric_list: [{metric: acc}, {metric: acc_norm}]
 """,
+    "tiny_text": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]
+""",
     "tiny_write": """
 output_type: generate_until
 doc_to_text: "{{question}}"
@@ -138,12 +144,36 @@ metric_list: [{metric: exact_match}]
 }
 
 
+OURS = """
+import argparse, json, sys
+from meshtrain.cli.checkpoint_model import add_model_arguments, opened_model
+from meshtrain.cli.harness import HarnessModel
+from meshtrain.data.tokenizer import open_tokenizer
+from meshtrain.run.scoring import Scorer
+from lm_eval.api.instance import Instance
+parser = argparse.ArgumentParser()
+add_model_arguments(parser)
+parser.add_argument("--requests")
+options = parser.parse_args()
+requests = json.load(open(options.requests))
+with opened_model(options) as (model, config, job, _):
+    scorer = Scorer(model, job.device, config.data.seq_len, 8)
+    ours = HarnessModel(scorer, open_tokenizer(config.data.tokenizer))
+    made = {kind: [Instance(kind, {}, tuple(one), i) for i, one in enumerate(of)] for kind, of in requests.items()}
+    answers = {kind: getattr(ours, kind)(of) for kind, of in made.items()}
+    if job.rank == 0:
+        print(json.dumps(answers))
+"""
+
+
 @pytest.mark.integrations
 @pytest.mark.timeout(600)
-def test_lm_eval_gives_the_score_that_it_gives_transformers(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of an exported checkpoint; ours over tp."""
+def test_lm_eval_gives_what_it_gives_transformers(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an exported checkpoint in float32: the answer to each request, and the scores; ours over tp too.
+
+    Theirs without `logits_cache`: with it, of requests with the same tokens in a batch, cut into context and
+    continuation at different places, theirs takes the logits of wrong positions (lm_eval 0.4.13).
+    """
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     import lm_eval
@@ -154,10 +184,10 @@ def test_lm_eval_gives_the_score_that_it_gives_transformers(
     words = ["the", "mesh", "has", "ranks", "and", "every", "rank", "a", "shard", "of", "each", "layer"]
     documents = [
         {
-            "question": f"{a} {b}",
+            "question": f"{a} {b}" * (1 + 9 * (i % 2)),  # some are longer than what the model sees
             "choices": [f" {c} {a}", f" {b}", f" {a} {c} {c}"],
             "label": i % 3,
-            "text": f"{a} {b} " * 40,
+            "text": " ".join(words[(j * j * (i % 4) + j + i) % 12] for j in range(7 + 11 * i)),
         }
         for i, (a, b, c) in enumerate(zip(words, words[3:], words[5:], strict=False))
     ]
@@ -167,20 +197,32 @@ def test_lm_eval_gives_the_score_that_it_gives_transformers(
         (tmp_path / f"{name}.yaml").write_text(f"{head}{tmp_path}/documents.json}}}}{task}")
     assert cli.main(["export", str(run / "runs"), str(tmp_path / "exported")]) == 0
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(run / "tokenizer.json"), eos_token="<|endoftext|>")
-    theirs = HFLM(
-        pretrained=AutoModelForCausalLM.from_pretrained(tmp_path / "exported"),
-        tokenizer=tokenizer,
-        max_length=S,
-        batch_size=3,
-    )
-    manager = TaskManager(include_path=str(tmp_path))
-    expected = lm_eval.simple_evaluate(theirs, tasks=[*TASKS], task_manager=manager, bootstrap_iters=0)["results"]
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    theirs = HFLM(pretrained=exported, tokenizer=tokenizer, max_length=S, batch_size=3, logits_cache=False)
+    settings = {"tasks": [*TASKS], "task_manager": TaskManager(include_path=str(tmp_path)), "bootstrap_iters": 0}
+    expected = lm_eval.simple_evaluate(theirs, log_samples=True, **settings)
+    requests: dict[str, list[list[object]]] = {}
+    answers: dict[str, list[object]] = {}
+    for name, kind in zip(TASKS, ("loglikelihood", "loglikelihood_rolling", "generate_until"), strict=True):
+        samples = expected["samples"][name]
+        requests[kind] = [list(one) for sample in samples for one in sample["arguments"]]
+        answers[kind] = [one[0] for sample in samples for one in sample["resps"]]
+    (tmp_path / "requests.json").write_text(json.dumps(requests))
+    (tmp_path / "ours.py").write_text(OURS)
+    for processes, layout in ((1, "{}"), (2, "{tp: 2}")):
+        arguments = [run / "runs", "--requests", tmp_path / "requests.json", "--layout", layout]
+        out = forked(processes, tmp_path / "ours.py", *arguments).check().out
+        ours = json.loads(out.splitlines()[-1])
+        assert ours["generate_until"] == answers["generate_until"], layout
+        assert ours["loglikelihood_rolling"] == pytest.approx(answers["loglikelihood_rolling"], rel=1e-6), layout
+        numbers = [[value for value, _ in of["loglikelihood"]] for of in (ours, answers)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=1e-6), layout
+        assert [likeliest for _, likeliest in ours["loglikelihood"]] == [it for _, it in answers["loglikelihood"]]
+
     arguments = ["--tasks", ",".join(TASKS), "--include-path", tmp_path, "--layout", "{tp: 2}", "--json"]
     found = json.loads(command(2, "eval", run / "runs", *arguments).splitlines()[-1])
-    for name in TASKS:
-        scores = {
-            key: value for key, value in expected[name].items() if isinstance(value, float) and "stderr" not in key
-        }
+    for name, of_task in expected["results"].items():
+        scores = {key: value for key, value in of_task.items() if isinstance(value, float) and "stderr" not in key}
         assert len(scores) in (1, 2)
         assert {key: found[name][key] for key in scores} == pytest.approx(scores, rel=1e-5), name
     assert 0 < found["tiny_choice"]["acc,none"] < 1, "worth comparing"
