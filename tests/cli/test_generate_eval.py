@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from meshtrain.checkpoint.weights import load_weights
 from meshtrain.cli import main as cli
 from meshtrain.cli.eval import windows
 from meshtrain.config import Config
+from meshtrain.data.tokenizer import ByteTokenizer
+from meshtrain.errors import InputError
 from meshtrain.modeling.build import plain_model
 from tests.launching import forked
 
@@ -51,7 +55,7 @@ def command(processes: int, *arguments: str | Path) -> str:
 
 
 def test_text_from_the_command_line(run: Path) -> None:
-    common = [
+    common: list[str | Path] = [
         "generate",
         run / "runs",
         "--prompt",
@@ -201,17 +205,20 @@ def test_lm_eval_gives_what_it_gives_transformers(run: Path, tmp_path: Path, mon
     theirs = HFLM(pretrained=exported, tokenizer=tokenizer, max_length=S, batch_size=3, logits_cache=False)
     settings = {"tasks": [*TASKS], "task_manager": TaskManager(include_path=str(tmp_path)), "bootstrap_iters": 0}
     expected = lm_eval.simple_evaluate(theirs, log_samples=True, **settings)
-    requests: dict[str, list[list[object]]] = {}
-    answers: dict[str, list[object]] = {}
+    requests: dict[str, list[list[Any]]] = {}
+    answers: dict[str, list[Any]] = {}
     for name, kind in zip(TASKS, ("loglikelihood", "loglikelihood_rolling", "generate_until"), strict=True):
         samples = expected["samples"][name]
         requests[kind] = [list(one) for sample in samples for one in sample["arguments"]]
         answers[kind] = [one[0] for sample in samples for one in sample["resps"]]
+    requests = json.loads(json.dumps(requests))
+    for _, options in requests["generate_until"][::2]:
+        options["max_new_tokens"] = options.pop("max_gen_toks")  # another name of it
     (tmp_path / "requests.json").write_text(json.dumps(requests))
     (tmp_path / "ours.py").write_text(OURS)
     for processes, layout in ((1, "{}"), (2, "{tp: 2}")):
-        arguments = [run / "runs", "--requests", tmp_path / "requests.json", "--layout", layout]
-        out = forked(processes, tmp_path / "ours.py", *arguments).check().out
+        on_layout: list[str | Path] = [run / "runs", "--requests", tmp_path / "requests.json", "--layout", layout]
+        out = forked(processes, tmp_path / "ours.py", *on_layout).check().out
         ours = json.loads(out.splitlines()[-1])
         assert ours["generate_until"] == answers["generate_until"], layout
         assert ours["loglikelihood_rolling"] == pytest.approx(answers["loglikelihood_rolling"], rel=1e-6), layout
@@ -219,10 +226,54 @@ def test_lm_eval_gives_what_it_gives_transformers(run: Path, tmp_path: Path, mon
         assert numbers[0] == pytest.approx(numbers[1], rel=1e-6), layout
         assert [likeliest for _, likeliest in ours["loglikelihood"]] == [it for _, it in answers["loglikelihood"]]
 
-    arguments = ["--tasks", ",".join(TASKS), "--include-path", tmp_path, "--layout", "{tp: 2}", "--json"]
+    arguments: list[str | Path] = [
+        "--tasks",
+        ",".join(TASKS),
+        "--include-path",
+        tmp_path,
+        "--layout",
+        "{tp: 2}",
+        "--json",
+    ]
     found = json.loads(command(2, "eval", run / "runs", *arguments).splitlines()[-1])
     for name, of_task in expected["results"].items():
         scores = {key: value for key, value in of_task.items() if isinstance(value, float) and "stderr" not in key}
         assert len(scores) in (1, 2)
         assert {key: found[name][key] for key in scores} == pytest.approx(scores, rel=1e-5), name
     assert 0 < found["tiny_choice"]["acc,none"] < 1, "worth comparing"
+
+
+@pytest.mark.integrations
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (S - 1, 0.0, 1.0)),
+        ({"max_new_tokens": 5, "temperature": 0.7, "top_p": 0.9}, (5, 0.7, 0.9)),
+        ({"max_gen_toks": 4, "max_tokens": 9, "do_sample": True, "temperature": 0.2}, (4, 0.2, 1.0)),
+        ({"do_sample": False, "temperature": 1, "num_beams": 1}, (S - 1, 0.0, 1.0)),
+    ],
+)
+def test_options_of_generation_mean_what_they_mean_to_lm_eval(
+    options: dict[str, Any], expected: tuple[int, float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from meshtrain.cli import harness
+
+    seen = []
+
+    def generate_batch(model: None, prompts: list[list[int]], length: int, **settings: Any) -> list[list[int]]:
+        seen.append((length, settings["temperature"], settings["top_p"]))
+        return prompts
+
+    monkeypatch.setattr(harness, "generate_batch", generate_batch)
+    scorer: Any = SimpleNamespace(seq_len=S, model=None, device=None)
+    harness.HarnessModel(scorer, ByteTokenizer())._generate("a", options)
+    assert seen == [expected]
+
+
+@pytest.mark.integrations
+def test_an_option_of_generation_that_is_not_followed_is_told() -> None:
+    from meshtrain.cli.harness import HarnessModel
+
+    nothing: Any = None  # it is told before anything runs
+    with pytest.raises(InputError, match="generation_kwargs: num_beams: expected"):
+        HarnessModel(nothing, nothing)._generate("a", {"num_beams": 10, "repetition_penalty": 1.0})
