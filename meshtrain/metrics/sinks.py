@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from meshtrain.job.storage import warn, write_whole
 
@@ -105,7 +105,7 @@ class Wandb(_Curves):
         config = None if run.config is None else dict(run.config)
         self._run = wandb.init(
             project=project, entity=entity, name=name or run.name, id=file.read_text().strip(), resume="allow",
-            dir=str(run.folder), mode=mode, config=config, settings=wandb.Settings(console="off"),
+            dir=str(run.folder), mode=cast(Any, mode), config=config, settings=wandb.Settings(console="off"),
         )  # fmt: skip
 
     def add(self, step: int, values: dict[str, float]) -> None:
