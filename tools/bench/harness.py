@@ -359,7 +359,7 @@ def table(result: dict[str, Any]) -> str:
     """The summary for people."""
     overhead = result["overhead_ms_per_action"]
     labels = [f"{ratio['side']} / {ratio['to']}" for ratio in result["ratios"]]
-    width = max(50, *map(len, labels))
+    width = max([50, *map(len, labels)])
     lines = [
         f"{result['machine']}; load {result['load_before']:.1f} before, {result['load_after']:.1f} after; "
         f"{result['pairs']} pairs of {result['steps']} steps"
