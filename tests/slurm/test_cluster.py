@@ -190,7 +190,9 @@ def test_a_run_that_is_stopped_comes_back(cluster: Cluster, submit: Callable, lo
 def test_a_run_that_is_preempted_while_it_starts_comes_back(
     cluster: Cluster, submit: Callable, losses: list[float]
 ) -> None:
-    job, run, printed = submit("train.sbatch")
+    """If the signal comes before anybody hears it, SLURM ends the job after its grace time, before the run is done."""
+    slow = "train.chaos=[{fault: slow, rank: 0, step: 1, until: 19, seconds: 10}]"
+    job, run, printed = submit("train.sbatch", slow)
     cluster.wait(job, lambda found: (run.folder / "logs").exists())
     urgent = preempt(cluster)
     assert cluster.wait(urgent)["JobState"] == "COMPLETED"
