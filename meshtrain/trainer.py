@@ -122,7 +122,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self._step, self._batches, self._on_device = step, microbatches, None
         self.share = share(self.sizes.size(step - 1), self.mesh.size(*DATA_AXES), self.mesh.index(*DATA_AXES))
-        valid = ((b.targets.numpy() != IGNORE).reshape(len(b.targets), -1).sum(1).tolist() for b in microbatches)
+        valid = ((b.targets != IGNORE).reshape(len(b.targets), -1).sum(1).tolist() for b in microbatches)
         self._valid = [count for counts in valid for count in counts]  # targets of each sample of this rank
         self._losses, self._correct = {}, []
         # FSDP takes gradients in 16 bits, to which the sum would be rounded in the place of its addends.
