@@ -293,8 +293,8 @@ class TracedStep:
                 peaks, live.peaks, live.count = live.peaks, {}, 0
                 self.trainer.forward_backward(1, self.microbatches)
                 self.trainer.optimizer_step(1)
-            for found in (live.peaks, peaks) if len(peaks) > 1 else ():
-                found.pop(" ", None)  # between the parts of a step a host computes, too
+            for counted in (live.peaks, peaks) if len(peaks) > 1 else ():
+                counted.pop(" ", None)  # between the parts of a step a host computes, too
             assert live.peaks == peaks  # steps are alike
         gc.collect()  # cycles hold memory for as long as it happens
         moment = max(peaks, key=lambda moment: peaks[moment][0])
