@@ -54,6 +54,8 @@ class LiveBytes(TorchDispatchMode):
         if args and name == "meshtrain::message_sizes" and args[0].is_meta:
             sizes = [self.rows // len(args[1])] * len(args[1])  # without values: experts are equally loaded
             return torch.tensor([sizes, sizes])
+        if name == "aten::addmm" and args[0].is_meta and "out" in kwargs:  # for which torch 2.11 has no shapes
+            return kwargs["out"]
         run = implementations.get(name) if name not in WITHOUT_SHAPES else None
         if run is None:
             return func(*args, **kwargs)
