@@ -156,7 +156,8 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    if weight is not None and weight.dtype != x.dtype:  # a GPU takes these apart, too
+    is_apart = weight is not None and weight.dtype != x.dtype  # on a GPU, too
+    if is_apart or torch.compiler.is_compiling():
         return torch.ops.aten._fused_rms_norm(x, list(shape), weight, eps)[0]
     return _RMSNorm.apply(x, list(shape), weight)
 
