@@ -15,27 +15,26 @@ from meshtrain.data.tokens import Corpus, MappedArray, outside_vocabulary
 class Stream:
     """Runs of a token file read as one sequence of tokens."""
 
-    def __init__(self, corpus: Corpus, starts: np.ndarray, lengths: np.ndarray, documents: np.ndarray) -> None:
-        """`starts`, `lengths`: the runs, in tokens of the file; neighbours that touch are merged. `documents`: where
-        documents begin, ascending, counted in this stream."""
-        starts, lengths = starts[lengths > 0], lengths[lengths > 0]
-        is_first = np.ones(len(starts), bool)  # where a run begins that does not go on from the one before
-        is_first[1:] = starts[1:] != starts[:-1] + lengths[:-1]
-        self.corpus = corpus
-        self.documents = documents
+    def __init__(self, corpus: Corpus, starts: np.ndarray, lengths: np.ndarray, documents: int) -> None:
+        """`starts`, `lengths`: the runs, in tokens of the file; neighbours that touch are merged. `documents`: how many
+        begin in it."""
+        starts, lengths = _merge(starts, lengths)
         ends = np.cumsum(lengths)
+        self.corpus, self.documents = corpus, documents
         self.size = int(ends[-1]) if len(ends) else 0
         # Run r covers positions [begins[r], begins[r + 1]) of the stream; p of it is p + shifts[r] in the file.
-        self.begins = np.append((ends - lengths)[is_first], self.size)
-        self.shifts = starts[is_first] - self.begins[:-1]
+        self.begins = np.append(ends - lengths, self.size)
+        self.shifts = starts - self.begins[:-1]
 
     @classmethod
     def of(cls, corpus: Corpus, selected: np.ndarray) -> "Stream":
         """The selected documents, (D,) bool, one after the other."""
-        sequences = np.repeat(selected, np.diff(corpus.bounds))
-        ends = np.concatenate([[0], np.cumsum(corpus.lengths)])
-        sizes = np.diff(ends[corpus.bounds])[selected]
-        return cls(corpus, corpus.starts[sequences], corpus.lengths[sequences], np.cumsum(sizes) - sizes)
+        runs = []
+        for piece in corpus.pieces():
+            sequences = np.repeat(selected[piece.documents], piece.counts)
+            runs.append(_merge(piece.starts[sequences], piece.lengths[sequences]))
+        starts, lengths = (np.concatenate(parts) for parts in zip(*runs, strict=True))
+        return cls(corpus, starts, lengths, int(np.count_nonzero(selected)))
 
     def __len__(self) -> int:
         return self.size
@@ -43,8 +42,16 @@ class Stream:
     def slice(self, start: int, stop: int) -> "Stream":
         """The positions [start, stop) of this stream as a stream."""
         begins, ends = np.clip(self.begins[:-1], start, stop), np.clip(self.begins[1:], start, stop)
-        inside = (self.documents >= start) & (self.documents < stop)
-        return Stream(self.corpus, begins + self.shifts, ends - begins, self.documents[inside] - start)
+        return Stream(self.corpus, begins + self.shifts, ends - begins, len(self.document_begins(start, stop)))
+
+    def document_begins(self, start: int, stop: int) -> np.ndarray:
+        """Where in [start, stop) of this stream documents begin, ascending."""
+        first, last = np.searchsorted(self.begins[:-1], np.array([start, stop]), "right")
+        parts = [np.empty(0, np.int64)]
+        for run in range(max(int(first) - 1, 0), int(last)):
+            shift, inside = self.shifts[run], np.clip(self.begins[run : run + 2], start, stop)
+            parts.append(self.corpus.begins(*(inside + shift)) - shift)
+        return np.concatenate(parts)
 
     def read(self, source: MappedArray, position: int, out: np.ndarray) -> None:
         """Fills `out` with what stands at `position` and after it in a file that is parallel to the tokens."""
@@ -64,6 +71,13 @@ class Stream:
         runs = zip(self.begins[:-1] + self.shifts, self.begins[1:] + self.shifts, strict=True)
         count = sum(int(np.count_nonzero(loss.array[start:stop])) for start, stop in runs)
         return count - int(loss.array[self.shifts[0]] != 0) if self.size else 0
+
+
+def _merge(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and lengths of runs, of which those that touch are one and none is empty."""
+    starts, lengths = starts[lengths > 0], lengths[lengths > 0]
+    firsts = np.flatnonzero(np.append(True, starts[1:] != starts[:-1] + lengths[:-1])[: len(starts)])
+    return starts[firsts], np.add.reduceat(lengths, firsts) if len(firsts) else lengths
 
 
 class PackedTokens:
@@ -138,8 +152,7 @@ class TokenSamples(Samples):
                 assert stream.corpus.loss is not None
                 stream.read(stream.corpus.loss, position + 1, loss[row])
             if begins is not None:
-                first, last = np.searchsorted(stream.documents, (position, position + width))
-                begins[row, stream.documents[first:last] - position] = True
+                begins[row, stream.document_begins(position, position + width) - position] = True
                 begins[row, 0] = True
         self._check(rows, items)
         return PackedTokens(rows, loss, begins, valid)
@@ -147,9 +160,9 @@ class TokenSamples(Samples):
     def document_lengths(self, indices: Sequence[int]) -> np.ndarray | None:
         if not self.mask_documents:
             return None
-        starts, size, documents = np.asarray(indices) * self.seq_len, self.seq_len, self.stream.documents
-        inside = zip(starts, *np.searchsorted(documents, [starts + 1, starts + size]), strict=True)
-        return np.concatenate([np.diff(documents[a:b], prepend=start, append=start + size) for start, a, b in inside])
+        size = self.seq_len
+        inside = ((i * size, self.stream.document_begins(i * size + 1, (i + 1) * size)) for i in indices)
+        return np.concatenate([np.diff(begins, prepend=start, append=start + size) for start, begins in inside])
 
     def _check(self, rows: np.ndarray, items: Sequence[tuple[int, int]]) -> None:
         """A wrong id would end in an assertion on the device, which names no file."""

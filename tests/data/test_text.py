@@ -16,6 +16,7 @@ from meshtrain.data.batch import IGNORE
 from meshtrain.data.packing import Stream, TokenSamples
 from meshtrain.data.split import held_out_mask, split_at_end
 from meshtrain.data.tokenizer import open_tokenizer
+from meshtrain.data.megatron import MegatronCorpus
 from meshtrain.data.tokens import Corpus, Document, MappedArray, write
 from meshtrain.errors import InputError
 
@@ -281,18 +282,19 @@ def corpus_of(tmp_path: Path, documents: list[list[int]]) -> Corpus:
         flat += [99, 99]
         starts[number] = len(flat)
         flat += documents[number]
-    path = tmp_path / "tokens"
-    path.write_bytes(np.array([*flat, 99], "<u2").tobytes())
-    return Corpus(
-        name=str(path),
-        tokens=MappedArray(path, "uint16", len(flat) + 1),
-        loss=None,
-        starts=np.array([starts[number] for number in range(len(documents))]),
-        lengths=np.array([len(document) for document in documents]),
-        bounds=np.arange(len(documents) + 1),
-        text_bytes=None,
-        largest_id=None,
-        tokenizer=None,
+
+    def array(name: str, values: Iterable[int], dtype: str) -> MappedArray:
+        data = np.fromiter(values, np.dtype(dtype).newbyteorder("<"))
+        (tmp_path / name).write_bytes(data.tobytes())
+        return MappedArray(tmp_path / name, dtype, len(data))
+
+    return MegatronCorpus(
+        name=str(tmp_path / "tokens"),
+        tokens=array("tokens", [*flat, 99], "uint16"),
+        documents=len(documents),
+        offsets=array("offsets", (2 * starts[number] for number in range(len(documents))), "int64"),
+        lengths=array("lengths", map(len, documents), "int32"),
+        bounds=array("bounds", range(len(documents)), "int64"),  # the last one is left out, as Megatron may
         fingerprint="",
     )
 
