@@ -8,7 +8,6 @@ closed by S (int64 x D); multimodal files add modes (int8 x S). Source: megatron
 
 import hashlib
 import struct
-from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +27,7 @@ _HASHED_BYTES = 1 << 20  # of either end of the .bin; the .idx is hashed whole
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronCorpus(Corpus):
-    """Documents of several sequences each, which lie anywhere in the file: `offsets` are those of sequences, in bytes."""
+    """Documents of several sequences each, which lie anywhere in the file; `offsets`: of sequences, in bytes."""
 
     lengths: MappedArray  # (S,) of sequences, in tokens
     bounds: MappedArray  # (D + 1,) document d is sequences bounds[d] to bounds[d + 1]; the last bound may lack
@@ -40,30 +39,30 @@ class MegatronCorpus(Corpus):
         starts = self.offsets.array[inside] // self.tokens.dtype.itemsize
         return Piece(slice(first, stop), starts, self.lengths.array[inside].astype(np.int64), np.diff(bounds))
 
-    def begins(self, start: int, stop: int) -> np.ndarray:
-        if self._sorted is not None:
-            return self._sorted[slice(*np.searchsorted(self._sorted, np.array([start, stop])))]
-        numbers = range(self.documents)
-        first, last = (bisect_left(numbers, place, key=self._begin) for place in (start, stop))
-        return np.array([self._begin(number) for number in numbers[first:last]], np.int64)
+    def begins(self, documents: np.ndarray) -> np.ndarray:
+        return self._begins(documents) if self._sorted is None else self._sorted[documents]
 
-    def _begin(self, number: int) -> int:
-        """Where a document begins in the file, in tokens; behind it, if it is the last, and empty."""
-        sequence = int(self.bounds.array[number])
-        if sequence == self.offsets.count:
-            return self.tokens.count
-        return int(self.offsets.array[sequence]) // self.tokens.dtype.itemsize
+    def first_from(self, places: np.ndarray) -> np.ndarray:
+        low, high = np.zeros(len(places), np.int64), np.full(len(places), self.documents)
+        while (is_open := low < high).any():  # a binary search for each place
+            middle = (low + high) // 2
+            before = is_open & (self.begins(np.minimum(middle, self.documents - 1)) < places)
+            low, high = np.where(before, middle + 1, low), np.where(is_open & ~before, middle, high)
+        return low
+
+    def _begins(self, documents: np.ndarray) -> np.ndarray:
+        sequences = self.bounds.array[documents]  # of an empty document, the one behind it
+        starts = self.offsets.array[np.minimum(sequences, self.offsets.count - 1)] // self.tokens.dtype.itemsize
+        return np.where(sequences < self.offsets.count, starts, self.tokens.count)
 
     @cached_property
     def _sorted(self) -> np.ndarray | None:
-        """All `_begin`s in order; None where they are, as Megatron writes them."""
-        last = -1
-        for piece in self.pieces():
-            firsts = piece.starts[(np.cumsum(piece.counts) - piece.counts)[piece.counts > 0]]
-            if (np.diff(firsts, prepend=last) < 0).any():
-                return np.sort([self._begin(number) for number in range(self.documents)])
-            last = firsts[-1] if len(firsts) else last
-        return None
+        """Where documents begin, in order; None: they lie in the order of their numbers, as Megatron writes them."""
+        firsts = range(0, self.documents, PIECE)
+        pieces = (self._begins(np.arange(first, min(first + PIECE + 1, self.documents))) for first in firsts)
+        if all((np.diff(begins) >= 0).all() for begins in pieces):
+            return None
+        return np.sort(self._begins(np.arange(self.documents)))
 
 
 def open_megatron(prefix: str) -> Corpus:

@@ -42,16 +42,22 @@ class Stream:
     def slice(self, start: int, stop: int) -> "Stream":
         """The positions [start, stop) of this stream as a stream."""
         begins, ends = np.clip(self.begins[:-1], start, stop), np.clip(self.begins[1:], start, stop)
-        return Stream(self.corpus, begins + self.shifts, ends - begins, len(self.document_begins(start, stop)))
+        return Stream(
+            self.corpus,
+            begins + self.shifts,
+            ends - begins,
+            len(self.document_begins(np.array([start]), np.array([stop]))[0]),
+        )
 
-    def document_begins(self, start: int, stop: int) -> np.ndarray:
-        """Where in [start, stop) of this stream documents begin, ascending."""
-        first, last = np.searchsorted(self.begins[:-1], np.array([start, stop]), "right")
-        parts = [np.empty(0, np.int64)]
-        for run in range(max(int(first) - 1, 0), int(last)):
-            shift, inside = self.shifts[run], np.clip(self.begins[run : run + 2], start, stop)
-            parts.append(self.corpus.begins(*(inside + shift)) - shift)
-        return np.concatenate(parts)
+    def document_begins(self, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where documents begin in windows [start, stop) of this stream, ascending in each, and the window of each."""
+        first, last = np.searchsorted(self.begins[:-1], starts, "right") - 1, np.searchsorted(self.begins[:-1], stops)
+        window, run = _in_ranges(np.maximum(first, 0), last)
+        low, high = starts[window], stops[window]
+        low, high = np.maximum(low, self.begins[run]), np.minimum(high, self.begins[run + 1])
+        shifts = self.shifts[run]
+        part, number = _in_ranges(self.corpus.first_from(low + shifts), self.corpus.first_from(high + shifts))
+        return self.corpus.begins(number) - shifts[part], window[part]
 
     def read(self, source: MappedArray, position: int, out: np.ndarray) -> None:
         """Fills `out` with what stands at `position` and after it in a file that is parallel to the tokens."""
@@ -78,6 +84,13 @@ def _merge(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndar
     starts, lengths = starts[lengths > 0], lengths[lengths > 0]
     firsts = np.flatnonzero(np.append(True, starts[1:] != starts[:-1] + lengths[:-1])[: len(starts)])
     return starts[firsts], np.add.reduceat(lengths, firsts) if len(firsts) else lengths
+
+
+def _in_ranges(firsts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of all ranges [first, stop), one after the other: of which range each is, and the number."""
+    counts = np.maximum(stops - firsts, 0)
+    ranges = np.repeat(np.arange(len(counts)), counts)
+    return ranges, np.arange(len(ranges)) + (firsts - np.cumsum(counts) + counts)[ranges]
 
 
 class PackedTokens:
@@ -151,18 +164,24 @@ class TokenSamples(Samples):
             if loss is not None:
                 assert stream.corpus.loss is not None
                 stream.read(stream.corpus.loss, position + 1, loss[row])
-            if begins is not None:
-                begins[row, stream.document_begins(position, position + width) - position] = True
-                begins[row, 0] = True
+        if begins is not None:
+            starts = np.array([index * width for _, index in items], np.int64)
+            places, rows_of = stream.document_begins(starts, starts + width)
+            begins[rows_of, places - starts[rows_of]] = True
+            begins[:, 0] = True
         self._check(rows, items)
         return PackedTokens(rows, loss, begins, valid)
 
     def document_lengths(self, indices: Sequence[int]) -> np.ndarray | None:
         if not self.mask_documents:
             return None
-        size = self.seq_len
-        inside = ((i * size, self.stream.document_begins(i * size + 1, (i + 1) * size)) for i in indices)
-        return np.concatenate([np.diff(begins, prepend=start, append=start + size) for start, begins in inside])
+        starts = np.asarray(indices, np.int64) * self.seq_len
+        ends = starts + self.seq_len
+        places, samples = self.stream.document_begins(starts + 1, ends)
+        numbers = np.arange(len(starts))
+        samples, places = np.concatenate([numbers, samples, numbers]), np.concatenate([starts, places, ends])
+        order = np.lexsort((places, samples))
+        return np.diff(places[order])[np.diff(samples[order]) == 0]
 
     def _check(self, rows: np.ndarray, items: Sequence[tuple[int, int]]) -> None:
         """A wrong id would end in an assertion on the device, which names no file."""

@@ -120,11 +120,13 @@ class Corpus:
         offsets = self.offsets.array[first : stop + 1]
         return Piece(slice(first, stop), offsets[:-1], np.diff(offsets), np.ones(stop - first, np.int64))
 
-    def begins(self, start: int, stop: int) -> np.ndarray:
-        """Where documents begin in [start, stop) of the file, ascending."""
-        offsets = self.offsets.array
-        first, last = np.searchsorted(offsets, np.array([start, stop]))
-        return offsets[first:last]
+    def begins(self, documents: np.ndarray) -> np.ndarray:
+        """Where documents begin in the file, by their numbers in the order in which they lie there."""
+        return self.offsets.array[documents]
+
+    def first_from(self, places: np.ndarray) -> np.ndarray:
+        """The number, in that order, of the first document that begins at each place or after it."""
+        return np.searchsorted(self.offsets.array, places)
 
     def check_ids(self, n_outputs: int | None) -> None:
         """Raises InputError if the file has an id outside the vocabulary, as far as its header or beginning shows."""

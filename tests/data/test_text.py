@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from meshtrain.data import OpenData
 from meshtrain.data.batch import IGNORE
+from meshtrain.data.megatron import MegatronCorpus
 from meshtrain.data.packing import Stream, TokenSamples
 from meshtrain.data.split import held_out_mask, split_at_end
 from meshtrain.data.tokenizer import open_tokenizer
-from meshtrain.data.megatron import MegatronCorpus
 from meshtrain.data.tokens import Corpus, Document, MappedArray, write
 from meshtrain.errors import InputError
 
