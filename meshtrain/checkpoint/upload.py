@@ -201,11 +201,11 @@ class Uploads:
             return
         from fsspec.callbacks import Callback
 
-        last, some = [time.monotonic()], asyncio.Semaphore(AT_ONCE)
+        last, slots = [time.monotonic()], asyncio.Semaphore(AT_ONCE)
         callback = Callback(hooks={"moved": lambda *_, **__: last.__setitem__(0, time.monotonic())})
 
         async def transfer(source: str, target: str) -> None:
-            async with some:
+            async with slots:
                 await getattr(self._storage, f"_{name}")(source, target, callback=callback)
 
         async def transfer_all() -> None:
