@@ -21,18 +21,7 @@ from meshtrain.config.errors import ConfigError, ConfigErrors, nearest, yaml_tex
 from meshtrain.config.layout_advice import resolve, world_sizes_text
 from meshtrain.config.model import read_model
 from meshtrain.config.schema import NAMES, SECTIONS, Data, Fault, ModelSection, Optimizer
-from meshtrain.config.tensor import (
-    check_context,
-    check_copies,
-    check_device,
-    check_experts,
-    check_float8,
-    check_groups,
-    check_split,
-    check_stages,
-    check_tuning,
-    expert_ranks,
-)
+from meshtrain.config.tensor import OF_LAYOUT, check_device, check_groups, expert_ranks
 from meshtrain.config.yaml_reader import Node, apply_overrides, describe, read_file, write
 from meshtrain.errors import InputError
 from meshtrain.layout import AXES, Layout, LayoutError, unknown_axis
@@ -99,15 +88,7 @@ class Config:
         layout = None if sizes is None else _resolve_layout(draft, sizes, world_size, again)
         if sizes is not None and (layout is not None or world_size is None):  # one of them may still be -1
             known = sizes if layout is None else layout.sizes
-            for check in (
-                check_tuning,
-                check_split,
-                check_context,
-                check_experts,
-                check_float8,
-                check_stages,
-                check_copies,
-            ):
+            for check in OF_LAYOUT:
                 check(draft, known)
             check_device(draft, known, device)
         check_groups(draft)

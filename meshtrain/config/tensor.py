@@ -296,3 +296,6 @@ def check_device(draft: ConfigDraft, sizes: dict[str, int], device: str | None) 
             f"train.linear_precision {linear_precision} is fast beside train.precision bfloat16 alone, and it is "
             "float32: use precision: bfloat16, or linear_precision: null",
         )
+
+
+OF_LAYOUT = (check_tuning, check_split, check_context, check_experts, check_float8, check_stages, check_copies)
