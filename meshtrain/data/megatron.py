@@ -57,12 +57,18 @@ class MegatronCorpus(Corpus):
 
     @cached_property
     def _sorted(self) -> np.ndarray | None:
-        """Where documents begin, in order; None: they lie in the order of their numbers, as Megatron writes them."""
-        firsts = range(0, self.documents, PIECE)
-        pieces = (self._begins(np.arange(first, min(first + PIECE + 1, self.documents))) for first in firsts)
-        if all((np.diff(begins) >= 0).all() for begins in pieces):
+        """Where documents begin, in order; None: they lie in the order of their numbers and no sequence is empty, as
+        Megatron writes them."""
+        last, in_order = np.array([-1]), True
+        for piece in self.pieces():
+            begins = self._begins(np.arange(piece.documents.start, piece.documents.stop))
+            in_order &= bool((np.diff(begins, prepend=last) >= 0).all() and (piece.lengths > 0).all())
+            last = begins[-1:]
+        if in_order:
             return None
-        return np.sort(self._begins(np.arange(self.documents)))
+        sequences = np.flatnonzero(self.lengths.array)
+        starts = np.append(self.offsets.array[sequences] // self.tokens.dtype.itemsize, self.tokens.count)
+        return np.sort(starts[np.searchsorted(sequences, self.bounds.array[: self.documents])])
 
 
 def open_megatron(prefix: str) -> Corpus:
