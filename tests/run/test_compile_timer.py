@@ -1,4 +1,4 @@
-"""torch.compile in a run: its time is a part of the wall time, what is compiled anew is said, and a restart finds it."""
+"""torch.compile in a run: its time is no training, what is compiled anew is said, and a restart finds all of it."""
 
 import json
 from pathlib import Path
