@@ -35,7 +35,7 @@ SEEN = ("README.md", "configs", "docs", "models", "tools")  # of the repository,
 
 # Added to every training command: documents show real runs, and a test wants to see that they start, train and end.
 SHORT = (
-    "train.epochs=null train.steps=3 train.eval_every=0 train.sample_tokens=8 optimizer.warmup_steps=0 "
+    "train.epochs=null train.steps=3 train.eval_every=0 train.sample_tokens=2 optimizer.warmup_steps=0 "
     "batch.global_size=8 data.seq_len=64 data.workers=0"
 )
 # What .ci/run does before any test: these lines stand in it.
@@ -336,7 +336,7 @@ def test_a_picture_is_what_its_script_draws(name: str, tmp_path: Path) -> None:
     """Fonts and versions of matplotlib move pixels, so sizes are compared, and that something was drawn."""
     script = REPO / "tools" / "pictures" / f"{name.replace('-', '_')}.py"
     drawn = tmp_path / "drawn.png"
-    subprocess.run([sys.executable, script, drawn], check=True, timeout=240, env=os.environ | {"PYTHONPATH": str(REPO)})
+    forked(1, script, drawn).check()
     with Image.open(drawn) as ours, Image.open(REPO / "docs" / "images" / f"{name}.png") as shown:
         assert ours.size == shown.size
         assert len(ours.convert("RGB").getcolors(2**16) or []) > 8
