@@ -118,6 +118,7 @@ PROGRAMS = (
     "promtool",
 )
 STANDALONE = re.compile(r"^torchrun --standalone --nproc-per-node=(\d+) ")
+TWO_HOSTS = re.compile(r"^torchrun --nnodes=2 --nproc-per-node=(\d+) (?:--rdzv-\S+ )+")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -181,10 +182,12 @@ def shortened(command: str, longer: bool = False) -> list[str]:
 
 
 def forked_job(command: str) -> tuple[int, list[str]] | None:
-    """Processes and arguments of what needs neither a shell nor a launcher of its own, and can be forked."""
-    processes, arguments = STANDALONE.match(command), shlex.split(STANDALONE.sub("", command))
-    if processes:
-        return int(processes[1]), arguments
+    """Processes and arguments of what needs neither a shell nor a launcher of its own, and can be forked. Two hosts
+    with the same number of processes are one host; agents meet where the numbers differ (`shortened`)."""
+    for launcher, hosts in ((STANDALONE, 1), (TWO_HOSTS, 2)):
+        if processes := launcher.match(command):
+            return hosts * int(processes[1]), shlex.split(launcher.sub("", command))
+    arguments = shlex.split(command)
     if "--nnodes" in command or {"|", "||", "&&", ">"} & set(arguments):
         return None
     if command.startswith("meshtrain "):
@@ -223,7 +226,7 @@ def test_the_commands_of_a_document_run(document: Path, folder: Path) -> None:
         ended = len(list(folder.glob("runs/*/exit.json")))
         command = command.replace("--standalone --nproc-per-node=gpu", "--standalone --nproc-per-node=2")
         run = shortened(command, longer)
-        plain = None if as_shown else forked_job(run[0])
+        plain = None if as_shown or run[0] != run[-1] else forked_job(run[0])
         if plain is not None:
             jobs = [forked(plain[0], *plain[1], cwd=folder)]
         else:
