@@ -47,7 +47,7 @@ def workloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, width in (("workload.yaml", "intermediate_size"), ("experts.yaml", "moe_intermediate_size")):
         values = yaml.safe_load((FOLDER / name).read_text())
         values["model"] |= {"hidden_size": 64, width: 128, "vocab_size": 300}
-        values["data"]["seq_len"], values["batch"]["global_size"] = 32, 8
+        values["data"]["seq_len"] = 32
         (folder / name).write_text(yaml.safe_dump(values))
     return folder
 
