@@ -1,7 +1,7 @@
 """Memory of the rank that takes most, by arithmetic over the work of its blocks: as good as a search needs it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from meshtrain.config import Config
@@ -52,7 +52,7 @@ def of(
     for rank, count in enumerate(waiting):
         stages = schedule.stages_of(rank)
         own = [work for stage in stages for work in works[slice(*bounds[stage])]]
-        ranks.append(_of_rank(config, layout, own, count / len(stages)))
+        ranks.append(replace(_of_rank(config, layout, own, count / len(stages)), pp=rank))
     return max(ranks, key=lambda memory: memory.total)
 
 

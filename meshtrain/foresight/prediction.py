@@ -1,7 +1,7 @@
 """What is foreseen of a config on its hosts: memory of a rank and time of a step, computed when they are asked for."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -26,7 +26,14 @@ from meshtrain.pipeline.partition import StageSplit, split_blocks
 from meshtrain.pipeline.schedule import load
 
 MOST_RANKS = 4  # of a pipeline each of which is traced
-load = lru_cache(maxsize=64)(load)  # a search asks for few of them many times
+
+
+@lru_cache(maxsize=4096)
+def _schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule:
+    """Of a named one, which may be long, without its actions: those of one microbatch."""
+    if name.endswith(".csv"):
+        return load(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    return replace(short_schedule(name, ranks, stages_per_rank), microbatches=microbatches)
 
 
 @lru_cache(maxsize=1024)
@@ -55,29 +62,24 @@ class Prediction:
     @cached_property
     def schedule(self) -> Schedule | None:
         """Of the pipeline."""
-        section, ranks, count = self.config.pipeline, self.layout.size("pp"), self.microbatches
-        per_rank = section.stages_per_rank
-        return None if ranks == 1 else load(section.schedule, ranks=ranks, microbatches=count, stages_per_rank=per_rank)
+        section, ranks = self.config.pipeline, self.layout.size("pp")
+        return None if ranks == 1 else _schedule(section.schedule, ranks, self.microbatches, section.stages_per_rank)
 
     @cached_property
     def split(self) -> StageSplit:
         """Which blocks are which stage."""
-        section, ranks, stages = self.config.pipeline, self.layout.size("pp"), 1
-        if ranks > 1:
-            stages = short_schedule(section.schedule, ranks, section.stages_per_rank).stages_per_rank
-        blocks = section.split if ranks > 1 else None
-        return _split(spec_of(self.config), self.config.data.seq_len, ranks, stages, blocks)
+        schedule, seq_len = self.schedule, self.config.data.seq_len
+        if schedule is None:
+            return _split(spec_of(self.config), seq_len, 1, 1, None)
+        return _split(
+            spec_of(self.config), seq_len, schedule.ranks, schedule.stages_per_rank, self.config.pipeline.split
+        )
 
     @cached_property
     def block_costs(self) -> list[steptime.BlockCost]:
         """Of each block, for one microbatch."""
         assert self.hardware is not None
         return steptime.block_costs(self.works, self.layout, self.hardware, *self.precisions)
-
-    @cached_property
-    def costs(self) -> list[tuple[float, ...]]:
-        """Of each stage for one microbatch: seconds of its forward, input gradient and weight gradient."""
-        return steptime.stage_costs(self.block_costs, self.split.bounds)
 
     @cached_property
     def memory(self) -> RankMemory:
@@ -111,6 +113,10 @@ class Prediction:
         chosen = {0, between, ranks - 1} if ranks > MOST_RANKS else range(ranks)
         return [extend.rank_memory(self.config, self.layout, pp) for pp in sorted(chosen)]
 
+    def trace(self) -> RankMemory:
+        """Of the rank with most, by a trace."""
+        return extend.rank_memory(self.config, self.layout, self.memory.pp)
+
     @cached_property
     def saves(self) -> dict[str, tuple[float, float | None]]:
         """`key=value` -> bytes that the rank with most would have less of at its peak with it, and seconds that a step
@@ -136,6 +142,14 @@ class Prediction:
     @cached_property
     def step(self) -> steptime.StepTime:
         """Seconds of a step, by part."""
+        return self._step(steptime.makespan)
+
+    @cached_property
+    def bound(self) -> float:
+        """Seconds that the step does not take less than: all of it but for the order of the pipeline's actions."""
+        return self.step.seconds if self.schedule is None else self._step(steptime.least_makespan).seconds
+
+    def _step(self, clock: Callable[[Schedule, steptime.StageCosts, float], float]) -> steptime.StepTime:
         assert self.hardware is not None
         config, layout, parallel, train = self.config, self.layout, self.config.parallel, self.config.train
         size = 8 if train.precision == "float64" else 4
@@ -150,10 +164,11 @@ class Prediction:
             bounds=self.split.bounds,
             handed_on=self.handed_on,
             gathers_again=parallel.reshard_after_forward and self.schedule is None,
-            shards_optimizer=getattr(parallel, "shard_optimizer", False),
+            shards_optimizer=parallel.shard_optimizer,
             message_size=2 if parallel.reduce_precision == "bfloat16" else size,
             tokens=config.batch.sizes.largest * self.per_sample,
             flops=3 * sum(block_costs(spec_of(config), config.data.seq_len)) * config.batch.sizes.largest,
+            clock=clock,
         )
 
     @property

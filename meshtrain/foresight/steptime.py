@@ -1,10 +1,9 @@
 """Seconds of a step, by part: arithmetic over the work of its blocks, put on a clock by the simulated schedule."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any
 
 from meshtrain.foresight.collective import Group, seconds
 from meshtrain.foresight.hardware import Hardware
@@ -16,10 +15,9 @@ from meshtrain.pipeline.schedule import build
 from meshtrain.pipeline.simulate import simulate
 
 MIN_UNIT_SIZE = 2**21  # of `parallel.fsdp`: elements of a block that FSDP gathers by itself
-MOST_ACTIONS = 20_000  # of a schedule that is simulated whole; of a longer one the steady state is extrapolated
+MOST_ACTIONS = 4_000  # of a schedule that is simulated whole; of a longer one the steady state is extrapolated
 Seconds = dict[str, float]  # by name
-MOST_KNOWN = 4096
-_known: dict[tuple[Any, ...], tuple["BlockCost", Work, Hardware]] = {}
+StageCosts = tuple[tuple[float, ...], ...]  # of each stage, seconds of its forward, input gradient, weight gradient
 PASSES = ("forward", "input_grad", "weight_grad")
 NAMES = {  # of what may limit a step
     "products": "products of matrices",
@@ -95,10 +93,14 @@ class BlockCost:
     def backward(self) -> Cost:
         return self.input_grad + self.weight_grad
 
+    @property
+    def each(self) -> tuple[Cost, Cost, Cost]:
+        return self.forward, self.input_grad, self.weight_grad
+
     @cached_property
-    def passes(self) -> tuple[float, float, float]:
+    def passes(self) -> tuple[float, ...]:
         """Seconds of the three."""
-        return self.forward.seconds, self.input_grad.seconds, self.weight_grad.seconds
+        return tuple(cost.seconds for cost in self.each)
 
     @property
     def seconds(self) -> float:
@@ -126,24 +128,58 @@ def block_costs(
     works: Sequence[Work], layout: Layout, hardware: Hardware, precision: str, product: str | None = None
 ) -> list[BlockCost]:
     """What each block costs for one microbatch. `precision`, `product`: see `cost`."""
-    costs: dict[int, BlockCost] = {}
-    for work in {id(work): work for work in works}.values():  # blocks of a kind are the same one
-        passes = [getattr(work, name) for name in PASSES]
-        groups = (Group.of(layout, send.axis) for block_pass in passes for send in block_pass.sends)
-        key = id(work), id(hardware), precision, product, *groups
-        if key not in _known:
-            if len(_known) == MOST_KNOWN:
-                _known.clear()
-            of_passes = (cost(block_pass, layout, hardware, precision, product) for block_pass in passes)
-            _known[key] = BlockCost(*of_passes), work, hardware  # which live as long as their ids are keys
-        costs[id(work)] = _known[key][0]
+    costs = {  # blocks of a kind are the same one
+        id(work): BlockCost(*(cost(getattr(work, name), layout, hardware, precision, product) for name in PASSES))
+        for work in {id(work): work for work in works}.values()
+    }
     return [costs[id(work)] for work in works]
 
 
-def stage_costs(costs: Sequence[BlockCost], bounds: Sequence[tuple[int, int]]) -> list[tuple[float, ...]]:
-    """Seconds of each stage's forward, input gradient and weight gradient. `bounds`: see `of`."""
+def stage_costs(costs: Sequence[BlockCost], bounds: Sequence[tuple[int, int]]) -> StageCosts:
+    """Of each stage. `bounds`: see `of`."""
     stages = [[cost.passes for cost in costs[first:end]] for first, end in bounds]
-    return [tuple(map(sum, zip(*passes, strict=True))) for passes in stages]
+    return tuple(tuple(map(sum, zip(*passes, strict=True))) for passes in stages)
+
+
+def makespan(schedule: Schedule, costs: StageCosts, transfer: float = 0) -> float:
+    """Seconds of all microbatches, simulated. `transfer`: from a stage to one on another rank. Of a named schedule the
+    actions are made here; those that it has are not looked at."""
+    if schedule.name in SCHEDULES:
+        many = schedule.microbatches
+        return _named_makespan(schedule.name, schedule.ranks, many, schedule.stages_per_rank, costs, transfer)
+    return simulate(schedule, *zip(*costs, strict=True), transfer).makespan  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=4096)
+def _named_makespan(name: str, ranks: int, many: int, per_rank: int, costs: StageCosts, transfer: float) -> float:
+    if 4 * ranks <= many and many * ranks * per_rank * 2 > MOST_ACTIONS:  # the steady state is extrapolated
+        few = many % ranks + 2 * ranks
+        two, three = (_named_makespan(name, ranks, n, per_rank, costs, transfer) for n in (few, few + ranks))
+        return two + (three - two) * (many - few) / ranks
+    schedule = build(name, ranks=ranks, microbatches=many, stages_per_rank=per_rank)
+    return simulate(schedule, *zip(*costs, strict=True), transfer).makespan  # type: ignore[arg-type]
+
+
+def least_makespan(schedule: Schedule, costs: StageCosts, transfer: float = 0) -> float:
+    """Seconds below which `makespan` is not, in any order that has this schedule's placement and kinds of actions: each
+    rank's work, the filling before it, and the emptying behind it."""
+    own = [[0.0, 0.0, 0.0] for _ in range(schedule.ranks)]
+    ahead: dict[int, tuple[float, ...]] = {}  # of what is before each rank's first stage
+    before, sent, last = (0.0, 0.0, 0.0), 0.0, schedule.placement[0]
+    for rank, passes in zip(schedule.placement, costs, strict=True):
+        sent += transfer * (rank != last)
+        ahead.setdefault(rank, (*before, sent))
+        own[rank] = [a + b for a, b in zip(own[rank], passes, strict=True)]
+        before, last = (before[0] + passes[0], before[1] + passes[1], before[2] + passes[2]), rank
+    bounds = []
+    for rank, (filling, input_grads, weight_grads, way) in ahead.items():
+        work, emptying = schedule.microbatches * sum(own[rank]), input_grads + weight_grads
+        if schedule.splits_backward:  # weight gradients may be computed while the ranks before empty
+            shortest = schedule.microbatches * sum(own[rank][:2]) + input_grads + costs[0][2] + way
+            bounds.append(filling + way + max(work, shortest))
+        else:
+            bounds.append(filling + way + work + emptying + way)
+    return max(bounds)
 
 
 def of(
@@ -155,7 +191,7 @@ def of(
     precision: str = "bfloat16",
     product: str | None = None,
     microbatches: int = 1,
-    bounds: Sequence[tuple[int, int]] | None = None,
+    bounds: Sequence[tuple[int, int]] = (),
     handed_on: float = 0.0,
     gathers_again: bool = False,
     shards_optimizer: bool = False,
@@ -163,6 +199,7 @@ def of(
     update_bytes: float = 28.0,
     tokens: float = 0.0,
     flops: float = 0.0,
+    clock: Callable[[Schedule, StageCosts, float], float] = makespan,
 ) -> StepTime:
     """A step of blocks with this work on a placed layout.
 
@@ -175,16 +212,18 @@ def of(
         message_size: bytes of an element of a gradient when it is summed over data ranks.
         update_bytes: that the optimizer reads and writes for an element.
         tokens, flops: of the whole step of all ranks, for `tokens_per_s` and `mfu`.
+        clock: of the pipeline's microbatches; `least_makespan` for seconds below which the step is not.
     """
     costs = block_costs(works, layout, hardware, precision, product)
-    stages = list(bounds or [(0, len(works))])
-    if schedule is None:
-        rank, many, idle, blocks = 0, microbatches, 0.0, list(range(len(works)))
-    else:
-        many = schedule.microbatches
-        rank, makespan, busy = _simulated(schedule, stages, costs, layout, hardware, handed_on)
-        idle = makespan - busy
-        blocks = [block for stage in schedule.stages_of(rank) for block in range(*stages[stage])]
+    many, idle, blocks = microbatches, 0.0, list(range(len(works)))
+    if schedule is not None:
+        many, stages = schedule.microbatches, stage_costs(costs, bounds)
+        work = [0.0] * schedule.ranks
+        for rank, passes in zip(schedule.placement, stages, strict=True):
+            work[rank] += sum(passes)
+        rank = max(range(schedule.ranks), key=work.__getitem__)
+        idle = clock(schedule, stages, seconds("p2p", handed_on, Group.of(layout, "pp"), hardware)) - work[rank] * many
+        blocks = [block for stage in schedule.stages_of(rank) for block in range(*bounds[stage])]
     own, parameters = [costs[i] for i in blocks], [works[i].parameters for i in blocks]
     kinds = [(cost, many * own.count(cost)) for cost in {id(cost): cost for cost in own}.values()]
     forward = sum((cost.forward.times(n) for cost, n in kinds), Cost())
@@ -206,44 +245,6 @@ def of(
     in_all = sum(parts.values())
     mfu = flops / (in_all * layout.world_size * hardware.flops(precision)) if flops else None
     return StepTime(in_all, parts, hidden, add(forward.spent, backward.spent), sent, tokens / in_all, mfu)
-
-
-def transfer_seconds(layout: Layout, hardware: Hardware, handed_on: float) -> float:
-    """From a stage to the next, of so many bytes."""
-    return seconds("p2p", handed_on, Group.of(layout, "pp"), hardware)
-
-
-def _simulated(
-    schedule: Schedule,
-    stages: Sequence[tuple[int, int]],
-    costs: Sequence[BlockCost],
-    layout: Layout,
-    hardware: Hardware,
-    handed_on: float,
-) -> tuple[int, float, float]:
-    """The rank with most work, the seconds of all microbatches, and those in which that rank works."""
-    of_stages = stage_costs(costs, stages)
-    forward, input_grad, weight_grad = zip(*of_stages, strict=True)
-    transfer = transfer_seconds(layout, hardware, handed_on)
-    work = [sum(sum(of_stages[stage]) for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
-    rank = max(range(schedule.ranks), key=work.__getitem__)
-    many = schedule.microbatches
-    actions = sum(len(schedule.actions_of(rank)) for rank in range(schedule.ranks))
-    if actions <= MOST_ACTIONS or schedule.name not in SCHEDULES or many % schedule.ranks:
-        makespan = simulate(schedule, forward, input_grad, weight_grad, transfer).makespan
-    else:
-        short = [
-            build(
-                schedule.name,
-                ranks=schedule.ranks,
-                microbatches=n * schedule.ranks,
-                stages_per_rank=schedule.stages_per_rank,
-            )
-            for n in (2, 3)
-        ]
-        two, three = (simulate(shorter, forward, input_grad, weight_grad, transfer).makespan for shorter in short)
-        makespan = two + (three - two) * (many - 2 * schedule.ranks) / schedule.ranks
-    return rank, makespan, work[rank] * many
 
 
 def _data_parallel(
