@@ -18,7 +18,7 @@ from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.memory import RankMemory, short_schedule
 from meshtrain.foresight.steptime import PASSES
 from meshtrain.foresight.work import Work
-from meshtrain.layout import DATA_AXES
+from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.modeling.build import block_costs, spec_of
 from meshtrain.parallel.tp_plan import has_sequence_parts
 from meshtrain.pipeline.actions import Schedule
@@ -26,6 +26,23 @@ from meshtrain.pipeline.partition import StageSplit, split_blocks
 from meshtrain.pipeline.schedule import load
 
 MOST_RANKS = 4  # of a pipeline each of which is traced
+SAVINGS: dict[str, tuple[Any, ...]] = {  # each value keeps less than the one before, and takes no less time
+    "parallel.recompute": ("none", "selective", "full"),
+    "parallel.regather": (False, True),
+    "parallel.reshard_after_forward": (False, True),
+    "parallel.shard_optimizer": (False, True),
+}
+
+
+def usable_savings(layout: Layout) -> dict[str, tuple[Any, ...]]:
+    """Those of SAVINGS by which a layout can save anything."""
+    sharded = layout.size("fsdp") > 1
+    useless = {
+        "parallel.regather": layout.size("tp") == 1,
+        "parallel.reshard_after_forward": not sharded or layout.size("pp") > 1,
+        "parallel.shard_optimizer": sharded or layout.size("dp_replicate") == 1,
+    }
+    return {key: values for key, values in SAVINGS.items() if not useless.get(key)}
 
 
 @lru_cache(maxsize=4096)
@@ -121,22 +138,18 @@ class Prediction:
     def saves(self) -> dict[str, tuple[float, float | None]]:
         """`key=value` -> bytes that the rank with most would have less of at its peak with it, and seconds that a step
         would take more; only what gives something back."""
-        now, config, saved = self.memory, self.config, dict[str, tuple[float, float | None]]()
-        levels = ("none", "selective", "full")
-        knobs: list[tuple[str, str, Any]] = [
-            ("parallel", "recompute", level) for level in levels[levels.index(config.parallel.recompute) + 1 :]
-        ]
-        knobs += [("batch", "micro_size", config.batch.micro_size // 2)] * (config.batch.micro_size > 1)
-        knobs += [("parallel", "regather", True)] * (self.layout.size("tp") > 1 and not config.parallel.regather)
-        reshards = config.parallel.reshard_after_forward or self.layout.size("pp") > 1
-        knobs += [("parallel", "reshard_after_forward", True)] * (self.layout.size("fsdp") > 1 and not reshards)
-        for section, key, value in knobs:
-            changed: Any = {section: replace(getattr(config, section), **{key: value})}
-            other = Prediction(replace(config, **changed), self.hardware)
-            less = now.total - extend.rank_memory(other.config, self.layout, now.pp).total
-            if less > 0:
-                longer = None if self.hardware is None else other.step.seconds - self.step.seconds
-                saved[f"{section}.{key}={yaml_text(value)}"] = less, longer
+        now, saved = self.memory, dict[str, tuple[float, float | None]]()
+        size = self.config.batch.micro_size
+        knobs = {**usable_savings(self.layout), "batch.micro_size": (size, size // 2)[:size]}
+        for key, values in knobs.items():
+            section, _, name = key.partition(".")
+            for value in values[values.index(getattr(getattr(self.config, section), name)) + 1 :]:
+                changed: Any = {section: replace(getattr(self.config, section), **{name: value})}
+                other = Prediction(replace(self.config, **changed), self.hardware)
+                less = now.total - extend.rank_memory(other.config, self.layout, now.pp).total
+                if less > 0:
+                    longer = None if self.hardware is None else other.step.seconds - self.step.seconds
+                    saved[f"{key}={yaml_text(value)}"] = less, longer
         return saved
 
     @cached_property

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, Literal
 
 from meshtrain.config import Config, ConfigErrors
-from meshtrain.config.checks import ConfigDraft
+from meshtrain.config.checks import ConfigDraft, check_copies
 from meshtrain.config.errors import Place, yaml_text
 from meshtrain.config.layout_advice import factorizations
 from meshtrain.config.model_spec import spec_of
@@ -24,22 +24,16 @@ from meshtrain.config.yaml_reader import Node
 from meshtrain.data.order import microbatches
 from meshtrain.errors import InputError, bytes_text
 from meshtrain.foresight.hardware import Hardware
-from meshtrain.foresight.prediction import Prediction, short_schedule
+from meshtrain.foresight.prediction import SAVINGS, Prediction, short_schedule, usable_savings
 from meshtrain.foresight.steptime import PASSES
-from meshtrain.layout import AXES, DATA_AXES, FSDP_AXES, Layout, written
+from meshtrain.layout import AXES, DATA_AXES, Layout, written
 from meshtrain.pipeline.actions import Schedule
-from meshtrain.pipeline.schedule import MOST_PASSES, NAMES
+from meshtrain.pipeline.schedule import NAMES
 
 MICRO, SCHEDULE, STAGES = "batch.micro_size", "pipeline.schedule", "pipeline.stages_per_rank"
 CONTEXT, HEADS, EXPERTS = "parallel.context", "parallel.context_heads", "parallel.expert_parallel"
 SEQUENCE, COMPILE = "parallel.sequence_parallel", "parallel.compile"
 ZERO = "parallel.shard_optimizer"
-SAVINGS: dict[str, tuple[Any, ...]] = {  # each value keeps less than the one before, and takes no less time
-    "parallel.recompute": ("none", "selective", "full"),
-    "parallel.regather": (False, True),
-    "parallel.reshard_after_forward": (False, True),
-    ZERO: (False, True),
-}
 KEYS = ("layout", MICRO, CONTEXT, HEADS, EXPERTS, SEQUENCE, COMPILE, *SAVINGS, SCHEDULE, STAGES)  # what may vary
 USUAL = tuple(key for key in KEYS if key not in (CONTEXT, HEADS, SEQUENCE, COMPILE))  # vary unless others are named
 MORE_STAGES = ("interleaved-1f1b", "looped-bfs", "interleaved-zb")  # schedules with a choice of stages per rank
@@ -50,6 +44,7 @@ RULES: dict[Callable[..., None], tuple[str, ...]] = {  # of the config: what it 
     check_split: ("tp", "cp", SEQUENCE),
     check_context: ("cp", "tp", HEADS),
     check_experts: ("expert_parallel", *AXES, EXPERTS, SEQUENCE),
+    check_copies: ("shard_optimizer", "dp_shard", "cp", ZERO),
     check_stages: ("pp", SCHEDULE, STAGES, COMPILE),
 }
 
@@ -124,9 +119,9 @@ def forecast(config: Config, hardware: Hardware, memory_gib: float | None = None
         """Seconds of GPU and of CPU that a microbatch takes on one rank that has the whole model."""
         settings = {MICRO: micro_size, COMPILE: compiles, HEADS: 1, EXPERTS: None, "parallel.recompute": "none"}
         alone_on_rank = Prediction(Candidate(Layout({"dp_shard": 1}), settings).apply(config), hardware)
-        spent = [block_pass.spent for block in alone_on_rank.block_costs for block_pass in block.each]
+        costs = [block_pass for block in alone_on_rank.block_costs for block_pass in block.each]
         operators = sum(getattr(work, name).operators for work in alone_on_rank.works for name in PASSES)
-        return sum(sum(of.values()) - of["launch"] for of in spent), operators * hardware.compute.launch
+        return sum(cost.total() - cost["launch"] for cost in costs), operators * hardware.compute.launch
 
     def floor(candidate: Candidate) -> float:
         layout, micro_size = candidate.layout, candidate.settings[MICRO]
@@ -136,7 +131,7 @@ def forecast(config: Config, hardware: Hardware, memory_gib: float | None = None
 
     def work(changed: Config) -> float:
         prediction = Prediction(changed, hardware)
-        seconds = prediction.microbatches * sum(cost.seconds for cost in prediction.block_costs)
+        seconds = prediction.microbatches * sum(sum(cost.passes) for cost in prediction.block_costs)
         return seconds / prediction.layout.size("pp")
 
     room = hardware.room if memory_gib is None else memory_gib * 2**30
@@ -176,8 +171,7 @@ class Space:
                     continue
                 experts = candidate.settings[EXPERTS] or (layout.size("tp") if self.experts else 1)
                 heads = candidate.settings[HEADS] if layout.size("cp") > 1 else 1
-                candidate.layout = layout if heads == 1 else layout.with_context_heads(heads)
-                candidate.layout = candidate.layout if experts == 1 else candidate.layout.with_experts(experts)
+                candidate.layout = layout.with_context_heads(heads).with_experts(experts)
                 yield candidate
 
     def schedules(self, candidate: Candidate) -> Iterator[Candidate]:
@@ -187,7 +181,7 @@ class Space:
         for name in self._choose(SCHEDULE, NAMES) if ranks > 1 else ():
             for per_rank in self._choose(STAGES, many if name in MORE_STAGES else [None]):
                 other = candidate.changed({SCHEDULE: name, STAGES: per_rank})
-                problems.append(self._answer(check_stages, other) or self._too_long(other))
+                problems.append(self._answer(check_stages, other))
                 if problems[-1] is None:
                     yield other
         if ranks == 1:
@@ -197,17 +191,11 @@ class Space:
 
     def savings(self, candidate: Candidate, most: bool = False) -> list[Candidate]:
         """A candidate with one step more of each saving that its layout can use; or one, with `most` of them all."""
-        usable = {key: values for key, values in SAVINGS.items() if self._saves(key, candidate.layout)}
+        usable = {key: values for key, values in usable_savings(candidate.layout).items() if key in self.vary}
         if most:
             return [candidate.changed({key: values[-1] for key, values in usable.items()})]
         after = {key: values[values.index(candidate.settings[key]) + 1 :] for key, values in usable.items()}
         return [candidate.changed({key: values[0]}) for key, values in after.items() if values]
-
-    def _saves(self, key: str, layout: Layout) -> bool:
-        sharded = layout.size("pp") == 1 and layout.size(*FSDP_AXES) > 1
-        copied = layout.size("dp_replicate") > 1 == layout.size(*FSDP_AXES)
-        works = {"parallel.regather": layout.size("tp") > 1, "parallel.reshard_after_forward": sharded, ZERO: copied}
-        return key in self.vary and works.get(key, True)
 
     def _choose(self, key: str, options: Iterable[Any]) -> list[Any]:
         return list(options) if key in self.vary else [_value(self.config, key)]
@@ -238,9 +226,7 @@ class Space:
             self.reject(problem, str(layout))
             return {}
         share = -(-batch.sizes.largest // layout.size(*DATA_AXES))
-        ranks = (
-            [n for n in range(1, 4097) if layout.world_size % n == 0 and layout.folds(n)] if self.experts else [None]
-        )
+        ranks = [n for n in range(1, 4097) if layout.folds(n)] if self.experts else [None]
         options = {
             MICRO: sorted({1 << i for i in range(share.bit_length())} | {min(batch.micro_size, share)}),
             CONTEXT: ["gather", "ring"] if cp > 1 else [parallel.context],
@@ -250,7 +236,7 @@ class Space:
             COMPILE: list(dict.fromkeys((parallel.compile, "auto"))),
         }
         chosen = {key: self._choose(key, values) for key, values in options.items()}
-        saves = {key for key in SAVINGS if self._saves(key, layout)} | ({ZERO} & self.vary)  # which FSDP refuses
+        saves = {*usable_savings(layout), ZERO} & self.vary  # FSDP refuses the last
         saved = {key: [SAVINGS[key][0]] for key in saves}
         return {key: (chosen | saved).get(key) or [_value(self.config, key)] for key in KEYS[1:]}
 
@@ -259,7 +245,7 @@ class Space:
         cp, heads = candidate.layout.size("cp"), candidate.settings[HEADS]
         if cp > 1 and heads > 1 and self.unit % (candidate.layout.size("tp") * heads):
             return "context_heads over more than a host", f"{candidate.layout}, context_heads {heads}"
-        for rule in (check_split, check_context, check_experts):
+        for rule in (check_split, check_context, check_experts, check_copies):
             if problem := self._answer(rule, candidate):
                 return f"{RULES[rule][0]} that the model does not take", problem
         return None
@@ -278,12 +264,6 @@ class Space:
             rule(draft, sizes)
             self.answers[about] = draft.errors[0].message if draft.errors else None
         return self.answers[about]
-
-    def _too_long(self, candidate: Candidate) -> str | None:
-        parts = candidate.layout.size(*DATA_AXES)
-        count = microbatches(self.config.batch.sizes.largest, candidate.settings[MICRO], parts)
-        passes = count * candidate.schedule().stages
-        return f"{passes:,} passes of a microbatch through a stage" if passes > MOST_PASSES else None
 
 
 def _value(config: Config, key: str) -> Any:

@@ -1,5 +1,6 @@
 """Seconds of a step, by part: arithmetic over the work of its blocks, put on a clock by the simulated schedule."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -16,7 +17,6 @@ from meshtrain.pipeline.simulate import simulate
 
 MIN_UNIT_SIZE = 2**21  # of `parallel.fsdp`: elements of a block that FSDP gathers by itself
 MOST_ACTIONS = 4_000  # of a schedule that is simulated whole; of a longer one the steady state is extrapolated
-Seconds = dict[str, float]  # by name
 StageCosts = tuple[tuple[float, ...], ...]  # of each stage, seconds of its forward, input gradient, weight gradient
 PASSES = ("forward", "input_grad", "weight_grad")
 NAMES = {  # of what may limit a step
@@ -58,70 +58,45 @@ class StepTime:
         return NAMES[first] + more
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Seconds of passes: of computing, by what it goes into, and of each axis over which it waits for messages."""
+class Cost(dict[str, float]):
+    """Seconds of computing, by NAMES, and of each axis over whose messages it waits."""
 
-    spent: Seconds = field(default_factory=dict)
-    sent: Seconds = field(default_factory=dict)
+    def __missing__(self, name: str) -> float:
+        return 0.0
 
-    @property
-    def seconds(self) -> float:
-        return sum(self.spent.values()) + sum(self.sent.values())
+    def add(self, other: "Cost", times: int) -> None:
+        for name, took in other.items():
+            self[name] += times * took
 
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(add(self.spent, other.spent), add(self.sent, other.sent))
-
-    def times(self, n: float) -> "Cost":
-        spent, sent = ({name: n * x for name, x in of.items()} for of in (self.spent, self.sent))
-        return Cost(spent, sent)
-
-
-def add(a: Seconds, b: Seconds) -> Seconds:
-    return {name: a.get(name, 0.0) + b.get(name, 0.0) for name in (*a, *b)}
+    def total(self) -> float:
+        return sum(self.values())
 
 
 @dataclass(frozen=True, eq=False)
 class BlockCost:
-    """A block's passes for one microbatch."""
+    """A block's passes for one microbatch: forward, input gradient, weight gradient."""
 
-    forward: Cost
-    input_grad: Cost
-    weight_grad: Cost
-
-    @cached_property
-    def backward(self) -> Cost:
-        return self.input_grad + self.weight_grad
-
-    @property
-    def each(self) -> tuple[Cost, Cost, Cost]:
-        return self.forward, self.input_grad, self.weight_grad
+    each: tuple[Cost, ...]
 
     @cached_property
     def passes(self) -> tuple[float, ...]:
         """Seconds of the three."""
-        return tuple(cost.seconds for cost in self.each)
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.passes)
+        return tuple(cost.total() for cost in self.each)
 
 
 def cost(work: Pass, layout: Layout, hardware: Hardware, precision: str, product: str | None = None) -> Cost:
     """A pass in `precision`, its products in `product` if that is another. Kernels wait for the slower of GPU and CPU.
     What the CPU takes longer to launch them counts as `launch`."""
-    compute, peak = hardware.compute, hardware.flops(precision)
-    spent, sent = dict[str, float](), dict[str, float]()
+    compute, spent = hardware.compute, Cost()
     if work.products:
         rate = hardware.flops(product or precision) * compute.matmul
         spent["products"] = sum(p.flops * (1 + compute.edge / min(p.m, p.n, p.k)) for p in work.products) / rate
-    spent["attention"] = work.attention_flops / (peak * compute.attention)
+    spent["attention"] = work.attention_flops / (hardware.flops(precision) * compute.attention)
     spent["traffic"] = work.moved / (compute.hbm * 1e9 * compute.stream)
-    spent["launch"] = max(0.0, work.operators * compute.launch - sum(spent.values()))
+    spent["launch"] = max(0.0, work.operators * compute.launch - spent.total())
     for send in work.sends:
-        took = seconds(send.kind, send.nbytes, Group.of(layout, send.axis), hardware)
-        sent[send.axis] = sent.get(send.axis, 0.0) + took
-    return Cost(spent, sent)
+        spent[send.axis] += seconds(send.kind, send.nbytes, Group.of(layout, send.axis), hardware)
+    return spent
 
 
 def block_costs(
@@ -129,7 +104,7 @@ def block_costs(
 ) -> list[BlockCost]:
     """What each block costs for one microbatch. `precision`, `product`: see `cost`."""
     costs = {  # blocks of a kind are the same one
-        id(work): BlockCost(*(cost(getattr(work, name), layout, hardware, precision, product) for name in PASSES))
+        id(work): BlockCost(tuple(cost(getattr(work, n), layout, hardware, precision, product) for n in PASSES))
         for work in {id(work): work for work in works}.values()
     }
     return [costs[id(work)] for work in works]
@@ -225,26 +200,27 @@ def of(
         idle = clock(schedule, stages, seconds("p2p", handed_on, Group.of(layout, "pp"), hardware)) - work[rank] * many
         blocks = [block for stage in schedule.stages_of(rank) for block in range(*bounds[stage])]
     own, parameters = [costs[i] for i in blocks], [works[i].parameters for i in blocks]
-    kinds = [(cost, many * own.count(cost)) for cost in {id(cost): cost for cost in own}.values()]
-    forward = sum((cost.forward.times(n) for cost, n in kinds), Cost())
-    backward = sum((cost.backward.times(n) for cost, n in kinds), Cost())
+    forward, backward = Cost(), Cost()
+    for block, n in Counter(own).items():
+        for total, block_pass in zip((forward, backward, backward), block.each, strict=True):
+            total.add(block_pass, many * n)
     size = 8 if precision == "float64" else 4
     sizes = (size if precision in ("float32", "float64") else 2, message_size, size if shards_optimizer else 0)
     summed, hidden, sent = _data_parallel(own, parameters, many, layout, hardware, gathers_again, sizes)
     updated = sum(parameters) / layout.size("fsdp") / (layout.size("dp_replicate") if shards_optimizer else 1)
     update = updated * update_bytes * size / 4
     parts = {
-        "forward": sum(forward.spent.values()),
-        "backward": sum(backward.spent.values()),
-        **add(forward.sent, backward.sent),
+        "forward": sum(forward[name] for name in NAMES),
+        "backward": sum(backward[name] for name in NAMES),
+        **{axis: forward[axis] + backward[axis] for axis in (*forward, *backward) if axis not in NAMES},
         "idle of pp": idle,
         **summed,
         "update": update / (hardware.compute.hbm * 1e9 * hardware.compute.stream),
     }
     parts = {name: part for name, part in parts.items() if part}
-    in_all = sum(parts.values())
+    in_all, spent = sum(parts.values()), {name: forward[name] + backward[name] for name in NAMES}
     mfu = flops / (in_all * layout.world_size * hardware.flops(precision)) if flops else None
-    return StepTime(in_all, parts, hidden, add(forward.spent, backward.spent), sent, tokens / in_all, mfu)
+    return StepTime(in_all, parts, hidden, spent, sent, tokens / in_all, mfu)
 
 
 def _data_parallel(
@@ -255,20 +231,21 @@ def _data_parallel(
     hardware: Hardware,
     frees: bool,
     sizes: tuple[int, int, int],
-) -> tuple[Seconds, Seconds, dict[str, float]]:
+) -> tuple[Cost, Cost, Cost]:
     """By axis what gathers and sums over data ranks add to a step, what of them is hidden, and the bytes they send.
     `sizes`: bytes of an element that is gathered, of one that is summed, and with ZeRO-1 of one that was updated."""
     shards, copies = layout.size("fsdp"), layout.size("dp_replicate")
-    bare, hidden, sent = dict[str, float](), dict[str, float](), dict[str, float]()
-    forward, backward = [c.forward.seconds for c in own], [c.backward.seconds for c in reversed(own)]
+    bare, hidden, sent = Cost(), Cost(), Cost()
+    forward, backward = [c.passes[0] for c in own], [sum(c.passes[1:]) for c in reversed(own)]
 
     def count(axis: str, kind: str, nbytes: Sequence[float], computing: Sequence[float], times: int) -> None:
         group = Group.of(layout, "fsdp" if axis == "dp_shard" else axis)
         messages = [seconds(kind, n, group, hardware) if n else 0.0 for n in nbytes]
-        waited = (gathered_ahead if kind == "all_gather" else summed_behind)(messages, computing)
-        bare[axis] = bare.get(axis, 0.0) + times * waited
-        hidden[axis] = hidden.get(axis, 0.0) + times * max(0.0, sum(messages) - waited)
-        sent[axis] = sent.get(axis, 0.0) + times * sum(nbytes)
+        waits = (messages, computing) if kind == "all_gather" else (computing, messages)
+        waited = one_behind_the_other(*waits) - sum(computing)
+        bare[axis] += times * waited
+        hidden[axis] += times * max(0.0, sum(messages) - waited)
+        sent[axis] += times * sum(nbytes)
 
     if shards > 1:
         axis, times = "dp_shard" if layout.size("cp") == 1 else "fsdp", many if frees else 1
@@ -306,17 +283,10 @@ def gathers_of_units(parameters: Sequence[int]) -> tuple[list[int], list[int]]:
     return ahead, again
 
 
-def gathered_ahead(messages: Sequence[float], computing: Sequence[float]) -> float:
-    """Seconds that blocks wait for their parameters, which are sent one block after the other while others compute."""
+def one_behind_the_other(first: Sequence[float], second: Sequence[float]) -> float:
+    """Seconds of two rows of work beside each other, where each of the second waits for its own of the first: blocks
+    for parameters that are gathered ahead of them, sums of gradients for blocks."""
     end = 0.0
-    for arrived, work in zip(accumulate(messages), computing, strict=True):
-        end = max(end, arrived) + work
-    return end - sum(computing)
-
-
-def summed_behind(messages: Sequence[float], computing: Sequence[float]) -> float:
-    """Seconds that sums of gradients go on after the last block of a backward, beside whose blocks they are sent."""
-    end = 0.0
-    for computed, message in zip(accumulate(computing), messages, strict=True):
-        end = max(end, computed) + message
-    return end - sum(computing)
+    for ready, takes in zip(accumulate(first), second, strict=True):
+        end = max(end, ready) + takes
+    return end

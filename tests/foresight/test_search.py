@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -15,17 +16,21 @@ import pytest
 from meshtrain.config import Config, ConfigErrors
 from meshtrain.data.order import microbatches
 from meshtrain.errors import InputError
+from meshtrain.foresight import blocks
+from meshtrain.foresight.hardware import load
 from meshtrain.foresight.search import (
     COMPILE,
     KEYS,
     MICRO,
     NEAR,
     SAVINGS,
+    SCHEDULE,
     SEQUENCE,
     Candidate,
     Forecast,
     Search,
     Space,
+    forecast,
 )
 from meshtrain.foresight.steptime import least_makespan
 from meshtrain.layout import AXES, DATA_AXES, Layout
@@ -212,6 +217,22 @@ def test_what_is_not_shown_has_a_reason(config: str) -> None:
     assert [bool(candidate.reason) for candidate in found] == [False, True]
 
 
+def test_what_the_trace_does_not_let_fit_gives_its_place_to_the_next(config: str) -> None:
+    layouts = [found.layout for found in Search(space(config, 8), stand_in()).run(loader(config, 8), show=2)]
+
+    def trace(prediction: Any) -> Any:
+        first = prediction.config.resolved.shape == layouts[0].shape
+        return SimpleNamespace(total=prediction.memory.total + 100 * first)
+
+    searched = space(config, 8)
+    [first] = Search(searched, stand_in(90, trace)).run(loader(config, 8), show=1)
+    assert first.layout.shape != layouts[0].shape
+    assert first.memory.total == first.prediction.memory.total
+    count, example = searched.rejected["do not fit when they are traced"]
+    assert count >= 1
+    assert example.startswith(f"{layouts[0]} takes 1")
+
+
 @pytest.mark.parametrize("hosts", [(8, 4), (4, 8), (6, 6)])
 def test_tp_stays_within_hosts_of_any_size(hosts: tuple[int, ...], config: str) -> None:
     searched = space(config, 12, ("layout",), hosts)
@@ -259,3 +280,28 @@ def test_no_schedule_is_faster_than_the_bound(name: str) -> None:
                 assert bound == pytest.approx(takes)
             elif equal:
                 assert bound > 0.6 * takes
+
+
+def test_the_work_of_a_search_does_not_grow_with_the_world(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `tp` and `cp` alone, a thousand times as many ranks: as many traces, and no list of ranks."""
+    ranks, traces = Counter[int](), Counter[int]()
+    offsets, counted = Layout._offsets, blocks._counted
+    for world in (32, 32768):
+        searched = space(config, world, ("layout", SCHEDULE), (8,) * (world // 8), tp=1, cp=1)
+
+        def listed(*args: Any, world: int = world) -> list[int]:
+            ranks[world] += len(members := offsets(*args))
+            return members
+
+        def traced(*args: Any, world: int = world) -> Any:
+            traces[world] += 1
+            return counted(*args)
+
+        monkeypatch.setattr(Layout, "_offsets", listed)
+        monkeypatch.setattr(blocks, "_counted", traced)
+        monkeypatch.setattr(blocks, "_known", {})
+        search = Search(searched, replace(forecast(searched.config, load("h100")), trace=attrgetter("memory")))
+        assert search.run(loader(config, world), show=1)
+        assert search.predicted < 60
+    assert 0 < traces[32768] <= traces[32]
+    assert ranks[32768] < 32768
