@@ -27,7 +27,6 @@ from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.prediction import SAVINGS, Prediction, short_schedule, usable_savings
 from meshtrain.foresight.steptime import PASSES
 from meshtrain.layout import AXES, DATA_AXES, Layout, written
-from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.schedule import NAMES
 
 MICRO, SCHEDULE, STAGES = "batch.micro_size", "pipeline.schedule", "pipeline.stages_per_rank"
@@ -75,14 +74,11 @@ class Candidate:
         changed = {key: value for key, value in self.settings.items() if value != _value(config, key)}
         return [f"layout={written(sizes)}", *(f"{key}={yaml_text(value)}" for key, value in changed.items())]
 
-    def schedule(self) -> Schedule:
-        """With as few microbatches as it can have: who holds which stage."""
-        return short_schedule(self.settings[SCHEDULE], self.layout.size("pp"), self.settings[STAGES])
-
     @property
     def parts(self) -> tuple[int, int]:
         """Stages and axes: the fewer, the simpler."""
-        return self.schedule().stages, sum(size > 1 for size in self.layout.sizes.values())
+        schedule = short_schedule(self.settings[SCHEDULE], self.layout.size("pp"), self.settings[STAGES])
+        return schedule.stages, sum(size > 1 for size in self.layout.sizes.values())
 
     def key(self, *without: str) -> tuple[Any, ...]:
         return self.layout.shape, *(value for key, value in self.settings.items() if key not in without)
