@@ -8,7 +8,6 @@ from typing import Any
 
 from meshtrain.config import Config
 from meshtrain.config.errors import yaml_text
-from meshtrain.config.locate import model_file
 from meshtrain.config.model_spec import ModelSpec
 from meshtrain.data.order import microbatches
 from meshtrain.foresight import extend, memory, steptime
@@ -72,6 +71,10 @@ class Prediction:
         )
 
     @cached_property
+    def spec(self) -> ModelSpec:
+        return spec_of(self.config)
+
+    @cached_property
     def works(self) -> tuple[Work, ...]:
         """Of each block, for one microbatch."""
         return works_of(self.config, self.layout)
@@ -87,10 +90,8 @@ class Prediction:
         """Which blocks are which stage."""
         schedule, seq_len = self.schedule, self.config.data.seq_len
         if schedule is None:
-            return _split(spec_of(self.config), seq_len, 1, 1, None)
-        return _split(
-            spec_of(self.config), seq_len, schedule.ranks, schedule.stages_per_rank, self.config.pipeline.split
-        )
+            return _split(self.spec, seq_len, 1, 1, None)
+        return _split(self.spec, seq_len, schedule.ranks, schedule.stages_per_rank, self.config.pipeline.split)
 
     @cached_property
     def block_costs(self) -> list[steptime.BlockCost]:
@@ -114,7 +115,7 @@ class Prediction:
     def handed_on(self) -> float:
         """Bytes that a stage gives to the next for a microbatch."""
         config, layout = self.config, self.layout
-        plan = getattr(model_file(config.model.name), "tp_plan", None)
+        plan = getattr(self.spec.module, "tp_plan", None)
         is_split = has_sequence_parts(config.parallel.sequence_parallel, plan)
         parts = layout.size("cp") * (layout.size("tp") if is_split else 1)
         width = config.model.keys.get("hidden_size", 0) * (2 if "16" in config.train.precision else 4)
@@ -180,7 +181,7 @@ class Prediction:
             shards_optimizer=parallel.shard_optimizer,
             message_size=2 if parallel.reduce_precision == "bfloat16" else size,
             tokens=config.batch.sizes.largest * self.per_sample,
-            flops=3 * sum(block_costs(spec_of(config), config.data.seq_len)) * config.batch.sizes.largest,
+            flops=3 * sum(block_costs(self.spec, config.data.seq_len)) * config.batch.sizes.largest,
             clock=clock,
         )
 
