@@ -115,7 +115,7 @@ def forecast(config: Config, hardware: Hardware, memory_gib: float | None = None
         """Seconds of GPU and of CPU that a microbatch takes on one rank that has the whole model."""
         settings = {MICRO: micro_size, COMPILE: compiles, HEADS: 1, EXPERTS: None, "parallel.recompute": "none"}
         alone_on_rank = Prediction(Candidate(Layout({"dp_shard": 1}), settings).apply(config), hardware)
-        costs = [block_pass for block in alone_on_rank.block_costs for block_pass in block.each]
+        costs = [block_pass for block in alone_on_rank.block_costs for block_pass in block.costs]
         operators = sum(getattr(work, name).operators for work in alone_on_rank.works for name in PASSES)
         return sum(cost.total() - cost["launch"] for cost in costs), operators * hardware.compute.launch
 

@@ -76,12 +76,12 @@ class Cost(dict[str, float]):
 class BlockCost:
     """A block's passes for one microbatch: forward, input gradient, weight gradient."""
 
-    each: tuple[Cost, ...]
+    costs: tuple[Cost, ...]
 
     @cached_property
     def passes(self) -> tuple[float, ...]:
         """Seconds of the three."""
-        return tuple(cost.total() for cost in self.each)
+        return tuple(cost.total() for cost in self.costs)
 
 
 def cost(work: Pass, layout: Layout, hardware: Hardware, precision: str, product: str | None = None) -> Cost:
@@ -157,6 +157,15 @@ def least_makespan(schedule: Schedule, costs: StageCosts, transfer: float = 0) -
     return max(bounds)
 
 
+def _busiest(schedule: Schedule, costs: StageCosts) -> tuple[int, float]:
+    """The rank with most work, and its seconds for a microbatch."""
+    work = [0.0] * schedule.ranks
+    for rank, passes in zip(schedule.placement, costs, strict=True):
+        work[rank] += sum(passes)
+    most = max(work)
+    return work.index(most), most
+
+
 def of(
     works: Sequence[Work],
     layout: Layout,
@@ -193,29 +202,25 @@ def of(
     many, idle, blocks = microbatches, 0.0, list(range(len(works)))
     if schedule is not None:
         many, stages = schedule.microbatches, stage_costs(costs, bounds)
-        work = [0.0] * schedule.ranks
-        for rank, passes in zip(schedule.placement, stages, strict=True):
-            work[rank] += sum(passes)
-        rank = max(range(schedule.ranks), key=work.__getitem__)
-        idle = clock(schedule, stages, seconds("p2p", handed_on, Group.of(layout, "pp"), hardware)) - work[rank] * many
+        rank, work = _busiest(schedule, stages)
+        idle = clock(schedule, stages, seconds("p2p", handed_on, Group.of(layout, "pp"), hardware)) - work * many
         blocks = [block for stage in schedule.stages_of(rank) for block in range(*bounds[stage])]
     own, parameters = [costs[i] for i in blocks], [works[i].parameters for i in blocks]
     forward, backward = Cost(), Cost()
     for block, n in Counter(own).items():
-        for total, block_pass in zip((forward, backward, backward), block.each, strict=True):
+        for total, block_pass in zip((forward, backward, backward), block.costs, strict=True):
             total.add(block_pass, many * n)
     size = 8 if precision == "float64" else 4
     sizes = (size if precision in ("float32", "float64") else 2, message_size, size if shards_optimizer else 0)
     summed, hidden, sent = _data_parallel(own, parameters, many, layout, hardware, gathers_again, sizes)
-    updated = sum(parameters) / layout.size("fsdp") / (layout.size("dp_replicate") if shards_optimizer else 1)
-    update = updated * update_bytes * size / 4
+    update = sum(parameters) / layout.size("fsdp") / (layout.size("dp_replicate") if shards_optimizer else 1)
     parts = {
-        "forward": sum(forward[name] for name in NAMES),
-        "backward": sum(backward[name] for name in NAMES),
+        "forward": sum(map(forward.__getitem__, NAMES)),
+        "backward": sum(map(backward.__getitem__, NAMES)),
         **{axis: forward[axis] + backward[axis] for axis in (*forward, *backward) if axis not in NAMES},
         "idle of pp": idle,
         **summed,
-        "update": update / (hardware.compute.hbm * 1e9 * hardware.compute.stream),
+        "update": update * update_bytes * size / 4 / (hardware.compute.hbm * 1e9 * hardware.compute.stream),
     }
     parts = {name: part for name, part in parts.items() if part}
     in_all, spent = sum(parts.values()), {name: forward[name] + backward[name] for name in NAMES}

@@ -175,7 +175,7 @@ def faster(hardware: Hardware, **factors: float) -> Hardware:
     return replace(hardware, compute=compute, within_host=links[0], between_hosts=links[1])
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_no_faster_hardware_makes_a_step_slower_and_parts_sum_to_the_step(seed: int) -> None:
     draw = random.Random(seed)
     pp, dp, shard, tp = (draw.choice([1, 2]) for _ in range(4))
