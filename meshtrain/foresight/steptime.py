@@ -122,7 +122,12 @@ def makespan(schedule: Schedule, costs: StageCosts, transfer: float = 0) -> floa
     if schedule.name in SCHEDULES:
         many = schedule.microbatches
         return _named_makespan(schedule.name, schedule.ranks, many, schedule.stages_per_rank, costs, transfer)
-    return simulate(schedule, *zip(*costs, strict=True), transfer).makespan  # type: ignore[arg-type]
+    return _simulated(schedule, costs, transfer)
+
+
+def _simulated(schedule: Schedule, costs: StageCosts, transfer: float) -> float:
+    forward, input_grad, weight_grad = zip(*costs, strict=True)
+    return simulate(schedule, forward, input_grad, weight_grad, transfer).makespan
 
 
 @lru_cache(maxsize=4096)
@@ -131,8 +136,7 @@ def _named_makespan(name: str, ranks: int, many: int, per_rank: int, costs: Stag
         few = many % ranks + 2 * ranks
         two, three = (_named_makespan(name, ranks, n, per_rank, costs, transfer) for n in (few, few + ranks))
         return two + (three - two) * (many - few) / ranks
-    schedule = build(name, ranks=ranks, microbatches=many, stages_per_rank=per_rank)
-    return simulate(schedule, *zip(*costs, strict=True), transfer).makespan  # type: ignore[arg-type]
+    return _simulated(build(name, ranks=ranks, microbatches=many, stages_per_rank=per_rank), costs, transfer)
 
 
 def least_makespan(schedule: Schedule, costs: StageCosts, transfer: float = 0) -> float:

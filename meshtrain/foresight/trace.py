@@ -264,9 +264,9 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:
         x, scale, weight = ctx.saved_tensors
-        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2], False]
+        mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[2], False]
         backward = torch.ops.aten.native_layer_norm_backward
-        dx, dweight, _ = backward(grad, x, ctx.shape, scale, scale, weight, None, wanted)
+        dx, dweight, _ = backward(grad, x, ctx.shape, scale, scale, weight, None, mask)
         return dx, None, dweight
 
 
