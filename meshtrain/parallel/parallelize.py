@@ -21,7 +21,7 @@ from meshtrain.mesh import Mesh
 from meshtrain.parallel.activation_checkpoint import checkpoint_block
 from meshtrain.parallel.collectives import Waiting, axis_group
 from meshtrain.parallel.compile import compile_block, while_one_graph
-from meshtrain.parallel.context import ContextParallel, ShardedContext
+from meshtrain.parallel.context import ContextParallel, ShardedContext, misplaced_calls
 from meshtrain.parallel.ddp import REPLICATE, BucketedAllReduce, BucketedReduceScatter, NamedParameter
 from meshtrain.parallel.expert import apply_expert_parallel, dispatched_modules
 from meshtrain.parallel.float8_layers import float8_problems
@@ -57,7 +57,7 @@ from meshtrain.parallel.tp_plan import (
     style_of,
     undecided,
 )
-from meshtrain.parallel.verify import misplaced_calls, verify, verify_context
+from meshtrain.parallel.verify import verify, verify_context
 from meshtrain.pipeline.stage import OtherStageBlock, blocks_of
 
 # Where layers that read the same input compute one product, in 16 bits, compiled and without FSDP, which gathers each
@@ -383,9 +383,14 @@ def _wrap_blocks(
         run = block.forward
         has_layers = any(True for _ in block.children())  # a single layer has nothing to fuse or to compute again
         routed = [module for module in block.modules() if hasattr(module, "dispatch")]  # experts
-        fused = options.compile and has_layers
-        again_inside = fused and not routed and options.recompute != "none"
-        # Experts run between graphs, which a recomputation inside of a graph cannot: it goes around them.
+        # Pieces between which experts run may be compiled anew when they run again (a GPU's backward has a thread of
+        # its own, and kinds of pieces are limited), and would then not keep what the forward has kept.
+        in_pieces = bool(routed) and options.recompute != "none"
+        fused = options.compile and has_layers and not in_pieces
+        if options.compile and in_pieces:
+            name = type(block).__name__
+            warnings.warn(f"{name} is recomputed and not compiled: its experts run between graphs", stacklevel=4)
+        again_inside = fused and options.recompute != "none"
         around = compile_block(block, run, without=routed) if fused and not again_inside else run
         # A block that runs again has its own casts again, so that it keeps none: they are made inside.
         around = cast_to_compute_dtype(block, around, copies) if casts else around
