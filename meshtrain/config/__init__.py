@@ -19,16 +19,7 @@ from meshtrain.config.convert import keys_of, read_section
 from meshtrain.config.errors import ConfigError, ConfigErrors, nearest, yaml_text
 from meshtrain.config.model import read_model
 from meshtrain.config.schema import NAMES, SECTIONS, Data, Fault, ModelSection, Optimizer
-from meshtrain.config.tensor import (
-    check_context,
-    check_experts,
-    check_float8,
-    check_groups,
-    check_split,
-    check_stages,
-    check_tuning,
-    expert_ranks,
-)
+from meshtrain.config.tensor import CHECKS, check_groups, expert_ranks
 from meshtrain.config.yaml_reader import Node, apply_overrides, read_file, write
 from meshtrain.errors import InputError
 from meshtrain.layout import AXES, Layout
@@ -95,9 +86,8 @@ class Config:
         layout = None if sizes is None else checks.resolve_layout(draft, sizes, world_size, again)
         if sizes is not None and (layout is not None or world_size is None):  # one of them may still be -1
             known = sizes if layout is None else layout.sizes
-            for check in (check_tuning, check_split, check_context, check_experts, check_float8, check_stages):
+            for check in (*CHECKS, checks.check_copies):
                 check(draft, known)
-            checks.check_copies(draft, known)
             checks.check_device(draft, known, device)
         check_groups(draft)
         checks.check_rules(draft)

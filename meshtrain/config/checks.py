@@ -136,23 +136,26 @@ def average_is_kept(use_ema: bool, ema_decay: float | None) -> Problems:
         yield "train.use_ema needs an average of the weights: give optimizer.ema_decay, such as 0.999"
 
 
+@rule("optimizer.groups")
+def one_rate(groups: tuple[ParamGroup, ...]) -> Problems:
+    for i, group in enumerate(groups):
+        if group.lr is not None and group.lr_scale != 1:
+            yield f"optimizer.groups: group {i} has an lr and an lr_scale: take one of the two away"
+
+
 @rule("optimizer.state_precision", "optimizer.name", "optimizer.groups")
 def states_round(precision: str, name: str, groups: tuple[ParamGroup, ...]) -> Problems:
     others = sorted({name, *(group.name for group in groups if group.name)} - {"adamw"})
     if precision != "float32" and others:
-        yield (
-            f"optimizer.state_precision {precision} is built for adamw, and parameters here have "
-            f"{any_of(others, 'and')}: use float32"
-        )
+        have = any_of(others, "and")
+        yield f"optimizer.state_precision {precision} is built for adamw, and parameters here have {have}: use float32"
 
 
 @rule("train.linear_precision", "train.precision")
 def float8_has_range(linear_precision: str | None, precision: str) -> Problems:
     if linear_precision is not None and precision == "float16":
-        yield (
-            f"train.linear_precision {linear_precision} rounds to values that train.precision float16 has no room for: "
-            "use precision: bfloat16"
-        )
+        values = f"train.linear_precision {linear_precision} rounds to values that train.precision float16"
+        yield f"{values} has no room for: use precision: bfloat16"
 
 
 @rule("metrics.profile", "train.steps")
@@ -253,10 +256,8 @@ def warmup_ends_at_length(warmup: tuple[tuple[int, int], ...], seq_len: int, sou
     if warmup and source not in OF_TOKENS:
         yield f"data.seq_len_warmup cuts samples of text or tokens, and data.source is {source}: take it away"
     elif warmup and (warmup[-1][1] != seq_len or max(length for _, length in warmup) > seq_len):
-        yield (
-            f"data.seq_len_warmup is {', '.join(str(length) for _, length in warmup)}: expected lengths up to "
-            f"data.seq_len {seq_len}, and this one as the last"
-        )
+        lengths = ", ".join(str(length) for _, length in warmup)
+        yield f"data.seq_len_warmup is {lengths}: expected lengths up to data.seq_len {seq_len}, and this as the last"
 
 
 @rule("model.vocab_size", "data.tokenizer", "data.source")
@@ -354,19 +355,17 @@ def _is_saved(step: int, steps: int | None, every: int) -> bool:
 
 def check_files(draft: ConfigDraft) -> None:
     """Reports files and folders that the config names and that are not there."""
-    source = draft.values.get("data.source", INVALID)
-    endings = (".bin", ".idx") if source == "megatron" else ("",)
+    source, sources = (draft.values.get(name, INVALID) for name in ("data.source", "data.sources"))
+    mixed = [(own.path, own.source or source) for own in sources] if sources is not INVALID else []
+    kinds = [kind for _, kind in mixed] or [source]
     if source not in SOURCES:
         _report_missing(draft, "data.source")
-    sources = draft.values.get("data.sources", ())
-    if SOURCES.get(source) and not sources:
-        _report_missing(draft, "data.path", endings)
-    for own in sources if sources is not INVALID else ():
-        pair = (".bin", ".idx") if (own.source or source) == "megatron" else ("",)
-        _report_missing(draft, "data.sources", pair, path=own.path)
+    elif SOURCES[source] and not mixed:
+        _report_missing(draft, "data.path", kind=source)
+    for path, kind in mixed:
+        _report_missing(draft, "data.sources", kind=kind, path=path)
     if source in SOURCES:
-        first = sources[0].source or source if sources and sources is not INVALID else source
-        _report_missing(draft, "data.validation", (".bin", ".idx") if first == "megatron" else ("",))
+        _report_missing(draft, "data.validation", kind=kinds[0])
     if source in OF_TOKENS:
         _report_missing(draft, "data.tokenizer", words=("bytes",))
     _report_missing(draft, "checkpoint.resume", words=RESUME)
@@ -392,14 +391,15 @@ def _check_export(draft: ConfigDraft, export: Any, start: Any) -> None:
 
 
 def _report_missing(
-    draft: ConfigDraft, key: str, endings: tuple[str, ...] = ("",), words: tuple[str, ...] = (), path: Any = None
+    draft: ConfigDraft, key: str, *, kind: Any = None, words: tuple[str, ...] = (), path: Any = None
 ) -> None:
-    """Reports that a path is not there, which may have these endings; `words` and values that are no text are none.
+    """Reports that a path is not there, of this kind of source; `words` and values that are no text are none.
     `path`: in the place of the key's value."""
     name = path or draft.values.get(key)
     if not isinstance(name, str) or name in words:
         return
-    if endings != ("",) and name.endswith(endings):
+    endings = (".bin", ".idx") if kind == "megatron" else ("",)
+    if kind == "megatron" and name.endswith(endings):
         name = name[:-4]  # one file of the pair stands for both
     for ending in endings:
         file = Path(name + ending).expanduser().absolute()
