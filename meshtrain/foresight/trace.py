@@ -227,8 +227,30 @@ def _block_kernel(device_type: str, q: Tensor, v: Tensor, soft_cap: float | None
     return kernels.FLASH if q.dtype.itemsize == 2 and visible != "mask" else kernels.EFFICIENT
 
 
+class _RMSNorm(torch.autograd.Function):
+    """A GPU's kernel, which saves x and a number for each row; on the meta device torch takes norms apart, saving two
+    tensors of float32. The operators are those of LayerNorm, which read and write as much."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None) -> Tensor:
+        out, _, scale = torch.ops.aten.native_layer_norm(x, shape, weight, None, 1e-5)
+        ctx.save_for_backward(x, scale, weight)
+        ctx.shape = shape
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:
+        x, scale, weight = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2], False]
+        backward = torch.ops.aten.native_layer_norm_backward
+        dx, dweight, _ = backward(grad, x, ctx.shape, scale, scale, weight, None, wanted)
+        return dx, None, dweight
+
+
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    return torch.ops.aten._fused_rms_norm(x, list(shape), weight, eps)[0]
+    if weight is not None and weight.dtype != x.dtype:  # a GPU takes these apart, too
+        return torch.ops.aten._fused_rms_norm(x, list(shape), weight, eps)[0]
+    return _RMSNorm.apply(x, list(shape), weight)
 
 
 class _Phases(StepTimer):

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 
 import pytest
+import torch
 
 from meshtrain.config import Config
 from meshtrain.foresight import trace
@@ -47,3 +48,20 @@ def test_equals_real_tensors(name: str, real: list[dict], monkeypatch: pytest.Mo
     rank = int(name.startswith("pp"))  # of a pipeline the one that receives activations
     traced = trace.trace_rank(config, config.resolved, rank, device_type="cpu", batch=batch_of(config))
     assert asdict(traced) == real[rank][name]
+
+
+def test_a_norm_saves_what_a_gpus_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its input in 16 bits and a number for each row. H100, torch 2.11: 28 layers of Qwen3 kept 6.6 GiB less than with
+    the float32 that the norms of torch's meta device save."""
+    saved: list[tuple[torch.Size, torch.dtype]] = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        saved.append((x.shape, x.dtype))
+        return x
+
+    x, weight = (torch.ones(*size, device="meta", dtype=torch.bfloat16).requires_grad_() for size in ((3, 8), (8,)))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        trace._rms_norm(x, (8,), weight, 1e-6).sum().backward()
+    expected = [((3, 8), torch.bfloat16), ((3, 1), torch.float32), ((8,), torch.bfloat16)]
+    assert [entry for entry in saved if entry[0] != ()] == expected
+    assert (x.grad.dtype, weight.grad.shape) == (torch.bfloat16, weight.shape)

@@ -267,6 +267,9 @@ class _Cudnn(_Efficient):
 
     def backward(self, block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Three:
         kernel, state = aten._scaled_dot_product_cudnn_attention_backward, q.new_empty((), dtype=torch.int64)
+        # torch 2.11 keeps what it has built by how q, k and v lie in memory, and takes it for any `out` and `grad`.
+        if not q.stride() == out.stride() == grad.stride():
+            grad, q, out = (x.contiguous() for x in (grad, q, out))
         inputs = q, k.contiguous(), v.contiguous(), out, lse.contiguous()[..., None]
         ends = None, None, q.shape[2], k.shape[2]
         return kernel(grad, *inputs, state, state, None, *ends, 0.0, block.causal, scale=block.scale)
