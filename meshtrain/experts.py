@@ -179,7 +179,7 @@ class Balance(nn.Module):
         if not torch.is_grad_enabled():
             return weights
         hits = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True)
-        tally(f"{LOADS}{self._layer}", hits, partial(self._end_step, bias), owner=self)
+        self._count(hits, bias)
         if self.kind != "none" and self.aux_loss_coef:
             shares = self._shares(hits) * chosen.shape[-1]
             probabilities = scores / scores.sum(-1, keepdim=True)  # of a softmax: as they are
@@ -189,6 +189,10 @@ class Balance(nn.Module):
             factor = self.z_loss_coef / self.layers
             weights = attach(weights, "router_z", factor * logits.logsumexp(-1).square())
         return weights
+
+    @never_compiled  # which would make a graph for the number of each layer
+    def _count(self, hits: Tensor, bias: Tensor | None) -> None:
+        tally(f"{LOADS}{self._layer}", hits, partial(self._end_step, bias), owner=self)
 
     def _shares(self, hits: Tensor) -> Tensor:
         """Which share of the slots each expert got, (E,) or of each sample (b, 1, E): a sum of 1."""

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -338,26 +339,27 @@ def disturbed(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_a_block_that_runs_again_routes_as_it_did(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled too, where experts run between graphs; what is computed is what a plain block computes."""
+    """And is not compiled then: a GPU's backward compiled a piece anew, and torch found another number of tensors."""
     routes, forward = [], Experts.forward
 
-    @never_compiled
     def spied(self: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         routes.append(chosen)
         return forward(self, x, chosen, weights)
 
     monkeypatch.setattr(Experts, "forward", spied)
+    monkeypatch.setattr(torch, "compile", None)
     gradients = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        model = parallelize(nn.Sequential(Layer()), ALONE, recompute=recompute, compile=compiled)
+        warns = pytest.warns(UserWarning, match="Sequential is recomputed and not compiled")
+        with warns if compiled else nullcontext():
+            model = parallelize(nn.Sequential(Layer()), ALONE, recompute=recompute, compile=compiled)
         model(torch.randn(3, 5, 8)).square().sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     assert len(routes) == 4
     assert all(route.equal(routes[0]) for route in routes)
-    if recompute == "full":  # selective keeps more of an eager block than of graphs
-        for eager, compiled_one in zip(*gradients, strict=True):
-            torch.testing.assert_close(eager, compiled_one, rtol=1e-4, atol=1e-5)
+    for eager, other in zip(*gradients, strict=True):
+        assert other.equal(eager)
 
 
 def test_active_parameters_are_what_is_counted() -> None:

@@ -1,10 +1,9 @@
 """The work of each block of a model on a rank, counted in a traced step of one microbatch.
 
 Blocks of one kind are alike, so a model with as few layers as have all kinds is traced. Everything is affine in the
-samples of a microbatch: one and two are traced.
+samples of a microbatch: one and two are traced. Blocks are traced as they are when they are not compiled.
 """
 
-import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,17 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshtrain.config import Config
+from meshtrain.foresight.live import WITHOUT_SHAPES, is_view, watched
 from meshtrain.foresight.memory import short_schedule
-from meshtrain.foresight.trace import (
-    META,
-    WITHOUT_SHAPES,
-    TracedStep,
-    fake_world,
-    kind_of,
-    language_batch,
-    prepared,
-    watched,
-)
+from meshtrain.foresight.trace import META, TracedStep, fake_world, kind_of, language_batch, prepared
 from meshtrain.foresight.work import Pass, Product, Send, Work
 from meshtrain.layout import Layout
 from meshtrain.modeling.build import spec_of
@@ -52,7 +43,7 @@ def works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
         queue = WeightGradQueue()  # as the pipeline has; without one torch's own layers may be in the place of ours
     key: tuple[Any, ...] = (config.model.name, repr(config.model.keys), config.data.seq_len, config.data.mask_documents)
     key += (cp, tp, layout.experts, layout.context_heads)
-    key += (parallel.context, parallel.recompute, parallel.regather, parallel.sequence_parallel, parallel.compile)
+    key += (parallel.context, parallel.recompute, parallel.regather, parallel.sequence_parallel)
     key += (queue is not None and (layout.experts > 1 or parallel.recompute == "full"),)
     key += (train.precision, train.linear_precision)
     if key not in _known:
@@ -89,13 +80,12 @@ def _with_few_layers(config: Config) -> tuple[Config, list[int]]:
 def _counted(config: Config, layout: Layout, queue: WeightGradQueue | None) -> list[tuple[Work, Work]]:
     """Of each block, for one sample and for two."""
     config = replace(config, layout=layout.sizes, resolved=layout)
-    config = replace(config, parallel=replace(config.parallel, verify=False, symmetric_memory=False))
+    config = replace(config, parallel=replace(config.parallel, compile=False))
     of_samples = [
         replace(config, batch=replace(config.batch, micro_size=n, global_size=n * layout.size("dp_shard")))
         for n in (1, 2)
     ]
-    with warnings.catch_warnings(), fake_world(layout, 0, "cuda") as mesh:
-        warnings.simplefilter("ignore")  # torch's, of its own calls and of views that nobody changes
+    with fake_world(layout, 0, "cuda") as mesh:
         step = CountedStep(of_samples[0], mesh, language_batch(of_samples[0]), META)
         if queue is not None:
             use_products(step.model, queue=queue)
@@ -210,9 +200,8 @@ class CountedStep(TracedStep):
         name, block = func.name().split(".")[0], self.live.block
         if name in implementations and name not in WITHOUT_SHAPES:
             return  # what it does was counted
-        views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         on_device = any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, out)))
-        if views or not on_device or name.partition("::")[2] in FREE:
+        if is_view(func) or not on_device or name.partition("::")[2] in FREE:
             return
         product, tally = _product(name, args), self._tally()
         tally.operators += 1

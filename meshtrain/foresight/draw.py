@@ -44,7 +44,7 @@ def memory_of_ranks(prediction: "Prediction") -> list[str]:
     ]
     lines += [f"  what would give back: {'; '.join(savings)}"] * bool(savings)
     exact = "every operator of its step was counted" if memory.source == "traced" else HOW_EXTENDED
-    return [*lines, f"  {memory.source}: {exact}"]
+    return [*lines, f"  {memory.source}: {exact}; blocks are {'' if memory.compiled else 'not '}compiled"]
 
 
 def step_lines(step: "StepTime") -> list[str]:

@@ -7,7 +7,6 @@ extended by itself, and the largest is the peak: which one it is may change on t
 """
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from dataclasses import dataclass, replace
 from meshtrain.config import Config
 from meshtrain.data.order import microbatches
 from meshtrain.foresight.memory import RankMemory, held_forwards, short_schedule
-from meshtrain.foresight.trace import RankTrace, kind_of, trace_rank
+from meshtrain.foresight.trace import kind_of, trace_rank
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.modeling.build import spec_of, stages_of
 from meshtrain.parallel.fsdp import MIN_UNIT_SIZE
@@ -31,6 +30,7 @@ class Case:
     """A config of which a rank is traced, and what is affine in it: layers out of each stage, forwards that wait."""
 
     config: Config
+    layout: Layout
     rank: int
     layers: float = 0
     waiting: float = 0
@@ -49,27 +49,20 @@ def rank_memory(config: Config, layout: Layout, pp: int, whole: int = WHOLE) -> 
     passes = count * sum(end - first for first, end in bounds)
     cases = [] if passes <= whole else _smaller(config, layout, pp, bounds, count)
     if not cases:
-        trace = traced(config, layout, rank)
-        return RankMemory({**trace.resident}, {**trace.parts}, trace.moment, pp)
+        trace = trace_rank(config, layout, rank)
+        return RankMemory({**trace.resident}, {**trace.parts}, trace.moment, pp, trace.compiled)
     weights = [
         _weight(case.layers, [other.layers for other in cases], 0)
         * _weight(case.waiting, [other.waiting for other in cases], held_of(config, layout, pp, count))
         for case in cases
     ]
-    traces = [traced(case.config, case.config.resolved, case.rank) for case in cases]
+    traces = [trace_rank(case.config, case.layout, case.rank) for case in cases]
     shared = set.intersection(*(set(trace.moments) for trace in traces))
     moments = {moment: _combined([trace.moments[moment] for trace in traces], weights) for moment in shared}
     peak = max(moments, key=lambda moment: sum(moments[moment].values()))
     words = next((trace.moment for trace in traces if trace.parts == trace.moments[peak]), peak)
-    return RankMemory(_combined([trace.resident for trace in traces], weights), moments[peak], words, pp, "extended")
-
-
-def traced(config: Config, layout: Layout | None, rank: int) -> RankTrace:
-    assert layout is not None
-    config = replace(config, parallel=replace(config.parallel, verify=False, symmetric_memory=False))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of its own calls and of views that nobody changes
-        return trace_rank(config, layout, rank)
+    resident = _combined([trace.resident for trace in traces], weights)
+    return RankMemory(resident, moments[peak], words, pp, traces[0].compiled, "extended")
 
 
 def held_of(config: Config, layout: Layout, pp: int, count: int) -> float:
@@ -165,4 +158,4 @@ def _with_fewer(
         removed = Counter(whole[first:end]) - Counter(made[blocks])
         if Counter(made[blocks]) - Counter(whole[first:end]) or len(removed) > 1:
             return None
-    return Case(few, layout.group(0, "pp")[index], less)
+    return Case(few, layout, layout.group(0, "pp")[index], less)

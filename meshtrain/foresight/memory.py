@@ -24,6 +24,7 @@ class RankMemory:
     parts: dict[str, float]
     moment: str
     pp: int = 0  # index of the rank
+    compiled: bool = False  # whether blocks are
     source: str = "traced"  # extended: from traces of fewer layers, microbatches and stages; estimated: by arithmetic
 
     @property

@@ -5,10 +5,10 @@ Only what a kernel takes inside of itself, and the allocator's slack, are not se
 """
 
 import gc
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._tools import fake_collectives  # noqa: F401  (collectives of meta tensors)
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group, _fsdp_state, _fully_shard
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshtrain import attention
@@ -30,13 +28,15 @@ from meshtrain.config.locate import model_file
 from meshtrain.data.batch import Batch
 from meshtrain.data.order import microbatches
 from meshtrain.dropout import set_dropout
+from meshtrain.foresight.compiled import compiled_by_graphs
+from meshtrain.foresight.live import LiveBytes, watched
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.modeling import build
 from meshtrain.optim.optimizer import Optimizer
 from meshtrain.parallel import torch_private
-from meshtrain.parallel.collectives import implementations
+from meshtrain.parallel.compile import CompileChoice
 from meshtrain.parallel.context import kernels
 from meshtrain.parallel.fsdp import FSDPModule
 from meshtrain.parallel.grad_sync import gradient_syncs
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from meshtrain.config import Config
 
 META = torch.device("meta")
-# Operators whose implementation asks for values, and so has shapes alone here.
-WITHOUT_SHAPES = {f"meshtrain::{name}" for name in ("grouped", "grouped_input_grad", "grouped_weight_grad", "choose")}
 ENDS = "embedding, logits and loss"
 _sdpa = F.scaled_dot_product_attention
 
@@ -67,118 +65,22 @@ class RankTrace:
     peak: int
     moment: str
     sent: dict[str, int]  # axis -> sent in the traced step
+    compiled: bool  # whether blocks are
     moments: dict[str, dict[str, int]]  # part of a step, and of the model -> `parts` when most is alive there
-
-
-class LiveBytes(TorchDispatchMode):
-    """The bytes of all storages that are alive on a device, after every operator; a storage counts by its size now."""
-
-    def __init__(self, device_type: str = "meta") -> None:
-        super().__init__()
-        self.device_type = device_type
-        self.total = self.count = 0
-        self.rows = 0  # that a rank sends to experts
-        self.part = "other"  # what new storages are for
-        self.phase = self.block = self.place = ""  # `place`: of a block in its stage
-        self.peaks: dict[str, tuple[int, int, str]] = {}  # moment -> most bytes alive, at which event, in words
-        self.watch: Callable[[Any, Any, Any], None] | None = None  # called with every operator
-        self.actions: dict[int, Callable[[], None]] = {}  # called after the operator of this number
-        self._alive: dict[int, tuple[Any, int, str]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes back with the parts of its DTensors
-        out = self._run(func, args, kwargs or {})
-        for part in (args, kwargs, out):
-            self._see_all(part)
-        if self.watch is not None:
-            self.watch(func, args, out)
-        self._look(func.__name__)
-        return out
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        name = func.name().split(".")[0]
-        if args and name == "meshtrain::message_sizes" and args[0].is_meta:
-            sizes = [self.rows // len(args[1])] * len(args[1])  # without values: experts are equally loaded
-            return torch.tensor([sizes, sizes])
-        run = implementations.get(name) if name not in WITHOUT_SHAPES else None
-        if run is None:
-            return func(*args, **kwargs)
-        with self:  # what happens inside counts, too
-            return run(*args, **kwargs)
-
-    def _see_all(self, value: Any) -> None:
-        if isinstance(value, Tensor):
-            self.see(value)
-        elif isinstance(value, (list, tuple)):
-            for part in value:
-                self._see_all(part)
-        elif isinstance(value, dict):
-            self._see_all(tuple(value.values()))
-
-    def see(self, tensor: Tensor) -> None:
-        if tensor.device.type != self.device_type:
-            return
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._alive:
-            size = storage.nbytes()
-            self._alive[key] = weakref.ref(storage, lambda _: self._freed(key)), size, self.part
-            self.total += size
-
-    def _freed(self, key: int) -> None:
-        self.total -= self._alive.pop(key)[1]
-
-    def _look(self, operator: str) -> None:
-        self.count += 1
-        key = f"{self.phase} {self.place}"
-        if key not in self.peaks or self.total > self.peaks[key][0]:
-            words = f"{self.phase}, {operator.split('.')[0]}" + f" of {self.block}" * bool(self.block)
-            self.peaks[key] = self.total, self.count, words
-        if self.count in self.actions:
-            self.actions[self.count]()
-
-    def resized(self, storage: Any) -> None:
-        """FSDP frees and fills memory so."""
-        if (known := self._alive.get(storage._cdata)) is not None:
-            self.total += storage.nbytes() - known[1]
-            self._alive[storage._cdata] = known[0], storage.nbytes(), known[2]
-            self._look("gather")
-
-    def parts(self, owners: Mapping[int, str]) -> dict[str, int]:
-        """part -> bytes alive; `owners`: storage -> the part that it is now, whatever it was made for."""
-        sums: Counter[str] = Counter()
-        for key, (_, size, part) in self._alive.items():
-            sums[owners.get(key, part)] += size
-        return {part: size for part, size in sums.items() if size}
-
-
-@contextmanager
-def watched(live: LiveBytes) -> Iterator[None]:
-    """Inside, every operator and every resized storage is seen, also where modes are hidden from communication."""
-    resize = torch.UntypedStorage.resize_
-
-    def resize_(storage: Any, size: int) -> Any:
-        result = resize(storage, size)
-        live.resized(storage)
-        return result
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
-        for module in ("tp_linear", "grad_sync"):
-            stack.enter_context(patch(f"meshtrain.parallel.{module}.without_dispatch_modes", nullcontext))
-        stack.enter_context(live)
-        yield
 
 
 @contextmanager
 def fake_world(layout: Layout, rank: int, device_type: str) -> Iterator[Mesh]:
     """A job without other processes, whose collectives do nothing, and torch on the meta device as on a device."""
     repeated = attention.wants_repeated
-    fused: dict[str, Any] = {"scaled_dot_product_attention": partial(_attention, device_type)}
+    fused: dict[str, Any] = {"scaled_dot_product_attention": _attention}
     if device_type == "cuda":
         fused["rms_norm"] = _rms_norm
     with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # torch's, of its own calls and of views that nobody changes
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.WARNING)  # and the compiler's
         for module in (_fsdp_collectives, _fsdp_state, _fsdp_param_group):
             stack.enter_context(patch.object(module, "_get_device_handle", lambda _: torch.cpu))
         stack.enter_context(patch.object(torch.cpu.Stream, "record_event", lambda *_: torch.cpu.Event(), create=True))
@@ -187,6 +89,8 @@ def fake_world(layout: Layout, rank: int, device_type: str) -> Iterator[Mesh]:
         stack.enter_context(validate)
         stack.enter_context(patch("torch.optim.optimizer._get_fused_kernels_supported_devices", lambda: ["meta"]))
         stack.enter_context(patch.object(torch_private, "traced_for", device_type))
+        stack.enter_context(patch("meshtrain.modeling.build.choose_compile", partial(_choose_compile, device_type)))
+        stack.enter_context(compiled_by_graphs())
         stack.enter_context(patch("meshtrain.parallel.parallelize.undecided", lambda *_: []))  # its start asks
         stack.enter_context(patch("meshtrain.parallel.parallelize.allocate", lambda *_: None))  # all stays on meta
         wants = patch.object(attention, "wants_repeated", lambda _, *kind: repeated(device_type, *kind))
@@ -202,14 +106,13 @@ def fake_world(layout: Layout, rank: int, device_type: str) -> Iterator[Mesh]:
         yield build_mesh(layout, device_type)
 
 
-def _attention(device_type: str, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
-               dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
-               enable_gqa: bool = False) -> Tensor:  # fmt: skip
+def _attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+               is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Tensor:  # fmt: skip
     """The fused kernel that a device has: torch would choose none of them for the meta device."""
     if not q.is_meta:
         return _sdpa(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     aten = torch.ops.aten
-    if device_type == "cpu":
+    if torch_private.traced_for == "cpu":
         mask = attn_mask.to(q.dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
         flash = aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
@@ -217,6 +120,11 @@ def _attention(device_type: str, q: Tensor, k: Tensor, v: Tensor, attn_mask: Ten
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
     efficient = aten._scaled_dot_product_efficient_attention
     return efficient(q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def _choose_compile(device_type: str, setting: bool | str, _: torch.device, splits_backward: bool) -> CompileChoice:
+    """Of a GPU for which the compiler has all that it needs."""
+    return CompileChoice(setting is True or (setting == "auto" and device_type == "cuda" and not splits_backward))
 
 
 def _block_kernel(device_type: str, q: Tensor, v: Tensor, soft_cap: float | None, visible: str) -> kernels.Kernel:
@@ -248,7 +156,8 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    if weight is not None and weight.dtype != x.dtype:  # a GPU takes these apart, too
+    is_apart = weight is not None and weight.dtype != x.dtype  # on a GPU, too
+    if is_apart or torch.compiler.is_compiling():
         return torch.ops.aten._fused_rms_norm(x, list(shape), weight, eps)[0]
     return _RMSNorm.apply(x, list(shape), weight)
 
@@ -285,6 +194,8 @@ class TracedStep:
 
     def __init__(self, config: "Config", mesh: Mesh, batch: Batch, device: torch.device) -> None:
         self.mesh, self.live = mesh, LiveBytes(device.type)
+        config = replace(config, parallel=replace(config.parallel, verify=False, symmetric_memory=False))
+        self.compiled = build.compile_choice(config, mesh.layout, device).compiles
         self.model = build.build_model(config, mesh, device)
         self.optimizer = Optimizer(self.model, config.optimizer, mesh, 1000)
         task = "language" if "vocab_size" in config.model.keys else "classification"
@@ -323,7 +234,7 @@ class TracedStep:
         peak, _, words = peaks[moment]
         resident, sent = live.parts(self.owners()), self.mesh.comm_bytes.by_axis()
         moments = {moment: parts for moment, parts in moments.items() if moment in peaks}
-        return RankTrace(resident, moments[moment], peak, words, sent, moments)
+        return RankTrace(resident, moments[moment], peak, words, sent, self.compiled, moments)
 
     def owners(self) -> dict[int, str]:
         """Storage -> what it holds for longer than an operator, of this rank's model and optimizer."""

@@ -374,9 +374,14 @@ def _wrap_blocks(
         run = block.forward
         has_layers = any(True for _ in block.children())  # a single layer has nothing to fuse or to compute again
         routed = [module for module in block.modules() if hasattr(module, "dispatch")]  # experts
-        fused = options.compile and has_layers
-        again_inside = fused and not routed and options.recompute != "none"
-        # Experts run between graphs, which a recomputation inside of a graph cannot: it goes around them.
+        # Pieces between which experts run may be compiled anew when they run again (a GPU's backward has a thread of
+        # its own, and kinds of pieces are limited), and would then not keep what the forward has kept.
+        in_pieces = bool(routed) and options.recompute != "none"
+        fused = options.compile and has_layers and not in_pieces
+        if options.compile and in_pieces:
+            name = type(block).__name__
+            warnings.warn(f"{name} is recomputed and not compiled: its experts run between graphs", stacklevel=4)
+        again_inside = fused and options.recompute != "none"
         around = compile_block(block, run, without=routed) if fused and not again_inside else run
         # A block that runs again has its own casts again, so that it keeps none: they are made inside.
         around = cast_to_compute_dtype(block, around, copies) if casts else around

@@ -8,13 +8,11 @@ from meshtrain.foresight.work import Pass, Work
 from tests.foresight.traced import SMALL
 from tests.launching import ROOT
 
-EXPERTS = ("model.num_hidden_layers=2", "data.seq_len=32", "batch.micro_size=2", "parallel.verify=false")
-
 
 def layers(file: str, *overrides: str, world_size: int = 2) -> list[Work]:
     """Of a stage whose schedule puts weight gradients off."""
     pipeline = "layout.pp=2", "pipeline.schedule=zb-h1"
-    config = Config.load(ROOT / file, [*SMALL.get(file, EXPERTS), *pipeline, *overrides], world_size=world_size)
+    config = Config.load(ROOT / file, [*SMALL[file], *pipeline, *overrides], world_size=world_size)
     assert config.resolved is not None
     return [work for work in works_of(config, config.resolved) if "layers" in work.name]
 

@@ -60,6 +60,18 @@ def test_extends_a_pipeline(name: str) -> None:
             assert short.parts.get(part) == whole.parts.get(part)
 
 
+@pytest.mark.parametrize("layout", ["layout={dp_shard: 2}", "layout={pp: 2}"])
+def test_a_batch_that_grows_takes_what_its_largest_one_does(layout: str) -> None:
+    overrides = layout, "pipeline.schedule=gpipe", "parallel.compile=false"
+    grown, largest, first = (
+        Prediction(loaded(2, *overrides, f"batch.global_size={sizes}"), traced=True)
+        for sizes in ("[[0, 4], [2, 12], [5, 8]]", "12", "4")
+    )
+    assert grown.memory == largest.memory
+    assert grown.microbatches == largest.microbatches > first.microbatches
+    assert grown.memory.total > first.memory.total
+
+
 def test_what_a_search_reckons_with_is_close() -> None:
     """For blocks as large as those of models that are trained: their activations and states, not their remainders."""
     for overrides in (
@@ -68,7 +80,8 @@ def test_what_a_search_reckons_with_is_close() -> None:
         ("layout={pp: 2}",),
     ):
         sizes = ("model.hidden_size=512", "model.intermediate_size=1408", "data.seq_len=512")
-        config = loaded(2, *sizes, "model.num_hidden_layers=4", "train.precision=bfloat16", *overrides)
+        sizes += ("model.num_hidden_layers=4", "train.precision=bfloat16", "parallel.compile=false")
+        config = loaded(2, *sizes, *overrides)
         reckoned, traced = (Prediction(config, traced=traced).memory for traced in (False, True))
         assert reckoned.total == pytest.approx(traced.total, rel=0.15), (overrides, reckoned, traced)
 

@@ -23,6 +23,7 @@ CASES = {
     "tp, full": (QUICKSTART, TP, "parallel.recompute=full", "parallel.regather=true"),
     "tp, selective": (QUICKSTART, TP, "parallel.recompute=selective", "train.precision=bfloat16"),
     "cp": (QUICKSTART, CP),
+    "ep": (EXPERTS, FSDP, "parallel.expert_parallel=2"),
     "convnet": (CONVNET, FSDP),
     "ZeRO-1": (QUICKSTART, DDP, "parallel.shard_optimizer=true", "optimizer.ema_decay=0.9"),
     "Muon": (QUICKSTART, FSDP, "optimizer.name=muon"),

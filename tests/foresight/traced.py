@@ -14,6 +14,7 @@ def batch_of(config: Config) -> Batch:
     return Batch.of((images,), torch.zeros(config.batch.micro_size, dtype=torch.int64))
 
 
+BATCH = ("batch.global_size=8", "batch.micro_size=2", "parallel.verify=false")
 LLAMA = (
     "model.hidden_size=48",
     "model.intermediate_size=112",
@@ -21,12 +22,11 @@ LLAMA = (
     "model.num_attention_heads=4",
     "model.num_key_value_heads=2",
     "data.seq_len=32",
-    "batch.global_size=8",
-    "batch.micro_size=2",
-    "parallel.verify=false",
+    *BATCH,
 )
 # The configs in the small.
 SMALL = {
     "configs/quickstart.yaml": LLAMA,
-    "configs/digits.yaml": ("batch.global_size=8", "batch.micro_size=2", "parallel.verify=false"),
+    "configs/moe.yaml": ("model.num_hidden_layers=2", "data.seq_len=32", *BATCH),
+    "configs/digits.yaml": BATCH,
 }

@@ -164,13 +164,13 @@ def test_what_a_layer_gives_is_its_own() -> None:
 
 
 def test_experts_run_between_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six pieces of a layer with experts, for training and for evaluation; nothing else breaks a graph."""
+    """Five pieces for training and five for evaluation, which all layers share; nothing else breaks a graph."""
     torch.compiler.reset()
     counters.clear()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    assert train_and_evaluate("qwen3_moe", SIZES | EXPERTS, recompute="selective") == [12, 12]
+    assert train_and_evaluate("qwen3_moe", SIZES | EXPERTS) == [10, 10]
     breaks = {str(name) for reason in counters["graph_break"] for name in re.findall(r"function `([\w.]+)`", reason)}
-    assert breaks == {"choose", "tally", "attach", "Experts.forward"}
+    assert breaks == {"choose", "Balance._count", "attach", "Experts.forward"}
     torch.compiler.reset()
 
 

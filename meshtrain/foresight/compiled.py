@@ -1,0 +1,138 @@
+"""Compiled blocks in a trace: the graphs that the inductor makes of them, forward and backward, run on the meta device.
+
+All of its pipeline runs but the last part, which makes kernels: its decompositions, its passes, and its partitioner,
+which chooses what a forward saves for its backward, on all devices by the same rules. A kernel's result is in memory,
+and nothing that it computes on the way: so what operators give that the compiler only calls, what these read, what is
+smaller than what it is computed from, and what a graph gives. What a kernel reads for the last time makes room for its
+result.
+"""
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._prims import rng_prims
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from meshtrain.foresight.live import LiveBytes, is_view
+from meshtrain.parallel.torch_private import without_dispatch_modes
+
+# By the name of the operator: what the compiler calls and no fallback of its own is; what writes into what is there.
+CALLED = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution", "convolution_backward"}
+WRITES = ("scatter", "index_put", "copy_")
+
+
+class Graph:
+    """A function that takes its arguments as a list and empties it, as the compiler's own do."""
+
+    def __init__(self, module: fx.GraphModule, *_: Any, **unused: Any) -> None:
+        self._boxed_call = True
+        self.module = module
+        self.nodes: list[Any] = list(module.graph.nodes)
+        self.computed = {node for node in self.nodes if _is_computed(node)}  # by kernels
+        self.results = {node for node in self.computed if _is_result(node)}
+        for node in self.nodes:
+            if node.op != "placeholder" and node not in self.computed and not _is_view(node):
+                self.results |= self.computed & set(map(_base_of, node.all_input_nodes))
+        at = {node: i for i, node in enumerate(self.nodes)}
+        until: dict[Any, int] = {}
+        self.ends: dict[int, list[Any]] = defaultdict(list)  # at which node -> what nobody needs after it
+        for node in reversed(self.nodes):
+            inner = [user for user in node.users if user in self.computed and user not in self.results]
+            until[node] = max([at[node], *(at[user] for user in node.users), *(until[user] for user in inner)])
+            self.ends[until[node]].append(node)
+
+    def __call__(self, arguments: list[Any]) -> Any:
+        live = next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, LiveBytes)), None)
+        values: dict[Any, Any] = dict(zip(self.nodes, arguments, strict=False))  # placeholders come first
+        arguments.clear()
+        for i, node in enumerate(self.nodes):
+            if node.op == "output":
+                return fx.map_arg(node.args[0], values.__getitem__)
+            if node.op == "get_attr":
+                values[node] = operator.attrgetter(node.target)(self.module)
+            elif node.op == "call_function":
+                values[node] = self._run(node, values)
+            ends = [other for other in self.ends[i] if other is not node]
+            for other in ends:
+                del values[other]
+            if node in self.results and live is not None:
+                live.see(values[node])
+                live.look(node.target.__name__)
+            if len(ends) < len(self.ends[i]):
+                del values[node]
+        raise AssertionError("a graph without an output")
+
+    def _run(self, node: Any, values: dict[Any, Any]) -> Any:
+        function, inputs = node.target, fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        args, kwargs = inputs
+        if function is rng_prims.run_and_save_rng_state:  # of a generator, which the meta device has not
+            return torch.empty(0, dtype=torch.uint8), args[0](*args[1:], **kwargs)
+        if function is rng_prims.run_with_rng_state:
+            return args[1](*args[2:], **kwargs)
+        with without_dispatch_modes() if node in self.computed else nullcontext():
+            return function(*args, **kwargs)
+
+
+def _is_view(node: Any) -> bool:
+    return node.target is operator.getitem or (isinstance(node.target, OpOverload) and is_view(node.target))
+
+
+def _is_computed(node: Any) -> bool:
+    """By a kernel of the compiler."""
+    from torch._inductor.lowering import fallbacks
+
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims") or _is_view(node):
+        return False
+    return target not in fallbacks and target._opname not in CALLED
+
+
+def _is_result(node: Any) -> bool:
+    """Whoever reads it."""
+    sizes = [other.meta["val"].numel() for other in node.all_input_nodes if isinstance(other.meta.get("val"), Tensor)]
+    value = node.meta.get("val")
+    is_smaller = isinstance(value, Tensor) and bool(sizes) and value.numel() < max(sizes)
+    return is_smaller or node.target._opname.startswith(WRITES)
+
+
+def _base_of(node: Any) -> Any:
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def inductor(module: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """A backend of `torch.compile`: the inductor's, whose graphs run as they are."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(module, inputs, inner_compile=Graph)  # type: ignore[arg-type]
+    return compiled
+
+
+@contextmanager
+def compiled_by_graphs() -> Iterator[None]:
+    """Inside, `torch.compile` makes graphs in the place of kernels."""
+    import torch._dynamo.config
+    import torch._functorch.config
+    import torch._inductor.config
+
+    torch.overrides.get_overridable_functions()  # once, before any function of torch is another one
+    compile_ = torch.compile
+
+    def graphs(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+        return compile_(function, backend=inductor, **settings)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch, "compile", graphs))
+        stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=256))
+        stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
+        # It takes what a graph gives on the meta device for nothing, and computes none of it.
+        stack.enter_context(torch._inductor.config.patch(joint_graph_constant_folding=False))
+        yield

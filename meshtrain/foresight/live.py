@@ -1,0 +1,133 @@
+"""The bytes that are alive while code runs, after every operator of PyTorch."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshtrain.parallel.collectives import implementations
+
+# Operators whose implementation asks for values, and so has shapes alone here.
+WITHOUT_SHAPES = {f"meshtrain::{name}" for name in ("grouped", "grouped_input_grad", "grouped_weight_grad", "choose")}
+
+
+class LiveBytes(TorchDispatchMode):
+    """The bytes of all storages that are alive on a device, after every operator; a storage counts by its size now."""
+
+    def __init__(self, device_type: str = "meta") -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.total = self.count = 0
+        self.rows = 0  # that a rank sends to experts
+        self.part = "other"  # what new storages are for
+        self.phase = self.block = self.place = ""  # `place`: of a block in its stage
+        self.peaks: dict[str, tuple[int, int, str]] = {}  # moment -> most bytes alive, at which event, in words
+        self.watch: Callable[[Any, Any, Any], None] | None = None  # called with every operator
+        self.actions: dict[int, Callable[[], None]] = {}  # called after the operator of this number
+        self._alive: dict[int, tuple[Any, int, str]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """The compiler compiles also here, and is not watched itself."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back with the parts of its DTensors
+        out = self._run(func, args, kwargs or {})
+        for part in (args, kwargs, out):
+            self._see_all(part)
+        if self.watch is not None:
+            self.watch(func, args, out)
+        self.look(func.__name__)
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = func.name().split(".")[0]
+        if args and name == "meshtrain::message_sizes" and args[0].is_meta:
+            sizes = [self.rows // len(args[1])] * len(args[1])  # without values: experts are equally loaded
+            return torch.tensor([sizes, sizes])
+        if name == "aten::addmm" and args[0].is_meta and "out" in kwargs:  # for which torch 2.11 has no shapes
+            return kwargs["out"]
+        run = implementations.get(name) if name not in WITHOUT_SHAPES else None
+        if run is None:
+            return func(*args, **kwargs)
+        with self:  # what happens inside counts, too
+            return run(*args, **kwargs)
+
+    def _see_all(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self.see(value)
+        elif isinstance(value, (list, tuple)):
+            for part in value:
+                self._see_all(part)
+        elif isinstance(value, dict):
+            self._see_all(tuple(value.values()))
+
+    def see(self, tensor: Tensor) -> None:
+        if tensor.device.type != self.device_type:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._alive:
+            size = storage.nbytes()
+            self._alive[key] = weakref.ref(storage, lambda _: self._freed(key)), size, self.part
+            self.total += size
+
+    def _freed(self, key: int) -> None:
+        self.total -= self._alive.pop(key)[1]
+
+    def look(self, operator: str) -> None:
+        """After an operator."""
+        self.count += 1
+        key = f"{self.phase} {self.place}"
+        if key not in self.peaks or self.total > self.peaks[key][0]:
+            words = f"{self.phase}, {operator.split('.')[0]}" + f" of {self.block}" * bool(self.block)
+            self.peaks[key] = self.total, self.count, words
+        if self.count in self.actions:
+            self.actions[self.count]()
+
+    def resized(self, storage: Any) -> None:
+        """FSDP frees and fills memory so."""
+        if (known := self._alive.get(storage._cdata)) is not None:
+            self.total += storage.nbytes() - known[1]
+            self._alive[storage._cdata] = known[0], storage.nbytes(), known[2]
+            self.look("gather")
+
+    def parts(self, owners: Mapping[int, str]) -> dict[str, int]:
+        """part -> bytes alive; `owners`: storage -> the part that it is now, whatever it was made for."""
+        sums: Counter[str] = Counter()
+        for key, (_, size, part) in self._alive.items():
+            sums[owners.get(key, part)] += size
+        return {part: size for part, size in sums.items() if size}
+
+
+@contextmanager
+def watched(live: LiveBytes) -> Iterator[None]:
+    """Inside, every operator and every resized storage is seen, also where modes are hidden from communication."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        live.resized(storage)
+        return result
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
+        for module in ("tp_linear", "grad_sync"):
+            stack.enter_context(patch(f"meshtrain.parallel.{module}.without_dispatch_modes", nullcontext))
+        stack.enter_context(live)
+        yield
+
+
+def is_view(operator: Any) -> bool:
+    """Whether what it gives lies in the memory of what it gets."""
+    returns = operator._schema.returns
+    return any(part.alias_info is not None and not part.alias_info.is_write for part in returns)

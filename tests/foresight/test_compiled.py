@@ -1,0 +1,57 @@
+"""Compiled blocks save for their backward in a trace what they save when the compiler has made kernels of them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor import config as inductor
+
+from meshtrain.config import Config
+from meshtrain.dropout import set_dropout
+from meshtrain.foresight.trace import META, TracedStep, fake_world
+from meshtrain.mesh import build_mesh
+from tests.foresight.traced import BATCH, SMALL, batch_of
+from tests.launching import ROOT
+
+QUICKSTART, CONVNET = "configs/quickstart.yaml", "configs/digits.yaml"
+GPT2 = f"model={{name: {Path(__file__).parent / 'gpt2.py'}}}"
+CASES = {
+    "llama": (QUICKSTART, "train.precision=bfloat16", "parallel.recompute=selective"),
+    "gpt2": (QUICKSTART, GPT2, "data.seq_len=32", *BATCH),
+    "convnet": (CONVNET,),
+}
+
+
+def saved(step: TracedStep) -> list[int]:
+    """Bytes of each tensor that a forward leaves for its backward, beside the parameters."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.dtype != torch.uint8:  # the state of a generator
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    batch = step.microbatches[0].to(next(step.model.parameters()).device, step.trainer.dtype, True, True)
+    set_dropout(step.model, seed=0, step=0, samples=range(len(batch.targets)))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = step.model(*batch.inputs)
+    weights = {parameter.untyped_storage()._cdata for parameter in step.model.parameters()}
+    sizes = [storage.nbytes() for key, storage in storages.items() if key not in weights]
+    assert output.requires_grad
+    return sorted(sizes)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_saves_what_real_kernels_save(name: str) -> None:
+    file, *overrides = CASES[name]
+    small = () if any(override.startswith("model=") for override in overrides) else SMALL[file]
+    config = Config.load(ROOT / file, [*small, *overrides, "parallel.compile=true"], world_size=1)
+    torch.compiler.reset()
+    with fake_world(config.resolved, 0, "cpu") as mesh:
+        traced = saved(TracedStep(config, mesh, batch_of(config), META))
+    torch.compiler.reset()
+    cpu = torch.device("cpu")
+    with inductor.patch(layout_optimization=False):  # it copies weights of convolutions
+        real = saved(TracedStep(config, build_mesh(config.resolved, "cpu"), batch_of(config), cpu))
+    assert traced == real
