@@ -32,9 +32,9 @@ train: $(VENV)/train.stamp
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node=$$processes \
 		-m meshtrain.train configs/quickstart.yaml $(ARGS)
 
-# Two files at a time: a test whose ranks wait for each other leaves a core idle.
+# Two files at a time, the longest first (tests/conftest.py): a test whose ranks wait for each other leaves a core idle.
 test: $(VENV)/dev.stamp
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # A -m of the command line takes the place of the one in pyproject.toml, which leaves these tests out.
 test-cluster: $(VENV)/dev.stamp

@@ -1,7 +1,28 @@
 """What holds for all tests."""
 
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 
 # Machines are noisy: how long an example takes says nothing.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+# Of two files at a time, a long one that comes last leaves a core idle.
+LONGEST = (
+    "parity/test_parity.py",
+    "checkpoint/test_matrix.py",
+    "test_docs.py",
+    "test_bench.py",
+    "test_train.py",
+    "parallel/test_context_models.py",
+    "parallel/test_compile.py",
+    "parallel/test_data_parallel.py",
+    "test_training.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    first = {Path(__file__).parent / name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: first.get(item.path, len(first)))

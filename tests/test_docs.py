@@ -35,7 +35,7 @@ SEEN = ("README.md", "configs", "docs", "models", "tools")  # of the repository,
 
 # Added to every training command: documents show real runs, and a test wants to see that they start, train and end.
 SHORT = (
-    "train.epochs=null train.steps=3 train.eval_every=0 train.sample_tokens=8 optimizer.warmup_steps=0 "
+    "train.epochs=null train.steps=3 train.eval_every=0 train.sample_tokens=2 optimizer.warmup_steps=0 "
     "batch.global_size=8 data.seq_len=64 data.workers=0"
 )
 # What .ci/run does before any test: these lines stand in it.
@@ -85,6 +85,8 @@ NOT_RUN = {
     "-m meshtrain.train configs/quickstart.yaml": "run in hosts/test_training.py",
     "torchrun --nnodes=2 --node-rank=1 --master-addr=host-a --master-port=29500 --nproc-per-node=gpu "
     "-m meshtrain.train configs/quickstart.yaml": "there too",
+    "torchrun --nnodes=2 --nproc-per-node=gpu --rdzv-backend=c10d --rdzv-endpoint=host-a:29500 --rdzv-id=first "
+    "-m meshtrain.train my_run.yaml train.output=runs/two-hosts": "multi-node.md has it with another config",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=2:4 --max-restarts=3 --nproc-per-node=gpu "
     "--rdzv-backend=c10d --rdzv-endpoint=host-a:29500 --rdzv-id=long -m meshtrain.train my_run.yaml": (
         "hosts are lost and come in hosts/test_elastic.py"
@@ -116,6 +118,7 @@ PROGRAMS = (
     "promtool",
 )
 STANDALONE = re.compile(r"^torchrun --standalone --nproc-per-node=(\d+) ")
+TWO_HOSTS = re.compile(r"^torchrun --nnodes=2 --nproc-per-node=(\d+) (?:--rdzv-\S+ )+")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -178,6 +181,20 @@ def shortened(command: str, longer: bool = False) -> list[str]:
     return [here.replace("--nproc-per-node=gpu", f"--nproc-per-node={n}") for n in (2, 1)]
 
 
+def forked_job(command: str) -> tuple[int, list[str]] | None:
+    """Processes and arguments of what needs neither a shell nor a launcher of its own, and can be forked. Two hosts
+    with the same number of processes are one host; agents meet where the numbers differ (`shortened`)."""
+    for launcher, hosts in ((STANDALONE, 1), (TWO_HOSTS, 2)):
+        if processes := launcher.match(command):
+            return hosts * int(processes[1]), shlex.split(launcher.sub("", command))
+    arguments = shlex.split(command)
+    if "--nnodes" in command or {"|", "||", "&&", ">"} & set(arguments):
+        return None
+    if command.startswith("meshtrain "):
+        return 1, ["-m", "meshtrain.cli", *arguments[1:]]
+    return (1, arguments[1:]) if command.startswith("python -m ") else None
+
+
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Where the commands of a document run."""
@@ -200,7 +217,7 @@ def test_the_commands_of_a_document_run(document: Path, folder: Path) -> None:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "CUDA_VISIBLE_DEVICES": "",  # any number of processes runs on a CPU
     }
-    by_torchrun = document.name == "README.md"  # the first job of the first document: that torchrun starts it
+    as_shown = document.name == "README.md"  # the first document, until torchrun has started a job
     for command in dict.fromkeys(commands(document)):  # what stands there twice is run once
         if is_setup(command) or command in NOT_RUN:
             continue
@@ -208,13 +225,13 @@ def test_the_commands_of_a_document_run(document: Path, folder: Path) -> None:
         longer = further or command.endswith("train.output=runs/seen")
         ended = len(list(folder.glob("runs/*/exit.json")))
         command = command.replace("--standalone --nproc-per-node=gpu", "--standalone --nproc-per-node=2")
-        run, standalone = shortened(command, longer), STANDALONE.match(command)
-        if standalone and not by_torchrun:
-            processes, arguments = STANDALONE.split(run[0])[1:]
-            jobs = [forked(int(processes), *shlex.split(arguments), cwd=folder)]
+        run = shortened(command, longer)
+        plain = None if as_shown or run[0] != run[-1] else forked_job(run[0])
+        if plain is not None:
+            jobs = [forked(plain[0], *plain[1], cwd=folder)]
         else:
             jobs = run_together([("bash", "-c", one) for one in run], env=environment, cwd=folder, timeout=240)
-            by_torchrun = by_torchrun and not standalone
+            as_shown = as_shown and not STANDALONE.match(command)
         for job in jobs:
             assert job.status == 0, f"{document.name}: {command}\n{job.out}\n{job.err}"
         if "meshtrain.train" in command:
@@ -322,7 +339,7 @@ def test_a_picture_is_what_its_script_draws(name: str, tmp_path: Path) -> None:
     """Fonts and versions of matplotlib move pixels, so sizes are compared, and that something was drawn."""
     script = REPO / "tools" / "pictures" / f"{name.replace('-', '_')}.py"
     drawn = tmp_path / "drawn.png"
-    subprocess.run([sys.executable, script, drawn], check=True, timeout=240, env=os.environ | {"PYTHONPATH": str(REPO)})
+    forked(1, script, drawn).check()
     with Image.open(drawn) as ours, Image.open(REPO / "docs" / "images" / f"{name}.png") as shown:
         assert ours.size == shown.size
         assert len(ours.convert("RGB").getcolors(2**16) or []) > 8

@@ -2,7 +2,6 @@
 but the plain model, its first weights and the order of the samples."""
 
 import struct
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from meshtrain.config.locate import model_file
 from meshtrain.data.order import batch_samples
 from meshtrain.metrics.logger import read
 from meshtrain.modeling.init import initialise
-from tests.launching import forked, run
+from tests.launching import forked
 
 SEQ, BATCH, STEPS, SEED = 32, 10, 10, 3
 LR, WARMUP, CLIP = 2e-3, 4, 0.5
@@ -78,10 +77,7 @@ def test_ten_steps_agree_with_a_plain_loop(processes: int, tmp_path: Path) -> No
         f"optimizer: {{lr: {LR}, warmup_steps: {WARMUP}, schedule: constant, clip_norm: {CLIP}}}\n"
         f"train: {{steps: {STEPS}, seed: {SEED}, output: {tmp_path}/run, sample_tokens: 0}}\n"
     )
-    if processes == 1:
-        run([sys.executable, "-m", "meshtrain.train", str(config)]).check()
-    else:
-        forked(processes, "-m", "meshtrain.train", str(config)).check()
+    forked(processes, "-m", "meshtrain.train", str(config)).check()
     rows = read(tmp_path / "run/metrics.jsonl")
     assert len(rows) == STEPS
     for row, (loss, norm) in zip(rows, expected, strict=True):

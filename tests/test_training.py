@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+import meshtrain.run.results
 from meshtrain.config import Config
 from meshtrain.data import Batch
 from meshtrain.evaluate import Evaluation, evaluate
@@ -29,8 +29,12 @@ from meshtrain.parallel.compile import CACHE
 from meshtrain.run.phase_monitor import COLLECT_EVERY, PhaseMonitor
 from meshtrain.train import run
 from tests.launching import forked
-from tests.launching import run as run_command
 from tests.parity.experiments import SMALL, write_ragged
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meshtrain.run.results, "plot_loss", lambda *_: "no picture is drawn")
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +163,7 @@ def test_the_run_folder_can_be_run_again(shared: Path, tmp_path: Path) -> None:
 def test_digits_are_learned_and_four_processes_agree(tmp_path: Path) -> None:
     """The acceptance of the image path: above 95 % on held-out digits, and within a point of it on 4 processes."""
     command = ("-m", "meshtrain.train", "configs/digits.yaml")
-    alone = run_command([sys.executable, *command, f"train.output={tmp_path}/one"]).check()
+    alone = forked(1, *command, f"train.output={tmp_path}/one").check()
     forked(4, *command, f"train.output={tmp_path}/four", "data.workers=0").check()
     one, four = (read(tmp_path / name / "metrics.jsonl")[-1]["accuracy"] for name in ("one", "four"))
     assert one > 0.95

@@ -9,6 +9,7 @@ import errno
 import shutil
 import uuid
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 
 from meshtrain.checkpoint import directory
@@ -40,9 +41,10 @@ class LocalDisk:
                 if not path.exists():
                     write_whole(path, uuid.uuid4().hex)
                 known = path.read_text()
-        ranks = job.gather("looking at the local disks", [known, job.host])
-        self._folder, self._rank = root / str(ranks[0][0]), job.rank
-        self._here = [rank for rank, (_, host) in enumerate(ranks) if host == job.host]
+        known = job.reduce("looking at the local disks", known, itemgetter(0))
+        assert job.layout is not None
+        self._folder, self._rank = root / str(known), job.rank
+        self._here = [rank for rank in range(job.world_size) if job.layout.host(rank) == job.host]
         self.own = self._of(job.rank)
         self._manifests: dict[Known, Manifest] = {}
         self.went_on_from: int | None = None  # the step of a checkpoint that is nowhere else

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,19 +121,18 @@ class Resume:
     def _add_local(self, offers: Sequence[Known]) -> None:
         """Puts those that are on local disks only, and whole over all hosts, among the run's own candidates."""
         assert self._spec.local is not None
-        everywhere = [{tuple(known) for known in of} for of in self._job.gather("looking at the local disks", offers)]
+        counts, ranks = self._job.reduce("looking at the local disks", offers, _count_offers), self._job.world_size
         candidates, checkpoints = self._candidates, self._spec.checkpoints
         if self._job.rank != 0 or candidates.back:
             return
         shared = {path.name for path in candidates.paths if path.parent == checkpoints}
         begun = not candidates.paths or bool(shared)  # else another run is named
-        for step, digest in sorted(set.union(*everywhere)):
-            having = sum((step, digest) in of for of in everywhere)
-            if having == len(everywhere):
+        for step, digest, having in counts:
+            if having == ranks:
                 candidates.local[self._spec.local.own / name_of(step)] = digest
             elif begun and name_of(step) not in shared:
                 candidates.notes.append(
-                    f"step {step} is on the local disks of {having} of {len(everywhere)} ranks, not whole: passed over"
+                    f"step {step} is on the local disks of {having} of {ranks} ranks, not whole: passed over"
                 )
         if candidates.local and not begun:
             candidates.notes.append(BEGUN.format(self._spec.config.checkpoint.resume))
@@ -360,6 +360,12 @@ def candidates(spec: RunSpec, *, restarted: bool) -> Candidates:
         )
         return own
     return named
+
+
+def _count_offers(offers: list[list[list]]) -> list[tuple]:
+    """Step and digest of every checkpoint that ranks offer, ascending, and how many of them do."""
+    counts = Counter((step, digest) for of in offers for step, digest in of)
+    return [(*known, counts[known]) for known in sorted(counts)]
 
 
 def _digest(spec: RunSpec) -> str:

@@ -104,7 +104,11 @@ def find_short_hosts(state: State, job: Job) -> list[str]:
     with suppress(FileNotFoundError):  # a system that does not tell
         most, free = memory_gib()
         room = max(0.0, free - SPARE * most) * 2**30
-    reports = job.gather("looking at the memory for checkpoints", [job.host, snapshot_bytes(state, job.rank), room])
+    report = [job.host, snapshot_bytes(state, job.rank), room]
+    return job.reduce("looking at the memory for checkpoints", report, _short_hosts)
+
+
+def _short_hosts(reports: list[list]) -> list[str]:
     short = []
     for host, ranks in group_values((host, (nbytes, room)) for host, nbytes, room in reports).items():
         needed, rooms = sum(nbytes for nbytes, _ in ranks), [room for _, room in ranks if room is not None]

@@ -4,10 +4,12 @@
 it from the shared folder, in a thread that nobody waits for. What fails is said, and done with the next checkpoint.
 """
 
+import asyncio
 import hashlib
 import os
 import threading
 import time
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,9 @@ from meshtrain.errors import DamagedError, InputError, bytes_text
 ASIDE = f"{COMPLETE}.aside"  # in the place of COMPLETE: it is damaged, or a run went on from an earlier step
 AT_ONCE = 8  # files under way
 LAST_S = 300.0  # how long the end of a run waits for the last upload
+# Clients wait for some answers for ever. A call is given up after:
+ANSWER_S = 100.0
+SILENCE_S = 600.0  # in which no part of a file was transferred; some clients have 4 GB of parts under way
 
 
 class Uploads:
@@ -50,7 +55,7 @@ class Uploads:
 
     def steps(self) -> list[int]:
         """Those of complete checkpoints, ascending."""
-        return [step for step in self._folders() if self._storage.exists(self._path(step, COMPLETE))]
+        return [step for step in self._folders() if self._call("exists", self._path(step, COMPLETE))]
 
     def set_aside_later(self, step: int) -> None:
         """Those of later steps than that from which this run goes on: they will be made again."""
@@ -87,12 +92,11 @@ class Uploads:
             if manifest.step != step:
                 raise DamagedError(source, f"is that of step {manifest.step}")
             names = list(manifest.files)
-            files = [str(unfinished / name) for name in names]
-            self._storage.get([self._path(step, name) for name in names], files, batch_size=AT_ONCE)
-            for rank, file in enumerate(files):
+            self._transfer("get_file", [(self._path(step, name), str(unfinished / name)) for name in names])
+            for rank, name in enumerate(names):
                 for problem in problems_of(unfinished, manifest, rank):
-                    raise DamagedError(Path(self._path(step, names[rank])), problem.what, problem.tensor)
-                with open(file, "rb") as written:
+                    raise DamagedError(Path(self._path(step, name)), problem.what, problem.tensor)
+                with open(unfinished / name, "rb") as written:
                     os.fsync(written.fileno())
             return directory.finish(folder, step, text.decode(), self.notes.append)
         except BaseException as error:
@@ -141,10 +145,10 @@ class Uploads:
                     if (folder / name_of(step) / COMPLETE).exists():
                         raise  # else it was deleted meanwhile
         for step in self._folders():
-            if step not in keep and not self._storage.exists(self._path(step, ASIDE)):
+            if step not in keep and not self._call("exists", self._path(step, ASIDE)):
                 if step in there:
-                    self._storage.rm_file(self._path(step, COMPLETE))
-                self._storage.rm(self._path(step), recursive=True)
+                    self._call("rm_file", self._path(step, COMPLETE))
+                self._call("rm", self._path(step), recursive=True)
 
     def _upload(self, checkpoint: Path, step: int, is_there: bool) -> None:
         self.under_way, start = step, time.perf_counter()
@@ -152,18 +156,17 @@ class Uploads:
         if is_there:
             if self._complete(step) == directory.complete_text(digest):
                 return
-            self._storage.rm_file(self._path(step, COMPLETE))
-        if self._storage.exists(self._path(step, ASIDE)):
-            self._storage.rm_file(self._path(step, ASIDE))
-        names = [*manifest.files, MANIFEST]
-        files = [str(checkpoint / name) for name in names]
-        self._storage.put(files, [self._path(step, name) for name in names], batch_size=AT_ONCE)
-        self._storage.put_file(str(checkpoint / COMPLETE), self._path(step, COMPLETE))
+            self._call("rm_file", self._path(step, COMPLETE))
+        if self._call("exists", self._path(step, ASIDE)):
+            self._call("rm_file", self._path(step, ASIDE))
+        for names in ([*manifest.files, MANIFEST], [COMPLETE]):
+            self._transfer("put_file", [(str(checkpoint / name), self._path(step, name)) for name in names])
         speed = f"{bytes_text(manifest.total_bytes)} in {time.perf_counter() - start:.1f} s"
         self.notes.append(f"uploaded {checkpoint.name} to {self.url}: {speed}")
 
     def _set_aside(self, step: int) -> None:
-        self._storage.mv(self._path(step, COMPLETE), self._path(step, ASIDE))
+        self._call("cp_file", self._path(step, COMPLETE), self._path(step, ASIDE))
+        self._call("rm_file", self._path(step, COMPLETE))
 
     def _evaluation(self, folder: Path, step: int, is_here: bool) -> dict[str, float]:
         try:
@@ -178,17 +181,60 @@ class Uploads:
         return self._read(self._path(step, COMPLETE), 1000).decode(errors="replace")
 
     def _read(self, path: str, most: int) -> bytes:
-        if self._storage.size(path) > most:  # a range that ends behind the file is refused by some servers
+        if self._call("size", path) > most:  # a range that ends behind the file is refused by some servers
             raise DamagedError(Path(path), f"is larger than {bytes_text(most)}")
-        return self._storage.cat_file(path)
+        return self._call("cat_file", path)
 
     def _folders(self) -> list[int]:
         try:
-            names: list[Any] = self._storage.ls(self._root, detail=False)
+            names: list[Any] = self._call("ls", self._root, detail=False)
         except FileNotFoundError:
             return []
         steps = [step_of(name.rstrip("/").rpartition("/")[2]) for name in names]
         return sorted(step for step in steps if step is not None)
+
+    def _transfer(self, name: str, pairs: Iterable[tuple[str, str]]) -> None:
+        """`put_file` or `get_file` of pairs of paths, from and to; TimeoutError as of `_call`."""
+        if not self._storage.async_impl:
+            for source, target in pairs:
+                getattr(self._storage, name)(source, target)
+            return
+        from fsspec.callbacks import Callback
+
+        last, slots = [time.monotonic()], asyncio.Semaphore(AT_ONCE)
+        callback = Callback(hooks={"moved": lambda *_, **__: last.__setitem__(0, time.monotonic())})
+
+        async def transfer(source: str, target: str) -> None:
+            async with slots:
+                await getattr(self._storage, f"_{name}")(source, target, callback=callback)
+
+        async def transfer_all() -> None:
+            try:
+                async with asyncio.TaskGroup() as tasks:  # with one of them all others end
+                    for pair in pairs:
+                        tasks.create_task(transfer(*pair))
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+
+        self._wait(transfer_all(), SILENCE_S, last)
+
+    def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
+        """What a method of the storage returns. TimeoutError: it was given up. Only clients that are not asynchronous,
+        those of folders, have all the time that they want."""
+        if not self._storage.async_impl:
+            return getattr(self._storage, name)(*arguments, **options)
+        return self._wait(getattr(self._storage, f"_{name}")(*arguments, **options), ANSWER_S, [time.monotonic()])
+
+    def _wait(self, answer: Coroutine[Any, Any, Any], limit_s: float, last: Sequence[float]) -> Any:
+        """The answer, until `limit_s` after the `last` time that something moved."""
+        call = asyncio.run_coroutine_threadsafe(answer, self._storage.loop)
+        while (left_s := last[0] + limit_s - time.monotonic()) > 0:
+            with suppress(TimeoutError):
+                call.exception(left_s)
+            if call.done():
+                return call.result()
+        call.cancel()  # else it holds a connection
+        raise TimeoutError(f"no answer for {limit_s:.0f} s")
 
     def _path(self, step: int, file: str = "") -> str:
         return f"{self._root}/{name_of(step)}/{file}".rstrip("/")

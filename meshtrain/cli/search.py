@@ -8,7 +8,7 @@ import json
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +104,7 @@ def _rows(search: "Search", results: Sequence["Candidate"]) -> list[list[str]]:
         ]
         first += [micro, recompute, schedule if candidate.layout.size("pp") > 1 else "-", f"{step.seconds:.3g} s"]
         mfu = f"{100 * step.mfu:.0f} %" if step.mfu else "-"
-        rows.append([*first, mfu, bytes_text(candidate.prediction.memory.total), step.limit])
+        rows.append([*first, mfu, bytes_text(candidate.memory.total), step.limit])
         others = [change for change in candidate.overrides(search.config)[1:] if not change.startswith(TITLES)]
         rows += [[f"     {line}"] for line in (" ".join(others), candidate.reason) if line]
     return rows
@@ -116,12 +116,18 @@ def _rejected(search: "Search") -> list[str]:
 
 def search_json(search: "Search", results: Sequence["Candidate"]) -> dict[str, Any]:
     """All of it for a program."""
-    keys = ("reason", "candidates", "example")
+    keys, room = ("reason", "candidates", "example"), search.forecast.memory
     return {
         "candidates": search.space.count,
         "predicted": search.predicted,
         "layouts": [
-            {"overrides": c.overrides(search.config), "near": c.near, "reason": c.reason, **c.prediction.json()}
+            {
+                "overrides": c.overrides(search.config),
+                "near": c.near,
+                "reason": c.reason,
+                **c.prediction.json(),
+                "memory": {**asdict(c.memory), "total": c.memory.total, "verdict": c.memory.verdict(room)},
+            }
             for c in results
         ],
         "rejected": [dict(zip(keys, (reason, *row), strict=True)) for reason, row in search.space.rejected.items()],

@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config import checks, locate, schema
-from meshtrain.config.convert import keys_of, read_section
+from meshtrain.config.checks import ConfigDraft
+from meshtrain.config.convert import INVALID, convert, keys_of, read_section
 from meshtrain.config.errors import ConfigError, ConfigErrors, nearest, yaml_text
+from meshtrain.config.layout_advice import resolve, world_sizes_text
 from meshtrain.config.model import read_model
 from meshtrain.config.schema import NAMES, SECTIONS, Data, Fault, ModelSection, Optimizer
-from meshtrain.config.tensor import CHECKS, check_groups, expert_ranks
-from meshtrain.config.yaml_reader import Node, apply_overrides, read_file, write
+from meshtrain.config.tensor import OF_LAYOUT, check_device, check_groups, expert_ranks
+from meshtrain.config.yaml_reader import Node, apply_overrides, describe, read_file, write
 from meshtrain.errors import InputError
-from meshtrain.layout import AXES, Layout
+from meshtrain.layout import AXES, Layout, LayoutError, unknown_axis
 
 __all__ = ["Config", "ConfigErrors", "Data", "Fault"]
 
@@ -82,13 +84,13 @@ class Config:
             raise ConfigErrors(file, errors)
         applied = tuple(apply_overrides(root, overrides, errors))
         draft = _read_sections(root, errors)
-        sizes = checks.read_layout(draft)
-        layout = None if sizes is None else checks.resolve_layout(draft, sizes, world_size, again)
+        sizes = _read_layout(draft)
+        layout = None if sizes is None else _resolve_layout(draft, sizes, world_size, again)
         if sizes is not None and (layout is not None or world_size is None):  # one of them may still be -1
             known = sizes if layout is None else layout.sizes
-            for check in (*CHECKS, checks.check_copies):
+            for check in OF_LAYOUT:
                 check(draft, known)
-            checks.check_device(draft, known, device)
+            check_device(draft, known, device)
         check_groups(draft)
         checks.check_rules(draft)
         checks.check_chaos(draft, None if again else world_size)
@@ -120,7 +122,7 @@ class Config:
         return "".join(f"# {' '.join(line.split())}\n" for line in head) + write(self.plain())
 
 
-def _read_sections(root: Node, errors: list[ConfigError]) -> checks.ConfigDraft:
+def _read_sections(root: Node, errors: list[ConfigError]) -> ConfigDraft:
     """Every section but the layout, value by value."""
     sections = {section: keys_of(cls) for section, cls in SECTIONS.items()}
     elsewhere = {axis: f"layout.{axis}" for axis in AXES}
@@ -129,7 +131,7 @@ def _read_sections(root: Node, errors: list[ConfigError]) -> checks.ConfigDraft:
         elsewhere.setdefault(key.name, f"{section}.{key.name}")
     for section, key in declared:
         elsewhere |= {other: f"{section}.{key.name}" for other in key.also if other not in elsewhere}
-    draft = checks.ConfigDraft(root, errors, elsewhere)
+    draft = ConfigDraft(root, errors, elsewhere)
     for section, node in root.value.items():
         if section not in NAMES:
             errors.append(ConfigError(node.key_at, _unknown_section(section, elsewhere)))
@@ -138,6 +140,52 @@ def _read_sections(root: Node, errors: list[ConfigError]) -> checks.ConfigDraft:
         values = read_section(root.value.get(section) or Node({}, root.at, root.at), section, keys, elsewhere, errors)
         draft.values |= {f"{section}.{name}": value for name, value in values.items()}
     return draft
+
+
+def _read_layout(draft: ConfigDraft) -> dict[str, int] | None:
+    """The layout as written, outermost axis first; None where something is wrong with it, which is reported."""
+    node = draft.root.get("layout")
+    if node is None or (node.value is None and not node.broken):
+        return {"dp_shard": -1}
+    if node.broken:
+        return None
+    if not isinstance(node.value, dict):
+        message = f"expected axes and their sizes, such as {{dp_shard: 4}}, found {describe(node.value)}"
+        draft.report(node.at, f"layout: {message}")
+        return None
+    sizes: dict[str, int] = {}
+    for axis, child in node.value.items():
+        if axis not in AXES:
+            hint = "; a colon needs a space after it" if ":" in axis else ""
+            draft.report(child.key_at, f"layout: {unknown_axis(axis)}{hint}")
+            continue
+        size = convert(child, int, f"layout.{axis}", draft.errors)
+        if size is INVALID:
+            continue
+        if size < 1 and size != -1:
+            message = f"expected an integer of at least 1, or -1 for whatever is left, found {size}"
+            draft.report(child.at, f"layout.{axis}: {message}")
+        elif size == -1 and -1 in sizes.values():
+            first = next(name for name in sizes if sizes[name] == -1)
+            draft.report(child.at, f"layout.{axis}: only one axis can be -1, and {first} is: give one of them a size")
+        else:
+            sizes[axis] = size
+    return sizes if len(sizes) == len(node.value) else None
+
+
+def _resolve_layout(draft: ConfigDraft, sizes: dict[str, int], world_size: int | None, again: bool) -> Layout | None:
+    """The layout of the processes; None where a size is still open, or it does not fit them, which is reported."""
+    if world_size is None:
+        return None if -1 in sizes.values() else Layout(sizes)
+    experts = draft.values["parallel.expert_parallel"]
+    experts = 1 if experts is INVALID or experts is None else experts
+    try:
+        return resolve(sizes, world_size, experts)
+    except LayoutError as error:
+        worlds = world_sizes_text(sizes, experts) if again else ""
+        suggestion = f". This job was started again with {world_size}: {worlds}" if again else ""
+        draft.report(draft.place_of_any(("layout", *(f"layout.{axis}" for axis in sizes))), f"{error}{suggestion}")
+        return None
 
 
 def _unknown_section(section: str, elsewhere: dict[str, str]) -> str:

@@ -10,20 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.checkpoint.directory import find_checkpoint
-from meshtrain.config.convert import INVALID, convert, seconds
+from meshtrain.config.convert import INVALID, seconds
 from meshtrain.config.errors import ConfigError, Place, nearest
-from meshtrain.config.layout_advice import resolve, world_sizes_text
 from meshtrain.config.schema import SINKS, SOURCES, Fault, ParamGroup, Source
-from meshtrain.config.yaml_reader import Node, describe
+from meshtrain.config.yaml_reader import Node
 from meshtrain.data.order import MOST_SOURCES, BatchSizes, changes_of, whole_weights
 from meshtrain.errors import InputError, any_of
 from meshtrain.huggingface import safetensors as weights
-from meshtrain.layout import AXES, NOT_WITH_FSDP, Layout, LayoutError, unknown_axis
 
 _OF_TEXT = ("python-stdlib", "text", "jsonl", "parquet")  # a tokenizer reads them
 OF_TOKENS = (*_OF_TEXT, "tokens", "megatron")
+_PAIR = (".bin", ".idx")  # of the source megatron
 _ROPE = ("model.rope_scaling", "model.rope_parameters")
-RESUME = ("latest", "none")  # what checkpoint.resume may be besides a folder
 
 
 @dataclass
@@ -315,14 +313,14 @@ def check_chaos(draft: ConfigDraft, world_size: int | None) -> None:
     if faults is INVALID or node is None or not isinstance(node.value, list):
         return
     steps, every = draft.values["train.steps"], draft.values["checkpoint.every"]
-    known = steps if isinstance(steps, int) else None
     for i, (fault, item) in enumerate(zip(faults, node.value, strict=True)):
-        for name, problem in _problems(fault, known, every, world_size):
+        for name, problem in _problems(fault, steps if isinstance(steps, int) else None, every, world_size):
             draft.report((item.get(name) or item).at, f"train.chaos[{i}]: {problem}")
 
 
 def _problems(fault: Fault, steps: int | None, every: object, world_size: int | None) -> Iterator[tuple[str, str]]:
-    """What is wrong with a fault: key, sentence."""
+    """What is wrong with a fault: key, sentence. Of a run of unknown length the last checkpoint is anywhere."""
+    is_saved = not isinstance(every, int) or steps in (None, fault.step) or (every > 0 and fault.step % every == 0)
     if fault.rank is None and fault.fault != "fail-save":
         yield "fault", f"{fault.fault} needs a rank: say whose, such as rank: 1"
     if fault.rank is not None and world_size is not None and fault.rank >= world_size:
@@ -330,7 +328,7 @@ def _problems(fault: Fault, steps: int | None, every: object, world_size: int | 
         yield "rank", f"there is no rank {fault.rank}: this job {ranks}"
     if steps is not None and fault.step > steps:
         yield "step", f"step {fault.step} is beyond the run, which ends at step {steps}: name one of its steps"
-    elif fault.in_save and isinstance(every, int) and not _is_saved(fault.step, steps, every):
+    elif fault.in_save and not is_saved:
         period = f"every {every} steps, and " if every else ""
         yield (
             "step",
@@ -348,27 +346,22 @@ def _problems(fault: Fault, steps: int | None, every: object, world_size: int | 
         yield "until", f"until {fault.until} is before step {fault.step}, the first slow one: raise it, or leave it out"
 
 
-def _is_saved(step: int, steps: int | None, every: int) -> bool:
-    """Whether a checkpoint is written after a step; of a run of unknown length the last one is anywhere."""
-    return steps is None or step == steps or (every > 0 and step % every == 0)
-
-
 def check_files(draft: ConfigDraft) -> None:
     """Reports files and folders that the config names and that are not there."""
-    source, sources = (draft.values.get(name, INVALID) for name in ("data.source", "data.sources"))
-    mixed = [(own.path, own.source or source) for own in sources] if sources is not INVALID else []
-    kinds = [kind for _, kind in mixed] or [source]
+    source = draft.values.get("data.source", INVALID)
+    sources = draft.values.get("data.sources", ())
     if source not in SOURCES:
         _report_missing(draft, "data.source")
-    elif SOURCES[source] and not mixed:
-        _report_missing(draft, "data.path", kind=source)
-    for path, kind in mixed:
-        _report_missing(draft, "data.sources", kind=kind, path=path)
+    if SOURCES.get(source) and not sources:
+        _report_missing(draft, "data.path", source)
+    sources = () if sources is INVALID else sources
+    for own in sources:
+        _report_missing(draft, "data.sources", own.source or source, path=own.path)
     if source in SOURCES:
-        _report_missing(draft, "data.validation", kind=kinds[0])
+        _report_missing(draft, "data.validation", (sources[0].source if sources else None) or source)
     if source in OF_TOKENS:
         _report_missing(draft, "data.tokenizer", words=("bytes",))
-    _report_missing(draft, "checkpoint.resume", words=RESUME)
+    _report_missing(draft, "checkpoint.resume", words=("latest", "none"))
     start = draft.values.get("model.weights", INVALID)
     if isinstance(start, str):
         try:
@@ -391,17 +384,16 @@ def _check_export(draft: ConfigDraft, export: Any, start: Any) -> None:
 
 
 def _report_missing(
-    draft: ConfigDraft, key: str, *, kind: Any = None, words: tuple[str, ...] = (), path: Any = None
+    draft: ConfigDraft, key: str, source: object = None, words: tuple[str, ...] = (), path: Any = None
 ) -> None:
-    """Reports that a path is not there, of this kind of source; `words` and values that are no text are none.
-    `path`: in the place of the key's value."""
+    """Reports that a path is not there, of a kind of data source or of any file; `words` and values that are no text
+    are none. `path`: in the place of the key's value."""
     name = path or draft.values.get(key)
     if not isinstance(name, str) or name in words:
         return
-    endings = (".bin", ".idx") if kind == "megatron" else ("",)
-    if kind == "megatron" and name.endswith(endings):
+    if source == "megatron" and name.endswith(_PAIR):
         name = name[:-4]  # one file of the pair stands for both
-    for ending in endings:
+    for ending in _PAIR if source == "megatron" else ("",):
         file = Path(name + ending).expanduser().absolute()
         if not file.exists():
             above = next((parent for parent in file.parents if parent.is_dir()), file.parent)
@@ -410,71 +402,3 @@ def _report_missing(
             way = f"did you mean {suggestion}?" if suggestion else "mend the path or create the file"
             draft.refuse(key, f"there is no {file}{hint}: {way}")
             return
-
-
-def read_layout(draft: ConfigDraft) -> dict[str, int] | None:
-    """The layout as written, outermost axis first; None where something is wrong with it, which is reported."""
-    node = draft.root.get("layout")
-    if node is None or (node.value is None and not node.broken):
-        return {"dp_shard": -1}
-    if node.broken:
-        return None
-    if not isinstance(node.value, dict):
-        message = f"expected axes and their sizes, such as {{dp_shard: 4}}, found {describe(node.value)}"
-        draft.report(node.at, f"layout: {message}")
-        return None
-    sizes: dict[str, int] = {}
-    for axis, child in node.value.items():
-        if axis not in AXES:
-            hint = "; a colon needs a space after it" if ":" in axis else ""
-            draft.report(child.key_at, f"layout: {unknown_axis(axis)}{hint}")
-            continue
-        size = convert(child, int, f"layout.{axis}", draft.errors)
-        if size is INVALID:
-            continue
-        if size < 1 and size != -1:
-            message = f"expected an integer of at least 1, or -1 for whatever is left, found {size}"
-            draft.report(child.at, f"layout.{axis}: {message}")
-        elif size == -1 and -1 in sizes.values():
-            first = next(name for name in sizes if sizes[name] == -1)
-            draft.report(child.at, f"layout.{axis}: only one axis can be -1, and {first} is: give one of them a size")
-        else:
-            sizes[axis] = size
-    return sizes if len(sizes) == len(node.value) else None
-
-
-def resolve_layout(draft: ConfigDraft, sizes: dict[str, int], world_size: int | None, again: bool) -> Layout | None:
-    """The layout of the processes; None where a size is still open, or it does not fit them, which is reported."""
-    if world_size is None:
-        return None if -1 in sizes.values() else Layout(sizes)
-    experts = draft.values["parallel.expert_parallel"]
-    experts = 1 if experts is INVALID or experts is None else experts
-    try:
-        return resolve(sizes, world_size, experts)
-    except LayoutError as error:
-        worlds = world_sizes_text(sizes, experts) if again else ""
-        suggestion = f". This job was started again with {world_size}: {worlds}" if again else ""
-        draft.report(draft.place_of_any(("layout", *(f"layout.{axis}" for axis in sizes))), f"{error}{suggestion}")
-        return None
-
-
-def check_copies(draft: ConfigDraft, sizes: dict[str, int]) -> None:
-    """Reports a `parallel.shard_optimizer` beside FSDP."""
-    if draft.values["parallel.shard_optimizer"] is True and max(sizes.get("dp_shard", 1), sizes.get("cp", 1)) > 1:
-        draft.report(draft.place_of_any(("parallel.shard_optimizer", "layout")), f"parallel.{NOT_WITH_FSDP}")
-
-
-def check_device(draft: ConfigDraft, sizes: dict[str, int], device: str | None) -> None:
-    """Reports what this job's device, if it is known, cannot do or gains nothing by."""
-    if sizes.get("tp", 1) > 1 and draft.values["parallel.symmetric_memory"] is True and device == "cpu":
-        draft.report(
-            draft.place("parallel.symmetric_memory"),
-            "parallel.symmetric_memory needs GPUs, and these processes compute on CPUs: use symmetric_memory: false",
-        )
-    linear_precision, precision = draft.values["train.linear_precision"], draft.values["train.precision"]
-    if device == "cuda" and precision == "float32" and linear_precision not in (None, INVALID):
-        draft.report(
-            draft.place_of_any(("train.linear_precision", "train.precision")),
-            f"train.linear_precision {linear_precision} is fast beside train.precision bfloat16 alone, and it is "
-            "float32: use precision: bfloat16, or linear_precision: null",
-        )

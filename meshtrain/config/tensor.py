@@ -13,7 +13,7 @@ from meshtrain.config.model_spec import draft_model
 from meshtrain.config.schema import SOURCES
 from meshtrain.data.order import BatchSizes, microbatches
 from meshtrain.errors import any_of
-from meshtrain.layout import DATA_AXES, Layout, context_heads_problem, written
+from meshtrain.layout import DATA_AXES, NOT_WITH_FSDP, Layout, context_heads_problem, written
 from meshtrain.parallel.float8_layers import float8_problems
 from meshtrain.parallel.tp_plan import (
     NO_SEQUENCE,
@@ -264,4 +264,26 @@ def _check_blocks(draft: ConfigDraft, blocks: int, ranks: int, per_rank: int) ->
         draft.refuse("pipeline.split" if split else "layout.pp", error)
 
 
-CHECKS = (check_tuning, check_split, check_context, check_experts, check_float8, check_stages)
+def check_copies(draft: ConfigDraft, sizes: dict[str, int]) -> None:
+    """Reports a `parallel.shard_optimizer` beside FSDP."""
+    if draft.values["parallel.shard_optimizer"] is True and max(sizes.get("dp_shard", 1), sizes.get("cp", 1)) > 1:
+        draft.report(draft.place_of_any(("parallel.shard_optimizer", "layout")), f"parallel.{NOT_WITH_FSDP}")
+
+
+def check_device(draft: ConfigDraft, sizes: dict[str, int], device: str | None) -> None:
+    """Reports what this job's device, if it is known, cannot do or gains nothing by."""
+    if sizes.get("tp", 1) > 1 and draft.values["parallel.symmetric_memory"] is True and device == "cpu":
+        draft.report(
+            draft.place("parallel.symmetric_memory"),
+            "parallel.symmetric_memory needs GPUs, and these processes compute on CPUs: use symmetric_memory: false",
+        )
+    linear_precision, precision = draft.values["train.linear_precision"], draft.values["train.precision"]
+    if device == "cuda" and precision == "float32" and linear_precision not in (None, INVALID):
+        draft.report(
+            draft.place_of_any(("train.linear_precision", "train.precision")),
+            f"train.linear_precision {linear_precision} is fast beside train.precision bfloat16 alone, and it is "
+            "float32: use precision: bfloat16, or linear_precision: null",
+        )
+
+
+OF_LAYOUT = (check_tuning, check_split, check_context, check_experts, check_float8, check_stages, check_copies)

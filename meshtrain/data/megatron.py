@@ -8,12 +8,14 @@ closed by S (int64 x D); multimodal files add modes (int8 x S). Source: megatron
 
 import hashlib
 import struct
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from meshtrain.data.fingerprint import Files
-from meshtrain.data.tokens import Corpus, MappedArray, check_size
+from meshtrain.data.tokens import PIECE, Corpus, MappedArray, Piece, check_size
 from meshtrain.errors import InputError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -23,36 +25,80 @@ _REMEDY = "copy the pair again, or write it anew with Megatron's preprocess_data
 _HASHED_BYTES = 1 << 20  # of either end of the .bin; the .idx is hashed whole
 
 
+@dataclass(frozen=True, kw_only=True)
+class MegatronCorpus(Corpus):
+    """Documents of several sequences each, which lie anywhere in the file; `offsets`: of sequences, in bytes."""
+
+    lengths: MappedArray  # (S,) of sequences, in tokens
+    bounds: MappedArray  # (D + 1,) document d is sequences bounds[d] to bounds[d + 1]; the last bound may lack
+
+    def piece(self, first: int, stop: int) -> Piece:
+        bounds = self.bounds.array[first : stop + 1]
+        bounds = np.append(bounds, self.lengths.count)[: stop - first + 1]
+        inside = slice(int(bounds[0]), int(bounds[-1]))
+        starts = self.offsets.array[inside] // self.tokens.dtype.itemsize
+        return Piece(slice(first, stop), starts, self.lengths.array[inside].astype(np.int64), np.diff(bounds))
+
+    def begins(self, documents: np.ndarray) -> np.ndarray:
+        return self._begins(documents) if self._sorted is None else self._sorted[documents]
+
+    def first_from(self, places: np.ndarray) -> np.ndarray:
+        low, high = np.zeros(len(places), np.int64), np.full(len(places), self.documents)
+        while (is_open := low < high).any():  # a binary search for each place
+            middle = (low + high) // 2
+            before = is_open & (self.begins(np.minimum(middle, self.documents - 1)) < places)
+            low, high = np.where(before, middle + 1, low), np.where(is_open & ~before, middle, high)
+        return low
+
+    def _begins(self, documents: np.ndarray) -> np.ndarray:
+        sequences = self.bounds.array[documents]  # of an empty document, the one behind it
+        starts = self.offsets.array[np.minimum(sequences, self.offsets.count - 1)] // self.tokens.dtype.itemsize
+        return np.where(sequences < self.offsets.count, starts, self.tokens.count)
+
+    @cached_property
+    def _sorted(self) -> np.ndarray | None:
+        """Where documents begin, in order; None: they lie in the order of their numbers and no sequence is empty, as
+        Megatron writes them."""
+        last, in_order = np.array([-1]), True
+        for piece in self.pieces():
+            begins = self._begins(np.arange(piece.documents.start, piece.documents.stop))
+            in_order &= bool((np.diff(begins, prepend=last) >= 0).all() and (piece.lengths > 0).all())
+            last = begins[-1:]
+        if in_order:
+            return None
+        sequences = np.flatnonzero(self.lengths.array)
+        starts = np.append(self.offsets.array[sequences] // self.tokens.dtype.itemsize, self.tokens.count)
+        return np.sort(starts[np.searchsorted(sequences, self.bounds.array[: self.documents])])
+
+
 def open_megatron(prefix: str) -> Corpus:
     """Opens PREFIX.bin and PREFIX.idx; the tokens stay in the file. InputError: no such pair, or damaged."""
     if prefix.endswith((".bin", ".idx")):
         prefix = prefix[:-4]
     index, data = Path(f"{prefix}.idx").expanduser(), Path(f"{prefix}.bin").expanduser()
     dtype, sequences, bounds, start = _read_header(index)
-    lengths = MappedArray(index, "int32", sequences, start).array.astype(np.int64)
-    offsets = MappedArray(index, "int64", sequences, start + 4 * sequences).array
-    documents = MappedArray(index, "int64", bounds, start + 12 * sequences).array
-    size = np.dtype(dtype).itemsize
-    if (lengths < 0).any() or (offsets < 0).any() or (offsets % size).any():
-        raise InputError(f"{index} is damaged: it holds negative lengths or places; {_REMEDY}")
-    end = int((offsets + lengths * size).max()) if sequences else 0
+    lengths = MappedArray(index, "int32", sequences, start)
+    offsets = MappedArray(index, "int64", sequences, start + 4 * sequences)
+    documents = MappedArray(index, "int64", bounds, start + 12 * sequences)
+    size, end = np.dtype(dtype).itemsize, 0
+    for first in range(0, sequences, PIECE):
+        tokens, places = (part.array[first : first + PIECE].astype(np.int64) for part in (lengths, offsets))
+        if (tokens < 0).any() or (places < 0).any() or (places % size).any():
+            raise InputError(f"{index} is damaged: it holds negative lengths or places; {_REMEDY}")
+        end = max(end, int((places + tokens * size).max()))
     check_size(data, end, _REMEDY)
     if end == 0:
         raise InputError(f"{data} holds no tokens: there is nothing to train on")
-    if bounds == 0 or documents[0] != 0 or (np.diff(documents) < 0).any() or documents[-1] > sequences:
+    rise = (np.diff(documents.array[first : first + PIECE + 1]) for first in range(0, bounds, PIECE))
+    if bounds == 0 or documents.array[0] != 0 or documents.array[-1] > sequences or any((up < 0).any() for up in rise):
         raise InputError(f"{index} is damaged: expected document bounds that rise from 0 to {sequences}; {_REMEDY}")
-    if documents[-1] < sequences:  # the writer was never told that its last document ends
-        documents = np.append(documents, sequences)
-    return Corpus(
+    return MegatronCorpus(
         name=str(data),
         tokens=MappedArray(data, dtype, end // size),
-        loss=None,
-        starts=offsets // size,
+        documents=bounds - int(documents.array[-1] == sequences),  # else the writer was never told that the last ends
+        offsets=offsets,
         lengths=lengths,
-        bounds=np.asarray(documents, np.int64),
-        text_bytes=None,
-        largest_id=None,
-        tokenizer=None,
+        bounds=documents,
         fingerprint=_fingerprint(index, data, end),
         files=(Files.of(data, end),),
     )

@@ -15,27 +15,26 @@ from meshtrain.data.tokens import Corpus, MappedArray, outside_vocabulary
 class Stream:
     """Runs of a token file read as one sequence of tokens."""
 
-    def __init__(self, corpus: Corpus, starts: np.ndarray, lengths: np.ndarray, documents: np.ndarray) -> None:
-        """`starts`, `lengths`: the runs, in tokens of the file; neighbours that touch are merged. `documents`: where
-        documents begin, ascending, counted in this stream."""
-        starts, lengths = starts[lengths > 0], lengths[lengths > 0]
-        is_first = np.ones(len(starts), bool)  # where a run begins that does not go on from the one before
-        is_first[1:] = starts[1:] != starts[:-1] + lengths[:-1]
-        self.corpus = corpus
-        self.documents = documents
+    def __init__(self, corpus: Corpus, starts: np.ndarray, lengths: np.ndarray, documents: int) -> None:
+        """`starts`, `lengths`: the runs, in tokens of the file; neighbours that touch are merged. `documents`: how many
+        begin in it."""
+        starts, lengths = _merge(starts, lengths)
         ends = np.cumsum(lengths)
+        self.corpus, self.documents = corpus, documents
         self.size = int(ends[-1]) if len(ends) else 0
         # Run r covers positions [begins[r], begins[r + 1]) of the stream; p of it is p + shifts[r] in the file.
-        self.begins = np.append((ends - lengths)[is_first], self.size)
-        self.shifts = starts[is_first] - self.begins[:-1]
+        self.begins = np.append(ends - lengths, self.size)
+        self.shifts = starts - self.begins[:-1]
 
     @classmethod
     def of(cls, corpus: Corpus, selected: np.ndarray) -> "Stream":
         """The selected documents, (D,) bool, one after the other."""
-        sequences = np.repeat(selected, np.diff(corpus.bounds))
-        ends = np.concatenate([[0], np.cumsum(corpus.lengths)])
-        sizes = np.diff(ends[corpus.bounds])[selected]
-        return cls(corpus, corpus.starts[sequences], corpus.lengths[sequences], np.cumsum(sizes) - sizes)
+        runs = []
+        for piece in corpus.pieces():
+            sequences = np.repeat(selected[piece.documents], piece.counts)
+            runs.append(_merge(piece.starts[sequences], piece.lengths[sequences]))
+        starts, lengths = (np.concatenate(parts) for parts in zip(*runs, strict=True))
+        return cls(corpus, starts, lengths, int(np.count_nonzero(selected)))
 
     def __len__(self) -> int:
         return self.size
@@ -43,8 +42,22 @@ class Stream:
     def slice(self, start: int, stop: int) -> "Stream":
         """The positions [start, stop) of this stream as a stream."""
         begins, ends = np.clip(self.begins[:-1], start, stop), np.clip(self.begins[1:], start, stop)
-        inside = (self.documents >= start) & (self.documents < stop)
-        return Stream(self.corpus, begins + self.shifts, ends - begins, self.documents[inside] - start)
+        return Stream(
+            self.corpus,
+            begins + self.shifts,
+            ends - begins,
+            len(self.document_begins(np.array([start]), np.array([stop]))[0]),
+        )
+
+    def document_begins(self, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where documents begin in windows [start, stop) of this stream, ascending in each, and the window of each."""
+        first, last = np.searchsorted(self.begins[:-1], starts, "right") - 1, np.searchsorted(self.begins[:-1], stops)
+        window, run = _in_ranges(np.maximum(first, 0), last)
+        low, high = starts[window], stops[window]
+        low, high = np.maximum(low, self.begins[run]), np.minimum(high, self.begins[run + 1])
+        shifts = self.shifts[run]
+        part, number = _in_ranges(self.corpus.first_from(low + shifts), self.corpus.first_from(high + shifts))
+        return self.corpus.begins(number) - shifts[part], window[part]
 
     def read(self, source: MappedArray, position: int, out: np.ndarray) -> None:
         """Fills `out` with what stands at `position` and after it in a file that is parallel to the tokens."""
@@ -64,6 +77,20 @@ class Stream:
         runs = zip(self.begins[:-1] + self.shifts, self.begins[1:] + self.shifts, strict=True)
         count = sum(int(np.count_nonzero(loss.array[start:stop])) for start, stop in runs)
         return count - int(loss.array[self.shifts[0]] != 0) if self.size else 0
+
+
+def _merge(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and lengths of runs, of which those that touch are one and none is empty."""
+    starts, lengths = starts[lengths > 0], lengths[lengths > 0]
+    firsts = np.flatnonzero(np.append(True, starts[1:] != starts[:-1] + lengths[:-1])[: len(starts)])
+    return starts[firsts], np.add.reduceat(lengths, firsts) if len(firsts) else lengths
+
+
+def _in_ranges(firsts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of all ranges [first, stop), one after the other: of which range each is, and the number."""
+    counts = np.maximum(stops - firsts, 0)
+    ranges = np.repeat(np.arange(len(counts)), counts)
+    return ranges, np.arange(len(ranges)) + (firsts - np.cumsum(counts) + counts)[ranges]
 
 
 class PackedTokens:
@@ -137,19 +164,24 @@ class TokenSamples(Samples):
             if loss is not None:
                 assert stream.corpus.loss is not None
                 stream.read(stream.corpus.loss, position + 1, loss[row])
-            if begins is not None:
-                first, last = np.searchsorted(stream.documents, (position, position + width))
-                begins[row, stream.documents[first:last] - position] = True
-                begins[row, 0] = True
+        if begins is not None:
+            starts = np.array([index * width for _, index in items], np.int64)
+            places, rows_of = stream.document_begins(starts, starts + width)
+            begins[rows_of, places - starts[rows_of]] = True
+            begins[:, 0] = True
         self._check(rows, items)
         return PackedTokens(rows, loss, begins, valid)
 
     def document_lengths(self, indices: Sequence[int]) -> np.ndarray | None:
         if not self.mask_documents:
             return None
-        starts, size, documents = np.asarray(indices) * self.seq_len, self.seq_len, self.stream.documents
-        inside = zip(starts, *np.searchsorted(documents, [starts + 1, starts + size]), strict=True)
-        return np.concatenate([np.diff(documents[a:b], prepend=start, append=start + size) for start, a, b in inside])
+        starts = np.asarray(indices, np.int64) * self.seq_len
+        ends = starts + self.seq_len
+        places, samples = self.stream.document_begins(starts + 1, ends)
+        numbers = np.arange(len(starts))
+        samples, places = np.concatenate([numbers, samples, numbers]), np.concatenate([starts, places, ends])
+        order = np.lexsort((places, samples))
+        return np.diff(places[order])[np.diff(samples[order]) == 0]
 
     def _check(self, rows: np.ndarray, items: Sequence[tuple[int, int]]) -> None:
         """A wrong id would end in an assertion on the device, which names no file."""

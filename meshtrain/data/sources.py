@@ -187,15 +187,15 @@ def _language_data(
 
 
 def _corpus_line(config: "Data", corpus: Corpus) -> str:
-    size = "" if corpus.text_bytes is None else f"{int(corpus.text_bytes.sum()):,} bytes of text -> "
-    tokens = int(corpus.lengths.sum())
+    size = "" if corpus.text_bytes is None else f"{int(corpus.text_bytes.array.sum()):,} bytes of text -> "
+    tokens = sum(int(piece.lengths.sum()) for piece in corpus.pieces())
     masked = ", attention within documents" if config.mask_documents else ""
     source = config.source if config.path is None else f"{config.source} {config.path}"
     return f"{source}: {plural(corpus.documents, 'document')}, {size}{tokens:,} tokens{masked}"
 
 
 def _split_line(name: str, samples: TokenSamples) -> str:
-    documents, size = plural(len(samples.stream.documents), "document"), plural(len(samples), "sample")
+    documents, size = plural(samples.stream.documents, "document"), plural(len(samples), "sample")
     return f"{name} {documents}, {size} of {samples.seq_len} tokens"
 
 

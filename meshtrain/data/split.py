@@ -7,7 +7,7 @@ import numpy as np
 from meshtrain.data.batch import Samples, Subset
 from meshtrain.data.order import mix
 from meshtrain.data.packing import Stream
-from meshtrain.data.tokens import Corpus
+from meshtrain.data.tokens import PIECE, Corpus
 from meshtrain.errors import InputError
 
 
@@ -27,11 +27,17 @@ def held_out_mask(share: float, count: int) -> np.ndarray:
     more and `share` is above 0, at least one is held out and at least one is left. InputError: not 0 <= `share` < 1.
     """
     _check_share(share)
-    value = mix(np.arange(count, dtype=np.uint64), 0x6D657368747261)
-    mask = value < np.uint64(int(share * 2**53) << 11)
+    mask, limit = np.empty(count, bool), np.uint64(int(share * 2**53) << 11)
+    lowest, highest = (1 << 64, 0), (-1, 0)  # value, which
+    for first in range(0, count, PIECE):
+        value = mix(np.arange(first, min(first + PIECE, count), dtype=np.uint64), 0x6D657368747261)
+        mask[first : first + len(value)] = value < limit
+        low, high = int(value.argmin()), int(value.argmax())
+        lowest = min(lowest, (int(value[low]), first + low))
+        highest = max(highest, (int(value[high]), first + high))
     if share > 0 and count > 1:
-        mask[value.argmin()] = True
-        mask[value.argmax()] = False
+        mask[lowest[1]] = True
+        mask[highest[1]] = False
     return mask
 
 
@@ -52,7 +58,7 @@ def split_at_end(corpus: Corpus, share: float) -> Split:
     """Holds the last documents out, as is usual for token files that come from elsewhere."""
     _check_share(share)
     last = min(max(1, round(share * corpus.documents)), corpus.documents - 1) if share > 0 else 0
-    return _split(corpus, share, np.arange(corpus.documents) >= corpus.documents - last, "the last of the file")
+    return _split(corpus, share, np.repeat([False, True], [corpus.documents - last, last]), "the last of the file")
 
 
 def all_documents(corpus: Corpus) -> Stream:
@@ -84,4 +90,4 @@ def bytes_per_target(corpus: Corpus, selected: np.ndarray) -> float | None:
     targets = Stream.of(corpus, selected).targets()
     if corpus.text_bytes is None or targets == 0:
         return None
-    return float(corpus.text_bytes[selected].sum()) / targets
+    return float(corpus.text_bytes.array.sum(where=selected)) / targets

@@ -37,6 +37,7 @@ CHECKSUMS = "checksums.json"
 _DTYPES = ("uint8", "uint16", "uint32")
 _FIRST_LOOK_BYTES = 4 << 20  # of a file that does not say its largest id
 _PART = 1 << 20  # values that are read or written at once
+PIECE = 1 << 16  # documents whose places are read at once
 _ONE = np.uint8(1)
 _INT64 = struct.Struct("<q")
 
@@ -85,25 +86,47 @@ class MappedArray:
         return self.__dict__ | {"_array": None}
 
 
-@dataclass(frozen=True)
+class Piece(NamedTuple):
+    """Some neighbouring documents of a corpus."""
+
+    documents: slice  # their numbers
+    starts: np.ndarray  # (S,) where each of their sequences begins in the file, in tokens
+    lengths: np.ndarray  # (S,) in tokens
+    counts: np.ndarray  # how many sequences each of them has
+
+
+@dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """A token file and where its documents lie: D documents of S sequences, each of which is contiguous in the file."""
+    """A token file and where its D documents lie, which is read piece by piece from a mapped file that all ranks of a
+    host share: nothing of it grows with the number of documents."""
 
     name: str
     tokens: MappedArray
-    loss: MappedArray | None  # 0 where a token, as a target, carries no loss
-    starts: np.ndarray  # (S,) where each sequence begins in the file, in tokens
-    lengths: np.ndarray  # (S,) in tokens
-    bounds: np.ndarray  # (D + 1,) document d is sequences bounds[d] to bounds[d + 1]
-    text_bytes: np.ndarray | None  # (D,) bytes of text that the tokens with a loss stand for
-    largest_id: int | None  # None: the file does not say
-    tokenizer: str | None  # its identity; None: the file does not say
+    loss: MappedArray | None = None  # 0 where a token, as a target, carries no loss
+    documents: int
+    offsets: MappedArray  # (D + 1,) document d is tokens offsets[d] to offsets[d + 1]
+    text_bytes: MappedArray | None = None  # (D,) bytes of text that the tokens with a loss stand for
+    largest_id: int | None = None  # None: the file does not say
+    tokenizer: str | None = None  # its identity; None: the file does not say
     fingerprint: str
     files: tuple[Files, ...] = ()  # one each
 
-    @property
-    def documents(self) -> int:
-        return len(self.bounds) - 1
+    def pieces(self) -> Iterator[Piece]:
+        for first in range(0, self.documents, PIECE):
+            yield self.piece(first, min(first + PIECE, self.documents))
+
+    def piece(self, first: int, stop: int) -> Piece:
+        """The documents [first, stop)."""
+        offsets = self.offsets.array[first : stop + 1]
+        return Piece(slice(first, stop), offsets[:-1], np.diff(offsets), np.ones(stop - first, np.int64))
+
+    def begins(self, documents: np.ndarray) -> np.ndarray:
+        """Where documents begin in the file, by their numbers in the order in which they lie there."""
+        return self.offsets.array[documents]
+
+    def first_from(self, places: np.ndarray) -> np.ndarray:
+        """The number, in that order, of the first document that begins at each place or after it."""
+        return np.searchsorted(self.offsets.array, places)
 
     def check_ids(self, n_outputs: int | None) -> None:
         """Raises InputError if the file has an id outside the vocabulary, as far as its header or beginning shows."""
@@ -316,24 +339,24 @@ def open_tokens(folder: Path) -> Corpus:
     files = tuple(Files.of(part.path, part.count * part.dtype.itemsize) for part in parts)
     for part, (_, _, (size,)) in zip(parts, files, strict=True):
         check_size(part.path, size, "prepare the folder again")
-    documents = offsets.array
-    if documents[0] != 0 or documents[-1] != header.tokens or bool((documents[1:] < documents[:-1]).any()):
-        raise InputError(
-            f"{offsets.path} is damaged: expected offsets that rise from 0 to {header.tokens}; prepare the folder again"
-        )
-    return Corpus(
+    corpus = Corpus(
         name=str(folder),
         tokens=tokens,
         loss=loss,
-        starts=documents[:-1],
-        lengths=np.diff(documents),
-        bounds=np.arange(len(documents)),
-        text_bytes=None if sizes is None else sizes.array,
+        documents=header.documents,
+        offsets=offsets,
+        text_bytes=sizes,
         largest_id=header.largest_id,
         tokenizer=header.tokenizer,
         fingerprint=header.fingerprint,
         files=files,
     )
+    first, last = offsets.array[[0, -1]]
+    if first != 0 or last != header.tokens or any((piece.lengths < 0).any() for piece in corpus.pieces()):
+        raise InputError(
+            f"{offsets.path} is damaged: expected offsets that rise from 0 to {header.tokens}; prepare the folder again"
+        )
+    return corpus
 
 
 def check_size(path: Path, expected: int, remedy: str) -> None:

@@ -103,14 +103,11 @@ class Comparison:
     measured: float | None
 
     def describe(self) -> str:
-        numbers = ["-" if x is None else f"{x:,.0f}" if self.unit == "B" else f"{x:.4g}" for x in self._both]
-        both = self.predicted is not None and bool(self.measured)
-        off = f"{100 * (self.predicted / self.measured - 1):+.1f} %" if both else ""  # type: ignore[operator]
+        both, off = (self.predicted, self.measured), ""
+        numbers = ["-" if x is None else f"{x:,.0f}" if self.unit == "B" else f"{x:.4g}" for x in both]
+        if self.predicted is not None and self.measured:
+            off = f"{100 * (self.predicted / self.measured - 1):+.1f} %"
         return f"{self.name:24}{numbers[0]:>18}{numbers[1]:>18} {self.unit:3}  {off}".rstrip()
-
-    @property
-    def _both(self) -> tuple[float | None, float | None]:
-        return self.predicted, self.measured
 
 
 def against(run: MeasuredRun, hardware: Hardware, memory: float | None, sent: Mapping[str, float]) -> list[Comparison]:

@@ -1,12 +1,16 @@
 """Seconds of a collective over a placed group: rings, whose slowest link is that between hosts where they cross."""
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.layout import Layout
 
 STEPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}  # rounds of n - 1 messages each
+
+
+_groups: dict[tuple[object, ...], "Group"] = {}
 
 
 @dataclass(frozen=True)
@@ -17,13 +21,16 @@ class Group:
     on_host: int
 
     @classmethod
-    def of(cls, layout: Layout, *axes: str) -> "Group":
-        """That of rank 0 on these axes. Of a layout without hosts all ranks are on one."""
-        ranks = layout.group(0, *axes)
-        if not layout.runs:
-            return cls(len(ranks), len(ranks))
-        first = layout.runs[0]  # of a ring the host with the fewest would be the slowest, and hosts are mostly alike
-        return cls(len(ranks), sum(rank < first.start + first.count for rank in ranks))
+    def of(cls, layout: Layout, axis: str) -> "Group":
+        """That of rank 0 on an axis, in time of the logarithm of its size. Without hosts all ranks are on one."""
+        # Of a ring the host with the fewest would be the slowest, and hosts are mostly alike.
+        first = layout.runs[0].count if layout.runs else layout.world_size
+        key = layout.axes, layout.shape, layout.experts, layout.context_heads, first, axis
+        if key not in _groups:
+            ranks = layout.size(axis)
+            on_host = bisect_left(range(ranks), first, key=lambda i: layout.rank_of_copy(0, **{axis: i}))
+            _groups[key] = cls(ranks, on_host)
+        return _groups[key]
 
     @property
     def crosses_hosts(self) -> bool:

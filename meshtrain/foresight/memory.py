@@ -1,7 +1,8 @@
 """Memory of the rank that takes most, by arithmetic over the work of its blocks: as good as a search needs it."""
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from meshtrain.config import Config
@@ -13,6 +14,7 @@ from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.schedule import build, read_csv
 from meshtrain.pipeline.simulate import simulate
 
+_state_bytes_of: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)  # of an optimizer, by block
 TIGHT = 0.92  # of what a device has: above it a plan says so
 
 
@@ -53,7 +55,7 @@ def of(
     for rank, count in enumerate(waiting):
         stages = schedule.stages_of(rank)
         own = [work for stage in stages for work in works[slice(*bounds[stage])]]
-        ranks.append(_of_rank(config, layout, own, count / len(stages)))
+        ranks.append(replace(_of_rank(config, layout, own, count / len(stages)), pp=rank))
     return max(ranks, key=lambda memory: memory.total)
 
 
@@ -64,7 +66,10 @@ def _of_rank(config: Config, layout: Layout, works: Sequence[Work], waiting: flo
     elements = sum(work.parameters for work in works)
     resident = {"weights": elements * size / shards, "gradients": elements * size / shards}
     states = shards * (layout.size("dp_replicate") if config.parallel.shard_optimizer else 1)
-    resident["optimizer"] = sum(work.parameters * _state_bytes(config, work.name, size) for work in works) / states
+    key = repr(config.optimizer), size
+    for name in {work.name for work in works} - _state_bytes_of[key].keys():
+        _state_bytes_of[key][name] = _state_bytes(config, name, size)
+    resident["optimizer"] = sum(work.parameters * _state_bytes_of[key][work.name] for work in works) / states
     parts = dict(resident)
     reshards = config.parallel.reshard_after_forward and layout.size("pp") == 1
     if shards > 1 and reshards:

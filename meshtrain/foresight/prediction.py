@@ -1,14 +1,13 @@
 """What is foreseen of a config on its hosts: memory of a rank and time of a step, computed when they are asked for."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 from meshtrain.config import Config
 from meshtrain.config.errors import yaml_text
-from meshtrain.config.locate import model_file
 from meshtrain.config.model_spec import ModelSpec
 from meshtrain.data.order import microbatches
 from meshtrain.foresight import extend, memory, steptime
@@ -18,7 +17,7 @@ from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.memory import RankMemory, short_schedule
 from meshtrain.foresight.steptime import PASSES
 from meshtrain.foresight.work import Work
-from meshtrain.layout import DATA_AXES
+from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.modeling.build import block_costs, spec_of
 from meshtrain.parallel.tp_plan import has_sequence_parts
 from meshtrain.pipeline.actions import Schedule
@@ -26,7 +25,31 @@ from meshtrain.pipeline.partition import StageSplit, split_blocks
 from meshtrain.pipeline.schedule import load
 
 MOST_RANKS = 4  # of a pipeline each of which is traced
-load = lru_cache(maxsize=64)(load)  # a search asks for few of them many times
+SAVINGS: dict[str, tuple[Any, ...]] = {  # each value keeps less than the one before, and takes no less time
+    "parallel.recompute": ("none", "selective", "full"),
+    "parallel.regather": (False, True),
+    "parallel.reshard_after_forward": (False, True),
+    "parallel.shard_optimizer": (False, True),
+}
+
+
+def usable_savings(layout: Layout) -> dict[str, tuple[Any, ...]]:
+    """Those of SAVINGS by which a layout can save anything."""
+    sharded = layout.size("fsdp") > 1
+    useless = {
+        "parallel.regather": layout.size("tp") == 1,
+        "parallel.reshard_after_forward": not sharded or layout.size("pp") > 1,
+        "parallel.shard_optimizer": sharded or layout.size("dp_replicate") == 1,
+    }
+    return {key: values for key, values in SAVINGS.items() if not useless.get(key)}
+
+
+@lru_cache(maxsize=4096)
+def _schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule:
+    """Of a named one, which may be long, without its actions: those of one microbatch."""
+    if name.endswith(".csv"):
+        return load(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    return replace(short_schedule(name, ranks, stages_per_rank), microbatches=microbatches)
 
 
 @lru_cache(maxsize=1024)
@@ -48,6 +71,10 @@ class Prediction:
         )
 
     @cached_property
+    def spec(self) -> ModelSpec:
+        return spec_of(self.config)
+
+    @cached_property
     def works(self) -> tuple[Work, ...]:
         """Of each block, for one microbatch."""
         return works_of(self.config, self.layout)
@@ -55,29 +82,22 @@ class Prediction:
     @cached_property
     def schedule(self) -> Schedule | None:
         """Of the pipeline."""
-        section, ranks, count = self.config.pipeline, self.layout.size("pp"), self.microbatches
-        per_rank = section.stages_per_rank
-        return None if ranks == 1 else load(section.schedule, ranks=ranks, microbatches=count, stages_per_rank=per_rank)
+        section, ranks = self.config.pipeline, self.layout.size("pp")
+        return None if ranks == 1 else _schedule(section.schedule, ranks, self.microbatches, section.stages_per_rank)
 
     @cached_property
     def split(self) -> StageSplit:
         """Which blocks are which stage."""
-        section, ranks, stages = self.config.pipeline, self.layout.size("pp"), 1
-        if ranks > 1:
-            stages = short_schedule(section.schedule, ranks, section.stages_per_rank).stages_per_rank
-        blocks = section.split if ranks > 1 else None
-        return _split(spec_of(self.config), self.config.data.seq_len, ranks, stages, blocks)
+        schedule, seq_len = self.schedule, self.config.data.seq_len
+        if schedule is None:
+            return _split(self.spec, seq_len, 1, 1, None)
+        return _split(self.spec, seq_len, schedule.ranks, schedule.stages_per_rank, self.config.pipeline.split)
 
     @cached_property
     def block_costs(self) -> list[steptime.BlockCost]:
         """Of each block, for one microbatch."""
         assert self.hardware is not None
         return steptime.block_costs(self.works, self.layout, self.hardware, *self.precisions)
-
-    @cached_property
-    def costs(self) -> list[tuple[float, ...]]:
-        """Of each stage for one microbatch: seconds of its forward, input gradient and weight gradient."""
-        return steptime.stage_costs(self.block_costs, self.split.bounds)
 
     @cached_property
     def memory(self) -> RankMemory:
@@ -95,7 +115,7 @@ class Prediction:
     def handed_on(self) -> float:
         """Bytes that a stage gives to the next for a microbatch."""
         config, layout = self.config, self.layout
-        plan = getattr(model_file(config.model.name), "tp_plan", None)
+        plan = getattr(self.spec.module, "tp_plan", None)
         is_split = has_sequence_parts(config.parallel.sequence_parallel, plan)
         parts = layout.size("cp") * (layout.size("tp") if is_split else 1)
         width = config.model.keys.get("hidden_size", 0) * (2 if "16" in config.train.precision else 4)
@@ -111,31 +131,39 @@ class Prediction:
         chosen = {0, between, ranks - 1} if ranks > MOST_RANKS else range(ranks)
         return [extend.rank_memory(self.config, self.layout, pp) for pp in sorted(chosen)]
 
+    def trace(self) -> RankMemory:
+        """Of the rank with most, by a trace."""
+        return extend.rank_memory(self.config, self.layout, self.memory.pp)
+
     @cached_property
     def saves(self) -> dict[str, tuple[float, float | None]]:
         """`key=value` -> bytes that the rank with most would have less of at its peak with it, and seconds that a step
         would take more; only what gives something back."""
-        now, config, saved = self.memory, self.config, dict[str, tuple[float, float | None]]()
-        levels = ("none", "selective", "full")
-        knobs: list[tuple[str, str, Any]] = [
-            ("parallel", "recompute", level) for level in levels[levels.index(config.parallel.recompute) + 1 :]
-        ]
-        knobs += [("batch", "micro_size", config.batch.micro_size // 2)] * (config.batch.micro_size > 1)
-        knobs += [("parallel", "regather", True)] * (self.layout.size("tp") > 1 and not config.parallel.regather)
-        reshards = config.parallel.reshard_after_forward or self.layout.size("pp") > 1
-        knobs += [("parallel", "reshard_after_forward", True)] * (self.layout.size("fsdp") > 1 and not reshards)
-        for section, key, value in knobs:
-            changed: Any = {section: replace(getattr(config, section), **{key: value})}
-            other = Prediction(replace(config, **changed), self.hardware)
-            less = now.total - extend.rank_memory(other.config, self.layout, now.pp).total
-            if less > 0:
-                longer = None if self.hardware is None else other.step.seconds - self.step.seconds
-                saved[f"{section}.{key}={yaml_text(value)}"] = less, longer
+        now, saved = self.memory, dict[str, tuple[float, float | None]]()
+        size = self.config.batch.micro_size
+        knobs = {**usable_savings(self.layout), "batch.micro_size": (size, size // 2)[:size]}
+        for key, values in knobs.items():
+            section, _, name = key.partition(".")
+            for value in values[values.index(getattr(getattr(self.config, section), name)) + 1 :]:
+                changed: Any = {section: replace(getattr(self.config, section), **{name: value})}
+                other = Prediction(replace(self.config, **changed), self.hardware)
+                less = now.total - extend.rank_memory(other.config, self.layout, now.pp).total
+                if less > 0:
+                    longer = None if self.hardware is None else other.step.seconds - self.step.seconds
+                    saved[f"{key}={yaml_text(value)}"] = less, longer
         return saved
 
     @cached_property
     def step(self) -> steptime.StepTime:
         """Seconds of a step, by part."""
+        return self._step(steptime.makespan)
+
+    @cached_property
+    def bound(self) -> float:
+        """Seconds that the step does not take less than: all of it but for the order of the pipeline's actions."""
+        return self.step.seconds if self.schedule is None else self._step(steptime.least_makespan).seconds
+
+    def _step(self, clock: Callable[[Schedule, steptime.StageCosts, float], float]) -> steptime.StepTime:
         assert self.hardware is not None
         config, layout, parallel, train = self.config, self.layout, self.config.parallel, self.config.train
         size = 8 if train.precision == "float64" else 4
@@ -150,10 +178,11 @@ class Prediction:
             bounds=self.split.bounds,
             handed_on=self.handed_on,
             gathers_again=parallel.reshard_after_forward and self.schedule is None,
-            shards_optimizer=getattr(parallel, "shard_optimizer", False),
+            shards_optimizer=parallel.shard_optimizer,
             message_size=2 if parallel.reduce_precision == "bfloat16" else size,
             tokens=config.batch.sizes.largest * self.per_sample,
-            flops=3 * sum(block_costs(spec_of(config), config.data.seq_len)) * config.batch.sizes.largest,
+            flops=3 * sum(block_costs(self.spec, config.data.seq_len)) * config.batch.sizes.largest,
+            clock=clock,
         )
 
     @property

@@ -8,40 +8,31 @@ pipeline by each schedule, and then it is predicted. The search ends when no bou
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
 from meshtrain.config import Config, ConfigErrors
-from meshtrain.config.checks import ConfigDraft
+from meshtrain.config.checks import ConfigDraft, check_copies
 from meshtrain.config.errors import Place, yaml_text
 from meshtrain.config.layout_advice import factorizations
 from meshtrain.config.model_spec import spec_of
-from meshtrain.config.schema import SECTIONS, Parallel
+from meshtrain.config.schema import SECTIONS
 from meshtrain.config.tensor import check_context, check_experts, check_split, check_stages
 from meshtrain.config.yaml_reader import Node
 from meshtrain.data.order import microbatches
 from meshtrain.errors import InputError, bytes_text
 from meshtrain.foresight.hardware import Hardware
-from meshtrain.foresight.prediction import Prediction, short_schedule
-from meshtrain.foresight.steptime import PASSES, cost, transfer_seconds
-from meshtrain.layout import AXES, DATA_AXES, FSDP_AXES, Layout, written
-from meshtrain.pipeline.actions import Schedule
-from meshtrain.pipeline.schedule import MOST_PASSES, NAMES
+from meshtrain.foresight.prediction import SAVINGS, Prediction, short_schedule, usable_savings
+from meshtrain.foresight.steptime import PASSES
+from meshtrain.layout import AXES, DATA_AXES, Layout, written
+from meshtrain.pipeline.schedule import NAMES
 
 MICRO, SCHEDULE, STAGES = "batch.micro_size", "pipeline.schedule", "pipeline.stages_per_rank"
 CONTEXT, HEADS, EXPERTS = "parallel.context", "parallel.context_heads", "parallel.expert_parallel"
 SEQUENCE, COMPILE = "parallel.sequence_parallel", "parallel.compile"
 ZERO = "parallel.shard_optimizer"
-SAVINGS: dict[str, tuple[Any, ...]] = {  # each value keeps less than the one before, and takes no less time
-    "parallel.recompute": ("none", "selective", "full"),
-    "parallel.regather": (False, True),
-    "parallel.reshard_after_forward": (False, True),
-    ZERO: (False, True),
-}
-if not hasattr(Parallel, "shard_optimizer"):
-    del SAVINGS[ZERO]
 KEYS = ("layout", MICRO, CONTEXT, HEADS, EXPERTS, SEQUENCE, COMPILE, *SAVINGS, SCHEDULE, STAGES)  # what may vary
 USUAL = tuple(key for key in KEYS if key not in (CONTEXT, HEADS, SEQUENCE, COMPILE))  # vary unless others are named
 MORE_STAGES = ("interleaved-1f1b", "looped-bfs", "interleaved-zb")  # schedules with a choice of stages per rank
@@ -52,6 +43,7 @@ RULES: dict[Callable[..., None], tuple[str, ...]] = {  # of the config: what it 
     check_split: ("tp", "cp", SEQUENCE),
     check_context: ("cp", "tp", HEADS),
     check_experts: ("expert_parallel", *AXES, EXPERTS, SEQUENCE),
+    check_copies: ("shard_optimizer", "dp_shard", "cp", ZERO),
     check_stages: ("pp", SCHEDULE, STAGES, COMPILE),
 }
 
@@ -63,6 +55,7 @@ class Candidate:
     layout: Layout
     settings: dict[str, Any]
     prediction: Any = None
+    memory: Any = None  # of the best, traced
     near: bool = False  # as fast as the fastest, as far as predictions can tell
     reason: str = ""
 
@@ -81,14 +74,11 @@ class Candidate:
         changed = {key: value for key, value in self.settings.items() if value != _value(config, key)}
         return [f"layout={written(sizes)}", *(f"{key}={yaml_text(value)}" for key, value in changed.items())]
 
-    def schedule(self) -> Schedule:
-        """With as few microbatches as it can have: who holds which stage."""
-        return short_schedule(self.settings[SCHEDULE], self.layout.size("pp"), self.settings[STAGES])
-
     @property
     def parts(self) -> tuple[int, int]:
         """Stages and axes: the fewer, the simpler."""
-        return self.schedule().stages, sum(size > 1 for size in self.layout.sizes.values())
+        schedule = short_schedule(self.settings[SCHEDULE], self.layout.size("pp"), self.settings[STAGES])
+        return schedule.stages, sum(size > 1 for size in self.layout.sizes.values())
 
     def key(self, *without: str) -> tuple[Any, ...]:
         return self.layout.shape, *(value for key, value in self.settings.items() if key not in without)
@@ -104,16 +94,16 @@ class Forecast:
     Attributes:
         floor: seconds that none is below which differs in schedule and SAVINGS only, by sizes alone; cheap.
         work: the same by the work of its blocks.
-        bound: seconds that it is not below.
-        predict: a value whose `memory.total` is the bytes of the rank with most, and whose `step` has `seconds` and
-            `parts` (name -> seconds), computed when they are asked.
+        predict: a value whose `bound` is seconds that it is not below, `memory.total` the bytes of the rank with most,
+            and whose `step` has `seconds` and `parts` (name -> seconds), computed when they are asked.
+        trace: of a prediction, the memory of that rank by a trace of its step, which the best have to pass.
         memory: bytes that a rank can have.
     """
 
     floor: Callable[[Candidate], float]
     work: Callable[[Config], float]
-    bound: Callable[[Config], float]
     predict: Callable[[Config], Any]
+    trace: Callable[[Any], Any]
     memory: float
 
 
@@ -123,13 +113,11 @@ def forecast(config: Config, hardware: Hardware, memory_gib: float | None = None
     @cache
     def alone(micro_size: int, compiles: Any) -> tuple[float, float]:
         """Seconds of GPU and of CPU that a microbatch takes on one rank that has the whole model."""
-        layout = Layout({"dp_shard": 1})
         settings = {MICRO: micro_size, COMPILE: compiles, HEADS: 1, EXPERTS: None, "parallel.recompute": "none"}
-        alone_on_rank = Prediction(Candidate(layout, settings).apply(config), hardware)
-        passes = [getattr(work, name) for work in alone_on_rank.works for name in PASSES]
-        precision = config.train.precision, config.train.linear_precision and "float8"
-        costs = [cost(replace(work, sends=(), operators=0), layout, hardware, *precision).seconds for work in passes]
-        return sum(costs), sum(work.operators for work in passes) * hardware.compute.launch
+        alone_on_rank = Prediction(Candidate(Layout({"dp_shard": 1}), settings).apply(config), hardware)
+        costs = [block_pass for block in alone_on_rank.block_costs for block_pass in block.costs]
+        operators = sum(getattr(work, name).operators for work in alone_on_rank.works for name in PASSES)
+        return sum(cost.total() - cost["launch"] for cost in costs), operators * hardware.compute.launch
 
     def floor(candidate: Candidate) -> float:
         layout, micro_size = candidate.layout, candidate.settings[MICRO]
@@ -137,24 +125,13 @@ def forecast(config: Config, hardware: Hardware, memory_gib: float | None = None
         count = microbatches(config.batch.sizes.largest, micro_size, layout.size(*DATA_AXES))
         return count * max(kernels / layout.size("tp", "cp"), launches) / layout.size("pp")
 
-    def work(candidate: Config) -> float:
-        prediction = Prediction(candidate, hardware)
-        return (
-            prediction.microbatches
-            * sum(cost.seconds for cost in prediction.block_costs)
-            / prediction.layout.size("pp")
-        )
-
-    def bound(candidate: Config) -> float:
-        prediction, section = Prediction(candidate, hardware), candidate.pipeline
-        if prediction.layout.size("pp") == 1:
-            return work(candidate)
-        schedule = short_schedule(section.schedule, prediction.layout.size("pp"), section.stages_per_rank)
-        transfer = transfer_seconds(prediction.layout, hardware, prediction.handed_on)
-        return pipeline_bound(schedule, prediction.microbatches, prediction.costs, transfer)
+    def work(changed: Config) -> float:
+        prediction = Prediction(changed, hardware)
+        seconds = prediction.microbatches * sum(sum(cost.passes) for cost in prediction.block_costs)
+        return seconds / prediction.layout.size("pp")
 
     room = hardware.room if memory_gib is None else memory_gib * 2**30
-    return Forecast(floor, work, bound, lambda candidate: Prediction(candidate, hardware), room)
+    return Forecast(floor, work, lambda changed: Prediction(changed, hardware), Prediction.trace, room)
 
 
 class Space:
@@ -190,8 +167,7 @@ class Space:
                     continue
                 experts = candidate.settings[EXPERTS] or (layout.size("tp") if self.experts else 1)
                 heads = candidate.settings[HEADS] if layout.size("cp") > 1 else 1
-                candidate.layout = layout if heads == 1 else layout.with_context_heads(heads)
-                candidate.layout = candidate.layout if experts == 1 else candidate.layout.with_experts(experts)
+                candidate.layout = layout.with_context_heads(heads).with_experts(experts)
                 yield candidate
 
     def schedules(self, candidate: Candidate) -> Iterator[Candidate]:
@@ -201,7 +177,7 @@ class Space:
         for name in self._choose(SCHEDULE, NAMES) if ranks > 1 else ():
             for per_rank in self._choose(STAGES, many if name in MORE_STAGES else [None]):
                 other = candidate.changed({SCHEDULE: name, STAGES: per_rank})
-                problems.append(self._answer(check_stages, other) or self._too_long(other))
+                problems.append(self._answer(check_stages, other))
                 if problems[-1] is None:
                     yield other
         if ranks == 1:
@@ -211,17 +187,11 @@ class Space:
 
     def savings(self, candidate: Candidate, most: bool = False) -> list[Candidate]:
         """A candidate with one step more of each saving that its layout can use; or one, with `most` of them all."""
-        usable = {key: values for key, values in SAVINGS.items() if self._saves(key, candidate.layout)}
+        usable = {key: values for key, values in usable_savings(candidate.layout).items() if key in self.vary}
         if most:
             return [candidate.changed({key: values[-1] for key, values in usable.items()})]
         after = {key: values[values.index(candidate.settings[key]) + 1 :] for key, values in usable.items()}
         return [candidate.changed({key: values[0]}) for key, values in after.items() if values]
-
-    def _saves(self, key: str, layout: Layout) -> bool:
-        sharded = layout.size("pp") == 1 and layout.size(*FSDP_AXES) > 1
-        copied = layout.size("dp_replicate") > 1 == layout.size(*FSDP_AXES)
-        works = {"parallel.regather": layout.size("tp") > 1, "parallel.reshard_after_forward": sharded, ZERO: copied}
-        return key in self.vary and works.get(key, True)
 
     def _choose(self, key: str, options: Iterable[Any]) -> list[Any]:
         return list(options) if key in self.vary else [_value(self.config, key)]
@@ -252,9 +222,7 @@ class Space:
             self.reject(problem, str(layout))
             return {}
         share = -(-batch.sizes.largest // layout.size(*DATA_AXES))
-        ranks = (
-            [n for n in range(1, 4097) if layout.world_size % n == 0 and layout.folds(n)] if self.experts else [None]
-        )
+        ranks = [n for n in range(1, 4097) if layout.folds(n)] if self.experts else [None]
         options = {
             MICRO: sorted({1 << i for i in range(share.bit_length())} | {min(batch.micro_size, share)}),
             CONTEXT: ["gather", "ring"] if cp > 1 else [parallel.context],
@@ -264,7 +232,7 @@ class Space:
             COMPILE: list(dict.fromkeys((parallel.compile, "auto"))),
         }
         chosen = {key: self._choose(key, values) for key, values in options.items()}
-        saves = {key for key in SAVINGS if self._saves(key, layout)} | ({ZERO} & self.vary)  # which FSDP refuses
+        saves = {*usable_savings(layout), ZERO} & self.vary  # FSDP refuses the last
         saved = {key: [SAVINGS[key][0]] for key in saves}
         return {key: (chosen | saved).get(key) or [_value(self.config, key)] for key in KEYS[1:]}
 
@@ -273,7 +241,7 @@ class Space:
         cp, heads = candidate.layout.size("cp"), candidate.settings[HEADS]
         if cp > 1 and heads > 1 and self.unit % (candidate.layout.size("tp") * heads):
             return "context_heads over more than a host", f"{candidate.layout}, context_heads {heads}"
-        for rule in (check_split, check_context, check_experts):
+        for rule in (check_split, check_context, check_experts, check_copies):
             if problem := self._answer(rule, candidate):
                 return f"{RULES[rule][0]} that the model does not take", problem
         return None
@@ -293,33 +261,10 @@ class Space:
             self.answers[about] = draft.errors[0].message if draft.errors else None
         return self.answers[about]
 
-    def _too_long(self, candidate: Candidate) -> str | None:
-        parts = candidate.layout.size(*DATA_AXES)
-        count = microbatches(self.config.batch.sizes.largest, candidate.settings[MICRO], parts)
-        passes = count * candidate.schedule().stages
-        return f"{passes:,} passes of a microbatch through a stage" if passes > MOST_PASSES else None
-
 
 def _value(config: Config, key: str) -> Any:
     section, _, name = key.partition(".")
     return getattr(getattr(config, section), name)
-
-
-def pipeline_bound(schedule: Schedule, count: int, costs: Sequence[Sequence[float]], transfer: float = 0) -> float:
-    """Seconds that `count` microbatches take at least, in any order that has this schedule's placement and kinds of
-    actions: each rank's work, the filling before it, and the emptying behind it. `costs`: of each stage, its forward,
-    input gradient and weight gradient; `transfer`: from a stage to one on another rank."""
-    bounds, ranks = [], [schedule.rank_of(stage) for stage in range(schedule.stages)]
-    for rank in range(schedule.ranks):
-        own, before = [costs[stage] for stage in schedule.stages_of(rank)], costs[: schedule.stages_of(rank)[0]]
-        sent = transfer * sum(ranks[i] != ranks[i + 1] for i in range(len(before)))
-        fill, work = sum(cost[0] for cost in before) + sent, count * sum(map(sum, own))
-        if schedule.splits_backward:  # weight gradients may be computed while the ranks before empty
-            last = count * sum(cost[0] + cost[1] for cost in own) + sum(cost[1] for cost in before) + costs[0][2] + sent
-            bounds.append(fill + max(work, last))
-        else:
-            bounds.append(fill + work + sum(cost[1] + cost[2] for cost in before) + sent)
-    return max(bounds)
 
 
 class Search:
@@ -328,10 +273,12 @@ class Search:
 
     def __init__(self, space: Space, forecast: Forecast, goal: Literal["time", "memory"] = "time") -> None:
         self.space, self.config, self.forecast, self.goal = space, space.config, forecast, goal
-        self.heap: list[tuple[float, int, int, Candidate]] = []  # bound, number, how its bound was found
+        self.heap: list[tuple[float, int, int, Candidate]] = []  # bound, number, what the bound looked at
         self.pushed: set[tuple[Any, ...]] = set()
         self.fitting: dict[tuple[Any, ...], Candidate] = {}
         self.fastest: dict[tuple[int, ...], float] = {}  # of a layout
+        self.fastest_of: dict[int, float] = {}  # of a number of stages
+        self.times: list[float] = []  # of the fastest layouts, as many as are shown
         self.can_fit: set[tuple[Any, ...]] = set()  # but for SAVINGS
         self.unfit: dict[tuple[Any, ...], int] = {}  # but for SAVINGS and micro_size -> the smallest that cannot fit
         self.least = math.inf  # memory of what does not fit
@@ -357,32 +304,44 @@ class Search:
 
         best: dict[tuple[int, ...], Candidate] = {}
         for candidate in sorted(self.fitting.values(), key=place):
-            if candidate.layout.shape not in best and len(best) < show:
-                try:
-                    load(candidate.overrides(self.config))
-                except ConfigErrors as problem:
-                    self.space.reject("refused when it is read as a whole", problem.errors[0].message)
-                    continue
+            if candidate.layout.shape not in best and len(best) < show and self._holds(candidate, load):
                 best[candidate.layout.shape] = candidate
                 candidate.reason = _reason(next(iter(best.values())), candidate)
         return list(best.values())
+
+    def _holds(self, candidate: Candidate, load: Callable[[list[str]], Config]) -> bool:
+        """Whether training takes it, and a trace of its step fits."""
+        try:
+            load(candidate.overrides(self.config))
+        except ConfigErrors as problem:
+            self.space.reject("refused when it is read as a whole", problem.errors[0].message)
+            return False
+        candidate.memory = self.forecast.trace(candidate.prediction)
+        if candidate.memory.total > self.forecast.memory:
+            takes = f"{bytes_text(candidate.memory.total)} of {bytes_text(self.forecast.memory)}"
+            self.space.reject("do not fit when they are traced", f"{candidate.layout} takes {takes}")
+            return False
+        return True
 
     def _find(self, show: int, error: float) -> None:
         for candidate in self.space.candidates():
             self._push(candidate, self.forecast.floor(candidate), BY_SIZES)
         while self.heap:
-            bound, _, known, candidate = heapq.heappop(self.heap)
-            times = heapq.nsmallest(show, self.fastest.values())
-            if len(times) == show and bound > max(times[-1], times[0] * (1 + error)):
+            bound, _, looked_at, candidate = heapq.heappop(self.heap)
+            enough = len(self.times) == show
+            best = self.times[0] if self.times else math.inf
+            if enough and bound > max(self.times[-1], best * (1 + error)):
                 example = f"{candidate.layout} takes {bound:.3g} s or more"
                 self.space.reject("slower than these, by a bound", example, len(self.heap) + 1)
                 break
-            simplest = self.goal == "time" and len(times) == show and bound > times[0]
-            if simplest and candidate.layout.size("pp") > self._fewest(times[0], error):
+            simplest = min((n for n, seconds in self.fastest_of.items() if seconds <= best * (1 + error)), default=0)
+            if self.goal == "time" and enough and bound > best and candidate.layout.size("pp") > simplest:
                 self.space.reject("not simpler than these, nor faster by a bound", str(candidate.layout))
-            elif known == BY_SCHEDULE:
-                self._predict(candidate, bound)
-            elif known == BY_SIZES:
+            elif bound > max(best * (1 + error), self.fastest.get(candidate.layout.shape, math.inf)):
+                self.space.reject("slower than the same layout is otherwise", str(candidate.layout))
+            elif looked_at == BY_SCHEDULE:
+                self._predict(candidate, bound, show)
+            elif looked_at == BY_SIZES:
                 self._push(candidate, max(bound, self.forecast.work(candidate.apply(self.config))), BY_BLOCKS)
             else:
                 self._push_all(self.space.schedules(candidate), bound)
@@ -390,54 +349,52 @@ class Search:
             least = f"the least takes {bytes_text(self.least)} of {bytes_text(self.forecast.memory)}"
             self.space.rejected["do not fit"] = self.space.rejected["do not fit"][0], least
 
-    def _fewest(self, best: float, error: float) -> int:
-        """Stages of the simplest that is as fast as the best, as far as predictions can tell."""
-        fitting = self.fitting.values()
-        return min(other.parts[0] for other in fitting if other.prediction.step.seconds <= best * (1 + error))
-
-    def _push(self, candidate: Candidate, bound: float, known: int) -> None:
-        heapq.heappush(self.heap, (bound, len(self.pushed), known, candidate))
-        self.pushed.add((known, candidate.key()))
+    def _push(self, candidate: Candidate, bound: float, looked_at: int) -> None:
+        heapq.heappush(self.heap, (bound, len(self.pushed), looked_at, candidate))
+        self.pushed.add((looked_at, candidate.key()))
 
     def _push_all(self, candidates: Iterable[Candidate], bound: float) -> None:
         for candidate in candidates:
             if (BY_SCHEDULE, candidate.key()) not in self.pushed:
-                own = self.forecast.bound(candidate.apply(self.config))
-                self._push(candidate, max(bound, own), BY_SCHEDULE)
+                candidate.prediction = self.forecast.predict(candidate.apply(self.config))
+                self._push(candidate, max(bound, candidate.prediction.bound), BY_SCHEDULE)
 
-    def _predict(self, candidate: Candidate, bound: float) -> None:
+    def _predict(self, candidate: Candidate, bound: float, show: int) -> None:
         group, alike = candidate.key(*SAVINGS), candidate.key(*SAVINGS, MICRO)
         if candidate.settings[MICRO] >= self.unfit.get(alike, math.inf):
             self.space.reject("do not fit", "")
-            return
-        if self._fits(candidate):
-            key, seconds = group if self.goal == "time" else candidate.key(), candidate.prediction.step.seconds
-            if key not in self.fitting or seconds < self.fitting[key].prediction.step.seconds:
-                self.fitting[key] = candidate
-            shape = candidate.layout.shape
-            self.fastest[shape] = min(seconds, self.fastest.get(shape, math.inf))
-            if self.goal == "time":
-                return
-        elif group not in self.can_fit:
-            if not all(map(self._fits, self.space.savings(candidate, most=True))):
-                self.unfit[alike] = candidate.settings[MICRO]
-                self.space.reject("do not fit", "")
-                return
+        elif self._fits(candidate):
+            self._keep(candidate, group if self.goal == "time" else candidate.key(), show)
+            if self.goal == "memory":
+                self._push_all(self.space.savings(candidate), bound)
+        elif group in self.can_fit or all(map(self._fits, self.space.savings(candidate, most=True))):
             self.can_fit.add(group)
-        self._push_all(self.space.savings(candidate), bound)
+            self._push_all(self.space.savings(candidate), bound)
+        else:
+            self.unfit[alike] = candidate.settings[MICRO]
+            self.space.reject("do not fit", "")
+
+    def _keep(self, candidate: Candidate, key: tuple[Any, ...], show: int) -> None:
+        seconds, shape, stages = candidate.prediction.step.seconds, candidate.layout.shape, candidate.parts[0]
+        if key not in self.fitting or seconds < self.fitting[key].prediction.step.seconds:
+            self.fitting[key] = candidate
+        self.fastest_of[stages] = min(seconds, self.fastest_of.get(stages, math.inf))
+        if seconds < self.fastest.get(shape, math.inf):
+            self.fastest[shape] = seconds
+            self.times = heapq.nsmallest(show, self.fastest.values())
 
     def _fits(self, candidate: Candidate) -> bool:
-        candidate.prediction = self.forecast.predict(candidate.apply(self.config))
+        candidate.prediction = candidate.prediction or self.forecast.predict(candidate.apply(self.config))
         self.predicted += 1
         fits = candidate.prediction.memory.total <= self.forecast.memory
         self.least = self.least if fits else min(self.least, candidate.prediction.memory.total)
-        return fits
+        return bool(fits)
 
 
 def _reason(first: Candidate, other: Candidate) -> str:
     """Why a candidate does not stand before the first."""
     step, best = other.prediction.step, first.prediction.step
-    more = other.prediction.memory.total - first.prediction.memory.total
+    more = other.memory.total - first.memory.total
     if other is first:
         return ""
     if other.near:

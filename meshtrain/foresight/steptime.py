@@ -1,10 +1,10 @@
 """Seconds of a step, by part: arithmetic over the work of its blocks, put on a clock by the simulated schedule."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any
 
 from meshtrain.foresight.collective import Group, seconds
 from meshtrain.foresight.hardware import Hardware
@@ -16,10 +16,8 @@ from meshtrain.pipeline.schedule import build
 from meshtrain.pipeline.simulate import simulate
 
 MIN_UNIT_SIZE = 2**21  # of `parallel.fsdp`: elements of a block that FSDP gathers by itself
-MOST_ACTIONS = 20_000  # of a schedule that is simulated whole; of a longer one the steady state is extrapolated
-Seconds = dict[str, float]  # by name
-MOST_KNOWN = 4096
-_known: dict[tuple[Any, ...], tuple["BlockCost", Work, Hardware]] = {}
+MOST_ACTIONS = 4_000  # of a schedule that is simulated whole; of a longer one the steady state is extrapolated
+StageCosts = tuple[tuple[float, ...], ...]  # of each stage, seconds of its forward, input gradient, weight gradient
 PASSES = ("forward", "input_grad", "weight_grad")
 NAMES = {  # of what may limit a step
     "products": "products of matrices",
@@ -60,90 +58,116 @@ class StepTime:
         return NAMES[first] + more
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Seconds of passes: of computing, by what it goes into, and of each axis over which it waits for messages."""
+class Cost(dict[str, float]):
+    """Seconds of computing, by NAMES, and of each axis over whose messages it waits."""
 
-    spent: Seconds = field(default_factory=dict)
-    sent: Seconds = field(default_factory=dict)
+    def __missing__(self, name: str) -> float:
+        return 0.0
 
-    @property
-    def seconds(self) -> float:
-        return sum(self.spent.values()) + sum(self.sent.values())
+    def add(self, other: "Cost", times: int) -> None:
+        for name, took in other.items():
+            self[name] += times * took
 
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(add(self.spent, other.spent), add(self.sent, other.sent))
-
-    def times(self, n: float) -> "Cost":
-        spent, sent = ({name: n * x for name, x in of.items()} for of in (self.spent, self.sent))
-        return Cost(spent, sent)
-
-
-def add(a: Seconds, b: Seconds) -> Seconds:
-    return {name: a.get(name, 0.0) + b.get(name, 0.0) for name in (*a, *b)}
+    def total(self) -> float:
+        return sum(self.values())
 
 
 @dataclass(frozen=True, eq=False)
 class BlockCost:
-    """A block's passes for one microbatch."""
+    """A block's passes for one microbatch: forward, input gradient, weight gradient."""
 
-    forward: Cost
-    input_grad: Cost
-    weight_grad: Cost
+    costs: tuple[Cost, ...]
 
     @cached_property
-    def backward(self) -> Cost:
-        return self.input_grad + self.weight_grad
-
-    @cached_property
-    def passes(self) -> tuple[float, float, float]:
+    def passes(self) -> tuple[float, ...]:
         """Seconds of the three."""
-        return self.forward.seconds, self.input_grad.seconds, self.weight_grad.seconds
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.passes)
+        return tuple(cost.total() for cost in self.costs)
 
 
 def cost(work: Pass, layout: Layout, hardware: Hardware, precision: str, product: str | None = None) -> Cost:
     """A pass in `precision`, its products in `product` if that is another. Kernels wait for the slower of GPU and CPU.
     What the CPU takes longer to launch them counts as `launch`."""
-    compute, peak = hardware.compute, hardware.flops(precision)
-    spent, sent = dict[str, float](), dict[str, float]()
+    compute, spent = hardware.compute, Cost()
     if work.products:
         rate = hardware.flops(product or precision) * compute.matmul
         spent["products"] = sum(p.flops * (1 + compute.edge / min(p.m, p.n, p.k)) for p in work.products) / rate
-    spent["attention"] = work.attention_flops / (peak * compute.attention)
+    spent["attention"] = work.attention_flops / (hardware.flops(precision) * compute.attention)
     spent["traffic"] = work.moved / (compute.hbm * 1e9 * compute.stream)
-    spent["launch"] = max(0.0, work.operators * compute.launch - sum(spent.values()))
+    spent["launch"] = max(0.0, work.operators * compute.launch - spent.total())
     for send in work.sends:
-        took = seconds(send.kind, send.nbytes, Group.of(layout, send.axis), hardware)
-        sent[send.axis] = sent.get(send.axis, 0.0) + took
-    return Cost(spent, sent)
+        spent[send.axis] += seconds(send.kind, send.nbytes, Group.of(layout, send.axis), hardware)
+    return spent
 
 
 def block_costs(
     works: Sequence[Work], layout: Layout, hardware: Hardware, precision: str, product: str | None = None
 ) -> list[BlockCost]:
     """What each block costs for one microbatch. `precision`, `product`: see `cost`."""
-    costs: dict[int, BlockCost] = {}
-    for work in {id(work): work for work in works}.values():  # blocks of a kind are the same one
-        passes = [getattr(work, name) for name in PASSES]
-        groups = (Group.of(layout, send.axis) for block_pass in passes for send in block_pass.sends)
-        key = id(work), id(hardware), precision, product, *groups
-        if key not in _known:
-            if len(_known) == MOST_KNOWN:
-                _known.clear()
-            of_passes = (cost(block_pass, layout, hardware, precision, product) for block_pass in passes)
-            _known[key] = BlockCost(*of_passes), work, hardware  # which live as long as their ids are keys
-        costs[id(work)] = _known[key][0]
+    costs = {  # blocks of a kind are the same one
+        id(work): BlockCost(tuple(cost(getattr(work, n), layout, hardware, precision, product) for n in PASSES))
+        for work in {id(work): work for work in works}.values()
+    }
     return [costs[id(work)] for work in works]
 
 
-def stage_costs(costs: Sequence[BlockCost], bounds: Sequence[tuple[int, int]]) -> list[tuple[float, ...]]:
-    """Seconds of each stage's forward, input gradient and weight gradient. `bounds`: see `of`."""
+def stage_costs(costs: Sequence[BlockCost], bounds: Sequence[tuple[int, int]]) -> StageCosts:
+    """Of each stage. `bounds`: see `of`."""
     stages = [[cost.passes for cost in costs[first:end]] for first, end in bounds]
-    return [tuple(map(sum, zip(*passes, strict=True))) for passes in stages]
+    return tuple(tuple(map(sum, zip(*passes, strict=True))) for passes in stages)
+
+
+def makespan(schedule: Schedule, costs: StageCosts, transfer: float = 0) -> float:
+    """Seconds of all microbatches, simulated. `transfer`: from a stage to one on another rank. Of a named schedule the
+    actions are made here; those that it has are not looked at."""
+    if schedule.name in SCHEDULES:
+        many = schedule.microbatches
+        return _named_makespan(schedule.name, schedule.ranks, many, schedule.stages_per_rank, costs, transfer)
+    return _simulated(schedule, costs, transfer)
+
+
+def _simulated(schedule: Schedule, costs: StageCosts, transfer: float) -> float:
+    forward, input_grad, weight_grad = zip(*costs, strict=True)
+    return simulate(schedule, forward, input_grad, weight_grad, transfer).makespan
+
+
+@lru_cache(maxsize=4096)
+def _named_makespan(name: str, ranks: int, many: int, per_rank: int, costs: StageCosts, transfer: float) -> float:
+    if 4 * ranks <= many and many * ranks * per_rank * 2 > MOST_ACTIONS:  # the steady state is extrapolated
+        few = many % ranks + 2 * ranks
+        two, three = (_named_makespan(name, ranks, n, per_rank, costs, transfer) for n in (few, few + ranks))
+        return two + (three - two) * (many - few) / ranks
+    return _simulated(build(name, ranks=ranks, microbatches=many, stages_per_rank=per_rank), costs, transfer)
+
+
+def least_makespan(schedule: Schedule, costs: StageCosts, transfer: float = 0) -> float:
+    """Seconds below which `makespan` is not, in any order that has this schedule's placement and kinds of actions: each
+    rank's work, the filling before it, and the emptying behind it."""
+    own = [[0.0, 0.0, 0.0] for _ in range(schedule.ranks)]
+    ahead: dict[int, tuple[float, ...]] = {}  # of what is before each rank's first stage
+    before, sent, last = (0.0, 0.0, 0.0), 0.0, schedule.placement[0]
+    for rank, passes in zip(schedule.placement, costs, strict=True):
+        sent += transfer * (rank != last)
+        ahead.setdefault(rank, (*before, sent))
+        own[rank] = [a + b for a, b in zip(own[rank], passes, strict=True)]
+        before, last = (before[0] + passes[0], before[1] + passes[1], before[2] + passes[2]), rank
+    bounds = []
+    for rank, (filling, input_grads, weight_grads, way) in ahead.items():
+        work, emptying = schedule.microbatches * sum(own[rank]), input_grads + weight_grads
+        if schedule.splits_backward:  # weight gradients may be computed while the ranks before empty
+            shortest = schedule.microbatches * sum(own[rank][:2]) + input_grads + costs[0][2] + way
+            bounds.append(filling + way + max(work, shortest))
+        else:
+            bounds.append(filling + way + work + emptying + way)
+    return max(bounds)
+
+
+def _busiest(schedule: Schedule, costs: StageCosts) -> tuple[int, float]:
+    """The rank with most work, and its seconds for a microbatch."""
+    work = [0.0] * schedule.ranks
+    for rank, passes in zip(schedule.placement, costs, strict=True):
+        work[rank] += sum(passes)
+    most = max(work)
+    return work.index(most), most
 
 
 def of(
@@ -155,7 +179,7 @@ def of(
     precision: str = "bfloat16",
     product: str | None = None,
     microbatches: int = 1,
-    bounds: Sequence[tuple[int, int]] | None = None,
+    bounds: Sequence[tuple[int, int]] = (),
     handed_on: float = 0.0,
     gathers_again: bool = False,
     shards_optimizer: bool = False,
@@ -163,6 +187,7 @@ def of(
     update_bytes: float = 28.0,
     tokens: float = 0.0,
     flops: float = 0.0,
+    clock: Callable[[Schedule, StageCosts, float], float] = makespan,
 ) -> StepTime:
     """A step of blocks with this work on a placed layout.
 
@@ -175,75 +200,36 @@ def of(
         message_size: bytes of an element of a gradient when it is summed over data ranks.
         update_bytes: that the optimizer reads and writes for an element.
         tokens, flops: of the whole step of all ranks, for `tokens_per_s` and `mfu`.
+        clock: of the pipeline's microbatches; `least_makespan` for seconds below which the step is not.
     """
     costs = block_costs(works, layout, hardware, precision, product)
-    stages = list(bounds or [(0, len(works))])
-    if schedule is None:
-        rank, many, idle, blocks = 0, microbatches, 0.0, list(range(len(works)))
-    else:
-        many = schedule.microbatches
-        rank, makespan, busy = _simulated(schedule, stages, costs, layout, hardware, handed_on)
-        idle = makespan - busy
-        blocks = [block for stage in schedule.stages_of(rank) for block in range(*stages[stage])]
+    many, idle, blocks = microbatches, 0.0, list(range(len(works)))
+    if schedule is not None:
+        many, stages = schedule.microbatches, stage_costs(costs, bounds)
+        rank, work = _busiest(schedule, stages)
+        idle = clock(schedule, stages, seconds("p2p", handed_on, Group.of(layout, "pp"), hardware)) - work * many
+        blocks = [block for stage in schedule.stages_of(rank) for block in range(*bounds[stage])]
     own, parameters = [costs[i] for i in blocks], [works[i].parameters for i in blocks]
-    kinds = [(cost, many * own.count(cost)) for cost in {id(cost): cost for cost in own}.values()]
-    forward = sum((cost.forward.times(n) for cost, n in kinds), Cost())
-    backward = sum((cost.backward.times(n) for cost, n in kinds), Cost())
+    forward, backward = Cost(), Cost()
+    for block, n in Counter(own).items():
+        for total, block_pass in zip((forward, backward, backward), block.costs, strict=True):
+            total.add(block_pass, many * n)
     size = 8 if precision == "float64" else 4
     sizes = (size if precision in ("float32", "float64") else 2, message_size, size if shards_optimizer else 0)
     summed, hidden, sent = _data_parallel(own, parameters, many, layout, hardware, gathers_again, sizes)
-    updated = sum(parameters) / layout.size("fsdp") / (layout.size("dp_replicate") if shards_optimizer else 1)
-    update = updated * update_bytes * size / 4
+    update = sum(parameters) / layout.size("fsdp") / (layout.size("dp_replicate") if shards_optimizer else 1)
     parts = {
-        "forward": sum(forward.spent.values()),
-        "backward": sum(backward.spent.values()),
-        **add(forward.sent, backward.sent),
+        "forward": sum(map(forward.__getitem__, NAMES)),
+        "backward": sum(map(backward.__getitem__, NAMES)),
+        **{axis: forward[axis] + backward[axis] for axis in (*forward, *backward) if axis not in NAMES},
         "idle of pp": idle,
         **summed,
-        "update": update / (hardware.compute.hbm * 1e9 * hardware.compute.stream),
+        "update": update * update_bytes * size / 4 / (hardware.compute.hbm * 1e9 * hardware.compute.stream),
     }
     parts = {name: part for name, part in parts.items() if part}
-    in_all = sum(parts.values())
+    in_all, spent = sum(parts.values()), {name: forward[name] + backward[name] for name in NAMES}
     mfu = flops / (in_all * layout.world_size * hardware.flops(precision)) if flops else None
-    return StepTime(in_all, parts, hidden, add(forward.spent, backward.spent), sent, tokens / in_all, mfu)
-
-
-def transfer_seconds(layout: Layout, hardware: Hardware, handed_on: float) -> float:
-    """From a stage to the next, of so many bytes."""
-    return seconds("p2p", handed_on, Group.of(layout, "pp"), hardware)
-
-
-def _simulated(
-    schedule: Schedule,
-    stages: Sequence[tuple[int, int]],
-    costs: Sequence[BlockCost],
-    layout: Layout,
-    hardware: Hardware,
-    handed_on: float,
-) -> tuple[int, float, float]:
-    """The rank with most work, the seconds of all microbatches, and those in which that rank works."""
-    of_stages = stage_costs(costs, stages)
-    forward, input_grad, weight_grad = zip(*of_stages, strict=True)
-    transfer = transfer_seconds(layout, hardware, handed_on)
-    work = [sum(sum(of_stages[stage]) for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
-    rank = max(range(schedule.ranks), key=work.__getitem__)
-    many = schedule.microbatches
-    actions = sum(len(schedule.actions_of(rank)) for rank in range(schedule.ranks))
-    if actions <= MOST_ACTIONS or schedule.name not in SCHEDULES or many % schedule.ranks:
-        makespan = simulate(schedule, forward, input_grad, weight_grad, transfer).makespan
-    else:
-        short = [
-            build(
-                schedule.name,
-                ranks=schedule.ranks,
-                microbatches=n * schedule.ranks,
-                stages_per_rank=schedule.stages_per_rank,
-            )
-            for n in (2, 3)
-        ]
-        two, three = (simulate(shorter, forward, input_grad, weight_grad, transfer).makespan for shorter in short)
-        makespan = two + (three - two) * (many - 2 * schedule.ranks) / schedule.ranks
-    return rank, makespan, work[rank] * many
+    return StepTime(in_all, parts, hidden, spent, sent, tokens / in_all, mfu)
 
 
 def _data_parallel(
@@ -254,20 +240,21 @@ def _data_parallel(
     hardware: Hardware,
     frees: bool,
     sizes: tuple[int, int, int],
-) -> tuple[Seconds, Seconds, dict[str, float]]:
+) -> tuple[Cost, Cost, Cost]:
     """By axis what gathers and sums over data ranks add to a step, what of them is hidden, and the bytes they send.
     `sizes`: bytes of an element that is gathered, of one that is summed, and with ZeRO-1 of one that was updated."""
     shards, copies = layout.size("fsdp"), layout.size("dp_replicate")
-    bare, hidden, sent = dict[str, float](), dict[str, float](), dict[str, float]()
-    forward, backward = [c.forward.seconds for c in own], [c.backward.seconds for c in reversed(own)]
+    bare, hidden, sent = Cost(), Cost(), Cost()
+    forward, backward = [c.passes[0] for c in own], [sum(c.passes[1:]) for c in reversed(own)]
 
     def count(axis: str, kind: str, nbytes: Sequence[float], computing: Sequence[float], times: int) -> None:
         group = Group.of(layout, "fsdp" if axis == "dp_shard" else axis)
         messages = [seconds(kind, n, group, hardware) if n else 0.0 for n in nbytes]
-        waited = (gathered_ahead if kind == "all_gather" else summed_behind)(messages, computing)
-        bare[axis] = bare.get(axis, 0.0) + times * waited
-        hidden[axis] = hidden.get(axis, 0.0) + times * max(0.0, sum(messages) - waited)
-        sent[axis] = sent.get(axis, 0.0) + times * sum(nbytes)
+        waits = (messages, computing) if kind == "all_gather" else (computing, messages)
+        waited = one_behind_the_other(*waits) - sum(computing)
+        bare[axis] += times * waited
+        hidden[axis] += times * max(0.0, sum(messages) - waited)
+        sent[axis] += times * sum(nbytes)
 
     if shards > 1:
         axis, times = "dp_shard" if layout.size("cp") == 1 else "fsdp", many if frees else 1
@@ -305,17 +292,10 @@ def gathers_of_units(parameters: Sequence[int]) -> tuple[list[int], list[int]]:
     return ahead, again
 
 
-def gathered_ahead(messages: Sequence[float], computing: Sequence[float]) -> float:
-    """Seconds that blocks wait for their parameters, which are sent one block after the other while others compute."""
+def one_behind_the_other(first: Sequence[float], second: Sequence[float]) -> float:
+    """Seconds of two rows of work beside each other, where each of the second waits for its own of the first: blocks
+    for parameters that are gathered ahead of them, sums of gradients for blocks."""
     end = 0.0
-    for arrived, work in zip(accumulate(messages), computing, strict=True):
-        end = max(end, arrived) + work
-    return end - sum(computing)
-
-
-def summed_behind(messages: Sequence[float], computing: Sequence[float]) -> float:
-    """Seconds that sums of gradients go on after the last block of a backward, beside whose blocks they are sent."""
-    end = 0.0
-    for computed, message in zip(accumulate(computing), messages, strict=True):
-        end = max(end, computed) + message
-    return end - sum(computing)
+    for ready, takes in zip(accumulate(first), second, strict=True):
+        end = max(end, ready) + takes
+    return end

@@ -19,7 +19,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._tools import fake_collectives  # noqa: F401  (collectives of meta tensors)
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group, _fsdp_state, _fully_shard
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_collectives,
+    _fsdp_param,
+    _fsdp_param_group,
+    _fsdp_state,
+    _fully_shard,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
@@ -41,6 +47,7 @@ from meshtrain.parallel.context import kernels
 from meshtrain.parallel.fsdp import FSDPModule
 from meshtrain.parallel.grad_sync import gradient_syncs
 from meshtrain.parallel.mixed_precision import ComputeCopies
+from meshtrain.parallel.sharding import chunk_range
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.pipeline.engine import Pipeline, shapes_of
 from meshtrain.pipeline.p2p import TensorMeta
@@ -69,6 +76,20 @@ class RankTrace:
     moments: dict[str, dict[str, int]]  # part of a step, and of the model -> `parts` when most is alive there
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """The parts of a tensor, each made when it is asked for: of thousands of shards FSDP looks at two."""
+
+    tensor: Tensor
+    num_chunks: int
+    dim: int
+
+    def __getitem__(self, index: int) -> Tensor:
+        part = chunk_range(self.tensor.shape[self.dim], self.num_chunks, index)
+        size = part.stop - part.start
+        return self.tensor.narrow(self.dim, part.start, size) if size else self.tensor.new_empty(0)
+
+
 @contextmanager
 def fake_world(layout: Layout, rank: int, device_type: str) -> Iterator[Mesh]:
     """A job without other processes, whose collectives do nothing, and torch on the meta device as on a device."""
@@ -85,6 +106,8 @@ def fake_world(layout: Layout, rank: int, device_type: str) -> Iterator[Mesh]:
             stack.enter_context(patch.object(module, "_get_device_handle", lambda _: torch.cpu))
         stack.enter_context(patch.object(torch.cpu.Stream, "record_event", lambda *_: torch.cpu.Event(), create=True))
         stack.enter_context(patch.object(_fully_shard, "_get_device_from_mesh", lambda _: META))
+        stack.enter_context(patch.object(_fsdp_param, "_chunk_with_empty", Chunks))
+        stack.enter_context(patch.object(Layout, "groups", lambda layout, *axes: [layout.group(rank, *axes)]))
         validate = patch.object(_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None)
         stack.enter_context(validate)
         stack.enter_context(patch("torch.optim.optimizer._get_fused_kernels_supported_devices", lambda: ["meta"]))
@@ -149,9 +172,9 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:
         x, scale, weight = ctx.saved_tensors
-        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2], False]
+        mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[2], False]
         backward = torch.ops.aten.native_layer_norm_backward
-        dx, dweight, _ = backward(grad, x, ctx.shape, scale, scale, weight, None, wanted)
+        dx, dweight, _ = backward(grad, x, ctx.shape, scale, scale, weight, None, mask)
         return dx, None, dweight
 
 

@@ -154,10 +154,12 @@ def fsync_folder(folder: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> int:
-    """Writes a file whole or not at all, and returns its bytes. OSError: it cannot; nothing of it is left."""
+    """Writes a file whole or not at all, and returns its bytes. OSError: it cannot; nothing of it is left. No link is
+    followed that somebody laid under its name."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)  # of a writer that was killed
+        with temporary.open("xb") as file:
             size = file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())

@@ -21,7 +21,7 @@ from meshtrain.mesh import Mesh
 from meshtrain.parallel.activation_checkpoint import checkpoint_block
 from meshtrain.parallel.collectives import Waiting, axis_group
 from meshtrain.parallel.compile import compile_block, while_one_graph
-from meshtrain.parallel.context import ContextParallel, ShardedContext
+from meshtrain.parallel.context import ContextParallel, ShardedContext, misplaced_calls
 from meshtrain.parallel.ddp import REPLICATE, BucketedAllReduce, BucketedReduceScatter, NamedParameter
 from meshtrain.parallel.expert import apply_expert_parallel, dispatched_modules
 from meshtrain.parallel.float8_layers import float8_problems
@@ -57,7 +57,7 @@ from meshtrain.parallel.tp_plan import (
     style_of,
     undecided,
 )
-from meshtrain.parallel.verify import misplaced_calls, verify, verify_context
+from meshtrain.parallel.verify import verify, verify_context
 from meshtrain.pipeline.stage import OtherStageBlock, blocks_of
 
 # Where layers that read the same input compute one product, in 16 bits, compiled and without FSDP, which gathers each

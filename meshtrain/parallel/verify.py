@@ -11,7 +11,7 @@ import copy
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from meshtrain.attention import AttentionContext
 from meshtrain.data.batch import Batch
 from meshtrain.errors import AgreedError
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.context import ContextParallel
+from meshtrain.parallel.context import ContextParallel, misplaced_calls
 from meshtrain.parallel.mixed_precision import cast, master_dtype
 from meshtrain.parallel.sharding import Part, chunk_range, local_part
 from meshtrain.parallel.tensor_parallel import AXIS, TensorParallel, partial_parameters, replace_layers, shard_parameter
@@ -34,8 +33,7 @@ from meshtrain.parallel.tp_plan import REPLICATED
 
 TOLERANCE = 1e-3  # of a tensor's largest value: far above the rounding of float32, far below a missing addend
 
-# Attributes in which blocks that are alike may differ.
-OURS = ("mesh", "axis_group", "shared_input", "shared_inputs", "forward")
+OURS = ("mesh", "axis_group", "shared_input", "shared_inputs", "forward")  # in which blocks that are alike may differ
 Sample = Sequence[Tensor | None]
 Named = list[tuple[str, Tensor]]
 
@@ -68,8 +66,7 @@ def verify(
         return _Run(split, mesh, kinds, reference, AXIS, rows, sequence, partial).compare(inputs, inputs)
 
     def difference() -> str | None:
-        problem = compare(tp.sequence_parallel)
-        if problem is None:
+        if (problem := compare(tp.sequence_parallel)) is None:
             return None
         without = tp.sequence_parallel and compare(False) is None
         remedy = "parallel.sequence_parallel: false, which passes this check" if without else "tp: 1"
@@ -79,14 +76,9 @@ def verify(
 
 
 def verify_context(
-    model: nn.Module,
-    blocks: Sequence[str],
-    modules: Sequence[str],
-    context: ContextParallel,
-    mesh: Mesh,
-    sample: Sample | None,
-    precision: str,
-) -> str | None:
+    model: nn.Module, blocks: Sequence[str], modules: Sequence[str], context: ContextParallel, mesh: Mesh,
+    sample: Sample | None, precision: str,
+) -> str | None:  # fmt: skip
     """Compares a plain model on whole sequences with the same model on parts of them over `cp`; see `verify`.
     `modules`: which alone call attention, once in a forward. `sample`: tokens, positions, documents, (b, s) or None."""
     device, dtype = torch.device(mesh.device_type), master_dtype(precision)
@@ -119,40 +111,6 @@ def verify_context(
         )
 
     return _verdict(mesh, "cp", sample, difference)
-
-
-@contextmanager
-def misplaced_calls(model: nn.Module, modules: Sequence[str], context: AttentionContext) -> Iterator[list[str]]:
-    """Yields a list that gets calls of attention elsewhere than in these modules, and which do not call it once."""
-    misplaced: list[str] = []
-    calls = [0]  # outside of these modules, and in those that run
-    kind: Any = type(context)  # and not the record itself: FSDP gives each of its units a copy
-    attend = kind.attend
-
-    def count(*arguments: Any) -> Tensor:
-        calls[-1] += 1
-        if len(calls) == 1:
-            misplaced.append("attention is called elsewhere than in the modules that the cp_plan names")
-        return attend(*arguments)
-
-    def counted(name: str, forward: Callable) -> Callable:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            calls.append(0)
-            output = forward(*args, **kwargs)
-            if (n := calls.pop()) != 1:
-                misplaced.append(f"{name} calls attention {n} times, and what the cp_plan names has to call it once")
-            return output
-
-        return run
-
-    with ExitStack() as stack:
-        for name in modules:
-            module = model.get_submodule(name)
-            stack.callback(setattr, module, "forward", module.forward)
-            module.forward = counted(name, module.forward)
-        kind.attend = count
-        stack.callback(setattr, kind, "attend", attend)
-        yield misplaced
 
 
 def _verdict(mesh: Mesh, axis: str, sample: Sample | None, difference: Callable[[], str | None]) -> str | None:
@@ -192,8 +150,7 @@ def _made_up_sample(model: nn.Module, tp: int) -> list[Tensor]:
 
 def _skeleton(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of a model whose parameters have no memory."""
-    meta = ((id(p), nn.Parameter(p.detach().to("meta"), p.requires_grad)) for p in model.parameters())
-    memo: dict[int, Any] = dict(meta)
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
     try:
         return cast(copy.deepcopy(model, memo), dtype).eval()
     except Exception as error:
@@ -205,11 +162,8 @@ def _signature(block: nn.Module) -> str:
 
     def describe(module: nn.Module) -> tuple[Any, ...]:
         settings = [(key, value) for key, value in vars(module).items() if key[0] != "_" and key not in OURS]
-        return (
-            type(module),
-            settings,
-            [(key, p.shape, p.requires_grad) for key, p in module.named_parameters("", False)],
-        )
+        parameters = [(key, p.shape, p.requires_grad) for key, p in module.named_parameters("", False)]
+        return type(module), settings, parameters
 
     return repr([(name, *describe(module)) for name, module in block.named_modules()])
 
@@ -387,22 +341,22 @@ class _Run:
 
     def _cotangent(self, name: str, x: Tensor, shared: bool) -> Tensor | None:
         """This rank's part of the gradient that a tensor gets, or of a sum over the ranks that is."""
-        whole = self.tensors.get(name)
-        place = None if whole is None else self._place(whole.shape, x.shape)
-        if whole is None or place is None:
+        if (place := self._place(name, x.shape)) is None:
             return None
-        grad = self._values(name, whole.shape, x.dtype)[place]
-        return grad / self.mesh.size(self.axis) if shared and whole.shape == x.shape else grad
+        whole = self.tensors[name].shape
+        grad = self._values(name, whole, x.dtype)[place]
+        return grad / self.mesh.size(self.axis) if shared and whole == x.shape else grad
 
-    def _place(self, whole: Sequence[int], part: Sequence[int]) -> Any:
+    def _place(self, name: str, part: Sequence[int]) -> Any:
         """Where in a whole tensor this rank's part lies, by their shapes; None: it is no part of it."""
-        dims = [dim for dim, (n, m) in enumerate(zip(whole, part, strict=False)) if n != m]
-        if not dims and len(whole) == len(part):
-            return ...
-        if len(dims) != 1 or len(whole) != len(part):
+        whole = self.tensors.get(name)
+        if whole is None or whole.ndim != len(part):
             return None
-        rows = self.rows(whole[dims[0]])
-        return (*[slice(None)] * dims[0], rows) if len(rows) == part[dims[0]] else None
+        dims = [dim for dim, n in enumerate(part) if n != whole.shape[dim]]
+        if not dims:
+            return ...
+        rows = self.rows(whole.shape[dims[0]])
+        return (*[slice(None)] * dims[0], rows) if len(dims) == 1 and len(rows) == part[dims[0]] else None
 
     def _compare(self, name: str, x: Tensor, total: Tensor | None = None, least: float = 0.0) -> None:
         """`total`: what x would be if it were summed over the ranks."""
@@ -411,8 +365,7 @@ class _Run:
             self.tensors[name] = x
         elif self.problem is None:
             self.comparisons += 1
-            whole = self.tensors.get(name)
-            place = None if whole is None else self._place(whole.shape, x.shape)
+            whole, place = self.tensors.get(name), self._place(name, x.shape)
             if whole is None:
                 self.differ(f"{name} is none of the plain model's")
             elif place is None:

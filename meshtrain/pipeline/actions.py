@@ -123,7 +123,7 @@ class Schedule:
         """The most stages that a rank holds; the named schedules give each rank as many."""
         return max(len(self.stages_of(rank)) for rank in range(self.ranks))
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether gradients of weights are computed in actions of their own, on any rank."""
         every = (action for rank in range(self.ranks) for action in self.actions_of(rank))

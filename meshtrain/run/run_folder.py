@@ -128,7 +128,7 @@ def check_shared_filesystem(job: Job, folder: Path) -> None:
         try:
             if job.rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
-                proof.write_text(token)
+                write_whole(proof, token)
         except OSError as error:
             raise InputError(
                 f"the folder of the checkpoints, {folder.absolute()}, cannot be written to ({error.strerror}): name "

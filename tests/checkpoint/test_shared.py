@@ -59,6 +59,17 @@ def test_what_an_earlier_job_left_there_proves_nothing(tmp_path: Path, monkeypat
     assert "not seen on host y" in str(prove([tmp_path / "a", tmp_path / "b"], ["x", "y"])[1])
 
 
+def test_links_under_the_names_of_the_proof_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    other = tmp_path / "of_somebody_else"
+    other.write_text("text")
+    for name in (shared.PROOF, f".{shared.PROOF}.tmp"):
+        (tmp_path / "a" / name).symlink_to(other)
+    assert prove([tmp_path / "a"] * 2, ["x", "y"]) == [None] * 2
+    assert other.read_text() == "text"
+    assert not list((tmp_path / "a").iterdir())
+
+
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said = prove([tmp_path / "file"] * 2, ["x", "y"])

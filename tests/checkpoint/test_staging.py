@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +85,9 @@ class Gathering:
     host = "a"
     rank = 0
 
-    def gather(self, activity: str, report: Sequence[Any]) -> list[Any]:
+    def reduce(self, activity: str, report: Sequence[Any], combine: Callable[[list], Any]) -> Any:
         _, nbytes, room = report
-        return [["a", nbytes, room], ["a", nbytes, room], ["b", nbytes, room + 1]]
+        return combine([["a", nbytes, room], ["a", nbytes, room], ["b", nbytes, room + 1]])
 
 
 def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -
         raise FileNotFoundError("/proc/meminfo")
 
     monkeypatch.setattr(staging, "memory_gib", unknown)
-    job.gather = lambda _, report: [report]
+    job.reduce = lambda _, report, combine: combine([report])
     assert find_short_hosts(state, job) == []
 
 

@@ -1,15 +1,18 @@
 """Uploads: what is in storage is whole, a refusing storage costs nothing, and a run goes on from there to the bit."""
 
+import asyncio
 import shutil
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
+from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
+from meshtrain.checkpoint import upload
 from meshtrain.checkpoint.directory import complete_steps, name_of
 from meshtrain.checkpoint.retention import Retention
 from meshtrain.checkpoint.upload import Uploads
@@ -169,6 +172,68 @@ def test_what_cannot_be_used_is_refused_at_once(run: Any, tmp_path: Path, monkey
     refused = run("run")
     assert refused["status"] == 2
     assert "cannot be asked for checkpoints (ZeroDivisionError" in refused["error"]
+
+
+class Mute(AsyncFileSystemWrapper):
+    """Storage in memory whose client is asynchronous, and waits for ever where the server does not answer."""
+
+    mute: str | None = None  # the method
+    cancelled: ClassVar[list[str]] = []
+
+    def _wrap_all_sync_methods(self) -> None:
+        super()._wrap_all_sync_methods()
+        self._ls = self._answered("ls", self._ls)
+        self._put_file = self._answered("put_file", self._put_file)
+
+    def _answered(self, name: str, method: Any) -> Any:
+        async def call(*arguments: Any, **options: Any) -> Any:
+            try:
+                await asyncio.sleep(3600 if Mute.mute == name else 0.4)
+            except asyncio.CancelledError:
+                Mute.cancelled.append(arguments[-1])
+                raise
+            return await method(*arguments, **options)
+
+        return call
+
+
+@pytest.fixture
+def mute(storage: Any, monkeypatch: pytest.MonkeyPatch) -> type[Mute]:
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda *_, **__: (Mute(storage, asynchronous=False), "/bucket"))
+    monkeypatch.setattr(upload, "ANSWER_S", 2.0)
+    monkeypatch.setattr(upload, "SILENCE_S", 2.0)
+    monkeypatch.setattr(Mute, "mute", None)
+    monkeypatch.setattr(Mute, "cancelled", [])
+    return Mute
+
+
+def test_a_server_that_never_answers(
+    run: Any, storage: Any, tmp_path: Path, mute: type[Mute], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each call is given up and cancelled, the run ends and says so, and its checkpoints are in its folder."""
+    mute.mute = "put_file"
+    assert run("run") == {"status": 0}
+    out = capsys.readouterr().out
+    assert out.count(f"warning: the upload to {URL} failed: TimeoutError: no answer for 2 s") == 1, out
+    assert out.count(f"warning: {URL} lacks checkpoints of this run: TimeoutError: no answer for 2 s") == 1
+    assert "/bucket/step_0000008/manifest.json" in mute.cancelled, "no connection is left behind"
+    assert complete_steps(tmp_path / "run" / "checkpoints")[-2:] == [6, 8]
+    mute.mute = "ls"
+    assert run("run", steps=9) == {"status": 0}
+    out = capsys.readouterr().out
+    assert f"warning: {URL} cannot be asked for checkpoints (TimeoutError: no answer for 2 s)" in out
+    assert "step_0000008" in out, "it goes on from there"
+
+
+@pytest.mark.usefixtures("mute")
+def test_a_server_that_is_slow(storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight files one after another take longer than a silence may last, each of them less."""
+    names = list("abcdefgh")
+    for name in names:
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(upload, "AT_ONCE", 1)
+    Uploads(URL, Retention())._transfer("put_file", [(str(tmp_path / name), f"/bucket/{name}") for name in names])
+    assert [storage.cat_file(f"/bucket/{name}") for name in names] == [name.encode() for name in names]
 
 
 def test_a_folder_is_storage_too(run: Any, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from meshtrain.checkpoint import upload
 from meshtrain.checkpoint.directory import complete_steps, name_of
 from meshtrain.checkpoint.retention import Retention
 from meshtrain.checkpoint.upload import Uploads
@@ -83,7 +84,7 @@ class Refusing(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"  # so that it answers `Expect: 100-continue`, which clients wait for
     behind = ""  # the address of the server
-    how: int | None = None  # the status with which it refuses; 0: it does not answer
+    how: int | None = None  # the status with which it refuses; 0: it does not answer; 100: it never lets a client go on
     refused = 0
 
     def _serve(self) -> None:
@@ -99,6 +100,14 @@ class Refusing(BaseHTTPRequestHandler):
         answer = connection.getresponse()
         self._answer(answer.status, answer.getheaders(), answer.read())
         connection.close()
+
+    def handle_expect_100(self) -> bool:
+        if Refusing.how != 100:
+            return super().handle_expect_100()
+        Refusing.refused += 1
+        while Refusing.how == 100:
+            time.sleep(0.1)
+        return False
 
     def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
         with suppress(OSError):  # the client has gone
@@ -136,7 +145,7 @@ def refusing(bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Refu
     thread.join()
 
 
-@pytest.mark.parametrize("how", [403, 500, 0])
+@pytest.mark.parametrize("how", [403, 500, 0, 100])
 def test_a_server_that_refuses_or_does_not_answer(
     refusing: type[Refusing], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     how: int,
@@ -146,6 +155,7 @@ def test_a_server_that_refuses_or_does_not_answer(
 
     faster()
     monkeypatch.setattr(s3fs.core.S3FileSystem, "retries", 1)
+    monkeypatch.setattr(upload, "SILENCE_S", 5.0)  # of 100 the client waits for ever
     url = f"{URL}_{how}"
     options = ("checkpoint.every=2", "data.workers=0", f"checkpoint.upload={url}")
     refusing.how = how

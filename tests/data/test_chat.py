@@ -98,11 +98,11 @@ def test_lines_with_messages_are_documents(tmp_path: Path) -> None:
     )
     corpus = data.train.stream.corpus  # type: ignore[attr-defined]
     expected = [spoken(file, TALK), spoken(file, TALK[1:3])]
-    tokens, loss = corpus.tokens.array, corpus.loss.array
-    for (ids, own), start, length in zip(expected, corpus.starts[[0, 2]], corpus.lengths[[0, 2]], strict=True):
+    tokens, loss, piece = corpus.tokens.array, corpus.loss.array, corpus.piece(0, corpus.documents)
+    for (ids, own), start, length in zip(expected, piece.starts[[0, 2]], piece.lengths[[0, 2]], strict=True):
         assert tokens[start : start + length].tolist() == [*ids, FileTokenizer(file).end]
         assert loss[start : start + length].tolist() == [*own, 1]
-    assert corpus.text_bytes[0] == len("Two, 二.<|im_end|>\nthree<|im_end|>\n".encode())
+    assert corpus.text_bytes.array[0] == len("Two, 二.<|im_end|>\nthree<|im_end|>\n".encode())
 
 
 def test_a_changed_template_makes_another_corpus(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from meshtrain.data import OpenData
 from meshtrain.data.batch import IGNORE
+from meshtrain.data.megatron import MegatronCorpus
 from meshtrain.data.packing import Stream, TokenSamples
 from meshtrain.data.split import held_out_mask, split_at_end
 from meshtrain.data.tokenizer import open_tokenizer
@@ -274,25 +275,29 @@ def test_the_split_is_of_whole_documents(opened: Opener, tmp_path: Path) -> None
 # Packing
 
 
-def corpus_of(tmp_path: Path, documents: list[list[int]]) -> Corpus:
-    """Documents of one sequence each, which lie in the file in reverse order, with a gap of 99s before each."""
+def corpus_of(tmp_path: Path, documents: list[list[int]], empties: int = 0) -> Corpus:
+    """Documents of one sequence each, which lie in the file in reverse order, with a gap of 99s before each. Before
+    each there are so many `empties`, empty sequences that lie at the beginning of the file."""
     flat, starts = [], {}
     for number in reversed(range(len(documents))):
         flat += [99, 99]
         starts[number] = len(flat)
         flat += documents[number]
-    path = tmp_path / "tokens"
-    path.write_bytes(np.array([*flat, 99], "<u2").tobytes())
-    return Corpus(
-        name=str(path),
-        tokens=MappedArray(path, "uint16", len(flat) + 1),
-        loss=None,
-        starts=np.array([starts[number] for number in range(len(documents))]),
-        lengths=np.array([len(document) for document in documents]),
-        bounds=np.arange(len(documents) + 1),
-        text_bytes=None,
-        largest_id=None,
-        tokenizer=None,
+
+    def array(name: str, values: Iterable[int], dtype: str) -> MappedArray:
+        data = np.fromiter(values, np.dtype(dtype).newbyteorder("<"))
+        (tmp_path / name).write_bytes(data.tobytes())
+        return MappedArray(tmp_path / name, dtype, len(data))
+
+    nothing = (0,) * empties
+    return MegatronCorpus(
+        name=str(tmp_path / "tokens"),
+        tokens=array("tokens", [*flat, 99], "uint16"),
+        documents=len(documents),
+        offsets=array("offsets", (n for i in range(len(documents)) for n in (*nothing, 2 * starts[i])), "int64"),
+        lengths=array("lengths", (n for document in documents for n in (*nothing, len(document))), "int32"),
+        # The last one is left out, as Megatron may.
+        bounds=array("bounds", (number * (empties + 1) for number in range(len(documents))), "int64"),
         fingerprint="",
     )
 
@@ -303,7 +308,7 @@ def test_samples_are_slices_of_the_concatenated_documents(
 ) -> None:
     numbers = iter(range(1000))
     documents = [[next(numbers) for _ in range(size)] for size in sizes]
-    corpus = corpus_of(tmp_path_factory.mktemp("packing"), documents)
+    corpus = corpus_of(tmp_path_factory.mktemp("packing"), documents, data.draw(st.integers(0, 2)))
     chosen = np.array(data.draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes))))
     stream = Stream.of(corpus, chosen)
     flat = [(d, token) for d, document in enumerate(documents) if chosen[d] for token in document]

@@ -6,16 +6,20 @@ import multiprocessing
 import os
 import pickle
 import signal
+import struct
 import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import asdict
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from meshtrain.data import cache
+from meshtrain.data import OpenData, cache
 from meshtrain.data.cache import cache_folder, prepare_once
-from meshtrain.data.tokens import Document, open_tokens, smallest_dtype, write
+from meshtrain.data.tokens import Document, Header, open_tokens, smallest_dtype, write
 from meshtrain.errors import InputError
 
 FORK = multiprocessing.get_context("fork")
@@ -32,15 +36,44 @@ def some(folder: Path) -> Path:
     return make(folder, [first, Document(np.array([], int)), second])
 
 
+@pytest.mark.parametrize("source", ["tokens", "megatron"])
+def test_memory_does_not_grow_with_documents(opened: Callable[..., OpenData], tmp_path: Path, source: str) -> None:
+    """Of 3 million documents a rank keeps nothing, and no array of 8 bytes for each is made on the way."""
+    documents, size = 3_000_000, 4
+    (tmp_path / "tokens.bin").write_bytes(bytes(range(1, size + 1)) * documents)
+    offsets = np.arange(0, documents * size + 1, size, "<i8")
+    if source == "tokens":
+        offsets.tofile(tmp_path / "documents.bin")
+        header = Header(1, "uint8", documents * size, documents, size, None, False, "a name", "bytes", "a test")
+        (tmp_path / "header.json").write_text(json.dumps(asdict(header)))
+    else:
+        places = [np.full(documents, size, "<i4"), offsets[:-1], np.arange(documents + 1, dtype="<i8")]
+        about = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 1, documents, documents + 1)
+        (tmp_path / "tokens.idx").write_bytes(about + b"".join(array.tobytes() for array in places))
+    path = str(tmp_path / "tokens" if source == "megatron" else tmp_path)
+    tracemalloc.start()
+    try:
+        data = opened(source=source, path=path, validation=0.1, seq_len=size + 2, mask_documents=True)
+        inputs, _ = data.train.item(1000, 0)
+        after, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert inputs[2].tolist() == [0, 0, 0, 0, 1, 1]
+    assert after < documents
+    assert most < 4 * documents
+    assert len(pickle.dumps(data)) < 10_000, "workers map the files themselves"
+
+
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     found = open_tokens(some(tmp_path / "a"))
     assert found.tokens.array.tolist() == [5, 6, 299, 1, 2, 3, 4]
     assert found.tokens.array.dtype == np.uint16
-    assert [*found.starts, *found.lengths] == [0, 3, 3, 4]
+    whole = found.piece(0, 2)
+    assert [*whole.starts, *whole.lengths] == [0, 3, 3, 4]
     assert found.loss is not None
     assert found.loss.array.tolist() == [1, 1, 1, 0, 0, 1, 1]
     assert found.text_bytes is not None
-    assert found.text_bytes.tolist() == [11, 7]
+    assert found.text_bytes.array.tolist() == [11, 7]
     assert (found.tokens.count, found.documents, found.largest_id) == (7, 2, 299)
     header = json.loads((tmp_path / "a" / "header.json").read_text())
     assert [header[key] for key in ("tokens", "documents", "largest_id", "text_bytes")] == [7, 2, 299, 18]

@@ -177,7 +177,7 @@ def test_every_documented_field_is_written(short_run: tuple[Path, Finished]) -> 
 
 def test_every_documented_file_is_written(short_run: tuple[Path, Finished]) -> None:
     folder, finished = short_run
-    names = ["config.yaml", "layout.txt", "metrics.jsonl", "goodput.jsonl", "exit.json", "loss.png"]
+    names = ["config.yaml", "layout.txt", "metrics.jsonl", "goodput.jsonl", "exit.json"]  # loss.png: in test_train.py
     last = "checkpoints/step_0000041"
     names += [f"{last}/{name}" for name in ("manifest.json", "rank_00000.safetensors", "COMPLETE")]
     assert [name for name in [*names, "profile/rank_00000.json"] if not (folder / name).exists()] == []
@@ -368,10 +368,10 @@ def test_exit_statuses(arguments: list[str], status: int, monkeypatch: pytest.Mo
 def test_exit_statuses_of_a_training(short_run: tuple[Path, Finished], tmp_path: Path) -> None:
     """0 done, 2 the user's input is wrong, 75 stopped on request with a checkpoint."""
     arguments = ["-m", "meshtrain.train", "configs/quickstart.yaml", *TINY, f"train.output={tmp_path / 'run'}"]
-    assert run([sys.executable, *arguments, "train.stepps=1"]).status == 2
+    assert forked(1, *arguments, "train.stepps=1").status == 2
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "STOP").touch()
-    assert run([sys.executable, *arguments, "train.steps=5"]).status == 75
+    assert forked(1, *arguments, "train.steps=5").status == 75
     ended = json.loads((tmp_path / "run" / "exit.json").read_text())
     assert (ended["status"], ended["code"]) == ("stopped", 75)
     assert not (tmp_path / "run" / "STOP").exists()

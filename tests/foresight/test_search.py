@@ -2,8 +2,10 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -14,19 +16,23 @@ import pytest
 from meshtrain.config import Config, ConfigErrors
 from meshtrain.data.order import microbatches
 from meshtrain.errors import InputError
+from meshtrain.foresight import blocks
+from meshtrain.foresight.hardware import load
 from meshtrain.foresight.search import (
     COMPILE,
     KEYS,
     MICRO,
     NEAR,
     SAVINGS,
+    SCHEDULE,
     SEQUENCE,
     Candidate,
     Forecast,
     Search,
     Space,
-    pipeline_bound,
+    forecast,
 )
+from meshtrain.foresight.steptime import least_makespan
 from meshtrain.layout import AXES, DATA_AXES, Layout
 from meshtrain.pipeline.schedule import NAMES, build
 from meshtrain.pipeline.simulate import simulate
@@ -47,7 +53,7 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def stand_in(memory: float = math.inf) -> Forecast:
+def stand_in(memory: float = math.inf, trace: Callable[[Any], Any] = attrgetter("memory")) -> Forecast:
     """A machine of a few terms: kernels that are launched, messages, a pipeline that fills; exact and quick."""
 
     def kernels(layout: Layout, micro_size: int) -> float:
@@ -80,6 +86,10 @@ def stand_in(memory: float = math.inf) -> Forecast:
             return SimpleNamespace(seconds=sum(named.values()), parts=named)
 
         @property
+        def bound(self) -> float:
+            return bound(self.config)
+
+        @property
         def memory(self) -> Any:
             layout, parallel = self.config.resolved, self.config.parallel
             weights = 40 / layout.size("pp", "tp") / layout.size("dp_shard", "cp")
@@ -89,7 +99,7 @@ def stand_in(memory: float = math.inf) -> Forecast:
                 total=weights + (kept - 0.2 * parallel.regather) / layout.size("tp", "cp") + gathered
             )
 
-    return Forecast(floor, work, bound, Prediction, memory)
+    return Forecast(floor, work, Prediction, trace, memory)
 
 
 def space(config: str, world: int, vary: tuple[str, ...] = KEYS, hosts: tuple[int, ...] = (), **fixed: int) -> Space:
@@ -167,8 +177,7 @@ def test_it_finds_what_trying_everything_finds(memory: float, config: str) -> No
     near = [candidate for seconds, candidate in every if seconds <= every[0][0] * (1 + NEAR)]
 
     def simple(candidate: Candidate) -> tuple[float, ...]:
-        axes = sum(size > 1 for size in candidate.layout.sizes.values())
-        return candidate.schedule().stages, axes, forecast.predict(candidate.apply(searched.config)).memory.total
+        return *candidate.parts, forecast.predict(candidate.apply(searched.config)).memory.total
 
     assert simple(found[0]) == min(map(simple, near))
     few = Search(space(config, 16, vary), forecast).run(loader(config, 16), show=2)  # ends as early as it may
@@ -205,6 +214,22 @@ def test_what_is_not_shown_has_a_reason(config: str) -> None:
     assert counts.keys() == refused | bounded | {"do not fit"}
     assert sum(counts.values()) + len(search.fitting) == searched.count
     assert [bool(candidate.reason) for candidate in found] == [False, True]
+
+
+def test_what_the_trace_does_not_let_fit_gives_its_place_to_the_next(config: str) -> None:
+    layouts = [found.layout for found in Search(space(config, 8), stand_in()).run(loader(config, 8), show=2)]
+
+    def trace(prediction: Any) -> Any:
+        first = prediction.config.resolved.shape == layouts[0].shape
+        return SimpleNamespace(total=prediction.memory.total + 100 * first)
+
+    searched = space(config, 8)
+    [first] = Search(searched, stand_in(90, trace)).run(loader(config, 8), show=1)
+    assert first.layout.shape != layouts[0].shape
+    assert first.memory.total == first.prediction.memory.total
+    count, example = searched.rejected["do not fit when they are traced"]
+    assert count >= 1
+    assert example.startswith(f"{layouts[0]} takes 1")
 
 
 @pytest.mark.parametrize("hosts", [(8, 4), (4, 8), (6, 6)])
@@ -244,12 +269,38 @@ def test_no_schedule_is_faster_than_the_bound(name: str) -> None:
         for equal in (True, False):
             costs = [(1.0, 1.5, 0.5) if equal else tuple(random.random() for _ in range(3)) for _ in schedule.placement]
             short = build(name, ranks=ranks, microbatches=1)
-            bound = pipeline_bound(short, count, costs)
+            short = replace(short, microbatches=count)
+            bound = least_makespan(short, costs)
             takes = simulate(schedule, *zip(*costs, strict=True)).makespan
             assert bound <= takes + 1e-9
             sent = simulate(schedule, *zip(*costs, strict=True), 0.7).makespan
-            assert bound <= pipeline_bound(short, count, costs, 0.7) <= sent + 1e-9
+            assert bound <= least_makespan(short, costs, 0.7) <= sent + 1e-9
             if equal and name in ("1f1b", "gpipe"):
                 assert bound == pytest.approx(takes)
             elif equal:
                 assert bound > 0.6 * takes
+
+
+def test_the_work_of_a_search_does_not_grow_with_the_world(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `tp` and `cp` alone, a thousand times as many ranks: as many traces, and no list of ranks."""
+    ranks, traces = Counter[int](), Counter[int]()
+    offsets, counted = Layout._offsets, blocks._counted
+    for world in (32, 32768):
+        searched = space(config, world, ("layout", SCHEDULE), (8,) * (world // 8), tp=1, cp=1)
+
+        def listed(*args: Any, world: int = world) -> list[int]:
+            ranks[world] += len(members := offsets(*args))
+            return members
+
+        def traced(*args: Any, world: int = world) -> Any:
+            traces[world] += 1
+            return counted(*args)
+
+        monkeypatch.setattr(Layout, "_offsets", listed)
+        monkeypatch.setattr(blocks, "_counted", traced)
+        monkeypatch.setattr(blocks, "_known", {})
+        search = Search(searched, replace(forecast(searched.config, load("h100")), trace=attrgetter("memory")))
+        assert search.run(loader(config, world), show=1)
+        assert search.predicted < 600
+    assert 0 < traces[32768] <= traces[32]
+    assert ranks[32768] < 32768

@@ -78,16 +78,16 @@ def test_one_process_is_its_products_and_traffic_or_its_launches() -> None:
     step = steptime.of([work, work], layout, None, H100, microbatches=3, tokens=100, flops=1e12)
     one = steptime.cost(work.forward, layout, H100, "bfloat16")
     rate = 989e12 * H100.compute.matmul
-    assert one.spent["products"] == pytest.approx(2 * 8192 * 4096**2 * (1 + 100 / 4096) / rate)
-    assert one.spent["traffic"] == pytest.approx(4e8 / (3350e9 * 0.8))
-    assert step.parts["forward"] == pytest.approx(6 * one.seconds)
+    assert one["products"] == pytest.approx(2 * 8192 * 4096**2 * (1 + 100 / 4096) / rate)
+    assert one["traffic"] == pytest.approx(4e8 / (3350e9 * 0.8))
+    assert step.parts["forward"] == pytest.approx(6 * one.total())
     assert set(step.parts) == {"forward", "backward", "update"}
     assert step.seconds == pytest.approx(sum(step.parts.values()))
     assert step.tokens_per_s == pytest.approx(100 / step.seconds)
     assert step.mfu == pytest.approx(1e12 / step.seconds / 989e12)
     slow = replace(H100, compute=replace(H100.compute, launch=1.0))
     launched = steptime.cost(work.forward, layout, slow, "bfloat16")
-    assert launched.seconds == pytest.approx(20)
+    assert launched.total() == pytest.approx(20)
     assert steptime.of([work], layout, None, slow).limit.startswith("kernel")
 
 
@@ -97,12 +97,7 @@ def test_the_bubble_is_that_of_the_simulated_schedule(name: str) -> None:
     works = [block(1 + (i == 2)) for i in range(schedule.stages)]
     layout = Layout({"pp": 2})
     costs = steptime.block_costs(works, layout, H100, "bfloat16")
-    timeline = simulate(
-        schedule,
-        [c.forward.seconds for c in costs],
-        [c.input_grad.seconds for c in costs],
-        [c.weight_grad.seconds for c in costs],
-    )
+    timeline = simulate(schedule, *zip(*(cost.passes for cost in costs), strict=True))
     free = replace(H100, within_host=replace(H100.within_host, latency=0, message=0))
     bounds = [(i, i + 1) for i in range(schedule.stages)]
     step = steptime.of(works, layout, schedule, free, bounds=bounds)
@@ -121,10 +116,10 @@ def test_long_schedules_are_extrapolated_from_their_steady_state(monkeypatch) ->
 
 
 def test_messages_hide_beside_what_computes() -> None:
-    assert steptime.gathered_ahead([1, 1, 1], [2, 2, 2]) == 1  # the first waits
-    assert steptime.gathered_ahead([3, 3], [1, 1]) == 5
-    assert steptime.summed_behind([1, 1, 1], [2, 2, 2]) == 1  # the last goes on
-    assert steptime.summed_behind([3, 3], [1, 1]) == 5
+    assert steptime.one_behind_the_other([1, 1, 1], [2, 2, 2]) == 7  # what is ahead: the first waits
+    assert steptime.one_behind_the_other([3, 3], [1, 1]) == 7
+    assert steptime.one_behind_the_other([2, 2, 2], [1, 1, 1]) == 7  # what is behind: the last goes on
+    assert steptime.one_behind_the_other([1, 1], [3, 3]) == 7
     works = [block(), block()]
     ddp = steptime.of(works, Layout({"dp_replicate": 8}).on_hosts([8]), None, H100, microbatches=4)
     sums = [seconds("all_reduce", 2 * 7 / 8 * 4 * 2e8, Group(8, 8), H100)] * 2
@@ -180,7 +175,7 @@ def faster(hardware: Hardware, **factors: float) -> Hardware:
     return replace(hardware, compute=compute, within_host=links[0], between_hosts=links[1])
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_no_faster_hardware_makes_a_step_slower_and_parts_sum_to_the_step(seed: int) -> None:
     draw = random.Random(seed)
     pp, dp, shard, tp = (draw.choice([1, 2]) for _ in range(4))

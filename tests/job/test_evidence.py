@@ -130,14 +130,14 @@ def test_each_failure_has_a_folder_of_its_own(tmp_path: Path) -> None:
 def test_a_folder_that_hangs_or_is_none_ends_no_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(watchdog, "PREPARE_S", 0.1)
-    report = watchdog.FailureReport(JOB)
+    monkeypatch.setattr(evidence, "PREPARE_S", 0.1)
+    report = evidence.FailureReport(JOB)
     lost = Diagnosis(DiagnosisKind.GONE, (2,), "rank 2 is gone")
     assert report.make_evidence_folder(lost, "step", 7) is lost, "no folder is known yet"
     report.failures = tmp_path / "file"
     report.failures.write_text("")
     assert report.make_evidence_folder(lost, "step", 7) is lost
-    monkeypatch.setattr(watchdog, "make_folder", lambda *given: time.sleep(2))
+    monkeypatch.setattr(evidence, "make_folder", lambda *given: time.sleep(2))
     assert report.make_evidence_folder(lost, "step", 7) is lost
     assert capsys.readouterr().err.count("cannot be written to, so there is no evidence: ") == 2
     monkeypatch.undo()
@@ -152,7 +152,7 @@ def test_who_waits_for_the_verdict_waits_for_the_evidence(monkeypatch: pytest.Mo
     watch = watchdog.Watchdog(JOB)
     watch._peers = SimpleNamespace(speaks_for_host=lambda diagnosis: True)  # type: ignore[assignment]
     watch.on_job_lost(print, tmp_path)  # type: ignore[arg-type]
-    monkeypatch.setattr(watchdog, "collect", lambda *given, of_host: time.sleep(0.3) or written.append(given) or [])
+    monkeypatch.setattr(evidence, "collect", lambda *given, of_host: time.sleep(0.3) or written.append(given) or [])
     asked = {"kind": "gone", "ranks": [2], "headline": "", "details": [], "hosts": [], "evidence": "7"}
     watch._learn(asked)
     watch._learn(asked)  # as a rank hears of it that has asked, and is told besides

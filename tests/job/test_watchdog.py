@@ -29,7 +29,7 @@ from meshtrain.job.process import Job
 from meshtrain.job.signals import SignalWakeup
 from meshtrain.job.store import RemoteFailure, Round
 from meshtrain.job.watchdog import diagnose as diagnosing
-from meshtrain.job.watchdog import introspect, watchdog
+from meshtrain.job.watchdog import evidence, introspect, watchdog
 from meshtrain.job.watchdog.deadlines import LEAST_S, DeadlineClock, Deadlines, process_group_timeout
 from meshtrain.job.watchdog.diagnose import Coordinator
 from meshtrain.job.watchdog.introspect import Failure, local_status
@@ -461,7 +461,7 @@ def test_an_error_of_the_watchdog_is_told_once_and_it_goes_on(
 def test_a_verdict_does_not_wait_for_a_file_system_that_hangs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(watchdog, "WRITE_S", 0.2)
+    monkeypatch.setattr(evidence, "WRITE_S", 0.2)
     watch = one_of_three(1, [rank(0, reach="gone"), rank(1), rank(2)])
     told, hang = [], threading.Event()
 

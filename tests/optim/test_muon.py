@@ -47,6 +47,17 @@ def set_gradients(model: nn.Module, step: int) -> None:
         p.grad = torch.cos(step * p.detach() * 100) if p.requires_grad else None
 
 
+def update_both(
+    step: int, model: nn.Module, optimizer: Optimizer, plain: nn.Module, torchs: torch.optim.Optimizer
+) -> None:
+    """One step of each, by the same gradients where the weights are the same."""
+    set_gradients(model, step)
+    set_gradients(plain, step)
+    optimizer.squared_norm()
+    optimizer.update(step, None, torch.tensor(False))
+    torchs.step()
+
+
 def test_every_matrix_follows_the_formula_and_the_rest_adamw() -> None:
     """Gate and up of each expert are matrices of their own; the router is one; embedding, head and norms are none."""
     model, plain = small_moe(), small_moe()
@@ -57,11 +68,7 @@ def test_every_matrix_follows_the_formula_and_the_rest_adamw() -> None:
     adamw = torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.95), eps=1e-8)
     matrices = 0
     for step in (1, 2, 3):
-        set_gradients(model, step)
-        set_gradients(plain, step)
-        optimizer.squared_norm()
-        optimizer.update(step, None, torch.tensor(False))
-        adamw.step()
+        update_both(step, model, optimizer, plain, adamw)
         for name, p in plain.named_parameters():
             if name in others:
                 continue
@@ -92,11 +99,7 @@ def test_it_is_torchs_within_bfloat16(nesterov: bool) -> None:
         theirs.parameters(), lr=0.02, weight_decay=0.1, nesterov=nesterov, adjust_lr_fn="match_rms_adamw"
     )
     for step in (1, 2, 3):
-        set_gradients(ours, step)
-        set_gradients(theirs, step)
-        optimizer.squared_norm()
-        optimizer.update(step, None, torch.tensor(False))
-        reference.step()
+        update_both(step, ours, optimizer, theirs, reference)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=3 * 0.02 * 0.2 * math.sqrt(20) * 2**-7)
         assert (a - b).square().mean().sqrt() < 0.02 * 0.2 * 2**-6, "an update has a root mean square of 0.2 lr"

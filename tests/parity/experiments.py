@@ -11,6 +11,10 @@ from meshtrain.pipeline.schedule import NAMES
 
 QUICKSTART = "configs/quickstart.yaml"
 
+# Steps of an experiment in float64, and of those that learn slowly.
+STEPS, SLOW_STEPS = 5, 8
+SLOW = ("mixing", "frozen layers", "a frozen tied embedding", "a norm beside both layers")
+
 # The quickstart in the small, with a batch that 3, 4 and 6 ranks do not divide, and a share that micro_size does not.
 SMALL = (
     "model.hidden_size=48",
@@ -171,11 +175,15 @@ def experiments(folder: Path) -> dict[str, Experiment]:
     cache = f"data.cache={folder / 'cache'}"
     # Whatever makes a layout wrong shows in the first steps, at this tolerance; rounding adds up over more,
     # which "float32" shows in 20.
-    exact = (cache, "train.precision=float64", "train.steps=8", "optimizer.warmup_steps=2")
-    digits = ("train.epochs=null", *exact, "data.workers=0", "train.eval_every=8", "batch.global_size=21")
+    precise = (cache, "train.precision=float64", "optimizer.warmup_steps=2")
+    exact, slow = ((*precise, f"train.steps={steps}") for steps in (STEPS, SLOW_STEPS))
+    digits = ("train.epochs=null", *exact, "data.workers=0", f"train.eval_every={STEPS}", "batch.global_size=21")
     every = [
         Experiment("float32", QUICKSTART, (*SMALL, cache), 1e-5),
-        *(Experiment(name, QUICKSTART, (*SMALL, *exact, *keys), 1e-9) for name, keys in texts(folder).items()),
+        *(
+            Experiment(name, QUICKSTART, (*SMALL, *(slow if name in SLOW else exact), *keys), 1e-9)
+            for name, keys in texts(folder).items()
+        ),
         Experiment("digits", "configs/digits.yaml", digits, 1e-9),
         # Which ranks and microbatches use a layer depends on their samples.
         Experiment(
@@ -193,7 +201,7 @@ def texts(folder: Path) -> dict[str, tuple[str, ...]]:
         "data.source=jsonl",
         f"data.path={write_ragged(folder / 'ragged.jsonl')}",
         "data.validation=0.03",
-        "train.eval_every=8",
+        f"train.eval_every={STEPS}",
         "train.eval_samples=9",  # of more: the same ones on all layouts
         "batch.global_size=7",
     )
@@ -207,11 +215,11 @@ def texts(folder: Path) -> dict[str, tuple[str, ...]]:
         "ragged": ragged,
         "tied, masked, recomputed": tied,
         "dropout": ("model.hidden_dropout=0.1",),
-        "uneven": (*uneven, f"data.validation={held_out}", "train.eval_every=8"),
+        "uneven": (*uneven, f"data.validation={held_out}", f"train.eval_every={STEPS}"),
         # Sequences that nothing divides, so that over `cp` some tokens are padding: these add nothing to a term either.
         "padded": (
             *(*ATTACHED, *uneven, "data.seq_len=47", "data.mask_documents=true"),
-            *(f"data.validation={held_out}", "train.eval_every=8"),
+            *(f"data.validation={held_out}", f"train.eval_every={STEPS}"),
         ),
         # 3 key/value heads on 4 ranks: the three queries of a rank look at one or two of them.
         "few heads": ("model.num_attention_heads=12", "model.num_key_value_heads=3"),
@@ -230,7 +238,7 @@ def texts(folder: Path) -> dict[str, tuple[str, ...]]:
         **{name: (f"train.linear_precision={name}", *keys) for name, keys in FLOAT8.items()},
         # Each rank of tp norms its own heads; over tp 4 two of them have the same key/value head.
         "qwen3": ("model.name=qwen3",),
-        EMA: (*ragged, "optimizer.ema_decay=0.8", "train.use_ema=true", "train.eval_every=4"),
+        EMA: (*ragged, "optimizer.ema_decay=0.8", "train.use_ema=true", "train.eval_every=3"),
         MUON: (*uneven, "data.validation=0", "optimizer.name=muon"),
         "latent, no experts": LATENT,
     }

@@ -1,4 +1,4 @@
-"""The promise: the same loss curve on every layout. Each cell is compared with one process: 20 steps in float32, 8 in
+"""The promise: the same loss curve on every layout. Each cell is compared with one process: 20 steps in float32, 5 in
 float64, where no error hides in rounding, and 4 where only the order of a step's work is another."""
 
 import re
@@ -19,6 +19,9 @@ from tests.parity.experiments import (
     EMA,
     LAYOUTS,
     QUICKSTART,
+    SLOW,
+    SLOW_STEPS,
+    STEPS,
     Experiment,
     experiments,
     variants,
@@ -116,8 +119,9 @@ def test_what_cp_sends_has_its_name(trained: dict[tuple, Trained]) -> None:
 
 def test_the_loss_falls(references: dict[str, list[dict]]) -> None:
     """Parity of runs that learn nothing would prove little."""
+    expected = {"float32": (20, 0.8), "staged": (4, 0.97), **dict.fromkeys(SLOW, (SLOW_STEPS, 0.95))}
     for name, rows in references.items():
-        steps, share = {"float32": (20, 0.8), "staged": (4, 0.97)}.get(name, (8, 0.95))
+        steps, share = expected.get(name, (STEPS, 0.95))
         if name == "a frozen tied embedding" or name.startswith("lora"):  # the head stays as it was drawn
             share = 0.98
         assert len(rows) == steps
@@ -148,7 +152,7 @@ def test_ragged_labels_would_tell_an_average_of_averages(references: dict[str, l
     config = Config.load(ragged.config, [*ragged.overrides, "layout={dp_shard: -1}"])
     data = open_data(config.data, n_outputs=256, seed=0, say=print)
     counts = []
-    for step in range(8):
+    for step in range(STEPS):
         samples = batch_samples(0, step, 7, len(data.train))
         counts.append(
             [
@@ -157,16 +161,16 @@ def test_ragged_labels_would_tell_an_average_of_averages(references: dict[str, l
             ]
         )
     assert any(0 in step for step in counts), "no rank ever has a share without a valid target"
-    assert all(max(step) > 1.5 * sum(step) / 4 for step in counts[:5])
+    assert all(max(step) > 1.5 * sum(step) / 4 for step in counts)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2])
 def test_public_command(
     world: int, references: dict[str, list[dict]], known: dict[str, Experiment], folder: Path
 ) -> None:
     """A cell through the command line: torchrun, and plain python as a world of one."""
     e = known["float64"]
-    layouts = {1: "{dp_replicate: -1}", 2: "{cp: -1}", 4: "{dp_replicate: 2, dp_shard: 2}"}
+    layouts = {1: "{dp_replicate: -1}", 2: "{cp: -1}"}
     layout = f"layout={layouts[world]}"
     arguments = ["-m", "meshtrain.train", e.config, *e.overrides, layout, f"train.output={folder / f'command{world}'}"]
     if world == 1:

@@ -9,7 +9,7 @@ The loss is computed in chunks of 50 tokens, for the same reason.
 What a run does only once, because it is long, costs more than 20 steps of a test's model. Nothing that is compared
 depends on it, and other tests have it: the picture and the count of FLOPs are left out here, the costs of a model's
 blocks are counted once for all cells that train it, and code is generated for the graphs of compiled blocks over one
-layout alone, of FSDP: over tp, cp and pp other tests have it.
+layout alone, of FSDP, and there on one of two ranks, which would make the same: over tp, cp and pp other tests have it.
 """
 
 import json
@@ -52,8 +52,9 @@ linear_cross_entropy.CHUNK_TOKENS, linear_cross_entropy.CHUNK_LOGITS = 50, 0
 meshtrain.run.results.plot_loss = lambda *_: "no picture is drawn"
 
 job = join(read_environment(os.environ))
+generates = job.rank == 0 or job.device.type == "cuda"
 with job_exit(job):
     for name, overrides, small in json.loads(Path(sys.argv[1]).read_text()):
         fsdp.MIN_UNIT_SIZE = small
-        torch.compile = generated if "layout={dp_shard: 2}" in overrides else traced
+        torch.compile = generated if "layout={dp_shard: 2}" in overrides and generates else traced
         meshtrain.train.run(Config.load(name, overrides, world_size=job.world_size, for_training=True), job)

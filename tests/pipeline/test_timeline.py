@@ -1,6 +1,5 @@
 """The measured timeline of a real run: what stands in it, and that waiting is no part of an action."""
 
-import sys
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
@@ -13,7 +12,7 @@ from meshtrain.pipeline.actions import Kind
 from meshtrain.pipeline.schedule import build
 from meshtrain.pipeline.timeline_io import read_timeline
 from meshtrain.run.pipeline_trace import measured
-from tests.launching import forked, run
+from tests.launching import forked
 
 SLEEP_S = 0.1
 
@@ -85,7 +84,7 @@ def test_the_timeline_of_a_run(config: Path, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_without_a_pipeline_there_is_no_timeline(config: Path, tmp_path: Path) -> None:
-    done = run([sys.executable, "-m", "meshtrain.train", str(config), f"train.output={tmp_path / 'run'}"]).check()
+    done = forked(1, "-m", "meshtrain.train", str(config), f"train.output={tmp_path / 'run'}").check()
     assert "metrics.timeline is for a pipeline, and this layout has none (pp: 1): no timeline is written" in done.out
     assert not (tmp_path / "run" / "timeline.json").exists()
 

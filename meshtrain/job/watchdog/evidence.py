@@ -1,4 +1,4 @@
-"""Evidence of a failure: what ranks and their hosts can still tell goes into a folder before the job ends.
+"""Evidence of a failure: what ranks and their hosts can still tell is printed and goes into a folder before the end.
 
 Every rank that is left writes its stacks and its flight recorder, one of each host what its programs say. Nobody waits
 for another one, nor longer than EVIDENCE_S: a disk or a driver may be what has failed. `meshtrain explain` reads it.
@@ -11,19 +11,27 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from meshtrain.job.exit import print_failure
 from meshtrain.job.process import Job
 from meshtrain.job.programs import ProgramError, run_program
+from meshtrain.job.sockets import call_with_timeout
 from meshtrain.job.watchdog.introspect import process_groups, recorder_entries
+from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind, failure_line
 
 EVIDENCE_S = 4.0  # by which the end of a job is put off at most
 PROGRAM_S = 3.0
 VERDICT = "verdict.txt"
 PREPARE_S = 1.0  # for the folder to be made
+WRITE_S = 5.0  # for exit.json: its file system may be what was lost
 ENTRIES = 200  # of a flight recorder, the last ones
 KERNEL_LINES, KERNEL_S = 500, 3600.0  # of the kernel's log: errors of last month are of no use
 STAMP = re.compile(r"\[ *(\d+\.\d+)\]")
@@ -116,3 +124,62 @@ def flight_recorder(job: Job) -> str:
     whole = len(entries) <= ENTRIES and not (entries and entries[0]["record_id"])  # it has forgotten nothing
     recorder = {"rank": job.rank, "host": job.host, "groups": groups, "whole": whole, "entries": entries[-ENTRIES:]}
     return json.dumps(recorder) + "\n"
+
+
+class FailureReport:
+    """What a rank prints and writes before it ends because its job is lost."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.printed = False
+        self.on_job_lost: Callable[[Diagnosis], None] | None = None  # writes into the run's folder, once
+        self.failures: Path | None = None  # a folder for evidence
+
+    def print(self, diagnosis: Diagnosis, *, details: bool) -> None:
+        if not self.printed:
+            self.printed = True
+            text = diagnosis.text if details else diagnosis.headline
+            print_failure(self._job, diagnosis, f"{self._job} stops, because {text}")
+
+    def write_exit_json(self, diagnosis: Diagnosis) -> None:
+        """Waits for it no longer than it may take: the folder may be on a host that is gone."""
+        write, self.on_job_lost = self.on_job_lost, None
+        try:
+            if write is not None:
+                call_with_timeout(WRITE_S, write, diagnosis)
+        except Exception as error:  # the end comes all the same
+            problem = f": {error}" if str(error) else f" within {WRITE_S:.0f} s"
+            print(f"{self._job} could not write that down{problem}", file=sys.stderr, flush=True)
+
+    def make_evidence_folder(self, diagnosis: Diagnosis, phase: str | None, step: int) -> Diagnosis:
+        """The diagnosis with the folder where all who hear of it write what they know, if there can be one."""
+        if self.failures is None or diagnosis.kind == DiagnosisKind.ENDED:
+            return diagnosis
+        try:
+            verdict = f"{failure_line(diagnosis, phase, step)}\n{diagnosis.text}\n"
+            name = call_with_timeout(PREPARE_S, make_folder, self.failures, step, verdict)
+        except OSError as error:  # TimeoutError is one, too
+            print(f"{self.failures} cannot be written to, so there is no evidence: {error!r}", file=sys.stderr)
+            return diagnosis
+        return replace(diagnosis, evidence=name)
+
+    def write_evidence(self, diagnosis: Diagnosis, *, of_host: bool) -> None:
+        if self.failures is not None:  # this rank knows already where the run has its folder
+            problems = collect(self.failures / diagnosis.evidence, self._job, of_host=of_host)
+            for problem in problems if of_host else ():
+                print(f"{self._job}: evidence: {problem}", file=sys.stderr, flush=True)
+
+    def abort(self, diagnosis: Diagnosis) -> NoReturn:
+        """Ends this process, with the reason in torchrun's summary."""
+        try:
+            raise RuntimeError(f"{self._job} stops, because {diagnosis.headline}")
+        except RuntimeError as error:
+            get_error_handler().record_exception(error)  # it wants one that was raised
+        exit_now(1)
+
+
+def exit_now(status: int) -> NoReturn:
+    """Ends this process at once: its main thread may be in a collective that never ends."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

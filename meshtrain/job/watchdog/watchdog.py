@@ -13,25 +13,22 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
-
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from typing import Any, TypeVar
 
 from meshtrain.errors import InputError
 from meshtrain.job.environment import read_environment
-from meshtrain.job.exit import job_exit, print_failure, signal_of
+from meshtrain.job.exit import job_exit, signal_of
 from meshtrain.job.process import Job, join
 from meshtrain.job.signals import SignalWakeup, end_with_launcher, ignore_signals, in_main_thread, install_handlers
-from meshtrain.job.sockets import call_with_timeout
 from meshtrain.job.store import Failures, RemoteFailure, describe
 from meshtrain.job.watchdog import introspect
 from meshtrain.job.watchdog.deadlines import MEASURED, DeadlineClock, Deadlines, process_group_timeout
 from meshtrain.job.watchdog.diagnose import Coordinator
-from meshtrain.job.watchdog.evidence import EVIDENCE_S, PREPARE_S, collect, make_folder
+from meshtrain.job.watchdog.evidence import EVIDENCE_S, FailureReport, exit_now
 from meshtrain.job.watchdog.introspect import Failure, local_status
-from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind, FailureKind, failure_line
+from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind, FailureKind
 from meshtrain.job.watchdog.status_server import Address, Peers, StatusServer, exchange_addresses
 
 LOOK_EVERY_S = 1.0
@@ -41,68 +38,8 @@ MOST_WAITERS = 32  # ranks that wait here for a diagnosis, each with a connectio
 AGAIN_S = 0.5  # later
 BEGIN_UNWIND_S = 2.0  # for the main thread to begin to end by itself
 UNWIND_S = 15.0  # for the main thread of a failed rank to write what it has to
-WRITE_S = 5.0  # for exit.json: its file system may be what was lost
 
 T = TypeVar("T")
-
-
-class FailureReport:
-    """What a rank prints and writes before it ends because its job is lost."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self.printed = False
-        self.on_job_lost: Callable[[Diagnosis], None] | None = None  # writes into the run's folder, once
-        self.failures: Path | None = None  # a folder for evidence
-
-    def print(self, diagnosis: Diagnosis, *, details: bool) -> None:
-        if not self.printed:
-            self.printed = True
-            text = diagnosis.text if details else diagnosis.headline
-            print_failure(self._job, diagnosis, f"{self._job} stops, because {text}")
-
-    def write_exit_json(self, diagnosis: Diagnosis) -> None:
-        """Waits for it no longer than it may take: the folder may be on a host that is gone."""
-        write, self.on_job_lost = self.on_job_lost, None
-        try:
-            if write is not None:
-                call_with_timeout(WRITE_S, write, diagnosis)
-        except Exception as error:  # the end comes all the same
-            problem = f": {error}" if str(error) else f" within {WRITE_S:.0f} s"
-            print(f"{self._job} could not write that down{problem}", file=sys.stderr, flush=True)
-
-    def make_evidence_folder(self, diagnosis: Diagnosis, phase: str | None, step: int) -> Diagnosis:
-        """The diagnosis with the folder where all who hear of it write what they know, if there can be one."""
-        if self.failures is None or diagnosis.kind == DiagnosisKind.ENDED:
-            return diagnosis
-        try:
-            verdict = f"{failure_line(diagnosis, phase, step)}\n{diagnosis.text}\n"
-            name = call_with_timeout(PREPARE_S, make_folder, self.failures, step, verdict)
-        except OSError as error:  # TimeoutError is one, too
-            print(f"{self.failures} cannot be written to, so there is no evidence: {error!r}", file=sys.stderr)
-            return diagnosis
-        return replace(diagnosis, evidence=name)
-
-    def write_evidence(self, diagnosis: Diagnosis, *, of_host: bool) -> None:
-        if self.failures is not None:  # this rank knows already where the run has its folder
-            problems = collect(self.failures / diagnosis.evidence, self._job, of_host=of_host)
-            for problem in problems if of_host else ():
-                print(f"{self._job}: evidence: {problem}", file=sys.stderr, flush=True)
-
-    def abort(self, diagnosis: Diagnosis) -> NoReturn:
-        """Ends this process, with the reason in torchrun's summary."""
-        try:
-            raise RuntimeError(f"{self._job} stops, because {diagnosis.headline}")
-        except RuntimeError as error:
-            get_error_handler().record_exception(error)  # it wants one that was raised
-        exit_now(1)
-
-
-def exit_now(status: int) -> NoReturn:
-    """Ends this process at once: its main thread may be in a collective that never ends."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 class Watchdog(Failures):
@@ -272,25 +209,22 @@ class Watchdog(Failures):
     def _inquire(self, hangs: bool, failed: bool = False, late: bool = False) -> None:
         """Has the lowest rank that is alive decide, asked by the lowest rank of each host: a coordinator of 4,096 ranks
         would have as many connections at once. The arguments are those of `Coordinator.diagnose`."""
-        question = {"hangs": hangs, "failed": failed, "late": late}
-        for to in self.peers.alive_from_rank_0(same_host=True):
-            if to.rank == self.job.rank:
-                self._inquire_for_host(question)
-            elif not self._ask_for_diagnosis(to, {"ask": "inquire", **question}):
-                continue
-            return
+        self._hand_on("inquire", self._inquire_for_host, {"hangs": hangs, "failed": failed, "late": late})
 
-    def _inquire_for_host(self, question: dict[str, Any]) -> None:
+    def _inquire_for_host(self, **question: bool) -> None:
         """As `_inquire`, on the lowest rank of a host. One at a time; who comes later gets the same answer."""
         with self._inquiring:
-            if self.diagnosis is not None:
-                return
-            for to in self.peers.alive_from_rank_0():
-                if to.rank == self.job.rank:
-                    self._coordinate(**question)
-                elif not self._ask_for_diagnosis(to, {"ask": "coordinate", **question}):
-                    continue
-                return
+            if self.diagnosis is None:
+                self._hand_on("coordinate", self._coordinate, question)
+
+    def _hand_on(self, request: str, answer: Callable[..., object], question: dict[str, bool]) -> None:
+        """To the lowest rank that is alive and answers, of this host's or of all; `answer`: what this one does."""
+        for to in self.peers.alive_from_rank_0(same_host=request == "inquire"):
+            if to.rank == self.job.rank:
+                answer(**question)
+            elif not self._ask_for_diagnosis(to, {"ask": request, **question}):
+                continue
+            return
 
     def _ask_for_diagnosis(self, to: Address, question: dict[str, Any]) -> bool:
         """Whether that rank has answered: a diagnosis, or that there is none; not if it was lost meanwhile."""
@@ -342,10 +276,7 @@ class Watchdog(Failures):
             if not self._waiters.acquire(blocking=False):
                 return {"later": True}
             try:
-                if request == "coordinate":
-                    self._coordinate(**question)
-                else:
-                    self._inquire_for_host(question)
+                (self._coordinate if request == "coordinate" else self._inquire_for_host)(**question)
             finally:
                 self._waiters.release()
             return {"diagnosis": None if self.diagnosis is None else asdict(self.diagnosis)}

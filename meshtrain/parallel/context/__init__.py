@@ -10,12 +10,14 @@ Each rank has two chunks of a sequence (`meshtrain.data.sequence`). Three exact 
             https://arxiv.org/abs/2405.07719)
 """
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshtrain.attention import AttentionContext
 from meshtrain.data.batch import IGNORE, Batch
@@ -146,3 +148,37 @@ class ShardedContext(AttentionContext):
         """On a device; the documents stay on the CPU, where no one waits for a device to know who sees whom."""
         moved = replace(self, documents=None).apply(lambda x: x.to(device, non_blocking=non_blocking))
         return replace(moved, documents=self.documents)
+
+
+@contextmanager
+def misplaced_calls(model: nn.Module, modules: Sequence[str], context: AttentionContext) -> Iterator[list[str]]:
+    """Yields a list that gets calls of attention elsewhere than in these modules, and which do not call it once."""
+    misplaced: list[str] = []
+    calls = [0]  # outside of these modules, and in those that run
+    kind: Any = type(context)  # and not the record itself: FSDP gives each of its units a copy
+    attend = kind.attend
+
+    def count(*arguments: Any) -> Tensor:
+        calls[-1] += 1
+        if len(calls) == 1:
+            misplaced.append("attention is called elsewhere than in the modules that the cp_plan names")
+        return attend(*arguments)
+
+    def counted(name: str, forward: Callable) -> Callable:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls.append(0)
+            output = forward(*args, **kwargs)
+            if (n := calls.pop()) != 1:
+                misplaced.append(f"{name} calls attention {n} times, and what the cp_plan names has to call it once")
+            return output
+
+        return run
+
+    with ExitStack() as stack:
+        for name in modules:
+            module = model.get_submodule(name)
+            stack.callback(setattr, module, "forward", module.forward)
+            module.forward = counted(name, module.forward)
+        kind.attend = count
+        stack.callback(setattr, kind, "attend", attend)
+        yield misplaced
