@@ -17,7 +17,7 @@ from tests.launching import ROOT
 QUICKSTART, CONVNET = "configs/quickstart.yaml", "configs/digits.yaml"
 GPT2 = f"model={{name: {Path(__file__).parent / 'gpt2.py'}}}"
 CASES = {
-    "llama": (QUICKSTART, "train.precision=bfloat16", "parallel.recompute=selective"),
+    "llama": (QUICKSTART, "parallel.recompute=selective"),
     "gpt2": (QUICKSTART, GPT2, "data.seq_len=32", *BATCH),
     "convnet": (CONVNET,),
 }

@@ -32,7 +32,13 @@ def test_extends_layers_and_microbatches(overrides: tuple[str, ...], monkeypatch
     """To the byte, but for the losses: of each microbatch they stay until the end of the step."""
     monkeypatch.setattr(extend, "MIN_UNIT_SIZE", 0)
     monkeypatch.setattr("meshtrain.parallel.fsdp.MIN_UNIT_SIZE", 0)
-    config = loaded(4 if "tp" in overrides[0] else 2, "model.num_hidden_layers=6", "batch.global_size=16", *overrides)
+    config = loaded(
+        4 if "tp" in overrides[0] else 2,
+        "model.num_hidden_layers=6",
+        "batch.global_size=16",
+        "parallel.compile=false",
+        *overrides,
+    )
     assert config.resolved is not None
     short, whole = (extend.rank_memory(config, config.resolved, 0, limit) for limit in (0, 10**6))
     assert (short.source, whole.source) == ("extended", "traced")
@@ -48,7 +54,12 @@ def test_extends_layers_and_microbatches(overrides: tuple[str, ...], monkeypatch
 def test_extends_a_pipeline(name: str) -> None:
     """To the messages that are under way."""
     config = loaded(
-        6, "model.num_hidden_layers=9", "layout={pp: 6}", "batch.global_size=24", f"pipeline.schedule={name}"
+        6,
+        "model.num_hidden_layers=9",
+        "layout={pp: 6}",
+        "batch.global_size=24",
+        f"pipeline.schedule={name}",
+        "parallel.compile=false",
     )
     assert config.resolved is not None
     message = 2 * 32 * 48 * 4
