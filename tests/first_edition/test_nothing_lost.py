@@ -371,7 +371,7 @@ def test_exit_statuses_of_a_training(short_run: tuple[Path, Finished], tmp_path:
     assert forked(1, *arguments, "train.stepps=1").status == 2
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "STOP").touch()
-    assert forked(1, *arguments, "train.steps=5").status == 75
+    assert run([sys.executable, *arguments, "train.steps=5"]).status == 75
     ended = json.loads((tmp_path / "run" / "exit.json").read_text())
     assert (ended["status"], ended["code"]) == ("stopped", 75)
     assert not (tmp_path / "run" / "STOP").exists()
