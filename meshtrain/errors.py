@@ -109,6 +109,11 @@ def fold_names(items: Iterable[tuple[str, T]]) -> list[tuple[str, int, T]]:
     return [(".".join(words), n, about) for words, n, about in lines]
 
 
+def printable(text: str) -> str:
+    """A text from elsewhere, with U+FFFD for the characters by which it could steer a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
 def short(ranks: Sequence[int], most: int = 8) -> str:
     """`[0, 1, 2]`, and `[0, 8, ..., 248]` when there are more than `most`."""
     if len(ranks) <= most:

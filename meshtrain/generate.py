@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshtrain.attention import AttentionContext, KVCache
 from meshtrain.data.batch import Batch
@@ -37,8 +36,7 @@ def generate(
 
     Args:
         model: of (tokens, positions, documents), each (b, s) or None, to logits (b, s, v).
-        prompt: token ids, at least one.
-        length: how many tokens to add.
+        prompt, length: token ids, at least one, and how many to add.
         seq_len: how many tokens the model sees at most; older ones are forgotten.
         temperature: logits are divided by it; 0 takes the likeliest token.
         context: how sequences lie over `cp`, where the model's do.
@@ -57,7 +55,7 @@ def generate(
             token = 0
             if logits is not None:  # another stage of a pipeline has them
                 index, last = (0, len(latest) - 1) if context is None else context.owner(len(latest) - 1, seq_len)
-                following = gather_logits(logits, 0, last) if isinstance(logits, DTensor) else logits[0, last]
+                following = gather_logits(logits, 0, last)
                 if context is not None and context.group is not None:
                     dist.broadcast(following, group_src=index, group=context.group)
                 token = _draw(following.double().cpu(), temperature, draws)
@@ -82,12 +80,9 @@ def generate_batch(
     each. On any layout the texts are those of `generate` without a cache; over `cp`, and between the layers of `tp`,
     each rank has whole sequences here. A text does not depend on the others.
 
-    Args:
+    Args, besides those of `generate`:
         model: one with a `cp_plan`, which takes an `AttentionContext`.
-        prompts: token ids, at least one each.
-        length: how many tokens to add to each.
         seq_len: the most tokens that a prompt and what is added may have together.
-        temperature: logits are divided by it; 0 takes the likeliest token.
         top_p: a token is drawn from the likeliest ones that have this probability together
             (https://arxiv.org/abs/1904.09751, section 3.1).
         tick: is called with the number of tokens that were added to each.
@@ -113,10 +108,8 @@ def generate_batch(
             logits = model(tokens.to(device), positions.to(device), context)
             following = [0] * len(rows)
             if logits is not None:  # another stage of a pipeline has them
-                every = slice(None)
-                last = gather_logits(logits, every, -1) if isinstance(logits, DTensor) else logits[:, -1]
-                pairs = zip(last.double().cpu(), draws, strict=True)
-                following = [_draw(of_row, temperature, random, top_p) for of_row, random in pairs]
+                last = gather_logits(logits, slice(None), -1).double().cpu()
+                following = [_draw(row, temperature, own, top_p) for row, own in zip(last, draws, strict=True)]
             following = model.from_last(following) if isinstance(model, Pipeline) else following
             for row, token in zip(rows, following, strict=True):
                 row.append(token)

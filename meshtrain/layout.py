@@ -4,8 +4,7 @@ Pure Python over integers. Ranks are numbered row-major over the axes as they ar
 one. A *group* of some axes is the set of ranks that differ in those axes only. An axis that is not named has size 1.
 
 *Derived axes* are further names for ranks: products of axes (`VIEWS`), the factors of `cp` (`CONTEXT_AXES`), and a
-second factorization of the same ranks for experts (`EXPERT_AXES`). They stand wherever ranks are asked for, but not in
-`axes`, `sizes` or a config. (Similar: Megatron-LM's `hyper_comm_grid.py`, DeepSpeed's `runtime/pipe/topology.py`.)
+second factorization of the same ranks for experts (`EXPERT_AXES`): wherever ranks are asked for, but not in a config.
 """
 
 import difflib
@@ -114,21 +113,16 @@ class Layout:
             raise LayoutError(f"a job has at least 1 process; found a world size of {world_size!r}")
         fixed = math.prod(size for size in sizes.values() if size != -1)
         free = [axis for axis, size in sizes.items() if size == -1]
-        if free and world_size % fixed == 0:
-            return cls({**sizes, free[0]: world_size // fixed})
-        if not free and fixed == world_size:
-            return cls(sizes)
+        if world_size % fixed == 0 and (free or world_size == fixed):
+            return cls({axis: world_size // fixed if size == -1 else size for axis, size in sizes.items()})
         if not free:
-            there_are = "there is" if world_size == 1 else "there are"
-            raise WorldSizeError(
-                f"layout {written(sizes)} needs {_processes(fixed)} and {there_are} {world_size}: start {fixed}"
-            )
+            are = "is" if world_size == 1 else "are"
+            needs = f"needs {_processes(fixed)} and there {are} {world_size}"
+            raise WorldSizeError(f"layout {written(sizes)} {needs}: start {fixed}")
         below = world_size // fixed * fixed
         worlds = f"{below} or {below + fixed}" if below else f"{fixed}"
-        raise WorldSizeError(
-            f"layout {written(sizes)}: the other axes multiply to {fixed}, which does not divide "
-            f"{_processes(world_size)}: start {worlds} processes"
-        )
+        product = f"the other axes multiply to {fixed}, which does not divide {_processes(world_size)}"
+        raise WorldSizeError(f"layout {written(sizes)}: {product}: start {worlds} processes")
 
     def __str__(self) -> str:
         return written(self.sizes)
@@ -295,26 +289,20 @@ class Layout:
             raise LayoutError(f"layout {self} needs at least one host; found none")
         names = [f"host {i}" for i in range(len(counts))] if names is None else names
         if len(names) != len(counts):
-            raise LayoutError(
-                f"{len(counts)} counts of processes for {len(names)} names of hosts: give one count per name"
-            )
+            uneven = f"{len(counts)} counts of processes for {len(names)} names of hosts"
+            raise LayoutError(f"{uneven}: give one count per name")
         for name, count in zip(names, counts, strict=True):
             if not _is_count(count):
                 raise LayoutError(f"{name} has {count!r} processes; expected an integer of at least 1")
         if sum(counts) != self.world_size:
-            raise WorldSizeError(
-                f"the hosts have {_processes(sum(counts))} and layout {self} needs {self.world_size}: "
-                f"give counts that add up to {self.world_size}"
-            )
-        index: dict[str, int] = {}
-        used: dict[str, int] = {}
-        runs: list[Run] = []
-        start = 0
+            needs = f"the hosts have {_processes(sum(counts))} and layout {self} needs {self.world_size}"
+            raise WorldSizeError(f"{needs}: give counts that add up to {self.world_size}")
+        index = {name: i for i, name in enumerate(dict.fromkeys(names))}
+        used, runs, start = dict.fromkeys(index, 0), list[Run](), 0
         for name, count in zip(names, counts, strict=True):
-            host, local = index.setdefault(name, len(index)), used.get(name, 0)
-            run = runs.pop() if runs and runs[-1].host == host else Run(host, start, 0, local)
+            run = runs.pop() if runs and runs[-1].host == index[name] else Run(index[name], start, 0, used[name])
             runs.append(replace(run, count=run.count + count))
-            used[name] = local + count
+            used[name] += count
             start += count
         return self._with(hosts=tuple(index), runs=tuple(runs))
 

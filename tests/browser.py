@@ -62,6 +62,7 @@ class Page:
         """As a screen of this width shows it, in pixels; below 600 it is a phone's."""
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
                    mobile=width < 600)  # fmt: skip
+        self._call("Emulation.setTouchEmulationEnabled", enabled=width < 600)
         self._call("Page.navigate", url=url)
         self.until("document.readyState === 'complete'")
 
@@ -83,6 +84,13 @@ class Page:
             text = {"text": "\r"} if key == "Enter" and kind == "rawKeyDown" else {}
             kind = "keyDown" if text else kind
             self._call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
+
+    def touch(self, *places: tuple[float, float]) -> None:
+        """A finger that comes down at the first place, in the window's pixels, moves to the others, and is lifted."""
+        for number, (x, y) in enumerate(places):
+            self._call("Input.dispatchTouchEvent", type="touchMove" if number else "touchStart",
+                       touchPoints=[{"x": x, "y": y}])  # fmt: skip
+        self._call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
 
     def overflow(self) -> int:
         """By how many pixels the page is wider than the screen."""

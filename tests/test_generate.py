@@ -1,12 +1,14 @@
 """Generation: with a cache of keys and values the same texts as without, on every layout, from the command line too."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from meshtrain.errors import InputError
+from meshtrain.cli.generate import progress
+from meshtrain.errors import InputError, printable
 from meshtrain.generate import _draw, generate_batch
 from tests import generate_cases
 from tests.launching import forked
@@ -48,3 +50,23 @@ def test_what_does_not_fit_is_refused() -> None:
     done: list[int] = []
     assert len(generate_batch(model, [[1]], 5, seq_len=6, device=CPU, seed=0, tick=done.append)[0]) == 6
     assert done == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("terminal", "kind", "writes"), [(True, "xterm", 3), (True, "dumb", 1), (False, "xterm", 1)])
+def test_progress_writes_over_itself_where_a_terminal_can(
+    terminal: bool, kind: str, writes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setenv("TERM", kind)
+    tick = progress(3, 2)
+    for done in (1, 2, 3):
+        tick(done)
+    assert stream.getvalue().count("tokens/s") == writes
+    assert stream.getvalue().count("\r") == (writes if terminal and writes > 1 else 0)
+    assert stream.getvalue().endswith("tokens/s\n")
+
+
+def test_a_text_cannot_steer_a_terminal() -> None:
+    assert printable("ä\x1b[2J\tb\r\n") == "ä\ufffd[2J\tb\ufffd\n"

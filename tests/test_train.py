@@ -167,7 +167,7 @@ def test_two_runs_do_not_share_a_folder(small: tuple[str, ...], tmp_path: Path) 
         holder.communicate()
 
 
-def wait_for(path: Path, seconds: float = 60) -> None:
+def wait_for(path: Path, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not (path.exists() and path.stat().st_size):
         assert time.monotonic() < deadline, f"{path} did not come"

@@ -36,15 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="a new folder, or that of an earlier export")
     parser.add_argument("--dtype", choices=list(PRECISIONS), help="of the weights; left out: the run's precision")
     parser.add_argument("--ema", action="store_true", help="the averaged weights (optimizer.ema_decay)")
-    parser.add_argument(
-        "--format",
-        choices=FORMATS,
-        default="original",
-        help="original: a tensor per expert, as models are published; fused: as transformers 5 has them in memory",
-    )
-    parser.add_argument(
-        "--adapter", action="store_true", help="the adapters of train.lora alone, for peft; left out: merged"
-    )
+    fused = "fused: one tensor for the experts of a layer, as transformers 5 has them; left out: one per expert"
+    parser.add_argument("--format", choices=FORMATS, default="original", help=fused)
+    parser.add_argument("--adapter", action="store_true", help="the adapters of train.lora alone, for peft")
     parser.add_argument(
         "--model",
         metavar="FILE.py",

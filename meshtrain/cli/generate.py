@@ -3,12 +3,13 @@ processes: `torchrun --standalone --nproc-per-node=2 -m meshtrain.cli generate .
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
 
 from meshtrain.cli.checkpoint_model import add_model_arguments, opened_model
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,12 +44,13 @@ def run(options: argparse.Namespace) -> None:
             tick=progress(options.length, len(prompts)) if job.rank == 0 else lambda done: None,
         )
         for prompt, row in zip(prompts, rows, strict=True):
-            job.say(tokenizer.decode(prompt) + tokenizer.decode(row[len(prompt) :]))
+            text = tokenizer.decode(prompt) + tokenizer.decode(row[len(prompt) :])
+            job.say(printable(text) if sys.stdout.isatty() else text)
 
 
 def progress(length: int, texts: int) -> Callable[[int], None]:
-    """Writes a line on stderr: over itself on a terminal, else once at the end."""
-    begin, live = time.monotonic(), sys.stderr.isatty()
+    """Writes a line on stderr: over itself on a terminal that can, else once at the end."""
+    begin, live = time.monotonic(), sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
     def tick(done: int) -> None:
         if live or done == length:

@@ -6,6 +6,7 @@ Every rank runs the harness with the same requests, so that all of them come to 
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import InputError
@@ -39,17 +40,10 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(self, requests: list[Any], **unused: Any) -> list[float]:
         """Each token of a text is predicted once, after the end of a document; the last window has as much before it
         as the model sees."""
-        pairs, owners = [], []
-        for i, request in enumerate(requests):
-            tokens, most = [self.eot_token_id, *self.tok_encode(request.args[0])], self.scorer.seq_len
-            for first in range(1, len(tokens), most):
-                end = min(first + most, len(tokens))
-                pairs.append((tokens[max(0, end - most - 1) : first], tokens[first:end]))
-                owners.append(i)
-        sums = [0.0] * len(requests)
-        for i, (value, _) in zip(owners, self.scorer.score(pairs), strict=True):
-            sums[i] += value
-        return sums
+        texts = [self.tok_encode(request.args[0]) for request in requests]
+        windows = [list(get_rolling_token_windows(text, self.eot_token_id, self.scorer.seq_len, 1)) for text in texts]
+        scores = iter(self.scorer.score([make_disjoint_window(pair) for pairs in windows for pair in pairs]))
+        return [sum(next(scores)[0] for _ in pairs) for pairs in windows]
 
     def generate_until(self, requests: list[Any], **unused: Any) -> list[str]:
         return [self._generate(*request.args) for request in requests]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config import Config
-from meshtrain.data.order import BatchSizes, changes_of
+from meshtrain.data.order import BatchSizes, changes_of, value_at
 from meshtrain.errors import InputError
 from meshtrain.optim.lr_schedule import learning_rate
 
@@ -37,20 +37,14 @@ def courses_of(config: Config) -> list[Course]:
     if steps is None:
         raise InputError("--schedule needs the number of steps, which train.epochs does not say: give train.steps=N")
     rates = tuple(learning_rate(config.optimizer, step, steps) for step in range(1, steps + 1))
-    courses = [Course("learning rate", rates), Course("batch size", _by_step(config.batch.sizes.changes, steps))]
+    changes: dict[str, Sequence[tuple[int, float]]] = {"batch size": config.batch.sizes.changes}
     if config.data.seq_len_warmup:
-        courses.append(Course("sequence", _by_step(config.data.seq_len_warmup, steps)))
+        changes["sequence"] = config.data.seq_len_warmup
     weights = changes_of([source.weight for source in config.data.sources])
     for i, source in enumerate(config.data.sources):
-        shares = [(step, weight[i] / sum(weight)) for step, weight in weights]
-        courses.append(Course(f"share of {source.name}", _by_step(shares, steps)))
-    return courses
-
-
-def _by_step(changes: Sequence[tuple[int, float]], steps: int) -> tuple[float, ...]:
-    ends = [first for first, _ in changes[1:]] + [max(steps, changes[-1][0])]
-    values = [value for (first, value), end in zip(changes, ends, strict=True) for _ in range(end - first)]
-    return tuple(values[:steps])
+        changes[f"share of {source.name}"] = [(step, weight[i] / sum(weight)) for step, weight in weights]
+    by_step = [Course(name, tuple(value_at(own, step) for step in range(steps))) for name, own in changes.items()]
+    return [Course("learning rate", rates), *by_step]
 
 
 def schedule_text(config: Config, courses: Sequence[Course]) -> str:
@@ -72,9 +66,8 @@ def _changing_steps(config: Config, sizes: BatchSizes, steps: int) -> list[int]:
 def schedule_json(config: Config, courses: Sequence[Course]) -> dict[str, Any]:
     """Every course with the values of at most about 1,000 steps, the first and the last among them."""
     steps = len(courses[0].values)
-    shown = sorted(
-        {*range(0, steps, -(-steps // 1000)), *_changing_steps(config, config.batch.sizes, steps), steps - 1}
-    )
+    every = range(0, steps, -(-steps // 1000))
+    shown = sorted({*every, *_changing_steps(config, config.batch.sizes, steps), steps - 1})
     return {
         "config": config.name,
         "steps": [step + 1 for step in shown],

@@ -134,23 +134,26 @@ def average_is_kept(use_ema: bool, ema_decay: float | None) -> Problems:
         yield "train.use_ema needs an average of the weights: give optimizer.ema_decay, such as 0.999"
 
 
+@rule("optimizer.groups")
+def one_rate(groups: tuple[ParamGroup, ...]) -> Problems:
+    for i, group in enumerate(groups):
+        if group.lr is not None and group.lr_scale != 1:
+            yield f"optimizer.groups: group {i} has an lr and an lr_scale: take one of the two away"
+
+
 @rule("optimizer.state_precision", "optimizer.name", "optimizer.groups")
 def states_round(precision: str, name: str, groups: tuple[ParamGroup, ...]) -> Problems:
     others = sorted({name, *(group.name for group in groups if group.name)} - {"adamw"})
     if precision != "float32" and others:
-        yield (
-            f"optimizer.state_precision {precision} is built for adamw, and parameters here have "
-            f"{any_of(others, 'and')}: use float32"
-        )
+        have = any_of(others, "and")
+        yield f"optimizer.state_precision {precision} is built for adamw, and parameters here have {have}: use float32"
 
 
 @rule("train.linear_precision", "train.precision")
 def float8_has_range(linear_precision: str | None, precision: str) -> Problems:
     if linear_precision is not None and precision == "float16":
-        yield (
-            f"train.linear_precision {linear_precision} rounds to values that train.precision float16 has no room for: "
-            "use precision: bfloat16"
-        )
+        values = f"train.linear_precision {linear_precision} rounds to values that train.precision float16"
+        yield f"{values} has no room for: use precision: bfloat16"
 
 
 @rule("metrics.profile", "train.steps")
@@ -251,10 +254,8 @@ def warmup_ends_at_length(warmup: tuple[tuple[int, int], ...], seq_len: int, sou
     if warmup and source not in OF_TOKENS:
         yield f"data.seq_len_warmup cuts samples of text or tokens, and data.source is {source}: take it away"
     elif warmup and (warmup[-1][1] != seq_len or max(length for _, length in warmup) > seq_len):
-        yield (
-            f"data.seq_len_warmup is {', '.join(str(length) for _, length in warmup)}: expected lengths up to "
-            f"data.seq_len {seq_len}, and this one as the last"
-        )
+        lengths = ", ".join(str(length) for _, length in warmup)
+        yield f"data.seq_len_warmup is {lengths}: expected lengths up to data.seq_len {seq_len}, and this as the last"
 
 
 @rule("model.vocab_size", "data.tokenizer", "data.source")

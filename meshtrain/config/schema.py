@@ -67,8 +67,7 @@ class Data:
     """What the model learns from."""
 
     source: str = key("python-stdlib", path=True, names=tuple(SOURCES), suffix=".py", also="dataset name type")
-    """Where samples come from, or the path of a `.py` file of your own. `python-stdlib` is the text of the running
-    Python's own library, which every machine has."""
+    """Where samples come from, or the path of a `.py` file of your own. `python-stdlib`: Python's own library."""
     path: str | None = key(
         None,
         doc="What the source reads: "
@@ -80,8 +79,7 @@ class Data:
     sources: tuple[Source, ...] = key((), also="mixture blend data_mixture datasets")
     """Several sources that are mixed, in the place of `path`; the keys of each are below."""
     validation: float | str = key(0.02, path=True, minimum=0, below=1, also="val valid split validation_split")
-    """What is held out to measure the model: a share of the documents or samples, the path of another set, or 0 for
-    nothing."""
+    """What is held out to measure the model: a share of the documents or samples, the path of another set, or 0."""
     tokenizer: str = key("bytes", names=("bytes",), suffix=".json", path=True)
     """`bytes`, or the path of a Hugging Face `tokenizer.json`."""
     text_field: str = key("text", also="text_key text_column content_field")
@@ -89,7 +87,7 @@ class Data:
     seq_len: int = key(256, minimum=1, also="sequence_length seq_length context_length block_size max_seq_len")
     """Tokens of a sample."""
     seq_len_warmup: tuple[tuple[int, int], ...] = key((), minimum=1, also="sequence_length_warmup curriculum_learning")
-    """Lengths to which samples are cut in the first steps, the last of which is `seq_len`: `[[0, 64], [1000, 256]]`."""
+    """Lengths to which samples are cut in the first steps, up to `seq_len`: `[[0, 64], [1000, 256]]`."""
     mask_documents: bool = False
     """Whether attention stays inside of a document where several share a sample. On GPUs in 16 bits the faster way."""
     augment: bool = key(False, also="augmentation")
@@ -113,8 +111,7 @@ class Batch:
     global_size: int | tuple[tuple[int, int], ...] = key(
         minimum=1, also="batch_size global_batch_size train_batch_size size rampup_batch_size"
     )
-    """Samples of a step, over all ranks, whatever the layout. `[[0, 64], [2000, 256]]` is 64 in the first 2000 steps,
-    and 256 from then on."""
+    """Samples of a step, over all ranks. `[[0, 64], [2000, 256]]` is 64 in the first 2000 steps, and then 256."""
     micro_size: int = key(minimum=1, also="micro_batch_size per_device_train_batch_size local_batch_size")
     """Samples of one forward on one rank. The number of forwards per step follows from it."""
 
@@ -129,14 +126,13 @@ class Parallel:
     """How the model is held and run on a rank. None of it changes what is computed; `reduce_precision` rounds."""
 
     sequence_parallel: bool | None = key(None, also="sequence_parallelism sp")
-    """With `tp`: whether activations between the parallel layers are split along the sequence. null: if the model's
-    `tp_plan` has an `embedding_rowwise` layer, which is what splits it."""
+    """With `tp`: whether activations between parallel layers are split along the sequence. null: if the model's
+    `tp_plan` has an `embedding_rowwise` layer, which splits it."""
     regather: bool = False
     """With `tp`: whether a layer's input is gathered again in backward instead of kept."""
     symmetric_memory: bool | Literal["auto"] = key("auto", also="async_tp async_tensor_parallel")
-    """With `tp` and `sequence_parallel` on GPUs: whether products and the communication beside them run as one kernel,
-    which reads the memory of other GPUs. `auto`: where all GPUs of `tp` are in one host and linked by NVLink. true also
-    puts FSDP's messages into memory that NCCL has registered, on GPUs that can multicast."""
+    """With `tp` and `sequence_parallel` on GPUs: whether products and the communication beside them run as one kernel.
+    `auto`: where NVLink joins all GPUs of `tp`. true also puts FSDP's messages into memory that NCCL has registered."""
     context: Literal["gather", "ring"] = key(
         "gather",
         also="cp_comm_type context_parallel_method cp_method",
@@ -144,37 +140,32 @@ class Parallel:
     )
     """With `cp`: how keys and values travel: `gather` brings all of them to every rank, with `ring` they go round."""
     context_heads: int = key(1, minimum=1, also="ulysses ulysses_size ulysses_degree sp_ulysses_degree")
-    """With `cp`: so many neighbours split the heads of attention instead of its keys and values. As many as `cp` is
-    DeepSpeed's Ulysses."""
+    """With `cp`: so many neighbours split the heads of attention instead. As many as `cp` is DeepSpeed's Ulysses."""
     expert_parallel: int | None = key(
         None, minimum=1, also="ep ep_size expert_parallel_size expert_parallel_degree expert_model_parallel_size"
     )
-    """Ranks over which the experts of a layer are dealt out, each of which holds whole experts. They are ranks of `tp`,
-    `cp`, `dp_shard` and `dp_replicate`, the inner ones first. null: as many as `tp`."""
+    """Ranks of `tp`, `cp`, `dp_shard` and `dp_replicate`, the inner ones first, over which the experts of a layer are
+    dealt out. null: as many as `tp`."""
     expert_rows: float | None = key(None, minimum=1, also="expert_buffer expert_buffer_size")
-    """With experts that are dealt out: messages to experts get a fixed size, room for so many times the rows that even
-    loads would send, and the host waits for the device at the end of a step only. No row is dropped: a step in which
-    one finds no room is computed again with the true sizes. null: the true sizes, for which the host waits once per
-    layer and forward."""
+    """With experts that are dealt out: messages to experts get a fixed size, room for so many times the rows of even
+    loads, and the host waits for the device at the end of a step only. No row is dropped: a step in which one finds no
+    room is computed again. null: the true sizes, for which the host waits once per layer and forward."""
     recompute: Literal["none", "selective", "full"] = key(
         "none", also="activation_checkpointing gradient_checkpointing checkpoint_activations"
     )
-    """What is computed again in backward instead of kept: `full` the inside of every block, `selective` all but its
-    expensive products."""
+    """What is computed again in backward: `full` the inside of every block, `selective` all but expensive products."""
     compile: bool | Literal["auto"] = key("auto", also="torch_compile")
-    """Whether each block is compiled with `torch.compile`. `auto`: on GPUs, where Triton can build its kernels and the
-    schedule computes whole backwards; not on CPUs."""
+    """Whether each block is compiled with `torch.compile`. `auto`: on GPUs, where Triton builds its kernels and the
+    schedule computes whole backwards."""
     reshard_after_forward: bool = True
     """FSDP: whether a block's gathered weights are let go after forward and gathered again in backward."""
     shard_optimizer: bool = key(False, also="zero1 zero_1 zero_stage use_distributed_optimizer distributed_optimizer")
-    """DDP: whether the copies of `dp_replicate` share the optimizer's work and states (ZeRO-1): each updates some rows
-    of every parameter and sends them to the others. FSDP does so anyway."""
+    """DDP: whether the copies of `dp_replicate` share the optimizer's work and states (ZeRO-1), as FSDP's shards do."""
     reduce_precision: Literal["float32", "bfloat16"] | None = key(None, also="reduce_dtype grad_reduce_dtype")
-    """The numbers in which gradients are sent and summed over the data ranks. With `bfloat16` half as much is sent, and
-    the rounding depends on the layout. null: as they are kept, in float32 or float64."""
+    """The numbers in which gradients are sent and summed over the data ranks. With `bfloat16` the rounding depends on
+    the layout. null: as they are kept, in float32 or float64."""
     verify: bool = True
-    """With `tp` or `cp`: whether the split model is compared with the plain one, on a short sample, before the first
-    step."""
+    """With `tp` or `cp`: whether the split model is compared with the plain one before the first step."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +188,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """One group: parameters by their names, and what their updates have of their own. The first group whose pattern
-    matches a name counts."""
+    """Parameters with updates of their own. The first group whose pattern matches a name counts."""
 
     match: str = key(also="pattern params parameters name_pattern")
     """A pattern of names, such as `*norm*` or `model.layers.*.self_attn.*`."""
@@ -229,8 +219,8 @@ class Optimizer:
     state_precision: Literal["float32", "bfloat16"] = key(
         "float32", also="state_dtype exp_avg_dtype exp_avg_sq_dtype bf16_optimizer_states bf16_states"
     )
-    """The numbers in which AdamW's two averages are kept. `bfloat16` halves them, by stochastic rounding that is the
-    same on every layout; a checkpoint fits runs with the same value. `float32`: the type of the weights."""
+    """The numbers in which AdamW's two averages are kept. `bfloat16`: by stochastic rounding that is the same on every
+    layout; a checkpoint fits runs with the same value. `float32`: the type of the weights."""
     weight_decay: float = key(0.1, minimum=0)
     """Decay of the weights with two or more dims; the others do not decay."""
     momentum: float = key(0.95, minimum=0, below=1)
@@ -255,16 +245,14 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters beside linear layers (https://arxiv.org/abs/2106.09685): they are trained, and all else is
-    frozen. docs/finetuning.md has more."""
+    """Low-rank adapters beside linear layers, which alone are trained: docs/finetuning.md has more."""
 
     rank: int = key(minimum=1, also="r lora_rank lora_r")
     """Of the two matrices of an adapter, (rank, d) and (f, rank)."""
     alpha: float | None = key(None, above=0, also="lora_alpha")
     """Their product is multiplied by `alpha` / `rank`. null: by 1."""
     match: tuple[str, ...] = key((), also="target_modules targets modules")
-    """Patterns of names of linear layers inside of the model's blocks that get one, for instance `*.q_proj`. Without
-    any: all of them."""
+    """Patterns of names of linear layers inside of blocks that get one, such as `*.q_proj`. Without any: all."""
     dropout: float = key(0.0, minimum=0, below=1, also="lora_dropout")
     """The probability with which elements of an adapter's input are set to 0."""
 
@@ -274,11 +262,10 @@ class Fault:
     """One fault: what happens to which rank, and when."""
 
     fault: Literal["kill", "stop", "slow", "raise", "fail-save"] = key(also="kind type what")
-    """What happens: `kill` (SIGKILL) ends the process without a word, `stop` (SIGSTOP) makes it silent, `slow` makes
-    its steps longer, `raise` is an exception, and `fail-save` a disk that is full."""
+    """`kill` (SIGKILL) ends the process without a word, `stop` (SIGSTOP) makes it silent, `slow` makes its steps
+    longer, `raise` is an exception, and `fail-save` a disk that is full."""
     step: int = key(minimum=1, also="at at_step from from_step")
-    """When: at the beginning of this step, or in the save of the checkpoint of this step. `slow`: the first slow
-    step."""
+    """At the beginning of this step, or in the save of its checkpoint. `slow`: the first slow step."""
     rank: int | None = key(None, minimum=0, also="ranks who")
     """Whose. null is for `fail-save` alone, and means every rank."""
     during: Literal["step", "save"] = key("step")
@@ -312,57 +299,49 @@ class Train:
     precision: Literal["float32", "bfloat16", "float16", "float64"] = key(
         "float32", also="dtype torch_dtype mixed_precision bf16 fp16"
     )
-    """The numbers of forward and backward. `bfloat16` and `float16` keep float32 weights, and `float16` scales the
-    loss; `float64` checks a layout without rounding."""
+    """The numbers of forward and backward. 16 bits keep float32 weights; `float64` checks a layout without rounding."""
     linear_precision: Literal["float8", "mxfp8"] | None = key(
         None,
         also="fp8 float8_rowwise enable_fp8 use_fp8 float8_recipe fp8_recipe",
         instead=("fp8 e4m3 hybrid tensorwise rowwise", "use float8, scaled for each token and each row of a weight"),
     )
-    """The numbers that the linear layers inside of blocks multiply in forward and for the gradients of their inputs:
-    `float8` is e4m3 with a scale for each token and each row of a weight, `mxfp8` with one for each 32 features. Other
-    layers, and the gradients of weights, have `precision`, as null is for all. GPUs need `bfloat16` beside it; CPUs and
-    GPUs without these numbers emulate them."""
+    """What linear layers inside of blocks multiply in forward and for the gradients of inputs: `float8` is e4m3 with a
+    scale for each token and each row of a weight, `mxfp8` with one for each 32 features; all else has `precision`. GPUs
+    need `bfloat16` beside it; CPUs and GPUs without these numbers emulate them."""
     deterministic: bool = False
     """Whether only kernels are used that give the same bits every time."""
     output: str = key("runs/{name}", path=True, also="output_dir out_dir save_dir out")
     """The run's folder. `{name}` stands for the name of the config."""
     export: str | None = key(None, path=True, also="export_dir save_model export_path")
-    """A folder into which the weights are written at the end, as Hugging Face's transformers reads them: a new one, or
-    that of an earlier export."""
+    """A folder, new or of an earlier export, that gets the weights at the end as Hugging Face's transformers reads."""
     export_format: Literal["original", "fused"] = key("original", also="save_original_format")
-    """How an export has the experts of a model: `original`, a tensor per expert, as the files have it that the model is
-    published with, or `fused`, those of a layer in one tensor. transformers reads both."""
+    """How an export has experts: `original`, a tensor per expert, as models are published, or `fused`, those of a layer
+    in one tensor. transformers reads both."""
     use_ema: bool = key(False, also="eval_ema ema_eval")
-    """With `optimizer.ema_decay`: whether evaluations, the text at the end and the export are of the averaged
-    weights."""
+    """With `optimizer.ema_decay`: whether evaluations, the text at the end and the export are of the average."""
     eval_every: int | Literal["epoch"] = key(50, minimum=0, also="eval_interval eval_steps")
     """Steps between evaluations, `epoch` for the end of each epoch, or 0 for never."""
     eval_samples: int | None = key(None, minimum=1, also="eval_iters eval_batches max_eval_samples limit_val_batches")
-    """At most so many of the held-out samples make an evaluation, the same in every one and on every layout. null:
-    2,048 samples of tokens, all images."""
+    """At most so many held-out samples make an evaluation, always the same. null: 2,048 of tokens, all images."""
     on_nonfinite: Literal["stop", "skip"] = key("stop")
     """What happens to a step whose loss or gradient is not finite: the run stops, or the update is skipped."""
     time_limit: str | float | None = key(
         None, above=0, also="max_time walltime timeout exit_duration_in_mins max_duration"
     )
-    """How long a job of this run may take, from the start of its processes: `3h50m`, `90s`, `2d`, or a number of
-    seconds. It saves a checkpoint and stops before that. null: no limit, but the end of a SLURM job is one."""
+    """How long a job of this run may take: `3h50m`, `90s`, `2d`, or seconds. It saves a checkpoint and stops before
+    that. null: no limit, but the end of a SLURM job is one."""
     start_timeout_s: float = key(600.0, above=0)
     """Seconds that ranks wait for each other while the job starts."""
     lock_timeout_s: float = key(120.0, minimum=0)
-    """Seconds that a job that was started again waits for its folders, which the one before may hold on a host that was
-    lost: file servers give up such locks after minutes."""
+    """Seconds that a job waits for its folders, which the one before may hold on a host that was lost."""
     step_timeout_s: float | None = key(None, above=0)
     """Seconds that ranks wait for each other in a step. null: chosen from measured steps."""
     on_exit: str | None = key(None, also="on_end callback notify")
-    """A shell command that runs once when the run ends, however it does: it gets the path of `exit.json` and more in
-    environment variables (docs/monitoring.md), and 30 s."""
+    """A shell command that runs once when the run ends, however it does, for 30 s: see docs/monitoring.md."""
     sample_tokens: int = key(200, minimum=0)
     """Tokens of the text that a language model writes at the end; 0 for none."""
     chaos: tuple[Fault, ...] = key((), also="faults fault_injection")
-    """Faults planted on purpose, to rehearse what happens then; the keys of each are below. They strike in the first
-    start of a job, and not when its launcher starts it anew."""
+    """Faults planted on purpose, in the first start of a job, to rehearse what happens; the keys of each are below."""
 
     @property
     def time_limit_s(self) -> float | None:
@@ -376,36 +355,32 @@ class Checkpoint:
     every: int | Literal["epoch"] = key(
         100, minimum=0, also="save_steps save_interval save_every save_freq interval checkpoint_every"
     )
-    """Steps between checkpoints, `epoch` for the end of each epoch, or 0 for the end of the run alone. A run that is
-    asked to stop saves one too."""
+    """Steps between checkpoints, `epoch`, or 0 for the end of the run alone. A run asked to stop saves one too."""
     keep_last: int = key(3, minimum=1, also="save_total_limit keep_latest_k max_to_keep")
     """How many of the newest are kept."""
     keep_every: int | None = key(None, minimum=1, also="keep_period")
     """Those of every so many steps are kept for good. null: none."""
     keep_best: bool = key(False, also="save_best save_best_only load_best_model_at_end")
-    """Whether the one with the best evaluation is kept: the lowest loss, or of a classifier the highest accuracy. Of
-    evaluations of different numbers of samples the best of each."""
+    """Whether the one with the best evaluation is kept: the lowest loss, or of a classifier the highest accuracy."""
     resume: str = key("latest", path=True, also="resume_from_checkpoint resume_from auto_resume load load_checkpoint")
-    """What a run goes on from: `latest` is the newest of its own that is whole (none: it begins at the first step),
-    `none` wants a fresh folder, and anything else is the path of a checkpoint, or of another run's folder."""
+    """What a run goes on from: `latest` is the newest of its own that is whole, `none` wants a fresh folder, and
+    anything else is the path of a checkpoint, or of another run's folder."""
     path: str | None = key(None, path=True, also="dir folder checkpoint_dir save_dir dump_folder")
     """The folder of the checkpoints, which all hosts have to see. null: `checkpoints` in the run's folder."""
     local: str | None = key(None, path=True, also="local_dir node_local_dir fast_dir non_persistent_local_ckpt_dir")
-    """A folder on a disk of each host's own. Checkpoints are written there first and then to the folder that all hosts
-    see, and a run goes on from what is on all hosts' disks. null: none."""
+    """A folder on a disk of each host's own, to which checkpoints are written first, and from which a run goes on
+    where all hosts have theirs. null: none."""
     upload: str | None = key(None, also="remote_dir remote_folder upload_to s3_path cloud_dir")
-    """Object storage, such as `s3://bucket/prefix` or `gs://bucket/prefix`, to which complete checkpoints are uploaded
-    in the background, and from which a run goes on where its folder has none as new. As many stay there. null: none."""
+    """Object storage, such as `s3://bucket/prefix`, to which complete checkpoints are uploaded in the background, and
+    from which a run goes on where its folder has none as new. null: none."""
     in_background: bool = key(True, also="async async_save async_mode")
-    """Whether training goes on while a checkpoint is written. It then waits for a copy in memory only."""
+    """Whether training goes on while a checkpoint is written, and waits for a copy in memory only."""
     on_failure: Literal["continue", "stop"] = key("continue")
     """What the run does when a checkpoint could not be written: it goes on and says so, or it stops."""
     make_room: bool = False
-    """Whether, where the disk is full, the oldest checkpoint that would not be kept after a save goes before it. The
-    newest never does."""
+    """Whether on a full disk the oldest checkpoint that a save would drop goes before it, never the newest."""
     timeout_s: float = key(1800.0, minimum=900, also="save_timeout async_save_timeout")
-    """Seconds after which a save is given up, and training goes on: a file system that fails over takes minutes. A rank
-    that is lost meanwhile is noticed as ever."""
+    """Seconds after which a save is given up, and training goes on: a file system that fails over takes minutes."""
     allow_other_data: bool = key(False, also="ignore_data")
     """Whether a run may go on with other data than those of its checkpoint."""
 

@@ -1,8 +1,8 @@
 """Whether the model of a config can be split over `tp`, `cp` and `pp`, and its experts: asked of it, without memory."""
 
-import difflib
 import re
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 from meshtrain.config.checks import OF_TOKENS, ConfigDraft
@@ -45,17 +45,14 @@ def check_tuning(draft: ConfigDraft, sizes: dict[str, int]) -> None:
     from meshtrain.parallel.linear.lora import adapted_layers, is_adapter  # brings torch, as the model has
 
     names = [name for name, _ in spec.meta.named_parameters(remove_duplicate=False) if not is_adapter(name)]
-    for pattern in freeze:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            near = nearest(pattern, names)
-            hint = f"did you mean {near}?" if near else f"they are called as {names[0]} is"
-            draft.refuse("train.freeze", f"{pattern!r} matches no parameter of the model: {hint}")
     layers = [name for name in adapted_layers(spec.meta, ()) if base_of(name) == name]
-    for pattern in (lora.match or ("*",)) if lora else ():
-        if not any(fnmatchcase(name, pattern) for name in layers):
-            such = f"such as {layers[0]}" if layers else "of which it has none"
-            problem = f"{pattern!r} matches no linear layer inside of the model's blocks, {such}"
-            draft.refuse("train.lora", f"match: {problem}: mend the pattern")
+    for key, patterns, known, kind in (
+        ("train.freeze", freeze, names, "parameter of the model"),
+        ("train.lora", (lora.match or ("*",)) if lora else (), layers, "linear layer inside of the model's blocks"),
+    ):
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                draft.refuse(key, f"{pattern!r} matches no {kind}: {_names_near(pattern, known)}")
     if not any(parameter.requires_grad for parameter in spec.meta.parameters()):
         draft.refuse("train.lora" if lora else "train.freeze", "nothing of the model is left to train")
 
@@ -197,12 +194,7 @@ def _check_expert_ranks(draft: ConfigDraft, layout: Layout, experts: int) -> Non
 def check_groups(draft: ConfigDraft) -> None:
     """Reports groups of the optimizer that no parameter is in."""
     groups: Any = draft.values["optimizer.groups"]
-    if groups is INVALID or not groups:
-        return
-    for i, group in enumerate(groups):
-        if group.lr is not None and group.lr_scale != 1:
-            draft.refuse("optimizer.groups", f"group {i} has an lr and an lr_scale: take one of the two away")
-    spec = draft_model(draft)
+    spec = draft_model(draft) if groups is not INVALID and groups else None
     if spec is None:
         return
     names = [name for name, parameter in spec.meta.named_parameters() if parameter.requires_grad]
@@ -210,23 +202,19 @@ def check_groups(draft: ConfigDraft) -> None:
     for i, group in enumerate(groups):
         if i in taken:
             continue
-        matched = [j for name, j in zip(names, taken, strict=True) if fnmatchcase(name, group.match)]
-        earlier = sorted({j for j in matched if j is not None})
-        known = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
-        near = _names_near(group.match, list(known))
-        out = f"near it are {', '.join(near)}" if near else f"the first is {names[0]}" if names else "it has none"
-        if earlier:
-            out = f"what it matches is in {any_of([f'group {j}' for j in earlier], 'and')}: put it before"
+        earlier = {j for name, j in zip(names, taken, strict=True) if j is not None and fnmatchcase(name, group.match)}
+        before = any_of([f"group {j}" for j in sorted(earlier)], "and")
+        out = f"what it matches is in {before}: put it before" if earlier else _names_near(group.match, names)
         problem = f"group {i}: no parameter that is trained is left for {yaml_text(group.match)}"
         draft.refuse("optimizer.groups", f"{problem}; {out}")
 
 
-def _names_near(pattern: str, names: list[str]) -> list[str]:
-    """Those with a word that is spelt nearly as the longest of the pattern's."""
-    words = {name: re.split(r"[._]", name) for name in names}
-    own = max(re.split(r"[^A-Za-z0-9]+", pattern), key=len)
-    close = difflib.get_close_matches(own, {word for of_name in words.values() for word in of_name}, n=1, cutoff=0.5)
-    return [name for name in names if set(close) & set(words[name])][:3]
+def _names_near(pattern: str, names: list[str]) -> str:
+    """Which names have a word that is spelt nearly as the longest of the pattern's, as the end of a sentence."""
+    words = {re.sub(r"\.\d+(?=\.)", ".*", name): re.split(r"[._]", name) for name in names}
+    close = nearest(max(re.split(r"[^A-Za-z0-9]+", pattern), key=len), chain(*words.values()))
+    near = [name for name, own in words.items() if close in own][:3]
+    return f"near it are {', '.join(near)}" if near else f"the first is {names[0]}" if names else "it has none"
 
 
 def check_stages(draft: ConfigDraft, sizes: dict[str, int]) -> None:

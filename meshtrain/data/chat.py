@@ -99,10 +99,8 @@ class ChatTemplate:
                 continue
             before, through = self.render(messages[:i], tools, prompt=True), self.render(messages[: i + 1], tools)
             if not (text.startswith(through) and through.startswith(before)):
-                raise InputError(
-                    f"the template of {self.origin} writes message {i} in another way when others follow: split the "
-                    "conversation so that each ends with an answer"
-                )
+                otherwise = f"the template of {self.origin} writes message {i} in another way when others follow"
+                raise InputError(f"{otherwise}: split the conversation so that each part ends with an answer")
             spans.append((len(before), len(through)))
         if not spans:
             raise InputError("no message has the role `assistant`, whose turns are what is learned")

@@ -42,20 +42,14 @@ class MixedSamples(Samples):
         return self.parts[source].item(own, epoch)
 
     def read(self, items: Sequence[tuple[int, int]], valid: int) -> PackedTokens:
-        rows = []
-        for epoch, index in items:
-            source, own = self._place(index)
-            rows.append(self.parts[source].read([(epoch, own)], 1))
+        places = [(epoch, *self._place(index)) for epoch, index in items]
+        rows = [self.parts[source].read([(epoch, own)], 1) for epoch, source, own in places]
         return PackedTokens.together(rows, valid)
 
     def document_lengths(self, indices: Sequence[int]) -> np.ndarray | None:
-        places = [self._place(index) for index in indices]
-        lengths = []
-        for i, part in enumerate(self.parts):
-            own = [index for source, index in places if source == i]
-            lengths.append(part.document_lengths(own) if own else np.empty(0, np.int64))
-        known = [of for of in lengths if of is not None]
-        return np.concatenate(known) if len(known) == len(lengths) else None
+        lengths = [self.parts[source].document_lengths([own]) for source, own in map(self._place, indices)]
+        known = [of_sample for of_sample in lengths if of_sample is not None]
+        return np.concatenate(known) if known else None  # all of them mask documents, or none
 
 
 def mixture_of(config: "Data", samples: Samples, sizes: BatchSizes, steps: int | None = None) -> Mixture | None:
@@ -70,11 +64,9 @@ def mixture_of(config: "Data", samples: Samples, sizes: BatchSizes, steps: int |
     taken = mixture.taken(sizes.before(steps or 0))
     for own, size, count in zip(config.sources, mixture.sizes, taken, strict=True):
         if own.epochs is not None and count > own.epochs * size:
-            raise InputError(
-                f"data.sources: the run takes {count:,} samples of {own.name}, which has {size:,}: {count / size:.3g} "
-                f"passes, and its epochs is {own.epochs}; lower its weight, train.steps or batch.global_size, or raise "
-                f"epochs to {-(-count // size)}"
-            )
+            takes = f"the run takes {count:,} samples of {own.name}, which has {size:,}: {count / size:.3g} passes"
+            lower = f"lower its weight, train.steps or batch.global_size, or raise epochs to {-(-count // size)}"
+            raise InputError(f"data.sources: {takes}, and its epochs is {own.epochs}; {lower}")
     return mixture
 
 

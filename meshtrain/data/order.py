@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from math import gcd, isqrt, lcm
-from typing import Any
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
 
 # Each round mixes one half into the other. Four make a Feistel network a pseudo-random permutation (Luby and Rackoff,
 # 1988); six leave room for halves of a few values, as small data sets have them.
@@ -115,7 +117,7 @@ class BatchSizes:
 
     def size(self, step: int) -> int:
         """The samples of `step`, counted from 0."""
-        return next(size for first, size in reversed(self.changes) if step >= first)
+        return value_at(self.changes, step)
 
     def before(self, step: int) -> int:
         """The samples of all steps before `step`."""
@@ -132,11 +134,16 @@ class BatchSizes:
         return first + -(-(samples - self.before(first)) // size)
 
 
+def value_at(changes: Sequence[tuple[int, Value]], step: int) -> Value:
+    """Of values that change at steps, (first step, value), ascending from 0, that of a step."""
+    return next(value for first, value in reversed(changes) if step >= first)
+
+
 def changes_of(values: Sequence[Any]) -> list[tuple[int, tuple[Any, ...]]]:
     """Several values that each are a number, or a list of changes as in `BatchSizes`, as one list of changes."""
     lists = [value if isinstance(value, list | tuple) else ((0, value),) for value in values]
     steps = sorted({step for changes in lists for step, _ in changes})
-    return [(step, tuple([value for first, value in own if first <= step][-1] for own in lists)) for step in steps]
+    return [(step, tuple(value_at(own, step) for own in lists)) for step in steps]
 
 
 MOST_PERIOD, MOST_SOURCES = 100_000, 256
@@ -210,11 +217,8 @@ class Mixture:
 
     def sources(self, positions: range) -> list[int]:
         """The source at each of these positions."""
-        at_positions = []
-        for position in positions:
-            first, _, weights = self._part(position)
-            at_positions.append(mixture_period(weights)[(position - first) % sum(weights)])
-        return at_positions
+        parts = [(position, *self._part(position)) for position in positions]
+        return [mixture_period(weights)[(position - first) % sum(weights)] for position, first, _, weights in parts]
 
     def items(
         self, seed: int, positions: range, items: Callable[[str, range, int], list[tuple[int, int]]] = items
@@ -283,11 +287,8 @@ class BatchSplit:
 
 def describe_ramp(sizes: BatchSizes, micro_size: int, data_ranks: int) -> list[str]:
     """`describe_batch` of each size, with the steps that have it where it changes."""
-    lines = [describe_batch(size, micro_size, data_ranks) for size in sizes.sizes]
-    if len(lines) == 1:
-        return lines
-    starts = [first + 1 for first, _ in sizes.changes]
-    return [f"from step {first} on: {line}" for first, line in zip(starts, lines, strict=True)]
+    lines = [(first, describe_batch(size, micro_size, data_ranks)) for first, size in sizes.changes]
+    return [f"from step {first + 1} on: " * (len(lines) > 1) + line for first, line in lines]
 
 
 def describe_batch(global_size: int, micro_size: int, data_ranks: int) -> str:

@@ -55,10 +55,8 @@ class OpenData:
 
 def prepare_data(config: "Data", *, say: Say) -> None:
     """What `open_data` would do first: one process of a host calls it while the others wait, away from the files."""
-    for own in each_source(config):
-        if own.source in TEXT:
-            for preparation in preparations(own):
-                preparation.run(say)
+    for preparation in preparations(config) if config.sources or config.source in TEXT else ():
+        preparation.run(say)
 
 
 def open_data(config: "Data", *, n_outputs: int | None, seed: int, say: Say) -> OpenData:
@@ -90,25 +88,21 @@ def open_data(config: "Data", *, n_outputs: int | None, seed: int, say: Say) -> 
 def _open_mixture(config: "Data", n_outputs: int | None, say: Say) -> OpenData:
     """Of several sources. What is held out is one data set, too."""
     parts = [_open_language(own, n_outputs, say) for own in each_source(config)]
-    names = [own.name for own in config.sources]
-    held_out = [(name, part) for name, part in zip(names, parts, strict=True) if part.validation is not None]
+    named = list(zip([own.name for own in config.sources], parts, strict=True))
     tokenizers = {part.tokenizer.identity for part in parts if part.tokenizer is not None}
     if len(tokenizers) > 1:
         raise InputError(f"data.sources have different tokenizers, {any_of(sorted(tokenizers), 'and')}: prepare anew")
-    validation = None
-    if held_out:
-        of_language = [part.validation for _, part in held_out if isinstance(part.validation, TokenSamples)]
-        validation = MixedSamples("validation", [name for name, _ in held_out], of_language)
-    train = [part.train for part in parts if isinstance(part.train, TokenSamples)]
+    train = {name: part.train for name, part in named if isinstance(part.train, TokenSamples)}
+    held_out = {name: part.validation for name, part in named if isinstance(part.validation, TokenSamples)}
     return OpenData(
-        train=MixedSamples("training", names, train),
-        validation=validation,
+        train=MixedSamples("training", list(train), list(train.values())),
+        validation=MixedSamples("validation", list(held_out), list(held_out.values())) if held_out else None,
         task="language",
         tokenizer=next((part.tokenizer for part in parts if part.tokenizer is not None), None),
-        bytes_per_target=_bytes_per_target([part for _, part in held_out]),
-        about=[f"{name}: {line}" for name, part in zip(names, parts, strict=True) for line in part.about],
+        bytes_per_target=_bytes_per_target([part for part in parts if part.validation is not None]),
+        about=[f"{name}: {line}" for name, part in named for line in part.about],
         fingerprint=hashlib.sha256(" ".join(part.fingerprint for part in parts).encode()).hexdigest(),
-        files={f"{name}: {file}": of for name, p in zip(names, parts, strict=True) for file, of in p.files.items()},
+        files={f"{name}: {file}": of for name, part in named for file, of in part.files.items()},
     )
 
 

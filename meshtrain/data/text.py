@@ -136,9 +136,8 @@ def jsonl_files(path: Path, field: str = "text") -> TextSource:
     """A file, or a folder's .jsonl files at any depth, sorted; each line is a document.
 
     A line is an object with `field`, with `prompt` (without loss) and `completion`, or with `messages`, of which the
-    assistant's have a loss; other keys are passed over.
-    Where there is no .jsonl file, .jsonl.gz or .jsonl.zst files are read; beside one they may be the same lines.
-    Raises InputError: none, or both kinds of these.
+    assistant's have a loss. Where there is no .jsonl file, .jsonl.gz or .jsonl.zst files are read; beside one they may
+    be the same lines. Raises InputError: none, or both kinds of these.
     """
     files = _files(path, (".jsonl", *_PACKED), "jsonl")
     packed = [[file for file in files if file.name.lower().endswith(ending)] for ending in _PACKED]

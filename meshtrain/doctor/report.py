@@ -90,7 +90,9 @@ def _table(title: str, columns: Sequence[str], left_aligned: Sequence[str]) -> A
 
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for name in columns:
-        table.add_column(name, justify="left" if name in left_aligned else "right")
+        widest = max(map(len, name.split() or [""]))  # in a narrow terminal lines are folded, and no word of these cut
+        justify: Any = "left" if name in left_aligned else "right"
+        table.add_column(name, justify=justify, min_width=widest, overflow="fold")
     return table
 
 

@@ -1,8 +1,5 @@
-"""Adapters of LoRA in files: merged into the weights beside them, or by themselves, as peft reads them.
-
-A folder of peft (https://huggingface.co/docs/peft) has `adapter_config.json`, and `adapter_model.safetensors` with the
-model's names behind a prefix.
-"""
+"""Adapters of LoRA in files: merged into the weights beside them, or by themselves, as peft reads them
+(https://huggingface.co/docs/peft): `adapter_config.json`, and `adapter_model.safetensors`, its names with a prefix."""
 
 import json
 from collections.abc import Mapping
@@ -48,9 +45,7 @@ def adapter_source(source: WeightSource) -> WeightSource:
         if is_adapter(name)
     }
     if not entries:
-        raise InputError(
-            f"{source.path} has no adapter: its run had no train.lora: export the weights without --adapter"
-        )
+        raise InputError(f"{source.path} has no adapter, as its run had no train.lora: export it without --adapter")
     return replace(source, entries=entries, read=lambda name, part: source.read(name.removeprefix(PREFIX), part))
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class AdamW(UpdateRule):
-    title = "AdamW"
+    title, states = "AdamW", ("exp_avg", "exp_avg_sq")
 
     def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig", mesh: Mesh) -> None:
         super().__init__(groups, config, mesh)
@@ -36,10 +36,6 @@ class AdamW(UpdateRule):
         for p in self._parameters:
             step = torch.zeros((), dtype=torch.float32, device=p.local.device)
             self._adamw.state[p.local] = {"step": step, **p.state}
-
-    @staticmethod
-    def state_specs(parameter: ParameterSpec) -> dict[str, ParameterSpec]:
-        return {name: replace(parameter, name=f"{parameter.name}.{name}") for name in ("exp_avg", "exp_avg_sq")}
 
     def update(self, skip: Tensor, factor: Tensor | None) -> None:
         # The kernel divides gradients and skips by itself, as for torch's GradScaler: clipping is no pass of its own.
@@ -60,7 +56,7 @@ class AdamW(UpdateRule):
 class RoundedAdamW(UpdateRule):
     """AdamW in torch's order, its averages kept in bfloat16 by stochastic rounding, computed in the weights' type."""
 
-    title = "AdamW in bfloat16"
+    title, states = "AdamW in bfloat16", AdamW.states
 
     def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig", mesh: Mesh) -> None:
         super().__init__(groups, config, mesh)
@@ -68,9 +64,9 @@ class RoundedAdamW(UpdateRule):
         self._parameters = [(group, p) for group in groups for p in group.parameters if p.local.numel() > 0]
         self._updates: Tensor | float = 0.0  # how many were made
 
-    @staticmethod
-    def state_specs(parameter: ParameterSpec) -> dict[str, ParameterSpec]:
-        return {name: replace(spec, dtype=torch.bfloat16) for name, spec in AdamW.state_specs(parameter).items()}
+    @classmethod
+    def state_specs(cls, parameter: ParameterSpec) -> dict[str, ParameterSpec]:
+        return super().state_specs(replace(parameter, dtype=torch.bfloat16))
 
     @torch.no_grad()
     def update(self, skip: Tensor, factor: Tensor | None) -> None:

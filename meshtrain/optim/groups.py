@@ -9,7 +9,6 @@ from meshtrain.parallel.sharding import ParameterSpec
 
 if TYPE_CHECKING:
     from meshtrain.config.schema import Optimizer as OptimizerConfig
-    from meshtrain.config.schema import ParamGroup as GroupConfig
 
 # Names of embeddings and heads, which Muon leaves to AdamW: their rows are vectors of tokens, looked up one by one.
 ENDS = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "*head.weight", "*classifier*", "output.weight")
@@ -22,27 +21,20 @@ class GroupOptions:
     """What an update does with a parameter."""
 
     weight_decay: float
-    lr_scale: float = 1.0  # multiplies the rate of the schedule
-    name: str = ""  # of the optimizer; empty: the config's
-
-
-def group_of(config: "OptimizerConfig", name: str) -> "GroupConfig | None":
-    """The first of a config's groups whose pattern matches a parameter's name."""
-    return next((group for group in config.groups if fnmatchcase(name, group.match)), None)
+    lr_scale: float  # multiplies the rate of the schedule
+    name: str  # of the optimizer
 
 
 def group_options(config: "OptimizerConfig", spec: ParameterSpec) -> GroupOptions:
-    """By its group; without one parameters of one dim (norms, biases) do not decay."""
-    group = group_of(config, spec.name)
-    decay = config.weight_decay if len(spec.shape) > 1 else 0.0
-    name = config.name
-    if group is None:
-        return GroupOptions(decay, name="adamw" if name == "muon" and not suits_muon(spec) else name)
-    name = group.name or ("adamw" if name == "muon" and not suits_muon(spec) else name)
-    if name == "muon" and not 2 <= len(spec.shape) <= 3:
-        name = "adamw"
-    scale = group.lr_scale if group.lr is None else group.lr / config.lr
-    return GroupOptions(decay if group.weight_decay is None else group.weight_decay, scale, name)
+    """By the first group whose pattern matches its name; else parameters of one dim (norms, biases) do not decay."""
+    group = next((group for group in config.groups if fnmatchcase(spec.name, group.match)), None)
+    decay, scale, name = config.weight_decay if len(spec.shape) > 1 else 0.0, 1.0, config.name
+    suits = suits_muon(spec)
+    if group is not None:
+        decay = decay if group.weight_decay is None else group.weight_decay
+        scale = group.lr_scale if group.lr is None else group.lr / config.lr
+        name, suits = group.name or name, 2 <= len(spec.shape) <= 3 if group.name else suits
+    return GroupOptions(decay, scale, "adamw" if name == "muon" and not suits else name)
 
 
 def suits_muon(spec: ParameterSpec) -> bool:
@@ -55,9 +47,5 @@ def state_specs(config: "OptimizerConfig", spec: ParameterSpec) -> dict[str, Par
     """What a run keeps for a parameter that is trained: name -> its shape, type, and how it lies. `spec`: of a copy
     that shares the optimizer's work its `optimizer_shard`."""
     specs = update_rule(group_options(config, spec).name, config.state_precision).state_specs(spec)
-    return specs if config.ema_decay is None else specs | ema_spec(spec)
-
-
-def ema_spec(spec: ParameterSpec) -> dict[str, ParameterSpec]:
-    """The average of a parameter's values, which lies as it does."""
-    return {EMA: replace(spec, name=f"{spec.name}.{EMA}")}
+    average = {} if config.ema_decay is None else {EMA: replace(spec, name=f"{spec.name}.{EMA}")}
+    return specs | average

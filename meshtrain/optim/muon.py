@@ -7,7 +7,6 @@ it comes there in one exchange, and its parts go back in another. Copies take pa
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +19,7 @@ from meshtrain.optim.grad_norm import LocalParameter, scale_gradients
 from meshtrain.optim.matrices import Matrix, Piece, deal_out, holders_of, matrices_of, piece_of
 from meshtrain.optim.optimizer import ParamGroup, UpdateRule
 from meshtrain.parallel.collectives import axis_group
-from meshtrain.parallel.sharding import ParameterSpec, shape_of, within
+from meshtrain.parallel.sharding import shape_of, within
 
 if TYPE_CHECKING:
     from meshtrain.config import Optimizer as OptimizerConfig
@@ -33,17 +32,13 @@ BATCH = 2**26  # elements of matrices of one shape that are orthogonalized toget
 
 
 class Muon(UpdateRule):
-    title = "Muon"
+    title, states = "Muon", ("momentum_buffer",)
 
     def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig", mesh: Mesh) -> None:
         super().__init__(groups, config, mesh)
         self._momentum, self._nesterov = config.momentum, config.nesterov
         self._parameters = [(group, p) for group in groups for p in group.parameters]
         self._exchange = MatrixExchange([p for _, p in self._parameters], mesh)
-
-    @staticmethod
-    def state_specs(parameter: ParameterSpec) -> dict[str, ParameterSpec]:
-        return {"momentum_buffer": replace(parameter, name=f"{parameter.name}.momentum_buffer")}
 
     @torch.no_grad()
     def update(self, skip: Tensor, factor: Tensor | None) -> None:
@@ -98,12 +93,11 @@ class MatrixExchange:
         own, computed = list[Piece](), list[Piece]()  # of this rank
         for number, ((i, part), owner) in enumerate(zip(all_of_them, owners, strict=True)):
             matrix = Matrix(number, i, part, owner)
-            known_parts = [(p, who) for p, who in holders[i] if owner == me or me in who]
-            pieces = [
-                p for own_part, who in known_parts if (p := piece_of(matrix, own_part, who, len(ranks))) is not None
-            ]
-            own += [piece for piece in pieces if me in piece.holders]
-            computed += pieces if owner == me else []
+            for rows, who in holders[i]:
+                piece = piece_of(matrix, rows, who, len(ranks)) if owner == me or me in who else None
+                if piece is not None:
+                    own += [piece] * (me in who)
+                    computed += [piece] * (owner == me)
         # Both ends of a message have its pieces in the order of the matrices; of one matrix a rank has one piece.
         self._outgoing = sorted((p for p in own if p.source == me), key=lambda piece: piece.matrix.owner)
         self._arriving = sorted(computed, key=lambda piece: piece.source)

@@ -3,9 +3,9 @@
 A new optimizer is one class with an `UpdateRule`'s methods, and a line in `registry.py`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -23,7 +23,7 @@ from meshtrain.optim.grad_norm import (
     scale_gradients,
     squared_norm,
 )
-from meshtrain.optim.groups import EMA, GroupOptions, ema_spec, group_options
+from meshtrain.optim.groups import EMA, GroupOptions, group_options, state_specs
 from meshtrain.optim.lr_schedule import learning_rate
 from meshtrain.optim.registry import update_rule
 from meshtrain.parallel.sharding import ParameterSpec
@@ -45,15 +45,16 @@ class UpdateRule:
     """How one optimizer updates parameters."""
 
     title: ClassVar[str]  # for people
+    states: ClassVar[tuple[str, ...]] = ()  # what is kept for a parameter, as large as it
 
     def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig", mesh: Mesh) -> None:
         """The state of each parameter is there: zeros, which may be changed."""
         self.groups, self.mesh = groups, mesh
 
-    @staticmethod
-    def state_specs(parameter: ParameterSpec) -> dict[str, ParameterSpec]:
+    @classmethod
+    def state_specs(cls, parameter: ParameterSpec) -> dict[str, ParameterSpec]:
         """What is kept for a parameter: name -> its shape, type, and how it lies. A checkpoint holds these."""
-        raise NotImplementedError
+        return {name: replace(parameter, name=f"{parameter.name}.{name}") for name in cls.states}
 
     def update(self, skip: Tensor, factor: Tensor | None) -> None:
         """Updates parameters from `local.grad` times `factor` (None: 1), unless `skip` is 1: scalars on the device."""
@@ -90,15 +91,7 @@ class Optimizer:
     each of them lies on. `updates`: how many were made, none skipped, a scalar on the device.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: "OptimizerConfig",
-        mesh: Mesh,
-        total_steps: int,
-        options: Callable[[ParameterSpec], GroupOptions] | None = None,
-    ) -> None:
-        """`options`: of each parameter; by default those of the config's groups."""
+    def __init__(self, model: nn.Module, config: "OptimizerConfig", mesh: Mesh, total_steps: int) -> None:
         self.config = config
         self.total_steps = total_steps
         self._parameters, self._shards = local_parameters(model, mesh), optimizer_shards(model)
@@ -107,17 +100,15 @@ class Optimizer:
             mesh.make_group(STAGE)  # also on ranks whose stage has no matrix
         groups: dict[GroupOptions, ParamGroup] = {}
         for local in self._parameters:
-            own = group_options(config, local.spec) if options is None else options(local.spec)
+            own = group_options(config, local.spec)
             # The state is there before the first update, so that a checkpoint can be loaded into it.
-            local.state_specs = update_rule(own.name or config.name, config.state_precision).state_specs(local.spec)
-            if config.ema_decay is not None:
-                local.state_specs |= ema_spec(local.spec)
+            local.state_specs = state_specs(config, local.spec)
             local.state = {name: _zeros(spec, local, mesh) for name, spec in local.state_specs.items()}
             if config.ema_decay is not None:
                 local.state[EMA].copy_(local.local.detach())
             groups.setdefault(own, ParamGroup([], own)).parameters.append(local)
         self.param_groups = list(groups.values())
-        of_rule = group_values((group.options.name or config.name, group) for group in self.param_groups)
+        of_rule = group_values((group.options.name, group) for group in self.param_groups)
         self.rules = {
             name: update_rule(name, config.state_precision)(of_rule[name], config, mesh) for name in sorted(of_rule)
         }

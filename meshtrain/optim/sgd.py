@@ -1,28 +1,22 @@
 """SGD with momentum, as torch has it (Sutskever et al., https://proceedings.mlr.press/v28/sutskever13.html)."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from meshtrain.mesh import Mesh
 from meshtrain.optim.grad_norm import LocalParameter
 from meshtrain.optim.optimizer import ParamGroup, UpdateRule
-from meshtrain.parallel.sharding import ParameterSpec
 
 if TYPE_CHECKING:
     from meshtrain.config import Optimizer as OptimizerConfig
 
 
 class SGD(UpdateRule):
-    title = "SGD"
+    title, states = "SGD", ("momentum_buffer",)
 
     def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig", mesh: Mesh) -> None:
         super().__init__(groups, config, mesh)
         self._momentum, self._nesterov = config.momentum, config.nesterov
-
-    @staticmethod
-    def state_specs(parameter: ParameterSpec) -> dict[str, ParameterSpec]:
-        return {"momentum_buffer": replace(parameter, name=f"{parameter.name}.momentum_buffer")}
 
     def update_parameter(self, parameter: LocalParameter, lr: float, weight_decay: float) -> None:
         local, grad, buffer = parameter.local, parameter.local.grad, parameter.state["momentum_buffer"]

@@ -97,9 +97,11 @@ def argmax(logits: DTensor) -> Tensor:
     return of_ranks[:, 1].gather(0, best)[0].long()
 
 
-def gather_logits(logits: DTensor, *position: int | slice) -> Tensor:
+def gather_logits(logits: Tensor, *position: int | slice) -> Tensor:
     """All of some logits (..., v) on each rank, without a gradient. `position`: indices into the first dims, which
-    given to the DTensor would remember the mesh of an earlier run in this process with the same ranks."""
+    given to a DTensor would remember the mesh of an earlier run in this process with the same ranks."""
+    if not isinstance(logits, DTensor):
+        return logits[position]
     axis = axis_group_of(logits)
     width = chunk_range(logits.shape[-1], axis.size, 0).stop  # of the largest part; others are padded to it
     part = logits.to_local().detach()[position]

@@ -70,11 +70,9 @@ class ParallelOptions:
     """How a model is spread over a mesh; only `precision` and `linear_precision` touch what is computed."""
 
     precision: str = "float32"  # what blocks compute in: "float32", "float64", "bfloat16" or "float16"
-    # What the linear layers inside of blocks multiply in: "float8", "mxfp8", or None: in `precision`; see `float8.py`.
-    linear_precision: str | None = None
+    linear_precision: str | None = None  # of linear layers inside of blocks: "float8", "mxfp8"; see `float8.py`
     tp_plan: Mapping[str, str] | None = None  # how layers split over `tp`; None: that in the file of the model's class
-    # Between tensor-parallel layers ranks have parts of the sequence; None: if an `embedding_rowwise` layer splits it.
-    sequence_parallel: bool | None = None
+    sequence_parallel: bool | None = None  # between these; None: if an `embedding_rowwise` layer splits sequences
     cp_plan: Mapping[str, str] | None = None  # where tokens see each other; None: that of the model's file
     context: str = "gather"  # over `cp`: how keys and values travel, "gather" or "ring"
     context_heads: int | None = None  # neighbours on `cp` that split heads instead; None: the layout's
@@ -85,12 +83,10 @@ class ParallelOptions:
     symmetric_memory: bool | Literal["auto"] = "auto"
     recompute: str = "none"  # what blocks compute again in backward; see `activation_checkpoint.py`
     compile: bool = False  # each block by torch.compile
-    # The last block gives the loss where it is requested (`linear_cross_entropy.py`): it makes the model's output.
-    fuse_loss: bool = False
+    fuse_loss: bool = False  # the last block gives the loss where it is requested (`linear_cross_entropy.py`)
     reshard_after_forward: bool = True  # see `fsdp.apply_fsdp`
     reduce_precision: str | None = None  # in which gradients are summed over data ranks; None: as they are kept
-    # ZeRO-1: copies share the optimizer's states and its work (`ddp.py`); for `meshtrain.optim.Optimizer` alone.
-    shard_optimizer: bool = False
+    shard_optimizer: bool = False  # ZeRO-1 (`ddp.py`); for `meshtrain.optim.Optimizer` alone
     verify: bool = True  # before anything else the split model is compared with the plain one; see `verify.py`
     # For that: what `model(*sample)` takes, a few short samples, the same on each rank of `tp`; None: one is made up.
     sample: Sequence[Tensor | None] | None = None
@@ -320,14 +316,12 @@ def _sum_over_copies(model: nn.Module, experts: list[nn.Module], mesh: Mesh, opt
         inside = {parameter for module in experts for parameter in module.parameters()}
         return [(name, p) for name, p in model.named_parameters() if (p in inside) == of_experts]
 
-    if mesh.size(REPLICATE) > 1 and not mesh.uses_fsdp:
-        sync = kind(model, mesh, REPLICATE, options.waiting, partial(named, False), dtype)
-        add_gradient_sync(model, sync)
-    if mesh.size(EXPERT_REPLICATE) > 1 and mesh.size(EXPERT_SHARD) == 1 and experts:
-        for module in experts:  # a model that FSDP shards may have no memory yet, which buckets of gradients need
-            allocate(module, torch.device(mesh.device_type))
-        sync = kind(model, mesh, EXPERT_REPLICATE, options.waiting, partial(named, True), dtype)
-        add_gradient_sync(model, sync)
+    copied = bool(experts) and mesh.size(EXPERT_SHARD) == 1
+    for axis, of_experts, syncs in ((REPLICATE, False, not mesh.uses_fsdp), (EXPERT_REPLICATE, True, copied)):
+        if syncs and mesh.size(axis) > 1:
+            for module in experts if of_experts else ():  # FSDP's have no memory yet, which buckets of gradients need
+                allocate(module, torch.device(mesh.device_type))
+            add_gradient_sync(model, kind(model, mesh, axis, options.waiting, partial(named, of_experts), dtype))
 
 
 def _share_samples(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> None:
@@ -342,11 +336,9 @@ def _refuse_plain_dropout(model: nn.Module) -> None:
     """Without sequence parallelism each rank of `tp` would draw its own mask for the same activations."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            raise InputError(
-                f"{name} is a {type(module).__name__}, whose mask each rank of tp would draw for itself, and without "
-                "sequence_parallel all of them have the same activations: use meshtrain.dropout.Dropout, or "
-                "sequence_parallel true"
-            )
+            own = f"{name} is a {type(module).__name__}, whose mask each rank of tp would draw for itself"
+            same = "without sequence_parallel all of them have the same activations"
+            raise InputError(f"{own}, and {same}: use meshtrain.dropout.Dropout, or sequence_parallel true")
 
 
 def _refuse_batch_statistics(model: nn.Module) -> None:
@@ -356,10 +348,9 @@ def _refuse_batch_statistics(model: nn.Module) -> None:
         )
         if statistics and module.training:
             raise AgreedError(
-                f"{name} is a {type(module).__name__}, which computes with the samples that a rank happens to have: on "
-                "several data ranks, with cp, and with sequence_parallel, the loss would depend on the layout. Use "
-                "nn.GroupNorm or nn.LayerNorm, freeze it with eval(), or use one data rank, cp: 1 and "
-                "sequence_parallel: false"
+                f"{name} is a {type(module).__name__}, which computes with the samples that a rank happens to have: "
+                "with several data ranks, cp or sequence_parallel the loss would depend on the layout. Use a GroupNorm "
+                "or LayerNorm, freeze it with eval(), or use one data rank, cp: 1 and sequence_parallel: false"
             )
 
 
@@ -409,10 +400,8 @@ def _wrap_blocks(
 
 def _refuse_copy(memo: dict[int, Any]) -> None:
     """In the place of `copy.deepcopy`, which would leave functions as they are."""
-    raise InputError(
-        "a copy of this model would compute with the weights of the original, which its compiled and 16-bit blocks "
-        "refer to: copy the plain model and parallelize the copy, or copy its state_dict"
-    )
+    refers = "a copy of this model would compute with the weights of the original, to which its blocks refer"
+    raise InputError(f"{refers}: copy the plain model and parallelize the copy, or copy its state_dict")
 
 
 def broadcast_parameters(model: nn.Module, mesh: Mesh) -> None:

@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 ATTENTION = "attention"  # the one word of a `cp_plan`
 EXPERTS = "ep_dispatch_experts"  # the one word of an `ep_plan`, Hugging Face's
 REPLICATED = "replicated_with_grad_allreduce"
-LORA_A, LORA_B = (
-    "lora_A",
-    "lora_B",
-)  # the layers of an adapter, inside of that beside it (`linear/lora.py`)
+LORA_A, LORA_B = "lora_A", "lora_B"  # the layers of an adapter, inside of that beside it (`linear/lora.py`)
 NO_SEQUENCE = "the tp_plan has no embedding_rowwise layer, which is what splits the sequence over tp"
 
 

@@ -7,6 +7,7 @@ from torch import nn
 from meshtrain.config import Config
 from meshtrain.config.locate import model_file
 from meshtrain.data import OpenData
+from meshtrain.errors import printable
 from meshtrain.generate import generate
 from meshtrain.job.process import Job
 from meshtrain.mesh import Mesh
@@ -43,8 +44,7 @@ def sample_text(config: Config, job: Job, mesh: Mesh, data: OpenData, model: nn.
         context=context_parallel(config, mesh) if mesh.size("cp") > 1 else None,
     )
     first, rest = data.tokenizer.decode(prompt), data.tokenizer.decode(ids[len(prompt) :])
-    shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in first + rest)  # no word to the terminal
-    return f"\na sample, going on from {first!r}:\n{shown}\n"
+    return f"\na sample, going on from {first!r}:\n{printable(first + rest)}\n"
 
 
 def write_export(config: Config, job: Job, mesh: Mesh, model: nn.Module, folder: str) -> None:

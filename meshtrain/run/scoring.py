@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshtrain.attention import AttentionContext, KVCache
 from meshtrain.evaluate import evaluation_mode
@@ -52,7 +51,7 @@ class Scorer:
     def _of_row(self, logits: Tensor, i: int, row: list[int], count: int) -> list[float]:
         count = min(count, len(row) - 1)
         last = slice(logits.shape[1] - count, None)
-        own = gather_logits(logits, i, last) if isinstance(logits, DTensor) else logits[i, last]
+        own = gather_logits(logits, i, last)
         targets = torch.tensor(row[len(row) - count :], device=own.device)
         values = torch.promote_types(own.dtype, torch.float32)
         losses = torch.nn.functional.cross_entropy(own.to(values), targets, reduction="none")

@@ -30,7 +30,7 @@ from meshtrain.doctor.records import (
     from_json,
     to_json,
 )
-from meshtrain.doctor.report import block, digests, digests_text, findings_text, report_json
+from meshtrain.doctor.report import block, digests, digests_text, findings_text, print_report, report_json
 from meshtrain.doctor.rules import BLOCKING, blocking, judge
 
 PLACE = Place("torchrun's options", "c10d", "node1", 29500, "job", 2, 2, processes="2")
@@ -486,3 +486,14 @@ def test_digests_tell_which_hosts_are_alike() -> None:
     assert sorted(other["code"].values()) == [["node1"], ["node2"]]
     assert other["config"] == alike["config"]
     assert re.search(r"digests: code \w{8}/\w{8}, versions \w{8}, ", digests_text(changed))
+
+
+def test_a_table_in_80_columns_cuts_no_word(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshtrain.doctor.report.WIDTH", 80)
+    print_report(HEALTHY, [], as_json=False)
+    table = capsys.readouterr().out.partition("digests:")[0]
+    assert "…" not in table
+    assert {"processes", "GPUs", "clock", "disk"} <= set(table.split())
+    assert max(map(len, table.splitlines())) <= 80

@@ -150,7 +150,7 @@ def test_the_plan_counts_what_is_trained(tuned: Path) -> None:
         ('train.freeze=["*"]', "train.freeze: nothing of the model is left to train"),
         (
             'train.lora={rank: 2, match: ["*.q"]}',
-            "train.lora: match: '*.q' matches no linear layer inside of the model's",
+            "train.lora: '*.q' matches no linear layer inside of the model's",
         ),
         ('train.lora={rank: 2, match: ["lm_head"]}', "'lm_head' matches no linear layer inside"),
         ("train.lora={rank: 0}", "train.lora.rank: expected an integer of at least 1"),

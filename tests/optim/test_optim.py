@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from meshtrain.cli.memory import held_by_ranks
+from meshtrain.config.schema import ParamGroup
 from meshtrain.errors import InputError
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
@@ -19,7 +20,7 @@ from meshtrain.metrics.logger import read
 from meshtrain.optim import Optimizer, clip_gradients, grad_norm, rounding
 from meshtrain.optim.grad_norm import clip_factor, local_parameters
 from meshtrain.optim.lr_schedule import learning_rate
-from meshtrain.optim.optimizer import GroupOptions, UpdateRule
+from meshtrain.optim.optimizer import UpdateRule
 from meshtrain.optim.registry import OPTIMIZERS, update_rule
 from meshtrain.optim.rounding import random_bits, round_stochastically
 from meshtrain.parallel.mixed_precision import sum_dtype, sum_dtype_of
@@ -300,23 +301,20 @@ def test_the_loss_scale_halves_on_overflow_and_doubles_after_good_steps() -> Non
 
 
 def test_groups_have_learning_rates_and_decays_of_their_own() -> None:
-    def options(spec: ParameterSpec) -> GroupOptions:
-        return GroupOptions(0.25, lr_scale=0.5) if spec.name.startswith("1") else GroupOptions(0.0)
-
     ours, theirs = model_with_gradients(), model_with_gradients()
-    config = settings(schedule="constant", warmup_steps=0)
-    optimizer = Optimizer(ours, config, MESH, 10, options)
+    groups = (ParamGroup("1.*", lr_scale=0.5, weight_decay=0.25), ParamGroup("*", weight_decay=0.0))
+    optimizer = Optimizer(ours, settings(schedule="constant", warmup_steps=0, groups=groups), MESH, 10)
     assert [[p.spec.name for p in group.parameters] for group in optimizer.param_groups] == [
         ["0.weight", "0.bias"],
         ["1.weight", "1.bias"],
     ]
     optimizer.squared_norm()
     assert optimizer.update(1, None, torch.tensor(False)) == 1.0
-    groups = [
+    theirs_in_groups = [
         {"params": list(theirs[0].parameters()), "lr": 1.0, "weight_decay": 0.0},
         {"params": list(theirs[1].parameters()), "lr": 0.5, "weight_decay": 0.25},
     ]
-    torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8).step()
+    torch.optim.AdamW(theirs_in_groups, betas=(0.9, 0.95), eps=1e-8).step()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 

@@ -8,7 +8,7 @@ const CHARTS = [
   ["memory", ["memory_gib", "memory_max_gib", "memory_reserved_gib"], "GiB"], ["step time", ["step_time_s"], "s"],
 ];
 const find = (id) => document.getElementById(id);
-let runs = [], answers = "", chosen = 0, reading = null;  // reading: {of: a figure's title, at: number of a point or rank}
+let runs = [], answers = "", chosen = 0, drawing = false, reading = null;  // reading: {of: a figure's title, at: number of a point or rank}
 
 function make(name, attributes = {}, ...children) {
   const own = ["svg", "path", "line", "text", "rect", "title", "g"].includes(name);
@@ -61,7 +61,7 @@ function readable(figure, svg, title, count, columns, show, pointed) {  // value
     if (to !== null) go(to);
   });
   svg.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") go(null); });
-  figure.addEventListener("blur", () => { if (figure.isConnected) go(null); });
+  figure.addEventListener("blur", () => { if (!drawing) go(null); });  // not where a new figure takes its place
   figure.addEventListener("keydown", (event) => {
     const here = reading?.of === title ? reading.at : count, rows = columns > 1 && {ArrowUp: here - columns, ArrowDown: here + columns};
     const to = {ArrowLeft: here - 1, ArrowRight: here + 1, Home: 0, End: count - 1, ...rows}[event.key];
@@ -226,9 +226,11 @@ function draw() {
   if (!run) return;
   fields();
   const focused = document.activeElement?.dataset?.chart, extra = find("field").value;
+  drawing = true;
   find("charts").replaceChildren(...CHARTS.map((one) => chart(...one)), ...(extra ? [chart(extra, [extra], "")] : []));
   numbers(run); heat(run); timeline(run); events(run);
-  if (focused) document.querySelector(`[data-chart="${CSS.escape(focused)}"]`)?.focus();
+  if (focused) document.querySelector(`[data-chart="${CSS.escape(focused)}"]`)?.focus({preventScroll: true});
+  drawing = false;
   const last = (name) => (run.columns[name] || []).filter((v) => v !== null).at(-1) || 0;
   const parts = PHASES.map((name) => [name, last(`time_${name}_s`)]), rest = last("step_time_s") - parts.reduce((sum, part) => sum + part[1], 0);
   bar("phases", [...parts, ["rest", Math.max(0, rest)]]);
