@@ -123,6 +123,7 @@ def compiled_by_graphs() -> Iterator[None]:
     import torch._functorch.config
     import torch._inductor.config
 
+    torch._dynamo.reset()  # graphs of another trace fit by their guards, and may hold on to more
     torch.overrides.get_overridable_functions()  # once, before any function of torch is another one
     compile_ = torch.compile
 
