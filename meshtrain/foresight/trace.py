@@ -247,6 +247,7 @@ class TracedStep:
             for parameter in self.model.parameters():
                 live.see(to_local(parameter.detach()))
             for last in (False, False, True):
+                gc.collect()  # cycles hold memory for as long as it happens, those of the compiler too
                 if last:
                     live.actions = {count: partial(look, moment) for moment, (_, count, _) in live.peaks.items()}
                 peaks, live.peaks, live.count = live.peaks, {}, 0
@@ -255,7 +256,7 @@ class TracedStep:
             for counted in (live.peaks, peaks) if len(peaks) > 1 else ():
                 counted.pop(" ", None)  # between the parts of a step a host computes, too
             assert live.peaks == peaks  # steps are alike
-        gc.collect()  # cycles hold memory for as long as it happens
+        gc.collect()
         moment = max(peaks, key=lambda moment: peaks[moment][0])
         peak, _, words = peaks[moment]
         resident, sent = live.parts(self.owners()), self.mesh.comm_bytes.by_axis()
