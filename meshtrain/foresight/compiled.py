@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._prims import rng_prims
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 
 from meshtrain.foresight.live import LiveBytes, is_view
 from meshtrain.parallel.torch_private import without_dispatch_modes
@@ -63,7 +64,8 @@ class Graph:
             for other in ends:
                 del values[other]
             if node in self.results and live is not None:
-                live.see(values[node])
+                for tensor in tree_leaves(values[node]):
+                    live.see(tensor)
                 live.look(node.target.__name__)
             if len(ends) < len(self.ends[i]):
                 del values[node]
