@@ -94,7 +94,7 @@ def read_keys(
 
 
 def _rows(search: "Search", results: Sequence["Candidate"]) -> list[list[str]]:
-    rows = [["", "layout", "micro", "recompute", "schedule", "step", "MFU", "memory", "limit"]]
+    rows = [["", "layout", "micro", "recompute", "schedule", "step", "MFU", "memory"]]
     for i, candidate in enumerate(results):
         step, sizes = candidate.prediction.step, candidate.layout.sizes
         micro, recompute, schedule = (str(candidate.settings[key]) for key in TITLES)
@@ -104,9 +104,9 @@ def _rows(search: "Search", results: Sequence["Candidate"]) -> list[list[str]]:
         ]
         first += [micro, recompute, schedule if candidate.layout.size("pp") > 1 else "-", f"{step.seconds:.3g} s"]
         mfu = f"{100 * step.mfu:.0f} %" if step.mfu else "-"
-        rows.append([*first, mfu, bytes_text(candidate.memory.total), step.limit])
+        rows.append([*first, mfu, bytes_text(candidate.memory.total)])
         others = [change for change in candidate.overrides(search.config)[1:] if not change.startswith(TITLES)]
-        rows += [[f"     {line}"] for line in (" ".join(others), candidate.reason) if line]
+        rows += [[f"     {line}"] for line in (" ".join(others), candidate.reason, f"limit: {step.limit}") if line]
     return rows
 
 
