@@ -115,9 +115,11 @@ def alone(case: Case) -> dict[str, Any]:
     job = join(Environment("none", 0, 1, 0, "here", None, restarts=int(case.again)))
     job.device = torch.device("cpu")
     before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
+    signals = Signals.install()
     try:
-        return run_case(case, job, Signals.install())
+        return run_case(case, job, signals)
     finally:
+        signals.restore()  # else its alarm rings in the next run
         for number, handler in before.items():
             signal.signal(number, handler)
 
