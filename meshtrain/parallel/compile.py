@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, NamedTuple
 
 import torch
@@ -59,8 +60,10 @@ def missing_tools(capability: tuple[int, int]) -> str | None:
 def keep_compiled_code(folder: Path) -> None:
     """Has the compiler keep its code where later starts find it, unless the environment names a place, or nothing can
     be written there: torch's own default is a temporary folder. torch finds out by itself what is out of date."""
-    place = folder / f"compiled-torch-{torch.__version__}"
-    if CACHE not in os.environ:
+    place, named = folder / f"compiled-torch-{torch.__version__}", Path(os.environ.get(CACHE, ""))
+    # A model that imports parts of the compiler has its default in the environment by then.
+    default = named.parent == Path(gettempdir()) and named.name.startswith("torchinductor_")
+    if CACHE not in os.environ or default:
         with suppress(OSError):
             place.mkdir(parents=True, exist_ok=True)
         if os.access(place, os.W_OK | os.X_OK):

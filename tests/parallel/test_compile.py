@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from tempfile import gettempdir
 from types import SimpleNamespace
 from typing import Any
 
@@ -294,8 +295,11 @@ def test_compiled_code_is_kept_where_a_restart_finds_it(monkeypatch: pytest.Monk
     (tmp_path / "file").touch()
     keep_compiled_code(tmp_path / "file")
     assert CACHE not in os.environ, "nothing can be written there, as in a container without a home"
-    keep_compiled_code(tmp_path)
-    assert Path(os.environ[CACHE]).parent == tmp_path
+    for torchs_own in (False, True):
+        if torchs_own:
+            monkeypatch.setenv(CACHE, f"{gettempdir()}/torchinductor_me")
+        keep_compiled_code(tmp_path)
+        assert Path(os.environ[CACHE]).parent == tmp_path
 
     def square(x: torch.Tensor) -> torch.Tensor:
         return x @ x  # a library's kernel: no code is generated for it

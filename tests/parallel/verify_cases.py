@@ -238,7 +238,7 @@ class Verified(Cases):
         sharded = {"0": "embedding_rowwise", "2": "colwise_gather_output"}
         self.refused(
             "a batch norm",
-            ["1 is a BatchNorm1d", "with sequence_parallel"],
+            ["1 is a BatchNorm1d", "or sequence_parallel"],
             lambda: nn.Sequential(nn.Embedding(V, D), nn.BatchNorm1d(D), nn.Linear(D, V)),
             sharded,
         )
