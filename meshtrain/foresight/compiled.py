@@ -125,7 +125,6 @@ def compiled_by_graphs() -> Iterator[None]:
     import torch._functorch.config
     import torch._inductor.config
 
-    torch._dynamo.reset()  # graphs of another trace fit by their guards, and may hold on to more
     torch.overrides.get_overridable_functions()  # once, before any function of torch is another one
     compile_ = torch.compile
 
@@ -133,6 +132,8 @@ def compiled_by_graphs() -> Iterator[None]:
         return compile_(function, backend=inductor, **settings)
 
     with ExitStack() as stack:
+        # Graphs of another trace would fit by their guards, and a run may have only so many.
+        stack.callback(torch._dynamo.reset)
         stack.enter_context(patch.object(torch, "compile", graphs))
         stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=256))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
