@@ -340,7 +340,7 @@ def test_a_pipeline_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_costs_of_stages_and_the_schedule_make_the_idle_time(capsys: pytest.CaptureFixture[str]) -> None:
-    even = ["plan", "quickstart", "layout={pp: 2}", "--json"]
+    even = ["plan", "quickstart", "layout={pp: 2}", "parallel.compile=false", "--json"]
     idle = []
     for more in ([], ["pipeline.split=[6, 1]"], ["pipeline.schedule=zbv"]):
         assert cli.main([*even, *more]) == 0

@@ -132,6 +132,7 @@ def test_without_signals_of_its_own_a_run_hears_none() -> None:
 
 
 def test_the_file_asks_until_it_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "LOOK_EVERY_S", 1000.0)
     requests = StopRequest(Signals())
     requests.watch(tmp_path, None, {})
     assert requests.reason(0, 0) is None
