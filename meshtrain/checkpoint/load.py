@@ -26,7 +26,7 @@ from meshtrain.checkpoint.placement import (
     share_of,
 )
 from meshtrain.checkpoint.shard_file import ShardReader
-from meshtrain.checkpoint.state import LOSS_SCALE, LocalShard, State
+from meshtrain.checkpoint.state import LOSS_SCALE, State
 from meshtrain.checkpoint.weights import read_piece
 from meshtrain.errors import InputError, join_some
 from meshtrain.huggingface.load import DTYPES
@@ -51,17 +51,15 @@ def read_shares(checkpoint: Path, manifest: Manifest, state: State, local: Mappi
     problems = differences(manifest.tensors, state.placements)
     if problems:
         raise InputError(f"{checkpoint} does not fit the model: {'; '.join(problems)}")
+    shards = {shard.name: shard for shard in reversed(state.shards)}  # of a tied weight that comes twice the first
+    reads = _reads(manifest, state.placements, state.layout, state.mesh.rank)
     with ShardReader(checkpoint, manifest, local) as files, ThreadPoolExecutor(THREADS, "checkpoint") as pool:
         pending: deque[Future[None]] = deque()
         try:
-            for rank, local_shard, share, piece in _reads(manifest, state):
-                file = files.shard_with(local_shard.name, rank, piece)
-                for part in _chunks(local_shard.placement, share, piece):
-                    pending.append(
-                        pool.submit(
-                            read_piece, file, local_shard.name, piece, part, local_shard.local, local_shard.part
-                        )
-                    )
+            for writer, name, share, piece in sorted(reads, key=itemgetter(0)):  # file by file
+                file, shard = files.shard_with(name, writer, piece), shards[name]
+                for part in _chunks(shard.placement, share, piece):
+                    pending.append(pool.submit(read_piece, file, name, piece, part, shard.local, shard.part))
                 while len(pending) > AHEAD:
                     pending.popleft().result()
             while pending:
@@ -127,34 +125,20 @@ def differences(stored: Mapping[str, Placement], model: Mapping[str, Placement])
 
 def files_needed(manifest: Manifest, placements: Mapping[str, Placement], layout: Layout, rank: int) -> set[int]:
     """The ranks whose files a rank of this layout reads."""
-    parts = ((name, tensor, part_of_rank(tensor, layout, rank)) for name, tensor in placements.items())
-    share = [(name, _share_to_read(tensor, layout, rank, part)) for name, tensor, part in parts if part is not None]
-    matches = ((manifest.tensors[name], part) for name, part in share if name in manifest.tensors)
-    return {
-        writer for tensor, part in matches if not is_empty(part) for writer, _ in pieces(tensor, manifest.layout, part)
-    }
+    return {writer for writer, *_ in _reads(manifest, placements, layout, rank)}
 
 
-def _share_to_read(tensor: Placement, layout: Layout, rank: int, part: Part) -> Part:
-    """What a rank reads of the part that it holds."""
-    if replica_axes(tensor, layout) is None:  # there is no group to exchange it over
-        return part
-    return share_of(part, tensor, layout, copy_number(tensor, layout, rank))
-
-
-def _reads(manifest: Manifest, state: State) -> list[tuple[int, LocalShard, Part, Part]]:
-    """File by file: the rank that has written it, a tensor, what this rank reads of it, and a piece in the file."""
-    first = {shard.name: shard for shard in reversed(state.shards) if shard.name in manifest.tensors}
-    share = [
-        (shard, _share_to_read(shard.placement, state.layout, state.mesh.rank, shard.part)) for shard in first.values()
-    ]
-    reads = [
-        (rank, shard, part, piece)
-        for shard, part in share
-        if not is_empty(part)
-        for rank, piece in pieces(manifest.tensors[shard.name], manifest.layout, part)
-    ]
-    return sorted(reads, key=itemgetter(0))
+def _reads(
+    manifest: Manifest, placements: Mapping[str, Placement], layout: Layout, rank: int
+) -> Iterator[tuple[int, str, Part, Part]]:
+    """What a rank of this layout reads: the rank that has written it, a tensor, its share, and a piece in the file."""
+    for name, tensor in placements.items():
+        share = part_of_rank(tensor, layout, rank)
+        if share is not None and replica_axes(tensor, layout) is not None:  # else there is no group to exchange it over
+            share = share_of(share, tensor, layout, copy_number(tensor, layout, rank))
+        if name in manifest.tensors and share is not None and not is_empty(share):
+            for writer, piece in pieces(manifest.tensors[name], manifest.layout, share):
+                yield writer, name, share, piece
 
 
 def _chunks(tensor: Placement, share: Part, piece: Part) -> Iterator[Part]:

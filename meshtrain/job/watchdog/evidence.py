@@ -10,12 +10,12 @@ import re
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from meshtrain.job.exit import print_failure
 from meshtrain.job.process import Job
 from meshtrain.job.programs import ProgramError, run_program
-from meshtrain.job.sockets import call_with_timeout
+from meshtrain.job.sockets import call_with_timeout, in_thread
 from meshtrain.job.watchdog.introspect import process_groups, recorder_entries
 from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind, failure_line
 
@@ -64,27 +64,21 @@ def collect(folder: Path, job: Job, *, of_host: bool) -> list[str]:
     }
     for name in PROGRAMS if of_host else ():
         sources[f"{name}.txt"] = partial(output_of, name)
-    path, problems = folder / job.host, list[str]()
-    threads = {
-        name: threading.Thread(target=_save, args=(path / name, source, problems), name="evidence", daemon=True)
-        for name, source in sources.items()
-    }
-    deadline = time.monotonic() + EVIDENCE_S
-    for thread in threads.values():
-        thread.start()
-    for thread in threads.values():
-        thread.join(max(0.0, deadline - time.monotonic()))
-    late = [name for name, thread in threads.items() if thread.is_alive()]
-    return problems + [f"{name} was not written within {EVIDENCE_S:g} s" for name in late]
+    deadline, problems = time.monotonic() + EVIDENCE_S, []
+    files = {name: in_thread(_save, folder / job.host / name, source) for name, source in sources.items()}
+    for name, file in files.items():
+        try:
+            file.result(max(0.0, deadline - time.monotonic()))
+        except Exception as error:  # the end comes all the same
+            late = f"{name} was not written within {EVIDENCE_S:g} s"
+            problems.append(f"{name}: {error!r}" if file.done() else late)
+    return problems
 
 
-def _save(path: Path, source: Callable[[], str], problems: list[str]) -> None:
-    try:
-        text = source()
-        path.parent.mkdir(parents=True, exist_ok=True)  # each host has its own where the run's folder is not shared
-        path.write_text(text, encoding="utf-8")
-    except Exception as error:  # the end comes all the same
-        problems.append(f"{path.name}: {error!r}")
+def _save(path: Path, source: Callable[[], str]) -> None:
+    text = source()
+    path.parent.mkdir(parents=True, exist_ok=True)  # each host has its own where the run's folder is not shared
+    path.write_text(text, encoding="utf-8")
 
 
 def output_of(name: str) -> str:
@@ -106,14 +100,11 @@ def _is_recent(line: str) -> bool:
 
 def all_stacks() -> str:
     """Where every thread of this process is, innermost first; without lines of source, which lie on some disk."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    lines = []
-    frame: FrameType | None
-    for thread, frame in sys._current_frames().items():
+    names, lines = {thread.ident: thread.name for thread in threading.enumerate()}, []
+    for thread, innermost in sys._current_frames().items():
         lines.append(f"thread {names.get(thread, thread)}:")
-        while frame is not None:
-            lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}')
-            frame = frame.f_back
+        for frame, line in traceback.walk_stack(innermost):
+            lines.append(f'  File "{frame.f_code.co_filename}", line {line}, in {frame.f_code.co_name}')
     return "\n".join(lines) + "\n"
 
 
