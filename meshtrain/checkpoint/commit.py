@@ -74,9 +74,9 @@ class CheckpointWrite:
     notes: list[str] = field(default_factory=list)  # lines for rank 0 to print
 
     def __post_init__(self) -> None:
-        self._rounds = [self.job.round() for _ in range(6)]
-        self._prepare_round, self._divergence_round, self._local_round = self._rounds[:3]
-        self._folder_round, self._room_round, self._commit_round = self._rounds[3:]
+        self.rounds = [self.job.round() for _ in range(6)]
+        self._prepare_round, self._divergence_round, self._local_round = self.rounds[:3]
+        self._folder_round, self._room_round, self._commit_round = self.rounds[3:]
         self._written = datetime.now(UTC).isoformat(timespec="seconds")
         self._start = time.perf_counter()
         self._outcome = threading.Lock()  # on rank 0, taken once: by the thread that decides the outcome
@@ -119,18 +119,13 @@ class CheckpointWrite:
             delay = f"rank {join_some([str(rank) for rank in late])} {missing}"
         return f"{delay}; {DIVERGED}" if self.diverged else delay
 
-    def poll_while_waiting(self) -> None:
-        """For a save without a thread of its own."""
-        for meeting in self._rounds:
-            meeting.meanwhile = self.poll
-
     def cancel(self) -> None:
-        for meeting in self._rounds:
+        for meeting in self.rounds:
             meeting.cancel()
 
     def forget(self) -> None:
         """Rank 0 clears the store of what all ranks have read: they have begun another save since."""
-        for meeting in self._rounds:
+        for meeting in self.rounds:
             meeting.delete()
 
     def run(self, before: "CheckpointWrite | None") -> None:
@@ -146,16 +141,12 @@ class CheckpointWrite:
         except BaseException as error:  # the main thread raises it
             self.error = error
         finally:
-            if self.given_up:
-                self._clear_away()
+            if self.given_up and self.local is not None:
+                self.local.abandon(self.step)
+            if self.given_up and self.job.rank == 0:
+                with suppress(OSError):
+                    directory.abandon(self.folder, self.step)
             self.done.set()
-
-    def _clear_away(self) -> None:
-        if self.local is not None:
-            self.local.abandon(self.step)
-        if self.job.rank == 0:
-            with suppress(OSError):
-                directory.abandon(self.folder, self.step)
 
     def _prepare(self, before: "CheckpointWrite | None") -> str | None:
         """The first round, and the second if it is needed; returns why nothing is written."""
@@ -270,7 +261,8 @@ class CheckpointWrite:
         if self.make_room is not None:
             self._room_round.put(report)
             if self.job.rank == 0:
-                self._room_round.broadcast(self._room_for(self._gather(self._room_round)))
+                full = [report["full"] for report in self._gather(self._room_round) if "problem" in report]
+                self._room_round.broadcast(bool(full) and all(full) and self._has_made_room())
             if self._room_round.receive() and "problem" in report:
                 report = self._write_file(again=True)
         report.pop("full", None)
@@ -294,11 +286,6 @@ class CheckpointWrite:
             full = isinstance(error, OSError) and error.errno in NO_ROOM
             return {"problem": self._describe_error(error, path), "full": full}
         return {"size": file.size, "crc32": file.crc32}
-
-    def _room_for(self, reports: Sequence[Mapping[str, Any]]) -> bool:
-        """On rank 0: whether disks were full, and nothing else was wrong, and have room now."""
-        full = [report["full"] for report in reports if "problem" in report]
-        return bool(full) and all(full) and self._has_made_room()
 
     def _commit(self, reports: Sequence[Mapping[str, Any]]) -> str | None:
         """Rank 0: the manifest and the name, or the end of what could not be written."""

@@ -6,7 +6,7 @@ that wrote the checkpoint the share is just what the rank has written: it needs 
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from operator import itemgetter
 from pathlib import Path
@@ -52,7 +52,8 @@ def read_shares(checkpoint: Path, manifest: Manifest, state: State, local: Mappi
     if problems:
         raise InputError(f"{checkpoint} does not fit the model: {'; '.join(problems)}")
     shards = {shard.name: shard for shard in reversed(state.shards)}  # of a tied weight that comes twice the first
-    reads = _reads(manifest, state.placements, state.layout, state.mesh.rank)
+    parts = [(shard.name, shard.placement, shard.part) for shard in shards.values()]
+    reads = _reads(manifest, state.layout, state.mesh.rank, parts)
     with ShardReader(checkpoint, manifest, local) as files, ThreadPoolExecutor(THREADS, "checkpoint") as pool:
         pending: deque[Future[None]] = deque()
         try:
@@ -125,15 +126,15 @@ def differences(stored: Mapping[str, Placement], model: Mapping[str, Placement])
 
 def files_needed(manifest: Manifest, placements: Mapping[str, Placement], layout: Layout, rank: int) -> set[int]:
     """The ranks whose files a rank of this layout reads."""
-    return {writer for writer, *_ in _reads(manifest, placements, layout, rank)}
+    parts = ((name, tensor, part_of_rank(tensor, layout, rank)) for name, tensor in placements.items())
+    return {writer for writer, *_ in _reads(manifest, layout, rank, parts)}
 
 
 def _reads(
-    manifest: Manifest, placements: Mapping[str, Placement], layout: Layout, rank: int
+    manifest: Manifest, layout: Layout, rank: int, parts: Iterable[tuple[str, Placement, Part | None]]
 ) -> Iterator[tuple[int, str, Part, Part]]:
-    """What a rank of this layout reads: the rank that has written it, a tensor, its share, and a piece in the file."""
-    for name, tensor in placements.items():
-        share = part_of_rank(tensor, layout, rank)
+    """Of the parts that a rank holds: whose file it reads, a tensor, its share of it, and a piece in that file."""
+    for name, tensor, share in parts:
         if share is not None and replica_axes(tensor, layout) is not None:  # else there is no group to exchange it over
             share = share_of(share, tensor, layout, copy_number(tensor, layout, rank))
         if name in manifest.tensors and share is not None and not is_empty(share):

@@ -35,9 +35,11 @@ class Snapshot:
         shards = {shard.name: shard for shard in state.shards}  # of two stages with one tied weight, one is enough
         self._copies: list[tuple[LocalShard, Part, Tensor | None]] = []  # of a part of the local shard
         self._entries: list[Entry] = []
-        self._memory, self._pinned = torch.empty(0, dtype=torch.uint8), False
-        if not streams:
-            self._memory = self._reserve(snapshot_bytes(state, rank))
+        self._memory = torch.empty(0 if streams else snapshot_bytes(state, rank), dtype=torch.uint8)
+        self._pinned = device.type == "cuda" and self._memory.nbytes > 0
+        if self._pinned:  # as it is: `Tensor.pin_memory` would round its size up to a power of two
+            pin_memory(self._memory.data_ptr(), self._memory.nbytes)
+        self._memory.zero_()  # the system gives memory when it is touched: now, and not in the first save
         offset = 0
         for entry, part in _entries(state, rank):
             shard, copy = shards[entry.name], None
@@ -48,14 +50,6 @@ class Snapshot:
             offset += _aligned(entry)
         self._events: list[torch.cuda.Event] = []
         self.host_s = 0.0
-
-    def _reserve(self, nbytes: int) -> Tensor:
-        memory = torch.empty(nbytes, dtype=torch.uint8)
-        if self._device.type == "cuda" and nbytes:
-            # As it is: `Tensor.pin_memory` would round its size up to a power of two.
-            pin_memory(memory.data_ptr(), nbytes)
-            self._pinned = True
-        return memory.zero_()  # the system gives memory when it is touched: now, and not in the first save
 
     def take(self) -> None:
         """Copies the state as it is now. On CUDA the copies are queued before whatever is computed next."""

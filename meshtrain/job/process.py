@@ -130,8 +130,8 @@ class Job:
 
     def hosts(self) -> tuple[list[str], list[int]]:
         """The hosts in rank order and how many neighbouring ranks each has; a host may come back later."""
-        names, counts = self.reduce("comparing hosts", self.host, _run_lengths)
-        return names, counts
+        runs = self.reduce("comparing hosts", self.host, lambda hosts: [(k, len(list(of))) for k, of in groupby(hosts)])
+        return [host for host, _ in runs], [count for _, count in runs]
 
     def connect(self, timeout_s: float) -> None:
         """Makes the job's first process group, unless there is one: NCCL on GPUs, gloo on CPUs. Raises InputError:
@@ -197,11 +197,6 @@ def _describe_problems(reports: list) -> tuple[str | None, str | None]:
     if len(lines) > MOST_FAILURES:
         lines[MOST_FAILURES:] = [f"and {len(lines) - MOST_FAILURES} other problems on other ranks"]
     return None, "\n".join(lines) or None
-
-
-def _run_lengths(names: list[str]) -> tuple[list[str], list[int]]:
-    runs = [(name, len(list(ranks))) for name, ranks in groupby(names)]
-    return [name for name, _ in runs], [count for _, count in runs]
 
 
 def _compare_devices(rows: list) -> tuple[list, bool]:

@@ -88,14 +88,12 @@ def output_of(name: str) -> str:
     except ProgramError as error:
         return f"{error}\n"
     if name == "dmesg":
-        lines = [line for line in text.splitlines() if KERNEL.search(line) and _is_recent(line)][-KERNEL_LINES:]
-        return "\n".join(lines or ["the last hour of the kernel's log has no errors of devices or memory"]) + "\n"
+        since = time.monotonic() - KERNEL_S
+        lines = [line for line in text.splitlines() if KERNEL.search(line)]
+        lines = [line for line in lines if (stamp := STAMP.match(line)) is None or float(stamp[1]) > since]
+        lines = lines[-KERNEL_LINES:] or ["the last hour of the kernel's log has no errors of devices or memory"]
+        return "\n".join(lines) + "\n"
     return text
-
-
-def _is_recent(line: str) -> bool:
-    stamp = STAMP.match(line)
-    return stamp is None or time.monotonic() - float(stamp[1]) < KERNEL_S
 
 
 def all_stacks() -> str:
