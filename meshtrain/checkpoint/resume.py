@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,16 +161,18 @@ class Resume:
             local.clear()
             read_shares(checkpoint, manifest, state)
 
-    def _ask(self, reports: Sequence[Sequence[Any]], blind: set[str], text: str, is_whole: Callable[[], bool]) -> None:
+    def _ask(self, reports: Sequence[Sequence[Any]], blind: set[str], text: str, look: Callable[[], object]) -> None:
         """Has another host, if there is one, look at what the hosts `blind` take for damaged, as `text` says.
 
-        `reports`: of each rank, its host first. TrainingError on every rank: the other host finds nothing wrong.
+        `reports`: of each rank, its host first. `look` raises InputError, or gives whether nothing is wrong.
+        TrainingError on every rank: so it is for the other host.
         """
         witness = next((rank for rank, (host, _) in enumerate(reports) if host not in blind), None)
         whole = False
         with self._job.collective_check("looking at a checkpoint from another host"):
             if self._job.rank == witness:
-                whole = with_retries(is_whole)
+                with suppress(InputError):
+                    whole = bool(with_retries(look))
         if self._job.reduce("looking at a checkpoint from another host", whole, any):
             assert witness is not None  # it was whole there
             raise TrainingError(
@@ -209,7 +212,7 @@ class Resume:
             choices = self._job.reduce("choosing a checkpoint", choice, _if_in_doubt)
             path, problem, self.back, local_digest = choices[0][1]
             if problem is not None:
-                self._ask(choices, {choices[0][0]}, problem, lambda: _is_whole(Path(path)))  # noqa: B023
+                self._ask(choices, {choices[0][0]}, problem, lambda: open_manifest(Path(path)))  # noqa: B023
                 if self._job.rank == 0:
                     self._damaged.append(problem)
                     self._candidates.paths.pop(0)
@@ -325,14 +328,6 @@ def _if_in_doubt(choices: list) -> list:
     return choices if choices[0][1][1] is not None else choices[:1]
 
 
-def _is_whole(checkpoint: Path) -> bool:
-    try:
-        open_manifest(checkpoint)
-    except InputError:
-        return False
-    return True
-
-
 def candidates(spec: RunSpec, *, restarted: bool) -> Candidates:
     """What `checkpoint.resume` stands for in the run's folder; a job that is `restarted` goes on, whatever it says.
 
@@ -344,7 +339,9 @@ def candidates(spec: RunSpec, *, restarted: bool) -> Candidates:
     if name == "latest" or (restarted and steps):
         return own
     if name == "none":
-        if not restarted and (steps or _is_used(spec.folder)):
+        metrics = spec.folder / "metrics.jsonl"
+        is_used = (spec.folder / "exit.json").exists() or (metrics.exists() and metrics.stat().st_size > 0)
+        if not restarted and (steps or is_used):
             used = spec.checkpoints if steps else spec.folder
             raise InputError(
                 f"checkpoint.resume is none, and {used} holds a run already: name a fresh folder with "
@@ -372,11 +369,6 @@ def _digest(spec: RunSpec) -> str:
     """Of the config, `checkpoint.resume` with it; the next job of a chain may have another layout."""
     config = {name: value for name, value in spec.config.plain().items() if name != "layout"}
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _is_used(folder: Path) -> bool:
-    metrics = folder / "metrics.jsonl"
-    return (folder / "exit.json").exists() or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def _from_path(folder: Path, own: Candidates, checkpoints: Path) -> Candidates:
