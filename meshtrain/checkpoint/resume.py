@@ -98,7 +98,9 @@ class Resume:
                     if isinstance(error, UnreadableError) and not self._local_only:
                         raise
                     damage = [str(error), error.file.name]  # a host's own disk that stays unreadable is lost
-            reports = self._job.reduce("loading", [self._job.host, damage], _if_damaged)
+            # Where no rank has found damage no rank needs to know of the others.
+            report = [self._job.host, damage]
+            reports = self._job.reduce("loading", report, lambda of: of if any(damage for _, damage in of) else [])
             damages = [report for _, report in reports if report is not None]
             if not damages:
                 exchange(state)
@@ -128,7 +130,7 @@ class Resume:
             return
         shared = {path.name for path in candidates.paths if path.parent == checkpoints}
         begun = not candidates.paths or bool(shared)  # else another run is named
-        for step, digest, having in counts:
+        for (step, digest), having in counts:
             if having == ranks:
                 candidates.local[self._spec.local.own / name_of(step)] = digest
             elif begun and name_of(step) not in shared:
@@ -209,7 +211,8 @@ class Resume:
                     chosen, problem = self._first()
             local_digest = self._candidates.local.get(Path(chosen)) if chosen is not None else None
             choice = [self._job.host, [chosen, problem, self._candidates.back, local_digest]]
-            choices = self._job.reduce("choosing a checkpoint", choice, _if_in_doubt)
+            # Of rank 0, and the hosts of all if they are to be asked about it.
+            choices = self._job.reduce("choosing a checkpoint", choice, lambda of: of if of[0][1][1] else of[:1])
             path, problem, self.back, local_digest = choices[0][1]
             if problem is not None:
                 self._ask(choices, {choices[0][0]}, problem, lambda: open_manifest(Path(path)))  # noqa: B023
@@ -318,16 +321,6 @@ class Resume:
                 write_whole(self._spec.folder / WENT_BACK, _digest(self._spec))
 
 
-def _if_damaged(reports: list) -> list:
-    """What each rank has loaded, [host, damage], if any has found damage: hosts are asked only then."""
-    return reports if any(damage for _, damage in reports) else []
-
-
-def _if_in_doubt(choices: list) -> list:
-    """What rank 0 has chosen, [host, [path, problem, ...]], and the hosts of all if they are to be asked about it."""
-    return choices if choices[0][1][1] is not None else choices[:1]
-
-
 def candidates(spec: RunSpec, *, restarted: bool) -> Candidates:
     """What `checkpoint.resume` stands for in the run's folder; a job that is `restarted` goes on, whatever it says.
 
@@ -361,8 +354,7 @@ def candidates(spec: RunSpec, *, restarted: bool) -> Candidates:
 
 def _count_offers(offers: list[list[list]]) -> list[tuple]:
     """Step and digest of every checkpoint that ranks offer, ascending, and how many of them do."""
-    counts = Counter((step, digest) for of in offers for step, digest in of)
-    return [(*known, counts[known]) for known in sorted(counts)]
+    return sorted(Counter((step, digest) for of in offers for step, digest in of).items())
 
 
 def _digest(spec: RunSpec) -> str:
