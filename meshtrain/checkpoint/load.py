@@ -16,15 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.checkpoint.placement import (
-    Placement,
-    copies,
-    copy_number,
-    part_of_rank,
-    pieces,
-    replica_axes,
-    share_of,
-)
+from meshtrain.checkpoint.placement import Placement, copies, copy_number, part_of_rank, pieces, replica_axes, share_of
 from meshtrain.checkpoint.shard_file import ShardReader
 from meshtrain.checkpoint.state import LOSS_SCALE, State
 from meshtrain.checkpoint.weights import read_piece

@@ -297,13 +297,8 @@ def _store(environment: Environment, timeout_s: float) -> dist.Store | None:
     if not environment.hosts_store:
         _wait_for_listener(address, port, timeout_s)
     try:
-        store = dist.TCPStore(
-            address,
-            port,
-            is_master=environment.hosts_store,
-            timeout=timedelta(seconds=max(ATTEMPT_S, begun + timeout_s - time.monotonic())),
-            wait_for_workers=False,
-        )
+        limit = timedelta(seconds=max(ATTEMPT_S, begun + timeout_s - time.monotonic()))
+        store = dist.TCPStore(address, port, None, environment.hosts_store, limit, wait_for_workers=False)
     except dist.DistError as error:
         raise TimeoutError(
             f"rank {environment.rank} on host {environment.host} could not reach the job's store at {address}:{port} "

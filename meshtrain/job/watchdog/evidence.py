@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -39,11 +39,7 @@ KERNEL = re.compile(
     r"NVRM|\bXid\b|nvidia|mlx[45]|infiniband|EDAC|machine check|out of memory|oom-kill|killed process|I/O error|nfs:",
     re.IGNORECASE,
 )
-PROGRAMS: Mapping[str, tuple[str, ...]] = {
-    "nvidia-smi": ("nvidia-smi", "-q"),
-    "ibstat": ("ibstat",),
-    "dmesg": ("dmesg",),
-}
+PROGRAMS = {"nvidia-smi": ("-q",), "ibstat": (), "dmesg": ()}  # and their arguments
 
 
 def make_folder(failures: Path, step: int, verdict: str) -> str:
@@ -84,7 +80,7 @@ def _save(path: Path, source: Callable[[], str]) -> None:
 def output_of(name: str) -> str:
     """What one of PROGRAMS prints, or a line that says why it does not; of the kernel's log what is of interest."""
     try:
-        text = run_program(PROGRAMS[name], PROGRAM_S)
+        text = run_program((name, *PROGRAMS[name]), PROGRAM_S)
     except ProgramError as error:
         return f"{error}\n"
     if name == "dmesg":
