@@ -111,15 +111,13 @@ def _short_hosts(reports: list[list]) -> list[str]:
     return short
 
 
-def _entries(state: State, rank: int) -> list[tuple[Entry, Part]]:
+def _entries(state: State, rank: int) -> Iterator[tuple[Entry, Part]]:
     """What this rank writes, in the order of a file."""
     names = {shard.name for shard in state.shards}
-    parts = [
-        (name, tensor.dtype, part_to_write(tensor, state.layout, rank))
-        for name, tensor in state.placements.items()
-        if name in names
-    ]
-    return [(Entry(name, dtype, shape_of(part)), part) for name, dtype, part in parts if part is not None]
+    for name, tensor in state.placements.items():
+        part = part_to_write(tensor, state.layout, rank) if name in names else None
+        if part is not None:
+            yield Entry(name, tensor.dtype, shape_of(part)), part
 
 
 def _stream(shard: LocalShard, part: Part) -> Iterator[memoryview]:

@@ -70,20 +70,12 @@ class Cause:
     matches: Matches
 
     def to_json(self) -> dict[str, Any]:
+        fix = " ".join([self.fix, *(f"{option};" for option in self.options)]).rstrip(";")
+        of_line = ("file", "line", "text", "rank")
+        evidence = [{name: getattr(line, name) for name in of_line} for line in self.matches.evidence]
+        cause = {"id": self.id, "role": self.role, "cause": self.cause, "fix": fix, "evidence": evidence}
         ranks = sorted(self.matches.ranks, key=_number)
-        return {
-            "id": self.id,
-            "role": self.role,
-            "cause": self.cause,
-            "fix": " ".join([self.fix, *(f"{option};" for option in self.options)]).rstrip(";"),
-            "evidence": [
-                {"file": line.file, "line": line.line, "text": line.text, "rank": line.rank}
-                for line in self.matches.evidence
-            ],
-            "options": list(self.options),
-            "count": self.matches.count,
-            "ranks": ranks,
-        }
+        return cause | {"options": list(self.options), "count": self.matches.count, "ranks": ranks}
 
 
 def explain(paths: Sequence[str], rules: Sequence[Rule] | None = None) -> list[Cause]:
