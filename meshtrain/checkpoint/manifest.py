@@ -164,7 +164,8 @@ def _parse_tensor(name: str, about: Any, layout: Layout) -> Placement:
     good = isinstance(shape, list) and len(shape) <= MAX_DIMS and all(map(is_count, shape))
     _expect(good, name, "a shape", shape)
     _expect(is_count(math.prod(shape) * SIZES[dtype]), name, "a shape of less than 2^63 bytes", shape)
-    good = isinstance(cuts, list) and all(_is_cut(cut, shape) for cut in cuts)
+    good = isinstance(cuts, list) and all(isinstance(cut, list) and len(cut) == 2 for cut in cuts)
+    good = good and all(isinstance(axis, str) and is_count(dim, max(1, len(shape)) - 1) for axis, dim in cuts)
     good = good and fits(Placement((), dtype, tuple((axis, dim) for axis, dim in cuts)), layout)
     _expect(good, name, f"cuts of its {max(1, len(shape))} dims by axes of the layout {layout}, each once", cuts)
     last = layout.size("pp") - 1
@@ -172,13 +173,6 @@ def _parse_tensor(name: str, about: Any, layout: Layout) -> Placement:
     good = good and all(stage < following for stage, following in pairwise(stages))
     _expect(good, name, f"stages from 0 to {last}, ascending", stages)
     return Placement(tuple(shape), dtype, tuple((axis, dim) for axis, dim in cuts), tuple(stages))
-
-
-def _is_cut(cut: Any, shape: list[int]) -> bool:
-    if not isinstance(cut, list) or len(cut) != 2:
-        return False
-    axis, dim = cut
-    return isinstance(axis, str) and is_count(dim, max(1, len(shape)) - 1)
 
 
 def _parse_evaluation(values: Any) -> dict[str, float] | None:

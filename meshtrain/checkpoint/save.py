@@ -83,8 +83,8 @@ class Saver:
             sums = Sums(self._state)
             self._snapshot.take()
         make_room = partial(self._pruner.make_room, step, about["evaluation"]) if self._makes_room else None
-        where = self._state, self._folder, self._job, step, about, self._snapshot, sums
-        write = CheckpointWrite(*where, self._writing, self._local, make_room, self._limit_s)
+        contents = self._state, self._folder, self._job, step, about, self._snapshot, sums
+        write = CheckpointWrite(*contents, self._writing, self._local, make_room, self._limit_s)
         write.waited_s = time.perf_counter() - start - self._snapshot.host_s
         self._current, self._slow = write, False
         self._start(write)

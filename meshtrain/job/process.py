@@ -143,7 +143,14 @@ class Job:
             gpu = str(torch.cuda.get_device_properties(self.device).uuid)
         shared, alone = self.reduce("comparing GPUs and names", [self.host, gpu, name], _compare_devices)
         with self.collective_check("connecting"):
-            self._check_gpu(next((ranks for host, of, ranks in shared if [host, of] == [self.host, gpu]), ()))
+            sharing: Sequence[int] = next((ranks for *of, ranks in shared if of == [self.host, gpu]), ())
+            # NCCL hangs or fails obscurely when two ranks share a GPU, unless it was told to allow it.
+            if sharing and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+                raise InputError(
+                    f"ranks {', '.join(ranges(sharing))} on host {self.host} were given the same GPU ({self.device}): "
+                    f"start as many processes as GPUs, here {torch.cuda.device_count()}, or use the CPU with "
+                    "CUDA_VISIBLE_DEVICES="
+                )
             if not alone:
                 self._check_own_name(name)
         cuda = self.device.type == "cuda"
@@ -157,15 +164,6 @@ class Job:
             timeout=timedelta(seconds=timeout_s),
             device_id=self.device if cuda else None,  # NCCL connects now, and smaller groups are split off this one
         )
-
-    def _check_gpu(self, sharing: Sequence[int]) -> None:
-        """NCCL hangs or fails obscurely when two ranks share a GPU, unless it was told to allow it."""
-        if sharing and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
-            raise InputError(
-                f"ranks {', '.join(ranges(sharing))} on host {self.host} were given the same GPU ({self.device}): "
-                f"start as many processes as GPUs, here {torch.cuda.device_count()}, or use the CPU with "
-                "CUDA_VISIBLE_DEVICES="
-            )
 
     def _check_own_name(self, name: str) -> None:
         """gloo listens where the host's own name leads, unless it is given an interface."""

@@ -269,15 +269,12 @@ def directives_of(request: Request, default_name: str) -> dict[str, str | None]:
     """Options of sbatch -> values; None for one that the script must not have."""
     processes = request.gpus_per_node if request.per_gpu else 1
     cpus = request.cpus_per_task or CPUS_PER_GPU * request.gpus_per_node // processes
-    directives: dict[str, str | None] = {
-        "job-name": request.job_name or re.sub(r"[^\w.-]", "-", default_name),
-        "nodes": str(request.nodes),
-        "ntasks-per-node": str(processes),
-        "gpus-per-node": None if request.gres else str(request.gpus_per_node),
-        "cpus-per-task": str(cpus),
-    }
+    name, gpus = request.job_name or re.sub(r"[^\w.-]", "-", default_name), str(request.gpus_per_node)
+    directives: dict[str, str | None] = {"job-name": name, "nodes": str(request.nodes)}
+    directives |= {"ntasks-per-node": str(processes), "gpus-per-node": None if request.gres else gpus}
     optional = {"gres": request.gres, "time": request.time, "partition": request.partition, "account": request.account}
     directives |= {option: value for option, value in optional.items() if value is not None}
+    directives["cpus-per-task"] = str(cpus)
     if lead_s(request.time) < LEAD_S:
         directives["signal"] = f"USR1@{lead_s(request.time)}"
     if request.spare_nodes:

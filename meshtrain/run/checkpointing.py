@@ -39,10 +39,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         section = spec.config.checkpoint
         short = find_short_hosts(state, job) if section.in_background else []
         if short:
-            say(
-                "checkpoints are written while training waits, because the memory for copies of the state is short: "
-                + join_some(short)
-            )
+            reason = f"the memory for copies of the state is short: {join_some(short)}"
+            say(f"checkpoints are written while training waits, because {reason}")
         self.spec, self._logger, self._monitor, self._job = spec, logger, monitor, job
         self._saver = Saver(
             state,
