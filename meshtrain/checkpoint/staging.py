@@ -33,8 +33,7 @@ class Snapshot:
         """`streams`: nothing is copied; training must not go on before `tensors` were written."""
         self._device = device
         shards = {shard.name: shard for shard in state.shards}  # of two stages with one tied weight, one is enough
-        self._copies: list[tuple[LocalShard, Part, Tensor | None]] = []  # of a part of the local shard
-        self._entries: list[Entry] = []
+        self._copies: list[tuple[Entry, LocalShard, Part, Tensor | None]] = []  # of a part of the local shard
         self._memory = torch.empty(0 if streams else snapshot_bytes(state, rank), dtype=torch.uint8)
         self._pinned = device.type == "cuda" and self._memory.nbytes > 0
         if self._pinned:  # as it is: `Tensor.pin_memory` would round its size up to a power of two
@@ -45,8 +44,7 @@ class Snapshot:
             shard, copy = shards[entry.name], None
             if not streams:
                 copy = self._memory[offset : offset + entry.nbytes].view(shard.local.dtype).view(entry.shape)
-            self._entries.append(entry)
-            self._copies.append((shard, within(part, shard.part), copy))
+            self._copies.append((entry, shard, within(part, shard.part), copy))
             offset += _aligned(entry)
         self._events: list[torch.cuda.Event] = []
         self.host_s = 0.0
@@ -57,7 +55,7 @@ class Snapshot:
         if self._device.type == "cuda":
             self._events = [torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2)]
             self._events[0].record()
-        for shard, part, copy in self._copies:
+        for _, shard, part, copy in self._copies:
             if copy is not None:
                 copy.copy_(shard.local[part], non_blocking=True)
         if self._events:
@@ -76,7 +74,7 @@ class Snapshot:
         """The copies, or else what they would be copied from, block by block; in the order of a file."""
         return [
             (entry, _bytes_of(copy) if copy is not None else _stream(shard, part))
-            for entry, (shard, part, copy) in zip(self._entries, self._copies, strict=True)
+            for entry, shard, part, copy in self._copies
         ]
 
     def close(self) -> None:

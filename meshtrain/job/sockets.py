@@ -55,7 +55,6 @@ def connect_failure(error: OSError) -> str:
 
 def answers(address: str) -> bool:
     """Whether a host answers on any of a few ports, with a refusal too."""
-
     for port in OTHER_PORTS:
         try:
             connect([address], port, 1.5).close()

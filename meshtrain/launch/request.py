@@ -68,10 +68,6 @@ class Request:
     srun: tuple[tuple[str, str], ...] = ()  # further options (name, value); without a value where that is empty
     sbatch: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def train_nodes(self) -> int:
-        return self.nodes - self.spare_nodes
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     job = parser.add_argument_group("the job")
