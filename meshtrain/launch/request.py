@@ -190,9 +190,8 @@ def _container(arguments: argparse.Namespace) -> dict[str, str]:
         if mounts or arguments.container_runtime:
             raise InputError("--container-mounts and --container-runtime need a --container-image")
         return {}
-    if (image.startswith(("/", ".", "~")) or image.endswith((".sif", ".sqsh"))) and not Path(
-        image
-    ).expanduser().exists():
+    is_file = image.startswith(("/", ".", "~")) or image.endswith((".sif", ".sqsh"))
+    if is_file and not Path(image).expanduser().exists():
         raise InputError(f"--container-image {image}: there is no such file")
     for mount in mounts.split(",") if mounts else ():
         if not Path(mount.partition(":")[0]).is_dir():

@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -45,9 +46,11 @@ PROGRAMS = {"nvidia-smi": ("-q",), "ibstat": (), "dmesg": ()}  # and their argum
 def make_folder(failures: Path, step: int, verdict: str) -> str:
     """Makes the folder of a failure in this step, with the verdict; returns its name there. Raises OSError."""
     failures.mkdir(parents=True, exist_ok=True)
-    before = os.listdir(failures)
-    name = str(step) if str(step) not in before else next(n for i in count(2) if (n := f"{step}-{i}") not in before)
-    (failures / name).mkdir()
+    for number in count(1):
+        name = str(step) if number == 1 else f"{step}-{number}"
+        with suppress(FileExistsError):  # maybe from the other side of a link that was cut, just now
+            (failures / name).mkdir()
+            break
     (failures / name / VERDICT).write_text(verdict, encoding="utf-8")
     return name
 
