@@ -69,8 +69,7 @@ def collect(folder: Path, job: Job, *, of_host: bool) -> list[str]:
         try:
             file.result(max(0.0, deadline - time.monotonic()))
         except Exception as error:  # the end comes all the same
-            late = f"{name} was not written within {EVIDENCE_S:g} s"
-            problems.append(f"{name}: {error!r}" if file.done() else late)
+            problems.append(f"{name}: {error!r}" if file.done() else f"{name} was not written within {EVIDENCE_S:g} s")
     return problems
 
 
