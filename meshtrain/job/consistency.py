@@ -7,6 +7,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -153,10 +154,8 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Name -> version of what computes and communicates: these packages that are installed, torch, Python, CUDA."""
     versions = {"torch": str(torch.__version__), "python": platform.python_version()}
     for package in packages:
-        try:
+        with suppress(metadata.PackageNotFoundError):  # meshtrain may run in a clone where nothing was installed
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # meshtrain may run in a clone where nothing was installed
-            continue
     if torch.version.cuda is not None:
         versions["cuda"] = torch.version.cuda
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -117,10 +117,8 @@ class Watchdog(Failures):
         """The launcher's signals do not cut it short: they come just when a rank was lost."""
         deadline = time.monotonic() + DIAGNOSIS_S
         while (remaining := deadline - time.monotonic()) > 0 and not self._decided.is_set():
-            try:
+            with suppress(SystemExit, KeyboardInterrupt):
                 self._decided.wait(remaining)
-            except (SystemExit, KeyboardInterrupt):
-                continue
         if self.diagnosis is not None and in_main_thread():
             ignore_signals()  # the end is near anyway, and bounded
 
