@@ -113,7 +113,10 @@ def differences(stored: Mapping[str, Placement], model: Mapping[str, Placement])
     ]
     types = [f"{name} (there {x.dtype}, the model's {y.dtype})" for name, x, y in both if x.dtype != y.dtype]
     lists = {"missing": missing, "the model has no": unknown, "other shapes": shapes, "other types": types}
-    return [f"{text}{':' * text.startswith('other')} {join_some(names)}" for text, names in lists.items() if names]
+    lines = [f"{text}{':' * text.startswith('other')} {join_some(names)}" for text, names in lists.items() if names]
+    if missing and all(name.endswith(".ema") for name in missing):
+        lines.append("it was written without optimizer.ema_decay, which begins with a run: model.weights begins one")
+    return lines
 
 
 def files_needed(manifest: Manifest, placements: Mapping[str, Placement], layout: Layout, rank: int) -> set[int]:

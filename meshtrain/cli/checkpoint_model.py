@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from meshtrain.config import Config
+    from meshtrain.data.tokenizer import Tokenizer
     from meshtrain.job.process import Job
     from meshtrain.mesh import Mesh
 
@@ -29,6 +30,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="a checkpoint, or a run's folder: its newest complete one is taken")
     parser.add_argument("--layout", default="{dp_shard: -1}", help="of the processes of this job, as in a config")
     parser.add_argument("--precision", help="train.precision; left out: the run's")
+    parser.add_argument("--tokenizer", metavar="FILE.json", help="left out: the run's; or bytes")
     parser.add_argument("--model", metavar="FILE.py", help="the run's own model file, which is run")
 
 
@@ -71,4 +73,24 @@ def read_config(options: argparse.Namespace, world_size: int, device: str) -> "C
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint.yaml"
         path.write_text(json.dumps(sections))  # JSON is YAML
-        return Config.load(str(path), overrides, world_size=world_size, device=device)
+        config = Config.load(str(path), overrides, world_size=world_size, device=device)
+    if not hasattr(locate.model_file(config.model.name), "cp_plan"):
+        raise InputError(
+            f"the model {config.model.name} has no cp_plan, by which it says that its attention takes what it must "
+            "know of the tokens from an AttentionContext: padding and a cache are not for it (docs/context-parallel.md)"
+        )
+    return config
+
+
+def tokenizer_of(config: "Config", name: str | None) -> "Tokenizer":
+    """That of `--tokenizer`, or of the run. Raises InputError: its data does not say which it is."""
+    from meshtrain.data.prepare import TEXT
+    from meshtrain.data.tokenizer import open_tokenizer
+
+    sources = {part.source or config.data.source for part in config.data.sources} or {config.data.source}
+    if name is None and config.data.tokenizer == "bytes" and not sources <= TEXT.keys():
+        raise InputError(
+            "the run's data.tokenizer does not say by which tokenizer the ids of its files were made: name it with "
+            "--tokenizer FILE.json, or --tokenizer bytes"
+        )
+    return open_tokenizer(name or config.data.tokenizer)

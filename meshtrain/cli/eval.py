@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshtrain.cli.checkpoint_model import add_model_arguments, opened_model
+from meshtrain.cli.checkpoint_model import add_model_arguments, opened_model, tokenizer_of
 from meshtrain.errors import InputError
 
 
@@ -28,12 +28,11 @@ def run(options: argparse.Namespace) -> None:
     if (not options.tasks and not options.files) or options.batch < 1:
         raise InputError("name what to measure, with --tasks or --files, and a --batch of at least 1")
     texts = {name: _text(name) for name in options.files}
-    from meshtrain.data.tokenizer import open_tokenizer
     from meshtrain.run.scoring import Scorer  # torch comes only now
 
     with opened_model(options) as (model, config, job, _):
         scorer = Scorer(model, job.device, config.data.seq_len, options.batch)
-        tokenizer = open_tokenizer(config.data.tokenizer)
+        tokenizer = tokenizer_of(config, options.tokenizer)
         scores: dict[str, Any] = {name: _perplexity(scorer, tokenizer, text) for name, text in texts.items()}
         if options.tasks:
             scores |= _tasks(options, scorer, tokenizer)

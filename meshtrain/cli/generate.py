@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from meshtrain.cli.checkpoint_model import add_model_arguments, opened_model
+from meshtrain.cli.checkpoint_model import add_model_arguments, opened_model, tokenizer_of
 from meshtrain.errors import InputError, printable
 
 
@@ -24,13 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    if options.length < 1 or options.temperature < 0 or not 0 < options.top_p <= 1:
+    if options.length < 1 or not options.temperature >= 0 or not 0 < options.top_p <= 1:
         raise InputError("expected --length of at least 1, --temperature of at least 0, --top-p above 0 and at most 1")
-    from meshtrain.data.tokenizer import open_tokenizer  # torch comes only now
-    from meshtrain.generate import generate_batch
+    from meshtrain.generate import generate_batch  # torch comes only now
 
     with opened_model(options) as (model, config, job, _):
-        tokenizer = open_tokenizer(config.data.tokenizer)
+        tokenizer = tokenizer_of(config, options.tokenizer)
         prompts = [tokenizer.encode(text) for text in options.prompt]
         rows = generate_batch(
             model,

@@ -56,10 +56,14 @@ class HarnessModel(TemplateLM):
             )
         until = [options["until"]] if isinstance(options.get("until"), str) else list(options.get("until") or ())
         lengths = [int(options[key]) for key in _LENGTHS if options.get(key) is not None]
-        length = min([*lengths, GENERATED][0], self.scorer.seq_len - 1)
-        tokens = self.tok_encode(prompt)[-(self.scorer.seq_len - length) :] or [self.eot_token_id]
+        most, length = self.scorer.seq_len, [*lengths, GENERATED][0]
+        # A long prompt loses its beginning; where as much is asked for as the model sees, half of it is the prompt's.
+        tokens = self.tok_encode(prompt)[-max(most - length, most // 2) :] or [self.eot_token_id]
+        length = min(length, most - len(tokens))
         settings: dict[str, Any] = {"seq_len": self.scorer.seq_len, "device": self.scorer.device, "seed": 0}
-        settings["temperature"] = 0.0 if options.get("do_sample") is False else float(options.get("temperature", 0.0))
+        samples = options.get("do_sample")
+        greedy = samples is False or options.get("top_k") == 1
+        settings["temperature"] = 0.0 if greedy else float(options.get("temperature", 1.0 if samples else 0.0))
         settings["top_p"] = float(options.get("top_p", 1.0))
         (row,) = generate_batch(self.scorer.model, [tokens], length, **settings)
         added = row[len(tokens) :]

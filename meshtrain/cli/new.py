@@ -1,6 +1,7 @@
 """`meshtrain new DIR`: a project to start from, a model, data, config, SLURM script and test, which trains as it is."""
 
 import argparse
+import shlex
 import shutil
 from pathlib import Path
 
@@ -25,4 +26,4 @@ def run(arguments: argparse.Namespace) -> None:
     except OSError as error:
         raise InputError(f"{folder} cannot be made ({error.strerror}): name another folder") from error
     print(f"{folder}: {', '.join([path.name for path in files] + ['job.sbatch'])}")
-    print(f"  cd {folder}\n  python -m meshtrain.train train.yaml\n  python test_model.py")
+    print(f"  cd {shlex.quote(str(folder))}\n  python -m meshtrain.train train.yaml\n  python test_model.py")

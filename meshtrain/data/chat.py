@@ -34,14 +34,14 @@ class ChatTemplate:
         try:
             config = json.loads(file.read_text("utf-8")) if file.is_file() else {}
             template = jinja.read_text("utf-8") if jinja.is_file() else config.get("chat_template")
-        except (OSError, ValueError, AttributeError) as error:
-            raise InputError(f"{file} or {jinja.name} cannot be read as a tokenizer's ({error})") from None
-        if isinstance(template, list):  # several by name
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+            if isinstance(template, list):  # several by name
+                template = {entry["name"]: entry["template"] for entry in template}.get("default")
+            values = ((name, config.get(name)) for name in _SPECIAL)
+            tokens = {name: value["content"] if isinstance(value, dict) else value for name, value in values if value}
+        except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+            raise InputError(f"{file} or {jinja.name} cannot be read as a tokenizer's ({error!r})") from None
         if not isinstance(template, str):
             return None
-        values = ((name, config.get(name)) for name in _SPECIAL)
-        tokens = {name: value["content"] if isinstance(value, dict) else value for name, value in values if value}
         return cls(template, tokens, str(jinja if jinja.is_file() else file))
 
     @property

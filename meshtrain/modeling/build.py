@@ -186,7 +186,8 @@ def build_stage(
             with open_weights(config.model.weights) as source:
                 names = load_weights(model, source, spec.meta)
         if whole:  # the constructor has given the others theirs
-            names = [name for name, _ in model.named_parameters() if is_adapter(name)]
+            adapters = [name for name, _ in model.named_parameters() if is_adapter(name)]
+            names = adapters if names is None else [name for name in adapters if name in names]
         std = getattr(spec.config, "initializer_range", 0.02)
         initialise(model, {**INIT_PLAN, **(plan or {})}, seed=config.train.seed, std=std, names=names)
 

@@ -50,15 +50,15 @@ class RunFiles:
     def _add(self, line: bytes) -> None:
         try:
             row = json.loads(line)
-            step = int(row["step"])
-        except (ValueError, TypeError, KeyError):
+            (step,) = array("q", [int(row["step"])])
+            numbers = {name: float(x) for name, x in row.items() if type(x) in (int, float) and name not in NOT_SHOWN}
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             self.bad_lines += 1
             return
-        for name, value in row.items():
-            if name not in NOT_SHOWN and isinstance(value, int | float) and not isinstance(value, bool):
-                column = self._columns.setdefault(name, array("d"))
-                column.extend([math.nan] * (len(self._steps) - len(column)))
-                column.append(value)
+        for name, number in numbers.items():
+            column = self._columns.setdefault(name, array("d"))
+            column.extend([math.nan] * (len(self._steps) - len(column)))
+            column.append(number)
         self._steps.append(step)
 
     def rows(self, points: int) -> dict[str, Any]:
@@ -115,18 +115,18 @@ class RunFiles:
         events = []
         for line in (self._text("goodput.jsonl") or "").splitlines():
             try:
-                row = json.loads(line)
+                row = _loads(line)
                 kind = next((name for name in ("started", "saved", "end") if name in row), None)
                 if kind is not None:
                     events.append({"kind": kind, "step": int(row["step"]), "value": row[kind]})
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 continue  # half of it was there, or it is none
         return events[-200:]
 
     def _json(self, name: str) -> Any:
         text = self._text(name)
         try:
-            return None if text is None else json.loads(text)
+            return None if text is None else _loads(text)
         except (ValueError, RecursionError):  # half of it was there
             return None
 
@@ -147,6 +147,11 @@ class RunFiles:
             return descriptor
         os.close(descriptor)
         return None
+
+
+def _loads(text: str) -> Any:
+    """A page takes no NaN and no infinity."""
+    return json.loads(text, parse_constant=lambda name: None, parse_float=lambda text: _finite(float(text)))
 
 
 def _finite(value: float) -> float | None:

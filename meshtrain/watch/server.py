@@ -67,10 +67,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         # A page of another site, whose name was made to lead here, is not this host's.
-        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        try:
+            host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+            path = urlsplit(self.path).path
+        except ValueError:
+            return self._send(HTTPStatus.BAD_REQUEST, "text/plain", b"this is no address\n")
         if self.server.server_address[0] in LOCAL and host not in LOCAL:
             return self._send(HTTPStatus.FORBIDDEN, "text/plain", b"open it as http://localhost\n")
-        answer = self.server.answer(urlsplit(self.path).path)
+        answer = self.server.answer(path)
         if answer is None:
             return self._send(HTTPStatus.NOT_FOUND, "text/plain", b"there is no such page\n")
         return self._send(HTTPStatus.OK, *answer)

@@ -11,8 +11,10 @@ import torch.nn.functional as F
 
 from meshtrain.checkpoint.weights import load_weights
 from meshtrain.cli import main as cli
+from meshtrain.cli.checkpoint_model import tokenizer_of
 from meshtrain.cli.eval import windows
 from meshtrain.config import Config
+from meshtrain.config.locate import model_file
 from meshtrain.data.tokenizer import ByteTokenizer
 from meshtrain.errors import InputError
 from meshtrain.modeling.build import plain_model
@@ -106,6 +108,7 @@ def test_every_token_but_the_first_is_predicted_once() -> None:
     ("arguments", "says"),
     [
         (["generate", "{run}", "--prompt", "a", "--top-p", "0"], "--top-p above 0"),
+        (["generate", "{run}", "--prompt", "a", "--temperature", "nan"], "--temperature of at least 0"),
         (["eval", "{run}"], "name what to measure"),
         (["eval", "{run}", "--files", "/nowhere.txt"], "/nowhere.txt cannot be read"),
     ],
@@ -113,6 +116,37 @@ def test_every_token_but_the_first_is_predicted_once() -> None:
 def test_wrong_options_are_told(run: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([part.replace("{run}", str(run / "runs")) for part in arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_model_without_a_cp_plan_is_refused(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its attention would take padding for tokens, and know nothing of a cache."""
+    monkeypatch.delattr(model_file("llama"), "cp_plan")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["generate", str(run / "runs"), "--prompt", "a"])
+    assert ended.value.code == 2
+    assert "the model llama has no cp_plan" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("data", "name", "refused"),
+    [
+        ({"source": "text", "path": "x"}, None, False),
+        ({"source": "tokens", "path": "x"}, None, True),
+        ({"source": "tokens", "path": "x"}, "bytes", False),
+        ({"sources": ({"source": "text", "path": "x"}, {"source": "megatron", "path": "y"})}, None, True),
+    ],
+)
+def test_a_tokenizer_that_nobody_has_named(data: dict[str, Any], name: str | None, refused: bool) -> None:
+    data = {"tokenizer": "bytes", "source": None, **data}
+    data["sources"] = [SimpleNamespace(**source) for source in data.get("sources", ())]
+    config: Any = SimpleNamespace(data=SimpleNamespace(**data))
+    if refused:
+        with pytest.raises(InputError, match=r"--tokenizer FILE\.json, or --tokenizer bytes"):
+            tokenizer_of(config, name)
+    else:
+        assert isinstance(tokenizer_of(config, name), ByteTokenizer)
 
 
 def test_a_layout_that_does_not_fit_and_an_empty_prompt(run: Path) -> None:
@@ -251,6 +285,8 @@ def test_lm_eval_gives_what_it_gives_transformers(run: Path, tmp_path: Path, mon
         ({"max_new_tokens": 5, "temperature": 0.7, "top_p": 0.9}, (5, 0.7, 0.9)),
         ({"max_gen_toks": 4, "max_tokens": 9, "do_sample": True, "temperature": 0.2}, (4, 0.2, 1.0)),
         ({"do_sample": False, "temperature": 1, "num_beams": 1}, (S - 1, 0.0, 1.0)),
+        ({"do_sample": True}, (S - 1, 1.0, 1.0)),
+        ({"do_sample": True, "temperature": 1.0, "top_k": 1}, (S - 1, 0.0, 1.0)),
     ],
 )
 def test_options_of_generation_mean_what_they_mean_to_lm_eval(
@@ -268,6 +304,20 @@ def test_options_of_generation_mean_what_they_mean_to_lm_eval(
     scorer: Any = SimpleNamespace(seq_len=S, model=None, device=None)
     harness.HarnessModel(scorer, ByteTokenizer())._generate("a", options)
     assert seen == [expected]
+
+
+@pytest.mark.integrations
+@pytest.mark.parametrize(("asked", "prompt", "length"), [(256, 16, 16), (S, 16, 16), (4, S - 4, 4), (20, 16, 16)])
+def test_a_long_prompt_keeps_half_of_what_the_model_sees(
+    asked: int, prompt: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from meshtrain.cli import harness
+
+    seen = []
+    monkeypatch.setattr(harness, "generate_batch", lambda model, rows, n, **_: seen.append((len(rows[0]), n)) or rows)
+    scorer: Any = SimpleNamespace(seq_len=S, model=None, device=None)
+    harness.HarnessModel(scorer, ByteTokenizer())._generate("a" * 50, {"max_gen_toks": asked})
+    assert seen == [(prompt, length)]
 
 
 @pytest.mark.integrations

@@ -22,6 +22,8 @@ def test_a_project_is_whole_and_overwrites_nothing(
     capsys.readouterr()
     assert main(["new", str(folder)]) == 2
     assert "has files in it, which stay as they are" in capsys.readouterr().err
+    assert main(["new", str(tmp_path / "a b; x")]) == 0
+    assert f"cd '{tmp_path}/a b; x'\n" in capsys.readouterr().out
     assert main(["new", str(folder / "train.yaml")]) == 2
     assert "cannot be made" in capsys.readouterr().err
 

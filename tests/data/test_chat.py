@@ -142,6 +142,15 @@ def test_what_is_wrong_is_said(template: str, messages: Any, message: str, tmp_p
         spoken(file, messages)
 
 
+@pytest.mark.parametrize(
+    "config", [{"chat_template": [{"nme": "default"}]}, {"chat_template": ["x"]}, {"bos_token": {"c": 1}}, [], "x"]
+)
+def test_a_config_that_is_none_is_refused(config: Any, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"tokenizer_config\.json or .* cannot be read as a tokenizer's"):
+        ChatTemplate.beside(tmp_path / "tokenizer.json")
+
+
 def test_messages_need_a_template(tmp_path: Path) -> None:
     (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
     keys = {"source": "jsonl", "path": str(tmp_path / "talk.jsonl"), "cache": str(tmp_path / "cache")}

@@ -1,6 +1,7 @@
 """Fine-tuning: what is frozen stays, adapters go on with the same bits, and are exported merged and for peft."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from meshtrain.config import Config, ConfigErrors
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
 from meshtrain.metrics.logger import read
-from meshtrain.modeling.build import build_model, plain_model
-from meshtrain.parallel.linear.lora import is_adapter, merge_adapters
+from meshtrain.modeling.build import build_model, plain_model, spec_of
+from meshtrain.parallel.linear.lora import adapted_layers, is_adapter, merge_adapters
 from tests.huggingface.test_huggingface import REST, logits, made
 from tests.launching import forked
 
@@ -169,6 +170,30 @@ def test_the_resolved_config_says_it_again(config: Config, tmp_path: Path) -> No
     again: Any = Config.load(str(tmp_path / "again.yaml"))
     assert again == config
     assert again.train.lora.alpha == 16
+
+
+def test_a_layer_whose_weight_is_tied_has_no_adapter() -> None:
+    """It would change the other's, too, when it is merged."""
+    model = plain_model(Config.load("quickstart", ["model.num_hidden_layers=2"]))
+    every = adapted_layers(model, [])
+    first, second = (name for name in every if name.endswith("o_proj"))
+    every[second].weight = every[first].weight
+    assert every.keys() - adapted_layers(model, []).keys() == {first, second}
+
+
+def test_trained_adapters_are_opened_also_of_a_model_that_draws_its_own_weights(
+    tuned: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One without an init_plan, whose constructor makes the values."""
+    weights = replace(config.model, weights=str(tuned / "whole" / LAST))
+    mesh = build_mesh(Layout({}))
+    monkeypatch.delattr(spec_of(config).module, "init_plan")
+    model = build_model(replace(config, model=weights), mesh, torch.device("cpu"))
+    known = stored(tuned / "whole" / LAST)
+    adapters = {name: p for name, p in model.named_parameters() if is_adapter(name)}
+    assert adapters
+    for name, parameter in adapters.items():
+        assert torch.equal(parameter.detach(), known[name]), name
 
 
 def test_a_frozen_bias_of_a_router_stays(tmp_path: Path) -> None:

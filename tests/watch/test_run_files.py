@@ -36,9 +36,13 @@ def test_a_resume_that_cuts_the_file_and_writes_on_is_seen(tmp_path: Path) -> No
 def test_a_line_that_is_none_is_left_out_and_counted(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(lines(1) + "\0\0\n[1]\n" + lines(2))
     (tmp_path / "exit.json").write_text("{")
+    large = 10**400
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": {large}}}\n{{"step": 1e400}}\n{{"step": 3, "loss": {large}}}\n' + lines(4))
     data = RunFiles(tmp_path).page_data(9)
-    assert data["step"] == [1, 2]
-    assert data["bad_lines"] == 2
+    assert data["step"] == [1, 2, 4]
+    assert data["columns"]["loss"] == [1.0, 2.0, 4.0]
+    assert data["bad_lines"] == 5
     assert data["exit"] is None
 
 
@@ -60,6 +64,12 @@ def test_what_is_no_number_is_null(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": NaN, "lr": null, "name": "x", "ok": true}\n')
     columns = RunFiles(tmp_path).page_data(9)["columns"]
     assert columns == {"loss": [None]}
+    (tmp_path / "exit.json").write_text('{"code": NaN, "seconds": 1e999}')
+    (tmp_path / "goodput.jsonl").write_text('{"step": 1, "started": Infinity}\n[]\n{"step": 1e400, "saved": true}\n')
+    data = RunFiles(tmp_path).page_data(9)
+    json.dumps(data, allow_nan=False)  # as the page gets it
+    assert data["exit"] == {"code": None, "seconds": None}
+    assert data["events"] == [{"kind": "started", "step": 1, "value": None}]
     assert not any(isinstance(v, float) and math.isnan(v) for v in columns["loss"])
 
 

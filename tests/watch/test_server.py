@@ -69,6 +69,7 @@ def test_a_page_of_another_site_is_refused(server: PageServer) -> None:
     assert ask(server, "/runs/0", host="evil.example")[0] == 403
     assert ask(server, "/runs/0", host=f"127.0.0.1:{server.server_port}")[0] == 200
     assert ask(server, "/runs", method="HEAD") == (200, b"")
+    assert ask(server, "/runs", host="[::1")[0] == 400
 
 
 def test_what_cannot_be_served_is_told(tmp_path: Path, server: PageServer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ inside of it whose output a hook adds. Over `tp` they split as it does (`tp_plan
 layer B is column-wise and gathers rank features a token, beside a row-wise one A is row-wise and sums as many.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -36,14 +37,18 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 def adapted_layers(model: nn.Module, match: Sequence[str]) -> dict[str, nn.Linear]:
     """The linear layers inside of a model's blocks whose names match a pattern; without patterns all of these. A layer
-    that is a block by itself, as a head is, is not inside of one."""
+    that is a block by itself, as a head is, is not inside of one; and one whose weight is tied has none of its own."""
     plain: Any = model
     blocks = plain.blocks() if hasattr(model, "blocks") else [model]
     inside = {module for block in blocks for module in block.modules()} - set(blocks)
+    holders: Counter[Any] = Counter(
+        parameter for module in model.modules() for parameter in module._parameters.values()
+    )
+    own = {module for module in inside if isinstance(module, nn.Linear) and holders[module.weight] == 1}
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module in inside and any(fnmatchcase(name, p) for p in match or ("*",))
+        if module in own and isinstance(module, nn.Linear) and any(fnmatchcase(name, p) for p in match or ("*",))
     }
 
 
