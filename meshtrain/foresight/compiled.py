@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._prims import rng_prims
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshtrain.foresight.live import LiveBytes, is_view
 from meshtrain.parallel.torch_private import without_dispatch_modes
@@ -41,6 +41,8 @@ class Graph:
         for node in self.nodes:
             if node.op != "placeholder" and node not in self.computed and not _is_view(node):
                 self.results |= self.computed & set(map(_base_of, node.all_input_nodes))
+        # Nobody needs what kernels compute on the way, nor its views.
+        self.unseen = {node for node in self.nodes if _base_of(node) in self.computed - self.results}
         at = {node: i for i, node in enumerate(self.nodes)}
         until: dict[Any, int] = {}
         self.ends: dict[int, list[Any]] = defaultdict(list)  # at which node -> what nobody needs after it
@@ -59,7 +61,7 @@ class Graph:
             if node.op == "get_attr":
                 values[node] = operator.attrgetter(node.target)(self.module)
             elif node.op == "call_function":
-                values[node] = self._run(node, values)
+                values[node] = None if node in self.unseen else self._run(node, values)
             ends = [other for other in self.ends[i] if other is not node]
             for other in ends:
                 del values[other]
@@ -72,6 +74,8 @@ class Graph:
         raise AssertionError("a graph without an output")
 
     def _run(self, node: Any, values: dict[Any, Any]) -> Any:
+        if node in self.computed and not node.target._schema.is_mutable:
+            return tree_map_only(Tensor, _on_meta, node.meta["val"])
         function, inputs = node.target, fx.map_arg((node.args, node.kwargs), values.__getitem__)
         args, kwargs = inputs
         if function is rng_prims.run_and_save_rng_state:  # of a generator, which the meta device has not
@@ -80,6 +84,11 @@ class Graph:
             return args[1](*args[2:], **kwargs)
         with without_dispatch_modes() if node in self.computed else nullcontext():
             return function(*args, **kwargs)
+
+
+def _on_meta(value: Tensor) -> Tensor:
+    with without_dispatch_modes():
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _is_view(node: Any) -> bool:
@@ -118,6 +127,23 @@ def inductor(module: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]
     return compiled
 
 
+_sharing: list[None] = []  # contexts that share graphs
+
+
+@contextmanager
+def shared_graphs() -> Iterator[None]:
+    """Inside, a trace has the graphs of those before it wherever they fit by their guards. To be exact, traces differ
+    in what no block sees: layers, microbatches, ranks of a pipeline. Outside nothing is left of graphs, which would
+    fit other traces, too; and a run may have only so many."""
+    _sharing.append(None)
+    try:
+        yield
+    finally:
+        _sharing.pop()
+        if not _sharing:
+            torch._dynamo.reset()
+
+
 @contextmanager
 def compiled_by_graphs() -> Iterator[None]:
     """Inside, `torch.compile` makes graphs in the place of kernels."""
@@ -132,8 +158,7 @@ def compiled_by_graphs() -> Iterator[None]:
         return compile_(function, backend=inductor, **settings)
 
     with ExitStack() as stack:
-        # Graphs of another trace would fit by their guards, and a run may have only so many.
-        stack.callback(torch._dynamo.reset)
+        stack.enter_context(shared_graphs())
         stack.enter_context(patch.object(torch, "compile", graphs))
         stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=256))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))

@@ -268,7 +268,8 @@ class TracedStep:
         owners: dict[int, str] = {}
 
         def own(part: str, *tensors: Tensor | None) -> None:
-            owners.update({to_local(x.detach()).untyped_storage()._cdata: part for x in tensors if x is not None})
+            parts = (getattr(x, "_local_tensor", x) for x in tensors if x is not None)  # of DTensors
+            owners.update({x.untyped_storage()._cdata: part for x in parts})
 
         for module in self.model.modules():
             for sync in gradient_syncs(module):
@@ -363,6 +364,10 @@ def language_batch(config: "Config") -> Batch:
 def trace_rank(
     config: "Config", layout: Layout, rank: int, *, device_type: str = "cuda", batch: Batch | None = None
 ) -> RankTrace:
-    with fake_world(layout, rank, device_type) as mesh:
-        step = TracedStep(config, mesh, batch or language_batch(config), META)
-        return step.trace()
+    gc.freeze()  # what is there is not looked at again at each of a trace's collections
+    try:
+        with fake_world(layout, rank, device_type) as mesh:
+            step = TracedStep(config, mesh, batch or language_batch(config), META)
+            return step.trace()
+    finally:
+        gc.unfreeze()
