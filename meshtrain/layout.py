@@ -330,10 +330,11 @@ class Layout:
 
     def hosts_of(self, ranks: Iterable[int]) -> Iterator[str]:
         """The hosts of ranks, each once, in their order; in time of their runs, and little for each rank."""
-        seen, run = set[int](), Run(-1, 0, 0, 0)
+        seen, start, end = set[int](), 0, 0
         for rank in ranks:
-            if not run.start <= rank < run.start + run.count:
+            if not start <= rank < end:
                 run = self._run(rank)
+                start, end = run.start, run.start + run.count
                 if run.host not in seen:
                     seen.add(run.host)
                     yield self.hosts[run.host]

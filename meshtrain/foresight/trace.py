@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import device_mesh
 from torch.distributed._tools import fake_collectives  # noqa: F401  (collectives of meta tensors)
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_collectives,
     _fsdp_param,
@@ -126,6 +128,20 @@ def fake_world(layout: Layout, rank: int, device_type: str) -> Iterator[Mesh]:
         )
         for name, kernel in fused.items():
             stack.enter_context(patch.object(F, name, kernel))
+        # torch makes every group of the world, and a mesh for each parameter, by looks at every rank.
+        new_group, joined = device_mesh.new_group, dict[tuple[int, ...], DeviceMesh]()
+        concatenate = DeviceMesh._concatenate
+
+        def join_once(meshes: list[DeviceMesh]) -> DeviceMesh:
+            key = tuple(map(id, meshes))  # each of which a mesh of `build_mesh` holds
+            if key not in joined:
+                joined[key] = concatenate(meshes)
+            return joined[key]
+
+        stack.enter_context(
+            patch.object(device_mesh, "new_group", lambda ranks, **keys: rank in ranks and new_group(ranks, **keys))
+        )
+        stack.enter_context(patch.object(DeviceMesh, "_concatenate", join_once))
         if layout.world_size > 1:
             dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
             stack.callback(dist.destroy_process_group)
