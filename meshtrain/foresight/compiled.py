@@ -43,6 +43,7 @@ class Graph:
                 self.results |= self.computed & set(map(_base_of, node.all_input_nodes))
         # Nobody needs what kernels compute on the way, nor its views.
         self.unseen = {node for node in self.nodes if _base_of(node) in self.computed - self.results}
+        self.made = {node for node in self.nodes if node.op == "call_function" and _is_made(node)} - self.unseen
         at = {node: i for i, node in enumerate(self.nodes)}
         until: dict[Any, int] = {}
         self.ends: dict[int, list[Any]] = defaultdict(list)  # at which node -> what nobody needs after it
@@ -60,35 +61,44 @@ class Graph:
                 return fx.map_arg(node.args[0], values.__getitem__)
             if node.op == "get_attr":
                 values[node] = operator.attrgetter(node.target)(self.module)
-            elif node.op == "call_function":
-                values[node] = None if node in self.unseen else self._run(node, values)
+            elif node in self.made:
+                with without_dispatch_modes():
+                    values[node] = tree_map_only(Tensor, _like, node.meta["val"])
+                if node not in self.computed and live is not None:
+                    live.ran(node.target, [values[other] for other in node.all_input_nodes], values[node])
+            elif node.op == "call_function" and node not in self.unseen:
+                with without_dispatch_modes() if node in self.computed else nullcontext():
+                    values[node] = self._run(node, values)
             ends = [other for other in self.ends[i] if other is not node]
             for other in ends:
-                del values[other]
+                values.pop(other, None)
             if node in self.results and live is not None:
                 for tensor in tree_leaves(values[node]):
                     live.see(tensor)
                 live.look(node.target.__name__)
             if len(ends) < len(self.ends[i]):
-                del values[node]
+                values.pop(node, None)
         raise AssertionError("a graph without an output")
 
     def _run(self, node: Any, values: dict[Any, Any]) -> Any:
-        if node in self.computed and not node.target._schema.is_mutable:
-            return tree_map_only(Tensor, _on_meta, node.meta["val"])
         function, inputs = node.target, fx.map_arg((node.args, node.kwargs), values.__getitem__)
         args, kwargs = inputs
         if function is rng_prims.run_and_save_rng_state:  # of a generator, which the meta device has not
             return torch.empty(0, dtype=torch.uint8), args[0](*args[1:], **kwargs)
         if function is rng_prims.run_with_rng_state:
             return args[1](*args[2:], **kwargs)
-        with without_dispatch_modes() if node in self.computed else nullcontext():
-            return function(*args, **kwargs)
+        return function(*args, **kwargs)
 
 
-def _on_meta(value: Tensor) -> Tensor:
-    with without_dispatch_modes():
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+def _like(value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _is_made(node: Any) -> bool:
+    """Whether it gives new tensors, of shapes that the compiler knows; what happens inside is nothing to a trace."""
+    target = node.target
+    is_atens = isinstance(target, OpOverload) and target.namespace in ("aten", "prims")
+    return is_atens and not _is_view(node) and not target._schema.is_mutable and "val" in node.meta
 
 
 def _is_view(node: Any) -> bool:
