@@ -78,7 +78,7 @@ class AttentionContext:
             k, v = self.cache.extend(self.layer, k, v)
             return _attend(q, k, v, self.cache.mask(q.shape[2], k.shape[2], window), scale, soft_cap)
         if self.part is not None or self.cache is not None:
-            raise NotImplementedError("attention over parts of a sequence, or of documents with a cache, is not built")
+            raise ValueError("a cache takes no documents, and parts of a sequence are those of a ShardedContext")
         # Where shapes differ the mask tells what is wrong.
         counted = self.shape == (q.shape[0], q.shape[2]) == (k.shape[0], k.shape[2])
         if self.kernel is not None and self.lengths is not None and counted and takes_varlen(q, k, v, soft_cap):

@@ -388,9 +388,9 @@ def test_a_cache_is_told_which_layer_calls_also_when_a_block_runs_again() -> Non
     expected = attention(q, q, q)
     assert torch.equal(attention(q[:, :, :2], q[:, :, :2], q[:, :, :2], layers[1]), expected[:, :, :2])
     torch.testing.assert_close(attention(q[:, :, 2:], q[:, :, 2:], q[:, :, 2:], layers[1]), expected[:, :, 2:])
-    for unbuilt in (AttentionContext(torch.zeros(1, 3), cache=context.cache), AttentionContext(part=torch.arange(3))):
-        with pytest.raises(NotImplementedError, match="not built"):
-            attention(q, q, q, unbuilt)
+    for wrong in (AttentionContext(torch.zeros(1, 3), cache=context.cache), AttentionContext(part=torch.arange(3))):
+        with pytest.raises(ValueError, match="a cache takes no documents"):
+            attention(q, q, q, wrong)
 
 
 def test_cumulative_lengths_are_those_of_all_documents_padded_to_few_sizes() -> None:

@@ -96,6 +96,7 @@ class Chunks:
 @contextmanager
 def fake_world(layout: Layout, rank: int, device_type: str) -> Iterator[Mesh]:
     """A job without other processes, whose collectives do nothing, and torch on the meta device as on a device."""
+    torch_private.mend_attention_shapes()
     repeated = attention.wants_repeated
     fused: dict[str, Any] = {"scaled_dot_product_attention": _attention}
     if device_type == "cuda":

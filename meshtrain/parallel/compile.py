@@ -17,6 +17,7 @@ from torch import nn
 from meshtrain.parallel.torch_private import (
     allow_side_effects_in_recomputation,
     breaks_graph,
+    mend_attention_shapes,
     replace_parameters,
     to_local,
 )
@@ -80,6 +81,7 @@ def compile_block(
     parameters themselves. Left out are modules in `without`, which are not compiled and which FSDP gathers apart.
     `one_graph`: its first call raises one of `breaks_graph` where it cannot be one.
     """
+    mend_attention_shapes()
     compiled = torch.compile(forward, fullgraph=one_graph)
     # Column-parallel layers hand each other what they have computed together, and are left as they were. Without leave
     # to do that inside of a recomputation, nothing of the block would be compiled.

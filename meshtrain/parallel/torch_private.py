@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -70,6 +70,28 @@ def allocate(module: nn.Module, device: torch.device) -> None:
     """`to_empty` of what is on the meta device. By `_apply` of the whole, in which FSDP learns of the new tensors: else
     it would pad shards at the first forward, and the optimizer would have those without padding."""
     module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+
+
+_meta = torch.library.Library("aten", "IMPL", "Meta")  # registrations last as long as it does
+
+
+@cache
+def mend_attention_shapes() -> None:
+    """Before 2.13 torch takes the logsumexp that attention on a CPU keeps of float64 for one of float32, with which a
+    compiled backward fails."""
+    operator, key = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, torch._C.DispatchKey.Meta
+    q = torch.empty(1, 1, 1, 1, dtype=torch.float64, device="meta")
+    if operator(q, q, q)[1].dtype == q.dtype:
+        return
+    shapes_of = operator.py_kernels.pop(key)
+
+    def shapes(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        out, logsumexp = shapes_of(query, *args, **kwargs)
+        return out, logsumexp.double() if query.dtype == torch.float64 else logsumexp
+
+    _meta.impl(operator, shapes, allow_override=True)  # of tensors on the meta device, and of the compiler's own
+    operator.py_impl(key)(shapes)
+    operator._dispatch_cache.clear()
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

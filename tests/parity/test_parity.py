@@ -123,7 +123,7 @@ def test_the_loss_falls(references: dict[str, list[dict]]) -> None:
     for name, rows in references.items():
         steps, share = expected.get(name, (STEPS, 0.95))
         if name == "a frozen tied embedding" or name.startswith("lora"):  # the head stays as it was drawn
-            share = 0.98
+            share = 0.985
         assert len(rows) == steps
         assert rows[-1]["loss"] < share * rows[0]["loss"]
 
