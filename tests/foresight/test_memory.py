@@ -116,13 +116,18 @@ def test_the_work_of_a_plan_of_many_ranks(monkeypatch: pytest.MonkeyPatch) -> No
     """Of 131,072: two traces for what is and for each knob, which share the graphs of one block; no list of ranks for
     each parameter or operator."""
     counts, offsets = Counter[str](), Layout._offsets
-    for name, owner in (("trace_rank", extend), ("__init__", compiled.Graph), ("look", LiveBytes)):
 
-        def counting(*args: Any, name: str = name, function: Any = getattr(owner, name), **keys: Any) -> Any:
+    def count(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def counting(*args: Any, **keys: Any) -> Any:
             counts[name] += 1
             return function(*args, **keys)
 
         monkeypatch.setattr(owner, name, counting)
+
+    for owner, name in ((extend, "trace_rank"), (compiled.Graph, "__init__"), (LiveBytes, "look")):
+        count(owner, name)
 
     def listed(*args: Any) -> list[int]:
         counts["ranks"] += len(ranks := offsets(*args))
