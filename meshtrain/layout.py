@@ -330,13 +330,13 @@ class Layout:
 
     def hosts_of(self, ranks: Iterable[int]) -> Iterator[str]:
         """The hosts of ranks, each once, in their order; in time of their runs, and little for each rank."""
-        seen, start, end = set[int](), 0, 0
+        hosts, start, end = set[int](), 0, 0
         for rank in ranks:
             if not start <= rank < end:
                 run = self._run(rank)
                 start, end = run.start, run.start + run.count
-                if run.host not in seen:
-                    seen.add(run.host)
+                if run.host not in hosts:
+                    hosts.add(run.host)
                     yield self.hosts[run.host]
 
     def _run(self, rank: int) -> Run:
