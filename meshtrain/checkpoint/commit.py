@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from shutil import disk_usage
@@ -74,9 +74,9 @@ class CheckpointWrite:
     notes: list[str] = field(default_factory=list)  # lines for rank 0 to print
 
     def __post_init__(self) -> None:
-        self._rounds = [self.job.round() for _ in range(6)]
-        self._prepare_round, self._divergence_round, self._local_round = self._rounds[:3]
-        self._folder_round, self._room_round, self._commit_round = self._rounds[3:]
+        self.rounds = [self.job.round() for _ in range(6)]
+        self._prepare_round, self._divergence_round, self._local_round = self.rounds[:3]
+        self._folder_round, self._room_round, self._commit_round = self.rounds[3:]
         self._written = datetime.now(UTC).isoformat(timespec="seconds")
         self._start = time.perf_counter()
         self._outcome = threading.Lock()  # on rank 0, taken once: by the thread that decides the outcome
@@ -119,18 +119,13 @@ class CheckpointWrite:
             delay = f"rank {join_some([str(rank) for rank in late])} {missing}"
         return f"{delay}; {DIVERGED}" if self.diverged else delay
 
-    def poll_while_waiting(self) -> None:
-        """For a save without a thread of its own."""
-        for meeting in self._rounds:
-            meeting.meanwhile = self.poll
-
     def cancel(self) -> None:
-        for meeting in self._rounds:
+        for meeting in self.rounds:
             meeting.cancel()
 
     def forget(self) -> None:
         """Rank 0 clears the store of what all ranks have read: they have begun another save since."""
-        for meeting in self._rounds:
+        for meeting in self.rounds:
             meeting.delete()
 
     def run(self, before: "CheckpointWrite | None") -> None:
@@ -146,16 +141,12 @@ class CheckpointWrite:
         except BaseException as error:  # the main thread raises it
             self.error = error
         finally:
-            if self.given_up:
-                self._clear_away()
+            if self.given_up and self.local is not None:
+                self.local.abandon(self.step)
+            if self.given_up and self.job.rank == 0:
+                with suppress(OSError):
+                    directory.abandon(self.folder, self.step)
             self.done.set()
-
-    def _clear_away(self) -> None:
-        if self.local is not None:
-            self.local.abandon(self.step)
-        if self.job.rank == 0:
-            with suppress(OSError):
-                directory.abandon(self.folder, self.step)
 
     def _prepare(self, before: "CheckpointWrite | None") -> str | None:
         """The first round, and the second if it is needed; returns why nothing is written."""
@@ -235,13 +226,7 @@ class CheckpointWrite:
     def _write_local(self, local: LocalDisk) -> None:
         """A round of its own: if a rank cannot write to its local disk, there is the shared folder."""
         self._require_wanted()
-        report: dict[str, Any]
-        try:
-            file = local.write(self.step, self.snapshot)
-            report = {"size": file.size, "crc32": file.crc32}
-        except FAILURES as error:
-            report = {"problem": self._describe_error(error, local.own)}
-        self._local_round.put(report)
+        self._local_round.put(self._report_of(lambda: local.write(self.step, self.snapshot), local.own))
         if self.job.rank == 0:
             reports = self._gather(self._local_round)
             self._require_wanted()  # else a rank may train on, and have written what is not of this step
@@ -266,13 +251,15 @@ class CheckpointWrite:
     def _write(self) -> str | None:
         """The last round: each rank writes its file, and when all have, rank 0 makes a checkpoint of them."""
         self._require_wanted()
-        report = self._write_file()
+        path = directory.unfinished_path(self.folder, self.step) / file_of(self.job.rank)
+        report = self._report_of(lambda: self._write_file(path), path)
         if self.make_room is not None:
             self._room_round.put(report)
             if self.job.rank == 0:
-                self._room_round.broadcast(self._room_for(self._gather(self._room_round)))
+                full = [report["full"] for report in self._gather(self._room_round) if "problem" in report]
+                self._room_round.broadcast(bool(full) and all(full) and self._has_made_room())
             if self._room_round.receive() and "problem" in report:
-                report = self._write_file(again=True)
+                report = self._report_of(lambda: self._write_file(path, again=True), path)
         report.pop("full", None)
         self._commit_round.put(report)
         self._file_ended = True
@@ -282,23 +269,20 @@ class CheckpointWrite:
             self._commit_round.broadcast([problem, self.taken, False, False])
         return self._receive_outcome()
 
-    def _write_file(self, again: bool = False) -> dict[str, Any]:
-        path = directory.unfinished_path(self.folder, self.step) / file_of(self.job.rank)
+    def _write_file(self, path: Path, again: bool = False) -> File:
+        if again:
+            path.unlink(missing_ok=True)
+        elif self.writing is not None:
+            self.writing(self.step, path)
+        return write_shard(path, self.snapshot.tensors())
+
+    def _report_of(self, write: Callable[[], File], path: Path) -> dict[str, Any]:
+        """What this rank tells of its file: size and checksum, or why there is none, and whether a disk is full."""
         try:
-            if again:
-                path.unlink(missing_ok=True)
-            elif self.writing is not None:
-                self.writing(self.step, path)
-            file = write_shard(path, self.snapshot.tensors())
+            return asdict(write())
         except FAILURES as error:
             full = isinstance(error, OSError) and error.errno in NO_ROOM
             return {"problem": self._describe_error(error, path), "full": full}
-        return {"size": file.size, "crc32": file.crc32}
-
-    def _room_for(self, reports: Sequence[Mapping[str, Any]]) -> bool:
-        """On rank 0: whether disks were full, and nothing else was wrong, and have room now."""
-        full = [report["full"] for report in reports if "problem" in report]
-        return bool(full) and all(full) and self._has_made_room()
 
     def _commit(self, reports: Sequence[Mapping[str, Any]]) -> str | None:
         """Rank 0: the manifest and the name, or the end of what could not be written."""

@@ -329,7 +329,9 @@ def lock_folder(folder: Path, *, takes: bool = True, launch: str | None = None, 
 def _write_owner(folder: Path, lock: int, takes: bool, launch: str | None, again: bool) -> None:
     """Says in the folder who has it, and which launches had it before, the last one first: each is a line."""
     mine = " ".join((launch or "").encode("ascii", "backslashreplace").decode().split())[:MOST_OF_LAUNCH]
-    launches = _launches(folder) if takes else []
+    launches: list[str] = []
+    with suppress(DamagedError):  # or no job has taken it yet
+        launches = read_plain(folder / OWNER, 1000).decode(errors="replace").split("\n")[1:-1] if takes else []
     if again and mine and mine in launches[1:]:
         raise TakenError(
             f"the folder {folder} was taken by another job since this one was first started "
@@ -349,14 +351,6 @@ def _write_owner(folder: Path, lock: int, takes: bool, launch: str | None, again
     except OSError as error:
         error.filename = error.filename or str(folder / LOCK)
         raise
-
-
-def _launches(folder: Path) -> list[str]:
-    """Of the jobs that have taken a folder, the last one first; "" for one that is not known."""
-    try:
-        return read_plain(folder / OWNER, 1000).decode(errors="replace").split("\n")[1:-1]
-    except DamagedError:  # or no job has taken it yet
-        return []
 
 
 def _lock(folder: Path) -> int:

@@ -6,7 +6,7 @@ that wrote the checkpoint the share is just what the rank has written: it needs 
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from operator import itemgetter
 from pathlib import Path
@@ -16,17 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.checkpoint.placement import (
-    Placement,
-    copies,
-    copy_number,
-    part_of_rank,
-    pieces,
-    replica_axes,
-    share_of,
-)
+from meshtrain.checkpoint.placement import Placement, copies, copy_number, part_of_rank, pieces, replica_axes, share_of
 from meshtrain.checkpoint.shard_file import ShardReader
-from meshtrain.checkpoint.state import LOSS_SCALE, LocalShard, State
+from meshtrain.checkpoint.state import LOSS_SCALE, State
 from meshtrain.checkpoint.weights import read_piece
 from meshtrain.errors import InputError, join_some
 from meshtrain.huggingface.load import DTYPES
@@ -51,17 +43,16 @@ def read_shares(checkpoint: Path, manifest: Manifest, state: State, local: Mappi
     problems = differences(manifest.tensors, state.placements)
     if problems:
         raise InputError(f"{checkpoint} does not fit the model: {'; '.join(problems)}")
+    shards = {shard.name: shard for shard in reversed(state.shards)}  # of a tied weight that comes twice the first
+    parts = [(shard.name, shard.placement, shard.part) for shard in shards.values()]
+    reads = _reads(manifest, state.layout, state.mesh.rank, parts)
     with ShardReader(checkpoint, manifest, local) as files, ThreadPoolExecutor(THREADS, "checkpoint") as pool:
         pending: deque[Future[None]] = deque()
         try:
-            for rank, local_shard, share, piece in _reads(manifest, state):
-                file = files.shard_with(local_shard.name, rank, piece)
-                for part in _chunks(local_shard.placement, share, piece):
-                    pending.append(
-                        pool.submit(
-                            read_piece, file, local_shard.name, piece, part, local_shard.local, local_shard.part
-                        )
-                    )
+            for writer, name, share, piece in sorted(reads, key=itemgetter(0)):  # file by file
+                file, shard = files.shard_with(name, writer, piece), shards[name]
+                for part in _chunks(shard.placement, share, piece):
+                    pending.append(pool.submit(read_piece, file, name, piece, part, shard.local, shard.part))
                 while len(pending) > AHEAD:
                     pending.popleft().result()
             while pending:
@@ -128,33 +119,19 @@ def differences(stored: Mapping[str, Placement], model: Mapping[str, Placement])
 def files_needed(manifest: Manifest, placements: Mapping[str, Placement], layout: Layout, rank: int) -> set[int]:
     """The ranks whose files a rank of this layout reads."""
     parts = ((name, tensor, part_of_rank(tensor, layout, rank)) for name, tensor in placements.items())
-    share = [(name, _share_to_read(tensor, layout, rank, part)) for name, tensor, part in parts if part is not None]
-    matches = ((manifest.tensors[name], part) for name, part in share if name in manifest.tensors)
-    return {
-        writer for tensor, part in matches if not is_empty(part) for writer, _ in pieces(tensor, manifest.layout, part)
-    }
+    return {writer for writer, *_ in _reads(manifest, layout, rank, parts)}
 
 
-def _share_to_read(tensor: Placement, layout: Layout, rank: int, part: Part) -> Part:
-    """What a rank reads of the part that it holds."""
-    if replica_axes(tensor, layout) is None:  # there is no group to exchange it over
-        return part
-    return share_of(part, tensor, layout, copy_number(tensor, layout, rank))
-
-
-def _reads(manifest: Manifest, state: State) -> list[tuple[int, LocalShard, Part, Part]]:
-    """File by file: the rank that has written it, a tensor, what this rank reads of it, and a piece in the file."""
-    first = {shard.name: shard for shard in reversed(state.shards) if shard.name in manifest.tensors}
-    share = [
-        (shard, _share_to_read(shard.placement, state.layout, state.mesh.rank, shard.part)) for shard in first.values()
-    ]
-    reads = [
-        (rank, shard, part, piece)
-        for shard, part in share
-        if not is_empty(part)
-        for rank, piece in pieces(manifest.tensors[shard.name], manifest.layout, part)
-    ]
-    return sorted(reads, key=itemgetter(0))
+def _reads(
+    manifest: Manifest, layout: Layout, rank: int, parts: Iterable[tuple[str, Placement, Part | None]]
+) -> Iterator[tuple[int, str, Part, Part]]:
+    """Of the parts that a rank holds: whose file it reads, a tensor, its share of it, and a piece in that file."""
+    for name, tensor, share in parts:
+        if share is not None and replica_axes(tensor, layout) is not None:  # else there is no group to exchange it over
+            share = share_of(share, tensor, layout, copy_number(tensor, layout, rank))
+        if name in manifest.tensors and share is not None and not is_empty(share):
+            for writer, piece in pieces(manifest.tensors[name], manifest.layout, share):
+                yield writer, name, share, piece
 
 
 def _chunks(tensor: Placement, share: Part, piece: Part) -> Iterator[Part]:

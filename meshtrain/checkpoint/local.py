@@ -104,14 +104,12 @@ class LocalDisk:
             with suppress(OSError):  # a disk that cannot be read has nothing
                 steps = complete_steps(folder)
             for step in steps:
-                with suppress(InputError, OSError):  # it is damaged: then it is not there
+                with suppress(InputError, OSError, ValueError, KeyError):  # it is damaged: then it is not there
                     manifest, digest = read_manifest(folder / name_of(step))
-                    by_file = {file_of(rank): rank for rank in range(len(manifest.files))}
-                    rank = by_file.get(f"{folder.name}{Path(file_of(0)).suffix}")
-                    if rank is not None:
-                        check_files(folder / name_of(step), manifest, file_of(rank))
-                        self._manifests[step, digest] = manifest
-                        by_known.setdefault((step, digest), {})[rank] = folder / name_of(step)
+                    rank = int(folder.name.removeprefix("rank_"))
+                    check_files(folder / name_of(step), manifest, file_of(rank))
+                    self._manifests[step, digest] = manifest
+                    by_known.setdefault((step, digest), {})[rank] = folder / name_of(step)
         return by_known
 
     def offers(self, layout: Layout) -> list[Known]:

@@ -135,7 +135,11 @@ def _parse(cls: type[Manifest], fields: dict[str, Any]) -> Manifest:
     stored = sum(file.size for file in files.values())
     if needed > stored:  # no reader allocates more memory than the files have bytes
         raise _WrongError(f"names tensors of {needed:,} bytes and files of {stored:,} bytes")
-    evaluation = _parse_evaluation(fields["evaluation"])
+    evaluation = fields["evaluation"]
+    good = evaluation is None or (isinstance(evaluation, dict) and all(map(_is_word, evaluation)))
+    good = good and all(type(number) in (int, float) for number in (evaluation or {}).values())
+    _expect(good, "evaluation", "null, or names and numbers", evaluation)
+    evaluation = None if evaluation is None else {name: float(value) for name, value in evaluation.items()}
     plain = {_ATTRIBUTES.get(name, name): fields[name] for name in ("step", "samples", "tokens", "written", *_OBJECTS)}
     return cls(layout=layout, tensors=tensors, files=files, evaluation=evaluation, **plain)
 
@@ -164,7 +168,8 @@ def _parse_tensor(name: str, about: Any, layout: Layout) -> Placement:
     good = isinstance(shape, list) and len(shape) <= MAX_DIMS and all(map(is_count, shape))
     _expect(good, name, "a shape", shape)
     _expect(is_count(math.prod(shape) * SIZES[dtype]), name, "a shape of less than 2^63 bytes", shape)
-    good = isinstance(cuts, list) and all(_is_cut(cut, shape) for cut in cuts)
+    good = isinstance(cuts, list) and all(isinstance(cut, list) and len(cut) == 2 for cut in cuts)
+    good = good and all(isinstance(axis, str) and is_count(dim, max(1, len(shape)) - 1) for axis, dim in cuts)
     good = good and fits(Placement((), dtype, tuple((axis, dim) for axis, dim in cuts)), layout)
     _expect(good, name, f"cuts of its {max(1, len(shape))} dims by axes of the layout {layout}, each once", cuts)
     last = layout.size("pp") - 1
@@ -172,20 +177,6 @@ def _parse_tensor(name: str, about: Any, layout: Layout) -> Placement:
     good = good and all(stage < following for stage, following in pairwise(stages))
     _expect(good, name, f"stages from 0 to {last}, ascending", stages)
     return Placement(tuple(shape), dtype, tuple((axis, dim) for axis, dim in cuts), tuple(stages))
-
-
-def _is_cut(cut: Any, shape: list[int]) -> bool:
-    if not isinstance(cut, list) or len(cut) != 2:
-        return False
-    axis, dim = cut
-    return isinstance(axis, str) and is_count(dim, max(1, len(shape)) - 1)
-
-
-def _parse_evaluation(values: Any) -> dict[str, float] | None:
-    good = values is None or (isinstance(values, dict) and all(map(_is_word, values)))
-    good = good and all(isinstance(n, int | float) and not isinstance(n, bool) for n in (values or {}).values())
-    _expect(good, "evaluation", "null, or names and numbers", values)
-    return None if values is None else {name: float(value) for name, value in values.items()}
 
 
 def _is_word(value: Any) -> bool:

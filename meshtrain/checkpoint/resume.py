@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,7 +98,9 @@ class Resume:
                     if isinstance(error, UnreadableError) and not self._local_only:
                         raise
                     damage = [str(error), error.file.name]  # a host's own disk that stays unreadable is lost
-            reports = self._job.reduce("loading", [self._job.host, damage], _if_damaged)
+            # Where no rank has found damage no rank needs to know of the others.
+            report = [self._job.host, damage]
+            reports = self._job.reduce("loading", report, lambda of: of if any(damage for _, damage in of) else [])
             damages = [report for _, report in reports if report is not None]
             if not damages:
                 exchange(state)
@@ -127,7 +130,7 @@ class Resume:
             return
         shared = {path.name for path in candidates.paths if path.parent == checkpoints}
         begun = not candidates.paths or bool(shared)  # else another run is named
-        for step, digest, having in counts:
+        for (step, digest), having in counts:
             if having == ranks:
                 candidates.local[self._spec.local.own / name_of(step)] = digest
             elif begun and name_of(step) not in shared:
@@ -160,16 +163,18 @@ class Resume:
             local.clear()
             read_shares(checkpoint, manifest, state)
 
-    def _ask(self, reports: Sequence[Sequence[Any]], blind: set[str], text: str, is_whole: Callable[[], bool]) -> None:
+    def _ask(self, reports: Sequence[Sequence[Any]], blind: set[str], text: str, look: Callable[[], object]) -> None:
         """Has another host, if there is one, look at what the hosts `blind` take for damaged, as `text` says.
 
-        `reports`: of each rank, its host first. TrainingError on every rank: the other host finds nothing wrong.
+        `reports`: of each rank, its host first. `look` raises InputError, or gives whether nothing is wrong.
+        TrainingError on every rank: so it is for the other host.
         """
         witness = next((rank for rank, (host, _) in enumerate(reports) if host not in blind), None)
         whole = False
         with self._job.collective_check("looking at a checkpoint from another host"):
             if self._job.rank == witness:
-                whole = with_retries(is_whole)
+                with suppress(InputError):
+                    whole = bool(with_retries(look))
         if self._job.reduce("looking at a checkpoint from another host", whole, any):
             assert witness is not None  # it was whole there
             raise TrainingError(
@@ -206,10 +211,11 @@ class Resume:
                     chosen, problem = self._first()
             local_digest = self._candidates.local.get(Path(chosen)) if chosen is not None else None
             choice = [self._job.host, [chosen, problem, self._candidates.back, local_digest]]
-            choices = self._job.reduce("choosing a checkpoint", choice, _if_in_doubt)
+            # Of rank 0, and the hosts of all if they are to be asked about it.
+            choices = self._job.reduce("choosing a checkpoint", choice, lambda of: of if of[0][1][1] else of[:1])
             path, problem, self.back, local_digest = choices[0][1]
             if problem is not None:
-                self._ask(choices, {choices[0][0]}, problem, lambda: _is_whole(Path(path)))  # noqa: B023
+                self._ask(choices, {choices[0][0]}, problem, lambda: open_manifest(Path(path)))  # noqa: B023
                 if self._job.rank == 0:
                     self._damaged.append(problem)
                     self._candidates.paths.pop(0)
@@ -315,24 +321,6 @@ class Resume:
                 write_whole(self._spec.folder / WENT_BACK, _digest(self._spec))
 
 
-def _if_damaged(reports: list) -> list:
-    """What each rank has loaded, [host, damage], if any has found damage: hosts are asked only then."""
-    return reports if any(damage for _, damage in reports) else []
-
-
-def _if_in_doubt(choices: list) -> list:
-    """What rank 0 has chosen, [host, [path, problem, ...]], and the hosts of all if they are to be asked about it."""
-    return choices if choices[0][1][1] is not None else choices[:1]
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    try:
-        open_manifest(checkpoint)
-    except InputError:
-        return False
-    return True
-
-
 def candidates(spec: RunSpec, *, restarted: bool) -> Candidates:
     """What `checkpoint.resume` stands for in the run's folder; a job that is `restarted` goes on, whatever it says.
 
@@ -344,7 +332,9 @@ def candidates(spec: RunSpec, *, restarted: bool) -> Candidates:
     if name == "latest" or (restarted and steps):
         return own
     if name == "none":
-        if not restarted and (steps or _is_used(spec.folder)):
+        metrics = spec.folder / "metrics.jsonl"
+        is_used = (spec.folder / "exit.json").exists() or (metrics.exists() and metrics.stat().st_size > 0)
+        if not restarted and (steps or is_used):
             used = spec.checkpoints if steps else spec.folder
             raise InputError(
                 f"checkpoint.resume is none, and {used} holds a run already: name a fresh folder with "
@@ -364,19 +354,13 @@ def candidates(spec: RunSpec, *, restarted: bool) -> Candidates:
 
 def _count_offers(offers: list[list[list]]) -> list[tuple]:
     """Step and digest of every checkpoint that ranks offer, ascending, and how many of them do."""
-    counts = Counter((step, digest) for of in offers for step, digest in of)
-    return [(*known, counts[known]) for known in sorted(counts)]
+    return sorted(Counter((step, digest) for of in offers for step, digest in of).items())
 
 
 def _digest(spec: RunSpec) -> str:
     """Of the config, `checkpoint.resume` with it; the next job of a chain may have another layout."""
     config = {name: value for name, value in spec.config.plain().items() if name != "layout"}
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _is_used(folder: Path) -> bool:
-    metrics = folder / "metrics.jsonl"
-    return (folder / "exit.json").exists() or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def _from_path(folder: Path, own: Candidates, checkpoints: Path) -> Candidates:

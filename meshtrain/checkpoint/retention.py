@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import disk_usage
@@ -95,14 +96,10 @@ class Pruner:
 
     def _superfluous(self, step: int) -> set[int]:
         steps = complete_steps(self._folder)
-        if self._keep.keep_best:  # those that an earlier job has written are read
-            self._evaluations |= {old: self._read_evaluation(old) for old in steps if old not in self._evaluations}
+        for old in steps if self._keep.keep_best else ():
+            if old not in self._evaluations:  # an earlier job has written it
+                self._evaluations[old] = {}
+                with suppress(InputError):  # it is damaged, and so it is not the best one
+                    self._evaluations[old] |= read_manifest(self._folder / name_of(old))[0].evaluation or {}
         retained = steps_to_keep({*steps, step}, self._evaluations, self._keep)
         return set(steps) - retained - {step, self._in_use()}
-
-    def _read_evaluation(self, step: int) -> dict[str, float]:
-        try:
-            manifest, _ = read_manifest(self._folder / name_of(step))
-        except InputError:  # it is damaged, and so it is not the best one
-            return {}
-        return dict(manifest.evaluation or {})

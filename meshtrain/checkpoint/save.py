@@ -53,11 +53,10 @@ class Saver:
         self.wants_stop: str | None = None  # why the run should not go on: diverged, folder taken, or `on_failure`
         self.diverged = False  # whether ranks that must hold the same do not
         self.last_save_s = self.last_wait_s = 0.0  # of the last save: until all was on disk; training waited for it
-        self._state, self._folder, self._job = state, folder, job
-        self._in_background, self._on_failure = in_background, on_failure
-        self._limit_s, self._slow, self._local, self._makes_room = limit_s, False, local, make_room
-        self._say, self._writing = say or job.say, writing
-        self._snapshot = Snapshot(state, job.rank, job.device, streams=not in_background)
+        self._state, self._folder, self._job, self._say = state, folder, job, say or job.say
+        self._in_background, self._on_failure, self._makes_room = in_background, on_failure, make_room
+        self._snapshot, self._slow = Snapshot(state, job.rank, job.device, streams=not in_background), False
+        self._limit_s, self._local, self._writing = limit_s, local, writing
         self._current: CheckpointWrite | None = None  # under way
         self._before: CheckpointWrite | None = None  # the last one
         self._thread: threading.Thread | None = None
@@ -83,19 +82,9 @@ class Saver:
         with waiting("the device, which sums and copies the state", resource=Resource.DEVICE):
             sums = Sums(self._state)
             self._snapshot.take()
-        write = CheckpointWrite(
-            self._state,
-            self._folder,
-            self._job,
-            step,
-            about,
-            self._snapshot,
-            sums,
-            self._writing,
-            self._local,
-            partial(self._pruner.make_room, step, about["evaluation"]) if self._makes_room else None,
-            self._limit_s,
-        )
+        make_room = partial(self._pruner.make_room, step, about["evaluation"]) if self._makes_room else None
+        contents = self._state, self._folder, self._job, step, about, self._snapshot, sums
+        write = CheckpointWrite(*contents, self._writing, self._local, make_room, self._limit_s)
         write.waited_s = time.perf_counter() - start - self._snapshot.host_s
         self._current, self._slow = write, False
         self._start(write)
@@ -155,7 +144,8 @@ class Saver:
         except RuntimeError as error:  # the system gives no more threads
             self._thread = None
             write.notes.append(f"warning: training waited for the checkpoint of step {write.step}: {error}")
-            write.poll_while_waiting()
+            for meeting in write.rounds:
+                meeting.meanwhile = write.poll
             self._run(*arguments)
 
     def _run(self, write: CheckpointWrite, before: CheckpointWrite | None, earlier: threading.Thread | None) -> None:

@@ -33,29 +33,21 @@ class Snapshot:
         """`streams`: nothing is copied; training must not go on before `tensors` were written."""
         self._device = device
         shards = {shard.name: shard for shard in state.shards}  # of two stages with one tied weight, one is enough
-        self._copies: list[tuple[LocalShard, Part, Tensor | None]] = []  # of a part of the local shard
-        self._entries: list[Entry] = []
-        self._memory, self._pinned = torch.empty(0, dtype=torch.uint8), False
-        if not streams:
-            self._memory = self._reserve(snapshot_bytes(state, rank))
+        self._copies: list[tuple[Entry, LocalShard, Part, Tensor | None]] = []  # of a part of the local shard
+        self._memory = torch.empty(0 if streams else snapshot_bytes(state, rank), dtype=torch.uint8)
+        self._pinned = device.type == "cuda" and self._memory.nbytes > 0
+        if self._pinned:  # as it is: `Tensor.pin_memory` would round its size up to a power of two
+            pin_memory(self._memory.data_ptr(), self._memory.nbytes)
+        self._memory.zero_()  # the system gives memory when it is touched: now, and not in the first save
         offset = 0
         for entry, part in _entries(state, rank):
             shard, copy = shards[entry.name], None
             if not streams:
                 copy = self._memory[offset : offset + entry.nbytes].view(shard.local.dtype).view(entry.shape)
-            self._entries.append(entry)
-            self._copies.append((shard, within(part, shard.part), copy))
+            self._copies.append((entry, shard, within(part, shard.part), copy))
             offset += _aligned(entry)
         self._events: list[torch.cuda.Event] = []
         self.host_s = 0.0
-
-    def _reserve(self, nbytes: int) -> Tensor:
-        memory = torch.empty(nbytes, dtype=torch.uint8)
-        if self._device.type == "cuda" and nbytes:
-            # As it is: `Tensor.pin_memory` would round its size up to a power of two.
-            pin_memory(memory.data_ptr(), nbytes)
-            self._pinned = True
-        return memory.zero_()  # the system gives memory when it is touched: now, and not in the first save
 
     def take(self) -> None:
         """Copies the state as it is now. On CUDA the copies are queued before whatever is computed next."""
@@ -63,7 +55,7 @@ class Snapshot:
         if self._device.type == "cuda":
             self._events = [torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2)]
             self._events[0].record()
-        for shard, part, copy in self._copies:
+        for _, shard, part, copy in self._copies:
             if copy is not None:
                 copy.copy_(shard.local[part], non_blocking=True)
         if self._events:
@@ -82,7 +74,7 @@ class Snapshot:
         """The copies, or else what they would be copied from, block by block; in the order of a file."""
         return [
             (entry, _bytes_of(copy) if copy is not None else _stream(shard, part))
-            for entry, (shard, part, copy) in zip(self._entries, self._copies, strict=True)
+            for entry, shard, part, copy in self._copies
         ]
 
     def close(self) -> None:
@@ -117,15 +109,13 @@ def _short_hosts(reports: list[list]) -> list[str]:
     return short
 
 
-def _entries(state: State, rank: int) -> list[tuple[Entry, Part]]:
+def _entries(state: State, rank: int) -> Iterator[tuple[Entry, Part]]:
     """What this rank writes, in the order of a file."""
     names = {shard.name for shard in state.shards}
-    parts = [
-        (name, tensor.dtype, part_to_write(tensor, state.layout, rank))
-        for name, tensor in state.placements.items()
-        if name in names
-    ]
-    return [(Entry(name, dtype, shape_of(part)), part) for name, dtype, part in parts if part is not None]
+    for name, tensor in state.placements.items():
+        part = part_to_write(tensor, state.layout, rank) if name in names else None
+        if part is not None:
+            yield Entry(name, tensor.dtype, shape_of(part)), part
 
 
 def _stream(shard: LocalShard, part: Part) -> Iterator[memoryview]:

@@ -120,17 +120,14 @@ def gather_placements(specs: Iterable[ParameterSpec], job: Job, layout: Layout) 
             [spec.name, _kind(spec), list(spec.shape), [(cut.axis, cut.dim) for cut in spec.cuts]] for spec in specs
         ]
     placements: dict[str, Placement] = {}
-    for rank, of_stage in job.reduce("comparing where tensors lie", rows, _held_tensors):
+    stages = job.reduce("comparing where tensors lie", rows, lambda of: [pair for pair in enumerate(of) if pair[1]])
+    for rank, of_stage in stages:
         index = layout.index(rank, "pp")
         for name, kind, shape, cuts in of_stage:
-            stages = {index, *placements[name].stages} if name in placements else {index}
+            holders = {index, *placements[name].stages} if name in placements else {index}
             axes = tuple((axis, dim) for axis, dim in cuts)
-            placements[name] = Placement(tuple(shape), kind, axes, tuple(sorted(stages)))
+            placements[name] = Placement(tuple(shape), kind, axes, tuple(sorted(holders)))
     return {name: placements[name] for name in sorted(placements, key=weights.by_numbers)}
-
-
-def _held_tensors(values: list) -> list[tuple[int, list]]:
-    return [(rank, value) for rank, value in enumerate(values) if value]
 
 
 def _kind(spec: ParameterSpec) -> str:

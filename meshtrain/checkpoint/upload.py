@@ -84,13 +84,7 @@ class Uploads:
         it is not whole, and is set aside itself."""
         unfinished = directory.begin(folder, step)
         try:
-            source = Path(self._path(step, MANIFEST))
-            text = self._read(str(source), MAX_BYTES)
-            if self._complete(step) != directory.complete_text(hashlib.sha256(text).hexdigest()):
-                raise DamagedError(source, f"and {COMPLETE} do not fit together")
-            manifest = Manifest.parse(text, source)
-            if manifest.step != step:
-                raise DamagedError(source, f"is that of step {manifest.step}")
+            manifest, text = self._manifest(step)
             names = list(manifest.files)
             self._transfer("get_file", [(self._path(step, name), str(unfinished / name)) for name in names])
             for rank, name in enumerate(names):
@@ -98,7 +92,7 @@ class Uploads:
                     raise DamagedError(Path(self._path(step, name)), problem.what, problem.tensor)
                 with open(unfinished / name, "rb") as written:
                     os.fsync(written.fileno())
-            return directory.finish(folder, step, text.decode(), self.notes.append)
+            return directory.finish(folder, step, text, self.notes.append)
         except BaseException as error:
             with suppress(OSError):
                 directory.abandon(folder, step)
@@ -131,11 +125,11 @@ class Uploads:
             return
         self.set_aside_later(here[-1])
         there = self.steps()
-        if self._keep.keep_best:
-            self._evaluations |= {
-                step: self._evaluation(folder, step, step in here)
-                for step in {*here, *there} - self._evaluations.keys()
-            }
+        for step in {*here, *there} - self._evaluations.keys() if self._keep.keep_best else ():
+            self._evaluations[step] = {}
+            with suppress(InputError):  # it is damaged, and so it is not the best one
+                manifest, _ = read_manifest(folder / name_of(step)) if step in here else self._manifest(step)
+                self._evaluations[step] |= manifest.evaluation or {}
         keep = steps_to_keep({*here, *there}, self._evaluations, self._keep)
         for step in reversed(here):  # the newest first
             if step in keep:
@@ -168,14 +162,16 @@ class Uploads:
         self._call("cp_file", self._path(step, COMPLETE), self._path(step, ASIDE))
         self._call("rm_file", self._path(step, COMPLETE))
 
-    def _evaluation(self, folder: Path, step: int, is_here: bool) -> dict[str, float]:
-        try:
-            if is_here:
-                return dict(read_manifest(folder / name_of(step))[0].evaluation or {})
-            path = self._path(step, MANIFEST)
-            return dict(Manifest.parse(self._read(path, MAX_BYTES), Path(path)).evaluation or {})
-        except InputError:  # it is damaged, and so it is not the best one
-            return {}
+    def _manifest(self, step: int) -> tuple[Manifest, str]:
+        """That of a complete checkpoint, and its text. DamagedError, FileNotFoundError: it is not whole."""
+        path = Path(self._path(step, MANIFEST))
+        text = self._read(str(path), MAX_BYTES)
+        if self._complete(step) != directory.complete_text(hashlib.sha256(text).hexdigest()):
+            raise DamagedError(path, f"and {COMPLETE} do not fit together")
+        manifest = Manifest.parse(text, path)
+        if manifest.step != step:
+            raise DamagedError(path, f"is that of step {manifest.step}")
+        return manifest, text.decode()
 
     def _complete(self, step: int) -> str:
         return self._read(self._path(step, COMPLETE), 1000).decode(errors="replace")

@@ -28,10 +28,9 @@ def run(arguments: argparse.Namespace) -> int:
     status = 0
     for folder, n_outputs in _folders(arguments):
         problems, has_checksums = verify(folder, n_outputs)
-        intact = (
-            "intact" if has_checksums else "no checksums, an older meshtrain has written it; sizes and ids are right"
-        )
-        print(f"{folder}: {plural(len(problems), 'problem') if problems else intact}", flush=True)
+        old = "no checksums, an older meshtrain has written it; sizes and ids are right"
+        state = plural(len(problems), "problem") if problems else "intact" if has_checksums else old
+        print(f"{folder}: {state}", flush=True)
         print(*(f"  {problem}\n" for problem in problems), sep="", end="")
         status |= bool(problems)
     return status

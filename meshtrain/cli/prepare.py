@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import time
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.queues import SimpleQueue
 
@@ -19,6 +20,7 @@ from meshtrain.job.signals import end_with_parent
 from meshtrain.job.storage import warn
 
 _SAY_EVERY_S = 10.0
+_say = partial(print, flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +106,3 @@ def _work(preparation: Preparation, host: int, hosts: int, errors: "SimpleQueue[
         preparation.take_shards(lambda line: None, host, hosts, wait=False)
     except (InputError, OSError) as error:
         errors.put(error)
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

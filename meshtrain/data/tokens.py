@@ -339,18 +339,9 @@ def open_tokens(folder: Path) -> Corpus:
     files = tuple(Files.of(part.path, part.count * part.dtype.itemsize) for part in parts)
     for part, (_, _, (size,)) in zip(parts, files, strict=True):
         check_size(part.path, size, "prepare the folder again")
-    corpus = Corpus(
-        name=str(folder),
-        tokens=tokens,
-        loss=loss,
-        documents=header.documents,
-        offsets=offsets,
-        text_bytes=sizes,
-        largest_id=header.largest_id,
-        tokenizer=header.tokenizer,
-        fingerprint=header.fingerprint,
-        files=files,
-    )
+    about = {name: getattr(header, name) for name in ("documents", "largest_id", "tokenizer", "fingerprint")}
+    about |= {"name": str(folder), "files": files}
+    corpus = Corpus(tokens=tokens, offsets=offsets, text_bytes=sizes, loss=loss, **about)
     first, last = offsets.array[[0, -1]]
     if first != 0 or last != header.tokens or any((piece.lengths < 0).any() for piece in corpus.pieces()):
         raise InputError(

@@ -119,13 +119,9 @@ class _Worker:
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         task = {"spec": asdict(spec), "rank": rank, "local_rank": local_rank, "address": address, "serves": serves}
         task["parent"] = os.getpid()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "meshtrain.doctor.bandwidth_worker", json.dumps(task)],
-            stdin=subprocess.DEVNULL,
-            stdout=self._out,
-            stderr=self._err,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
-        )
+        command = [sys.executable, "-m", "meshtrain.doctor.bandwidth_worker", json.dumps(task)]
+        files: Any = {"stdin": subprocess.DEVNULL, "stdout": self._out, "stderr": self._err}
+        self.process = subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ}, **files)
 
     def _messages(self) -> dict[str, Any]:
         """The last value of each kind of message: "at" is what the worker does, "result" what it measured."""

@@ -108,12 +108,10 @@ def owner_of_port(port: int) -> str:
     """Which process of this host listens on a port, in words."""
     for inode in [row[9] for row in _tcp_rows(port) if row[3] == LISTENING]:
         for link in Path("/proc").glob("[0-9]*/fd/*"):
-            try:
+            with contextlib.suppress(OSError):  # another user's, or gone
                 if os.readlink(link) == f"socket:[{inode}]":
                     words = (link.parents[1] / "cmdline").read_bytes().split(b"\0")
                     return f"process {link.parts[2]} ({b' '.join(words).decode(errors='replace').strip()[:80]})"
-            except OSError:  # another user's, or gone
-                continue
     return "another process, of another user"
 
 

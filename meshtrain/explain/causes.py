@@ -70,20 +70,12 @@ class Cause:
     matches: Matches
 
     def to_json(self) -> dict[str, Any]:
+        fix = " ".join([self.fix, *(f"{option};" for option in self.options)]).rstrip(";")
+        of_line = ("file", "line", "text", "rank")
+        evidence = [{name: getattr(line, name) for name in of_line} for line in self.matches.evidence]
+        cause = {"id": self.id, "role": self.role, "cause": self.cause, "fix": fix, "evidence": evidence}
         ranks = sorted(self.matches.ranks, key=_number)
-        return {
-            "id": self.id,
-            "role": self.role,
-            "cause": self.cause,
-            "fix": " ".join([self.fix, *(f"{option};" for option in self.options)]).rstrip(";"),
-            "evidence": [
-                {"file": line.file, "line": line.line, "text": line.text, "rank": line.rank}
-                for line in self.matches.evidence
-            ],
-            "options": list(self.options),
-            "count": self.matches.count,
-            "ranks": ranks,
-        }
+        return cause | {"options": list(self.options), "count": self.matches.count, "ranks": ranks}
 
 
 def explain(paths: Sequence[str], rules: Sequence[Rule] | None = None) -> list[Cause]:
@@ -230,12 +222,10 @@ def settings_beside(path: str) -> Settings:
     """The config of the run to which a log belongs: the nearest config.yaml above it that is one of meshtrain's."""
     log = Path(path).resolve()
     for folder in ([log] if log.is_dir() else []) + list(log.parents)[:LEVELS]:
-        try:
+        with suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
             sections = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError):
-            continue
-        if isinstance(sections, dict) and {"model", "batch", "train"} <= set(sections):
-            return Settings(sections)
+            if isinstance(sections, dict) and {"model", "batch", "train"} <= set(sections):
+                return Settings(sections)
     return Settings(None)
 
 
@@ -243,11 +233,9 @@ def advice(name: str | None, settings: Settings) -> list[str]:
     """Options that help, best first: each an override with a word on it, or a sentence."""
     texts = []
     for option in [] if name is None else OPTIONS[name]:
-        try:
+        with suppress(TypeError):  # without a value that it speaks of
             if settings.evaluate(option.get("if", "True")):
                 texts.append(settings.fill(option["text"]))
-        except TypeError:  # without a value that it speaks of
-            continue
     return texts
 
 

@@ -75,11 +75,6 @@ def _in_short(cause: Cause, width: int) -> list[str]:
 
 
 def _paragraph(title: str, text: str, width: int) -> list[str]:
-    return textwrap.wrap(
-        text,
-        max(width, NARROWEST),
-        initial_indent=f"   {title.ljust(6)} ",
-        subsequent_indent=" " * 10,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    paragraph = textwrap.TextWrapper(max(width, NARROWEST), f"   {title.ljust(6)} ", subsequent_indent=" " * 10)
+    paragraph.break_long_words = paragraph.break_on_hyphens = False
+    return paragraph.wrap(text)

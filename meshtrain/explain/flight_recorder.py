@@ -11,13 +11,14 @@ from meshtrain.explain.log_reader import Log
 
 VERDICT = "verdict.txt"
 RECORDERS = "*/rank-*.flight-recorder.json"  # in a folder for each host
+Group = tuple[int, ...]  # its ranks
 
 
 def not_entered(logs: Iterable[Log]) -> Iterator[tuple[str, str]]:
     """For each collective at which ranks of a group part, one of the files that tell of it and a line for the rules."""
     for folder in dict.fromkeys(os.path.dirname(log.path) for log in logs if os.path.basename(log.path) == VERDICT):
-        begun: dict[tuple[int, ...], dict[int, int]] = {}  # ranks of a group -> rank -> how many it has entered
-        names: dict[tuple[tuple[int, ...], int], str] = {}
+        begun: dict[Group, dict[int, int]] = {}  # rank -> how many it has entered
+        names: dict[tuple[Group, int], str] = {}
         files: dict[int, Path] = {}
         for path in sorted(Path(folder).glob(RECORDERS)):
             try:
@@ -32,19 +33,15 @@ def not_entered(logs: Iterable[Log]) -> Iterator[tuple[str, str]]:
                 unknown = set(group) - by_rank.keys()
                 rest = f" (nothing is known of {', '.join(ranges(unknown))})" if unknown else ""
                 collective = names.get((group, number), f"collective {number} of {_ranks(group)}")
-                line = (
-                    f"flight recorder: {collective} was entered by {_ranks(entered)} and not by {_ranks(missing)}{rest}"
-                )
-                yield str(files[missing[0]]), line
+                parted = f"was entered by {_ranks(entered)} and not by {_ranks(missing)}{rest}"
+                yield str(files[missing[0]]), f"flight recorder: {collective} {parted}"
 
 
 def _ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(ranges(numbers))}"
 
 
-def _read(
-    path: Path, begun: dict[tuple[int, ...], dict[int, int]], names: dict[tuple[tuple[int, ...], int], str]
-) -> int:
+def _read(path: Path, begun: dict[Group, dict[int, int]], names: dict[tuple[Group, int], str]) -> int:
     """Adds what one rank tells; returns the rank."""
     recorder: dict[str, Any] = json.loads(path.read_bytes())
     rank = int(recorder["rank"])

@@ -7,6 +7,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -74,21 +75,18 @@ def _gather_differences(job: Job, fingerprints: Sequence[Fingerprint]) -> list[l
     speakers = meeting.receive(activity)  # for each fingerprint the ranks whose values are looked at
     if not any(speakers):
         return [[] for _ in fingerprints]
-    meeting = job.round()
     values = [
         dict(fingerprint.values) if job.rank in ranks and fingerprint.values is not None else None
         for fingerprint, ranks in zip(fingerprints, speakers, strict=True)
     ]
-    meeting.put(values)
-    if job.rank == 0:
-        gathered = meeting.gather(activity)
-        meeting.broadcast(
-            [
-                differences([gathered[rank][i] for rank in ranks], groups, hosts) if ranks else []
-                for i, (ranks, groups) in enumerate(zip(speakers, alike, strict=True))
-            ]
-        )
-    return meeting.receive(activity)
+
+    def differences_of(gathered: list) -> list[list[str]]:
+        return [
+            differences([gathered[rank][i] for rank in ranks], groups, hosts) if ranks else []
+            for i, (ranks, groups) in enumerate(zip(speakers, alike, strict=True))
+        ]
+
+    return job.reduce(activity, values, differences_of)
 
 
 def _digest(values: Mapping[str, str] | None) -> str | None:
@@ -138,35 +136,26 @@ def run_fingerprints(config: "Config", variables: Mapping[str, str]) -> Iterator
     files = (config.model.name, config.data.source, config.pipeline.schedule)
     own = {name: locate.digest(Path(name).expanduser()) for name in files if name.endswith((".py", ".csv"))}
     layout = ", ".join(f"{axis}: {size}" for axis, size in plain.pop("layout").items())  # their order counts
-    yield Fingerprint(
-        "the config",
-        flat(plain) | {"layout": f"{{{layout}}}"},
-        "start every process with the same file and the same overrides",
+    values = flat(plain) | {"layout": f"{{{layout}}}"}
+    yield Fingerprint("the config", values, "start every process with the same file and the same overrides")
+    remedy = (
+        "install the same version on all hosts (git status, git log -1), or run it from a folder that all of them see"
     )
-    yield Fingerprint(
-        "the code",
-        locate.code() | own,
-        "install the same version on all hosts (git status, git log -1), or run it from a folder that all of them see",
-    )
-    yield Fingerprint(
-        "the software", versions(), "install the same versions on all hosts, from one lock file or one container image"
-    )
-    yield Fingerprint(
-        "the environment",
-        {name: value for name, value in variables.items() if name.startswith(VARIABLES) and name not in OF_EACH_HOST},
-        "training goes on; export each variable with one value on all hosts, or nowhere",
-        refused=False,
-    )
+    yield Fingerprint("the code", locate.code() | own, remedy)
+    remedy = "install the same versions on all hosts, from one lock file or one container image"
+    yield Fingerprint("the software", versions(), remedy)
+    values = {name: value for name, value in variables.items() if name.startswith(VARIABLES)}
+    values = {name: value for name, value in values.items() if name not in OF_EACH_HOST}
+    remedy = "training goes on; export each variable with one value on all hosts, or nowhere"
+    yield Fingerprint("the environment", values, remedy, refused=False)
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Name -> version of what computes and communicates: these packages that are installed, torch, Python, CUDA."""
     versions = {"torch": str(torch.__version__), "python": platform.python_version()}
     for package in packages:
-        try:
+        with suppress(metadata.PackageNotFoundError):  # meshtrain may run in a clone where nothing was installed
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # meshtrain may run in a clone where nothing was installed
-            continue
     if torch.version.cuda is not None:
         versions["cuda"] = torch.version.cuda
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

@@ -130,8 +130,8 @@ class Job:
 
     def hosts(self) -> tuple[list[str], list[int]]:
         """The hosts in rank order and how many neighbouring ranks each has; a host may come back later."""
-        names, counts = self.reduce("comparing hosts", self.host, _run_lengths)
-        return names, counts
+        runs = self.reduce("comparing hosts", self.host, lambda hosts: [(k, len(list(of))) for k, of in groupby(hosts)])
+        return [host for host, _ in runs], [count for _, count in runs]
 
     def connect(self, timeout_s: float) -> None:
         """Makes the job's first process group, unless there is one: NCCL on GPUs, gloo on CPUs. Raises InputError:
@@ -143,7 +143,14 @@ class Job:
             gpu = str(torch.cuda.get_device_properties(self.device).uuid)
         shared, alone = self.reduce("comparing GPUs and names", [self.host, gpu, name], _compare_devices)
         with self.collective_check("connecting"):
-            self._check_gpu(next((ranks for host, of, ranks in shared if [host, of] == [self.host, gpu]), ()))
+            sharing: Sequence[int] = next((ranks for *of, ranks in shared if of == [self.host, gpu]), ())
+            # NCCL hangs or fails obscurely when two ranks share a GPU, unless it was told to allow it.
+            if sharing and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+                raise InputError(
+                    f"ranks {', '.join(ranges(sharing))} on host {self.host} were given the same GPU ({self.device}): "
+                    f"start as many processes as GPUs, here {torch.cuda.device_count()}, or use the CPU with "
+                    "CUDA_VISIBLE_DEVICES="
+                )
             if not alone:
                 self._check_own_name(name)
         cuda = self.device.type == "cuda"
@@ -157,15 +164,6 @@ class Job:
             timeout=timedelta(seconds=timeout_s),
             device_id=self.device if cuda else None,  # NCCL connects now, and smaller groups are split off this one
         )
-
-    def _check_gpu(self, sharing: Sequence[int]) -> None:
-        """NCCL hangs or fails obscurely when two ranks share a GPU, unless it was told to allow it."""
-        if sharing and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
-            raise InputError(
-                f"ranks {', '.join(ranges(sharing))} on host {self.host} were given the same GPU ({self.device}): "
-                f"start as many processes as GPUs, here {torch.cuda.device_count()}, or use the CPU with "
-                "CUDA_VISIBLE_DEVICES="
-            )
 
     def _check_own_name(self, name: str) -> None:
         """gloo listens where the host's own name leads, unless it is given an interface."""
@@ -197,11 +195,6 @@ def _describe_problems(reports: list) -> tuple[str | None, str | None]:
     if len(lines) > MOST_FAILURES:
         lines[MOST_FAILURES:] = [f"and {len(lines) - MOST_FAILURES} other problems on other ranks"]
     return None, "\n".join(lines) or None
-
-
-def _run_lengths(names: list[str]) -> tuple[list[str], list[int]]:
-    runs = [(name, len(list(ranks))) for name, ranks in groupby(names)]
-    return [name for name, _ in runs], [count for _, count in runs]
 
 
 def _compare_devices(rows: list) -> tuple[list, bool]:
@@ -302,13 +295,8 @@ def _store(environment: Environment, timeout_s: float) -> dist.Store | None:
     if not environment.hosts_store:
         _wait_for_listener(address, port, timeout_s)
     try:
-        store = dist.TCPStore(
-            address,
-            port,
-            is_master=environment.hosts_store,
-            timeout=timedelta(seconds=max(ATTEMPT_S, begun + timeout_s - time.monotonic())),
-            wait_for_workers=False,
-        )
+        limit = timedelta(seconds=max(ATTEMPT_S, begun + timeout_s - time.monotonic()))
+        store = dist.TCPStore(address, port, None, environment.hosts_store, limit, wait_for_workers=False)
     except dist.DistError as error:
         raise TimeoutError(
             f"rank {environment.rank} on host {environment.host} could not reach the job's store at {address}:{port} "

@@ -298,7 +298,9 @@ class StopRequest:
         if self.reason_given is None:
             number = self.signals.request
             by_signal = None if number is None else StopReason(number, str(number))
-            self.reason_given = by_signal or self._look_at_folder() or self._look_at_time(step_s, save_s)
+            needed_s = STEPS_TO_STOP * step_s + 1.2 * save_s + SPARE_S
+            by_time = (reason for reason, seconds_left in self._limits if seconds_left() < needed_s)
+            self.reason_given = by_signal or self._look_at_folder() or next(by_time, None)
         return self.reason_given
 
     def _look_at_folder(self) -> StopReason | None:
@@ -325,10 +327,6 @@ class StopRequest:
         taken = self._taken()
         self._by_folder = None if taken is None else StopReason(StopKind.TAKEN, taken)
 
-    def _look_at_time(self, step_s: float, save_s: float) -> StopReason | None:
-        needed_s = STEPS_TO_STOP * step_s + 1.2 * save_s + SPARE_S
-        return next((reason for reason, seconds_left in self._limits if seconds_left() < needed_s), None)
-
     def clear(self) -> None:
         """The run has stopped, with everything saved: the file is removed."""
         if self._file is not None:
@@ -351,14 +349,8 @@ def end_with_parent(parent: int | None = None) -> None:
 
 def end_with_launcher(variables: Mapping[str, str]) -> None:
     """The same for a worker of torchrun or a task of srun, and for no other: a shell may end before its children."""
-    of_torchrun = "TORCHELASTIC_RUN_ID" in variables
-    of_srun = "SLURM_STEP_ID" in variables and _process_name(os.getppid()) == "slurmstepd"
-    if of_torchrun or of_srun:
+    launcher = ""
+    with suppress(OSError):  # it has ended
+        launcher = Path(f"/proc/{os.getppid()}/comm").read_text().strip()
+    if "TORCHELASTIC_RUN_ID" in variables or ("SLURM_STEP_ID" in variables and launcher == "slurmstepd"):
         end_with_parent()
-
-
-def _process_name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:  # it has ended
-        return ""

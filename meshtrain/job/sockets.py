@@ -17,6 +17,11 @@ OTHER_PORTS = (22, 111, 9)  # closed or open, a host that is up answers on one o
 
 def call_with_timeout(seconds: float, call: Callable[..., T], *arguments: Any) -> T:
     """What the call returns, or raises; TimeoutError if it takes longer, which leaves it behind in its thread."""
+    return in_thread(call, *arguments).result(seconds)
+
+
+def in_thread(call: Callable[..., T], *arguments: Any) -> Future[T]:
+    """What comes of a call in a thread of its own, which does not hold up the end of the process."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -26,7 +31,7 @@ def call_with_timeout(seconds: float, call: Callable[..., T], *arguments: Any) -
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return future.result(seconds)
+    return future
 
 
 def connect(addresses: Sequence[str], port: int, seconds: float) -> socket.socket:
@@ -50,7 +55,6 @@ def connect_failure(error: OSError) -> str:
 
 def answers(address: str) -> bool:
     """Whether a host answers on any of a few ports, with a refusal too."""
-
     for port in OTHER_PORTS:
         try:
             connect([address], port, 1.5).close()

@@ -93,7 +93,7 @@ class ConfigOnNodes:
 
 def fit_on_nodes(name: str, overrides: Sequence[str], request: Request) -> ConfigOnNodes:
     """A config, which fits the nodes of a request. Raises InputError or LayoutError: it does not, or is wrong."""
-    nodes, gpus = request.train_nodes, request.gpus_per_node
+    nodes, gpus = request.nodes - request.spare_nodes, request.gpus_per_node
     config = Config.load(name, overrides, for_training=True)
     try:
         layout = resolve(config.layout, nodes * gpus)

@@ -18,20 +18,31 @@ TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 NAME = re.compile(r"[\w.:=@%+,/-]+", re.ASCII)
 GRES = re.compile(r"[A-Za-z][\w.-]*(:[A-Za-z][\w.-]*)?(?::([1-9]\d*))?", re.ASCII)
 OPTION = re.compile(r"(?:--)?([a-z][a-z-]+)(?:=([^\n\"\\]*))?")
-OWN_OPTIONS = (
-    "nodes",
-    "ntasks-per-node",
-    "gpus-per-node",
-    "gres",
-    "cpus-per-task",
-    "time",
-    "job-name",
-    "chdir",
-    "output",
-)
+OWN_DIRECTIVES = (
+    "nodes", "ntasks-per-node", "gpus-per-node", "gres", "cpus-per-task", "time", "job-name", "chdir", "output",
+)  # fmt: skip
 VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 DIRECTIVE = re.compile(r"(#?)#SBATCH\s+--([a-z-]+)(?:[=\s]|$)")  # with two signs it is an offer, which does nothing
+OPTIONS = {
+    "--nodes": ("N", "number of nodes (needed)"),
+    "--gpus-per-node": ("M", "GPUs, and so processes, of each (needed)"),
+    "--spare-nodes": ("K", "so many of the nodes wait to replace one that is lost"),
+    "--container-image": ("IMAGE", "the processes run in it, and no node needs torch"),
+    "--container-mounts": ("A:B,...", "folders of the host inside of it"),
+    "--container-runtime": ("NAME", "pyxis (the default), apptainer or another with its words"),
+    "--gres": ("NAME", "ask for the GPUs by this name: gpu, gpu:h100"),
+    "--cpus-per-task": ("C", "cores of a task: of a node, with --srun of a GPU; default: 8 for each GPU"),
+    "--time": ("T", "limit: 3:50:00, 2-12:00:00 or 240, which are minutes"),
+    "--partition": ("NAME", None),
+    "--account": ("NAME", None),
+    "--job-name": ("NAME", "default: the name of the config"),
+    "--activate": ("PATH", "a virtual environment, or a file to source; default: the one this runs in"),
+}
+REPEATED = {
+    "--sbatch": ("KEY=VALUE", "an option for sbatch: exclude=gpu07, exclusive"),
+    "--env": ("NAME=VALUE", "a variable for the job; may be repeated"),
+}
 CPUS_PER_GPU = 8  # unless --cpus-per-task says how many
 LEAD_S = 600  # before its end a job is told to save, in the scripts of tools/slurm
 SHORTEST_S = 240  # of a job, of which a quarter is for saving
@@ -57,52 +68,16 @@ class Request:
     srun: tuple[tuple[str, str], ...] = ()  # further options (name, value); without a value where that is empty
     sbatch: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def train_nodes(self) -> int:
-        return self.nodes - self.spare_nodes
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     job = parser.add_argument_group("the job")
     job.add_argument("--slurm", action="store_true", help="for SLURM, the one scheduler that this knows")
-    job.add_argument("--nodes", metavar="N", help="number of nodes (needed)")
-    job.add_argument("--gpus-per-node", metavar="M", help="GPUs, and so processes, of each (needed)")
-    job.add_argument(
-        "--srun",
-        metavar="KEY=VALUE",
-        nargs="?",
-        const="",
-        action="append",
-        default=[],
-        help="alone: SLURM starts every process, without torchrun; with a value: an option for srun, cpu-bind=cores",
-    )
-    job.add_argument(
-        "--sbatch",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="an option for sbatch: exclude=gpu07, exclusive",
-    )
-    job.add_argument("--spare-nodes", metavar="K", help="so many of the nodes wait to replace one that is lost")
-    job.add_argument("--container-image", metavar="IMAGE", help="the processes run in it, and no node needs torch")
-    job.add_argument("--container-mounts", metavar="A:B,...", help="folders of the host inside of it")
-    job.add_argument(
-        "--container-runtime", metavar="NAME", help="pyxis (the default), apptainer or another with its words"
-    )
-    job.add_argument("--gres", metavar="NAME", help="ask for the GPUs by this name: gpu, gpu:h100")
-    job.add_argument(
-        "--cpus-per-task", metavar="C", help="cores of a task: of a node, with --srun of a GPU; default: 8 for each GPU"
-    )
-    job.add_argument("--time", metavar="T", help="limit: 3:50:00, 2-12:00:00 or 240, which are minutes")
-    job.add_argument("--partition", metavar="NAME")
-    job.add_argument("--account", metavar="NAME")
-    job.add_argument("--job-name", metavar="NAME", help="default: the name of the config")
-    job.add_argument(
-        "--activate", metavar="PATH", help="a virtual environment, or a file to source; default: the one this runs in"
-    )
-    job.add_argument(
-        "--env", metavar="NAME=VALUE", action="append", default=[], help="a variable for the job; may be repeated"
-    )
+    for name, (metavar, about) in OPTIONS.items():
+        job.add_argument(name, metavar=metavar, help=about)
+    for name, (metavar, about) in REPEATED.items():
+        job.add_argument(name, metavar=metavar, action="append", default=[], help=about)
+    about = "alone: SLURM starts every process, without torchrun; with a value: an option for srun, cpu-bind=cores"
+    job.add_argument("--srun", metavar="KEY=VALUE", nargs="?", const="", action="append", default=[], help=about)
 
 
 def read_request(arguments: argparse.Namespace) -> Request:
@@ -215,9 +190,8 @@ def _container(arguments: argparse.Namespace) -> dict[str, str]:
         if mounts or arguments.container_runtime:
             raise InputError("--container-mounts and --container-runtime need a --container-image")
         return {}
-    if (image.startswith(("/", ".", "~")) or image.endswith((".sif", ".sqsh"))) and not Path(
-        image
-    ).expanduser().exists():
+    is_file = image.startswith(("/", ".", "~")) or image.endswith((".sif", ".sqsh"))
+    if is_file and not Path(image).expanduser().exists():
         raise InputError(f"--container-image {image}: there is no such file")
     for mount in mounts.split(",") if mounts else ():
         if not Path(mount.partition(":")[0]).is_dir():
@@ -231,7 +205,7 @@ def _option(option: str, text: str) -> tuple[str, str]:
     match = OPTION.fullmatch(text)
     if match is None:
         raise InputError(f"{option} {text!r}: expected KEY=VALUE, an option by its long name: {option} exclude=gpu07")
-    if match[1] in OWN_OPTIONS:
+    if match[1] in OWN_DIRECTIVES:
         raise InputError(f"{option} {text}: meshtrain launch sets {match[1]} itself, by its own options and the config")
     return match[1], match[2] or ""
 
@@ -290,15 +264,12 @@ def directives_of(request: Request, default_name: str) -> dict[str, str | None]:
     """Options of sbatch -> values; None for one that the script must not have."""
     processes = request.gpus_per_node if request.per_gpu else 1
     cpus = request.cpus_per_task or CPUS_PER_GPU * request.gpus_per_node // processes
-    directives: dict[str, str | None] = {
-        "job-name": request.job_name or re.sub(r"[^\w.-]", "-", default_name),
-        "nodes": str(request.nodes),
-        "ntasks-per-node": str(processes),
-        "gpus-per-node": None if request.gres else str(request.gpus_per_node),
-        "cpus-per-task": str(cpus),
-    }
+    name, gpus = request.job_name or re.sub(r"[^\w.-]", "-", default_name), str(request.gpus_per_node)
+    directives: dict[str, str | None] = {"job-name": name, "nodes": str(request.nodes)}
+    directives |= {"ntasks-per-node": str(processes), "gpus-per-node": None if request.gres else gpus}
     optional = {"gres": request.gres, "time": request.time, "partition": request.partition, "account": request.account}
     directives |= {option: value for option, value in optional.items() if value is not None}
+    directives["cpus-per-task"] = str(cpus)
     if lead_s(request.time) < LEAD_S:
         directives["signal"] = f"USR1@{lead_s(request.time)}"
     if request.spare_nodes:

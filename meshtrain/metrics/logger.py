@@ -6,6 +6,7 @@ Rank 0 owns one `Metrics`; others have a `NoMetrics`, which does nothing. docs/m
 import json
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +103,11 @@ def _keep_whole(damaged: Path, path: Path) -> None:
     step = 0
     with damaged.open("rb") as file, path.open("xb") as target:
         for line in file:
-            try:
+            with suppress(InputError):
                 for _, _, row in _rows([line], path):
                     if row["step"] > step:
                         step = row["step"]
                         target.write(line)
-            except InputError:
-                continue
 
 
 def _line(row: dict[str, Any]) -> bytes:

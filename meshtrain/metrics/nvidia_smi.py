@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from meshtrain.job.programs import ProgramError, run_program
@@ -19,21 +20,17 @@ CONDITION = ("index", "clocks.sm", "clocks.max.sm", "temperature.gpu", "power.dr
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # of today's drivers, and of old ones
 
 
-def smi(*arguments: str) -> str:
-    """What nvidia-smi prints; empty where it is missing, fails or does not answer in time."""
-    try:
-        return run_program(("nvidia-smi", *arguments), LIMIT_S)
-    except ProgramError:
-        return ""
-
-
 def query(fields: Sequence[str], *arguments: str) -> list[list[str]]:
     """The cells of these fields for each GPU, and as the last one what holds its clocks down, as bits: asked for by
-    each of its names, because nvidia-smi tells nothing where it does not know one field."""
+    each of its names, because nvidia-smi tells nothing where it does not know one field. Empty where nvidia-smi is
+    missing, fails or does not answer in time."""
     begun = time.monotonic()
     for reasons in (*REASONS, ""):
         names = ",".join((*fields, reasons) if reasons else fields)
-        lines = smi(*arguments, "--format=csv,noheader,nounits", f"--query-gpu={names}").splitlines()
+        lines: list[str] = []
+        with suppress(ProgramError):
+            command = "nvidia-smi", *arguments, "--format=csv,noheader,nounits", f"--query-gpu={names}"
+            lines = run_program(command, LIMIT_S).splitlines()
         cells = [[cell.strip() for cell in line.split(",")] + [""] * (not reasons) for line in lines]
         if cells and all(len(row) == len(fields) + 1 for row in cells):
             return cells

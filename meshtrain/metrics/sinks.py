@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -164,9 +165,8 @@ class Prometheus(Sink):
                 metric = "meshtrain_" + re.sub(r"\W", "_", name, flags=re.ASCII)
                 lines += [f"# TYPE {metric} gauge", f'{metric}{{run="{run}"}} {float(value)!r}']
         lines.append("# TYPE meshtrain_status gauge")
-        lines += [
-            f'meshtrain_status{{run="{run}",status="{status}"}} {int(status == self._status)}' for status in STATUSES
-        ]
+        for status in STATUSES:
+            lines.append(f'meshtrain_status{{run="{run}",status="{status}"}} {int(status == self._status)}')
         return "\n".join(lines) + "\n"
 
     def _write(self) -> None:
@@ -178,6 +178,10 @@ class Prometheus(Sink):
 def _serve(sink: Prometheus, bind: str, port: int) -> http.server.ThreadingHTTPServer:
     class Handler(http.server.BaseHTTPRequestHandler):
         timeout = 10  # seconds for a request
+
+        def handle(self) -> None:
+            with suppress(ConnectionError):  # who asked has gone: the terminal is the training's
+                super().handle()
 
         def do_GET(self) -> None:
             if self.path.partition("?")[0] != "/metrics":
@@ -191,7 +195,7 @@ def _serve(sink: Prometheus, bind: str, port: int) -> http.server.ThreadingHTTPS
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Nothing: the terminal is the training's."""
+            """Nothing, as above."""
 
     server = http.server.ThreadingHTTPServer((bind, port), Handler)
     threading.Thread(target=server.serve_forever, name="sink prometheus /metrics", daemon=True).start()

@@ -177,7 +177,7 @@ class StragglerDetector:
     ) -> None:
         """`folder`: in which rank 0 writes `ranks.json`, what each rank took at the last look."""
         assert job.layout is not None  # it was placed
-        self._job, self._say, self._folder = job, say, folder
+        self._job, self._layout, self._say, self._folder = job, job.layout, say, folder
         self.probe = GpuProbe(probe_every if job.world_size > 1 else 0, job.device)
         self._probes: list[float] = []  # seconds since the last look
         self._probe_test: StragglerTest | None = None  # of rank 0, once it knows who has the same GPU
@@ -243,7 +243,7 @@ class StragglerDetector:
             self._suspects = suspects
             self._job.store.set("pace/suspects", json.dumps(sorted(suspects)))
         if self._folder is not None and not self._writer.is_alive():  # no slow disk holds the step up
-            self._writer = threading.Thread(target=self._write, args=(step, ranks), daemon=True)
+            self._writer = threading.Thread(target=self._write, args=(self._folder, step, ranks), daemon=True)
             self._writer.start()
         slowest = max(range(len(paces)), key=lambda rank: paces[rank].middle)
         fullest = max(range(len(ranks)), key=lambda rank: ranks[rank]["memory_gib"])
@@ -255,18 +255,16 @@ class StragglerDetector:
             "memory_max_rank": fullest,
         } | probed
 
-    def _write(self, step: int, ranks: Sequence[Mapping[str, Any]]) -> None:
-        assert self._job.layout is not None
-        assert self._folder is not None
+    def _write(self, folder: Path, step: int, ranks: Sequence[Mapping[str, Any]]) -> None:
         table = {
             "step": step,
-            "axes": {axis: size for axis, size in self._job.layout.sizes.items() if size > 1},
+            "axes": {axis: size for axis, size in self._layout.sizes.items() if size > 1},
             "hosts": [rank["pace"]["host"] for rank in ranks],
             "own_time_s": [rank["pace"]["middle"] for rank in ranks],
             "memory_gib": [rank["memory_gib"] for rank in ranks],
         }
         with optional("ranks.json could not be written"):
-            write_whole(self._folder / "ranks.json", json.dumps(table) + "\n")
+            write_whole(folder / "ranks.json", json.dumps(table) + "\n")
 
     def _compare_probes(self, ranks: Sequence[Mapping[str, Any]], paces: Sequence[RankPace]) -> dict[str, float]:
         """The same test for the GPUs alone, where each was probed since the last look."""

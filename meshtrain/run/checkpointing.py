@@ -1,7 +1,6 @@
 """Checkpointing: when a run saves its state, and what a checkpoint says of the run besides its tensors."""
 
 import json
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from meshtrain.checkpoint.staging import find_short_hosts
 from meshtrain.checkpoint.state import State
 from meshtrain.checkpoint.upload import Uploads
 from meshtrain.config import Config
+from meshtrain.data.cache import Say
 from meshtrain.errors import TrainingError, any_of, join_some
 from meshtrain.job.process import Job
 from meshtrain.run.phase_monitor import PhaseMonitor
@@ -27,22 +27,13 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     """Saves what the section `checkpoint` of the YAML asks for. All ranks do the same after the same steps."""
 
     def __init__(
-        self,
-        spec: RunSpec,
-        resume: Resume,
-        state: State,
-        logger: StepLogger,
-        monitor: PhaseMonitor,
-        job: Job,
-        say: Callable[[str], None],
+        self, spec: RunSpec, resume: Resume, state: State, logger: StepLogger, monitor: PhaseMonitor, job: Job, say: Say
     ) -> None:
         section = spec.config.checkpoint
         short = find_short_hosts(state, job) if section.in_background else []
         if short:
-            say(
-                "checkpoints are written while training waits, because the memory for copies of the state is short: "
-                + join_some(short)
-            )
+            reason = f"the memory for copies of the state is short: {join_some(short)}"
+            say(f"checkpoints are written while training waits, because {reason}")
         self.spec, self._logger, self._monitor, self._job = spec, logger, monitor, job
         self._saver = Saver(
             state,

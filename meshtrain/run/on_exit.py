@@ -17,12 +17,8 @@ def run_on_exit(command: str, end: Mapping[str, Any], folder: Path, wait_s: floa
     `wait_s`: how long this process waits for it; after that it goes on without it, and so it does if that is ended.
     """
     path = folder.absolute() / "exit.json"
-    variables = {
-        "exit_json": path,
-        "run": folder.absolute(),
-        **{key: end[key] for key in ("status", "code", "kind", "step")},
-    }
-    variables["reason"] = end["reason"].replace("\0", " ")
+    variables = {key: end[key] for key in ("status", "code", "kind", "step")}
+    variables |= {"exit_json": path, "run": path.parent, "reason": end["reason"].replace("\0", " ")}
     environment = os.environ | {f"MESHTRAIN_{name.upper()}": str(value) for name, value in variables.items()}
     # `timeout` and not this process, whose job may be lost: then it is ended before the command is.
     limited = ["timeout", "--kill-after=2", str(ON_EXIT_S), "sh", "-c", command]
@@ -35,7 +31,6 @@ def run_on_exit(command: str, end: Mapping[str, Any], folder: Path, wait_s: floa
         warn(f"train.on_exit could not be started: {error}")
         return
     if code:
-        problem = (
-            f"took more than {ON_EXIT_S:g} s and was ended" if code in (124, 137) else f"has ended with status {code}"
-        )
+        ended = f"has ended with status {code}"
+        problem = f"took more than {ON_EXIT_S:g} s and was ended" if code in (124, 137) else ended
         warn(f"train.on_exit: {command!r} {problem}; {path} has how the run ended")

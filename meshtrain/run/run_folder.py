@@ -4,7 +4,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -32,14 +32,12 @@ class RunFolder:
     def last_exit(self) -> dict[str, Any] | None:
         """How the last job ended, as it wrote down itself; None if none did. A damaged exit.json is moved away."""
         path = self.path / EXIT
-        with optional(f"{path} cannot be used"):
+        with optional(f"{path} cannot be used"), suppress(FileNotFoundError):
             try:
                 end = json.loads(path.read_bytes())
                 if isinstance(end, dict) and isinstance(end.get("step"), int):
                     return end
                 move_damaged(path, "it does not say how a job ended")
-            except FileNotFoundError:
-                pass
             except (ValueError, RecursionError) as error:
                 move_damaged(path, error)
         return None
@@ -157,11 +155,9 @@ def _blind_hosts(rows: list) -> tuple[str, list[str]]:
 def _reads(proof: Path, token: str) -> bool:
     end = time.monotonic() + LOOK_FOR_S
     while True:
-        try:
+        with suppress(OSError):  # it is not there, or not yet
             if proof.read_text() == token:
                 return True
-        except OSError:  # it is not there, or not yet
-            pass
         if time.monotonic() > end:
             return False
         time.sleep(0.1)

@@ -1,10 +1,10 @@
 """Exit status: how a run ends, written into `exit.json` for scripts and for the next start of the same run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshtrain.checkpoint.resume import Resume, RunSpec
 from meshtrain.config import Config
@@ -122,32 +122,23 @@ class RunStatus(AbstractContextManager["RunStatus"]):
 
     def write_failed(self, diagnosis: Diagnosis) -> None:
         """The job is lost while this rank is stuck, or rank 0 is gone; called on the lowest rank that is left."""
-        if self._goodput is not None and self.job.rank == 0:
+        # Where a link is cut both sides come here, and the exit.json of rank 0 counts.
+        if self._goodput is not None and (self.job.rank == 0 or not (self.folder.path / EXIT).exists()):
             self._write("failed", 1, diagnosis.headline, diagnosis.kind, diagnosis.hosts, VERDICT_S)
-        elif self._goodput is not None and not (self.folder.path / EXIT).exists():
-            # Where a link is cut both sides come here, and the exit.json of rank 0 counts.
-            kind, hosts = diagnosis.kind, diagnosis.hosts
-            end = self.folder.write_exit("failed", 1, diagnosis.headline, self.step, kind=kind, hosts=hosts)
-            self._finish(end, VERDICT_S)
 
     def _write(
         self, status: str, code: int, reason: str, kind: str, hosts: Sequence[str] = (), limit_s: float = ON_EXIT_S
     ) -> None:
         """`limit_s`: for the sinks to close, and then for train.on_exit."""
-        if self._goodput is None:
-            end = self.folder.write_exit(status, code, reason, self.step, kind=kind, hosts=hosts)
-            self._finish(end, limit_s)
-            return
-        summary = self._goodput.summary()
-        row = summary.row() | {"jobs": summary.jobs}
+        goodput = self._goodput if self.job.rank == 0 else None  # which has the run's ledger
+        summary = None if goodput is None else goodput.summary()
+        row = None if summary is None else summary.row() | {"jobs": summary.jobs}
         end = self.folder.write_exit(status, code, reason, self.step, row, kind=kind, hosts=hosts)
-        self._goodput.end(status)
-        self.job.say(str(summary))
-        self._finish(end, limit_s)
-
-    def _finish(self, end: Mapping[str, Any], limit_s: float) -> None:
+        if goodput is not None:
+            goodput.end(status)
+            self.job.say(str(summary))
         if self._sinks is not None:
-            self._sinks.close(end["status"], limit_s)
+            self._sinks.close(status, limit_s)
         if self._on_exit is not None:
             run_on_exit(self._on_exit, end, self.folder.path, limit_s)
             self._on_exit = None

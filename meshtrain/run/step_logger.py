@@ -152,7 +152,8 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         batch = self._items(result.step)
         own = share(len(batch), self.mesh.size(*DATA_AXES), self.mesh.index(*DATA_AXES))
         samples = [batch[own[i]][1] for i in result.bad_samples if i < len(own) and self.mesh.speaks_for_samples]
-        ranks = self.job.reduce("naming what is not finite", [str(self.job), samples], _having_samples)
+        report = [str(self.job), samples]
+        ranks = self.job.reduce("naming what is not finite", report, lambda rows: [row for row in rows if row[1]])
         bad = [f"{rank}: samples {join_some(list(map(str, samples)), MOST_BAD)}" for rank, samples in ranks[:MOST_BAD]]
         others = f"; and {len(ranks) - MOST_BAD} other ranks" if len(ranks) > MOST_BAD else ""
         problem = (
@@ -166,10 +167,6 @@ class StepLogger(AbstractContextManager["StepLogger"]):
                 "Look at these samples, lower optimizer.lr, or leave such steps out with train.on_nonfinite=skip"
             )
         self._metrics.say(f"{problem}; its update is left out (train.on_nonfinite: skip)")
-
-
-def _having_samples(rows: list) -> list:
-    return [row for row in rows if row[1]]
 
 
 @dataclass

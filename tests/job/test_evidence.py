@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -125,6 +126,10 @@ def test_each_failure_has_a_folder_of_its_own(tmp_path: Path) -> None:
     failures = tmp_path / "failures"
     assert [make_folder(failures, 7, "it was\n") for _ in range(3)] == ["7", "7-2", "7-3"]
     assert (failures / "7-2" / "verdict.txt").read_text() == "it was\n"
+    for step in range(100, 120):  # both sides of a link that was cut have a verdict at the same moment
+        with ThreadPoolExecutor(4) as pool:
+            names = list(pool.map(lambda step: make_folder(failures, step, "it was\n"), [step] * 4))
+        assert sorted(names) == [f"{step}", *(f"{step}-{number}" for number in (2, 3, 4))]
 
 
 def test_a_folder_that_hangs_or_is_none_ends_no_verdict(

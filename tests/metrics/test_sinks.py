@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import socket
+import struct
 import sys
 import threading
 import time
@@ -224,6 +225,23 @@ def test_prometheus_over_http_until_the_run_ends(tmp_path: Path) -> None:
     sink.close("done")
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
+
+
+def test_who_asks_prometheus_and_goes_leaves_the_terminal_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port()
+    sink = Prometheus(run_of(tmp_path), port=port)
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(b"GET /met")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed by a reset
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        assert answer.status == 200
+    for thread in threading.enumerate():
+        if "process_request_thread" in thread.name:
+            thread.join(10)
+    sink.close("done")
+    assert capfd.readouterr().err == ""
 
 
 def test_a_port_that_is_taken_leaves_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

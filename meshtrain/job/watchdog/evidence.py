@@ -10,12 +10,13 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -23,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from meshtrain.job.exit import print_failure
 from meshtrain.job.process import Job
 from meshtrain.job.programs import ProgramError, run_program
-from meshtrain.job.sockets import call_with_timeout
+from meshtrain.job.sockets import call_with_timeout, in_thread
 from meshtrain.job.watchdog.introspect import process_groups, recorder_entries
 from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind, failure_line
 
@@ -39,19 +40,17 @@ KERNEL = re.compile(
     r"NVRM|\bXid\b|nvidia|mlx[45]|infiniband|EDAC|machine check|out of memory|oom-kill|killed process|I/O error|nfs:",
     re.IGNORECASE,
 )
-PROGRAMS: Mapping[str, tuple[str, ...]] = {
-    "nvidia-smi": ("nvidia-smi", "-q"),
-    "ibstat": ("ibstat",),
-    "dmesg": ("dmesg",),
-}
+PROGRAMS = {"nvidia-smi": ("-q",), "ibstat": (), "dmesg": ()}  # and their arguments
 
 
 def make_folder(failures: Path, step: int, verdict: str) -> str:
     """Makes the folder of a failure in this step, with the verdict; returns its name there. Raises OSError."""
     failures.mkdir(parents=True, exist_ok=True)
-    before = os.listdir(failures)
-    name = str(step) if str(step) not in before else next(n for i in count(2) if (n := f"{step}-{i}") not in before)
-    (failures / name).mkdir()
+    for number in count(1):
+        name = str(step) if number == 1 else f"{step}-{number}"
+        with suppress(FileExistsError):  # maybe from the other side of a link that was cut, just now
+            (failures / name).mkdir()
+            break
     (failures / name / VERDICT).write_text(verdict, encoding="utf-8")
     return name
 
@@ -64,56 +63,44 @@ def collect(folder: Path, job: Job, *, of_host: bool) -> list[str]:
     }
     for name in PROGRAMS if of_host else ():
         sources[f"{name}.txt"] = partial(output_of, name)
-    path, problems = folder / job.host, list[str]()
-    threads = {
-        name: threading.Thread(target=_save, args=(path / name, source, problems), name="evidence", daemon=True)
-        for name, source in sources.items()
-    }
-    deadline = time.monotonic() + EVIDENCE_S
-    for thread in threads.values():
-        thread.start()
-    for thread in threads.values():
-        thread.join(max(0.0, deadline - time.monotonic()))
-    late = [name for name, thread in threads.items() if thread.is_alive()]
-    return problems + [f"{name} was not written within {EVIDENCE_S:g} s" for name in late]
+    deadline, problems = time.monotonic() + EVIDENCE_S, []
+    files = {name: in_thread(_save, folder / job.host / name, source) for name, source in sources.items()}
+    for name, file in files.items():
+        try:
+            file.result(max(0.0, deadline - time.monotonic()))
+        except Exception as error:  # the end comes all the same
+            problems.append(f"{name}: {error!r}" if file.done() else f"{name} was not written within {EVIDENCE_S:g} s")
+    return problems
 
 
-def _save(path: Path, source: Callable[[], str], problems: list[str]) -> None:
-    try:
-        text = source()
-        path.parent.mkdir(parents=True, exist_ok=True)  # each host has its own where the run's folder is not shared
-        path.write_text(text, encoding="utf-8")
-    except Exception as error:  # the end comes all the same
-        problems.append(f"{path.name}: {error!r}")
+def _save(path: Path, source: Callable[[], str]) -> None:
+    text = source()
+    path.parent.mkdir(parents=True, exist_ok=True)  # each host has its own where the run's folder is not shared
+    path.write_text(text, encoding="utf-8")
 
 
 def output_of(name: str) -> str:
     """What one of PROGRAMS prints, or a line that says why it does not; of the kernel's log what is of interest."""
     try:
-        text = run_program(PROGRAMS[name], PROGRAM_S)
+        text = run_program((name, *PROGRAMS[name]), PROGRAM_S)
     except ProgramError as error:
         return f"{error}\n"
     if name == "dmesg":
-        lines = [line for line in text.splitlines() if KERNEL.search(line) and _is_recent(line)][-KERNEL_LINES:]
-        return "\n".join(lines or ["the last hour of the kernel's log has no errors of devices or memory"]) + "\n"
+        since = time.monotonic() - KERNEL_S
+        lines = [line for line in text.splitlines() if KERNEL.search(line)]
+        lines = [line for line in lines if (stamp := STAMP.match(line)) is None or float(stamp[1]) > since]
+        lines = lines[-KERNEL_LINES:] or ["the last hour of the kernel's log has no errors of devices or memory"]
+        return "\n".join(lines) + "\n"
     return text
-
-
-def _is_recent(line: str) -> bool:
-    stamp = STAMP.match(line)
-    return stamp is None or time.monotonic() - float(stamp[1]) < KERNEL_S
 
 
 def all_stacks() -> str:
     """Where every thread of this process is, innermost first; without lines of source, which lie on some disk."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    lines = []
-    frame: FrameType | None
-    for thread, frame in sys._current_frames().items():
+    names, lines = {thread.ident: thread.name for thread in threading.enumerate()}, []
+    for thread, innermost in sys._current_frames().items():
         lines.append(f"thread {names.get(thread, thread)}:")
-        while frame is not None:
-            lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}')
-            frame = frame.f_back
+        for frame, line in traceback.walk_stack(innermost):
+            lines.append(f'  File "{frame.f_code.co_filename}", line {line}, in {frame.f_code.co_name}')
     return "\n".join(lines) + "\n"
 
 

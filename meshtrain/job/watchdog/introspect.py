@@ -159,9 +159,7 @@ def _axis_of(layout: Layout | None, rank: int, ranks: tuple[int, ...]) -> str | 
     return "all ranks" if len(ranks) == dist.get_world_size() else None
 
 
-def flight_recorder_state(
-    groups: Groups,
-) -> tuple[PendingCollective | None, PendingCollective | None, dict[str, int]]:
+def flight_recorder_state(groups: Groups) -> tuple[PendingCollective | None, PendingCollective | None, dict[str, int]]:
     """The oldest collective that has not ended, the one that was begun last, and ranks of a group ("0,2") -> how many
     were begun there."""
     pending = last = None

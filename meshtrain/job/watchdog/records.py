@@ -135,12 +135,5 @@ class Diagnosis:
 
 def failure_line(diagnosis: Diagnosis, phase: str | None, step: int | None) -> str:
     """The line for programs that a rank prints when its job fails; `phase` and `step`: where that rank was."""
-    fields = {
-        "kind": diagnosis.kind,
-        "ranks": diagnosis.ranks,
-        "hosts": diagnosis.hosts,
-        "step": step,
-        "phase": phase,
-        "text": diagnosis.headline,
-    }
-    return f"{FAILURE_MARK} {json.dumps(fields)}"
+    fields = {"kind": diagnosis.kind, "ranks": diagnosis.ranks, "hosts": diagnosis.hosts, "step": step, "phase": phase}
+    return f"{FAILURE_MARK} {json.dumps(fields | {'text': diagnosis.headline})}"

@@ -284,11 +284,8 @@ def exchange_addresses(job: Job, server: StatusServer) -> "Peers":
 
 def _by_host(rows: list) -> tuple[str, list]:
     """Rank 0's token, and for each host what its ranks have in common, and their numbers: all ranks get all of it."""
-    hosts: dict[str, tuple[list, list]] = {}
-    for _, rank, host, pid, port, *at in rows:
-        common = [host, *at]
-        hosts.setdefault(json.dumps(common), (common, []))[1].append([rank, pid, port])
-    return rows[0][0], [[*common, processes] for common, processes in hosts.values()]
+    hosts = group_values((json.dumps([host, *at]), [rank, pid, port]) for _, rank, host, pid, port, *at in rows)
+    return rows[0][0], [[*json.loads(common), processes] for common, processes in hosts.items()]
 
 
 class Peers:

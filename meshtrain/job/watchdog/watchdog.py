@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -106,23 +106,19 @@ class Watchdog(Failures):
         if self.diagnosis is None:
             return None
         blamed = self.job.rank in self.diagnosis.ranks
-        if blamed and (self.diagnosis.kind == DiagnosisKind.ENDED or self._is_own_error(error)):
+        # An error that was there before the diagnosis, or is no consequence of it, nobody else prints.
+        before = self._failure is not None and self._failure.kind == FailureKind.ERROR
+        own = signal_of(error) is None and (before or not introspect.is_connection_error(error))
+        if blamed and (self.diagnosis.kind == DiagnosisKind.ENDED or own):
             return None
         return RemoteFailure(self.diagnosis, self._report.printed or blamed)
-
-    def _is_own_error(self, error: BaseException) -> bool:
-        """Whether it was there before the diagnosis, or is no consequence of it: nobody else prints it."""
-        before = self._failure is not None and self._failure.kind == FailureKind.ERROR
-        return signal_of(error) is None and (before or not introspect.is_connection_error(error))
 
     def _wait_for_diagnosis(self) -> None:
         """The launcher's signals do not cut it short: they come just when a rank was lost."""
         deadline = time.monotonic() + DIAGNOSIS_S
         while (remaining := deadline - time.monotonic()) > 0 and not self._decided.is_set():
-            try:
+            with suppress(SystemExit, KeyboardInterrupt):
                 self._decided.wait(remaining)
-            except (SystemExit, KeyboardInterrupt):
-                continue
         if self.diagnosis is not None and in_main_thread():
             ignore_signals()  # the end is near anyway, and bounded
 
