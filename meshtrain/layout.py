@@ -11,7 +11,7 @@ import difflib
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -239,7 +239,11 @@ class Layout:
 
     def _offsets(self, factors: Sequence[Factor]) -> list[int]:
         """The ranks of the group of rank 0, ascending."""
-        return [sum(steps) for steps in itertools.product(*(range(0, n * stride, stride) for stride, n in factors))]
+        offsets = [0]
+        for stride, n in factors:
+            steps = range(0, n * stride, stride)
+            offsets = [first + step for first in offsets for step in steps] if len(offsets) > 1 else list(steps)
+        return offsets
 
     def _check_rank(self, rank: int) -> None:
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
@@ -322,7 +326,18 @@ class Layout:
         return counts
 
     def crosses_hosts(self, ranks: Iterable[int]) -> bool:
-        return len({self._run(rank).host for rank in ranks}) > 1
+        return len(list(itertools.islice(self.hosts_of(ranks), 2))) > 1
+
+    def hosts_of(self, ranks: Iterable[int]) -> Iterator[str]:
+        """The hosts of ranks, each once, in their order; in time of their runs, and little for each rank."""
+        hosts, start, end = set[int](), 0, 0
+        for rank in ranks:
+            if not start <= rank < end:
+                run = self._run(rank)
+                start, end = run.start, run.start + run.count
+                if run.host not in hosts:
+                    hosts.add(run.host)
+                    yield self.hosts[run.host]
 
     def _run(self, rank: int) -> Run:
         self._check_rank(rank)

@@ -63,6 +63,7 @@ class Mesh:
     comm_bytes: CommBytes = field(default_factory=CommBytes)  # that this rank sends over the mesh
     _links: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)  # by source and target
     _own: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # by axis, of those that share no group
+    _submeshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)  # by dims
 
     def size(self, *axes: str) -> int:
         return self.layout.size(*axes)
@@ -112,7 +113,9 @@ class Mesh:
         dims = tuple(dim for dim in mesh.mesh_dim_names if self.layout.covers(axes, dim))
         if self.size(*dims) != self.size(*axes):
             raise LayoutError(f"the mesh has the dims {', '.join(mesh.mesh_dim_names)}: none for {axes}")
-        return mesh[dims]
+        if dims not in self._submeshes:  # torch looks at every rank of the world for each
+            self._submeshes[dims] = mesh[dims]
+        return self._submeshes[dims]
 
     @property
     def speaks_for_samples(self) -> bool:

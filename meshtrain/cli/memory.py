@@ -4,10 +4,10 @@
 """
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 from meshtrain.config import Optimizer as OptimizerConfig
@@ -120,22 +120,32 @@ def _fewest_and_most(kinds: Mapping[_Kind, int], layout: Layout) -> tuple[int, i
     families = [_held_by_position(others, layout, layout.mesh_dims), _held_by_position(experts, layout, EXPERT_AXES)]
     if all(len(set(counts.values())) > 1 for _, counts in families):  # which of the two go together is up to the ranks
         stage = layout.group(0, *(axis for axis in layout.axes if axis != "pp"))
-        sums = [sum(counts[tuple(layout.coordinate(r, *axes).values())] for axes, counts in families) for r in stage]
+        sums = [sum(counts[_place(layout, rank, places)] for places, counts in families) for rank in stage]
         return min(sums), max(sums)
     return sum(min(counts.values()) for _, counts in families), sum(max(counts.values()) for _, counts in families)
 
 
+def _place(layout: Layout, rank: int, places: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+    positions = layout.coordinate(rank, *places) if places else {}
+    return tuple(starts[bisect_right(starts, positions[axis]) - 1] for axis, starts in places.items())
+
+
 def _held_by_position(
     kinds: Mapping[_Kind, int], layout: Layout, dims: Sequence[str]
-) -> tuple[tuple[str, ...], dict[tuple[int, ...], int]]:
-    """The axes, of these, that cut tensors, the innermost first; and for each position on them how many elements."""
+) -> tuple[dict[str, list[int]], dict[tuple[int, ...], int]]:
+    """The axes, of these, that cut tensors, the innermost first, with positions from which on ranks hold as much; and
+    for such positions on all of them how many elements: few, however many ranks."""
     cutting = {cut.axis for _, cuts in kinds for cut in cuts}
-    axes = tuple(dim for dim in reversed(dims) if dim in cutting)
-    after, count = cache(_after), cache(_elements)  # of few different states, however many ranks
+    places: dict[str, list[int]] = {dim: [] for dim in reversed(dims) if dim in cutting}
     ranks: dict[tuple[int, ...], frozenset[tuple[_Kind, int]]] = {(): frozenset(kinds.items())}
-    for axis in axes:
-        ranks = {(*at, i): after(axis, i, state) for at, state in ranks.items() for i in range(layout.size(axis))}
-    return axes, {at: count(state) for at, state in ranks.items()}
+    for axis in places:
+        cut_now = {(shape[cuts[0].dim], cuts[0].parts) for state in ranks.values() for (shape, cuts), _ in state
+                   if cuts and cuts[0].axis == axis}  # fmt: skip
+        ends = {size // max(1, -(-size // parts)) for size, parts in cut_now}  # of whole parts; a remainder comes next
+        starts = {start for end in ends for start in (end, end + 1) if start < layout.size(axis)}
+        places[axis] = sorted({0} | starts)
+        ranks = {(*at, i): _after(axis, i, state) for at, state in ranks.items() for i in places[axis]}
+    return places, {at: _elements(state) for at, state in ranks.items()}
 
 
 def _elements(kinds: frozenset[tuple[_Kind, int]]) -> int:

@@ -133,10 +133,11 @@ def _within_hosts(layout: Layout) -> str:
 
 def _crossing(layout: Layout, axis: str) -> str:
     """`in 2 of 16 groups (the first is ranks [0, 4] on host 0 and host 1)`; empty where none crosses hosts."""
-    crossing = [group for group in layout.groups(axis) if len(layout.hosts) > 1 and layout.crosses_hosts(group)]
+    groups = layout.groups(axis) if layout.size(axis) > 1 and len(layout.hosts) > 1 else []
+    crossing = [group for group in groups if layout.crosses_hosts(group)]
     if not crossing:
         return ""
-    hosts = list(dict.fromkeys(layout.host(rank) for rank in crossing[0]))
+    hosts = list(layout.hosts_of(crossing[0]))
     total = layout.world_size // layout.size(axis)
     return f"in {len(crossing)} of {total} groups (the first is ranks {short(crossing[0])} on {_first_names(hosts)})"
 

@@ -68,12 +68,12 @@ def model_spec(
 ) -> ModelSpec:
     """The spec of a model, the same one for the same model. Raises what `locate.model_file` does."""
     module = locate.model_file(name)
-    for spec in _latest:
-        if (spec.module, spec.keys, spec.freeze, spec.lora) == (module, dict(keys), freeze, lora):
-            return spec
-    new = ModelSpec(module, keys, freeze, lora)
-    _latest[:] = [new, *_latest[:1]]  # the second: the same with fewer layers, to be traced
-    return _latest[0]
+    about = (module, dict(keys), freeze, lora)
+    alike = (spec for spec in _latest if (spec.module, spec.keys, spec.freeze, spec.lora) == about)
+    spec = next(alike, None) or ModelSpec(module, keys, freeze, lora)
+    # Also those with fewer layers, which are traced.
+    _latest[:] = [spec, *(other for other in _latest if other is not spec)][:8]
+    return spec
 
 
 def spec_of(config: "Config") -> ModelSpec:

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._prims import rng_prims
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshtrain.foresight.live import LiveBytes, is_view
 from meshtrain.parallel.torch_private import without_dispatch_modes
@@ -41,6 +41,9 @@ class Graph:
         for node in self.nodes:
             if node.op != "placeholder" and node not in self.computed and not _is_view(node):
                 self.results |= self.computed & set(map(_base_of, node.all_input_nodes))
+        # Nobody needs what kernels compute on the way, nor its views.
+        self.unseen = {node for node in self.nodes if _base_of(node) in self.computed - self.results}
+        self.made = {node for node in self.nodes if node.op == "call_function" and _is_made(node)} - self.unseen
         at = {node: i for i, node in enumerate(self.nodes)}
         until: dict[Any, int] = {}
         self.ends: dict[int, list[Any]] = defaultdict(list)  # at which node -> what nobody needs after it
@@ -58,17 +61,23 @@ class Graph:
                 return fx.map_arg(node.args[0], values.__getitem__)
             if node.op == "get_attr":
                 values[node] = operator.attrgetter(node.target)(self.module)
-            elif node.op == "call_function":
-                values[node] = self._run(node, values)
+            elif node in self.made:
+                with without_dispatch_modes():
+                    values[node] = tree_map_only(Tensor, _like, node.meta["val"])
+                if node not in self.computed and live is not None:
+                    live.ran(node.target, [values[other] for other in node.all_input_nodes], values[node])
+            elif node.op == "call_function" and node not in self.unseen:
+                with without_dispatch_modes() if node in self.computed else nullcontext():
+                    values[node] = self._run(node, values)
             ends = [other for other in self.ends[i] if other is not node]
             for other in ends:
-                del values[other]
+                values.pop(other, None)
             if node in self.results and live is not None:
                 for tensor in tree_leaves(values[node]):
                     live.see(tensor)
                 live.look(node.target.__name__)
             if len(ends) < len(self.ends[i]):
-                del values[node]
+                values.pop(node, None)
         raise AssertionError("a graph without an output")
 
     def _run(self, node: Any, values: dict[Any, Any]) -> Any:
@@ -78,8 +87,18 @@ class Graph:
             return torch.empty(0, dtype=torch.uint8), args[0](*args[1:], **kwargs)
         if function is rng_prims.run_with_rng_state:
             return args[1](*args[2:], **kwargs)
-        with without_dispatch_modes() if node in self.computed else nullcontext():
-            return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+
+def _like(value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _is_made(node: Any) -> bool:
+    """Whether it gives new tensors, of shapes that the compiler knows; what happens inside is nothing to a trace."""
+    target = node.target
+    is_atens = isinstance(target, OpOverload) and target.namespace in ("aten", "prims")
+    return is_atens and not _is_view(node) and not target._schema.is_mutable and "val" in node.meta
 
 
 def _is_view(node: Any) -> bool:
@@ -118,6 +137,23 @@ def inductor(module: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]
     return compiled
 
 
+_sharing: list[None] = []  # contexts that share graphs
+
+
+@contextmanager
+def shared_graphs() -> Iterator[None]:
+    """Inside, a trace has the graphs of those before it wherever they fit by their guards. To be exact, traces differ
+    in what no block sees: layers, microbatches, ranks of a pipeline. Outside nothing is left of graphs, which would
+    fit other traces, too; and a run may have only so many."""
+    _sharing.append(None)
+    try:
+        yield
+    finally:
+        _sharing.pop()
+        if not _sharing:
+            torch._dynamo.reset()
+
+
 @contextmanager
 def compiled_by_graphs() -> Iterator[None]:
     """Inside, `torch.compile` makes graphs in the place of kernels."""
@@ -132,8 +168,7 @@ def compiled_by_graphs() -> Iterator[None]:
         return compile_(function, backend=inductor, **settings)
 
     with ExitStack() as stack:
-        # Graphs of another trace would fit by their guards, and a run may have only so many.
-        stack.callback(torch._dynamo.reset)
+        stack.enter_context(shared_graphs())
         stack.enter_context(patch.object(torch, "compile", graphs))
         stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=256))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))

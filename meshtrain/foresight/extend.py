@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from meshtrain.config import Config
 from meshtrain.data.order import microbatches
+from meshtrain.foresight.compiled import shared_graphs
 from meshtrain.foresight.memory import RankMemory, held_forwards, short_schedule
 from meshtrain.foresight.trace import kind_of, trace_rank
 from meshtrain.layout import DATA_AXES, Layout
@@ -56,7 +57,8 @@ def rank_memory(config: Config, layout: Layout, pp: int, whole: int = WHOLE) -> 
         * _weight(case.waiting, [other.waiting for other in cases], held_of(config, layout, pp, count))
         for case in cases
     ]
-    traces = [trace_rank(case.config, case.layout, case.rank) for case in cases]
+    with shared_graphs():
+        traces = [trace_rank(case.config, case.layout, case.rank) for case in cases]
     shared = set.intersection(*(set(trace.moments) for trace in traces))
     moments = {moment: _combined([trace.moments[moment] for trace in traces], weights) for moment in shared}
     peak = max(moments, key=lambda moment: sum(moments[moment].values()))

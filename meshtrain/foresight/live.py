@@ -42,12 +42,18 @@ class LiveBytes(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes back with the parts of its DTensors
         out = self._run(func, args, kwargs or {})
-        for part in (args, kwargs, out):
-            self._see_all(part)
+        if kwargs:
+            self._see_all(kwargs)
+        self.ran(func, args, out)
+        return out
+
+    def ran(self, func: Any, args: Any, out: Any) -> None:
+        """An operator."""
+        self._see_all(args)
+        self._see_all(out)
         if self.watch is not None:
             self.watch(func, args, out)
         self.look(func.__name__)
-        return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func.name().split(".")[0]

@@ -13,6 +13,7 @@ from meshtrain.data.order import microbatches
 from meshtrain.foresight import extend, memory, steptime
 from meshtrain.foresight import hardware as hardware_files
 from meshtrain.foresight.blocks import works_of
+from meshtrain.foresight.compiled import shared_graphs
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.memory import RankMemory, short_schedule
 from meshtrain.foresight.steptime import PASSES
@@ -129,7 +130,8 @@ class Prediction:
         waiting = [extend.held_of(self.config, self.layout, pp, self.microbatches) for pp in range(ranks)]
         between = max(range(1, ranks - 1), key=waiting.__getitem__) if ranks > MOST_RANKS else 0
         chosen = {0, between, ranks - 1} if ranks > MOST_RANKS else range(ranks)
-        return [extend.rank_memory(self.config, self.layout, pp) for pp in sorted(chosen)]
+        with shared_graphs():
+            return [extend.rank_memory(self.config, self.layout, pp) for pp in sorted(chosen)]
 
     def trace(self) -> RankMemory:
         """Of the rank with most, by a trace."""

@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import device_mesh
 from torch.distributed._tools import fake_collectives  # noqa: F401  (collectives of meta tensors)
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_collectives,
     _fsdp_param,
@@ -127,6 +129,22 @@ def fake_world(layout: Layout, rank: int, device_type: str) -> Iterator[Mesh]:
         )
         for name, kernel in fused.items():
             stack.enter_context(patch.object(F, name, kernel))
+        # torch makes every group of the world, and a mesh for each parameter, by looks at every rank.
+        new_group, joined = device_mesh.new_group, dict[tuple[int, ...], DeviceMesh]()
+        concatenate = DeviceMesh._concatenate
+
+        def join_once(meshes: list[DeviceMesh]) -> DeviceMesh:
+            key = tuple(map(id, meshes))  # each of which a mesh of `build_mesh` holds
+            if key not in joined:
+                joined[key] = concatenate(meshes)
+            return joined[key]
+
+        stack.enter_context(
+            patch.object(device_mesh, "new_group", lambda ranks, **keys: rank in ranks and new_group(ranks, **keys))
+        )
+        stack.enter_context(patch.object(DeviceMesh, "_concatenate", join_once))
+        # Of the same ranks: torch would compare them one by one with those of the trace before.
+        stack.enter_context(patch.object(DeviceMesh, "__eq__", lambda mesh, other: hash(mesh) == hash(other)))
         if layout.world_size > 1:
             dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
             stack.callback(dist.destroy_process_group)
@@ -269,7 +287,8 @@ class TracedStep:
         owners: dict[int, str] = {}
 
         def own(part: str, *tensors: Tensor | None) -> None:
-            owners.update({to_local(x.detach()).untyped_storage()._cdata: part for x in tensors if x is not None})
+            parts = (getattr(x, "_local_tensor", x) for x in tensors if x is not None)  # of DTensors
+            owners.update({x.untyped_storage()._cdata: part for x in parts})
 
         for module in self.model.modules():
             for sync in gradient_syncs(module):
@@ -364,6 +383,10 @@ def language_batch(config: "Config") -> Batch:
 def trace_rank(
     config: "Config", layout: Layout, rank: int, *, device_type: str = "cuda", batch: Batch | None = None
 ) -> RankTrace:
-    with fake_world(layout, rank, device_type) as mesh:
-        step = TracedStep(config, mesh, batch or language_batch(config), META)
-        return step.trace()
+    gc.freeze()  # what is there is not looked at again at each of a trace's collections
+    try:
+        with fake_world(layout, rank, device_type) as mesh:
+            step = TracedStep(config, mesh, batch or language_batch(config), META)
+            return step.trace()
+    finally:
+        gc.unfreeze()

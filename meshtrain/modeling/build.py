@@ -135,7 +135,7 @@ def stages_of(config: "Config", layout: Layout) -> tuple[Schedule, StageSplit]:
     return schedule, split_blocks(costs, schedule.ranks, schedule.stages_per_rank, config.pipeline.split)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=8)
 def block_costs(spec: ModelSpec, seq_len: int) -> tuple[float, ...]:
     """The FLOPs of the forward of each block of a model for one sample."""
     tokens = torch.zeros(1, seq_len, dtype=torch.int64)

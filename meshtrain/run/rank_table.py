@@ -68,7 +68,7 @@ def _group_lines(layout: Layout, axes: tuple[str, ...], most_lines: int | None) 
 
 
 def _hosts_of(layout: Layout, ranks: Sequence[int]) -> str:
-    hosts = list(dict.fromkeys(layout.host(rank) for rank in ranks))
+    hosts = list(layout.hosts_of(ranks))
     if len(hosts) == 1:
         return hosts[0]
     return f"crosses hosts: {', '.join(hosts)}" if len(hosts) <= 3 else f"crosses {len(hosts)} hosts"

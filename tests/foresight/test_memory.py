@@ -1,15 +1,19 @@
 """Memory that is extended from smaller traces is that of the whole trace; a search's estimate is close to it."""
 
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from meshtrain.config import Config
 from meshtrain.errors import bytes_text
-from meshtrain.foresight import extend, predict, start
+from meshtrain.foresight import compiled, extend, predict, start
+from meshtrain.foresight.live import LiveBytes
 from meshtrain.foresight.prediction import Prediction
+from meshtrain.layout import Layout
 from tests.foresight.traced import LLAMA
 from tests.launching import ROOT
 
@@ -106,6 +110,38 @@ def test_each_knob_gives_back_what_its_own_trace_says() -> None:
     after = predict(QUICKSTART, [*overrides, "parallel.recompute=full"], hosts=(2,))
     assert before.saves["parallel.recompute=full"] == (before.memory.total - after.memory.total, None)
     assert before.json()["memory"]["ranks"][0]["peak"] == before.memory.total
+
+
+def test_the_work_of_a_plan_of_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 131,072: two traces for what is and for each knob, which share the graphs of one block; no list of ranks for
+    each parameter or operator."""
+    counts, offsets = Counter[str](), Layout._offsets
+
+    def count(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def counting(*args: Any, **keys: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **keys)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    for owner, name in ((extend, "trace_rank"), (compiled.Graph, "__init__"), (LiveBytes, "look")):
+        count(owner, name)
+
+    def listed(*args: Any) -> list[int]:
+        counts["ranks"] += len(ranks := offsets(*args))
+        return ranks
+
+    monkeypatch.setattr(Layout, "_offsets", listed)
+    monkeypatch.setattr(extend, "MIN_UNIT_SIZE", 0)
+    monkeypatch.setattr("meshtrain.parallel.fsdp.MIN_UNIT_SIZE", 0)
+    overrides = [*LLAMA, "model.num_hidden_layers=40", "layout={dp_shard: -1}", "parallel.compile=true"]
+    overrides += ["batch.global_size=131072", "batch.micro_size=1"]
+    predict("quickstart", overrides, [8] * 16384).saves  # noqa: B018  (computed when it is asked for)
+    assert (counts["trace_rank"], counts["__init__"]) == (6, 6)
+    assert counts["look"] < 30_000
+    assert counts["ranks"] < 20 * 6 * 131_072
 
 
 def test_a_run_says_before_it_starts_that_it_will_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
