@@ -48,6 +48,7 @@ BACKENDS = ("gloo/", "NCCL", "ProcessGroup")  # in the words of their errors
 DEBUGGERS = ("pydevd", "debugpy")
 DEBUGGER_FILES = ("bdb.py", "pdb.py")
 STATUS = Path("/proc/self/status")
+PACKAGE = Path(__file__).parents[2]
 
 Groups = Mapping[str, tuple[str, tuple[int, ...]]]  # name of a process group -> what people call it, and its ranks
 
@@ -221,11 +222,12 @@ def stack(place: Sequence[FrameType]) -> tuple[str, ...]:
 
 
 def _short(path: str) -> str:
+    if Path(path).is_relative_to(PACKAGE):
+        return str(Path(path).relative_to(PACKAGE.parent))
     parts = Path(path).parts
-    for root in ("site-packages", "dist-packages", "meshtrain"):
+    for root in ("site-packages", "dist-packages"):
         if root in parts[:-1]:
-            at = parts.index(root)
-            return "/".join(parts[at if root == "meshtrain" else at + 1 :])
+            return "/".join(parts[parts.index(root) + 1 :])
     return "/".join(parts[-2:])
 
 
