@@ -170,14 +170,15 @@ class CountedStep(TracedStep):
             self.live.phase = before
 
     def _work(self, block: nn.Module, name: str) -> Work:
-        parameters = sum(map(_before_fsdp, block.parameters()))
+        rows = tuple(map(_before_fsdp, block.parameters()))
+        parameters = sum(n * width for _, n, width in rows)
         forward, input_grad, weight_grad = (
             self.tallies[name, phase].as_pass() for phase in ("forward", "backward", WEIGHT_GRAD)
         )
         sizes = self.bytes[name]
         saved = sizes["after"] - sizes["before"] - sizes["output"] + sizes["input"]
         peaks = sizes["peak"] - sizes["before"], sizes.get("backward", 0.0)
-        return Work(name, parameters, forward, input_grad, weight_grad, saved, *peaks)
+        return Work(name, parameters, forward, input_grad, weight_grad, saved, *peaks, rows)
 
     def _weighed(self, name: str, forward: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -219,12 +220,14 @@ class CountedStep(TracedStep):
                 sizes["peak"] = max(sizes["peak"], total)
 
 
-def _before_fsdp(parameter: nn.Parameter) -> int:
-    """Elements on a rank, of all shards that FSDP makes of them."""
-    elements, mesh = to_local(parameter.detach()).numel(), getattr(parameter, "device_mesh", None)
-    for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True) if mesh is not None else ():
-        elements *= size if name in ("dp_shard", "fsdp", "efsdp") else 1
-    return elements
+def _before_fsdp(parameter: nn.Parameter) -> tuple[str, int, int]:
+    """By what FSDP shards what a rank has, its rows, and the elements of one."""
+    local, mesh = to_local(parameter.detach()), getattr(parameter, "device_mesh", None)
+    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh is not None else {}
+    if "ep" in sizes or "efsdp" in sizes:  # experts, which are sharded along the dim that divides best
+        return "efsdp", local.numel() * sizes.get("efsdp", 1), 1
+    rows = len(local) if local.ndim else 1
+    return "fsdp", rows * sizes.get("dp_shard", 1) * sizes.get("fsdp", 1), local.numel() // max(rows, 1)
 
 
 def _kinds(blocks: Sequence[nn.Module]) -> list[tuple[Any, ...]]:

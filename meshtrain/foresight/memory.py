@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from meshtrain.config import Config
-from meshtrain.foresight.work import Work
+from meshtrain.foresight.work import Work, over_shards
 from meshtrain.layout import Layout
 from meshtrain.optim.groups import state_specs
 from meshtrain.parallel.sharding import ParameterSpec
@@ -63,24 +63,25 @@ def _of_rank(config: Config, layout: Layout, works: Sequence[Work], waiting: flo
     """`held`: forwards of all these blocks that wait for their backward at most."""
     train, shards = config.train, layout.size("fsdp")
     size, compute = (8 if train.precision == "float64" else 4), (2 if "16" in train.precision else 4)
-    elements = sum(work.parameters for work in works)
-    resident = {"weights": elements * size / shards, "gradients": elements * size / shards}
-    states = shards * (layout.size("dp_replicate") if config.parallel.shard_optimizer else 1)
+    own, gathered = over_shards(works, layout)
+    resident: dict[str, float] = dict.fromkeys(("weights", "gradients"), sum(own) * size)
+    copies = layout.size("dp_replicate") if config.parallel.shard_optimizer else 1
     key = repr(config.optimizer), size
     for name in {work.name for work in works} - _state_bytes_of[key].keys():
         _state_bytes_of[key][name] = _state_bytes(config, name, size)
-    resident["optimizer"] = sum(work.parameters * _state_bytes_of[key][work.name] for work in works) / states
+    states = (n * _state_bytes_of[key][work.name] for work, n in zip(works, own, strict=True))
+    resident["optimizer"] = sum(states) / copies
     parts = dict(resident)
     reshards = config.parallel.reshard_after_forward and layout.size("pp") == 1
     if shards > 1 and reshards:
-        largest = sorted((work.parameters for work in works), reverse=True)[:2]
+        largest = sorted(gathered, reverse=True)[:2]
         parts["gathered weights"] = sum(largest) * compute
         parts["gathered gradients"] = largest[0] * size
     elif shards > 1:
-        parts["gathered weights"] = elements * compute
-        parts["gathered gradients"] = elements * size
+        parts["gathered weights"] = sum(gathered) * compute
+        parts["gathered gradients"] = sum(gathered) * size
     elif compute < size:
-        resident["16-bit copies"] = parts["16-bit copies"] = elements * compute
+        resident["16-bit copies"] = parts["16-bit copies"] = sum(own) * compute
     before, peak, moment = 0.0, 0.0, ""
     for work in works:
         for name, most in (("forward", work.peak_forward), ("backward", work.saved + work.peak_backward)):

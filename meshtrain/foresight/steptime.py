@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from meshtrain.foresight.collective import Group, seconds
 from meshtrain.foresight.hardware import Hardware
-from meshtrain.foresight.work import Pass, Work
+from meshtrain.foresight.work import Pass, Work, over_shards
 from meshtrain.layout import Layout
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.schedule import NAMES as SCHEDULES
@@ -209,15 +209,16 @@ def of(
         rank, work = _busiest(schedule, stages)
         idle = clock(schedule, stages, seconds("p2p", handed_on, Group.of(layout, "pp"), hardware)) - work * many
         blocks = [block for stage in schedule.stages_of(rank) for block in range(*bounds[stage])]
-    own, parameters = [costs[i] for i in blocks], [works[i].parameters for i in blocks]
+    own, own_works = [costs[i] for i in blocks], [works[i] for i in blocks]
     forward, backward = Cost(), Cost()
     for block, n in Counter(own).items():
         for total, block_pass in zip((forward, backward, backward), block.costs, strict=True):
             total.add(block_pass, many * n)
     size = 8 if precision == "float64" else 4
     sizes = (size if precision in ("float32", "float64") else 2, message_size, size if shards_optimizer else 0)
-    summed, hidden, sent = _data_parallel(own, parameters, many, layout, hardware, gathers_again, sizes)
-    update = sum(parameters) / layout.size("fsdp") / (layout.size("dp_replicate") if shards_optimizer else 1)
+    summed, hidden, sent = _data_parallel(own, own_works, many, layout, hardware, gathers_again, sizes)
+    copies = layout.size("dp_replicate") if shards_optimizer else 1
+    update = sum(over_shards(own_works, layout)[0]) / copies
     parts = {
         "forward": sum(map(forward.__getitem__, NAMES)),
         "backward": sum(map(backward.__getitem__, NAMES)),
@@ -234,7 +235,7 @@ def of(
 
 def _data_parallel(
     own: Sequence[BlockCost],
-    parameters: Sequence[int],
+    works: Sequence[Work],
     many: int,
     layout: Layout,
     hardware: Hardware,
@@ -244,6 +245,7 @@ def _data_parallel(
     """By axis what gathers and sums over data ranks add to a step, what of them is hidden, and the bytes they send.
     `sizes`: bytes of an element that is gathered, of one that is summed, and with ZeRO-1 of one that was updated."""
     shards, copies = layout.size("fsdp"), layout.size("dp_replicate")
+    parts, gathered = over_shards(works, layout)
     bare, hidden, sent = Cost(), Cost(), Cost()
     forward, backward = [c.passes[0] for c in own], [sum(c.passes[1:]) for c in reversed(own)]
 
@@ -258,35 +260,35 @@ def _data_parallel(
 
     if shards > 1:
         axis, times = "dp_shard" if layout.size("cp") == 1 else "fsdp", many if frees else 1
-        gathered, summed = (size * (shards - 1) / shards for size in sizes[:2])
-        ahead, again = gathers_of_units(parameters)
-        count(axis, "all_gather", [gathered * n for n in ahead], forward, times)
+        others = [whole - part for whole, part in zip(gathered, parts, strict=True)]
+        ahead, again = gathers_of_units([work.parameters for work in works], others)
+        count(axis, "all_gather", [sizes[0] * n for n in ahead], forward, times)
         if frees:
-            count(axis, "all_gather", [gathered * n for n in reversed(again)], backward, times)
-        count(axis, "reduce_scatter", [summed * n for n in reversed(ahead)], backward, times)
+            count(axis, "all_gather", [sizes[0] * n for n in reversed(again)], backward, times)
+        count(axis, "reduce_scatter", [sizes[1] * n for n in reversed(ahead)], backward, times)
     if copies > 1:
-        part, updated = (copies - 1) / copies / shards, sizes[2]
+        part, updated = (copies - 1) / copies, sizes[2]
         kind, times = ("reduce_scatter", 1) if updated else ("all_reduce", 2)
-        count("dp_replicate", kind, [times * part * sizes[1] * n for n in reversed(parameters)], backward, 1)
+        count("dp_replicate", kind, [times * part * sizes[1] * n for n in reversed(parts)], backward, 1)
         if updated:  # after the update, with nothing beside it
-            count("dp_replicate", "all_gather", [part * updated * sum(parameters)], [0.0], 1)
+            count("dp_replicate", "all_gather", [part * updated * sum(parts)], [0.0], 1)
     return bare, hidden, sent
 
 
-def gathers_of_units(parameters: Sequence[int]) -> tuple[list[int], list[int]]:
+def gathers_of_units(parameters: Sequence[int], others: Sequence[int]) -> tuple[list[int], list[int]]:
     """Elements that FSDP gathers before each block in the forward (and sums after it in the backward), and again before
-    each block in the backward. Small blocks join the next ones, those at the end stay with the model, which is gathered
-    first and stays, as does the last unit."""
+    each block in the backward; of blocks of so many `parameters`, of which `others` come from other ranks. Small blocks
+    join the next ones, those at the end the model itself, which is gathered first and stays, as does the last unit."""
     ahead, again = [0] * len(parameters), [0] * len(parameters)
-    first = size = 0
+    first = size = sent = 0
     ends: list[int] = []
-    for i, n in enumerate(parameters):
-        size += n
+    for i, (n, other) in enumerate(zip(parameters, others, strict=True)):
+        size, sent = size + n, sent + other
         if size >= MIN_UNIT_SIZE:
-            ahead[first], again[i] = size, size
+            ahead[first], again[i] = sent, sent
             ends.append(i)
-            first, size = i + 1, 0
-    ahead[0] += size
+            first, size, sent = i + 1, 0, 0
+    ahead[0] += sent
     if ends:
         again[ends[-1]] = 0
     return ahead, again

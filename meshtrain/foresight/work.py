@@ -1,6 +1,9 @@
 """What one block of a model asks of its rank, as plain values: products, bytes moved, sent and saved, operators."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from meshtrain.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -54,3 +57,16 @@ class Work:
     saved: float  # bytes that its forward leaves for its backward, its input included
     peak_forward: float  # most bytes alive during its forward, beyond its input and its weights
     peak_backward: float  # most bytes alive during its backward, beyond `saved`, its weights and their gradients
+    rows: tuple[tuple[str, int, int], ...] = ()  # of each parameter: what shards it, its rows, and elements of one
+
+
+def over_shards(works: Sequence[Work], layout: Layout) -> tuple[list[int], list[int]]:
+    """Of each block the elements of its largest shard, and those of all shards together. FSDP shards rows, and pads: of
+    8 rows over 64 ranks each has one."""
+    sizes: dict[int, tuple[int, int]] = {}  # blocks of a kind are the same one
+    for work in works:
+        if id(work) not in sizes:
+            rows = work.rows or (("fsdp", work.parameters, 1),)
+            shards = [(layout.size(axis), -(-n // layout.size(axis)) * width) for axis, n, width in rows]
+            sizes[id(work)] = sum(size for _, size in shards), sum(n * size for n, size in shards)
+    return [sizes[id(work)][0] for work in works], [sizes[id(work)][1] for work in works]

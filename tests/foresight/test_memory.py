@@ -89,16 +89,28 @@ def test_a_batch_that_grows_takes_what_its_largest_one_does(layout: str) -> None
 
 def test_what_a_search_reckons_with_is_close() -> None:
     """For blocks as large as those of models that are trained: their activations and states, not their remainders."""
-    for overrides in (
-        ("layout={dp_shard: 2}", "parallel.recompute=selective"),
-        ("layout={tp: 2}", "parallel.recompute=full"),
-        ("layout={pp: 2}",),
+    for world, overrides in (
+        (2, ("layout={dp_shard: 2}", "parallel.recompute=selective")),
+        (2, ("layout={tp: 2}", "parallel.recompute=full")),
+        (2, ("layout={pp: 2}",)),
+        (4096, ("layout={dp_shard: 4096}", "batch.global_size=4096")),  # shards are padded
     ):
         sizes = ("model.hidden_size=512", "model.intermediate_size=1408", "data.seq_len=512")
         sizes += ("model.num_hidden_layers=4", "train.precision=bfloat16", "parallel.compile=false")
-        config = loaded(2, *sizes, *overrides)
+        config = loaded(world, *sizes, *overrides)
         reckoned, traced = (Prediction(config, traced=traced).memory for traced in (False, True))
         assert reckoned.total == pytest.approx(traced.total, rel=0.15), (overrides, reckoned, traced)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_two_copies_stand_for_many(shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank holds as much; the batch is one that ranks share unevenly."""
+    keys = f"layout={{dp_replicate: 5, dp_shard: {shards}}}", "batch.global_size=24", "parallel.compile=false"
+    config = loaded(5 * shards, *keys)
+    assert config.resolved is not None
+    few = extend.rank_memory(config, config.resolved, 0)
+    monkeypatch.setattr(extend, "_with_few_copies", lambda *whole: whole)
+    assert extend.rank_memory(config, config.resolved, 0) == few
 
 
 def test_each_knob_gives_back_what_its_own_trace_says() -> None:
