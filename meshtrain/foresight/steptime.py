@@ -217,8 +217,7 @@ def of(
     size = 8 if precision == "float64" else 4
     sizes = (size if precision in ("float32", "float64") else 2, message_size, size if shards_optimizer else 0)
     summed, hidden, sent = _data_parallel(own, own_works, many, layout, hardware, gathers_again, sizes)
-    copies = layout.size("dp_replicate") if shards_optimizer else 1
-    update = sum(over_shards(own_works, layout)[0]) / copies
+    update = sum(over_shards(own_works, layout)[0]) / (layout.size("dp_replicate") if shards_optimizer else 1)
     parts = {
         "forward": sum(map(forward.__getitem__, NAMES)),
         "backward": sum(map(backward.__getitem__, NAMES)),
