@@ -63,6 +63,7 @@ class Mesh:
     comm_bytes: CommBytes = field(default_factory=CommBytes)  # that this rank sends over the mesh
     _links: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)  # by source and target
     _own: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # by axis, of those that share no group
+    _by_axes: dict[tuple[str, ...], dist.ProcessGroup | None] = field(default_factory=dict)  # by axes, as asked for
     _submeshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)  # by dims
 
     def size(self, *axes: str) -> int:
@@ -76,6 +77,11 @@ class Mesh:
 
         Raises LayoutError: an axis that no layout has, or a combination for which no group was made.
         """
+        if axes not in self._by_axes:  # to find it takes a look at all its ranks
+            self._by_axes[axes] = self._find(axes)
+        return self._by_axes[axes]
+
+    def _find(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
         ranks = tuple(self.layout.group(self.rank, *axes))
         if len(ranks) == 1:
             return None

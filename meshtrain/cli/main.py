@@ -5,7 +5,9 @@ an exit status. It is imported when it is asked for, so that `meshtrain --help` 
 """
 
 import argparse
+import atexit
 import difflib
+import gc
 import importlib
 import importlib.metadata
 import os
@@ -95,6 +97,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status: the command's own, as a rule 0; 2 the user's input is wrong."""
     argv = sys.argv[1:] if argv is None else argv
+    atexit.register(gc.freeze)  # where torch was imported, Python would take a second to look through it at its end
     status = 0
     try:
         status = _run(argv)

@@ -5,9 +5,11 @@ Which rank lies where, which groups cross hosts, how the batch is shared, and wh
 
 import argparse
 import json
+import os
 import re
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ from meshtrain.cli.memory import MemoryUse, held_by_ranks, parameter_json, param
 from meshtrain.config import Config
 from meshtrain.config.layout_advice import host_warnings
 from meshtrain.config.model_spec import spec_of
-from meshtrain.data.order import BatchSizes, BatchSplit, describe_batch, describe_ramp
+from meshtrain.data.order import BatchSplit, describe_batch, describe_ramp
 from meshtrain.errors import InputError, bytes_text
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.optim.registry import update_rule
@@ -46,13 +48,12 @@ class PipelinePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A config on hosts, `layout` among them; `notes` say what was assumed."""
+    """A config on hosts, where its layout is placed; `notes` say what was assumed."""
 
-    config: str
+    name: str
+    config: Config
     layout: Layout
     batch: BatchSplit  # of the largest, where it changes
-    ramp: BatchSizes
-    precision: str
     parameters: tuple[ParameterSpec, ...]
     memory: MemoryUse
     optimizer: str  # its title
@@ -83,15 +84,15 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
     spec = spec_of(config)
     parameters = tuple(parameters_of(spec, layout, stages))
     placement = (0,) if pipeline is None else pipeline.schedule.placement
-    precision = config.train.precision
-    memory = held_by_ranks(parameters, layout, precision, config.optimizer, placement, config.parallel.shard_optimizer)
+    shards, precision = config.parallel.shard_optimizer, config.train.precision
+    memory = held_by_ranks(parameters, layout, precision, config.optimizer, placement, shards)
     from meshtrain.modeling.context import context_costs  # they bring torch, as the model has
     from meshtrain.modeling.experts import expert_costs
 
     title = update_rule(config.optimizer.name, config.optimizer.state_precision).title
     optimizer, costs = title, (context_costs(config, layout), expert_costs(config, layout))
-    sizes = config.batch.sizes
-    return Plan(name, layout, batch, sizes, precision, parameters, memory, optimizer, pipeline, *costs, tuple(notes))
+    config = replace(config, resolved=layout)
+    return Plan(name, config, layout, batch, parameters, memory, optimizer, pipeline, *costs, tuple(notes))
 
 
 def _pipeline(config: Config, layout: Layout) -> PipelinePlan:
@@ -114,8 +115,8 @@ def plan_text(plan: Plan, each_parameter: bool = False) -> str:
     else:
         below = [layout_text(layout, MOST_LINES)]
     lines = [
-        f"plan of {plan.config}",
-        *describe_ramp(plan.ramp, shape.micro_size, shape.data_ranks),
+        f"plan of {plan.name}",
+        *describe_ramp(plan.config.batch.sizes, shape.micro_size, shape.data_ranks),
         *(() if plan.context is None else (plan.context.describe(),)),
         *_memory_lines(plan),
         *(() if plan.experts is None else (plan.experts.line,)),
@@ -134,7 +135,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     """The whole plan for a program: every rank and every group."""
     layout, batch = plan.layout, plan.batch
     return {
-        "config": plan.config,
+        "config": plan.name,
         "world_size": layout.world_size,
         "layout": layout.sizes,
         "expert_parallel": layout.experts,
@@ -159,13 +160,13 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         ],
         "batch": {
             **asdict(batch),
-            "changes": [list(change) for change in plan.ramp.changes],
+            "changes": [list(change) for change in plan.config.batch.sizes.changes],
             "accumulation": batch.accumulation,
             "samples_per_rank": list(batch.shares),
             "idle": batch.idle,
             "line": describe_batch(batch.global_size, batch.micro_size, batch.data_ranks),
         },
-        "precision": plan.precision,
+        "precision": plan.config.train.precision,
         "parameters": {**asdict(plan.memory), "each": [parameter_json(parameter) for parameter in plan.parameters]},
         "pipeline": None if plan.pipeline is None else _pipeline_json(plan.pipeline, plan.memory),
         "context": None if plan.context is None else {**asdict(plan.context), "line": plan.context.describe()},
@@ -201,7 +202,7 @@ def _pipeline_json(pipeline: PipelinePlan, memory: MemoryUse) -> dict[str, Any]:
 
 
 def _memory_lines(plan: Plan) -> list[str]:
-    memory, precision = plan.memory, plan.precision
+    memory, precision = plan.memory, plan.config.train.precision
     nbytes = memory.weight_bytes, memory.gradient_bytes, memory.optimizer_bytes
     weights, gradients, optimizer, together = map(bytes_text, (*nbytes, sum(nbytes)))
     dtype = "float64" if precision == "float64" else "float32"
@@ -264,12 +265,11 @@ def run(arguments: argparse.Namespace) -> None:
         return
     hosts = None if arguments.hosts is None else read_hosts(arguments.hosts)
     plan = make_plan(arguments.config, arguments.overrides, hosts)
-    counts = tuple(plan.layout.host_counts().values())
-    prediction, lines = (None, []) if arguments.parameters else _foreseen(arguments, counts)
+    prediction, lines = (None, []) if arguments.parameters else _foreseen(plan, arguments.gpu)
     if arguments.png is not None and prediction is not None:
         from meshtrain.foresight.draw import write_picture
 
-        title = f"{plan.config}: {plan.layout} on {describe_hosts(plan.layout)}"
+        title = f"{plan.name}: {plan.layout} on {describe_hosts(plan.layout)}"
         step, room = (prediction.step, prediction.hardware.room) if prediction.hardware else (None, None)
         write_picture(arguments.png, title, prediction.memory.parts, room, step)
         lines.append(f"picture: {arguments.png}")
@@ -279,19 +279,24 @@ def run(arguments: argparse.Namespace) -> None:
     print("\n".join([plan_text(plan, arguments.parameters), *lines]), end="\n" * bool(lines))
 
 
-def _foreseen(arguments: argparse.Namespace, hosts: Sequence[int]) -> "tuple[Prediction | None, list[str]]":
+def _foreseen(plan: Plan, gpu: str | None) -> "tuple[Prediction | None, list[str]]":
     """What is foreseen, and lines for a person; None and the reason for a model that cannot be traced."""
+    import torch
+
+    from meshtrain.foresight import hardware
     from meshtrain.foresight.draw import memory_of_ranks, step_lines
-    from meshtrain.foresight.prediction import predict
+    from meshtrain.foresight.prediction import Prediction
     from meshtrain.modeling.flops import why_not
 
-    prediction = predict(arguments.config, arguments.overrides, hosts, arguments.gpu)
+    # After a GPU was seen, torch computes no gradients in a forked process.
+    processes = 1 if sys.platform != "linux" or torch.cuda.device_count() else min(8, len(os.sched_getaffinity(0)))
+    prediction = Prediction(plan.config, None if gpu is None else hardware.load(gpu), True, processes)
     try:
         lines = memory_of_ranks(prediction)
     except (RuntimeError, TypeError, NotImplementedError) as error:  # of the model's forward, which nobody has run yet
         return None, [f"memory and time are not known: {why_not(error)}"]
-    if (hardware := prediction.hardware) is not None:
-        lines += ["", *step_lines(prediction.step), f"  rates: {hardware.source} of {hardware.device.name}"]
+    if (known := prediction.hardware) is not None:
+        lines += ["", *step_lines(prediction.step), f"  rates: {known.source} of {known.device.name}"]
     return prediction, lines
 
 

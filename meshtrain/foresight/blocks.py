@@ -16,10 +16,11 @@ from torch.utils._pytree import tree_leaves
 from meshtrain.config import Config
 from meshtrain.foresight.live import WITHOUT_SHAPES, is_view, watched
 from meshtrain.foresight.memory import short_schedule
-from meshtrain.foresight.trace import META, TracedStep, fake_world, kind_of, language_batch, prepared
+from meshtrain.foresight.trace import META, TracedStep, fake_world, language_batch, prepared
 from meshtrain.foresight.work import Pass, Product, Send, Work
 from meshtrain.layout import Layout
 from meshtrain.modeling.build import spec_of
+from meshtrain.modeling.few_layers import few_layers
 from meshtrain.parallel.collectives import implementations
 from meshtrain.parallel.linear import use_products
 from meshtrain.parallel.linear import weight_grad as weight_grads
@@ -49,32 +50,14 @@ def works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
     if key not in _known:
         small = Layout({"dp_shard": max(1, layout.experts // (cp * tp)), "cp": cp, "tp": tp})
         small = small.with_context_heads(layout.context_heads).with_experts(layout.experts)
-        config_of_few, places = _with_few_layers(config)
-        _known[key] = _counted(config_of_few, small, queue), places, {}
+        few, places = few_layers(spec_of(config))
+        _known[key] = _counted(replace(config, model=replace(config.model, keys=few.keys)), small, queue), places, {}
     pairs, places, known = _known[key]
     more = config.batch.micro_size - 1
     if more not in known:
         kinds = [_extended(first, two, more) for first, two in pairs]
         known[more] = tuple(kinds[place] for place in places)
     return known[more]
-
-
-def _with_few_layers(config: Config) -> tuple[Config, list[int]]:
-    """The config of a model with as few layers as have all kinds of blocks; for each block of the model one like it."""
-    whole = _kinds(blocks_of(spec_of(config).meta))
-    layers = config.model.keys.get("num_hidden_layers", 0)
-    for count in range(1, layers):
-        keys = {**config.model.keys, "num_hidden_layers": count}
-        try:
-            few = replace(config, model=replace(config.model, keys=keys))
-            kinds = _kinds(blocks_of(spec_of(few).meta))
-        except (ValueError, IndexError):  # of a model that has to have more
-            continue
-        if set(kinds) == set(whole):
-            return few, [kinds.index(kind) for kind in whole]
-        if count == 8:
-            break
-    return config, list(range(len(whole)))
 
 
 def _counted(config: Config, layout: Layout, queue: WeightGradQueue | None) -> list[tuple[Work, Work]]:
@@ -228,11 +211,6 @@ def _before_fsdp(parameter: nn.Parameter) -> tuple[str, int, int]:
         return "efsdp", local.numel() * sizes.get("efsdp", 1), 1
     rows = len(local) if local.ndim else 1
     return "fsdp", rows * sizes.get("dp_shard", 1) * sizes.get("fsdp", 1), local.numel() // max(rows, 1)
-
-
-def _kinds(blocks: Sequence[nn.Module]) -> list[tuple[Any, ...]]:
-    """Of each block; what runs outside of blocks makes the last one another."""
-    return [(block is blocks[-1], kind_of(block)) for block in blocks]
 
 
 def _nbytes(tree: Any) -> float:

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from meshtrain.config import Config
 from meshtrain.data.order import microbatches
 from meshtrain.foresight.compiled import shared_graphs
-from meshtrain.foresight.memory import RankMemory, held_forwards, short_schedule
-from meshtrain.foresight.trace import kind_of, trace_rank
+from meshtrain.foresight.memory import RankMemory, held_forwards, schedule_of, short_schedule
+from meshtrain.foresight.trace import trace_rank
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.modeling.build import spec_of, stages_of
+from meshtrain.modeling.few_layers import LAYERS, kind_of
 from meshtrain.parallel.fsdp import MIN_UNIT_SIZE
 from meshtrain.pipeline.stage import blocks_of
 
@@ -85,8 +86,7 @@ def held_of(config: Config, layout: Layout, pp: int, count: int) -> float:
     ranks, section = layout.size("pp"), config.pipeline
     if ranks == 1:
         return 1
-    per_rank = short_schedule(section.schedule, ranks, section.stages_per_rank).stages_per_rank
-    return held_forwards(section.schedule, ranks, count, per_rank)[pp]
+    return held_forwards(schedule_of(section.schedule, ranks, count, section.stages_per_rank))[pp]
 
 
 def _weight(value: float, values: Sequence[float], target: float) -> float:
@@ -104,15 +104,17 @@ def _combined(parts: Sequence[dict[str, int]], weights: Sequence[float]) -> dict
 
 
 def _smaller(config: Config, layout: Layout, pp: int, bounds: Sequence[tuple[int, int]], count: int) -> list[Case]:
-    """Cases that can be extended to a rank; none where its blocks are not alike."""
+    """Cases that can be extended to a rank; none where its blocks are not alike, or a file has its schedule."""
     ranks, data = layout.size("pp"), layout.size(*DATA_AXES)
+    if ranks > 1 and config.pipeline.schedule.endswith(".csv"):
+        return []
     kinds = [kind_of(block) for block in blocks_of(spec_of(config).meta)]
     own = [Counter(kinds[first:end]) for first, end in bounds]
     common = max(own[0], key=own[0].__getitem__)
     fewest = min(stage[common] for stage in own)
     taken = [fewest - keep for keep in FEW_LAYERS] if fewest > FEW_LAYERS[-1] else [0]
-    elements = sum(math.prod(shape) for shape in common[1]) / layout.size("tp")
-    if "num_hidden_layers" not in config.model.keys or (layout.size("fsdp") > 1 and elements < MIN_UNIT_SIZE):
+    elements = sum(math.prod(shape) for shape in common[-1]) / layout.size("tp")
+    if LAYERS not in config.model.keys or (layout.size("fsdp") > 1 and elements < MIN_UNIT_SIZE):
         taken = [0]  # units of FSDP have several blocks each
     if ranks == 1:
         worlds = [(1, 0, min(count, 3))]  # a first, a last, and one between
@@ -157,8 +159,8 @@ def _with_fewer(
         counts, section = sizes, replace(section, split=tuple(sizes))
     keys = dict(config.model.keys)
     if len(whole) != sum(counts):
-        keys["num_hidden_layers"] = keys.get("num_hidden_layers", 0) - len(whole) + sum(counts)
-    if keys.get("num_hidden_layers", 1) < 1:
+        keys[LAYERS] = keys.get(LAYERS, 0) - len(whole) + sum(counts)
+    if keys.get(LAYERS, 1) < 1:
         return None
     few = replace(config, model=replace(config.model, keys=keys), pipeline=section)
     few = replace(few, layout=layout.sizes, resolved=layout)

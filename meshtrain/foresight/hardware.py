@@ -36,6 +36,7 @@ class Compute:
     hbm: float = key(above=0)  # GB/s of the memory
     stream: float = key(0.8, above=0, maximum=1)  # share of it that other operators reach
     launch: float = key(1.2e-5, minimum=0)  # s of a CPU thread for an operator
+    asynchronous: bool = True  # whether kernels run while that thread launches others: not on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from meshtrain.layout import Layout
 from meshtrain.optim.groups import state_specs
 from meshtrain.parallel.sharding import ParameterSpec
 from meshtrain.pipeline.actions import Schedule
-from meshtrain.pipeline.schedule import build, read_csv
+from meshtrain.pipeline.schedule import NAMES, build, load, read_csv
 from meshtrain.pipeline.simulate import simulate
 
 _state_bytes_of: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)  # of an optimizer, by block
@@ -50,9 +50,8 @@ def of(
     its last."""
     if schedule is None:
         return _of_rank(config, layout, works, 1)
-    waiting = held_forwards(schedule.name, schedule.ranks, schedule.microbatches, schedule.stages_per_rank, schedule)
     ranks = []
-    for rank, count in enumerate(waiting):
+    for rank, count in enumerate(held_forwards(schedule)):
         stages = schedule.stages_of(rank)
         own = [work for stage in stages for work in works[slice(*bounds[stage])]]
         ranks.append(replace(_of_rank(config, layout, own, count / len(stages)), pp=rank))
@@ -109,20 +108,27 @@ def short_schedule(name: str, ranks: int, stages_per_rank: int | None) -> Schedu
     return build(name, ranks=ranks, microbatches=1, stages_per_rank=stages_per_rank)
 
 
-@lru_cache(maxsize=4096)
-def _simulated(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
-    schedule = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
-    return simulate(schedule).peak_activations
+def schedule_of(name: str, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule:
+    """Of a named one, which may be long, without its actions: those of one microbatch. One of a file has its path as
+    its name."""
+    if name.endswith(".csv"):
+        loaded = load(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+        return replace(loaded, name=name)
+    return replace(short_schedule(name, ranks, stages_per_rank), microbatches=microbatches)
 
 
-def held_forwards(
-    name: str, ranks: int, microbatches: int, stages_per_rank: int, schedule: Schedule | None = None
-) -> tuple[float, ...]:
+def held_forwards(schedule: Schedule) -> tuple[float, ...]:
     """The most stage forwards that each rank holds at once: of few microbatches simulated, of many by the growth."""
-    if name.endswith(".csv") and schedule is not None:
+    if schedule.name not in NAMES:
         return simulate(schedule).peak_activations
-    few = 3 * ranks
-    if microbatches <= 2 * few:
-        return _simulated(name, ranks, microbatches, stages_per_rank)
-    first, two = (_simulated(name, ranks, n * few, stages_per_rank) for n in (1, 2))
-    return tuple(b + (b - a) * (microbatches - 2 * few) / few for a, b in zip(first, two, strict=True))
+    about, many = (schedule.name, schedule.ranks, schedule.stages_per_rank), schedule.microbatches
+    few = 3 * schedule.ranks
+    if many <= 2 * few:
+        return _simulated(*about, many)
+    first, two = (_simulated(*about, n * few) for n in (1, 2))
+    return tuple(b + (b - a) * (many - 2 * few) / few for a, b in zip(first, two, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def _simulated(name: str, ranks: int, per_rank: int, microbatches: int) -> tuple[int, ...]:
+    return simulate(build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)).peak_activations

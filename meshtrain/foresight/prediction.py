@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from multiprocessing import get_context
 from typing import Any
 
 from meshtrain.config import Config
@@ -15,15 +17,15 @@ from meshtrain.foresight import hardware as hardware_files
 from meshtrain.foresight.blocks import works_of
 from meshtrain.foresight.compiled import shared_graphs
 from meshtrain.foresight.hardware import Hardware
-from meshtrain.foresight.memory import RankMemory, short_schedule
+from meshtrain.foresight.memory import RankMemory, schedule_of
 from meshtrain.foresight.steptime import PASSES
 from meshtrain.foresight.work import Work
+from meshtrain.job.signals import end_with_parent
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.modeling.build import block_costs, spec_of
 from meshtrain.parallel.tp_plan import has_sequence_parts
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.partition import StageSplit, split_blocks
-from meshtrain.pipeline.schedule import load
 
 MOST_RANKS = 4  # of a pipeline each of which is traced
 SAVINGS: dict[str, tuple[Any, ...]] = {  # each value keeps less than the one before, and takes no less time
@@ -45,14 +47,6 @@ def usable_savings(layout: Layout) -> dict[str, tuple[Any, ...]]:
     return {key: values for key, values in SAVINGS.items() if not useless.get(key)}
 
 
-@lru_cache(maxsize=4096)
-def _schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule:
-    """Of a named one, which may be long, without its actions: those of one microbatch."""
-    if name.endswith(".csv"):
-        return load(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
-    return replace(short_schedule(name, ranks, stages_per_rank), microbatches=microbatches)
-
-
 @lru_cache(maxsize=1024)
 def _split(spec: ModelSpec, seq_len: int, ranks: int, stages: int, blocks: tuple[int, ...] | None) -> StageSplit:
     return split_blocks(block_costs(spec, seq_len), ranks, stages, blocks)
@@ -61,10 +55,13 @@ def _split(spec: ModelSpec, seq_len: int, ranks: int, stages: int, blocks: tuple
 class Prediction:
     """Of a config that was loaded for its hosts, on hardware; without it there is no time."""
 
-    def __init__(self, config: Config, hardware: Hardware | None = None, traced: bool = False) -> None:
-        """`traced`: memory by traces of the ranks' steps; else by arithmetic, as fast as a search needs it."""
+    def __init__(
+        self, config: Config, hardware: Hardware | None = None, traced: bool = False, processes: int = 1
+    ) -> None:
+        """`traced`: memory by traces of the ranks' steps; else by arithmetic, as fast as a search needs it.
+        `processes`: that trace at once, forked from this one, which may not have used a GPU."""
         assert config.resolved is not None
-        self.traced = traced
+        self.traced, self.processes = traced, processes
         self.config, self.layout, self.hardware = config, config.resolved, hardware
         self.precisions = config.train.precision, config.train.linear_precision and "float8"
         self.microbatches = microbatches(
@@ -84,7 +81,7 @@ class Prediction:
     def schedule(self) -> Schedule | None:
         """Of the pipeline."""
         section, ranks = self.config.pipeline, self.layout.size("pp")
-        return None if ranks == 1 else _schedule(section.schedule, ranks, self.microbatches, section.stages_per_rank)
+        return None if ranks == 1 else schedule_of(section.schedule, ranks, self.microbatches, section.stages_per_rank)
 
     @cached_property
     def split(self) -> StageSplit:
@@ -130,8 +127,35 @@ class Prediction:
         waiting = [extend.held_of(self.config, self.layout, pp, self.microbatches) for pp in range(ranks)]
         between = max(range(1, ranks - 1), key=waiting.__getitem__) if ranks > MOST_RANKS else 0
         chosen = {0, between, ranks - 1} if ranks > MOST_RANKS else range(ranks)
+        traces = [self._begin(self.config, pp) for pp in sorted(chosen)]
+        if ranks == 1 and self.hardware is not None:
+            _ = self._savings  # at the same time
         with shared_graphs():
-            return [extend.rank_memory(self.config, self.layout, pp) for pp in sorted(chosen)]
+            return [trace() for trace in traces]
+
+    @cached_property
+    def _pool(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(self.processes, get_context("fork"), end_with_parent)
+
+    def _begin(self, config: Config, pp: int) -> Callable[[], RankMemory]:
+        """A trace of a rank, which the function waits for."""
+        if self.processes == 1:
+            return partial(extend.rank_memory, config, self.layout, pp)
+        return self._pool.submit(extend.rank_memory, config, self.layout, pp).result
+
+    @cached_property
+    def _savings(self) -> "dict[str, tuple[Prediction, Callable[[], RankMemory]]]":
+        """`key=value` -> with it what is foreseen, and the rank that has most without it."""
+        pp, savings, size = self.memory.pp if self.layout.size("pp") > 1 else 0, {}, self.config.batch.micro_size
+        halves = size > 1 and not (self.schedule is not None and self.schedule.name.endswith(".csv"))
+        knobs = {**usable_savings(self.layout), "batch.micro_size": (size, size // 2)[: 1 + halves]}
+        for key, values in knobs.items():
+            section, _, name = key.partition(".")
+            for value in values[values.index(getattr(getattr(self.config, section), name)) + 1 :]:
+                changed: Any = {section: replace(getattr(self.config, section), **{name: value})}
+                config = replace(self.config, **changed)
+                savings[f"{key}={yaml_text(value)}"] = Prediction(config, self.hardware), self._begin(config, pp)
+        return savings
 
     def trace(self) -> RankMemory:
         """Of the rank with most, by a trace."""
@@ -142,17 +166,10 @@ class Prediction:
         """`key=value` -> bytes that the rank with most would have less of at its peak with it, and seconds that a step
         would take more; only what gives something back."""
         now, saved = self.memory, dict[str, tuple[float, float | None]]()
-        size = self.config.batch.micro_size
-        knobs = {**usable_savings(self.layout), "batch.micro_size": (size, size // 2)[:size]}
-        for key, values in knobs.items():
-            section, _, name = key.partition(".")
-            for value in values[values.index(getattr(getattr(self.config, section), name)) + 1 :]:
-                changed: Any = {section: replace(getattr(self.config, section), **{name: value})}
-                other = Prediction(replace(self.config, **changed), self.hardware)
-                less = now.total - extend.rank_memory(other.config, self.layout, now.pp).total
-                if less > 0:
-                    longer = None if self.hardware is None else other.step.seconds - self.step.seconds
-                    saved[f"{key}={yaml_text(value)}"] = less, longer
+        for knob, (other, trace) in self._savings.items():
+            longer = None if self.hardware is None else other.step.seconds - self.step.seconds
+            if (less := now.total - trace().total) > 0:
+                saved[knob] = less, longer
         return saved
 
     @cached_property

@@ -24,7 +24,8 @@ from meshtrain.config.yaml_reader import Node
 from meshtrain.data.order import microbatches
 from meshtrain.errors import InputError, bytes_text
 from meshtrain.foresight.hardware import Hardware
-from meshtrain.foresight.prediction import SAVINGS, Prediction, short_schedule, usable_savings
+from meshtrain.foresight.memory import short_schedule
+from meshtrain.foresight.prediction import SAVINGS, Prediction, usable_savings
 from meshtrain.foresight.steptime import PASSES
 from meshtrain.layout import AXES, DATA_AXES, Layout, written
 from meshtrain.pipeline.schedule import NAMES
@@ -77,8 +78,10 @@ class Candidate:
     @property
     def parts(self) -> tuple[int, int]:
         """Stages and axes: the fewer, the simpler."""
-        schedule = short_schedule(self.settings[SCHEDULE], self.layout.size("pp"), self.settings[STAGES])
-        return schedule.stages, sum(size > 1 for size in self.layout.sizes.values())
+        stages, axes = self.layout.size("pp"), sum(size > 1 for size in self.layout.sizes.values())
+        if stages > 1:
+            stages = short_schedule(self.settings[SCHEDULE], stages, self.settings[STAGES]).stages
+        return stages, axes
 
     def key(self, *without: str) -> tuple[Any, ...]:
         return self.layout.shape, *(value for key, value in self.settings.items() if key not in without)

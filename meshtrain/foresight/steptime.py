@@ -85,15 +85,15 @@ class BlockCost:
 
 
 def cost(work: Pass, layout: Layout, hardware: Hardware, precision: str, product: str | None = None) -> Cost:
-    """A pass in `precision`, its products in `product` if that is another. Kernels wait for the slower of GPU and CPU.
-    What the CPU takes longer to launch them counts as `launch`."""
+    """A pass in `precision`, its products in `product` if that is another. `launch` is what the CPU takes longer to
+    launch kernels than they run."""
     compute, spent = hardware.compute, Cost()
     if work.products:
         rate = hardware.flops(product or precision) * compute.matmul
         spent["products"] = sum(p.flops * (1 + compute.edge / min(p.m, p.n, p.k)) for p in work.products) / rate
     spent["attention"] = work.attention_flops / (hardware.flops(precision) * compute.attention)
     spent["traffic"] = work.moved / (compute.hbm * 1e9 * compute.stream)
-    spent["launch"] = max(0.0, work.operators * compute.launch - spent.total())
+    spent["launch"] = max(0.0, work.operators * compute.launch - spent.total() * compute.asynchronous)
     for send in work.sends:
         spent[send.axis] += seconds(send.kind, send.nbytes, Group.of(layout, send.axis), hardware)
     return spent

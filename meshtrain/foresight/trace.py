@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -32,6 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from meshtrain import attention
+from meshtrain.config import Config
 from meshtrain.config.locate import model_file
 from meshtrain.data.batch import Batch
 from meshtrain.data.order import microbatches
@@ -42,6 +43,7 @@ from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.modeling import build
+from meshtrain.modeling.few_layers import few_layers, kind_of
 from meshtrain.optim.optimizer import Optimizer
 from meshtrain.parallel import torch_private
 from meshtrain.parallel.compile import CompileChoice
@@ -57,9 +59,6 @@ from meshtrain.pipeline.p2p import TensorMeta
 from meshtrain.pipeline.stage import OtherStageBlock, blocks_of
 from meshtrain.run.setup import context_parallel
 from meshtrain.trainer import Trainer
-
-if TYPE_CHECKING:
-    from meshtrain.config import Config
 
 META = torch.device("meta")
 ENDS = "embedding, logits and loss"
@@ -237,7 +236,7 @@ class _Trainer(Trainer):
 class TracedStep:
     """One rank's model and trainer, on a mesh; `run` is a step, watched by `live`."""
 
-    def __init__(self, config: "Config", mesh: Mesh, batch: Batch, device: torch.device) -> None:
+    def __init__(self, config: Config, mesh: Mesh, batch: Batch, device: torch.device) -> None:
         self.mesh, self.live = mesh, LiveBytes(device.type)
         config = replace(config, parallel=replace(config.parallel, verify=False, symmetric_memory=False))
         self.compiled = build.compile_choice(config, mesh.layout, device).compiles
@@ -248,14 +247,15 @@ class TracedStep:
         self.trainer = _Trainer(self.model, self.optimizer, config, mesh, device, task=task, timer=timer)
         count = microbatches(config.batch.sizes.largest, config.batch.micro_size, mesh.size(*DATA_AXES))
         self.microbatches = [prepared(batch, config, mesh)] * count
+        self.first = self.microbatches if config.pipeline.schedule.endswith(".csv") else self.microbatches[:2]
         routed = self.microbatches[0].targets.numel() * config.model.keys.get("num_experts_per_tok", 1)
         self.live.rows = routed // mesh.size("tp")
-        self._mark_blocks()
+        self._mark_blocks(build.spec_of(config).meta)
         if isinstance(self.model, Pipeline) and device.type == "meta":
             self._tell_shapes(config)
 
     def trace(self) -> RankTrace:
-        """The third of three steps: the first makes what stays, and the second finds the peaks."""
+        """The third of three steps: the first, of few microbatches, makes what stays, the second finds the peaks."""
         live, moments = self.live, dict[str, dict[str, int]]()
 
         def look(moment: str) -> None:
@@ -265,12 +265,12 @@ class TracedStep:
         with watched(live):
             for parameter in self.model.parameters():
                 live.see(to_local(parameter.detach()))
-            for last in (False, False, True):
+            for step, microbatches in enumerate((self.first, self.microbatches, self.microbatches)):
                 gc.collect()  # cycles hold memory for as long as it happens, those of the compiler too
-                if last:
+                if step == 2:
                     live.actions = {count: partial(look, moment) for moment, (_, count, _) in live.peaks.items()}
                 peaks, live.peaks, live.count = live.peaks, {}, 0
-                self.trainer.forward_backward(1, self.microbatches)
+                self.trainer.forward_backward(1, microbatches)
                 self.trainer.optimizer_step(1)
             for counted in (live.peaks, peaks) if len(peaks) > 1 else ():
                 counted.pop(" ", None)  # between the parts of a step a host computes, too
@@ -309,12 +309,13 @@ class TracedStep:
             own("weights", own_part.local)
         return owners
 
-    def _mark_blocks(self) -> None:
+    def _mark_blocks(self, plain: nn.Module) -> None:
         """New storages are activations inside of a block's forward and backward, and of the model's ends outside."""
         for i, stage in enumerate(self.model.stages() if isinstance(self.model, Pipeline) else [self.model]):
             names = {module: name for name, module in stage.named_modules()}
             own = [block for block in blocks_of(stage) if not isinstance(block, OtherStageBlock)]
-            for block, place in zip(own, _places([kind_of(block) for block in own]), strict=True):
+            kinds = [kind_of(plain.get_submodule(names[block])) for block in own]
+            for block, place in zip(own, _places(kinds), strict=True):
                 block.forward = self.marks(names[block], block.forward, f"{i}: {place}")
 
     def marks(self, name: str, forward: Callable[..., Any], place: str) -> Callable[..., Any]:
@@ -337,25 +338,23 @@ class TracedStep:
 
         return run
 
-    def _tell_shapes(self, config: "Config") -> None:
+    def _tell_shapes(self, config: Config) -> None:
         """What the messages before the first ones between stages would tell: the shapes at the ends of stages, from a
-        forward of the whole model."""
+        forward of few layers."""
         options = replace(build.options_of(config, self.mesh.layout, META), recompute="none", compile=False)
-        whole = build.build_stage(config, self.mesh, META, options)
+        few, places = few_layers(build.spec_of(config))
+        few_config = replace(config, model=replace(config.model, keys=few.keys))
+        model = build.build_stage(few_config, self.mesh, META, options)
         made: list[TensorMeta] = []
-        for block in blocks_of(whole):
+        for block in blocks_of(model):
             block.register_forward_hook(lambda block, inputs, output: made.append(TensorMeta.of(output)))
         batch = self.microbatches[0].to(META, self.trainer.dtype)
-        set_dropout(whole, seed=0, step=0, samples=range(len(batch.targets)))
+        set_dropout(model, seed=0, step=0, samples=range(len(batch.targets)))
         with torch.no_grad():
-            whole(*batch.inputs)
+            model(*batch.inputs)
         key = shapes_of(self.microbatches[0].inputs)
         for stage, (_, end) in enumerate(build.stages_of(config, self.mesh.layout)[1].bounds[:-1], 1):
-            self.model._transfers._metas[key, stage] = made[end - 1]  # type: ignore[union-attr,operator,assignment]
-
-
-def kind_of(block: nn.Module) -> tuple[Any, ...]:
-    return type(block), tuple(tuple(parameter.shape) for parameter in block.parameters())
+            self.model._transfers._metas[key, stage] = made[places[end - 1]]  # type: ignore[union-attr,operator,assignment]
 
 
 def _places(kinds: Sequence[Any]) -> Iterator[str]:
@@ -367,21 +366,21 @@ def _places(kinds: Sequence[Any]) -> Iterator[str]:
         yield f"{place} of kind {names.index(kind)}"
 
 
-def prepared(batch: Batch, config: "Config", mesh: Mesh) -> Batch:
+def prepared(batch: Batch, config: Config, mesh: Mesh) -> Batch:
     """A microbatch as the run's readers give it."""
     if not hasattr(model_file(config.model.name), "cp_plan"):
         return batch
     return context_parallel(config, mesh).shard(batch) if mesh.size("cp") > 1 else batch.with_context()
 
 
-def language_batch(config: "Config") -> Batch:
+def language_batch(config: Config) -> Batch:
     tokens = torch.zeros(config.batch.micro_size, config.data.seq_len, dtype=torch.int64)
     documents = torch.zeros_like(tokens) if config.data.mask_documents else None
     return Batch.of((tokens, torch.zeros_like(tokens), documents), torch.zeros_like(tokens))
 
 
 def trace_rank(
-    config: "Config", layout: Layout, rank: int, *, device_type: str = "cuda", batch: Batch | None = None
+    config: Config, layout: Layout, rank: int, *, device_type: str = "cuda", batch: Batch | None = None
 ) -> RankTrace:
     gc.freeze()  # what is there is not looked at again at each of a trace's collections
     try:

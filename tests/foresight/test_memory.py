@@ -11,9 +11,11 @@ import torch
 from meshtrain.config import Config
 from meshtrain.errors import bytes_text
 from meshtrain.foresight import compiled, extend, predict, start
+from meshtrain.foresight.hardware import load
 from meshtrain.foresight.live import LiveBytes
 from meshtrain.foresight.prediction import Prediction
 from meshtrain.layout import Layout
+from meshtrain.pipeline.schedule import build
 from tests.foresight.traced import LLAMA
 from tests.launching import ROOT
 
@@ -122,6 +124,25 @@ def test_each_knob_gives_back_what_its_own_trace_says() -> None:
     after = predict(QUICKSTART, [*overrides, "parallel.recompute=full"], hosts=(2,))
     assert before.saves["parallel.recompute=full"] == (before.memory.total - after.memory.total, None)
     assert before.json()["memory"]["ranks"][0]["peak"] == before.memory.total
+
+
+def test_traces_in_processes_beside_each_other_say_the_same() -> None:
+    config, hardware = loaded(2, "layout={pp: 2}", "parallel.compile=false"), load("h100")
+    one, two = (Prediction(config, hardware, traced=True, processes=n) for n in (1, 2))
+    assert (one.ranks, one.saves) == (two.ranks, two.saves)
+
+
+def test_a_schedule_of_a_file(tmp_path: Path) -> None:
+    """It is foreseen as the named one that it holds; half as many samples are more microbatches than it has."""
+    file = tmp_path / "1f1b.csv"  # a name that says nothing
+    actions = build("zb-h1", ranks=2, microbatches=4).actions
+    file.write_text("\n".join(",".join(map(str, row)) for row in actions))
+    keys = "layout={pp: 2}", "batch.global_size=8", "parallel.compile=false"
+    of_file, named = (loaded(2, *keys, f"pipeline.schedule={name}") for name in (file, "zb-h1"))
+    a, b = (Prediction(config, load("h100"), traced=True) for config in (of_file, named))
+    assert (a.ranks, a.step) == (b.ranks, b.step)
+    assert a.saves == {key: saved for key, saved in b.saves.items() if key != "batch.micro_size=1"}
+    assert Prediction(of_file).memory == Prediction(named).memory
 
 
 def test_the_work_of_a_plan_of_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

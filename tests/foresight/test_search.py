@@ -112,6 +112,16 @@ def loader(config: str, world: int) -> Callable[[list[str]], Config]:
     return lambda overrides: Config.load(config, overrides, world_size=world)
 
 
+def test_a_schedule_of_a_file_is_tried_where_it_fits(config: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
+    keys = f"pipeline.schedule={file}", "batch.micro_size=4", "batch.global_size=8"
+    whole = Config.load(config, [*keys, "layout={dp_shard: 2}"], world_size=2)
+    tried = Space(replace(whole, resolved=whole.resolved.on_hosts((2,))), ("layout",))
+    stages = {(c.layout.size("pp"), c.parts[0]) for first in tried.candidates() for c in tried.schedules(first)}
+    assert stages == {(1, 1), (2, 2)}
+
+
 def layouts_of(world: int) -> Iterator[dict[str, int]]:
     for sizes in itertools.product(*[[n for n in range(1, world + 1) if world % n == 0]] * len(AXES)):
         if math.prod(sizes) == world:

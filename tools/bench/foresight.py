@@ -34,10 +34,10 @@ def train(folder: Path, layout: str, processes: int, overrides: Sequence[str]) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the quickstart, for all runs")
-    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--seen", nargs="+", default=["{dp_shard: 4}", "{dp_replicate: 2, tp: 2}"])
-    parser.add_argument("--foreseen", nargs="+", default=["{dp_shard: 2, tp: 2}", "{pp: 2, dp_shard: 2}"])
+    parser.add_argument("--seen", nargs="+", default=["{dp_shard: 2}", "{tp: 2}"])
+    parser.add_argument("--foreseen", nargs="+", default=["{dp_replicate: 2}", "{cp: 2}", "{pp: 2}"])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     overrides = (*SHORT, f"train.steps={options.steps}", *options.overrides)

@@ -1,0 +1,47 @@
+"""Blocks that are alike, and the model with as few layers as have one of each kind."""
+
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+
+from meshtrain.config.model_spec import ModelSpec
+from meshtrain.pipeline.stage import blocks_of
+
+LAYERS = "num_hidden_layers"
+MOST = 8  # layers that are tried
+Kind = tuple[Any, ...]
+
+
+def kind_of(block: nn.Module) -> Kind:
+    """What blocks that compute alike have in common: types, settings (a window, but no number of a layer), shapes."""
+    modules = list(block.modules())
+    settings = [
+        (name, value)
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, int | float) and not any(word in name for word in ("layer", "idx", "index"))
+    ]
+    shapes = tuple(tuple(parameter.shape) for parameter in block.parameters())
+    return tuple(map(type, modules)), tuple(settings), shapes
+
+
+@lru_cache(maxsize=8)
+def few_layers(spec: ModelSpec) -> tuple[ModelSpec, list[int]]:
+    """A model with as few layers as have all kinds of blocks, and for each block of the whole one which is like it.
+    What runs outside of blocks makes the last one another."""
+    whole = _kinds(spec)
+    for count in range(1, min(spec.keys.get(LAYERS, 0), MOST + 1)):
+        few = ModelSpec(spec.module, {**spec.keys, LAYERS: count}, spec.freeze, spec.lora)
+        try:
+            kinds = _kinds(few)
+        except (ValueError, IndexError):  # of a model that has to have more
+            continue
+        if set(kinds) == set(whole):
+            return few, [kinds.index(kind) for kind in whole]
+    return spec, list(range(len(whole)))
+
+
+def _kinds(spec: ModelSpec) -> list[Kind]:
+    blocks = blocks_of(spec.meta)
+    return [(block is blocks[-1], kind_of(block)) for block in blocks]
