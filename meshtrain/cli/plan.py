@@ -9,7 +9,10 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +22,7 @@ from meshtrain.config.layout_advice import host_warnings
 from meshtrain.config.model_spec import spec_of
 from meshtrain.data.order import BatchSplit, describe_batch, describe_ramp
 from meshtrain.errors import InputError, bytes_text
+from meshtrain.job.signals import end_with_parent
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.optim.registry import update_rule
 from meshtrain.parallel.sharding import ParameterSpec
@@ -290,13 +294,17 @@ def _foreseen(plan: Plan, gpu: str | None) -> "tuple[Prediction | None, list[str
 
     # After a GPU was seen, torch computes no gradients in a forked process.
     processes = 1 if sys.platform != "linux" or torch.cuda.device_count() else min(8, len(os.sched_getaffinity(0)))
-    prediction = Prediction(plan.config, None if gpu is None else hardware.load(gpu), True, processes)
-    try:
-        lines = memory_of_ranks(prediction)
-    except (RuntimeError, TypeError, NotImplementedError) as error:  # of the model's forward, which nobody has run yet
-        return None, [f"memory and time are not known: {why_not(error)}"]
+    with (
+        ProcessPoolExecutor(processes, get_context("fork"), end_with_parent) if processes > 1 else nullcontext() as pool
+    ):
+        prediction = Prediction(plan.config, None if gpu is None else hardware.load(gpu), True, pool)
+        try:
+            lines = memory_of_ranks(prediction)
+        except (RuntimeError, TypeError, NotImplementedError) as error:  # of the model's forward, which has not run yet
+            return None, [f"memory and time are not known: {why_not(error)}"]
     if (known := prediction.hardware) is not None:
-        lines += ["", *step_lines(prediction.step), f"  rates: {known.source} of {known.device.name}"]
+        unit = "tokens" if "vocab_size" in plan.config.model.keys else "samples"
+        lines += ["", *step_lines(prediction.step, unit), f"  rates: {known.source} of {known.device.name}"]
     return prediction, lines
 
 

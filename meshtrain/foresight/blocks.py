@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from meshtrain.config import Config
 from meshtrain.foresight.live import WITHOUT_SHAPES, is_view, watched
 from meshtrain.foresight.memory import short_schedule
-from meshtrain.foresight.trace import META, TracedStep, fake_world, language_batch, prepared
+from meshtrain.foresight.trace import META, TracedStep, fake_world, prepared_batch
 from meshtrain.foresight.work import Pass, Product, Send, Work
 from meshtrain.layout import Layout
 from meshtrain.modeling.build import spec_of
@@ -69,7 +69,7 @@ def _counted(config: Config, layout: Layout, queue: WeightGradQueue | None) -> l
         for n in (1, 2)
     ]
     with fake_world(layout, 0, "cuda") as mesh:
-        step = CountedStep(of_samples[0], mesh, language_batch(of_samples[0]), META)
+        step = CountedStep(of_samples[0], mesh, META)
         if queue is not None:
             use_products(step.model, queue=queue)
         return list(zip(*step.works(of_samples), strict=True))
@@ -136,12 +136,13 @@ class CountedStep(TracedStep):
             for parameter in self.model.parameters():
                 self.live.see(to_local(parameter.detach()))
             for config in (configs[0], *configs):  # the first step makes what stays
-                rows = config.batch.micro_size * config.data.seq_len * config.model.keys.get("num_experts_per_tok", 1)
-                self.live.rows = rows // self.mesh.size("cp", "tp")
+                batch = prepared_batch(config, self.mesh)
+                routed = batch.targets.numel() * config.model.keys.get("num_experts_per_tok", 1)
+                self.live.rows = routed // self.mesh.size("tp")
                 self.tallies: dict[tuple[str, str], Tally] = defaultdict(Tally)
                 self.bytes: dict[str, dict[str, float]] = defaultdict(dict)
                 self.live.watch, self.live.block = self._count, ""
-                self.trainer.forward_backward(1, [prepared(language_batch(config), config, self.mesh)])
+                self.trainer.forward_backward(1, [batch])
                 works.append(tuple(self._work(block, names[block]) for block in blocks))
         return works[1:]
 
@@ -187,7 +188,7 @@ class CountedStep(TracedStep):
         on_device = any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, out)))
         if is_view(func) or not on_device or name.partition("::")[2] in FREE:
             return
-        product, tally = _product(name, args), self._tally()
+        product, tally = _product(name, args, out), self._tally()
         tally.operators += 1
         if product is not None:
             tally.products.append(product)
@@ -225,9 +226,14 @@ def _attention_flops(name: str, args: Any) -> float:
     return 2 * q.numel() // q.shape[-1] * keys * (q.shape[-1] + v.shape[-1]) * (2.5 if backward else 1)
 
 
-def _product(name: str, args: Any) -> Product | None:
-    """The product of matrices that an operator is."""
+def _product(name: str, args: Any, out: Any) -> Product | None:
+    """The product of matrices that an operator is; of a convolution at each position one of a vector."""
     name = name.removesuffix("_")
+    if name in ("aten::convolution", "aten::convolution_backward"):
+        backward = name.endswith("backward")
+        made, weight = (args[0], args[2]) if backward else (out, args[1])
+        times = sum(args[-1][:2]) if backward else 1  # for the gradients of the input and of the weight
+        return Product(made.numel() // made.shape[1], weight.shape[0], weight[0].numel(), times)
     a, b = args[1:3] if name in ("aten::addmm", "aten::baddbmm") else (*args, None, None)[:2]
     if name in ("aten::mm", "aten::addmm", "aten::_scaled_mm"):
         return Product(a.shape[0], b.shape[1], a.shape[1])

@@ -47,8 +47,8 @@ def memory_of_ranks(prediction: "Prediction") -> list[str]:
     return [*lines, f"  {memory.source}: {exact}; blocks are {'' if memory.compiled else 'not '}compiled"]
 
 
-def step_lines(step: "StepTime") -> list[str]:
-    """A bar for each part of a step."""
+def step_lines(step: "StepTime", unit: str = "tokens") -> list[str]:
+    """A bar for each part of a step. `unit`: what it takes in, for people."""
     mfu = f", {100 * step.mfu:.0f} % MFU" if step.mfu else ""
     longest = max(step.parts.values())
     rows = [
@@ -56,7 +56,7 @@ def step_lines(step: "StepTime") -> list[str]:
         for name, seconds in step.parts.items()
         if seconds
     ]
-    head = f"step {step.seconds:.3g} s: {step.tokens_per_s:,.0f} tokens/s{mfu}"
+    head = f"step {step.seconds:.3g} s: {step.tokens_per_s:,.0f} {unit}/s{mfu}"
     return [head, *columns(rows), f"  limit: {step.limit}"]
 
 

@@ -113,7 +113,7 @@ def _smaller(config: Config, layout: Layout, pp: int, bounds: Sequence[tuple[int
     common = max(own[0], key=own[0].__getitem__)
     fewest = min(stage[common] for stage in own)
     taken = [fewest - keep for keep in FEW_LAYERS] if fewest > FEW_LAYERS[-1] else [0]
-    elements = sum(math.prod(shape) for shape in common[-1]) / layout.size("tp")
+    elements = sum(math.prod(shape) for *shape, _ in common[-1]) / layout.size("tp")
     if LAYERS not in config.model.keys or (layout.size("fsdp") > 1 and elements < MIN_UNIT_SIZE):
         taken = [0]  # units of FSDP have several blocks each
     if ranks == 1:

@@ -2,10 +2,9 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import asdict, replace
 from functools import cached_property, lru_cache, partial
-from multiprocessing import get_context
 from typing import Any
 
 from meshtrain.config import Config
@@ -20,7 +19,6 @@ from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.memory import RankMemory, schedule_of
 from meshtrain.foresight.steptime import PASSES
 from meshtrain.foresight.work import Work
-from meshtrain.job.signals import end_with_parent
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.modeling.build import block_costs, spec_of
 from meshtrain.parallel.tp_plan import has_sequence_parts
@@ -56,12 +54,12 @@ class Prediction:
     """Of a config that was loaded for its hosts, on hardware; without it there is no time."""
 
     def __init__(
-        self, config: Config, hardware: Hardware | None = None, traced: bool = False, processes: int = 1
+        self, config: Config, hardware: Hardware | None = None, traced: bool = False, pool: Executor | None = None
     ) -> None:
-        """`traced`: memory by traces of the ranks' steps; else by arithmetic, as fast as a search needs it.
-        `processes`: that trace at once, forked from this one, which may not have used a GPU."""
+        """`traced`: memory by traces of the ranks' steps; else by arithmetic, as fast as a search needs it. `pool`: of
+        processes that trace at once, forked from this one; it may not have used a GPU."""
         assert config.resolved is not None
-        self.traced, self.processes = traced, processes
+        self.traced, self.pool = traced, pool
         self.config, self.layout, self.hardware = config, config.resolved, hardware
         self.precisions = config.train.precision, config.train.linear_precision and "float8"
         self.microbatches = microbatches(
@@ -133,15 +131,11 @@ class Prediction:
         with shared_graphs():
             return [trace() for trace in traces]
 
-    @cached_property
-    def _pool(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(self.processes, get_context("fork"), end_with_parent)
-
     def _begin(self, config: Config, pp: int) -> Callable[[], RankMemory]:
         """A trace of a rank, which the function waits for."""
-        if self.processes == 1:
+        if self.pool is None:
             return partial(extend.rank_memory, config, self.layout, pp)
-        return self._pool.submit(extend.rank_memory, config, self.layout, pp).result
+        return self.pool.submit(extend.rank_memory, config, self.layout, pp).result
 
     @cached_property
     def _savings(self) -> "dict[str, tuple[Prediction, Callable[[], RankMemory]]]":
@@ -186,6 +180,7 @@ class Prediction:
         assert self.hardware is not None
         config, layout, parallel, train = self.config, self.layout, self.config.parallel, self.config.train
         size = 8 if train.precision == "float64" else 4
+        forward = sum(block_costs(self.spec, config.data.seq_len)) if "vocab_size" in config.model.keys else 0
         return steptime.of(
             self.works,
             layout,
@@ -200,7 +195,7 @@ class Prediction:
             shards_optimizer=parallel.shard_optimizer,
             message_size=2 if parallel.reduce_precision == "bfloat16" else size,
             tokens=config.batch.sizes.largest * self.per_sample,
-            flops=3 * sum(block_costs(self.spec, config.data.seq_len)) * config.batch.sizes.largest,
+            flops=3 * forward * config.batch.sizes.largest,  # of images not known
             clock=clock,
         )
 

@@ -50,6 +50,7 @@ from meshtrain.parallel.compile import CompileChoice
 from meshtrain.parallel.context import kernels
 from meshtrain.parallel.fsdp import FSDPModule
 from meshtrain.parallel.grad_sync import gradient_syncs
+from meshtrain.parallel.linear import float8
 from meshtrain.parallel.linear_cross_entropy import fuse_loss
 from meshtrain.parallel.mixed_precision import ComputeCopies
 from meshtrain.parallel.sharding import chunk_range
@@ -116,6 +117,10 @@ def fake_world(layout: Layout, rank: int, device_type: str) -> Iterator[Mesh]:
         stack.enter_context(patch("torch.optim.optimizer._get_fused_kernels_supported_devices", lambda: ["meta"]))
         stack.enter_context(patch.object(torch_private, "traced_for", device_type))
         stack.enter_context(patch("meshtrain.modeling.build.choose_compile", partial(_choose_compile, device_type)))
+        has_float8 = patch.object(
+            float8, "kernel_of", lambda _, dtype, device: device == "cuda" and dtype.itemsize == 2
+        )
+        stack.enter_context(has_float8)
         stack.enter_context(compiled_by_graphs())
         # On an H100 (torch 2.11) what the compiler made of it took as much as its operators one by one.
         stack.enter_context(patch("meshtrain.parallel.parallelize.fuse_loss", lambda layer, _: fuse_loss(layer, False)))
@@ -152,8 +157,9 @@ def fake_world(layout: Layout, rank: int, device_type: str) -> Iterator[Mesh]:
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
                is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Tensor:  # fmt: skip
-    """The fused kernel that a device has: torch would choose none of them for the meta device."""
-    if not q.is_meta:
+    """The fused kernel that a device has: torch would choose none of them for the meta device. A GPU has none for
+    float64."""
+    if not q.is_meta or (torch_private.traced_for == "cuda" and q.dtype == torch.float64):
         return _sdpa(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     aten = torch.ops.aten
     if torch_private.traced_for == "cpu":
@@ -236,7 +242,7 @@ class _Trainer(Trainer):
 class TracedStep:
     """One rank's model and trainer, on a mesh; `run` is a step, watched by `live`."""
 
-    def __init__(self, config: Config, mesh: Mesh, batch: Batch, device: torch.device) -> None:
+    def __init__(self, config: Config, mesh: Mesh, device: torch.device) -> None:
         self.mesh, self.live = mesh, LiveBytes(device.type)
         config = replace(config, parallel=replace(config.parallel, verify=False, symmetric_memory=False))
         self.compiled = build.compile_choice(config, mesh.layout, device).compiles
@@ -246,7 +252,7 @@ class TracedStep:
         timer = _Phases(self.live)
         self.trainer = _Trainer(self.model, self.optimizer, config, mesh, device, task=task, timer=timer)
         count = microbatches(config.batch.sizes.largest, config.batch.micro_size, mesh.size(*DATA_AXES))
-        self.microbatches = [prepared(batch, config, mesh)] * count
+        self.microbatches = [prepared_batch(config, mesh)] * count
         self.first = self.microbatches if config.pipeline.schedule.endswith(".csv") else self.microbatches[:2]
         routed = self.microbatches[0].targets.numel() * config.model.keys.get("num_experts_per_tok", 1)
         self.live.rows = routed // mesh.size("tp")
@@ -366,26 +372,32 @@ def _places(kinds: Sequence[Any]) -> Iterator[str]:
         yield f"{place} of kind {names.index(kind)}"
 
 
-def prepared(batch: Batch, config: Config, mesh: Mesh) -> Batch:
+def batch_of(config: Config) -> Batch:
+    """A microbatch of tokens; for a classifier of images. Raises TypeError: nobody says how large these are."""
+    size = config.batch.micro_size
+    if "vocab_size" in config.model.keys:
+        tokens = torch.zeros(size, config.data.seq_len, dtype=torch.int64)
+        documents = torch.zeros_like(tokens) if config.data.mask_documents else None
+        return Batch.of((tokens, torch.zeros_like(tokens), documents), torch.zeros_like(tokens))
+    settings = build.spec_of(config).config
+    if not hasattr(settings, "image_size") or not hasattr(settings, "in_channels"):
+        raise TypeError("of a classifier's images only image_size and in_channels of its Config could tell the shape")
+    shape = size, settings.in_channels, settings.image_size, settings.image_size
+    return Batch.of((torch.zeros(shape),), torch.zeros(size, dtype=torch.int64))
+
+
+def prepared_batch(config: Config, mesh: Mesh) -> Batch:
     """A microbatch as the run's readers give it."""
+    batch = batch_of(config)
     if not hasattr(model_file(config.model.name), "cp_plan"):
         return batch
     return context_parallel(config, mesh).shard(batch) if mesh.size("cp") > 1 else batch.with_context()
 
 
-def language_batch(config: Config) -> Batch:
-    tokens = torch.zeros(config.batch.micro_size, config.data.seq_len, dtype=torch.int64)
-    documents = torch.zeros_like(tokens) if config.data.mask_documents else None
-    return Batch.of((tokens, torch.zeros_like(tokens), documents), torch.zeros_like(tokens))
-
-
-def trace_rank(
-    config: Config, layout: Layout, rank: int, *, device_type: str = "cuda", batch: Batch | None = None
-) -> RankTrace:
+def trace_rank(config: Config, layout: Layout, rank: int, *, device_type: str = "cuda") -> RankTrace:
     gc.freeze()  # what is there is not looked at again at each of a trace's collections
     try:
         with fake_world(layout, rank, device_type) as mesh:
-            step = TracedStep(config, mesh, batch or language_batch(config), META)
-            return step.trace()
+            return TracedStep(config, mesh, META).trace()
     finally:
         gc.unfreeze()

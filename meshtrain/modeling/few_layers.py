@@ -1,6 +1,7 @@
 """Blocks that are alike, and the model with as few layers as have one of each kind."""
 
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,8 @@ Kind = tuple[Any, ...]
 
 
 def kind_of(block: nn.Module) -> Kind:
-    """What blocks that compute alike have in common: types, settings (a window, but no number of a layer), shapes."""
+    """What blocks that compute alike have in common: types, settings (a window, but no number of a layer), shapes, and
+    what is trained."""
     modules = list(block.modules())
     settings = [
         (name, value)
@@ -22,14 +24,14 @@ def kind_of(block: nn.Module) -> Kind:
         for name, value in vars(module).items()
         if isinstance(value, int | float) and not any(word in name for word in ("layer", "idx", "index"))
     ]
-    shapes = tuple(tuple(parameter.shape) for parameter in block.parameters())
+    shapes = tuple((*parameter.shape, parameter.requires_grad) for parameter in block.parameters())
     return tuple(map(type, modules)), tuple(settings), shapes
 
 
 @lru_cache(maxsize=8)
 def few_layers(spec: ModelSpec) -> tuple[ModelSpec, list[int]]:
     """A model with as few layers as have all kinds of blocks, and for each block of the whole one which is like it.
-    What runs outside of blocks makes the last one another."""
+    What runs outside of blocks makes the last one another; those before the first trained one have no backward."""
     whole = _kinds(spec)
     for count in range(1, min(spec.keys.get(LAYERS, 0), MOST + 1)):
         few = ModelSpec(spec.module, {**spec.keys, LAYERS: count}, spec.freeze, spec.lora)
@@ -44,4 +46,5 @@ def few_layers(spec: ModelSpec) -> tuple[ModelSpec, list[int]]:
 
 def _kinds(spec: ModelSpec) -> list[Kind]:
     blocks = blocks_of(spec.meta)
-    return [(block is blocks[-1], kind_of(block)) for block in blocks]
+    trained = accumulate(any(parameter.requires_grad for parameter in block.parameters()) for block in blocks)
+    return [(block is blocks[-1], bool(n), kind_of(block)) for block, n in zip(blocks, trained, strict=True)]

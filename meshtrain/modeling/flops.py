@@ -215,7 +215,8 @@ def _varlen_counts() -> dict[Any, Callable[..., int]]:
 
 
 def why_not(error: Exception) -> str:
-    reason = str(error).strip().split("\n")[0]
+    first, *others = str(error).strip().split("\n")
+    reason = f"{first} {others[0]}" if others and first.endswith(":") else first
     return f"the model does not run on the meta device ({reason})"
 
 

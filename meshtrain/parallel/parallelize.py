@@ -368,27 +368,30 @@ def _wrap_blocks(
     for module in experts if casts_experts else ():
         # The weights of a token's experts, which come in float32, are not to be rounded.
         module.forward = never_compiled(cast_to_compute_dtype(module, module.forward, copies, cast_inputs=False))
+    of_blocks = {parameter for block in blocks for parameter in block.parameters()}
+    trained = any(parameter.requires_grad for parameter in set(model.parameters()) - of_blocks)
     for block in blocks:
+        trained = trained or isinstance(block, OtherStageBlock) or any(p.requires_grad for p in block.parameters())
         if isinstance(block, OtherStageBlock):
             continue
-        run = block.forward
+        run, recompute = block.forward, options.recompute if trained else "none"  # before it nothing keeps anything
         has_layers = any(True for _ in block.children())  # a single layer has nothing to fuse or to compute again
         routed = [module for module in block.modules() if hasattr(module, "dispatch")]  # experts
         # Pieces between which experts run may be compiled anew when they run again (a GPU's backward has a thread of
         # its own, and kinds of pieces are limited), and would then not keep what the forward has kept.
-        in_pieces = bool(routed) and options.recompute != "none"
+        in_pieces = bool(routed) and recompute != "none"
         fused = options.compile and has_layers and not in_pieces
         if options.compile and in_pieces:
             name = type(block).__name__
             warnings.warn(f"{name} is recomputed and not compiled: its experts run between graphs", stacklevel=4)
-        again_inside = fused and options.recompute != "none"
+        again_inside = fused and recompute != "none"
         around = compile_block(block, run, without=routed) if fused and not again_inside else run
         # A block that runs again has its own casts again, so that it keeps none: they are made inside.
         around = cast_to_compute_dtype(block, around, copies) if casts else around
-        around = checkpoint_block(around, options.recompute, routes=bool(routed)) if has_layers else around
+        around = checkpoint_block(around, recompute, routes=bool(routed)) if has_layers else around
         if again_inside:
             # The compiler sees the recomputation and plans the backward with it, if all of the block is one graph.
-            whole = compile_block(block, checkpoint_block(run, options.recompute), one_graph=True)
+            whole = compile_block(block, checkpoint_block(run, recompute), one_graph=True)
             whole = cast_to_compute_dtype(block, whole, copies) if casts else whole
             around = while_one_graph(whole, around, type(block).__name__)
         block.forward = around

@@ -1,10 +1,13 @@
 """The counted work of blocks: weight gradients, which some schedules put off, are a pass of their own."""
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from meshtrain.config import Config
 from meshtrain.foresight.blocks import works_of
 from meshtrain.foresight.work import Pass, Work
+from meshtrain.modeling.build import plain_model
 from tests.foresight.traced import SMALL
 from tests.launching import ROOT
 
@@ -53,3 +56,15 @@ def test_it_grows_with_the_samples() -> None:
         a, b, c = (flops(getattr(work, name)) for work in (one, two, three))
         assert c - b == b - a > 0
     assert three.saved - two.saved == two.saved - one.saved > 0
+
+
+def test_convolutions_are_products() -> None:
+    """As many FLOPs as torch counts for the forward and the backward of a microbatch of images."""
+    config = Config.load(ROOT / "configs/digits.yaml", list(SMALL["configs/digits.yaml"]), world_size=1)
+    assert config.resolved is not None
+    works = works_of(config, config.resolved)
+    passes = [of for work in works for of in (work.forward, work.input_grad, work.weight_grad)]
+    model, images = plain_model(config), torch.zeros(config.batch.micro_size, 1, 8, 8, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        model(images).sum().backward()
+    assert sum(map(flops, passes)) == counter.get_total_flops() > 0

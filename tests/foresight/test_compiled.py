@@ -11,7 +11,7 @@ from meshtrain.config import Config
 from meshtrain.dropout import set_dropout
 from meshtrain.foresight.trace import META, TracedStep, fake_world
 from meshtrain.mesh import build_mesh
-from tests.foresight.traced import BATCH, SMALL, batch_of
+from tests.foresight.traced import BATCH, SMALL
 from tests.launching import ROOT
 
 QUICKSTART, CONVNET = "configs/quickstart.yaml", "configs/digits.yaml"
@@ -49,9 +49,9 @@ def test_saves_what_real_kernels_save(name: str) -> None:
     config = Config.load(ROOT / file, [*small, *overrides, "parallel.compile=true"], world_size=1)
     torch.compiler.reset()
     with fake_world(config.resolved, 0, "cpu") as mesh:
-        traced = saved(TracedStep(config, mesh, batch_of(config), META))
+        traced = saved(TracedStep(config, mesh, META))
     torch.compiler.reset()
     cpu = torch.device("cpu")
     with inductor.patch(layout_optimization=False):  # it copies weights of convolutions
-        real = saved(TracedStep(config, build_mesh(config.resolved, "cpu"), batch_of(config), cpu))
+        real = saved(TracedStep(config, build_mesh(config.resolved, "cpu"), cpu))
     assert traced == real

@@ -1,7 +1,9 @@
 """Memory that is extended from smaller traces is that of the whole trace; a search's estimate is close to it."""
 
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +128,29 @@ def test_each_knob_gives_back_what_its_own_trace_says() -> None:
     assert before.json()["memory"]["ranks"][0]["peak"] == before.memory.total
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("train.precision=float64", "parallel.compile=true"),
+        (
+            "train.precision=bfloat16",
+            "train.linear_precision=float8",
+            "model.hidden_size=128",
+            "model.intermediate_size=256",
+        ),
+        ('train.freeze=["*embed*", "*.layers.0.*"]', "parallel.recompute=full", "parallel.compile=true"),
+    ],
+)
+def test_what_is_seldom_is_foreseen_too(overrides: tuple[str, ...]) -> None:
+    seldom = Prediction(loaded(2, *overrides), load("h100"), traced=True)
+    assert min(seldom.memory.total, seldom.step.parts["backward"]) > 0
+
+
 def test_traces_in_processes_beside_each_other_say_the_same() -> None:
     config, hardware = loaded(2, "layout={pp: 2}", "parallel.compile=false"), load("h100")
-    one, two = (Prediction(config, hardware, traced=True, processes=n) for n in (1, 2))
-    assert (one.ranks, one.saves) == (two.ranks, two.saves)
+    with ProcessPoolExecutor(2, get_context("fork")) as pool:
+        one, two = (Prediction(config, hardware, traced=True, pool=processes) for processes in (None, pool))
+        assert (one.ranks, one.saves) == (two.ranks, two.saves)
 
 
 def test_a_schedule_of_a_file(tmp_path: Path) -> None:

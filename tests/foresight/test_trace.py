@@ -10,7 +10,7 @@ from meshtrain.config import Config
 from meshtrain.foresight import trace
 from meshtrain.parallel import fsdp
 from meshtrain.pipeline.schedule import NAMES
-from tests.foresight.traced import SMALL, batch_of
+from tests.foresight.traced import SMALL
 from tests.launching import ROOT, forked
 
 QUICKSTART, CONVNET, EXPERTS = "configs/quickstart.yaml", "configs/digits.yaml", "configs/moe.yaml"
@@ -47,7 +47,7 @@ def test_equals_real_tensors(name: str, real: list[dict], monkeypatch: pytest.Mo
     file, *overrides = CASES[name]
     config = Config.load(ROOT / file, [*SMALL[file], *overrides], world_size=2)
     rank = int(name.startswith("pp"))  # of a pipeline the one that receives activations
-    traced = trace.trace_rank(config, config.resolved, rank, device_type="cpu", batch=batch_of(config))
+    traced = trace.trace_rank(config, config.resolved, rank, device_type="cpu")
     assert asdict(traced) == real[rank][name]
 
 

@@ -23,7 +23,6 @@ from meshtrain.job.exit import job_exit
 from meshtrain.job.process import join
 from meshtrain.mesh import build_mesh
 from meshtrain.parallel import fsdp
-from tests.foresight.traced import batch_of
 
 CPU = torch.device("cpu")
 to = Batch.to
@@ -66,7 +65,7 @@ def main() -> None:
         for name, (file, overrides) in json.loads(Path(sys.argv[1]).read_text()).items():
             config = Config.load(file, overrides, world_size=job.world_size)
             mesh = build_mesh(config.resolved, "cpu")
-            step = TracedStep(config, mesh, batch_of(config), CPU)
+            step = TracedStep(config, mesh, CPU)
             for batch in step.microbatches:
                 batch.apply(partial(of_host, step))
             Batch.to = copied

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from meshtrain.config import Config
 from meshtrain.data.batch import Batch
-from meshtrain.foresight.trace import META, TracedStep, fake_world, language_batch
+from meshtrain.foresight.trace import META, TracedStep, fake_world
 from meshtrain.layout import Layout
 
 INK, QUIET, GRID = "#1f2430", "#7a8194", "#e6e8ee"
@@ -41,7 +41,7 @@ def step_memory(layout: Layout, recompute: str) -> tuple[list[str], dict[str, li
             rows.append(step.live.parts(step.owners()))
 
     with fake_world(layout, 0, "cuda") as mesh:
-        step = TracedStep(config, mesh, language_batch(config), META)
+        step = TracedStep(config, mesh, META)
         step.live.watch, forward_backward = look, step.trainer.forward_backward
 
         def begin(number: int, microbatches: list[Batch]) -> None:
