@@ -192,15 +192,20 @@ def _check_expert_ranks(draft: ConfigDraft, layout: Layout, experts: int) -> Non
 
 
 def check_groups(draft: ConfigDraft) -> None:
-    """Reports groups of the optimizer that no parameter is in."""
+    """Reports groups of the optimizer that no parameter is in, and those of Muon without a matrix."""
     groups: Any = draft.values["optimizer.groups"]
     spec = draft_model(draft) if groups is not INVALID and groups else None
     if spec is None:
         return
-    names = [name for name, parameter in spec.meta.named_parameters() if parameter.requires_grad]
+    dims = {name: parameter.dim() for name, parameter in spec.meta.named_parameters() if parameter.requires_grad}
+    names = list(dims)
     taken = [next((i for i, group in enumerate(groups) if fnmatchcase(name, group.match)), None) for name in names]
     for i, group in enumerate(groups):
         if i in taken:
+            own = {dims[name] for name, j in zip(names, taken, strict=True) if j == i}
+            if group.name == "muon" and not own & {2, 3}:
+                problem = f"group {i}: muon is for matrices, and {yaml_text(group.match)} has none: use adamw for it"
+                draft.refuse("optimizer.groups", problem)
             continue
         earlier = {j for name, j in zip(names, taken, strict=True) if j is not None and fnmatchcase(name, group.match)}
         before = any_of([f"group {j}" for j in sorted(earlier)], "and")

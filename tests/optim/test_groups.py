@@ -46,6 +46,7 @@ def test_a_config_has_groups_and_keeps_them() -> None:
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
+        ("[{match: '*norm*', name: muon}]", r"group 0: muon is for matrices, and \*norm\* has none"),
         ("[{match: '*nrom*'}]", "no parameter that is trained is left for *nrom*; near it are model.norm.weight"),
         (f"[{NORMS}, {{match: model.norm.weight}}]", "group 1: .* what it matches is in group 0: put it before"),
         ("[{match: '*', lr: 1.0, lr_scale: 2.0}]", "group 0 has an lr and an lr_scale"),
