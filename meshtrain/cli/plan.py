@@ -7,10 +7,12 @@ import argparse
 import json
 import os
 import re
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -285,27 +287,45 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _foreseen(plan: Plan, gpu: str | None) -> "tuple[Prediction | None, list[str]]":
     """What is foreseen, and lines for a person; None and the reason for a model that cannot be traced."""
-    import torch
-
-    from meshtrain.foresight import hardware
     from meshtrain.foresight.draw import memory_of_ranks, step_lines
+    from meshtrain.foresight.hardware import load
     from meshtrain.foresight.prediction import Prediction
-    from meshtrain.modeling.flops import why_not
+    from meshtrain.foresight.trace import UntracedError
 
-    # After a GPU was seen, torch computes no gradients in a forked process.
-    processes = 1 if sys.platform != "linux" or torch.cuda.device_count() else min(8, len(os.sched_getaffinity(0)))
-    with (
-        ProcessPoolExecutor(processes, get_context("fork"), end_with_parent) if processes > 1 else nullcontext() as pool
-    ):
-        prediction = Prediction(plan.config, None if gpu is None else hardware.load(gpu), True, pool)
-        try:
+    hardware = None if gpu is None else load(gpu)
+    try:
+        with _processes() as pool:
+            prediction = Prediction(plan.config, hardware, True, pool)
             lines = memory_of_ranks(prediction)
-        except (RuntimeError, TypeError, NotImplementedError) as error:  # of the model's forward, which has not run yet
-            return None, [f"memory and time are not known: {why_not(error)}"]
+    except UntracedError as error:
+        return None, [f"memory and time are not known: {error}"]
+    except BrokenProcessPool:
+        raise InputError("a process that traces was killed, as the kernel does where memory is short") from None
     if (known := prediction.hardware) is not None:
         unit = "tokens" if "vocab_size" in plan.config.model.keys else "samples"
         lines += ["", *step_lines(prediction.step, unit), f"  rates: {known.source} of {known.device.name}"]
     return prediction, lines
+
+
+@contextmanager
+def _processes() -> Iterator[ProcessPoolExecutor | None]:
+    """A pool for traces; None where torch would compute no gradients in a forked process, as after a GPU was seen."""
+    import torch
+
+    count = 1 if sys.platform != "linux" or torch.cuda.device_count() else min(8, len(os.sched_getaffinity(0)))
+    if count == 1:
+        yield None
+        return
+    pool = ProcessPoolExecutor(count, get_context("fork"), _begin_process)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin_process() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is no result of a trace
+    end_with_parent()
 
 
 def _schedule(arguments: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from meshtrain.config import Config
 from meshtrain.foresight.live import WITHOUT_SHAPES, is_view, watched
 from meshtrain.foresight.memory import short_schedule
-from meshtrain.foresight.trace import META, TracedStep, fake_world, prepared_batch
+from meshtrain.foresight.trace import META, TracedStep, UntracedError, fake_world, prepared_batch, untraced_told
 from meshtrain.foresight.work import Pass, Product, Send, Work
 from meshtrain.layout import Layout
 from meshtrain.modeling.build import spec_of
@@ -36,8 +36,7 @@ _known: dict[tuple[Any, ...], tuple[list[tuple[Work, Work]], list[int], dict[int
 
 
 def works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
-    """Of each block, in order, for one microbatch; blocks of a kind have the same. Raises RuntimeError, TypeError: the
-    model cannot be traced."""
+    """Of each block, in order, for one microbatch; blocks of a kind have the same. Raises UntracedError."""
     parallel, train, section = config.parallel, config.train, config.pipeline
     cp, tp, ranks, queue = layout.size("cp"), layout.size("tp"), layout.size("pp"), None
     if ranks > 1 and short_schedule(section.schedule, ranks, section.stages_per_rank).splits_backward:
@@ -46,12 +45,16 @@ def works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
     key += (cp, tp, layout.experts, layout.context_heads)
     key += (parallel.context, parallel.recompute, parallel.regather, parallel.sequence_parallel)
     key += (queue is not None and (layout.experts > 1 or parallel.recompute == "full"),)
-    key += (train.precision, train.linear_precision)
+    key += (train.precision, train.linear_precision, train.freeze, train.lora)
     if key not in _known:
         small = Layout({"dp_shard": max(1, layout.experts // (cp * tp)), "cp": cp, "tp": tp})
         small = small.with_context_heads(layout.context_heads).with_experts(layout.experts)
         few, places = few_layers(spec_of(config))
-        _known[key] = _counted(replace(config, model=replace(config.model, keys=few.keys)), small, queue), places, {}
+        try:
+            pairs = _counted(replace(config, model=replace(config.model, keys=few.keys)), small, queue)
+        except UntracedError:  # perhaps of the few layers alone
+            pairs, places = _counted(config, small, queue), list(range(len(places)))
+        _known[key] = pairs, places, {}
     pairs, places, known = _known[key]
     more = config.batch.micro_size - 1
     if more not in known:
@@ -68,7 +71,7 @@ def _counted(config: Config, layout: Layout, queue: WeightGradQueue | None) -> l
         replace(config, batch=replace(config.batch, micro_size=n, global_size=n * layout.size("dp_shard")))
         for n in (1, 2)
     ]
-    with fake_world(layout, 0, "cuda") as mesh:
+    with untraced_told(), fake_world(layout, 0, "cuda") as mesh:
         step = CountedStep(of_samples[0], mesh, META)
         if queue is not None:
             use_products(step.model, queue=queue)
@@ -155,7 +158,7 @@ class CountedStep(TracedStep):
 
     def _work(self, block: nn.Module, name: str) -> Work:
         rows = tuple(map(_before_fsdp, block.parameters()))
-        parameters = sum(n * width for _, n, width in rows)
+        parameters = sum(n * width for _, n, width, _ in rows)
         forward, input_grad, weight_grad = (
             self.tallies[name, phase].as_pass() for phase in ("forward", "backward", WEIGHT_GRAD)
         )
@@ -204,14 +207,15 @@ class CountedStep(TracedStep):
                 sizes["peak"] = max(sizes["peak"], total)
 
 
-def _before_fsdp(parameter: nn.Parameter) -> tuple[str, int, int]:
-    """By what FSDP shards what a rank has, its rows, and the elements of one."""
+def _before_fsdp(parameter: nn.Parameter) -> tuple[str, int, int, bool]:
+    """By what FSDP shards what a rank has, its rows, the elements of one, and whether it is trained."""
     local, mesh = to_local(parameter.detach()), getattr(parameter, "device_mesh", None)
     sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh is not None else {}
     if "ep" in sizes or "efsdp" in sizes:  # experts, which are sharded along the dim that divides best
-        return "efsdp", local.numel() * sizes.get("efsdp", 1), 1
+        return "efsdp", local.numel() * sizes.get("efsdp", 1), 1, parameter.requires_grad
     rows = len(local) if local.ndim else 1
-    return "fsdp", rows * sizes.get("dp_shard", 1) * sizes.get("fsdp", 1), local.numel() // max(rows, 1)
+    shards = sizes.get("dp_shard", 1) * sizes.get("fsdp", 1)
+    return "fsdp", rows * shards, local.numel() // max(rows, 1), parameter.requires_grad
 
 
 def _nbytes(tree: Any) -> float:

@@ -15,7 +15,7 @@ from meshtrain.config import Config
 from meshtrain.data.order import microbatches
 from meshtrain.foresight.compiled import shared_graphs
 from meshtrain.foresight.memory import RankMemory, held_forwards, schedule_of, short_schedule
-from meshtrain.foresight.trace import trace_rank
+from meshtrain.foresight.trace import UntracedError, trace_rank
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.modeling.build import spec_of, stages_of
 from meshtrain.modeling.few_layers import LAYERS, kind_of
@@ -59,12 +59,15 @@ def rank_memory(config: Config, layout: Layout, pp: int, whole: int = WHOLE) -> 
         * _weight(case.waiting, [other.waiting for other in cases], held_of(config, layout, pp, count))
         for case in cases
     ]
-    with shared_graphs():
-        traces = [trace_rank(case.config, case.layout, case.rank) for case in cases]
+    try:
+        with shared_graphs():
+            traces = [trace_rank(case.config, case.layout, case.rank) for case in cases]
+    except UntracedError:  # perhaps of fewer layers alone
+        return rank_memory(config, layout, pp, passes)
     shared = set.intersection(*(set(trace.moments) for trace in traces))
     moments = {moment: _combined([trace.moments[moment] for trace in traces], weights) for moment in shared}
     peak = max(moments, key=lambda moment: sum(moments[moment].values()))
-    words = next((trace.moment for trace in traces if trace.parts == trace.moments[peak]), peak)
+    words = next((trace.moment for trace in traces if trace.parts == trace.moments[peak]), peak.strip())
     resident = _combined([trace.resident for trace in traces], weights)
     return RankMemory(resident, moments[peak], words, pp, traces[0].compiled, "extended")
 

@@ -58,7 +58,7 @@ class LiveBytes(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func.name().split(".")[0]
         if args and name == "meshtrain::message_sizes" and args[0].is_meta:
-            sizes = [self.rows // len(args[1])] * len(args[1])  # without values: experts are equally loaded
+            sizes = [max(1, self.rows // len(args[1]))] * len(args[1])  # without values: experts are equally loaded
             return torch.tensor([sizes, sizes])
         if name == "aten::addmm" and args[0].is_meta and "out" in kwargs:  # for which torch 2.11 has no shapes
             return kwargs["out"]

@@ -62,23 +62,23 @@ def _of_rank(config: Config, layout: Layout, works: Sequence[Work], waiting: flo
     """`held`: forwards of all these blocks that wait for their backward at most."""
     train, shards = config.train, layout.size("fsdp")
     size, compute = (8 if train.precision == "float64" else 4), (2 if "16" in train.precision else 4)
-    own, gathered = over_shards(works, layout)
-    resident: dict[str, float] = dict.fromkeys(("weights", "gradients"), sum(own) * size)
+    (own, gathered), (trained, summed) = over_shards(works, layout), over_shards(works, layout, trained=True)
+    resident: dict[str, float] = {"weights": sum(own) * size, "gradients": sum(trained) * size}
     copies = layout.size("dp_replicate") if config.parallel.shard_optimizer else 1
     key = repr(config.optimizer), size
     for name in {work.name for work in works} - _state_bytes_of[key].keys():
         _state_bytes_of[key][name] = _state_bytes(config, name, size)
-    states = (n * _state_bytes_of[key][work.name] for work, n in zip(works, own, strict=True))
+    states = (n * _state_bytes_of[key][work.name] for work, n in zip(works, trained, strict=True))
     resident["optimizer"] = sum(states) / copies
     parts = dict(resident)
     reshards = config.parallel.reshard_after_forward and layout.size("pp") == 1
     if shards > 1 and reshards:
         largest = sorted(gathered, reverse=True)[:2]
         parts["gathered weights"] = sum(largest) * compute
-        parts["gathered gradients"] = largest[0] * size
+        parts["gathered gradients"] = max(summed) * size
     elif shards > 1:
         parts["gathered weights"] = sum(gathered) * compute
-        parts["gathered gradients"] = sum(gathered) * size
+        parts["gathered gradients"] = sum(summed) * size
     elif compute < size:
         resident["16-bit copies"] = parts["16-bit copies"] = sum(own) * compute
     before, peak, moment = 0.0, 0.0, ""

@@ -21,6 +21,7 @@ from meshtrain.foresight.steptime import PASSES
 from meshtrain.foresight.work import Work
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.modeling.build import block_costs, spec_of
+from meshtrain.modeling.few_layers import few_layers
 from meshtrain.parallel.tp_plan import has_sequence_parts
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.partition import StageSplit, split_blocks
@@ -48,6 +49,17 @@ def usable_savings(layout: Layout) -> dict[str, tuple[Any, ...]]:
 @lru_cache(maxsize=1024)
 def _split(spec: ModelSpec, seq_len: int, ranks: int, stages: int, blocks: tuple[int, ...] | None) -> StageSplit:
     return split_blocks(block_costs(spec, seq_len), ranks, stages, blocks)
+
+
+@lru_cache(maxsize=8)
+def _forward_flops(spec: ModelSpec, seq_len: int) -> float:
+    """Of a sample."""
+    few, places = few_layers(spec)
+    try:
+        costs = block_costs(few, seq_len)
+    except Exception:  # the model's own, which takes more layers
+        return sum(block_costs(spec, seq_len))
+    return sum(map(costs.__getitem__, places))
 
 
 class Prediction:
@@ -82,12 +94,12 @@ class Prediction:
         return None if ranks == 1 else schedule_of(section.schedule, ranks, self.microbatches, section.stages_per_rank)
 
     @cached_property
-    def split(self) -> StageSplit:
-        """Which blocks are which stage."""
+    def bounds(self) -> Sequence[tuple[int, int]]:
+        """The blocks of each stage, from its first to the one after its last."""
         schedule, seq_len = self.schedule, self.config.data.seq_len
         if schedule is None:
-            return _split(self.spec, seq_len, 1, 1, None)
-        return _split(self.spec, seq_len, schedule.ranks, schedule.stages_per_rank, self.config.pipeline.split)
+            return [(0, len(self.works))]
+        return _split(self.spec, seq_len, schedule.ranks, schedule.stages_per_rank, self.config.pipeline.split).bounds
 
     @cached_property
     def block_costs(self) -> list[steptime.BlockCost]:
@@ -100,7 +112,7 @@ class Prediction:
         """Of the rank that takes most."""
         if self.traced:
             return max(self.ranks, key=lambda rank: rank.total)
-        return memory.of(self.config, self.layout, self.works, self.schedule, self.split.bounds)
+        return memory.of(self.config, self.layout, self.works, self.schedule, self.bounds)
 
     @property
     def per_sample(self) -> int:
@@ -180,7 +192,7 @@ class Prediction:
         assert self.hardware is not None
         config, layout, parallel, train = self.config, self.layout, self.config.parallel, self.config.train
         size = 8 if train.precision == "float64" else 4
-        forward = sum(block_costs(self.spec, config.data.seq_len)) if "vocab_size" in config.model.keys else 0
+        forward = _forward_flops(self.spec, config.data.seq_len) if "vocab_size" in config.model.keys else 0
         return steptime.of(
             self.works,
             layout,
@@ -189,7 +201,7 @@ class Prediction:
             precision=self.precisions[0],
             product=self.precisions[1],
             microbatches=self.microbatches,
-            bounds=self.split.bounds,
+            bounds=self.bounds,
             handed_on=self.handed_on,
             gathers_again=parallel.reshard_after_forward and self.schedule is None,
             shards_optimizer=parallel.shard_optimizer,

@@ -255,8 +255,10 @@ class Space:
         if rule is check_stages and not changed[SCHEDULE].endswith(".csv"):  # one microbatch is as good as many
             changed = {**changed, "batch.global_size": 1, MICRO: 1}
         if rule is check_split:  # it asks whether there is a cp
-            sizes = {**sizes, "cp": min(sizes["cp"], 2)}
+            sizes = {**sizes, "cp": min(sizes.get("cp", 1), 2)}
         about = (rule, *(sizes.get(key, changed.get(key)) for key in RULES[rule]))
+        if rule is check_stages and changed[SCHEDULE].endswith(".csv"):  # which is for a number of microbatches
+            about += (changed[MICRO], *(sizes.get(axis) for axis in DATA_AXES))
         if about not in self.answers:
             top = Place.in_file(self.config.file, 1)
             draft = ConfigDraft(Node({}, top, top), [], {}, {**self.values, **changed})

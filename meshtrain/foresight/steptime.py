@@ -217,7 +217,8 @@ def of(
     size = 8 if precision == "float64" else 4
     sizes = (size if precision in ("float32", "float64") else 2, message_size, size if shards_optimizer else 0)
     summed, hidden, sent = _data_parallel(own, own_works, many, layout, hardware, gathers_again, sizes)
-    update = sum(over_shards(own_works, layout)[0]) / (layout.size("dp_replicate") if shards_optimizer else 1)
+    copies = layout.size("dp_replicate") if shards_optimizer else 1
+    update = sum(over_shards(own_works, layout, trained=True)[0]) / copies
     parts = {
         "forward": sum(map(forward.__getitem__, NAMES)),
         "backward": sum(map(backward.__getitem__, NAMES)),
@@ -244,7 +245,7 @@ def _data_parallel(
     """By axis what gathers and sums over data ranks add to a step, what of them is hidden, and the bytes they send.
     `sizes`: bytes of an element that is gathered, of one that is summed, and with ZeRO-1 of one that was updated."""
     shards, copies = layout.size("fsdp"), layout.size("dp_replicate")
-    parts, gathered = over_shards(works, layout)
+    (parts, gathered), (own_trained, trained) = over_shards(works, layout), over_shards(works, layout, trained=True)
     bare, hidden, sent = Cost(), Cost(), Cost()
     forward, backward = [c.passes[0] for c in own], [sum(c.passes[1:]) for c in reversed(own)]
 
@@ -264,13 +265,15 @@ def _data_parallel(
         count(axis, "all_gather", [sizes[0] * n for n in ahead], forward, times)
         if frees:
             count(axis, "all_gather", [sizes[0] * n for n in reversed(again)], backward, times)
+        summed = [whole - part for whole, part in zip(trained, own_trained, strict=True)]
+        ahead, _ = gathers_of_units([work.parameters for work in works], summed)
         count(axis, "reduce_scatter", [sizes[1] * n for n in reversed(ahead)], backward, times)
     if copies > 1:
         part, updated = (copies - 1) / copies, sizes[2]
         kind, times = ("reduce_scatter", 1) if updated else ("all_reduce", 2)
-        count("dp_replicate", kind, [times * part * sizes[1] * n for n in reversed(parts)], backward, 1)
+        count("dp_replicate", kind, [times * part * sizes[1] * n for n in reversed(own_trained)], backward, 1)
         if updated:  # after the update, with nothing beside it
-            count("dp_replicate", "all_gather", [part * updated * sum(parts)], [0.0], 1)
+            count("dp_replicate", "all_gather", [part * updated * sum(own_trained)], [0.0], 1)
     return bare, hidden, sent
 
 

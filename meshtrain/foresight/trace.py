@@ -37,6 +37,7 @@ from meshtrain.config.locate import model_file
 from meshtrain.data.batch import Batch
 from meshtrain.data.order import microbatches
 from meshtrain.dropout import set_dropout
+from meshtrain.errors import InputError
 from meshtrain.foresight.compiled import compiled_by_graphs
 from meshtrain.foresight.live import LiveBytes, watched
 from meshtrain.layout import DATA_AXES, Layout
@@ -44,6 +45,7 @@ from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.modeling import build
 from meshtrain.modeling.few_layers import few_layers, kind_of
+from meshtrain.modeling.flops import why_not
 from meshtrain.optim.optimizer import Optimizer
 from meshtrain.parallel import torch_private
 from meshtrain.parallel.compile import CompileChoice
@@ -53,6 +55,7 @@ from meshtrain.parallel.grad_sync import gradient_syncs
 from meshtrain.parallel.linear import float8
 from meshtrain.parallel.linear_cross_entropy import fuse_loss
 from meshtrain.parallel.mixed_precision import ComputeCopies
+from meshtrain.parallel.parallelize import ParallelOptions
 from meshtrain.parallel.sharding import chunk_range
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.pipeline.engine import Pipeline, shapes_of
@@ -62,6 +65,23 @@ from meshtrain.run.setup import context_parallel
 from meshtrain.trainer import Trainer
 
 META = torch.device("meta")
+
+
+class UntracedError(InputError):
+    """A model whose step cannot be traced, and why."""
+
+
+@contextmanager
+def untraced_told() -> Iterator[None]:
+    """Inside the model's code runs, which may raise anything."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        raise UntracedError(why_not(error)) from error
+
+
 ENDS = "embedding, logits and loss"
 _sdpa = F.scaled_dot_product_attention
 
@@ -117,10 +137,10 @@ def fake_world(layout: Layout, rank: int, device_type: str) -> Iterator[Mesh]:
         stack.enter_context(patch("torch.optim.optimizer._get_fused_kernels_supported_devices", lambda: ["meta"]))
         stack.enter_context(patch.object(torch_private, "traced_for", device_type))
         stack.enter_context(patch("meshtrain.modeling.build.choose_compile", partial(_choose_compile, device_type)))
-        has_float8 = patch.object(
-            float8, "kernel_of", lambda _, dtype, device: device == "cuda" and dtype.itemsize == 2
-        )
-        stack.enter_context(has_float8)
+        multiplies = patch.object(float8, "kernel_of", lambda _, dtype, kind: kind == "cuda" and dtype.itemsize == 2)
+        stack.enter_context(multiplies)
+        # What it rounds is traced operator by operator: torch compiles nothing inside of an operator that is watched.
+        stack.enter_context(patch.object(float8, "_compiled", lambda function: function))
         stack.enter_context(compiled_by_graphs())
         # On an H100 (torch 2.11) what the compiler made of it took as much as its operators one by one.
         stack.enter_context(patch("meshtrain.parallel.parallelize.fuse_loss", lambda layer, _: fuse_loss(layer, False)))
@@ -296,6 +316,7 @@ class TracedStep:
             parts = (getattr(x, "_local_tensor", x) for x in tensors if x is not None)  # of DTensors
             owners.update({x.untyped_storage()._cdata: part for x in parts})
 
+        own("weights", *self.model.parameters())
         for module in self.model.modules():
             for sync in gradient_syncs(module):
                 if isinstance(sync, ComputeCopies):
@@ -349,8 +370,16 @@ class TracedStep:
         forward of few layers."""
         options = replace(build.options_of(config, self.mesh.layout, META), recompute="none", compile=False)
         few, places = few_layers(build.spec_of(config))
-        few_config = replace(config, model=replace(config.model, keys=few.keys))
-        model = build.build_stage(few_config, self.mesh, META, options)
+        try:
+            made = self._made_by_blocks(replace(config, model=replace(config.model, keys=few.keys)), options)
+        except Exception:  # the model's own, which takes more layers
+            made, places = self._made_by_blocks(config, options), list(range(len(places)))
+        key = shapes_of(self.microbatches[0].inputs)
+        for stage, (_, end) in enumerate(build.stages_of(config, self.mesh.layout)[1].bounds[:-1], 1):
+            self.model._transfers._metas[key, stage] = made[places[end - 1]]  # type: ignore[union-attr,operator,assignment]
+
+    def _made_by_blocks(self, config: Config, options: ParallelOptions) -> list[TensorMeta]:
+        model = build.build_stage(config, self.mesh, META, options)
         made: list[TensorMeta] = []
         for block in blocks_of(model):
             block.register_forward_hook(lambda block, inputs, output: made.append(TensorMeta.of(output)))
@@ -358,9 +387,7 @@ class TracedStep:
         set_dropout(model, seed=0, step=0, samples=range(len(batch.targets)))
         with torch.no_grad():
             model(*batch.inputs)
-        key = shapes_of(self.microbatches[0].inputs)
-        for stage, (_, end) in enumerate(build.stages_of(config, self.mesh.layout)[1].bounds[:-1], 1):
-            self.model._transfers._metas[key, stage] = made[places[end - 1]]  # type: ignore[union-attr,operator,assignment]
+        return made
 
 
 def _places(kinds: Sequence[Any]) -> Iterator[str]:
@@ -373,7 +400,7 @@ def _places(kinds: Sequence[Any]) -> Iterator[str]:
 
 
 def batch_of(config: Config) -> Batch:
-    """A microbatch of tokens; for a classifier of images. Raises TypeError: nobody says how large these are."""
+    """A microbatch of tokens; for a classifier of images. Raises UntracedError: nobody says how large these are."""
     size = config.batch.micro_size
     if "vocab_size" in config.model.keys:
         tokens = torch.zeros(size, config.data.seq_len, dtype=torch.int64)
@@ -381,7 +408,9 @@ def batch_of(config: Config) -> Batch:
         return Batch.of((tokens, torch.zeros_like(tokens), documents), torch.zeros_like(tokens))
     settings = build.spec_of(config).config
     if not hasattr(settings, "image_size") or not hasattr(settings, "in_channels"):
-        raise TypeError("of a classifier's images only image_size and in_channels of its Config could tell the shape")
+        raise UntracedError(
+            "a classifier's Config says by image_size and in_channels how large images are: not this one"
+        )
     shape = size, settings.in_channels, settings.image_size, settings.image_size
     return Batch.of((torch.zeros(shape),), torch.zeros(size, dtype=torch.int64))
 
@@ -395,9 +424,10 @@ def prepared_batch(config: Config, mesh: Mesh) -> Batch:
 
 
 def trace_rank(config: Config, layout: Layout, rank: int, *, device_type: str = "cuda") -> RankTrace:
+    """Raises UntracedError."""
     gc.freeze()  # what is there is not looked at again at each of a trace's collections
     try:
-        with fake_world(layout, rank, device_type) as mesh:
+        with untraced_told(), fake_world(layout, rank, device_type) as mesh:
             return TracedStep(config, mesh, META).trace()
     finally:
         gc.unfreeze()

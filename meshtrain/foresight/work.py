@@ -57,16 +57,17 @@ class Work:
     saved: float  # bytes that its forward leaves for its backward, its input included
     peak_forward: float  # most bytes alive during its forward, beyond its input and its weights
     peak_backward: float  # most bytes alive during its backward, beyond `saved`, its weights and their gradients
-    rows: tuple[tuple[str, int, int], ...] = ()  # of each parameter: what shards it, its rows, and elements of one
+    # Of each parameter: what shards it, its rows, elements of one, and whether it is trained.
+    rows: tuple[tuple[str, int, int, bool], ...] = ()
 
 
-def over_shards(works: Sequence[Work], layout: Layout) -> tuple[list[int], list[int]]:
-    """Of each block the elements of its largest shard, and those of all shards together. FSDP shards rows, and pads: of
-    8 rows over 64 ranks each has one."""
+def over_shards(works: Sequence[Work], layout: Layout, trained: bool = False) -> tuple[list[int], list[int]]:
+    """Of each block the elements of its largest shard, and those of all shards together; or of what is trained alone.
+    FSDP shards rows, and pads: of 8 rows over 64 ranks each has one."""
     sizes: dict[int, tuple[int, int]] = {}  # blocks of a kind are the same one
     for work in works:
         if id(work) not in sizes:
-            rows = work.rows or (("fsdp", work.parameters, 1),)
-            shards = [(layout.size(axis), -(-n // layout.size(axis)) * width) for axis, n, width in rows]
+            rows = [row for row in work.rows or (("fsdp", work.parameters, 1, True),) if row[3] or not trained]
+            shards = [(layout.size(axis), -(-n // layout.size(axis)) * width) for axis, n, width, _ in rows]
             sizes[id(work)] = sum(size for _, size in shards), sum(n * size for n, size in shards)
     return [sizes[id(work)][0] for work in works], [sizes[id(work)][1] for work in works]

@@ -18,7 +18,6 @@ from meshtrain.huggingface.load import check_weights, load_weights
 from meshtrain.huggingface.stored_names import is_weight, table_of
 from meshtrain.layout import DATA_AXES, LOSS_AXES, Layout
 from meshtrain.mesh import Mesh
-from meshtrain.modeling.few_layers import few_layers
 from meshtrain.modeling.flops import block_flops
 from meshtrain.modeling.init import initialise, materialise
 from meshtrain.parallel.collectives import Waiting
@@ -140,9 +139,7 @@ def stages_of(config: "Config", layout: Layout) -> tuple[Schedule, StageSplit]:
 def block_costs(spec: ModelSpec, seq_len: int) -> tuple[float, ...]:
     """The FLOPs of the forward of each block of a model for one sample."""
     tokens = torch.zeros(1, seq_len, dtype=torch.int64)
-    few, places = few_layers(spec)
-    costs = block_flops(few.meta, blocks_of(few.meta), (tokens, torch.zeros_like(tokens), None))[0]
-    return tuple(map(costs.__getitem__, places))
+    return tuple(block_flops(spec.meta, blocks_of(spec.meta), (tokens, torch.zeros_like(tokens), None))[0])
 
 
 def check_stages(config: "Config", split: StageSplit, inputs: Sequence[Tensor | None] | None = None) -> None:

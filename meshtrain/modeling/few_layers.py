@@ -1,9 +1,12 @@
 """Blocks that are alike, and the model with as few layers as have one of each kind."""
 
+import operator
+from enum import Enum
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import nn
 
 from meshtrain.config.model_spec import ModelSpec
@@ -11,6 +14,8 @@ from meshtrain.pipeline.stage import blocks_of
 
 LAYERS = "num_hidden_layers"
 MOST = 8  # layers that are tried
+NUMBERS = ("layer_idx", "layer_index", "layer_id", "layer_number", "idx", "index")  # of a layer
+SETTINGS = (int, float, str, tuple, Enum, torch.dtype, type(None))
 Kind = tuple[Any, ...]
 
 
@@ -19,10 +24,10 @@ def kind_of(block: nn.Module) -> Kind:
     what is trained."""
     modules = list(block.modules())
     settings = [
-        (name, value)
+        (name, repr(value))
         for module in modules
         for name, value in vars(module).items()
-        if isinstance(value, int | float) and not any(word in name for word in ("layer", "idx", "index"))
+        if isinstance(value, SETTINGS) and name not in NUMBERS
     ]
     shapes = tuple((*parameter.shape, parameter.requires_grad) for parameter in block.parameters())
     return tuple(map(type, modules)), tuple(settings), shapes
@@ -31,7 +36,7 @@ def kind_of(block: nn.Module) -> Kind:
 @lru_cache(maxsize=8)
 def few_layers(spec: ModelSpec) -> tuple[ModelSpec, list[int]]:
     """A model with as few layers as have all kinds of blocks, and for each block of the whole one which is like it.
-    What runs outside of blocks makes the last one another; those before the first trained one have no backward."""
+    What runs outside of blocks makes the last one another; behind the first trained one inputs have gradients."""
     whole = _kinds(spec)
     for count in range(1, min(spec.keys.get(LAYERS, 0), MOST + 1)):
         few = ModelSpec(spec.module, {**spec.keys, LAYERS: count}, spec.freeze, spec.lora)
@@ -46,5 +51,6 @@ def few_layers(spec: ModelSpec) -> tuple[ModelSpec, list[int]]:
 
 def _kinds(spec: ModelSpec) -> list[Kind]:
     blocks = blocks_of(spec.meta)
-    trained = accumulate(any(parameter.requires_grad for parameter in block.parameters()) for block in blocks)
-    return [(block is blocks[-1], bool(n), kind_of(block)) for block, n in zip(blocks, trained, strict=True)]
+    trained = [any(parameter.requires_grad for parameter in block.parameters()) for block in blocks]
+    before = accumulate([False, *trained[:-1]], operator.or_)
+    return [(block is blocks[-1], learns, kind_of(block)) for block, learns in zip(blocks, before, strict=True)]

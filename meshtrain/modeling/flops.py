@@ -215,7 +215,7 @@ def _varlen_counts() -> dict[Any, Callable[..., int]]:
 
 
 def why_not(error: Exception) -> str:
-    first, *others = str(error).strip().split("\n")
+    first, *others = (str(error).strip() or type(error).__name__).split("\n")
     reason = f"{first} {others[0]}" if others and first.endswith(":") else first
     return f"the model does not run on the meta device ({reason})"
 

@@ -81,7 +81,7 @@ class ParallelOptions:
     # Products with their gather or scatter in one kernel; "auto": where the GPUs of `tp` are linked by NVLink. True:
     # FSDP's messages in registered memory, too.
     symmetric_memory: bool | Literal["auto"] = "auto"
-    recompute: str = "none"  # what blocks compute again in backward; see `activation_checkpoint.py`
+    recompute: str = "none"  # what blocks from the first trained one on compute again in backward
     compile: bool = False  # each block by torch.compile
     fuse_loss: bool = False  # the last block gives the loss where it is requested (`linear_cross_entropy.py`)
     reshard_after_forward: bool = True  # see `fsdp.apply_fsdp`

@@ -16,6 +16,7 @@ from meshtrain.foresight import compiled, extend, predict, start
 from meshtrain.foresight.hardware import load
 from meshtrain.foresight.live import LiveBytes
 from meshtrain.foresight.prediction import Prediction
+from meshtrain.foresight.trace import UntracedError
 from meshtrain.layout import Layout
 from meshtrain.pipeline.schedule import build
 from tests.foresight.traced import LLAMA
@@ -98,6 +99,8 @@ def test_what_a_search_reckons_with_is_close() -> None:
         (2, ("layout={tp: 2}", "parallel.recompute=full")),
         (2, ("layout={pp: 2}",)),
         (4096, ("layout={dp_shard: 4096}", "batch.global_size=4096")),  # shards are padded
+        (2, ("layout={dp_replicate: 2}", "train.lora={rank: 8}", "batch.micro_size=1")),
+        (2, ("layout={dp_shard: 2}", "train.lora={rank: 8}", "batch.micro_size=1")),
     ):
         sizes = ("model.hidden_size=512", "model.intermediate_size=1408", "data.seq_len=512")
         sizes += ("model.num_hidden_layers=4", "train.precision=bfloat16", "parallel.compile=false")
@@ -144,6 +147,42 @@ def test_each_knob_gives_back_what_its_own_trace_says() -> None:
 def test_what_is_seldom_is_foreseen_too(overrides: tuple[str, ...]) -> None:
     seldom = Prediction(loaded(2, *overrides), load("h100"), traced=True)
     assert min(seldom.memory.total, seldom.step.parts["backward"]) > 0
+
+
+DEEP = """
+from dataclasses import dataclass
+from meshtrain.config.locate import model_file
+
+llama = model_file("llama")
+
+@dataclass(frozen=True)
+class Config(llama.Config):
+    pass
+
+class Model(llama.Model):
+    def forward(self, tokens, positions, documents=None):
+        self.model.layers[3]  # a shallow one has none
+        return super().forward(tokens, positions, documents)
+"""
+
+
+@pytest.mark.parametrize("layout", ["layout={dp_shard: 2}", "layout={pp: 2}"])
+def test_a_model_that_does_not_run_with_few_layers_is_traced_whole(layout: str, tmp_path: Path) -> None:
+    file = tmp_path / "deep.py"
+    file.write_text(DEEP)
+    keys = "model.num_hidden_layers=5", layout, "parallel.compile=false", "batch.global_size=64"
+    deep, plain = (
+        Prediction(loaded(2, *keys, *name), load("h100"), traced=True) for name in ((f"model.name={file}",), ())
+    )
+    assert abs(deep.memory.total - plain.memory.total) <= 16 * 64
+    assert deep.step.seconds == pytest.approx(plain.step.seconds)
+
+
+def test_a_model_that_cannot_be_traced_says_why(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(DEEP.replace("layers[3]", "layers[30]"))
+    with pytest.raises(UntracedError, match="does not run on the meta device"):
+        _ = Prediction(loaded(2, "layout={dp_shard: 2}", f"model.name={file}"), traced=True).memory
 
 
 def test_traces_in_processes_beside_each_other_say_the_same() -> None:

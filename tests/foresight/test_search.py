@@ -117,9 +117,15 @@ def test_a_schedule_of_a_file_is_tried_where_it_fits(config: str, tmp_path: Path
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
     keys = f"pipeline.schedule={file}", "batch.micro_size=4", "batch.global_size=8"
     whole = Config.load(config, [*keys, "layout={dp_shard: 2}"], world_size=2)
-    tried = Space(replace(whole, resolved=whole.resolved.on_hosts((2,))), ("layout",))
-    stages = {(c.layout.size("pp"), c.parts[0]) for first in tried.candidates() for c in tried.schedules(first)}
-    assert stages == {(1, 1), (2, 2)}
+    tried = Space(replace(whole, resolved=whole.resolved.on_hosts((2,))), ("layout", "batch.micro_size"))
+    accepted = [candidate for first in tried.candidates() for candidate in tried.schedules(first)]
+    assert {(candidate.layout.size("pp"), candidate.parts[0]) for candidate in accepted} == {(1, 1), (2, 2)}
+    assert {c.settings["batch.micro_size"] for c in accepted if c.layout.size("pp") == 2} == {4}  # 2 microbatches
+
+
+def test_a_layout_that_stays(config: str) -> None:
+    candidates = space(config, 2, ("batch.micro_size",)).candidates()
+    assert len({candidate.settings["batch.micro_size"] for candidate in candidates}) > 1
 
 
 def layouts_of(world: int) -> Iterator[dict[str, int]]:
