@@ -214,10 +214,9 @@ def of(
     for block, n in Counter(own).items():
         for total, block_pass in zip((forward, backward, backward), block.costs, strict=True):
             total.add(block_pass, many * n)
-    size = 8 if precision == "float64" else 4
+    size, copies = 8 if precision == "float64" else 4, layout.size("dp_replicate") if shards_optimizer else 1
     sizes = (size if precision in ("float32", "float64") else 2, message_size, size if shards_optimizer else 0)
     summed, hidden, sent = _data_parallel(own, own_works, many, layout, hardware, gathers_again, sizes)
-    copies = layout.size("dp_replicate") if shards_optimizer else 1
     update = sum(over_shards(own_works, layout, trained=True)[0]) / copies
     parts = {
         "forward": sum(map(forward.__getitem__, NAMES)),
