@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from meshtrain.config import Config
 from meshtrain.foresight.live import WITHOUT_SHAPES, is_view, watched
 from meshtrain.foresight.memory import short_schedule
-from meshtrain.foresight.trace import META, TracedStep, UntracedError, fake_world, prepared_batch, untraced_told
+from meshtrain.foresight.trace import META, TracedStep, UntracedError, fake_world, prepared_batch, untraced_errors
 from meshtrain.foresight.work import Pass, Product, Send, Work
 from meshtrain.layout import Layout
 from meshtrain.modeling.build import spec_of
@@ -71,7 +71,7 @@ def _counted(config: Config, layout: Layout, queue: WeightGradQueue | None) -> l
         replace(config, batch=replace(config.batch, micro_size=n, global_size=n * layout.size("dp_shard")))
         for n in (1, 2)
     ]
-    with untraced_told(), fake_world(layout, 0, "cuda") as mesh:
+    with untraced_errors(), fake_world(layout, 0, "cuda") as mesh:
         step = CountedStep(of_samples[0], mesh, META)
         if queue is not None:
             use_products(step.model, queue=queue)

@@ -72,7 +72,7 @@ class UntracedError(InputError):
 
 
 @contextmanager
-def untraced_told() -> Iterator[None]:
+def untraced_errors() -> Iterator[None]:
     """Inside the model's code runs, which may raise anything."""
     try:
         yield
@@ -273,7 +273,9 @@ class TracedStep:
         self.trainer = _Trainer(self.model, self.optimizer, config, mesh, device, task=task, timer=timer)
         count = microbatches(config.batch.sizes.largest, config.batch.micro_size, mesh.size(*DATA_AXES))
         self.microbatches = [prepared_batch(config, mesh)] * count
-        self.first = self.microbatches if config.pipeline.schedule.endswith(".csv") else self.microbatches[:2]
+        self.first_microbatches = (
+            self.microbatches if config.pipeline.schedule.endswith(".csv") else self.microbatches[:2]
+        )
         routed = self.microbatches[0].targets.numel() * config.model.keys.get("num_experts_per_tok", 1)
         self.live.rows = routed // mesh.size("tp")
         self._mark_blocks(build.spec_of(config).meta)
@@ -291,7 +293,7 @@ class TracedStep:
         with watched(live):
             for parameter in self.model.parameters():
                 live.see(to_local(parameter.detach()))
-            for step, microbatches in enumerate((self.first, self.microbatches, self.microbatches)):
+            for step, microbatches in enumerate((self.first_microbatches, self.microbatches, self.microbatches)):
                 gc.collect()  # cycles hold memory for as long as it happens, those of the compiler too
                 if step == 2:
                     live.actions = {count: partial(look, moment) for moment, (_, count, _) in live.peaks.items()}
@@ -427,7 +429,7 @@ def trace_rank(config: Config, layout: Layout, rank: int, *, device_type: str = 
     """Raises UntracedError."""
     gc.freeze()  # what is there is not looked at again at each of a trace's collections
     try:
-        with untraced_told(), fake_world(layout, rank, device_type) as mesh:
+        with untraced_errors(), fake_world(layout, rank, device_type) as mesh:
             return TracedStep(config, mesh, META).trace()
     finally:
         gc.unfreeze()
