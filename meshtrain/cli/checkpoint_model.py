@@ -22,8 +22,14 @@ if TYPE_CHECKING:
     from meshtrain.job.process import Job
     from meshtrain.mesh import Mesh
 
-# Keys of a run that say how it trained, which another layout need not allow.
-_DEFAULTS = ("pipeline={}", "parallel={compile: false, verify: false}", "train.chaos=[]", "train.linear_precision=null")
+# Keys of a run that say how it trained, which another layout need not allow; and the preset, whose sizes are keys.
+_DEFAULTS = (
+    "model.preset=null",
+    "pipeline={}",
+    "parallel={compile: false, verify: false}",
+    "train.chaos=[]",
+    "train.linear_precision=null",
+)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,8 +22,9 @@ from tests.launching import forked
 
 S = 32
 CONFIG = """
-model: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,
-        vocab_size: 300, initializer_range: 0.3}
+model: {preset: llama-3.2-1b, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4,
+        num_key_value_heads: 2, head_dim: 8, vocab_size: 300, initializer_range: 0.3, max_position_embeddings: 48,
+        tie_word_embeddings: false}
 batch: {global_size: 4, micro_size: 4}
 """
 
