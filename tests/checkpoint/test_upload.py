@@ -236,6 +236,15 @@ def test_a_server_that_is_slow(storage: Any, tmp_path: Path, monkeypatch: pytest
     assert [storage.cat_file(f"/bucket/{name}") for name in names] == [name.encode() for name in names]
 
 
+def test_a_run_that_begins_anew_replaces_no_other_run(run: Any, tmp_path: Path) -> None:
+    assert run("run", steps=4) == {"status": 0}
+    refused = run("other", "checkpoint.resume=none", steps=4)
+    assert refused["status"] == 2
+    assert f"{URL} holds step_0000004 of a run already" in refused["error"]
+    assert run("other", "checkpoint.resume=none", steps=4, url="memory://other") == {"status": 0}
+    assert uploaded("memory://other") == [2, 4]
+
+
 def test_a_folder_is_storage_too(run: Any, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store"
     assert run("run", steps=4, url=url) == {"status": 0}
