@@ -36,7 +36,7 @@ class Uploads:
         """Connects to nothing yet. InputError: the URL is none, or the package that it needs is not installed."""
         from fsspec.core import url_to_fs
 
-        folder = {"auto_mkdir": True} if url.startswith("file:") else {}
+        folder = {"auto_mkdir": True} if url.startswith("file:") or "://" not in url else {}
         try:
             self._storage, self._root = url_to_fs(url, use_listings_cache=False, **folder)
         except ImportError as error:

@@ -245,8 +245,9 @@ def test_a_run_that_begins_anew_replaces_no_other_run(run: Any, tmp_path: Path) 
     assert uploaded("memory://other") == [2, 4]
 
 
-def test_a_folder_is_storage_too(run: Any, tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/store"
+@pytest.mark.parametrize("scheme", ["file://", ""])
+def test_a_folder_is_storage_too(run: Any, tmp_path: Path, scheme: str) -> None:
+    url = f"{scheme}{tmp_path}/store"
     assert run("run", steps=4, url=url) == {"status": 0}
     assert uploaded(url) == [2, 4]
     assert not verify(tmp_path / "store" / name_of(4))
