@@ -13,8 +13,8 @@ from meshtrain.config import Config
 from meshtrain.data import OpenData
 from meshtrain.data.custom import CustomSamples
 from meshtrain.data.tokenizer import ByteTokenizer
-from meshtrain.errors import InputError, printable
-from meshtrain.generate import _draw, generate_batch
+from meshtrain.errors import InputError, TrainingError, printable
+from meshtrain.generate import _draw, generate, generate_batch
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
 from meshtrain.run.results import sample_text
@@ -48,6 +48,15 @@ def test_top_p_draws_from_the_likeliest() -> None:
         return {_draw(logits, 1.0, draws, top_p) for _ in range(200)}
 
     assert [drawn(p) for p in (0.05, 0.3, 0.6, 0.75, 1.0)] == [{1}, {1}, {1, 3}, {1, 2, 3}, {0, 1, 2, 3}]
+
+
+def test_logits_that_are_not_finite_are_told() -> None:
+    """By torch they are a `probability tensor` that `contains either inf, nan or element < 0`."""
+    model = Places()
+    torch.nn.init.constant_(model.tokens.weight, float("nan"))
+    for temperature in (0.0, 0.8):
+        with pytest.raises(TrainingError, match="logits are not finite, so it writes no text"):
+            generate(model, [65], 1, seq_len=8, device=torch.device("cpu"), seed=0, temperature=temperature)
 
 
 def test_what_does_not_fit_is_refused() -> None:
