@@ -127,7 +127,7 @@ class Uploads:
         there = self.steps()
         for step in {*here, *there} - self._evaluations.keys() if self._keep.keep_best else ():
             self._evaluations[step] = {}
-            with suppress(InputError):  # it is damaged, and so it is not the best one
+            with suppress(InputError, FileNotFoundError):  # it is damaged, and so it is not the best one
                 manifest, _ = read_manifest(folder / name_of(step)) if step in here else self._manifest(step)
                 self._evaluations[step] |= manifest.evaluation or {}
         keep = steps_to_keep({*here, *there}, self._evaluations, self._keep)
