@@ -15,6 +15,7 @@ from meshtrain.data.batch import Samples
 from meshtrain.data.order import microbatches
 from meshtrain.data.sequence import padded_length
 from meshtrain.errors import InputError, join_some
+from meshtrain.huggingface.adapter import check_scale
 from meshtrain.huggingface.load import check_weights, load_weights
 from meshtrain.huggingface.stored_names import is_weight, table_of
 from meshtrain.layout import DATA_AXES, LOSS_AXES, Layout
@@ -249,6 +250,7 @@ def check_start(
     if start is not None:
         with open_weights(start) as source:
             check_weights(spec_of(config).meta, source, config.model.keys, say)
+            check_scale(source, config.train.lora)
 
 
 def short_sample(data: "OpenData", cp: int, tp: int) -> tuple[Tensor | None, ...] | None:

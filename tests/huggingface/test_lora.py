@@ -201,6 +201,16 @@ def test_an_adapter_of_a_layer_that_is_not_called_is_refused(config: Config, mon
         check_start(config, data=data)
 
 
+def test_adapters_that_would_count_otherwise_are_refused(tuned: Path, config: Config) -> None:
+    """A run that starts from them would start from another model, without a word."""
+    config = replace(config, model=replace(config.model, weights=str(tuned / "whole" / LAST)))
+    check_start(config)
+    assert config.train.lora is not None
+    other = replace(config.train, lora=replace(config.train.lora, alpha=None))
+    with pytest.raises(InputError, match=r"alpha 16 and rank 4, and here alpha is 4: give alpha: 16"):
+        check_start(replace(config, train=other))
+
+
 def test_trained_adapters_are_opened_also_of_a_model_that_draws_its_own_weights(
     tuned: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
