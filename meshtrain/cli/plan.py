@@ -276,7 +276,7 @@ def run(arguments: argparse.Namespace) -> None:
         from meshtrain.foresight.draw import write_picture
 
         title = f"{plan.name}: {plan.layout} on {describe_hosts(plan.layout)}"
-        step, room = (prediction.step, prediction.hardware.room) if prediction.hardware else (None, None)
+        step, room = (prediction.step, prediction.hardware.device.room) if prediction.hardware else (None, None)
         write_picture(arguments.png, title, prediction.memory.parts, room, step)
         lines.append(f"picture: {arguments.png}")
     if arguments.json:

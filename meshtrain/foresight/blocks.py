@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshtrain.config import Config
+from meshtrain.errors import InputError
 from meshtrain.foresight.live import WITHOUT_SHAPES, is_view, watched
 from meshtrain.foresight.memory import short_schedule
 from meshtrain.foresight.model import alike, repeated, untraced_errors
@@ -31,16 +32,20 @@ from meshtrain.pipeline.stage import blocks_of
 SENT_OVER = ("tp", "cp", "cp_heads", "cp_ring", "ep")  # by blocks; what FSDP and DDP send is not theirs
 FREE = ("empty", "empty_like", "empty_strided", "new_empty", "detach")  # operators that start no kernel
 WEIGHT_GRAD = "weight gradient"  # the phase of what a schedule may put off; see parallel/linear/weight_grad.py
-# What works depend on, but for the samples -> works of blocks for one and two, samples -> works of all blocks.
-_known: dict[tuple[Any, ...], tuple[dict[int, tuple[Work, Work]], dict[int, tuple[Work, ...]]]] = {}
+Pairs = dict[int, tuple[Work, Work]]  # block -> its work for one sample and for two
+# What works depend on, but for the samples -> pairs, or why there are none, and samples -> works of all blocks.
+_known: dict[tuple[Any, ...], tuple[Pairs | InputError, dict[int, tuple[Work, ...]]]] = {}
 
 
 def works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
-    """Of each block, in order, for one microbatch; blocks of a kind have the same. Raises UntracedError."""
+    """Of each block, in order, for one microbatch; blocks of a kind have the same. Raises InputError: the model refuses
+    the layout, or cannot be traced."""
     key = _key(config, layout)
     if key not in _known:
         _known[key] = _counted(config, layout), {}
     pairs, known = _known[key]
+    if isinstance(pairs, InputError):
+        raise pairs
     more = config.batch.micro_size - 1
     if more not in known:
         works = {i: _extended(*pair, more) for i, pair in pairs.items()}
@@ -76,8 +81,8 @@ def _key(config: Config, layout: Layout) -> tuple[Any, ...]:
     return *key, _splits(config, layout) and (layout.experts > 1 or parallel.recompute == "full")
 
 
-def _counted(config: Config, layout: Layout) -> dict[int, tuple[Work, Work]]:
-    """Of each block but for those that are like one before, for one sample and for two; on as few ranks as can be."""
+def _counted(config: Config, layout: Layout) -> Pairs | InputError:
+    """Of each block but for those that are like one before; on as few ranks as can be."""
     skipped, splits, cp, tp = repeated(alike(config)), _splits(config, layout), layout.size("cp"), layout.size("tp")
     small = Layout({"dp_shard": max(1, layout.experts // (cp * tp)), "cp": cp, "tp": tp})
     layout = small.with_context_heads(layout.context_heads).with_experts(layout.experts)
@@ -87,12 +92,15 @@ def _counted(config: Config, layout: Layout) -> dict[int, tuple[Work, Work]]:
         replace(config, batch=replace(config.batch, micro_size=n, global_size=n * layout.size("dp_shard")))
         for n in (1, 2)
     ]
-    with untraced_errors(), fake_world(layout, 0, "cuda") as mesh:
-        step = CountedStep(of_samples[0], mesh, META, skipped)
-        if splits:
-            use_products(step.model, queue=WeightGradQueue())  # as the pipeline has
-        pairs = zip(*step.works(of_samples), strict=True)
-        return {i: pair for i, pair in enumerate(pairs) if i not in skipped}
+    try:
+        with untraced_errors(), fake_world(layout, 0, "cuda") as mesh:
+            step = CountedStep(of_samples[0], mesh, META, skipped)
+            if splits:
+                use_products(step.model, queue=WeightGradQueue())  # as the pipeline has
+            pairs = zip(*step.works(of_samples), strict=True)
+            return {i: pair for i, pair in enumerate(pairs) if i not in skipped}
+    except InputError as error:
+        return error
 
 
 def _times(products: Sequence[Product]) -> dict[Product, float]:

@@ -31,7 +31,7 @@ def memory_lines(resident: Mapping[str, float], parts: Mapping[str, float], titl
 
 def memory_of_ranks(prediction: "Prediction") -> list[str]:
     """The rank with most: its parts, when that is, whether it fits, the other ranks, and what would give back."""
-    memory, room = prediction.memory, prediction.hardware and prediction.hardware.room
+    memory, room = prediction.memory, prediction.hardware and prediction.hardware.device.room
     of = "memory of a rank" if len(prediction.ranks) == 1 else f"memory of a rank of pp {memory.pp}, which has most"
     lines = memory_lines(memory.resident, memory.parts, of)
     verdict = f", of {bytes_text(room)} that tensors can have: {memory.verdict(room)}" if room else ""

@@ -59,11 +59,6 @@ class Hardware:
     error: float = key(0.1, above=0, below=1)  # by which predictions of a step's seconds may be off, as a share
     source: str = key("data sheet")  # where the rates come from: "data sheet", or what they were measured by
 
-    @property
-    def room(self) -> float:
-        """Bytes that tensors of a rank can have."""
-        return self.device.room
-
     def flops(self, precision: str) -> float:
         """FLOP/s of the data sheet. Raises InputError: the file has no peak for this precision."""
         if precision not in self.compute.peak:

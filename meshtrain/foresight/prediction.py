@@ -225,12 +225,12 @@ class Prediction:
         if self.traced:
             of_memory["ranks"] = [
                 {"pp": rank.pp, "kept": rank.resident, "parts": rank.parts, "peak": rank.total, "when": rank.moment,
-                 "source": rank.source, "verdict": self.hardware and rank.verdict(self.hardware.room)}
+                 "source": rank.source, "verdict": self.hardware and rank.verdict(self.hardware.device.room)}
                 for rank in self.ranks
             ]  # fmt: skip
         if self.hardware is None:
             return {"memory": of_memory}
-        of_memory["verdict"] = self.memory.verdict(self.hardware.room)
+        of_memory["verdict"] = self.memory.verdict(self.hardware.device.room)
         if self.traced:
             keys = ("bytes", "seconds")
             of_memory["saves"] = {knob: dict(zip(keys, saved, strict=True)) for knob, saved in self.saves.items()}

@@ -10,7 +10,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from meshtrain.config import Config, ConfigErrors
@@ -93,14 +95,16 @@ class Forecast:
     """What is asked of candidates and their configs.
 
     Attributes:
-        bounds: of each config seconds that none is below which differs in schedule and SAVINGS only.
+        begin: is told all configs before the first bound is asked.
+        bound: seconds that no config is below which differs in schedule and SAVINGS only. Raises InputError.
         predict: a value whose `bound` is seconds that it is not below, `memory.total` the bytes of the rank with most,
             and whose `step` has `seconds` and `parts` (name -> seconds), computed when they are asked.
         trace: of a prediction, the memory of that rank by a trace of its step, which the best have to pass.
         memory: bytes that a rank can have.
     """
 
-    bounds: Callable[[Sequence[Config]], Iterable[float]]
+    begin: Callable[[Sequence[Config]], None]
+    bound: Callable[[Config], float]
     predict: Callable[[Config], Any]
     trace: Callable[[Any], Any]
     memory: float
@@ -109,14 +113,14 @@ class Forecast:
 def forecast(hardware: Hardware, memory_gib: float | None = None, pool: Executor | None = None) -> Forecast:
     """What predictions for this hardware say. `pool`: of processes that count the work of blocks at once."""
 
-    def bounds(configs: Sequence[Config]) -> Iterator[float]:
-        count_works(configs, pool)
-        for prediction in (Prediction(config, hardware) for config in configs):
-            seconds = prediction.microbatches * sum(sum(cost.passes) for cost in prediction.block_costs)
-            yield seconds / prediction.layout.size("pp")
+    def bound(config: Config) -> float:
+        prediction = Prediction(config, hardware)
+        seconds = prediction.microbatches * sum(sum(cost.passes) for cost in prediction.block_costs)
+        return seconds / prediction.layout.size("pp")
 
-    room = hardware.room if memory_gib is None else memory_gib * 2**30
-    return Forecast(bounds, lambda config: Prediction(config, hardware), Prediction.trace, room)
+    room = hardware.device.room if memory_gib is None else memory_gib * 2**30
+    begin, predict = partial(count_works, pool=pool), partial(Prediction, hardware=hardware)
+    return Forecast(begin, bound, predict, Prediction.trace, room)
 
 
 class Space:
@@ -303,7 +307,10 @@ class Search:
         except ConfigErrors as problem:
             self.space.reject("refused when it is read as a whole", problem.errors[0].message)
             return False
-        candidate.memory = self.forecast.trace(candidate.prediction)
+        with self._refusals():
+            candidate.memory = self.forecast.trace(candidate.prediction)
+        if candidate.memory is None:
+            return False
         if candidate.memory.total > self.forecast.memory:
             takes = f"{bytes_text(candidate.memory.total)} of {bytes_text(self.forecast.memory)}"
             self.space.reject("do not fit when they are traced", f"{candidate.layout} takes {takes}")
@@ -312,9 +319,11 @@ class Search:
 
     def _find(self, show: int, error: float) -> None:
         candidates = list(self.space.candidates())
-        bounds = self.forecast.bounds([candidate.apply(self.config) for candidate in candidates])
-        for candidate, bound in zip(candidates, bounds, strict=True):
-            self._push(candidate, bound, False)
+        configs = [candidate.apply(self.config) for candidate in candidates]
+        self.forecast.begin(configs)
+        for candidate, config in zip(candidates, configs, strict=True):
+            with self._refusals():
+                self._push(candidate, self.forecast.bound(config), False)
         while self.heap:
             bound, _, is_scheduled, candidate = heapq.heappop(self.heap)
             enough = len(self.times) == show
@@ -343,8 +352,17 @@ class Search:
     def _push_all(self, candidates: Iterable[Candidate], bound: float) -> None:
         for candidate in candidates:
             if (True, candidate.key()) not in self.pushed:
-                candidate.prediction = self.forecast.predict(candidate.apply(self.config))
-                self._push(candidate, max(bound, candidate.prediction.bound), True)
+                with self._refusals():
+                    candidate.prediction = self.forecast.predict(candidate.apply(self.config))
+                    self._push(candidate, max(bound, candidate.prediction.bound), True)
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Inside the model may refuse a candidate, as its layers do when they are split."""
+        try:
+            yield
+        except InputError as error:
+            self.space.reject("refused when the model is built", str(error))
 
     def _predict(self, candidate: Candidate, bound: float, show: int) -> None:
         group, alike = candidate.key(*SAVINGS), candidate.key(*SAVINGS, MICRO)

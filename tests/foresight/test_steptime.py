@@ -27,7 +27,7 @@ def block(scale: int = 1, sends: tuple[Send, ...] = ()) -> Work:
 @pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200", "l40s", "cpu"])
 def test_built_in_hardware(name: str) -> None:
     hardware = load(name)
-    assert 0 < hardware.room < hardware.device.memory_gib * 2**30
+    assert 0 < hardware.device.room < hardware.device.memory_gib * 2**30
     assert hardware.flops("bfloat16") > 0
     assert hardware.between_hosts.bandwidth < hardware.within_host.bandwidth
 
