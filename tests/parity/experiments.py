@@ -128,6 +128,7 @@ STAGED_MODELS = {
         "model.tweak=inside",
         "optimizer.lr=0.01",
     ),
+    "gradients that stop": ("model.name=tests/models/stopped.py",),
     "layers with the same parameters": ("model.name=tests/models/shared_block.py", "model.one_module=false"),
     "frozen layers": (_FROZEN,),
     "a frozen tied embedding": (
