@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -35,13 +36,16 @@ def check_forward(
     Raises InputError: where stages of this model would compute something else than the model.
     """
     on_meta = tuple(None if x is None else torch.empty_like(x, device="meta") for x in inputs)
-    shapes = _received(model, [blocks_of(model)[first] for first, _ in bounds[1:]], on_meta)
+    watch = _ParametersUsed(model, bounds)
+    with watch:
+        shapes = _received(model, [blocks_of(model)[first] for first, _ in bounds[1:]], on_meta)
+    watch.check()
     owned, blocks = owners(model), {name for name, module in model.named_modules() if module in set(blocks_of(model))}
     keep_stage(model, 0, 0)
     for shape in shapes:
         for training in (True, False):
             model.train(training)
-            passage = _Passage(torch.empty(shape, dtype=dtype, device="meta"))
+            passage = _Passage(torch.empty(shape, dtype=dtype, device="meta", requires_grad=True))
             for name, number in owned:
                 placeholder = model.get_submodule(name)
                 placeholder.forward = partial(passage.through, name, number, name in blocks)
@@ -49,11 +53,15 @@ def check_forward(
 
 
 def _received(model: nn.Module, blocks: Sequence[nn.Module], inputs: tuple[Tensor | None, ...]) -> list[Shape]:
-    """The shapes of what these blocks get; if the model does not run without values, one that looks like it."""
+    """The shapes of what these blocks get; if the model does not run without values, one that looks like it.
+    Raises InputError: one gets what has no gradient that is sent back."""
     shapes: list[Shape] = []
+    others: list[str] = []  # than real numbers
 
     def record(block: nn.Module, inputs: tuple[Any, ...]) -> None:
-        shapes.extend(tuple(x.shape) for x in inputs[:1] if isinstance(x, Tensor))
+        tensors = [x for x in inputs[:1] if isinstance(x, Tensor)]
+        shapes.extend(tuple(x.shape) for x in tensors)
+        others.extend(f"{type(block).__name__} gets {x.dtype}" for x in tensors if not x.is_floating_point())
 
     hooks = [block.register_forward_pre_hook(record) for block in blocks]
     try:
@@ -65,7 +73,55 @@ def _received(model: nn.Module, blocks: Sequence[nn.Module], inputs: tuple[Tenso
         shapes = shapes or [tuple(guess)]
     for hook in hooks:
         hook.remove()
+    if others:
+        raise InputError(
+            f"the model cannot be cut into stages here: the first block of a stage, a {others[0]}, and between stages "
+            "real numbers travel, with gradients: cut elsewhere by pipeline.split, or use pp: 1"
+        )
     return list(dict.fromkeys(shapes))
+
+
+class _ParametersUsed(TorchFunctionMode):
+    """Whether blocks compute with parameters that the blocks of their stage do not hold, to which they refer by another
+    way: those of a stage would be others than those that are trained."""
+
+    def __init__(self, model: nn.Module, bounds: Sequence[tuple[int, int]]) -> None:
+        super().__init__()
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        blocks, names = blocks_of(model), {module: name for name, module in model.named_modules()}
+        self._stages = {
+            block: (names[block], {p for other in blocks[first:end] for p in other.parameters()})
+            for first, end in bounds
+            for block in blocks[first:end]
+        }
+        self._running: list[nn.Module] = []
+        self._problem: str | None = None
+
+    def __enter__(self) -> "_ParametersUsed":
+        self._hooks = [
+            block.register_forward_pre_hook(lambda block, _: self._running.append(block)) for block in self._stages
+        ]
+        self._hooks += [block.register_forward_hook(lambda *_: self._running.pop() and None) for block in self._stages]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, own = self._stages[self._running[-1]] if self._running else ("", self._names.keys())
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, nn.Parameter) and leaf in self._names and leaf not in own:
+                self._problem = self._problem or f"block {name} computes with {self._names[leaf]}"
+        return func(*args, **(kwargs or {}))
+
+    def check(self) -> None:
+        if self._problem is not None:
+            raise InputError(
+                f"the model cannot be cut into stages: {self._problem}, which is a parameter of a block of another "
+                "stage and none of its own: register it in both (`head.weight = embed.weight`), or use pp: 1"
+            )
 
 
 class _Passage(TorchDispatchMode):
@@ -90,7 +146,7 @@ class _Passage(TorchDispatchMode):
             model.to_empty(device="cpu")  # buffers: all parameters are in blocks
             for buffer in model.buffers():
                 buffer.zero_()
-            self._start(torch.rand(self._activation.shape).to(self._activation.dtype))
+            self._start(torch.rand(self._activation.shape).to(self._activation.dtype).requires_grad_())
             try:
                 self._run(model, tuple(None if x is None else torch.zeros_like(x, device="cpu") for x in others))
             except InputError:
@@ -103,6 +159,8 @@ class _Passage(TorchDispatchMode):
             output = model(self._activation, *others)
         if not self._same(output):
             self._refuse(f"it computes something {self._behind()}, the last")
+        if self._activation._backward_hooks:
+            self._refuse("it registers a hook on the activation, which would change its gradient in every stage")
 
     def through(self, name: str, number: int, block: bool, x: Any, *others: Any, **named: Any) -> Any:
         """Stands for a module that a stage does not have: block `number`, or one that goes with it and is in none."""

@@ -114,6 +114,60 @@ def test_a_forward_that_fails_is_told() -> None:
         check_forward(model, [(0, 1), (1, 3)], (torch.zeros(2, 1, 8, 8),), torch.float32)
 
 
+class Hooked(Images):
+    """Scales the gradient between blocks, and without a look at the activation."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.second(self.first(images))
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad / 2)
+        return self.head(x)
+
+
+class Refers(Images):
+    """Its second block computes with the weight of the first, which it does not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, self.second = self.first, nn.Identity()
+        self.head = nn.Identity()
+        self.second.forward = lambda x: x + first.weight.sum()  # type: ignore[method-assign]
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.second(self.first(images)))
+
+
+class Words(Images):
+    """Its first block gives integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Threshold(0, 0)  # type: ignore[assignment]
+        self.second, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)  # type: ignore[assignment]
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.second(self.first(images)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "said"),
+    [
+        (Hooked, torch.zeros(2, 1, 8, 8), "it registers a hook on the activation"),
+        (
+            Refers,
+            torch.zeros(2, 1, 8, 8),
+            "block second computes with first.weight, which is a parameter of a block of",
+        ),
+        (Words, torch.zeros(2, 3, dtype=torch.int64), "the first block of a stage, a Embedding gets torch.int64"),
+    ],
+)
+def test_what_no_stage_would_notice_is_refused(kind: type[Images], values: Tensor, said: str) -> None:
+    with torch.device("meta"):
+        model = kind()
+    with pytest.raises(InputError, match=re.escape(said)):
+        check_forward(model, [(0, 1), (1, 3)], (values,), torch.float32)
+
+
 def test_it_is_said_by_the_plan_and_by_a_run_before_its_first_step(tmp_path: Path) -> None:
     keys = (f"model.name={MODEL}", "model.hidden_size=8", "model.num_attention_heads=2", "model.tweak=scale")
     keys += ("model.num_key_value_heads=2", "data.seq_len=16", "data.source=text", "data.path=README.md")
