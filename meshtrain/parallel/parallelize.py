@@ -40,9 +40,10 @@ from meshtrain.parallel.mixed_precision import (
     compute_dtype,
     master_dtype,
     message_dtype,
+    state_parameters,
 )
 from meshtrain.parallel.tensor_parallel import TensorParallel, replace_layers, sum_partial_gradients
-from meshtrain.parallel.torch_private import allocate, never_compiled
+from meshtrain.parallel.torch_private import allocate, has_gradient_hooks, never_compiled
 from meshtrain.parallel.tp_plan import (
     NO_SEQUENCE,
     REPLICATED,
@@ -183,6 +184,8 @@ def apply_tensor_parallel(
     decided that were left open. `verified`: the model was, for another of its stages. Raises as `parallelize`."""
     if mesh.size(*LOSS_AXES) > 1:
         _refuse_batch_statistics(model)
+    if mesh.uses_fsdp or mesh.size("tp") > 1 or mesh.size("ep") > 1:
+        _refuse_parameters(model, mesh.uses_fsdp)
     part = SequencePart(cp=mesh.size("cp"), cp_index=mesh.index("cp"))
     if mesh.size("tp") == 1:
         _refuse_float8(model, options)
@@ -341,8 +344,31 @@ def _refuse_plain_dropout(model: nn.Module) -> None:
             raise InputError(f"{own}, and {same}: use meshtrain.dropout.Dropout, or sequence_parallel true")
 
 
+def _refuse_parameters(model: nn.Module, fsdp: bool) -> None:
+    """Those that others cannot take the places of, of which each rank has a part."""
+    state = state_parameters(model)
+    for name, parameter in model.named_parameters():
+        if has_gradient_hooks(parameter):
+            raise AgreedError(
+                f"the parameter {name} has a hook on its gradient, which its parts on several ranks would not have: "
+                "change the gradient by an autograd function in the forward, or use dp_replicate or pp"
+            )
+        if fsdp and parameter.dim() == 0 and parameter not in state:
+            raise AgreedError(
+                f"the parameter {name} has no dim that dp_shard or cp could cut: give it one, torch.zeros(1), or use "
+                "dp_replicate"
+            )
+
+
 def _refuse_batch_statistics(model: nn.Module) -> None:
     for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (module.max_norm or module.scale_grad_by_freq):
+            option = "max_norm" if module.max_norm else "scale_grad_by_freq"
+            raise AgreedError(
+                f"{name} is an embedding with {option}, which goes by the tokens that a rank happens to have: with "
+                f"several data ranks or cp the loss would depend on the layout. Leave {option} out, or use one data "
+                "rank and cp: 1"
+            )
         statistics = isinstance(module, nn.modules.batchnorm._NormBase) and (
             isinstance(module, nn.modules.batchnorm._BatchNorm) or module.track_running_stats
         )
