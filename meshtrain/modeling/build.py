@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from meshtrain.checkpoint.weights import open_weights
 from meshtrain.config.model_spec import ModelSpec, spec_of
@@ -35,6 +36,7 @@ from meshtrain.parallel.parallelize import (
     apply_tensor_parallel,
     broadcast_parameters,
 )
+from meshtrain.parallel.torch_private import has_gradient_hooks
 from meshtrain.pipeline.actions import Kind, Schedule
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.pipeline.partition import StageSplit, split_blocks
@@ -168,13 +170,13 @@ def build_stage(
     verified: bool = False,
 ) -> nn.Module:
     """The whole model or a stage of it, parallelized, with its first values: of a model file with an `init_plan` on the
-    meta device, so that no rank holds more than its part; any other, and one with buffers (whose values only its
-    constructor knows), whole on every rank from the seed. `blocks`: from the stage's first to the one after its last;
+    meta device, so that no rank holds more than its part; any other, and one with buffers and the like (`_only_made`),
+    whole on every rank from the seed. `blocks`: from the stage's first to the one after its last;
     None: all. `verified`: another stage has verified it."""
     spec = spec_of(config)
     plan = getattr(spec.module, "init_plan", None)
     traced = device.type == "meta"  # nothing has values
-    whole = not traced and (plan is None or any(True for _ in spec.meta.buffers()))
+    whole = not traced and (plan is None or _only_made(spec.meta))
 
     def give_values() -> None:
         if traced:
@@ -212,6 +214,13 @@ def build_stage(
     if mesh.uses_fsdp:  # FSDP splits a model that has no memory yet
         give_values()
     return model
+
+
+def _only_made(model: nn.Module) -> bool:
+    """Whether a model has what only its constructor makes: buffers, tensors in attributes, hooks of parameters."""
+    attributes = [value for module in model.modules() for key, value in vars(module).items() if key[0] != "_"]
+    tensors = any(isinstance(value, Tensor) for value in tree_leaves(attributes))
+    return tensors or any(True for _ in model.buffers()) or any(map(has_gradient_hooks, model.parameters()))
 
 
 def has_loss_head(model: nn.Module, config: "Config") -> bool:

@@ -99,9 +99,13 @@ class _ParametersUsed(TorchFunctionMode):
 
     def __enter__(self) -> "_ParametersUsed":
         self._hooks = [
-            block.register_forward_pre_hook(lambda block, _: self._running.append(block)) for block in self._stages
+            hook
+            for block in self._stages
+            for hook in (
+                block.register_forward_pre_hook(lambda block, _: self._running.append(block)),
+                block.register_forward_hook(lambda *_: self._running.pop() and None),
+            )
         ]
-        self._hooks += [block.register_forward_hook(lambda *_: self._running.pop() and None) for block in self._stages]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
