@@ -362,12 +362,12 @@ def _refuse_parameters(model: nn.Module, fsdp: bool) -> None:
 
 def _refuse_batch_statistics(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (module.max_norm or module.scale_grad_by_freq):
-            option = "max_norm" if module.max_norm else "scale_grad_by_freq"
+        options = [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, key, None)]
+        if options and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise AgreedError(
-                f"{name} is an embedding with {option}, which goes by the tokens that a rank happens to have: with "
-                f"several data ranks or cp the loss would depend on the layout. Leave {option} out, or use one data "
-                "rank and cp: 1"
+                f"{name} is an embedding with {options[0]}, which goes by the tokens that a rank happens to have: with "
+                f"several data ranks or cp the loss would depend on the layout. Leave {options[0]} out, or use one "
+                "data rank and cp: 1"
             )
         statistics = isinstance(module, nn.modules.batchnorm._NormBase) and (
             isinstance(module, nn.modules.batchnorm._BatchNorm) or module.track_running_stats
