@@ -40,7 +40,7 @@ from meshtrain.parallel.torch_private import has_gradient_hooks
 from meshtrain.pipeline.actions import Kind, Schedule
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.pipeline.partition import StageSplit, split_blocks
-from meshtrain.pipeline.probe import check_forward
+from meshtrain.pipeline.probe import blocks_used_outside, check_forward
 from meshtrain.pipeline.schedule import load
 from meshtrain.pipeline.stage import blocks_of, keep_stage, stages_of_parameter
 
@@ -71,6 +71,8 @@ def build_model(
     `pp`: this rank's stages, as a `Pipeline`. `sample`: see `ParallelOptions`."""
     options = options_of(config, mesh.layout, device, waiting, sample)
     if mesh.size("pp") == 1:
+        if mesh.uses_fsdp or compute_dtype(options.precision) != master_dtype(options.precision):
+            options = replace(options, used_outside=_used_outside(config, sample))
         return build_stage(config, mesh, device, options)
     schedule, split = stages_of(config, mesh.layout)
     numbers = schedule.stages_of(mesh.index("pp"))
@@ -214,6 +216,13 @@ def build_stage(
     if mesh.uses_fsdp:  # FSDP splits a model that has no memory yet
         give_values()
     return model
+
+
+def _used_outside(config: "Config", sample: tuple[Tensor | None, ...] | None) -> list[str]:
+    if sample is None and "vocab_size" in config.model.keys:
+        tokens = torch.empty(1, config.data.seq_len, dtype=torch.int64, device="meta")
+        sample = tokens, tokens, None
+    return [] if sample is None else blocks_used_outside(plain_model(config), sample)
 
 
 def _only_made(model: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 `apply_tensor_parallel` if it changes layers, in `apply_data_parallel` if it changes what is around them."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -87,6 +87,7 @@ class ParallelOptions:
     fuse_loss: bool = False  # the last block gives the loss where it is requested (`linear_cross_entropy.py`)
     reshard_after_forward: bool = True  # see `fsdp.apply_fsdp`
     reduce_precision: str | None = None  # in which gradients are summed over data ranks; None: as they are kept
+    used_outside: Collection[str] = ()  # blocks whose parameters others use: gathered and cast with the whole model
     shard_optimizer: bool = False  # ZeRO-1 (`ddp.py`); for `meshtrain.optim.Optimizer` alone
     verify: bool = True  # before anything else the split model is compared with the plain one; see `verify.py`
     # For that: what `model(*sample)` takes, a few short samples, the same on each rank of `tp`; None: one is made up.
@@ -248,7 +249,8 @@ def _warn_unverified(mesh: Mesh, reason: str | None) -> None:
 
 def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> nn.Module:
     """The other half of `parallelize`: precision, recomputation and compilation of blocks, then DDP, FSDP or HSDP."""
-    blocks = blocks_of(model)
+    last, others = blocks_of(model)[-1], [model.get_submodule(name) for name in options.used_outside]
+    blocks = [block for block in blocks_of(model) if block not in others]
     attention: list[str] = []
     if mesh.size("cp") > 1:  # asked now, because FSDP changes the model's class
         cp_plan = plan_of(type(model), "cp_plan", options.cp_plan) or {}
@@ -270,7 +272,7 @@ def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) 
     if options.compile and narrow and not mesh.uses_fsdp and mesh.device_type in MERGED_ON:
         _merge_weights(model, plan_of(type(model), "tp_plan", options.tp_plan) or {})
     if options.fuse_loss:
-        fuse_loss(blocks[-1], options.compile)
+        fuse_loss(last, options.compile)
     _wrap_blocks(model, blocks, experts, mesh, options)
     _share_samples(model, mesh, options)
     if mesh.uses_fsdp:

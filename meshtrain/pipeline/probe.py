@@ -6,6 +6,7 @@ itself; both are found here, before anything runs.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -36,10 +37,16 @@ def check_forward(
     Raises InputError: where stages of this model would compute something else than the model.
     """
     on_meta = tuple(None if x is None else torch.empty_like(x, device="meta") for x in inputs)
-    watch = _ParametersUsed(model, bounds)
+    watch = _ParametersUsed(model, [blocks_of(model)[first:end] for first, end in bounds])
     with watch:
         shapes = _received(model, [blocks_of(model)[first] for first, _ in bounds[1:]], on_meta)
-    watch.check()
+    for block, parameter in watch.foreign:
+        if block:  # outside of blocks the probe itself finds it
+            raise InputError(
+                f"the model cannot be cut into stages: block {block} computes with {parameter}, which is a parameter "
+                "of a block of another stage and none of its own: register it in both (`head.weight = embed.weight`), "
+                "or use pp: 1"
+            )
     owned, blocks = owners(model), {name for name, module in model.named_modules() if module in set(blocks_of(model))}
     keep_stage(model, 0, 0)
     for shape in shapes:
@@ -81,26 +88,41 @@ def _received(model: nn.Module, blocks: Sequence[nn.Module], inputs: tuple[Tenso
     return list(dict.fromkeys(shapes))
 
 
-class _ParametersUsed(TorchFunctionMode):
-    """Whether blocks compute with parameters that the blocks of their stage do not hold, to which they refer by another
-    way: those of a stage would be others than those that are trained."""
+def blocks_used_outside(model: nn.Module, inputs: Sequence[Tensor | None]) -> list[str]:
+    """The blocks with whose parameters something else computes, which does not hold them: a head that is the weight of
+    the embedding. `model`: whole, on the meta device; its blocks are changed. None if it does not run there."""
+    blocks, kinds = list(dict.fromkeys(blocks_of(model))), set()
+    for block in blocks:  # one of each kind: running takes seconds of a large model
+        kind = type(block), *(parameter.shape for parameter in block.parameters())
+        if kind in kinds:
+            block.forward = lambda x, *others, **named: x
+        kinds.add(kind)
+    watch = _ParametersUsed(model, [[block] for block in blocks])
+    with suppress(Exception), watch, torch.no_grad():  # whatever a model raises that asks a tensor for its values
+        model(*(None if x is None else torch.empty_like(x, device="meta") for x in inputs))
+    foreign = {model.get_parameter(name) for _, name in watch.foreign}
+    return [name for name, module in model.named_modules() if module in blocks and foreign & set(module.parameters())]
 
-    def __init__(self, model: nn.Module, bounds: Sequence[tuple[int, int]]) -> None:
+
+class _ParametersUsed(TorchFunctionMode):
+    """Which parameters of blocks something else computes with: a block of another group, or what is in no block.
+
+    `foreign`: the name of that block, or "", and that of the parameter.
+    """
+
+    def __init__(self, model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> None:
         super().__init__()
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
-        blocks, names = blocks_of(model), {module: name for name, module in model.named_modules()}
-        self._stages = {
-            block: (names[block], {p for other in blocks[first:end] for p in other.parameters()})
-            for first, end in bounds
-            for block in blocks[first:end]
-        }
+        self.foreign: list[tuple[str, str]] = []
+        self._names, parameters = {module: name for name, module in model.named_modules()}, model.named_parameters()
+        own = [{p for block in group for p in block.parameters()} for group in groups]
+        self._own = {block: held for group, held in zip(groups, own, strict=True) for block in group}
+        self._of_blocks = {p: name for name, p in parameters if any(p in held for held in own)}
         self._running: list[nn.Module] = []
-        self._problem: str | None = None
 
     def __enter__(self) -> "_ParametersUsed":
         self._hooks = [
             hook
-            for block in self._stages
+            for block in self._own
             for hook in (
                 block.register_forward_pre_hook(lambda block, _: self._running.append(block)),
                 block.register_forward_hook(lambda *_: self._running.pop() and None),
@@ -114,18 +136,12 @@ class _ParametersUsed(TorchFunctionMode):
             hook.remove()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, own = self._stages[self._running[-1]] if self._running else ("", self._names.keys())
+        block = self._running[-1] if self._running else None
+        own = () if block is None else self._own[block]
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, nn.Parameter) and leaf in self._names and leaf not in own:
-                self._problem = self._problem or f"block {name} computes with {self._names[leaf]}"
+            if isinstance(leaf, nn.Parameter) and leaf in self._of_blocks and leaf not in own:
+                self.foreign.append(("" if block is None else self._names[block], self._of_blocks[leaf]))
         return func(*args, **(kwargs or {}))
-
-    def check(self) -> None:
-        if self._problem is not None:
-            raise InputError(
-                f"the model cannot be cut into stages: {self._problem}, which is a parameter of a block of another "
-                "stage and none of its own: register it in both (`head.weight = embed.weight`), or use pp: 1"
-            )
 
 
 class _Passage(TorchDispatchMode):

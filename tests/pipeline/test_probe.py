@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from meshtrain.cli.plan import make_plan
 from meshtrain.config.locate import model_file
 from meshtrain.errors import InputError
-from meshtrain.pipeline.probe import check_forward
+from meshtrain.pipeline.probe import blocks_used_outside, check_forward
 from tests.launching import forked
 from tests.parity.experiments import QUICKSTART
 
@@ -166,6 +166,17 @@ def test_what_no_stage_would_notice_is_refused(kind: type[Images], values: Tenso
         model = kind()
     with pytest.raises(InputError, match=re.escape(said)):
         check_forward(model, [(0, 1), (1, 3)], (values,), torch.float32)
+
+
+class Borrows(Images):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images) @ self.head.weight
+
+
+@pytest.mark.parametrize(("kind", "names"), [(Images, []), (Refers, ["first"]), (Borrows, ["head"]), (Asks, [])])
+def test_blocks_of_whose_parameters_others_make_use(kind: type[Images], names: list[str]) -> None:
+    with torch.device("meta"):
+        assert blocks_used_outside(kind(), (torch.zeros(2, 1, 8, 8),)) == names
 
 
 def test_it_is_said_by_the_plan_and_by_a_run_before_its_first_step(tmp_path: Path) -> None:
