@@ -28,7 +28,7 @@ from meshtrain.parallel.linear import use_products
 from meshtrain.parallel.linear.lora import INIT_PLAN, is_adapter
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue
 from meshtrain.parallel.linear_cross_entropy import can_fuse, gives_logits
-from meshtrain.parallel.mixed_precision import cast, compute_dtype, master_dtype
+from meshtrain.parallel.mixed_precision import cast, compute_dtype, master_dtype, random_state, reseed
 from meshtrain.parallel.parallelize import (
     ParallelOptions,
     apply_context_parallel,
@@ -196,9 +196,11 @@ def build_stage(
         initialise(model, {**INIT_PLAN, **(plan or {})}, seed=config.train.seed, std=std, names=names)
 
     if whole:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.train.seed)
-            model = spec.tuned(spec.module.Model(spec.config).to(device))
+        restore = random_state()
+        reseed(config.train.seed, 0, 0)  # numpy and Python, too
+        torch.manual_seed(config.train.seed)
+        model = spec.tuned(spec.module.Model(spec.config).to(device))
+        restore()
     else:
         model = spec.copy()
     broadcast_parameters(model, mesh)

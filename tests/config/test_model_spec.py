@@ -51,6 +51,7 @@ class Model(nn.Module):
 
 
 VALUES = """
+import numpy
 import torch
 from meshtrain.config.locate import model_file
 
@@ -61,6 +62,7 @@ class Model(llama.Model):
     def __init__(self, config) -> None:
         super().__init__(config)
         self.scale = torch.tensor(0.5)
+        self.order = numpy.random.permutation(99).tolist()
         self.rates = torch.linspace(0, 1, 3).tolist()
 
     def forward(self, *inputs):
@@ -102,12 +104,13 @@ def test_a_hook_of_a_copy_is_its_own(tmp_path: Path) -> None:
     assert (len(copy.outputs), len(spec.meta.outputs)) == (1, 0)
 
 
-def test_a_constructor_may_ask_for_values_and_keep_tensors(tmp_path: Path) -> None:
-    """The meta device has no values, and a tensor in an attribute no initial ones by an `init_plan`."""
+def test_a_constructor_may_ask_for_values_keep_tensors_and_draw_by_numpy(tmp_path: Path) -> None:
+    """The meta device has no values, a tensor in an attribute none by an `init_plan`, and each rank must draw the same."""
     (tmp_path / "values.py").write_text(VALUES)
     keys = [f"model.name={tmp_path / 'values.py'}", "model.tie_word_embeddings=true", "layout={dp_shard: 1}"]
     config = Config.load(QUICKSTART, [*SMALL, *keys])
     assert spec_of(config).meta.lm_head.weight is spec_of(config).meta.model.embed_tokens.weight
     assert {p.device.type for p in spec_of(config).meta.parameters()} == {"meta"}
-    model = build_model(config, build_mesh(Layout({})), torch.device("cpu"))
+    model, same = (build_model(config, build_mesh(Layout({})), torch.device("cpu")) for _ in range(2))
+    assert model.order == same.order
     assert model(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4)[None], None).isfinite().all()
