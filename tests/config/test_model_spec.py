@@ -105,7 +105,7 @@ def test_a_hook_of_a_copy_is_its_own(tmp_path: Path) -> None:
 
 
 def test_a_constructor_may_ask_for_values_keep_tensors_and_draw_by_numpy(tmp_path: Path) -> None:
-    """The meta device has no values, a tensor in an attribute none by an `init_plan`, and each rank must draw the same."""
+    """The meta device has no values, an attribute none by an `init_plan`, and each rank must draw the same."""
     (tmp_path / "values.py").write_text(VALUES)
     keys = [f"model.name={tmp_path / 'values.py'}", "model.tie_word_embeddings=true", "layout={dp_shard: 1}"]
     config = Config.load(QUICKSTART, [*SMALL, *keys])
