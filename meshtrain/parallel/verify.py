@@ -27,6 +27,7 @@ from meshtrain.dropout import Dropout
 from meshtrain.errors import AgreedError
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.context import ContextParallel, misplaced_calls
+from meshtrain.parallel.grad_sync import tensors_of
 from meshtrain.parallel.mixed_precision import cast, master_dtype
 from meshtrain.parallel.sharding import Part, chunk_range, local_part
 from meshtrain.parallel.tensor_parallel import AXIS, TensorParallel, partial_parameters, replace_layers, shard_parameter
@@ -254,7 +255,7 @@ class _Run:
             block.forward = self._isolate(name, block)
         try:
             with self._fill(module for module in self.model.modules() if module not in inside) as parameters:
-                ends = self._record("the model's output", tree_flatten(self.model(*inputs))[0])
+                ends = self._record("the model's output", tensors_of(self.model(*inputs)))
                 self._backward("the model", self._starts, self._ends, ends, parameters)
         finally:
             self.draws = not all(map(torch.equal, states, _generator_states()))

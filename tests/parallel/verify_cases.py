@@ -107,6 +107,18 @@ class Cut(Around):
         return torch.cat([logits[..., :1], logits[..., 1:]], -1)
 
 
+class Output:
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class Wrapping(Around):
+    """Gives an object that holds its logits."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        return Output(super().forward(tokens))
+
+
 class Mixture(nn.Module):
     """A layer of experts; `centred`: chosen by what is special about a token of its sample."""
 
@@ -214,8 +226,9 @@ class Verified(Cases):
         model = self.split(make, plan, **options)
         torch.manual_seed(0)
         plain, tokens = make().double(), torch.randint(V, (B, S))
-        targets = tokens if plain(tokens).dim() == 3 else tokens[:, 0] % 3
-        losses = [sample_losses(one(tokens), targets) for one in (model, plain)]
+        targets = tokens if make is not Pooled else tokens[:, 0] % 3
+        logits = [getattr(y, "logits", y) for y in (model(tokens), plain(tokens))]
+        losses = [sample_losses(y, targets) for y in logits]
         for loss in losses:
             loss.sum().backward()
         self.same(losses[0], losses[1], f"{what}: losses")
@@ -271,6 +284,7 @@ class Verified(Cases):
         self.split(lambda: Around(Noisy(True)), noisy)
         whole = {"sequence_parallel": False}
         self.exact("logits that are cut", lambda: Cut(Attention("head")), PARTS | NORMS, **whole)
+        self.exact("an object around logits", lambda: Wrapping(Attention("head")), PARTS | NORMS)
         frozen = small_llama()
         frozen.model.layers.requires_grad_(False)
         self.split(lambda: frozen, llama.tp_plan)
