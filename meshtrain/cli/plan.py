@@ -289,8 +289,8 @@ def _foreseen(plan: Plan, gpu: str | None) -> "tuple[Prediction | None, list[str
     """What is foreseen, and lines for a person; None and the reason for a model that cannot be traced."""
     from meshtrain.foresight.draw import memory_of_ranks, step_lines
     from meshtrain.foresight.hardware import load
+    from meshtrain.foresight.model import UntracedError
     from meshtrain.foresight.prediction import Prediction
-    from meshtrain.foresight.trace import UntracedError
 
     hardware = None if gpu is None else load(gpu)
     try:

@@ -1,7 +1,7 @@
 """The work of each block of a model on a rank, counted in a traced step of one microbatch.
 
-Blocks of one kind are alike, so a model with as few layers as have all kinds is traced. Everything is affine in the
-samples of a microbatch: one and two are traced. Blocks are traced as they are when they are not compiled.
+Of blocks that are alike one is traced. Everything is affine in the samples of a microbatch: one and two are traced.
+Blocks are traced as they are when they are not compiled.
 """
 
 from collections import defaultdict
@@ -16,11 +16,10 @@ from torch.utils._pytree import tree_leaves
 from meshtrain.config import Config
 from meshtrain.foresight.live import WITHOUT_SHAPES, is_view, watched
 from meshtrain.foresight.memory import short_schedule
-from meshtrain.foresight.trace import META, TracedStep, UntracedError, fake_world, prepared_batch, untraced_errors
+from meshtrain.foresight.model import alike, repeated, untraced_errors
+from meshtrain.foresight.trace import META, TracedStep, fake_world, prepared_batch
 from meshtrain.foresight.work import Pass, Product, Send, Work
 from meshtrain.layout import Layout
-from meshtrain.modeling.build import spec_of
-from meshtrain.modeling.few_layers import few_layers
 from meshtrain.parallel.collectives import implementations
 from meshtrain.parallel.linear import use_products
 from meshtrain.parallel.linear import weight_grad as weight_grads
@@ -31,8 +30,8 @@ from meshtrain.pipeline.stage import blocks_of
 SENT_OVER = ("tp", "cp", "cp_heads", "cp_ring", "ep")  # by blocks; what FSDP and DDP send is not theirs
 FREE = ("empty", "empty_like", "empty_strided", "new_empty", "detach")  # operators that start no kernel
 WEIGHT_GRAD = "weight gradient"  # the phase of what a schedule may put off; see parallel/linear/weight_grad.py
-# What works depend on, but for the samples -> kinds of blocks, of each block its kind, samples -> works.
-_known: dict[tuple[Any, ...], tuple[list[tuple[Work, Work]], list[int], dict[int, tuple[Work, ...]]]] = {}
+# What works depend on, but for the samples -> works of blocks for one and two, samples -> works of all blocks.
+_known: dict[tuple[Any, ...], tuple[dict[int, tuple[Work, Work]], dict[int, tuple[Work, ...]]]] = {}
 
 
 def works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
@@ -49,22 +48,18 @@ def works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
     if key not in _known:
         small = Layout({"dp_shard": max(1, layout.experts // (cp * tp)), "cp": cp, "tp": tp})
         small = small.with_context_heads(layout.context_heads).with_experts(layout.experts)
-        few, places = few_layers(spec_of(config))
-        try:
-            pairs = _counted(replace(config, model=replace(config.model, keys=few.keys)), small, queue)
-        except UntracedError:  # perhaps of the few layers alone
-            pairs, places = _counted(config, small, queue), list(range(len(places)))
-        _known[key] = pairs, places, {}
-    pairs, places, known = _known[key]
+        _known[key] = _counted(config, small, queue), {}
+    pairs, known = _known[key]
     more = config.batch.micro_size - 1
     if more not in known:
-        kinds = [_extended(first, two, more) for first, two in pairs]
-        known[more] = tuple(kinds[place] for place in places)
+        works = {i: _extended(one, two, more) for i, (one, two) in pairs.items()}
+        known[more] = tuple(works[i] for i in alike(config))
     return known[more]
 
 
-def _counted(config: Config, layout: Layout, queue: WeightGradQueue | None) -> list[tuple[Work, Work]]:
-    """Of each block, for one sample and for two."""
+def _counted(config: Config, layout: Layout, queue: WeightGradQueue | None) -> dict[int, tuple[Work, Work]]:
+    """Of each block but for those that are like one before, for one sample and for two."""
+    skipped = repeated(alike(config))
     config = replace(config, layout=layout.sizes, resolved=layout)
     config = replace(config, parallel=replace(config.parallel, compile=False))
     of_samples = [
@@ -72,10 +67,11 @@ def _counted(config: Config, layout: Layout, queue: WeightGradQueue | None) -> l
         for n in (1, 2)
     ]
     with untraced_errors(), fake_world(layout, 0, "cuda") as mesh:
-        step = CountedStep(of_samples[0], mesh, META)
+        step = CountedStep(of_samples[0], mesh, META, skipped)
         if queue is not None:
             use_products(step.model, queue=queue)
-        return list(zip(*step.works(of_samples), strict=True))
+        pairs = zip(*step.works(of_samples), strict=True)
+        return {i: pair for i, pair in enumerate(pairs) if i not in skipped}
 
 
 def _times(products: Sequence[Product]) -> dict[Product, float]:

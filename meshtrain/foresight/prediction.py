@@ -17,11 +17,11 @@ from meshtrain.foresight.blocks import works_of
 from meshtrain.foresight.compiled import shared_graphs
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.memory import RankMemory, schedule_of
+from meshtrain.foresight.model import alike, repeated, without
 from meshtrain.foresight.steptime import PASSES
 from meshtrain.foresight.work import Work
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.modeling.build import block_costs, spec_of
-from meshtrain.modeling.few_layers import few_layers
 from meshtrain.parallel.tp_plan import has_sequence_parts
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.partition import StageSplit, split_blocks
@@ -51,17 +51,6 @@ def _split(spec: ModelSpec, seq_len: int, ranks: int, stages: int, blocks: tuple
     return split_blocks(block_costs(spec, seq_len), ranks, stages, blocks)
 
 
-@lru_cache(maxsize=8)
-def _forward_flops(spec: ModelSpec, seq_len: int) -> float:
-    """Of a sample."""
-    few, places = few_layers(spec)
-    try:
-        costs = block_costs(few, seq_len)
-    except Exception:  # the model's own, which takes more layers
-        return sum(block_costs(spec, seq_len))
-    return sum(map(costs.__getitem__, places))
-
-
 class Prediction:
     """Of a config that was loaded for its hosts, on hardware; without it there is no time."""
 
@@ -81,6 +70,13 @@ class Prediction:
     @cached_property
     def spec(self) -> ModelSpec:
         return spec_of(self.config)
+
+    @property
+    def _forward_flops(self) -> float:
+        """Of a sample."""
+        first = alike(self.config)
+        costs = block_costs(without(self.spec, repeated(first)), self.config.data.seq_len)
+        return sum(map(costs.__getitem__, first))
 
     @cached_property
     def works(self) -> tuple[Work, ...]:
@@ -192,7 +188,7 @@ class Prediction:
         assert self.hardware is not None
         config, layout, parallel, train = self.config, self.layout, self.config.parallel, self.config.train
         size = 8 if train.precision == "float64" else 4
-        forward = _forward_flops(self.spec, config.data.seq_len) if "vocab_size" in config.model.keys else 0
+        forward = self._forward_flops if "vocab_size" in config.model.keys else 0
         return steptime.of(
             self.works,
             layout,

@@ -8,7 +8,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,19 +33,17 @@ from torch.utils._pytree import tree_leaves
 
 from meshtrain import attention
 from meshtrain.config import Config
-from meshtrain.config.locate import model_file
+from meshtrain.config.model_spec import spec_of
 from meshtrain.data.batch import Batch
 from meshtrain.data.order import microbatches
 from meshtrain.dropout import set_dropout
-from meshtrain.errors import InputError
 from meshtrain.foresight.compiled import compiled_by_graphs
 from meshtrain.foresight.live import LiveBytes, watched
+from meshtrain.foresight.model import alike, batch_of, repeated, untraced_errors, without
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.modeling import build
-from meshtrain.modeling.few_layers import few_layers, kind_of
-from meshtrain.modeling.flops import why_not
 from meshtrain.optim.optimizer import Optimizer
 from meshtrain.parallel import torch_private
 from meshtrain.parallel.compile import CompileChoice
@@ -55,7 +53,6 @@ from meshtrain.parallel.grad_sync import gradient_syncs
 from meshtrain.parallel.linear import float8
 from meshtrain.parallel.linear_cross_entropy import fuse_loss
 from meshtrain.parallel.mixed_precision import ComputeCopies
-from meshtrain.parallel.parallelize import ParallelOptions
 from meshtrain.parallel.sharding import chunk_range
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.pipeline.engine import Pipeline, shapes_of
@@ -65,21 +62,6 @@ from meshtrain.run.setup import context_parallel
 from meshtrain.trainer import Trainer
 
 META = torch.device("meta")
-
-
-class UntracedError(InputError):
-    """A model whose step cannot be traced, and why."""
-
-
-@contextmanager
-def untraced_errors() -> Iterator[None]:
-    """Inside the model's code runs, which may raise anything."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        raise UntracedError(why_not(error)) from error
 
 
 ENDS = "embedding, logits and loss"
@@ -260,13 +242,14 @@ class _Trainer(Trainer):
 
 
 class TracedStep:
-    """One rank's model and trainer, on a mesh; `run` is a step, watched by `live`."""
+    """One rank's model and trainer, on a mesh, watched by `live`. `skipped`: blocks that hand on what they get."""
 
-    def __init__(self, config: Config, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, config: Config, mesh: Mesh, device: torch.device, skipped: Sequence[int] = ()) -> None:
         self.mesh, self.live = mesh, LiveBytes(device.type)
         config = replace(config, parallel=replace(config.parallel, verify=False, symmetric_memory=False))
         self.compiled = build.compile_choice(config, mesh.layout, device).compiles
-        self.model = build.build_model(config, mesh, device)
+        with _few_blocks(skipped):
+            self.model = build.build_model(config, mesh, device)
         self.optimizer = Optimizer(self.model, config.optimizer, mesh, 1000)
         task = "language" if "vocab_size" in config.model.keys else "classification"
         timer = _Phases(self.live)
@@ -278,7 +261,7 @@ class TracedStep:
         )
         routed = self.microbatches[0].targets.numel() * config.model.keys.get("num_experts_per_tok", 1)
         self.live.rows = routed // mesh.size("tp")
-        self._mark_blocks(build.spec_of(config).meta)
+        self._mark_blocks(alike(config))
         if isinstance(self.model, Pipeline) and device.type == "meta":
             self._tell_shapes(config)
 
@@ -338,13 +321,12 @@ class TracedStep:
             own("weights", own_part.local)
         return owners
 
-    def _mark_blocks(self, plain: nn.Module) -> None:
+    def _mark_blocks(self, first: Sequence[int]) -> None:
         """New storages are activations inside of a block's forward and backward, and of the model's ends outside."""
         for i, stage in enumerate(self.model.stages() if isinstance(self.model, Pipeline) else [self.model]):
             names = {module: name for name, module in stage.named_modules()}
-            own = [block for block in blocks_of(stage) if not isinstance(block, OtherStageBlock)]
-            kinds = [kind_of(plain.get_submodule(names[block])) for block in own]
-            for block, place in zip(own, _places(kinds), strict=True):
+            own = [(block, n) for block, n in zip(blocks_of(stage), first, strict=True) if _is_own(block)]
+            for (block, _), place in zip(own, _places([n for _, n in own]), strict=True):
                 block.forward = self.marks(names[block], block.forward, f"{i}: {place}")
 
     def marks(self, name: str, forward: Callable[..., Any], place: str) -> Callable[..., Any]:
@@ -369,30 +351,36 @@ class TracedStep:
 
     def _tell_shapes(self, config: Config) -> None:
         """What the messages before the first ones between stages would tell: the shapes at the ends of stages, from a
-        forward of few layers."""
+        forward of few blocks."""
         options = replace(build.options_of(config, self.mesh.layout, META), recompute="none", compile=False)
-        few, places = few_layers(build.spec_of(config))
-        try:
-            made = self._made_by_blocks(replace(config, model=replace(config.model, keys=few.keys)), options)
-        except Exception:  # the model's own, which takes more layers
-            made, places = self._made_by_blocks(config, options), list(range(len(places)))
-        key = shapes_of(self.microbatches[0].inputs)
-        for stage, (_, end) in enumerate(build.stages_of(config, self.mesh.layout)[1].bounds[:-1], 1):
-            self.model._transfers._metas[key, stage] = made[places[end - 1]]  # type: ignore[union-attr,operator,assignment]
-
-    def _made_by_blocks(self, config: Config, options: ParallelOptions) -> list[TensorMeta]:
-        model = build.build_stage(config, self.mesh, META, options)
-        made: list[TensorMeta] = []
+        first, made = alike(config), list[TensorMeta]()
+        with _few_blocks(repeated(first)):
+            model = build.build_stage(config, self.mesh, META, options)
         for block in blocks_of(model):
             block.register_forward_hook(lambda block, inputs, output: made.append(TensorMeta.of(output)))
         batch = self.microbatches[0].to(META, self.trainer.dtype)
         set_dropout(model, seed=0, step=0, samples=range(len(batch.targets)))
         with torch.no_grad():
             model(*batch.inputs)
-        return made
+        key = shapes_of(self.microbatches[0].inputs)
+        for stage, (_, end) in enumerate(build.stages_of(config, self.mesh.layout)[1].bounds[:-1], 1):
+            self.model._transfers._metas[key, stage] = made[first[end - 1]]  # type: ignore[union-attr,operator,assignment]
 
 
-def _places(kinds: Sequence[Any]) -> Iterator[str]:
+def _few_blocks(skipped: Sequence[int]) -> AbstractContextManager[Any]:
+    """Inside, models are built without these blocks. What blocks cost decides nothing: a split is given."""
+    if not skipped:
+        return nullcontext()
+    few = partial(without, skipped=skipped)
+    costs = {"block_costs": lambda spec, _: [1.0] * len(blocks_of(spec.meta))}
+    return patch.multiple(build, spec_of=lambda config: few(spec_of(config)), **costs)
+
+
+def _is_own(block: nn.Module) -> bool:
+    return not isinstance(block, OtherStageBlock)
+
+
+def _places(kinds: Sequence[int]) -> Iterator[str]:
     """Of each block in its stage, in words that are the same for one more of a kind: the first of it, the last, or one
     between them."""
     names = list(dict.fromkeys(kinds))
@@ -401,35 +389,19 @@ def _places(kinds: Sequence[Any]) -> Iterator[str]:
         yield f"{place} of kind {names.index(kind)}"
 
 
-def batch_of(config: Config) -> Batch:
-    """A microbatch of tokens; for a classifier of images. Raises UntracedError: nobody says how large these are."""
-    size = config.batch.micro_size
-    if "vocab_size" in config.model.keys:
-        tokens = torch.zeros(size, config.data.seq_len, dtype=torch.int64)
-        documents = torch.zeros_like(tokens) if config.data.mask_documents else None
-        return Batch.of((tokens, torch.zeros_like(tokens), documents), torch.zeros_like(tokens))
-    settings = build.spec_of(config).config
-    if not hasattr(settings, "image_size") or not hasattr(settings, "in_channels"):
-        raise UntracedError(
-            "a classifier's Config says by image_size and in_channels how large images are: not this one"
-        )
-    shape = size, settings.in_channels, settings.image_size, settings.image_size
-    return Batch.of((torch.zeros(shape),), torch.zeros(size, dtype=torch.int64))
-
-
 def prepared_batch(config: Config, mesh: Mesh) -> Batch:
     """A microbatch as the run's readers give it."""
     batch = batch_of(config)
-    if not hasattr(model_file(config.model.name), "cp_plan"):
-        return batch
-    return context_parallel(config, mesh).shard(batch) if mesh.size("cp") > 1 else batch.with_context()
+    return context_parallel(config, mesh).shard(batch) if mesh.size("cp") > 1 else batch
 
 
-def trace_rank(config: Config, layout: Layout, rank: int, *, device_type: str = "cuda") -> RankTrace:
-    """Raises UntracedError."""
+def trace_rank(
+    config: Config, layout: Layout, rank: int, skipped: Sequence[int] = (), *, device_type: str = "cuda"
+) -> RankTrace:
+    """Raises UntracedError. `skipped`: blocks that hand on what they get."""
     gc.freeze()  # what is there is not looked at again at each of a trace's collections
     try:
         with untraced_errors(), fake_world(layout, rank, device_type) as mesh:
-            return TracedStep(config, mesh, META).trace()
+            return TracedStep(config, mesh, META, skipped).trace()
     finally:
         gc.unfreeze()

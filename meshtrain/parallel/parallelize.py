@@ -399,9 +399,10 @@ def _wrap_blocks(
     of_blocks = {parameter for block in blocks for parameter in block.parameters()}
     trained = any(parameter.requires_grad for parameter in set(model.parameters()) - of_blocks)
     for block in blocks:
-        trained = trained or isinstance(block, OtherStageBlock) or any(p.requires_grad for p in block.parameters())
         if isinstance(block, OtherStageBlock):
+            trained = trained or block.trained
             continue
+        trained = trained or any(p.requires_grad for p in block.parameters())
         run, recompute = block.forward, options.recompute if trained else "none"  # before it nothing keeps anything
         has_layers = any(True for _ in block.children())  # a single layer has nothing to fuse or to compute again
         routed = [module for module in block.modules() if hasattr(module, "dispatch")]  # experts

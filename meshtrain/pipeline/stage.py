@@ -4,17 +4,29 @@ So a stage runs the model's own `forward`, and its parameters keep the names tha
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
+import torch
 from torch import nn
 
 from meshtrain.errors import InputError
 
+SETTINGS = (int, float, str, tuple, Enum, torch.dtype, type(None))
+
 
 class OtherStageBlock(nn.Module):
-    """Stands where another stage has a block, and returns its first input. A weight that the block shares with one of
-    this stage's (tied embeddings) stays here too, so that the weight keeps all of its names."""
+    """Stands where another stage has a block, and returns its first input. It has the settings of the block, which a
+    model's forward may read. A weight that the block shares with one of this stage's (tied embeddings) stays here too,
+    so that the weight keeps all of its names."""
+
+    trained = True  # as far as a stage knows
+
+    def __init__(self, block: nn.Module | None = None) -> None:
+        super().__init__()
+        settings = vars(block).items() if block is not None else ()
+        vars(self).update((name, x) for name, x in settings if isinstance(x, SETTINGS) and not name.startswith("_"))
 
     def forward(self, x: Any, *others: Any, **named: Any) -> Any:
         return x
@@ -36,12 +48,26 @@ def keep_stage(model: nn.Module, first: int, end: int) -> None:
     for name, owner in owners(model):
         if first <= owner < end:
             continue
-        placeholder = OtherStageBlock()
-        for path, parameter in model.get_submodule(name).named_parameters(remove_duplicate=False):
+        module = model.get_submodule(name)
+        placeholder = OtherStageBlock(module)
+        for path, parameter in module.named_parameters(remove_duplicate=False):
             if parameter in own:
                 _register_at(placeholder, path, parameter)
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, placeholder)
+        _replace(model, name, placeholder)
+
+
+def skip_blocks(model: nn.Module, numbers: Iterable[int]) -> None:
+    """Takes out of a model blocks that share no weight with others."""
+    blocks, names = blocks_of(model), {module: name for name, module in model.named_modules()}
+    for block in [blocks[number] for number in numbers]:
+        placeholder = OtherStageBlock(block)
+        placeholder.trained = any(parameter.requires_grad for parameter in block.parameters())
+        _replace(model, names[block], placeholder)
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
 
 
 def owners(model: nn.Module) -> list[tuple[str, int]]:

@@ -1,0 +1,141 @@
+"""A model as a trace sees it: a microbatch without values, the blocks that are alike, and the model without most of
+them, where one stands for all."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from meshtrain.config import Config
+from meshtrain.config.model_spec import ModelSpec, spec_of
+from meshtrain.data.batch import Batch
+from meshtrain.dropout import set_dropout
+from meshtrain.errors import InputError
+from meshtrain.modeling.flops import why_not
+from meshtrain.pipeline.stage import SETTINGS, blocks_of, skip_blocks
+
+NUMBERS = ("layer_idx", "layer_index", "layer_id", "layer_number", "idx", "index")  # of a layer
+
+
+class UntracedError(InputError):
+    """A model whose step cannot be traced, and why."""
+
+
+@contextmanager
+def untraced_errors() -> Iterator[None]:
+    """Inside the model's code runs, which may raise anything."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        raise UntracedError(why_not(error)) from error
+
+
+def batch_of(config: Config) -> Batch:
+    """A microbatch as the run's readers give it to one rank of `cp`, of tokens or, for a classifier, of images. Raises
+    UntracedError: nobody says how large these are."""
+    return _batch(spec_of(config), config.batch.micro_size, config.data.seq_len, config.data.mask_documents)
+
+
+def _batch(spec: ModelSpec, size: int, seq_len: int, mask_documents: bool) -> Batch:
+    if "vocab_size" in spec.keys:
+        tokens = torch.zeros(size, seq_len, dtype=torch.int64)
+        documents = torch.zeros_like(tokens) if mask_documents else None
+        batch = Batch.of((tokens, torch.zeros_like(tokens), documents), torch.zeros_like(tokens))
+        return batch.with_context() if hasattr(spec.module, "cp_plan") else batch
+    settings = spec.config
+    if not hasattr(settings, "image_size") or not hasattr(settings, "in_channels"):
+        raise UntracedError(
+            "a classifier's Config says by image_size and in_channels how large images are: not this one"
+        )
+    shape = size, settings.in_channels, settings.image_size, settings.image_size
+    return Batch.of((torch.zeros(shape),), torch.zeros(size, dtype=torch.int64))
+
+
+def kind_of(block: nn.Module) -> tuple[Any, ...]:
+    """What blocks that compute alike have in common: types, settings (a window, but no number of a layer), shapes, and
+    what is trained."""
+    modules = list(block.modules())
+    settings = [
+        (name, repr(value))
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, SETTINGS) and name not in NUMBERS
+    ]
+    shapes = tuple((*parameter.shape, parameter.requires_grad) for parameter in block.parameters())
+    return tuple(map(type, modules)), tuple(settings), shapes
+
+
+def alike(config: Config) -> tuple[int, ...]:
+    """For each block of a model the first one that is like it, which stands for it where it is skipped."""
+    return _alike(spec_of(config), config.data.seq_len, config.data.mask_documents)
+
+
+def repeated(first: Sequence[int]) -> tuple[int, ...]:
+    """The blocks for which others stand. `first`: as `alike` gives it."""
+    return tuple(i for i, other in enumerate(first) if i != other)
+
+
+@lru_cache(maxsize=8)
+def _alike(spec: ModelSpec, seq_len: int, mask_documents: bool) -> tuple[int, ...]:
+    blocks = blocks_of(spec.meta)
+    users = Counter(parameter for block in blocks for parameter in block.parameters())
+    kinds: list[Any] = []
+    trained = False  # before a block, so that its input has a gradient
+    for i, block in enumerate(blocks):
+        shares = any(users[parameter] > 1 for parameter in block.parameters())
+        kinds.append(i if shares or block is blocks[-1] else (trained, kind_of(block)))
+        trained = trained or any(parameter.requires_grad for parameter in block.parameters())
+    first = tuple(map(kinds.index, kinds))
+    batch = _batch(spec, 1, seq_len, mask_documents)
+    try:
+        received, given = _passed_on(without(spec, repeated(first)).copy(), batch)
+    except Exception:  # the model's own, which asks its blocks for something
+        return tuple(range(len(blocks)))
+    holds = all(received[i] == received[j] == given[j] for i, j in enumerate(first) if i != j)
+    return first if holds else tuple(range(len(blocks)))
+
+
+def _passed_on(model: nn.Module, batch: Batch) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Sizes of what each block gets and gives in a forward."""
+    received, given = defaultdict[int, list[Any]](list), defaultdict[int, list[Any]](list)
+
+    def record(i: int, block: nn.Module, inputs: Any, output: Any) -> None:
+        received[i].append(_sizes(inputs[:1]))
+        given[i].append(_sizes(output))
+
+    for i, block in enumerate(blocks_of(model)):
+        block.register_forward_hook(partial(record, i))
+    set_dropout(model, seed=0, step=0, samples=range(len(batch.targets)))
+    with torch.no_grad():
+        model(*batch.to(torch.device("meta"), torch.float32).inputs)
+    return received, given
+
+
+def _sizes(values: Any) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(x.shape, x.dtype) for x in tree_leaves(values) if isinstance(x, Tensor)]
+
+
+class _FewBlocks(ModelSpec):
+    def __init__(self, whole: ModelSpec, skipped: tuple[int, ...]) -> None:
+        super().__init__(whole.module, whole.keys, whole.freeze, whole.lora)
+        self.whole, self.skipped = whole, skipped
+
+    def _construct(self) -> nn.Module:
+        model = self.whole.copy()
+        skip_blocks(model, self.skipped)
+        return model
+
+
+def without(spec: ModelSpec, skipped: Iterable[int]) -> ModelSpec:
+    """A model some of whose blocks hand on what they get."""
+    return _without(spec, tuple(skipped)) if skipped else spec
+
+
+_without = lru_cache(maxsize=32)(_FewBlocks)
