@@ -15,6 +15,7 @@ from meshtrain.config.model_spec import ModelSpec, spec_of
 from meshtrain.data.batch import Samples
 from meshtrain.data.order import microbatches
 from meshtrain.data.sequence import padded_length
+from meshtrain.errors import AgreedError
 from meshtrain.huggingface.load import check_weights, load_weights
 from meshtrain.huggingface.stored_names import is_weight, table_of
 from meshtrain.layout import DATA_AXES, LOSS_AXES, Layout
@@ -28,7 +29,7 @@ from meshtrain.parallel.linear import use_products
 from meshtrain.parallel.linear.lora import INIT_PLAN, is_adapter
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue
 from meshtrain.parallel.linear_cross_entropy import can_fuse, gives_logits
-from meshtrain.parallel.mixed_precision import cast, compute_dtype, master_dtype, random_state, reseed
+from meshtrain.parallel.mixed_precision import cast, compute_dtype, master_dtype, random_state, reseed, state_parameters
 from meshtrain.parallel.parallelize import (
     ParallelOptions,
     apply_context_parallel,
@@ -36,7 +37,7 @@ from meshtrain.parallel.parallelize import (
     apply_tensor_parallel,
     broadcast_parameters,
 )
-from meshtrain.parallel.torch_private import has_gradient_hooks
+from meshtrain.parallel.torch_private import has_gradient_hooks, writes_to_parameter
 from meshtrain.pipeline.actions import Kind, Schedule
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.pipeline.partition import StageSplit, split_blocks
@@ -72,7 +73,7 @@ def build_model(
     options = options_of(config, mesh.layout, device, waiting, sample)
     if mesh.size("pp") == 1:
         if mesh.uses_fsdp or compute_dtype(options.precision) != master_dtype(options.precision):
-            options = replace(options, used_outside=_used_outside(config, sample))
+            options = replace(options, used_outside=_used_outside(config, sample, mesh.uses_fsdp))
         return build_stage(config, mesh, device, options)
     schedule, split = stages_of(config, mesh.layout)
     numbers = schedule.stages_of(mesh.index("pp"))
@@ -220,11 +221,19 @@ def build_stage(
     return model
 
 
-def _used_outside(config: "Config", sample: tuple[Tensor | None, ...] | None) -> list[str]:
+def _used_outside(config: "Config", sample: tuple[Tensor | None, ...] | None, fsdp: bool) -> list[str]:
+    """See `ParallelOptions`. Raises AgreedError: a forward writes to parameters, of which FSDP gathers copies."""
     if sample is None and "vocab_size" in config.model.keys:
         tokens = torch.empty(1, config.data.seq_len, dtype=torch.int64, device="meta")
         sample = tokens, tokens, None
-    return [] if sample is None else blocks_used_outside(plain_model(config), sample)
+    if sample is None:
+        return []
+    model = plain_model(config)
+    blocks, written = blocks_used_outside(model, sample)
+    written = [name for name in written if model.get_parameter(name) not in state_parameters(model)]
+    if fsdp and written:
+        raise AgreedError(writes_to_parameter(written[0]))
+    return blocks
 
 
 def _only_made(model: nn.Module) -> bool:

@@ -197,16 +197,20 @@ def send_unused_as_zeros(module: FSDPModule) -> None:
         unit.post_backward = partial(_send_all, unit, unit.post_backward)  # type: ignore[method-assign]
 
 
+def writes_to_parameter(name: str | None) -> str:
+    return (
+        f"the model's forward writes to the parameter {name}, and with dp_shard or cp that is a copy which is gathered "
+        "anew: compute with a tensor that is made of the parameter, or use dp_replicate"
+    )
+
+
 def _send_all(unit: FSDPParamGroup, post_backward: Callable[[], None], *unused: Any) -> None:
     gathered = [p for p in unit.fsdp_params if hasattr(p, "_unsharded_param")]
     if not gathered:
         return  # no forward has run of it
     for p in gathered:
         if any(tensor._version for tensor in p.all_gather_outputs):  # of which FSDP's own writes say nothing
-            raise InputError(
-                f"the model's forward writes to the parameter {p._param_fqn}, and with dp_shard or cp that is a copy "
-                "which is gathered anew: compute with a tensor that is made of the parameter, or use dp_replicate"
-            )
+            raise InputError(writes_to_parameter(p._param_fqn))
     trained = [p for p in gathered if unit.reduce_grads and p._unsharded_param.requires_grad]
     widened = any(p.unsharded_accumulated_grad is not None for p in trained)
     for p in trained:

@@ -88,20 +88,44 @@ def _received(model: nn.Module, blocks: Sequence[nn.Module], inputs: tuple[Tenso
     return list(dict.fromkeys(shapes))
 
 
-def blocks_used_outside(model: nn.Module, inputs: Sequence[Tensor | None]) -> list[str]:
-    """The blocks with whose parameters something else computes, which does not hold them: a head that is the weight of
-    the embedding. `model`: whole, on the meta device; its blocks are changed. None if it does not run there."""
+def blocks_used_outside(model: nn.Module, inputs: Sequence[Tensor | None]) -> tuple[list[str], list[str]]:
+    """The blocks with whose parameters something else computes, which does not hold them (a head that is the weight of
+    the embedding), and the parameters that a forward writes to. `model`: whole, on the meta device; its blocks are
+    changed. Neither, if it does not run there."""
     blocks, kinds = list(dict.fromkeys(blocks_of(model))), set()
     for block in blocks:  # one of each kind: running takes seconds of a large model
         kind = type(block), *(parameter.shape for parameter in block.parameters())
         if kind in kinds:
             block.forward = lambda x, *others, **named: x
         kinds.add(kind)
-    watch = _ParametersUsed(model, [[block] for block in blocks])
-    with suppress(Exception), watch, torch.no_grad():  # whatever a model raises that asks a tensor for its values
+    watch, writes = _ParametersUsed(model, [[block] for block in blocks]), _Writes(model)
+    with suppress(Exception), watch, writes, torch.no_grad():  # whatever a model raises that asks a tensor for values
         model(*(None if x is None else torch.empty_like(x, device="meta") for x in inputs))
     foreign = {model.get_parameter(name) for _, name in watch.foreign}
-    return [name for name, module in model.named_modules() if module in blocks and foreign & set(module.parameters())]
+    used = [name for name, module in model.named_modules() if module in blocks and foreign & set(module.parameters())]
+    return used, writes.parameters()
+
+
+class _Writes(TorchDispatchMode):
+    """Which parameters operators write to, also by their `data`, or which get other data."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._storages = [(name, p, p.untyped_storage()) for name, p in model.named_parameters()]
+        self._written = set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        values = {**dict(zip((x.name for x in func._schema.arguments), args, strict=False)), **(kwargs or {})}
+        outputs = [values.get(x.name) for x in func._schema.arguments if x.alias_info and x.alias_info.is_write]
+        self._written |= {x.untyped_storage()._cdata for x in tree_leaves(outputs) if isinstance(x, Tensor)}
+        return func(*args, **(kwargs or {}))
+
+    def parameters(self) -> list[str]:
+        return [
+            name
+            for name, p, storage in self._storages
+            if storage._cdata in self._written or p.untyped_storage()._cdata != storage._cdata
+        ]
 
 
 class _ParametersUsed(TorchFunctionMode):

@@ -176,7 +176,22 @@ class Borrows(Images):
 @pytest.mark.parametrize(("kind", "names"), [(Images, []), (Refers, ["first"]), (Borrows, ["head"]), (Asks, [])])
 def test_blocks_of_whose_parameters_others_make_use(kind: type[Images], names: list[str]) -> None:
     with torch.device("meta"):
-        assert blocks_used_outside(kind(), (torch.zeros(2, 1, 8, 8),)) == names
+        assert blocks_used_outside(kind(), (torch.zeros(2, 1, 8, 8),)) == (names, [])
+
+
+class Writes(Images):
+    def forward(self, images: Tensor) -> Tensor:
+        self.first.weight.data.clamp_(-1, 1)
+        self.second.bias.data = self.second.bias.data * 2
+        with torch.no_grad():
+            self.head.weight[0] = 0
+        return super().forward(images)
+
+
+def test_parameters_that_a_forward_writes_to() -> None:
+    with torch.device("meta"):
+        model = Writes()
+    assert blocks_used_outside(model, (torch.zeros(2, 1, 8, 8),))[1] == ["first.weight", "second.bias", "head.weight"]
 
 
 def test_it_is_said_by_the_plan_and_by_a_run_before_its_first_step(tmp_path: Path) -> None:
