@@ -169,9 +169,9 @@ def _skeleton(model: nn.Module, dtype: torch.dtype, training: bool) -> nn.Module
         skeleton = cast(copy.deepcopy(model, memo), dtype)
     except Exception as error:
         raise _PlainError(f"it cannot be copied: {type(error).__name__}: {error}") from error
-    for module in skeleton.modules() if training else ():
+    for module in skeleton.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd | Dropout):
-            module.eval()
+            module.p = 0.0
     return skeleton if training else skeleton.eval()
 
 
