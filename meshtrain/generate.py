@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from meshtrain.attention import AttentionContext, KVCache
 from meshtrain.data.batch import Batch
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, TrainingError
 from meshtrain.evaluate import evaluation_mode
 from meshtrain.modeling.init import generator
 from meshtrain.parallel.context import ContextParallel
@@ -59,7 +59,7 @@ def generate(
                 if context is not None and context.group is not None:
                     dist.broadcast(following, group_src=index, group=context.group)
                 token = _draw(following.double().cpu(), temperature, draws)
-            ids += model.from_last([token]) if isinstance(model, Pipeline) else [token]
+            ids += _known(model.from_last([token]) if isinstance(model, Pipeline) else [token])
     return ids
 
 
@@ -110,7 +110,7 @@ def generate_batch(
             if logits is not None:  # another stage of a pipeline has them
                 last = gather_logits(logits, slice(None), -1).double().cpu()
                 following = [_draw(row, temperature, own, top_p) for row, own in zip(last, draws, strict=True)]
-            following = model.from_last(following) if isinstance(model, Pipeline) else following
+            following = _known(model.from_last(following) if isinstance(model, Pipeline) else following)
             for row, token in zip(rows, following, strict=True):
                 row.append(token)
             first, tokens = first + tokens.shape[1], torch.tensor(following)[:, None]
@@ -118,7 +118,17 @@ def generate_batch(
     return rows
 
 
+def _known(tokens: list[int]) -> list[int]:
+    """The tokens that were drawn, on all ranks. Raises TrainingError: one could not be."""
+    if min(tokens) < 0:
+        raise TrainingError("the model's logits are not finite, so it writes no text: its weights have diverged")
+    return tokens
+
+
 def _draw(logits: Tensor, temperature: float, draws: torch.Generator, top_p: float = 1.0) -> int:
+    """A token; -1 if the logits are no distribution."""
+    if logits.softmax(-1).isnan().any():
+        return -1
     if temperature == 0:
         return int(logits.argmax())
     probabilities = (logits / temperature).softmax(-1)

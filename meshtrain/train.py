@@ -125,7 +125,7 @@ def run(config: Config, job: Job, signals: Signals | None = None, watchdog: Watc
             stop.watch(folder.path, config.train.time_limit_s, os.environ, owner_changed)
         with RunStatus(folder, job, config.train.on_exit) as status:
             watchdog.on_job_lost(status.write_failed, folder.path / "failures")
-            if not status.already_finished(spec.steps, checkpoint):
+            if not status.already_finished(spec.steps, checkpoint, config):
                 job.connect(process_group_timeout(watchdog.deadlines.longest("step")))
                 train(spec, job, data, status, checkpoint, stop, watchdog)
         return status.status

@@ -3,13 +3,21 @@
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from meshtrain.cli.generate import progress
-from meshtrain.errors import InputError, printable
-from meshtrain.generate import _draw, generate_batch
+from meshtrain.config import Config
+from meshtrain.data import OpenData
+from meshtrain.data.custom import CustomSamples
+from meshtrain.data.tokenizer import ByteTokenizer
+from meshtrain.errors import InputError, TrainingError, printable
+from meshtrain.generate import _draw, generate, generate_batch
+from meshtrain.layout import Layout
+from meshtrain.mesh import build_mesh
+from meshtrain.run.results import sample_text
 from tests import generate_cases
 from tests.launching import forked
 from tests.test_models import make
@@ -42,6 +50,15 @@ def test_top_p_draws_from_the_likeliest() -> None:
     assert [drawn(p) for p in (0.05, 0.3, 0.6, 0.75, 1.0)] == [{1}, {1}, {1, 3}, {1, 2, 3}, {0, 1, 2, 3}]
 
 
+def test_logits_that_are_not_finite_are_told() -> None:
+    """By torch they are a `probability tensor` that `contains either inf, nan or element < 0`."""
+    model = Places()
+    torch.nn.init.constant_(model.tokens.weight, float("nan"))
+    for temperature in (0.0, 0.8):
+        with pytest.raises(TrainingError, match="logits are not finite, so it writes no text"):
+            generate(model, [65], 1, seq_len=8, device=torch.device("cpu"), seed=0, temperature=temperature)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     model = make()
     for prompts in ([[1, 2]], [[1], []]):
@@ -70,3 +87,24 @@ def test_progress_writes_over_itself_where_a_terminal_can(
 
 def test_a_text_cannot_steer_a_terminal() -> None:
     assert printable("ä\x1b[2J\tb\r\n") == "ä\ufffd[2J\tb\ufffd\n"
+
+
+class Places(torch.nn.Module):
+    """Knows eight positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = torch.nn.Embedding(256, 4), torch.nn.Embedding(8, 4)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, documents: None) -> torch.Tensor:
+        return (self.tokens(tokens) + self.places(positions)) @ self.tokens.weight.T
+
+
+def test_the_sample_at_the_end_is_as_long_as_the_data_and_of_tokens_alone() -> None:
+    """Else a run of one's own data fails after its last step, at each start, and is never exported."""
+    config, job, mesh = Config.load("quickstart"), SimpleNamespace(device=torch.device("cpu")), build_mesh(Layout({}))
+    text = torch.full((8,), 65)
+    for inputs, says in (((text,), "going on from 'AAAAAAAA'"), ((text, text, text, text), "no sample: ")):
+        train = CustomSamples("mine", [(inputs, text)], None)
+        data = OpenData(train, None, "language", [], "", ByteTokenizer())
+        assert says in sample_text(config, job, mesh, data, Places())  # type: ignore[arg-type]

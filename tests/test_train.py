@@ -137,7 +137,8 @@ def test_a_run_and_its_folder(small: tuple[str, ...], tmp_path: Path) -> None:
         return {path.name: path.read_bytes() for path in kept}
 
     before = files()
-    again = forked(1, *MAIN, str(output / "config.yaml")).check()
+    again = forked(1, *MAIN, str(output / "config.yaml"), f"train.export={tmp_path / 'out'}").check()
+    assert f"meshtrain export {output} {tmp_path / 'out'}" in again.out
     assert "is done: 3 steps" in again.out
     assert "To go further" in again.out
     assert before == files()

@@ -72,6 +72,8 @@ class Resume:
         with job.collective_check("choosing a checkpoint"):
             if job.rank == 0:
                 self._candidates = with_retries(lambda: candidates(spec, restarted=job.again))
+                if not job.again:
+                    self._require_fresh_storage()
         if spec.local is not None and job.layout is not None:
             self._add_local(spec.local.offers(job.layout))
         self._take_first()
@@ -264,6 +266,20 @@ class Resume:
                 f"To begin anew, name another folder with train.output=FOLDER, or move {self._spec.checkpoints} away"
             )
         return None, None
+
+    def _require_fresh_storage(self) -> None:
+        """On rank 0. InputError: this run begins anew, and where it is to upload to another one has its checkpoints."""
+        uploads = self._spec.uploads
+        if uploads is None or self._spec.config.checkpoint.resume != "none":
+            return
+        with suppress(Exception):  # each client has errors of its own; the run says it when it uploads
+            self._uploaded = uploads.steps()
+        if self._uploaded:
+            raise InputError(
+                f"checkpoint.resume is none, and {uploads.url} holds {name_of(self._uploaded[-1])} of a run already, "
+                "which this one would replace: name a prefix of its own with checkpoint.upload=URL, or go on with "
+                "checkpoint.resume=latest"
+            )
 
     def _fetch_newer(self) -> None:
         """On rank 0: brings the newest that is whole from where checkpoints are uploaded to, if it is newer than the

@@ -36,7 +36,7 @@ class Uploads:
         """Connects to nothing yet. InputError: the URL is none, or the package that it needs is not installed."""
         from fsspec.core import url_to_fs
 
-        folder = {"auto_mkdir": True} if url.startswith("file:") else {}
+        folder = {"auto_mkdir": True} if url.startswith("file:") or "://" not in url else {}
         try:
             self._storage, self._root = url_to_fs(url, use_listings_cache=False, **folder)
         except ImportError as error:
@@ -127,7 +127,7 @@ class Uploads:
         there = self.steps()
         for step in {*here, *there} - self._evaluations.keys() if self._keep.keep_best else ():
             self._evaluations[step] = {}
-            with suppress(InputError):  # it is damaged, and so it is not the best one
+            with suppress(InputError, FileNotFoundError):  # it is damaged, and so it is not the best one
                 manifest, _ = read_manifest(folder / name_of(step)) if step in here else self._manifest(step)
                 self._evaluations[step] |= manifest.evaluation or {}
         keep = steps_to_keep({*here, *there}, self._evaluations, self._keep)

@@ -1,7 +1,7 @@
 """The weights alone of a checkpoint: for a plain model, and for a run that starts from them on any layout."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -43,6 +43,7 @@ def open_checkpoint(checkpoint: str | Path, *, ema: bool = False) -> Iterator[We
             entries,
             keys=lambda: manifest.config.get("model", {}),
             read=lambda name, part: read_part(files, stored[name], part),
+            lora=train.get("lora") if isinstance(train := manifest.config.get("train"), Mapping) else None,
         )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshtrain.config import locate
+from meshtrain.config.checks import scales_dynamically
 from meshtrain.errors import InputError
 
 if TYPE_CHECKING:
@@ -22,8 +23,14 @@ if TYPE_CHECKING:
     from meshtrain.job.process import Job
     from meshtrain.mesh import Mesh
 
-# Keys of a run that say how it trained, which another layout need not allow.
-_DEFAULTS = ("pipeline={}", "parallel={compile: false, verify: false}", "train.chaos=[]", "train.linear_precision=null")
+# Keys of a run that say how it trained, which another layout need not allow; and the preset, whose sizes are keys.
+_DEFAULTS = (
+    "model.preset=null",
+    "pipeline={}",
+    "parallel={compile: false, verify: false}",
+    "train.chaos=[]",
+    "train.linear_precision=null",
+)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,3 +101,30 @@ def tokenizer_of(config: "Config", name: str | None) -> "Tokenizer":
             "--tokenizer FILE.json, or --tokenizer bytes"
         )
     return open_tokenizer(name or config.data.tokenizer)
+
+
+def ids_of(text: str, tokenizer: "Tokenizer", config: "Config") -> list[int]:
+    """Raises InputError: the text has an id that the model does not know."""
+    ids = tokenizer.encode(text)
+    largest, size = max(ids, default=-1), config.model.keys.get("vocab_size")
+    if size is not None and largest >= size:
+        raise InputError(
+            f"the text {text[:40]!r} has the token id {largest} by {tokenizer.identity}, and model.vocab_size is "
+            f"{size}: name the tokenizer that the model was trained with by --tokenizer"
+        )
+    return ids
+
+
+def check_length(length: int, config: "Config") -> None:
+    """Raises InputError: a text of so many tokens is longer than the model is meant for."""
+    keys = config.model.keys
+    most = keys.get("max_position_embeddings")
+    if (
+        most is not None
+        and length > most
+        and not scales_dynamically(keys.get("rope_scaling"), keys.get("rope_parameters"))
+    ):
+        raise InputError(
+            f"a prompt and what is added have {length} tokens together, and model.max_position_embeddings is {most}: "
+            "shorten the prompt, or give a smaller --length"
+        )

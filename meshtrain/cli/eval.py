@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshtrain.cli.checkpoint_model import add_model_arguments, opened_model, tokenizer_of
+from meshtrain.cli.checkpoint_model import add_model_arguments, ids_of, opened_model, tokenizer_of
 from meshtrain.errors import InputError
 
 
@@ -33,7 +33,9 @@ def run(options: argparse.Namespace) -> None:
     with opened_model(options) as (model, config, job, _):
         scorer = Scorer(model, job.device, config.data.seq_len, options.batch)
         tokenizer = tokenizer_of(config, options.tokenizer)
-        scores: dict[str, Any] = {name: _perplexity(scorer, tokenizer, text) for name, text in texts.items()}
+        scores: dict[str, Any] = {
+            name: _perplexity(scorer, ids_of(text, tokenizer, config), text) for name, text in texts.items()
+        }
         if options.tasks:
             scores |= _tasks(options, scorer, tokenizer)
         if job.rank == 0:
@@ -47,9 +49,8 @@ def _text(name: str) -> str:
         raise InputError(f"--files: {name} cannot be read as text: {error}") from error
 
 
-def _perplexity(scorer: Any, tokenizer: Any, text: str) -> dict[str, float]:
+def _perplexity(scorer: Any, tokens: Sequence[int], text: str) -> dict[str, float]:
     """Every token but the first is predicted once, by the tokens before it in its window."""
-    tokens = tokenizer.encode(text)
     if len(tokens) < 2:
         raise InputError("--files: a text has fewer than two tokens: there is nothing to predict")
     total = sum(value for value, _ in scorer.score(list(windows(tokens, scorer.seq_len))))

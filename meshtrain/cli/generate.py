@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from meshtrain.cli.checkpoint_model import add_model_arguments, opened_model, tokenizer_of
+from meshtrain.cli.checkpoint_model import add_model_arguments, check_length, ids_of, opened_model, tokenizer_of
 from meshtrain.errors import InputError, printable
 
 
@@ -30,12 +30,14 @@ def run(options: argparse.Namespace) -> None:
 
     with opened_model(options) as (model, config, job, _):
         tokenizer = tokenizer_of(config, options.tokenizer)
-        prompts = [tokenizer.encode(text) for text in options.prompt]
+        prompts = [ids_of(text, tokenizer, config) for text in options.prompt]
+        longest = max(map(len, prompts)) + options.length
+        check_length(longest, config)
         rows = generate_batch(
             model,
             prompts,
             options.length,
-            seq_len=max(config.data.seq_len, max(map(len, prompts)) + options.length),
+            seq_len=max(config.data.seq_len, longest),
             device=job.device,
             seed=options.seed,
             temperature=options.temperature,

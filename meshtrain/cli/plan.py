@@ -294,13 +294,11 @@ def _foreseen(plan: Plan, gpu: str | None) -> "tuple[Prediction | None, list[str
 
     hardware = None if gpu is None else load(gpu)
     try:
-        with _processes() as pool:
+        with processes() as pool:
             prediction = Prediction(plan.config, hardware, True, pool)
             lines = memory_of_ranks(prediction)
     except UntracedError as error:
         return None, [f"memory and time are not known: {error}"]
-    except BrokenProcessPool:
-        raise InputError("a process that traces was killed, as the kernel does where memory is short") from None
     if (known := prediction.hardware) is not None:
         unit = "tokens" if "vocab_size" in plan.config.model.keys else "samples"
         lines += ["", *step_lines(prediction.step, unit), f"  rates: {known.source} of {known.device.name}"]
@@ -308,8 +306,9 @@ def _foreseen(plan: Plan, gpu: str | None) -> "tuple[Prediction | None, list[str
 
 
 @contextmanager
-def _processes() -> Iterator[ProcessPoolExecutor | None]:
-    """A pool for traces; None where torch would compute no gradients in a forked process, as after a GPU was seen."""
+def processes() -> Iterator[ProcessPoolExecutor | None]:
+    """A pool for traces; None where torch would compute no gradients in a forked process, as after a GPU was seen.
+    Raises InputError: one was killed."""
     import torch
 
     count = 1 if sys.platform != "linux" or torch.cuda.device_count() else min(8, len(os.sched_getaffinity(0)))
@@ -319,6 +318,8 @@ def _processes() -> Iterator[ProcessPoolExecutor | None]:
     pool = ProcessPoolExecutor(count, get_context("fork"), _begin_process)
     try:
         yield pool
+    except BrokenProcessPool:
+        raise InputError("a process that traces was killed, as the kernel does where memory is short") from None
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshtrain.cli.plan import read_hosts
+from meshtrain.cli.plan import processes, read_hosts
 from meshtrain.config import Config
 from meshtrain.errors import InputError, any_of, bytes_text
 from meshtrain.run.rank_table import columns, describe_hosts
@@ -52,10 +52,11 @@ def run(arguments: argparse.Namespace) -> None:
     config = load(["layout={dp_shard: -1}"] if "layout" in vary else [])
     assert config.resolved is not None  # it was loaded for its hosts
     config = replace(config, resolved=config.resolved.on_hosts(hosts))
-    forecast = space.forecast(config, hardware, arguments.max_memory)
-    search = space.Search(space.Space(config, vary, fixed), forecast, arguments.goal)
     error = space.NEAR if hardware.source == "data sheet" else hardware.error  # as calibrated
-    results = search.run(load, arguments.show, error)
+    with processes() as pool:
+        forecast = space.forecast(hardware, arguments.max_memory, pool)
+        search = space.Search(space.Space(config, vary, fixed), forecast, arguments.goal)
+        results = search.run(load, arguments.show, error)
     if not results:
         raise InputError("\n".join(["no layout of these hosts is found", *_rejected(search)]))
     if arguments.write:

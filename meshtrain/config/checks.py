@@ -238,11 +238,14 @@ def images_have_a_size(image_size: int | None, source: str) -> Problems:
         yield "data.source images needs data.image_size: the pixels to which height and width are resized, such as 224"
 
 
+def scales_dynamically(*ropes: dict[str, Any] | None) -> bool:
+    """Such scaling is for sequences above the length that the model was made for, which stays the model's key."""
+    return any("dynamic" in (rope.get("rope_type"), rope.get("type")) for rope in ropes if isinstance(rope, dict))
+
+
 @rule("data.seq_len", "model.max_position_embeddings", "data.source", optional=_ROPE)
 def sequence_fits_model(seq_len: int, most: int, source: str, *ropes: dict[str, Any] | None) -> Problems:
-    # Dynamic scaling is for sequences above the length that the model was made for, which stays the model's key.
-    is_dynamic = any("dynamic" in (rope.get("rope_type"), rope.get("type")) for rope in ropes if isinstance(rope, dict))
-    if source in OF_TOKENS and seq_len > most and not is_dynamic:
+    if source in OF_TOKENS and seq_len > most and not scales_dynamically(*ropes):
         yield (
             f"data.seq_len {seq_len} is more than model.max_position_embeddings {most}: "
             f"shorten the sequences to {most}, or raise the model's key to {seq_len}"

@@ -129,6 +129,13 @@ class Samples(ABC):
             RuntimeError: reading a sample failed; says which one.
         """
         rows = [self._row(index, epoch) for epoch, index in items]
+        shapes = [[None if x is None else tuple(x.shape) for x in (*inputs, target)] for inputs, target in rows]
+        if other := next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None):
+            raise InputError(
+                f"{self.name}: the inputs and the target of sample {items[0][1]} have the shapes {shapes[0]}, and of "
+                f"sample {items[other][1]} {shapes[other]}: samples of a microbatch are of one shape (pad a text at "
+                f"its end, with targets of {IGNORE})"
+            )
         inputs = tuple(_stack(column) for column in zip(*(inputs for inputs, _ in rows), strict=True))
         targets = torch.stack([target for _, target in rows])
         targets[valid:] = IGNORE

@@ -4,6 +4,7 @@ The processes of a host agree through a lock on a file (flock), not through a co
 limit. The kernel takes the lock away from a process that dies, so the next one in line goes on in its place.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -19,6 +20,7 @@ from meshtrain.errors import InputError
 
 Say = Callable[[str], None]
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _POLL_S, _LONGEST_POLL_S = 0.1, 5.0  # the first and the longest pause between two looks: a file server has other work
 _SAY_EVERY_S = 10.0
 _ABANDONED_S = 3600.0  # a temporary folder of another host that nobody has written to for as long is nobody's
@@ -53,8 +55,10 @@ def prepare_once(folder: Path, prepare: Callable[[], object], say: Say, *, wait:
             _clean(folder)
             try:
                 prepare()
-            except OSError:
+            except OSError as error:
                 if not folder.is_dir():  # it is: another host, whose locks a shared file system keeps apart, was first
+                    if error.errno in NO_ROOM:
+                        error.filename = error.filename or str(folder)  # such a write names no file by itself
                     raise
     return folder
 

@@ -39,7 +39,10 @@ class CustomSamples(Samples):
             raise InputError(f"{self.name}: item {index} is {type(item).__name__}, expected a pair (inputs, target)")
         inputs = tuple(item[0]) if isinstance(item[0], (tuple, list)) else (item[0],)
         inputs = tuple(None if x is None else torch.as_tensor(x) for x in inputs)
-        target = torch.as_tensor(item[1]).long()
+        target = torch.as_tensor(item[1])
+        if problem := _problem(inputs, target):
+            raise InputError(f"{self.name}: item {index}: {problem}")
+        target = target.long()
         if target.ndim == 1 and len(inputs) == 1:
             inputs = (inputs[0], torch.arange(len(target)), None)
         return inputs, target
@@ -57,6 +60,14 @@ class CustomSamples(Samples):
                 f"model's {self.n_outputs} outputs: expected 0 to {(self.n_outputs or 0) - 1}, or {IGNORE} for no loss"
             )
         return batch
+
+
+def _problem(inputs: Sequence[torch.Tensor | None], target: torch.Tensor) -> str | None:
+    if target.is_floating_point() and not bool((target == target.round()).all()):
+        return f"its target holds {float(target[target != target.round()][0])}: expected whole numbers"
+    if target.ndim == 1 and any(x is not None and x.ndim == 0 for x in inputs):
+        return f"its inputs are {len(inputs)} numbers: expected a tensor of tokens, and not a list of them"
+    return None
 
 
 def open_custom(config: "Data", n_outputs: int | None) -> tuple[CustomSamples, Samples | None]:

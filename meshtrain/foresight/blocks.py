@@ -5,7 +5,8 @@ Blocks are traced as they are when they are not compiled.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
@@ -36,19 +37,9 @@ _known: dict[tuple[Any, ...], tuple[dict[int, tuple[Work, Work]], dict[int, tupl
 
 def works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
     """Of each block, in order, for one microbatch; blocks of a kind have the same. Raises UntracedError."""
-    parallel, train, section = config.parallel, config.train, config.pipeline
-    cp, tp, ranks, queue = layout.size("cp"), layout.size("tp"), layout.size("pp"), None
-    if ranks > 1 and short_schedule(section.schedule, ranks, section.stages_per_rank).splits_backward:
-        queue = WeightGradQueue()  # as the pipeline has; without one torch's own layers may be in the place of ours
-    key: tuple[Any, ...] = (config.model.name, repr(config.model.keys), config.data.seq_len, config.data.mask_documents)
-    key += (cp, tp, layout.experts, layout.context_heads)
-    key += (parallel.context, parallel.recompute, parallel.regather, parallel.sequence_parallel)
-    key += (queue is not None and (layout.experts > 1 or parallel.recompute == "full"),)
-    key += (train.precision, train.linear_precision, train.freeze, train.lora)
+    key, case = _case_of(config, layout)
     if key not in _known:
-        small = Layout({"dp_shard": max(1, layout.experts // (cp * tp)), "cp": cp, "tp": tp})
-        small = small.with_context_heads(layout.context_heads).with_experts(layout.experts)
-        _known[key] = _counted(config, small, queue), {}
+        _known[key] = _counted(*case), {}
     pairs, known = _known[key]
     more = config.batch.micro_size - 1
     if more not in known:
@@ -57,7 +48,37 @@ def works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
     return known[more]
 
 
-def _counted(config: Config, layout: Layout, queue: WeightGradQueue | None) -> dict[int, tuple[Work, Work]]:
+def count_works(configs: Iterable[Config], pool: Executor | None) -> None:
+    """Counts what `works_of` will be asked for, in processes at once."""
+    unknown = {
+        key: case for key, case in (_case_of(config, config.resolved) for config in configs) if key not in _known
+    }
+    keys = list(unknown)
+    for key in keys[:1]:  # here, so that what it imports is there in every process
+        _known[key] = _counted(*unknown[key]), {}
+    if pool is not None and keys[1:]:
+        counted = pool.map(_counted, *zip(*(unknown[key] for key in keys[1:]), strict=True))
+        _known.update({key: (pairs, {}) for key, pairs in zip(keys[1:], counted, strict=True)})
+
+
+def _case_of(config: Config, layout: Layout | None) -> tuple[tuple[Any, ...], tuple[Config, Layout, bool]]:
+    """What works depend on, but for the samples, and of what they are counted: a config, as few ranks as have them, and
+    whether weight gradients are put off."""
+    assert layout is not None
+    parallel, train, section = config.parallel, config.train, config.pipeline
+    cp, tp, ranks = layout.size("cp"), layout.size("tp"), layout.size("pp")
+    # Without a queue torch's own layers may be in the place of ours.
+    splits = ranks > 1 and short_schedule(section.schedule, ranks, section.stages_per_rank).splits_backward
+    key: tuple[Any, ...] = (config.model.name, repr(config.model.keys), config.data.seq_len, config.data.mask_documents)
+    key += (cp, tp, layout.experts, layout.context_heads)
+    key += (parallel.context, parallel.recompute, parallel.regather, parallel.sequence_parallel)
+    key += (splits and (layout.experts > 1 or parallel.recompute == "full"),)
+    key += (train.precision, train.linear_precision, train.freeze, train.lora)
+    small = Layout({"dp_shard": max(1, layout.experts // (cp * tp)), "cp": cp, "tp": tp})
+    return key, (config, small.with_context_heads(layout.context_heads).with_experts(layout.experts), splits)
+
+
+def _counted(config: Config, layout: Layout, splits: bool) -> dict[int, tuple[Work, Work]]:
     """Of each block but for those that are like one before, for one sample and for two."""
     skipped = repeated(alike(config))
     config = replace(config, layout=layout.sizes, resolved=layout)
@@ -68,8 +89,8 @@ def _counted(config: Config, layout: Layout, queue: WeightGradQueue | None) -> d
     ]
     with untraced_errors(), fake_world(layout, 0, "cuda") as mesh:
         step = CountedStep(of_samples[0], mesh, META, skipped)
-        if queue is not None:
-            use_products(step.model, queue=queue)
+        if splits:
+            use_products(step.model, queue=WeightGradQueue())  # as the pipeline has
         pairs = zip(*step.works(of_samples), strict=True)
         return {i: pair for i, pair in enumerate(pairs) if i not in skipped}
 

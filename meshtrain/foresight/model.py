@@ -19,7 +19,7 @@ from meshtrain.errors import InputError
 from meshtrain.modeling.flops import why_not
 from meshtrain.pipeline.stage import SETTINGS, blocks_of, skip_blocks
 
-NUMBERS = ("layer_idx", "layer_index", "layer_id", "layer_number", "idx", "index")  # of a layer
+NUMBERS = ("layer", "layer_idx", "layer_index", "layer_id", "layer_number", "idx", "index")  # of a layer
 
 
 class UntracedError(InputError):
@@ -66,7 +66,7 @@ def kind_of(block: nn.Module) -> tuple[Any, ...]:
         (name, repr(value))
         for module in modules
         for name, value in vars(module).items()
-        if isinstance(value, SETTINGS) and name not in NUMBERS
+        if isinstance(value, SETTINGS) and name.strip("_") not in NUMBERS
     ]
     shapes = tuple((*parameter.shape, parameter.requires_grad) for parameter in block.parameters())
     return tuple(map(type, modules)), tuple(settings), shapes

@@ -1,16 +1,16 @@
 """The layout that takes the least time and fits: a search best first, by bounds that no candidate can be faster than.
 
 A candidate changes only keys that do not change what is computed, and keeps to the config's own rules. It stands in a
-heap with a floor of its seconds by its sizes alone, then by the work of its blocks, then with the filling of its
-pipeline by each schedule, and then it is predicted. The search ends when no bound is below what it has found.
+heap with a bound of its seconds by the work of its blocks, then with the filling of its pipeline by each schedule, and
+then it is predicted. The search ends when no bound is below what it has found.
 """
 
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, Literal
 
 from meshtrain.config import Config, ConfigErrors
@@ -21,12 +21,11 @@ from meshtrain.config.model_spec import spec_of
 from meshtrain.config.schema import SECTIONS
 from meshtrain.config.tensor import check_context, check_copies, check_experts, check_split, check_stages
 from meshtrain.config.yaml_reader import Node
-from meshtrain.data.order import microbatches
 from meshtrain.errors import InputError, bytes_text
+from meshtrain.foresight.blocks import count_works
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.memory import short_schedule
 from meshtrain.foresight.prediction import SAVINGS, Prediction, usable_savings
-from meshtrain.foresight.steptime import PASSES
 from meshtrain.layout import AXES, DATA_AXES, Layout, written
 from meshtrain.pipeline.schedule import NAMES
 
@@ -37,7 +36,6 @@ ZERO = "parallel.shard_optimizer"
 KEYS = ("layout", MICRO, CONTEXT, HEADS, EXPERTS, SEQUENCE, COMPILE, *SAVINGS, SCHEDULE, STAGES)  # what may vary
 USUAL = tuple(key for key in KEYS if key not in (CONTEXT, HEADS, SEQUENCE, COMPILE))  # vary unless others are named
 MORE_STAGES = ("interleaved-1f1b", "looped-bfs", "interleaved-zb")  # schedules with a choice of stages per rank
-BY_SIZES, BY_BLOCKS, BY_SCHEDULE = range(3)  # what a candidate's bound looks at
 FEWEST_TOKENS = 256  # of a sequence that a rank of a cp over more than a host has, unless asked for
 NEAR = 0.05  # predictions that differ by less are no reason to prefer one
 RULES: dict[Callable[..., None], tuple[str, ...]] = {  # of the config: what it is about, and what it looks at
@@ -95,46 +93,30 @@ class Forecast:
     """What is asked of candidates and their configs.
 
     Attributes:
-        floor: seconds that none is below which differs in schedule and SAVINGS only, by sizes alone; cheap.
-        work: the same by the work of its blocks.
+        bounds: of each config seconds that none is below which differs in schedule and SAVINGS only.
         predict: a value whose `bound` is seconds that it is not below, `memory.total` the bytes of the rank with most,
             and whose `step` has `seconds` and `parts` (name -> seconds), computed when they are asked.
         trace: of a prediction, the memory of that rank by a trace of its step, which the best have to pass.
         memory: bytes that a rank can have.
     """
 
-    floor: Callable[[Candidate], float]
-    work: Callable[[Config], float]
+    bounds: Callable[[Sequence[Config]], Iterable[float]]
     predict: Callable[[Config], Any]
     trace: Callable[[Any], Any]
     memory: float
 
 
-def forecast(config: Config, hardware: Hardware, memory_gib: float | None = None) -> Forecast:
-    """What predictions for this hardware say of candidates of a config."""
+def forecast(hardware: Hardware, memory_gib: float | None = None, pool: Executor | None = None) -> Forecast:
+    """What predictions for this hardware say. `pool`: of processes that count the work of blocks at once."""
 
-    @cache
-    def alone(micro_size: int, compiles: Any) -> tuple[float, float]:
-        """Seconds of GPU and of CPU that a microbatch takes on one rank that has the whole model."""
-        settings = {MICRO: micro_size, COMPILE: compiles, HEADS: 1, EXPERTS: None, "parallel.recompute": "none"}
-        alone_on_rank = Prediction(Candidate(Layout({"dp_shard": 1}), settings).apply(config), hardware)
-        costs = [block_pass for block in alone_on_rank.block_costs for block_pass in block.costs]
-        operators = sum(getattr(work, name).operators for work in alone_on_rank.works for name in PASSES)
-        return sum(cost.total() - cost["launch"] for cost in costs), operators * hardware.compute.launch
-
-    def floor(candidate: Candidate) -> float:
-        layout, micro_size = candidate.layout, candidate.settings[MICRO]
-        kernels, launches = alone(micro_size, candidate.settings[COMPILE])
-        count = microbatches(config.batch.sizes.largest, micro_size, layout.size(*DATA_AXES))
-        return count * max(kernels / layout.size("tp", "cp"), launches) / layout.size("pp")
-
-    def work(changed: Config) -> float:
-        prediction = Prediction(changed, hardware)
-        seconds = prediction.microbatches * sum(sum(cost.passes) for cost in prediction.block_costs)
-        return seconds / prediction.layout.size("pp")
+    def bounds(configs: Sequence[Config]) -> Iterator[float]:
+        count_works(configs, pool)
+        for prediction in (Prediction(config, hardware) for config in configs):
+            seconds = prediction.microbatches * sum(sum(cost.passes) for cost in prediction.block_costs)
+            yield seconds / prediction.layout.size("pp")
 
     room = hardware.room if memory_gib is None else memory_gib * 2**30
-    return Forecast(floor, work, lambda changed: Prediction(changed, hardware), Prediction.trace, room)
+    return Forecast(bounds, lambda config: Prediction(config, hardware), Prediction.trace, room)
 
 
 class Space:
@@ -278,7 +260,7 @@ class Search:
 
     def __init__(self, space: Space, forecast: Forecast, goal: Literal["time", "memory"] = "time") -> None:
         self.space, self.config, self.forecast, self.goal = space, space.config, forecast, goal
-        self.heap: list[tuple[float, int, int, Candidate]] = []  # bound, number, what the bound looked at
+        self.heap: list[tuple[float, int, bool, Candidate]] = []  # bound, number, whether it has a schedule
         self.pushed: set[tuple[Any, ...]] = set()
         self.fitting: dict[tuple[Any, ...], Candidate] = {}
         self.fastest: dict[tuple[int, ...], float] = {}  # of a layout
@@ -329,10 +311,12 @@ class Search:
         return True
 
     def _find(self, show: int, error: float) -> None:
-        for candidate in self.space.candidates():
-            self._push(candidate, self.forecast.floor(candidate), BY_SIZES)
+        candidates = list(self.space.candidates())
+        bounds = self.forecast.bounds([candidate.apply(self.config) for candidate in candidates])
+        for candidate, bound in zip(candidates, bounds, strict=True):
+            self._push(candidate, bound, False)
         while self.heap:
-            bound, _, looked_at, candidate = heapq.heappop(self.heap)
+            bound, _, is_scheduled, candidate = heapq.heappop(self.heap)
             enough = len(self.times) == show
             best = self.times[0] if self.times else math.inf
             if enough and bound > max(self.times[-1], best * (1 + error)):
@@ -344,25 +328,23 @@ class Search:
                 self.space.reject("not simpler than these, nor faster by a bound", str(candidate.layout))
             elif bound > max(best * (1 + error), self.fastest.get(candidate.layout.shape, math.inf)):
                 self.space.reject("slower than the same layout is otherwise", str(candidate.layout))
-            elif looked_at == BY_SCHEDULE:
+            elif is_scheduled:
                 self._predict(candidate, bound, show)
-            elif looked_at == BY_SIZES:
-                self._push(candidate, max(bound, self.forecast.work(candidate.apply(self.config))), BY_BLOCKS)
             else:
                 self._push_all(self.space.schedules(candidate), bound)
         if self.unfit:
             least = f"the least takes {bytes_text(self.least)} of {bytes_text(self.forecast.memory)}"
             self.space.rejected["do not fit"] = self.space.rejected["do not fit"][0], least
 
-    def _push(self, candidate: Candidate, bound: float, looked_at: int) -> None:
-        heapq.heappush(self.heap, (bound, len(self.pushed), looked_at, candidate))
-        self.pushed.add((looked_at, candidate.key()))
+    def _push(self, candidate: Candidate, bound: float, is_scheduled: bool) -> None:
+        heapq.heappush(self.heap, (bound, len(self.pushed), is_scheduled, candidate))
+        self.pushed.add((is_scheduled, candidate.key()))
 
     def _push_all(self, candidates: Iterable[Candidate], bound: float) -> None:
         for candidate in candidates:
-            if (BY_SCHEDULE, candidate.key()) not in self.pushed:
+            if (True, candidate.key()) not in self.pushed:
                 candidate.prediction = self.forecast.predict(candidate.apply(self.config))
-                self._push(candidate, max(bound, candidate.prediction.bound), BY_SCHEDULE)
+                self._push(candidate, max(bound, candidate.prediction.bound), True)
 
     def _predict(self, candidate: Candidate, bound: float, show: int) -> None:
         group, alike = candidate.key(*SAVINGS), candidate.key(*SAVINGS, MICRO)

@@ -371,9 +371,11 @@ def _few_blocks(skipped: Sequence[int]) -> AbstractContextManager[Any]:
     """Inside, models are built without these blocks. What blocks cost decides nothing: a split is given."""
     if not skipped:
         return nullcontext()
-    few = partial(without, skipped=skipped)
-    costs = {"block_costs": lambda spec, _: [1.0] * len(blocks_of(spec.meta))}
-    return patch.multiple(build, spec_of=lambda config: few(spec_of(config)), **costs)
+    of_few: dict[str, Any] = {
+        "spec_of": lambda config: without(spec_of(config), skipped),
+        "block_costs": lambda spec, seq_len: [1.0] * len(blocks_of(spec.meta)),
+    }
+    return patch.multiple(build, **of_few)
 
 
 def _is_own(block: nn.Module) -> bool:

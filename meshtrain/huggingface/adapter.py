@@ -4,7 +4,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -14,6 +14,9 @@ from meshtrain.huggingface.safetensors import Entry
 from meshtrain.parallel.linear.lora import is_adapter, merged
 from meshtrain.parallel.sharding import Part
 from meshtrain.parallel.tp_plan import LORA_A, LORA_B
+
+if TYPE_CHECKING:
+    from meshtrain.config.schema import Lora
 
 PREFIX = "base_model.model."  # of names in peft's files
 
@@ -66,6 +69,18 @@ def adapter_config(source: WeightSource, lora: Any, base: str | None) -> str:
         "inference_mode": True,
     }
     return json.dumps(config, indent=2) + "\n"
+
+
+def check_scale(source: WeightSource, lora: "Lora | None") -> None:
+    """Raises InputError: adapters that a run starts from counted otherwise where they were trained."""
+    if lora is None or not any(map(is_adapter, source.entries)):
+        return
+    rank, alpha = rank_and_alpha(source.lora)
+    if alpha / rank != (lora.alpha or lora.rank) / lora.rank:
+        raise InputError(
+            f"the adapters in {source.path} were trained with train.lora.alpha {alpha:g} and rank {rank}, and here "
+            f"alpha is {lora.alpha or lora.rank:g}: give alpha: {alpha:g}, or start from an export of them"
+        )
 
 
 def rank_and_alpha(lora: Any) -> tuple[int, float]:

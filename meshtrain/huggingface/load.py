@@ -46,6 +46,7 @@ class WeightSource:
     entries: Mapping[str, Entry]  # by name, in the order in which they are best read
     keys: Callable[[], Mapping[str, Any]]  # those of the model's Config that stand beside the weights
     read: Callable[[str, Part], Tensor]  # a part of a tensor in the stored type; a scalar is one dim of size 1
+    lora: Any = None  # `train.lora` of the run that wrote them
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def parse_entry(name: str, about: Any) -> tuple[Entry, int, int] | None:
 def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of a safetensors file; InputError if it is missing, broken, or cut short."""
     header, data_bytes = _read_json(path)
-    entries = {}
+    entries, spans = {}, []
     for name, about in header.items():
         if name == METADATA:
             continue
@@ -93,6 +93,15 @@ def read_header(path: Path) -> dict[str, Entry]:
                 f"{data_bytes:,} bytes of data: copy it anew"
             )
         entries[name] = parsed[0]
+        spans.append(parsed[1:])
+    end = 0
+    for begin, stop in sorted(spans):
+        end = stop if begin == end else -1
+    if end != data_bytes:
+        raise InputError(
+            f"{path} is no whole safetensors file: its tensors do not lie one behind the other in its {data_bytes:,} "
+            "bytes of data: copy it anew"
+        )
     return entries
 
 

@@ -190,13 +190,20 @@ def _container(arguments: argparse.Namespace) -> dict[str, str]:
         if mounts or arguments.container_runtime:
             raise InputError("--container-mounts and --container-runtime need a --container-image")
         return {}
-    is_file = image.startswith(("/", ".", "~")) or image.endswith((".sif", ".sqsh"))
-    if is_file and not Path(image).expanduser().exists():
-        raise InputError(f"--container-image {image}: there is no such file")
+    if image.startswith(("/", ".", "~")) or image.endswith((".sif", ".sqsh")):
+        file = Path(image).expanduser().absolute()  # a runtime would take another form for a name in a registry
+        if not file.exists():
+            raise InputError(f"--container-image {image}: there is no such file")
+        image = str(file)
+    places = []
     for mount in mounts.split(",") if mounts else ():
-        if not Path(mount.partition(":")[0]).is_dir():
-            raise InputError(f"--container-mounts {mounts}: there is no folder {mount.partition(':')[0]} on this host")
-    variables = {"CONTAINER_IMAGE": image, "CONTAINER_MOUNTS": mounts, "CONTAINER_RUNTIME": arguments.container_runtime}
+        outside, colon, inside = mount.partition(":")
+        folder = Path(outside).expanduser().absolute()
+        if not folder.is_dir():
+            raise InputError(f"--container-mounts {mounts}: there is no folder {outside} on this host")
+        places.append(f"{folder}{colon}{inside}")
+    variables = {"CONTAINER_IMAGE": image, "CONTAINER_MOUNTS": ",".join(places)}
+    variables["CONTAINER_RUNTIME"] = arguments.container_runtime
     return {name: value for name, value in variables.items() if value}
 
 

@@ -15,7 +15,8 @@ from meshtrain.config.model_spec import ModelSpec, spec_of
 from meshtrain.data.batch import Samples
 from meshtrain.data.order import microbatches
 from meshtrain.data.sequence import padded_length
-from meshtrain.errors import AgreedError
+from meshtrain.errors import AgreedError, InputError, join_some
+from meshtrain.huggingface.adapter import check_scale
 from meshtrain.huggingface.load import check_weights, load_weights
 from meshtrain.huggingface.stored_names import is_weight, table_of
 from meshtrain.layout import DATA_AXES, LOSS_AXES, Layout
@@ -26,7 +27,7 @@ from meshtrain.parallel.collectives import Waiting
 from meshtrain.parallel.compile import CompileChoice, choose_compile
 from meshtrain.parallel.expert import apply_expert_parallel
 from meshtrain.parallel.linear import use_products
-from meshtrain.parallel.linear.lora import INIT_PLAN, is_adapter
+from meshtrain.parallel.linear.lora import INIT_PLAN, idle_adapters, is_adapter
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue
 from meshtrain.parallel.linear_cross_entropy import can_fuse, gives_logits
 from meshtrain.parallel.mixed_precision import cast, compute_dtype, master_dtype, random_state, reseed, state_parameters
@@ -263,14 +264,21 @@ def check_start(
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Reads headers or a manifest, and the first sample; says what is not read of the weights. Raises InputError: the
-    weights that a run is to start from are not of its model, or `pp` cannot cut it."""
+    weights that a run is to start from are not of its model, `pp` cannot cut it, or an adapter would do nothing."""
     if layout is not None and data is not None and layout.size("pp") > 1:
         samples = data.read([(0, 0)] * config.batch.micro_size, config.batch.micro_size)
         check_stages(config, stages_of(config, layout)[1], samples.batch().inputs)
+    inputs = () if config.train.lora is None or data is None else data.read([(0, 0)], 1).batch().inputs
+    if inputs and (idle := idle_adapters(spec_of(config).meta, inputs)):
+        raise InputError(
+            f"train.lora: the model's forward does not call {join_some(idle)}, so adapters there would do nothing: "
+            "call the layer in the place of using its weight, or give train.lora.match patterns of the others"
+        )
     start = config.model.weights
     if start is not None:
         with open_weights(start) as source:
             check_weights(spec_of(config).meta, source, config.model.keys, say)
+            check_scale(source, config.train.lora)
 
 
 def short_sample(data: "OpenData", cp: int, tp: int) -> tuple[Tensor | None, ...] | None:

@@ -139,8 +139,8 @@ class _ParametersUsed(TorchFunctionMode):
         self.foreign: list[tuple[str, str]] = []
         self._names, parameters = {module: name for name, module in model.named_modules()}, model.named_parameters()
         own = [{p for block in group for p in block.parameters()} for group in groups]
-        self._own = {block: held for group, held in zip(groups, own, strict=True) for block in group}
-        self._of_blocks = {p: name for name, p in parameters if any(p in held for held in own)}
+        self._own = {block: ours for group, ours in zip(groups, own, strict=True) for block in group}
+        self._of_blocks = {p: name for name, p in parameters if any(p in ours for ours in own)}
         self._running: list[nn.Module] = []
 
     def __enter__(self) -> "_ParametersUsed":

@@ -7,6 +7,7 @@ from torch import nn
 from meshtrain.config import Config
 from meshtrain.config.locate import model_file
 from meshtrain.data import OpenData
+from meshtrain.data.batch import LANGUAGE
 from meshtrain.errors import printable
 from meshtrain.generate import generate
 from meshtrain.job.process import Job
@@ -33,12 +34,14 @@ def sample_text(config: Config, job: Job, mesh: Mesh, data: OpenData, model: nn.
     assert data.tokenizer is not None
     inputs, _ = (data.validation or data.train).item(0, 0)
     assert inputs[0] is not None  # the tokens
+    if len(inputs) > len(LANGUAGE) or inputs[0].is_floating_point():
+        return f"no sample: one is made of {', '.join(LANGUAGE)} alone, and the data give the model other inputs"
     prompt = inputs[0][:PROMPT_TOKENS].tolist()
     ids = generate(
         model,
         prompt,
         config.train.sample_tokens,
-        seq_len=config.data.seq_len,
+        seq_len=len(inputs[0]),
         device=job.device,
         seed=config.train.seed,
         context=context_parallel(config, mesh) if mesh.size("cp") > 1 else None,

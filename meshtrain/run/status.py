@@ -45,7 +45,7 @@ class RunStatus(AbstractContextManager["RunStatus"]):
     def step(self) -> int:
         return 0 if self._goodput is None else self._goodput.finished_step
 
-    def already_finished(self, steps: int, resume: Resume) -> bool:
+    def already_finished(self, steps: int, resume: Resume, config: Config) -> bool:
         """Whether an earlier job has finished this run of so many steps; rank 0 then says what the user may do. Raises
         InputError: a finished run with another number of steps is in the folder, and no checkpoint to go on from."""
         last = None
@@ -65,6 +65,10 @@ class RunStatus(AbstractContextManager["RunStatus"]):
                 f"To start anew, remove the folder or name another:  train.output={self.folder.path}-2\n"
                 f"To go further, train longer from its last step:    train.steps={2 * steps}"
             )
+            export, average = config.train.export, " --ema" * config.train.use_ema
+            if export is not None and not Path(export).expanduser().exists():
+                command = f"meshtrain export {self.folder.path} {export}{average}"
+                self.job.say(f"There is no {export} (train.export) yet:  {command}")
         return done
 
     def stop(self, own_reason: StopReason | None, checkpoint: Path, spec: RunSpec) -> None:

@@ -236,8 +236,31 @@ def test_a_server_that_is_slow(storage: Any, tmp_path: Path, monkeypatch: pytest
     assert [storage.cat_file(f"/bucket/{name}") for name in names] == [name.encode() for name in names]
 
 
-def test_a_folder_is_storage_too(run: Any, tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/store"
+def test_a_checkpoint_that_storage_has_in_part_stops_no_upload(
+    run: Any, storage: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bucket deletes what is old object by object; the evaluation of each is asked for the best one."""
+    best = ("checkpoint.keep_best=true", "train.eval_every=2", "data.validation=0.1")
+    assert run("run", *best, steps=4) == {"status": 0}
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / name_of(2))
+    storage.rm_file("/bucket/prefix/step_0000002/manifest.json")
+    assert run("run", *best, steps=6) == {"status": 0}
+    assert 6 in uploaded()
+    assert "failed" not in capsys.readouterr().out
+
+
+def test_a_run_that_begins_anew_replaces_no_other_run(run: Any, tmp_path: Path) -> None:
+    assert run("run", steps=4) == {"status": 0}
+    refused = run("other", "checkpoint.resume=none", steps=4)
+    assert refused["status"] == 2
+    assert f"{URL} holds step_0000004 of a run already" in refused["error"]
+    assert run("other", "checkpoint.resume=none", steps=4, url="memory://other") == {"status": 0}
+    assert uploaded("memory://other") == [2, 4]
+
+
+@pytest.mark.parametrize("scheme", ["file://", ""])
+def test_a_folder_is_storage_too(run: Any, tmp_path: Path, scheme: str) -> None:
+    url = f"{scheme}{tmp_path}/store"
     assert run("run", steps=4, url=url) == {"status": 0}
     assert uploaded(url) == [2, 4]
     assert not verify(tmp_path / "store" / name_of(4))

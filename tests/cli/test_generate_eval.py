@@ -22,8 +22,9 @@ from tests.launching import forked
 
 S = 32
 CONFIG = """
-model: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,
-        vocab_size: 300, initializer_range: 0.3}
+model: {preset: llama-3.2-1b, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4,
+        num_key_value_heads: 2, head_dim: 8, vocab_size: 300, initializer_range: 0.3, max_position_embeddings: 48,
+        tie_word_embeddings: false}
 batch: {global_size: 4, micro_size: 4}
 """
 
@@ -149,13 +150,23 @@ def test_a_tokenizer_that_nobody_has_named(data: dict[str, Any], name: str | Non
         assert isinstance(tokenizer_of(config, name), ByteTokenizer)
 
 
-def test_a_layout_that_does_not_fit_and_an_empty_prompt(run: Path) -> None:
-    wrong = forked(1, "-m", "meshtrain.cli", "generate", run / "runs", "--prompt", "", "--length", "3")
+@pytest.mark.parametrize(
+    ("prompt", "options", "says"),
+    [
+        ("", ["--length", "3"], "at least one token"),
+        ("a", ["--layout", "{tp: 3}"], "tp"),
+        ("a", ["--length", "48"], "49 tokens together, and model.max_position_embeddings is 48"),
+        ("a", ["--tokenizer", "{run}/other.json"], "the text 'a' has the token id 300 by other.json"),
+    ],
+)
+def test_what_does_not_fit_the_model(run: Path, prompt: str, options: list[str], says: str) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"a": 300, "</s>": 0}, "a")).save(str(run / "other.json"))
+    options = [option.replace("{run}", str(run)) for option in options]
+    wrong = forked(1, "-m", "meshtrain.cli", "generate", run / "runs", "--prompt", prompt, *options)
     assert wrong.status == 2
-    assert "at least one token" in wrong.err
-    wrong = forked(1, "-m", "meshtrain.cli", "generate", run / "runs", "--prompt", "a", "--layout", "{tp: 3}")
-    assert wrong.status == 2
-    assert "tp" in wrong.err
+    assert says in wrong.err
 
 
 TASKS = {

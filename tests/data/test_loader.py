@@ -232,6 +232,12 @@ OWN = """
             return Text(0, 4)
         if config.path == "wrong":
             return [1, 2, 3]
+        if config.path == "lengths":
+            return [(torch.arange(n), torch.arange(n)) for n in (8, 8, 9)]
+        if config.path == "measured":
+            return [(torch.zeros(1), 1.7)]
+        if config.path == "list":
+            return [([1, 2, 3], [2, 3, 4])]
         if config.path == "nothing":
             return 3
         if config.path == "absent":
@@ -277,6 +283,14 @@ def test_a_users_own_text_gets_positions_and_may_change_with_the_epoch(opened: O
 def test_a_users_own_data_that_is_wrong(opened: Opener, own: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"item 0 is int, expected a pair"):
         opened(source=own, path="wrong", validation=0)
+    with pytest.raises(InputError, match=r"item 0: its target holds 1\.7\d*: expected whole numbers"):
+        opened(source=own, path="measured", validation=0)
+    with pytest.raises(InputError, match=r"item 0: its inputs are 3 numbers: expected a tensor of tokens"):
+        opened(source=own, path="list", validation=0)
+    data = opened(source=own, path="lengths", validation=0)
+    data.train.read([(0, 0), (0, 1)], 2)
+    with pytest.raises(InputError, match=r"sample 1 have the shapes \[\(8,\), .* and of sample 2 \[\(9,\), "):
+        data.train.read([(0, 1), (0, 2)], 2)
     with pytest.raises(InputError, match=r"gave int; expected an object with len"):
         opened(source=own, path="nothing")
     absent = rf"own.py: dataset\(config, 'train'\) cannot be used: it raises FileNotFoundError: .* \({own}:\d+\)$"

@@ -285,6 +285,17 @@ def test_a_failed_preparation_is_everyones_to_see_and_to_try_again(tmp_path: Pat
     prepare_once(tmp_path / "x", fail, print)  # not called: the folder is there
 
 
+def test_a_full_disk_of_the_cache_is_named(tmp_path: Path) -> None:
+    """Without the name of a file a job takes the error for a fault of its own."""
+
+    def fill() -> None:
+        with open("/dev/full", "wb", buffering=0) as file:
+            file.write(b"x")
+
+    with pytest.raises(OSError, match=r"No space left on device: '.*/x'"):
+        prepare_once(tmp_path / "x", fill, print)
+
+
 def test_a_host_that_was_first_in_spite_of_the_lock_is_no_error(tmp_path: Path) -> None:
     def twice() -> None:
         some(tmp_path / "x")

@@ -6,6 +6,8 @@ import pytest
 from torch import nn
 
 from meshtrain.config import Config
+from meshtrain.config.model_spec import model_spec
+from meshtrain.foresight import model
 from meshtrain.foresight.model import alike, kind_of, repeated, without
 from meshtrain.modeling.build import spec_of
 from meshtrain.pipeline.stage import OtherStageBlock, blocks_of
@@ -43,6 +45,12 @@ def test_one_block_of_each_kind_is_left() -> None:
 def test_blocks_before_the_first_trained_one_are_of_their_own() -> None:
     """The input of the second has no gradient."""
     assert alike(loaded('train.freeze=["*embed*", "*.layers.0.*", "*.layers.2.*"]')) == (0, 1, 2, 3, *[4] * 27, 31, 32)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "models").glob("*.py") if path.stem != "convnet"))
+def test_layers_of_every_language_model_are_alike(name: str) -> None:
+    first = model._alike(model_spec(name, {"num_hidden_layers": 12, "vocab_size": 256}), 32, False)
+    assert len(set(first)) <= 5 < 15 == len(first)
 
 
 OWN = """

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from random import Random
@@ -60,9 +61,6 @@ def stand_in(memory: float = math.inf, trace: Callable[[Any], Any] = attrgetter(
         count = microbatches(24, micro_size, layout.size(*DATA_AXES))
         return count * max(micro_size / layout.size("tp", "cp"), 0.3) / layout.size("pp")
 
-    def floor(candidate: Candidate) -> float:
-        return kernels(candidate.layout, candidate.settings[MICRO])
-
     def work(config: Config) -> float:
         layout, regather = config.resolved, 1.02 if config.parallel.regather else 1.0
         sent = 0.01 * layout.size("tp", "cp") * (1.5 if config.parallel.context == "ring" else 1) / layout.context_heads
@@ -99,7 +97,7 @@ def stand_in(memory: float = math.inf, trace: Callable[[Any], Any] = attrgetter(
                 total=weights + (kept - 0.2 * parallel.regather) / layout.size("tp", "cp") + gathered
             )
 
-    return Forecast(floor, work, Prediction, trace, memory)
+    return Forecast(partial(map, work), Prediction, trace, memory)
 
 
 def space(config: str, world: int, vary: tuple[str, ...] = KEYS, hosts: tuple[int, ...] = (), **fixed: int) -> Space:
@@ -315,7 +313,7 @@ def test_the_work_of_a_search_does_not_grow_with_the_world(config: str, monkeypa
         monkeypatch.setattr(Layout, "_offsets", listed)
         monkeypatch.setattr(blocks, "_counted", traced)
         monkeypatch.setattr(blocks, "_known", {})
-        search = Search(searched, replace(forecast(searched.config, load("h100")), trace=attrgetter("memory")))
+        search = Search(searched, replace(forecast(load("h100")), trace=attrgetter("memory")))
         assert search.run(loader(config, world), show=1)
         assert search.predicted < 600
     assert 0 < traces[32768] <= traces[32]

@@ -230,6 +230,11 @@ def test_folders_that_are_refused(plain: Path) -> None:
     for text in (b"[]", b'{"a": 3}', b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}'):
         single.write_bytes(struct.pack("<Q", len(text)) + text + b"1234")
         refused("no whole safetensors file")
+    for offsets in ([[0, 4], [0, 4]], [[4, 8], [8, 12]], [[0, 4], [8, 12]]):  # two in one place, a hole, another one
+        both = zip("ab", offsets, strict=True)
+        text = json.dumps({name: {"dtype": "F32", "shape": [1], "data_offsets": span} for name, span in both}).encode()
+        single.write_bytes(struct.pack("<Q", len(text)) + text + bytes(offsets[-1][-1]))
+        refused("do not lie one behind the other")
     single.unlink()
     refused("has neither model.safetensors nor model.safetensors.index.json")
     (plain / "pytorch_model.bin").touch()

@@ -15,10 +15,12 @@ from meshtrain.checkpoint.weights import load_weights, open_checkpoint
 from meshtrain.cli import main as cli
 from meshtrain.cli.plan import make_plan
 from meshtrain.config import Config, ConfigErrors
+from meshtrain.data.custom import CustomSamples
+from meshtrain.errors import InputError
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
 from meshtrain.metrics.logger import read
-from meshtrain.modeling.build import build_model, plain_model, spec_of
+from meshtrain.modeling.build import build_model, check_start, plain_model, spec_of
 from meshtrain.parallel.linear.lora import adapted_layers, is_adapter, merge_adapters
 from tests.huggingface.test_huggingface import REST, logits, made
 from tests.launching import forked
@@ -179,6 +181,34 @@ def test_a_layer_whose_weight_is_tied_has_no_adapter() -> None:
     first, second = (name for name in every if name.endswith("o_proj"))
     every[second].weight = every[first].weight
     assert every.keys() - adapted_layers(model, []).keys() == {first, second}
+
+
+def test_an_adapter_of_a_layer_that_is_not_called_is_refused(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hook would never run, and it would stay zero."""
+    data: Any = CustomSamples("ones", [(torch.ones(8).long(), torch.ones(8).long())], None)
+    check_start(replace(config, model=replace(config.model, weights=None)), data=data)
+    attention = spec_of(config).module.Attention
+    forward = attention.forward
+
+    def without_a_call(self: Any, *inputs: Any) -> torch.Tensor:
+        layer, self.o_proj = self.o_proj, torch.nn.Identity()
+        y = forward(self, *inputs)
+        self.o_proj = layer
+        return torch.nn.functional.linear(y, layer.weight)
+
+    monkeypatch.setattr(attention, "forward", without_a_call)
+    with pytest.raises(InputError, match=r"does not call model\.layers\.0\.self_attn\.o_proj"):
+        check_start(config, data=data)
+
+
+def test_adapters_that_would_count_otherwise_are_refused(tuned: Path, config: Config) -> None:
+    """A run that starts from them would start from another model, without a word."""
+    config = replace(config, model=replace(config.model, weights=str(tuned / "whole" / LAST)))
+    check_start(config)
+    assert config.train.lora is not None
+    other = replace(config.train, lora=replace(config.train.lora, alpha=None))
+    with pytest.raises(InputError, match=r"alpha 16 and rank 4, and here alpha is 4: give alpha: 16"):
+        check_start(replace(config, train=other))
 
 
 def test_trained_adapters_are_opened_also_of_a_model_that_draws_its_own_weights(

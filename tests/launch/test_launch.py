@@ -112,6 +112,18 @@ def test_options_for_srun_and_sbatch_and_a_container(folder: Path, capsys: pytes
     assert "export ACTIVATE=''" in lines, "the host's environment is none of the container's"
 
 
+def test_files_of_a_container_are_named_by_their_whole_paths(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job's shell expands no ~ in a variable, and pyxis takes x.sqsh for a name in a registry."""
+    monkeypatch.setenv("HOME", str(folder))
+    (folder / "x.sqsh").touch()
+    for image, mounts in (("~/x.sqsh", "~:/data,~:/more"), ("x.sqsh", ".:/data,.:/more")):
+        lines = dry_run(capsys, *NODES, "--container-image", image, "--container-mounts", mounts).splitlines()
+        assert f"export CONTAINER_IMAGE={folder}/x.sqsh" in lines
+        assert f"export CONTAINER_MOUNTS={folder}:/data,{folder}:/more" in lines
+
+
 @pytest.mark.parametrize("word", ["train.steps=3", "layout={dp_shard: 32}"])
 def test_srun_alone_leaves_the_words_behind_it_to_training(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     script = dry_run(capsys, *NODES, "--srun", word)

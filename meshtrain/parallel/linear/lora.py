@@ -62,6 +62,23 @@ def add_adapters(model: nn.Module, match: Sequence[str], rank: int, alpha: float
         _attach(layer, lora_a, lora_b, Dropout(dropout), alpha / rank)
 
 
+def idle_adapters(model: nn.Module, inputs: Sequence[Tensor | None]) -> list[str]:
+    """The layers that have an adapter and are not called in a forward, which uses their weights by itself or not at
+    all: a hook of theirs never runs. `model`: plain, on the meta device; one that does not run there has none."""
+    adapted = {name: module for name, module in model.named_modules() if has_adapter(module)}
+    called: set[nn.Module] = set()
+    hooks = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in adapted.values()]
+    try:
+        with torch.no_grad():
+            model(*(None if x is None else x.to("meta") for x in inputs))
+    except Exception:  # whatever a model raises that asks a tensor for its values
+        return []
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [name for name, module in adapted.items() if module not in called]
+
+
 def move_adapter(plain: nn.Module, layer: nn.Module, columns: slice | None = None) -> None:
     """A layer that takes a plain one's place takes its adapter, if there is one. `columns`: of its input that this rank
     has, if that is not all."""
