@@ -86,7 +86,6 @@ def model_spec(
     about = (module, dict(keys), freeze, lora)
     alike = (spec for spec in _latest if (spec.module, spec.keys, spec.freeze, spec.lora) == about)
     spec = next(alike, None) or ModelSpec(module, keys, freeze, lora)
-    # Also those with fewer layers, which are traced.
     _latest[:] = [spec, *(other for other in _latest if other is not spec)][:8]
     return spec
 

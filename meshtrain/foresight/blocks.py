@@ -37,50 +37,50 @@ _known: dict[tuple[Any, ...], tuple[dict[int, tuple[Work, Work]], dict[int, tupl
 
 def works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
     """Of each block, in order, for one microbatch; blocks of a kind have the same. Raises UntracedError."""
-    key, case = _case_of(config, layout)
+    key = _key(config, layout)
     if key not in _known:
-        _known[key] = _counted(*case), {}
+        _known[key] = _counted(config, layout), {}
     pairs, known = _known[key]
     more = config.batch.micro_size - 1
     if more not in known:
-        works = {i: _extended(one, two, more) for i, (one, two) in pairs.items()}
+        works = {i: _extended(*pair, more) for i, pair in pairs.items()}
         known[more] = tuple(works[i] for i in alike(config))
     return known[more]
 
 
 def count_works(configs: Iterable[Config], pool: Executor | None) -> None:
     """Counts what `works_of` will be asked for, in processes at once."""
-    unknown = {
-        key: case for key, case in (_case_of(config, config.resolved) for config in configs) if key not in _known
-    }
-    keys = list(unknown)
-    for key in keys[:1]:  # here, so that what it imports is there in every process
-        _known[key] = _counted(*unknown[key]), {}
-    if pool is not None and keys[1:]:
-        counted = pool.map(_counted, *zip(*(unknown[key] for key in keys[1:]), strict=True))
-        _known.update({key: (pairs, {}) for key, pairs in zip(keys[1:], counted, strict=True)})
+    placed = [(config, config.resolved) for config in configs if config.resolved is not None]
+    unknown = [(key, case) for key, case in {_key(*case): case for case in placed}.items() if key not in _known]
+    for key, case in unknown[:1]:  # here, so that what it imports is there in every process
+        _known[key] = _counted(*case), {}
+    if pool is not None and unknown[1:]:
+        counted = pool.map(_counted, *zip(*(case for _, case in unknown[1:]), strict=True))
+        _known.update({key: (pairs, {}) for (key, _), pairs in zip(unknown[1:], counted, strict=True)})
 
 
-def _case_of(config: Config, layout: Layout | None) -> tuple[tuple[Any, ...], tuple[Config, Layout, bool]]:
-    """What works depend on, but for the samples, and of what they are counted: a config, as few ranks as have them, and
-    whether weight gradients are put off."""
-    assert layout is not None
-    parallel, train, section = config.parallel, config.train, config.pipeline
-    cp, tp, ranks = layout.size("cp"), layout.size("tp"), layout.size("pp")
-    # Without a queue torch's own layers may be in the place of ours.
-    splits = ranks > 1 and short_schedule(section.schedule, ranks, section.stages_per_rank).splits_backward
+def _splits(config: Config, layout: Layout) -> bool:
+    """Whether weight gradients are put off."""
+    section, ranks = config.pipeline, layout.size("pp")
+    return ranks > 1 and short_schedule(section.schedule, ranks, section.stages_per_rank).splits_backward
+
+
+def _key(config: Config, layout: Layout) -> tuple[Any, ...]:
+    """What works depend on, but for the samples."""
+    parallel, train = config.parallel, config.train
     key: tuple[Any, ...] = (config.model.name, repr(config.model.keys), config.data.seq_len, config.data.mask_documents)
-    key += (cp, tp, layout.experts, layout.context_heads)
+    key += (layout.size("cp"), layout.size("tp"), layout.experts, layout.context_heads)
     key += (parallel.context, parallel.recompute, parallel.regather, parallel.sequence_parallel)
-    key += (splits and (layout.experts > 1 or parallel.recompute == "full"),)
     key += (train.precision, train.linear_precision, train.freeze, train.lora)
+    # Without a queue of weight gradients torch's own layers may be in the place of ours.
+    return *key, _splits(config, layout) and (layout.experts > 1 or parallel.recompute == "full")
+
+
+def _counted(config: Config, layout: Layout) -> dict[int, tuple[Work, Work]]:
+    """Of each block but for those that are like one before, for one sample and for two; on as few ranks as can be."""
+    skipped, splits, cp, tp = repeated(alike(config)), _splits(config, layout), layout.size("cp"), layout.size("tp")
     small = Layout({"dp_shard": max(1, layout.experts // (cp * tp)), "cp": cp, "tp": tp})
-    return key, (config, small.with_context_heads(layout.context_heads).with_experts(layout.experts), splits)
-
-
-def _counted(config: Config, layout: Layout, splits: bool) -> dict[int, tuple[Work, Work]]:
-    """Of each block but for those that are like one before, for one sample and for two."""
-    skipped = repeated(alike(config))
+    layout = small.with_context_heads(layout.context_heads).with_experts(layout.experts)
     config = replace(config, layout=layout.sizes, resolved=layout)
     config = replace(config, parallel=replace(config.parallel, compile=False))
     of_samples = [

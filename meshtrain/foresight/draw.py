@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from meshtrain.foresight.prediction import Prediction
     from meshtrain.foresight.steptime import StepTime
 
-HOW_EXTENDED = "from steps of fewer layers, microbatches and pipeline ranks, by straight lines"
+HOW_EXTENDED = "from steps of fewer blocks, microbatches and pipeline ranks, by straight lines"
 WIDTH = 32  # of the longest bar, in characters
 COLOURS = ("#2f5fb3", "#e08a2c", "#3a9a62", "#b8433e", "#7d5ba6", "#8a6d4b", "#cf78ad", "#6f7685", "#aab03c", "#3aa5b8")
 INK, QUIET = "#1c2333", "#7a8194"

@@ -27,7 +27,7 @@ class RankMemory:
     moment: str
     pp: int = 0  # index of the rank
     compiled: bool = False  # whether blocks are
-    source: str = "traced"  # extended: from traces of fewer layers, microbatches and stages; estimated: by arithmetic
+    source: str = "traced"  # extended: from traces of fewer blocks, microbatches and stages; estimated: by arithmetic
 
     @property
     def total(self) -> float:

@@ -95,27 +95,27 @@ def _alike(spec: ModelSpec, seq_len: int, mask_documents: bool) -> tuple[int, ..
     first = tuple(map(kinds.index, kinds))
     batch = _batch(spec, 1, seq_len, mask_documents)
     try:
-        received, given = _passed_on(without(spec, repeated(first)).copy(), batch)
+        inputs, outputs = _passed_on(without(spec, repeated(first)).copy(), batch)
     except Exception:  # the model's own, which asks its blocks for something
         return tuple(range(len(blocks)))
-    holds = all(received[i] == received[j] == given[j] for i, j in enumerate(first) if i != j)
-    return first if holds else tuple(range(len(blocks)))
+    same = all(inputs[i] == inputs[j] == outputs[j] for i, j in enumerate(first) if i != j)
+    return first if same else tuple(range(len(blocks)))
 
 
 def _passed_on(model: nn.Module, batch: Batch) -> tuple[dict[int, Any], dict[int, Any]]:
     """Sizes of what each block gets and gives in a forward."""
-    received, given = defaultdict[int, list[Any]](list), defaultdict[int, list[Any]](list)
+    inputs, outputs = defaultdict[int, list[Any]](list), defaultdict[int, list[Any]](list)
 
-    def record(i: int, block: nn.Module, inputs: Any, output: Any) -> None:
-        received[i].append(_sizes(inputs[:1]))
-        given[i].append(_sizes(output))
+    def record(i: int, block: nn.Module, arguments: Any, output: Any) -> None:
+        inputs[i].append(_sizes(arguments[:1]))
+        outputs[i].append(_sizes(output))
 
     for i, block in enumerate(blocks_of(model)):
         block.register_forward_hook(partial(record, i))
     set_dropout(model, seed=0, step=0, samples=range(len(batch.targets)))
     with torch.no_grad():
         model(*batch.to(torch.device("meta"), torch.float32).inputs)
-    return received, given
+    return inputs, outputs
 
 
 def _sizes(values: Any) -> list[tuple[torch.Size, torch.dtype]]:

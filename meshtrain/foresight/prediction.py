@@ -177,18 +177,21 @@ class Prediction:
     @cached_property
     def step(self) -> steptime.StepTime:
         """Seconds of a step, by part."""
-        return self._step(steptime.makespan)
+        is_text = "vocab_size" in self.config.model.keys
+        flops = self._forward_flops * 3 * self.config.batch.sizes.largest if is_text else 0  # of images not known
+        return self._step(steptime.makespan, flops)
 
     @cached_property
     def bound(self) -> float:
         """Seconds that the step does not take less than: all of it but for the order of the pipeline's actions."""
         return self.step.seconds if self.schedule is None else self._step(steptime.least_makespan).seconds
 
-    def _step(self, clock: Callable[[Schedule, steptime.StageCosts, float], float]) -> steptime.StepTime:
+    def _step(
+        self, clock: Callable[[Schedule, steptime.StageCosts, float], float], flops: float = 0
+    ) -> steptime.StepTime:
         assert self.hardware is not None
         config, layout, parallel, train = self.config, self.layout, self.config.parallel, self.config.train
         size = 8 if train.precision == "float64" else 4
-        forward = self._forward_flops if "vocab_size" in config.model.keys else 0
         return steptime.of(
             self.works,
             layout,
@@ -203,7 +206,7 @@ class Prediction:
             shards_optimizer=parallel.shard_optimizer,
             message_size=2 if parallel.reduce_precision == "bfloat16" else size,
             tokens=config.batch.sizes.largest * self.per_sample,
-            flops=3 * forward * config.batch.sizes.largest,  # of images not known
+            flops=flops,
             clock=clock,
         )
 

@@ -1,11 +1,15 @@
 """The counted work of blocks: weight gradients, which some schedules put off, are a pass of their own."""
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshtrain.config import Config
-from meshtrain.foresight.blocks import works_of
+from meshtrain.foresight import blocks
+from meshtrain.foresight.blocks import _counted, count_works, works_of
 from meshtrain.foresight.work import Pass, Work
 from meshtrain.modeling.build import plain_model
 from tests.foresight.traced import SMALL
@@ -47,6 +51,27 @@ def test_experts_too(ranks: int) -> None:
     [router] = [product for product in first.forward.products if product.n == 16]
     assert len(first.weight_grad.products) == 6
     assert flops(first.weight_grad) == flops(first.forward) - router.flops
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["train.lora={rank: 2}", 'train.freeze=["*.layers.*"]', "parallel.recompute=full", "train.precision=float64"],
+)
+def test_works_of_one_config_are_not_those_of_another(override: str) -> None:
+    """Each is counted once: what it depends on is part of its key."""
+    plain, other = layers("configs/quickstart.yaml")[0], layers("configs/quickstart.yaml", override)[0]
+    assert vars(plain) != vars(other)
+    assert layers("configs/quickstart.yaml")[0] == plain
+
+
+def test_works_are_counted_in_processes_at_once() -> None:
+    """They are those that are counted here."""
+    overrides = [*SMALL["configs/quickstart.yaml"], "layout={dp_shard: -1, cp: 2}", "data.seq_len=48"]
+    loaded = [Config.load("configs/quickstart.yaml", [*overrides, f"layout.tp={tp}"], world_size=4) for tp in (1, 2)]
+    with ProcessPoolExecutor(2, get_context("fork")) as pool:
+        count_works(loaded, pool)
+    pairs = [blocks._known[blocks._key(config, config.resolved)][0] for config in loaded if config.resolved is not None]
+    assert pairs == [_counted(config, config.resolved) for config in loaded if config.resolved is not None]
 
 
 def test_it_grows_with_the_samples() -> None:

@@ -169,8 +169,10 @@ def test_a_model_that_does_not_run_with_few_blocks_is_traced_whole(tmp_path: Pat
 def test_a_model_that_cannot_be_traced_says_why(tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text(DEEP.replace("layers[3]", "layers[30]"))
-    with pytest.raises(UntracedError, match="does not run on the meta device"):
-        _ = Prediction(loaded(2, "layout={dp_shard: 2}", f"model.name={file}"), traced=True).memory
+    prediction = Prediction(loaded(2, "layout={dp_shard: 2}", f"model.name={file}"), traced=True)
+    for name in ("memory", "works"):
+        with pytest.raises(UntracedError, match="does not run on the meta device"):
+            getattr(prediction, name)
 
 
 def test_traces_in_processes_beside_each_other_say_the_same() -> None:

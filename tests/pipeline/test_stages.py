@@ -115,6 +115,16 @@ def test_what_is_around_the_blocks_goes_with_the_block_before_it_or_the_first() 
     assert [type(second.get_submodule(name)) for name in names] == [OtherStageBlock, OtherStageBlock, nn.SiLU]
 
 
+def test_blocks_of_other_stages_keep_their_settings() -> None:
+    """Which a model's forward may read of each."""
+    model = small()
+    model.model.layers[0].window = 7
+    keep_stage(model, 2, 4)
+    placeholder = model.get_submodule("model.layers.0")
+    assert isinstance(placeholder, OtherStageBlock)
+    assert (placeholder.window, len(list(placeholder.parameters()))) == (7, 0)
+
+
 def test_which_stages_hold_a_parameter() -> None:
     bounds = [(0, 2), (2, 4), (4, 6)]
     holding = stages_of_parameter(small(), bounds)
