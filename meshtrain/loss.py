@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshtrain.data.batch import IGNORE
-from meshtrain.errors import AgreedError, ranges
+from meshtrain.errors import AgreedError, InputError, ranges
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.cross_entropy import argmax, token_losses
 from meshtrain.parallel.torch_private import backward_is_running, never_compiled
@@ -32,7 +32,16 @@ def sample_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
     Returns:
         (b,), 0 for a sample without valid targets.
+
+    Raises:
+        InputError: the model gives something else.
     """
+    if not isinstance(logits, Tensor) or logits.shape[:-1] != targets.shape:
+        output = f"a tensor {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        raise InputError(
+            f"the model's output is {output}: its forward has to return a tensor of logits, {(*targets.shape, 'v')} "
+            "for these targets, and nothing beside it"
+        )
     if isinstance(logits, DTensor):
         return token_losses(logits, targets.flatten()).view(targets.shape[0], -1).sum(1)
     wide = logits.float() if logits.dtype.itemsize < 4 else logits

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshtrain.errors import AgreedError
+from meshtrain.errors import AgreedError, InputError
 from meshtrain.layout import Layout
-from meshtrain.loss import GlobalCount, StepTerms, agree_on_fields, attach, record
+from meshtrain.loss import GlobalCount, StepTerms, agree_on_fields, attach, record, sample_losses
 from meshtrain.mesh import Mesh
 
 ALONE = Mesh(Layout({}), 0, "cpu", None, {})
@@ -101,3 +101,13 @@ def test_ranks_agree_on_the_fields_and_on_what_they_have_computed_twice(monkeypa
     assert agree_on_fields(terms, mesh, same_tokens=False) == {"loss/b": 2, "sum/a": 2}
     with pytest.raises(AgreedError, match=r"sum/a differs between ranks 2-3"):
         agree_on_fields(terms, mesh, same_tokens=True)
+
+
+def test_what_is_no_logits_is_refused() -> None:
+    targets = torch.zeros(2, 3, dtype=torch.int64)
+    for output, found in (
+        ({"logits": torch.zeros(2, 3, 4)}, "a dict"),
+        (torch.zeros(2, 4, 4), r"a tensor \(2, 4, 4\)"),
+    ):
+        with pytest.raises(InputError, match=f"the model's output is {found}: its forward has to return"):
+            sample_losses(output, targets)  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """The model of a config as a value, `ModelSpec`: its file, its keys, and the model on the meta device, built once."""
 
+import copy
 import pickle
 from collections.abc import Mapping
 from functools import cached_property
@@ -45,8 +46,11 @@ class ModelSpec:
     def _construct(self) -> "nn.Module":
         import torch  # a model's file has brought it; a config whose model is not asked does without
 
-        with torch.device("meta"):
-            return self.tuned(self.module.Model(self.config))
+        try:
+            with torch.device("meta"):
+                return self.tuned(self.module.Model(self.config))
+        except RuntimeError:  # it may ask a tensor for its values (`torch.linspace(...).tolist()`)
+            return self.tuned(_without_memory(self.module.Model(self.config)))
 
     def tuned(self, model: "nn.Module") -> "nn.Module":
         """A plain model with what `train.freeze` and `train.lora` make of it. Patterns are checked by the config."""
@@ -58,6 +62,17 @@ class ModelSpec:
         if (lora := self.lora) is not None:
             add_adapters(model, lora.match, lora.rank, lora.alpha or lora.rank, lora.dropout)
         return model
+
+
+def _without_memory(model: "nn.Module") -> "nn.Module":
+    """A copy on the meta device, in which parameters that are tied still are."""
+    from torch import nn
+
+    tensors: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()
+    }
+    tensors |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    return copy.deepcopy(model, tensors)
 
 
 _latest: list[ModelSpec] = []

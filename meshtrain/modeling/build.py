@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from meshtrain.checkpoint.weights import open_weights
 from meshtrain.config.model_spec import ModelSpec, spec_of
 from meshtrain.data.batch import Samples
 from meshtrain.data.order import microbatches
 from meshtrain.data.sequence import padded_length
-from meshtrain.errors import InputError, join_some
+from meshtrain.errors import AgreedError, InputError, join_some
 from meshtrain.huggingface.adapter import check_scale
 from meshtrain.huggingface.load import check_weights, load_weights
 from meshtrain.huggingface.stored_names import is_weight, table_of
@@ -29,7 +30,7 @@ from meshtrain.parallel.linear import use_products
 from meshtrain.parallel.linear.lora import INIT_PLAN, idle_adapters, is_adapter
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue
 from meshtrain.parallel.linear_cross_entropy import can_fuse, gives_logits
-from meshtrain.parallel.mixed_precision import cast, compute_dtype, master_dtype
+from meshtrain.parallel.mixed_precision import cast, compute_dtype, master_dtype, random_state, reseed, state_parameters
 from meshtrain.parallel.parallelize import (
     ParallelOptions,
     apply_context_parallel,
@@ -37,10 +38,11 @@ from meshtrain.parallel.parallelize import (
     apply_tensor_parallel,
     broadcast_parameters,
 )
+from meshtrain.parallel.torch_private import has_gradient_hooks, writes_to_parameter
 from meshtrain.pipeline.actions import Kind, Schedule
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.pipeline.partition import StageSplit, split_blocks
-from meshtrain.pipeline.probe import check_forward
+from meshtrain.pipeline.probe import blocks_used_outside, check_forward
 from meshtrain.pipeline.schedule import load
 from meshtrain.pipeline.stage import blocks_of, keep_stage, stages_of_parameter
 
@@ -71,6 +73,8 @@ def build_model(
     `pp`: this rank's stages, as a `Pipeline`. `sample`: see `ParallelOptions`."""
     options = options_of(config, mesh.layout, device, waiting, sample)
     if mesh.size("pp") == 1:
+        if mesh.uses_fsdp or compute_dtype(options.precision) != master_dtype(options.precision):
+            options = replace(options, used_outside=_used_outside(config, sample, mesh.uses_fsdp))
         return build_stage(config, mesh, device, options)
     schedule, split = stages_of(config, mesh.layout)
     numbers = schedule.stages_of(mesh.index("pp"))
@@ -170,13 +174,13 @@ def build_stage(
     verified: bool = False,
 ) -> nn.Module:
     """The whole model or a stage of it, parallelized, with its first values: of a model file with an `init_plan` on the
-    meta device, so that no rank holds more than its part; any other, and one with buffers (whose values only its
-    constructor knows), whole on every rank from the seed. `blocks`: from the stage's first to the one after its last;
+    meta device, so that no rank holds more than its part; any other, and one with buffers and the like (`_only_made`),
+    whole on every rank from the seed. `blocks`: from the stage's first to the one after its last;
     None: all. `verified`: another stage has verified it."""
     spec = spec_of(config)
     plan = getattr(spec.module, "init_plan", None)
     traced = device.type == "meta"  # nothing has values
-    whole = not traced and (plan is None or any(True for _ in spec.meta.buffers()))
+    whole = not traced and (plan is None or _only_made(spec.meta))
 
     def give_values() -> None:
         if traced:
@@ -194,9 +198,11 @@ def build_stage(
         initialise(model, {**INIT_PLAN, **(plan or {})}, seed=config.train.seed, std=std, names=names)
 
     if whole:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.train.seed)
-            model = spec.tuned(spec.module.Model(spec.config).to(device))
+        restore = random_state()
+        reseed(config.train.seed, 0, 0)  # numpy and Python, too
+        torch.manual_seed(config.train.seed)
+        model = spec.tuned(spec.module.Model(spec.config).to(device))
+        restore()
     else:
         model = spec.copy()
     broadcast_parameters(model, mesh)
@@ -214,6 +220,28 @@ def build_stage(
     if mesh.uses_fsdp:  # FSDP splits a model that has no memory yet
         give_values()
     return model
+
+
+def _used_outside(config: "Config", sample: tuple[Tensor | None, ...] | None, fsdp: bool) -> list[str]:
+    """See `ParallelOptions`. Raises AgreedError: a forward writes to parameters, of which FSDP gathers copies."""
+    if sample is None and "vocab_size" in config.model.keys:
+        tokens = torch.empty(1, config.data.seq_len, dtype=torch.int64, device="meta")
+        sample = tokens, tokens, None
+    if sample is None:
+        return []
+    model = plain_model(config)
+    blocks, written = blocks_used_outside(model, sample)
+    written = [name for name in written if model.get_parameter(name) not in state_parameters(model)]
+    if fsdp and written:
+        raise AgreedError(writes_to_parameter(written[0]))
+    return blocks
+
+
+def _only_made(model: nn.Module) -> bool:
+    """Whether a model has what only its constructor makes: buffers, tensors in attributes, hooks of parameters."""
+    attributes = [value for module in model.modules() for key, value in vars(module).items() if key[0] != "_"]
+    tensors = any(isinstance(value, Tensor) for value in tree_leaves(attributes))
+    return tensors or any(True for _ in model.buffers()) or any(map(has_gradient_hooks, model.parameters()))
 
 
 def has_loss_head(model: nn.Module, config: "Config") -> bool:

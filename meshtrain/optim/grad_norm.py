@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshtrain.errors import InputError
 from meshtrain.huggingface.stored_names import Table, table_of
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import axis_group
@@ -53,9 +54,14 @@ class LocalParameter:
     def take_grad(self) -> Tensor:
         """This rank's part of the gradient, which the next update uses: zeros where no forward used the parameter.
 
-        Under DDP another rank may have used it, so there it must have one; then it has one everywhere.
+        Under DDP another rank may have used it, so there it must have one; then it has one everywhere. Raises
+        InputError: it is sparse.
         """
         grad = self.parameter.grad
+        if grad is not None and grad.layout != torch.strided:
+            raise InputError(
+                f"the gradient of {self.spec.name} is sparse: leave `sparse` out of the layer that makes it"
+            )
         grad = torch.zeros_like(self.local) if grad is None else self._own(to_local(grad))
         self.local.grad = grad
         return grad

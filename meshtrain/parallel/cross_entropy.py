@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from meshtrain.data.batch import IGNORE
 from meshtrain.parallel.collectives import AxisGroup, axis_group_by_name, ops
@@ -76,7 +76,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 def token_losses(logits: DTensor, targets: Tensor) -> Tensor:
     """Cross entropy of each token: logits (n, v) split over v, targets (n,) -> (n,), the same on each rank."""
-    part = logits.to_local()
+    part = _part_of(logits)
     wide = part.float() if part.dtype.itemsize < 4 else part
     flat = wide.flatten(0, -2)
     return VocabParallelCrossEntropy.apply(flat, targets, logits.shape[-1], axis_group_of(logits).name)
@@ -84,7 +84,7 @@ def token_losses(logits: DTensor, targets: Tensor) -> Tensor:
 
 def argmax(logits: DTensor) -> Tensor:
     """The token of the largest logit: (..., v) split over v -> (...), the same on each rank."""
-    axis, part = axis_group_of(logits), logits.to_local().detach()
+    axis, part = axis_group_of(logits), _part_of(logits).detach()
     first = chunk_range(logits.shape[-1], axis.size, axis.index).start
     if part.shape[-1] > 0:
         largest, index = part.max(-1)
@@ -104,11 +104,17 @@ def gather_logits(logits: Tensor, *position: int | slice) -> Tensor:
         return logits[position]
     axis = axis_group_of(logits)
     width = chunk_range(logits.shape[-1], axis.size, 0).stop  # of the largest part; others are padded to it
-    part = logits.to_local().detach()[position]
+    part = _part_of(logits).detach()[position]
     padded = part.new_zeros(*part.shape[:-1], width)
     padded[..., : part.shape[-1]] = part
     of_ranks = ops.all_gather(padded[None], axis.name)
     return of_ranks.movedim(0, -2).flatten(-2)[..., : logits.shape[-1]]
+
+
+def _part_of(logits: DTensor) -> Tensor:
+    """This rank's words, also of logits that an operator of the model's own (a slice, torch.cat) has made whole."""
+    words = Shard(logits.dim() - 1)
+    return (logits if logits.placements == (words,) else logits.redistribute(placements=[words])).to_local()
 
 
 def axis_group_of(logits: DTensor) -> AxisGroup:

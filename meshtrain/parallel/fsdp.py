@@ -139,6 +139,10 @@ def _group_into_units(
 ) -> list[list[nn.Module]]:
     """`others`: parameters that are in no unit of blocks."""
     users: dict[nn.Parameter, set[int]] = {}
+    inside = {module for block in blocks for module in block.modules()}
+    for module in model.modules():
+        for parameter in set(module.parameters(recurse=False)) if module not in inside else ():
+            users[parameter] = {-1}  # a block that shares it stays with the model
     for i, block in enumerate(blocks):
         for parameter in set(block.parameters()).difference(others):
             users.setdefault(parameter, set()).add(i)

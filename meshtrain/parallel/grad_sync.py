@@ -97,11 +97,24 @@ def when_backward_begins(model: nn.Module, callback: Callable[[], None]) -> None
             callback()
 
     def after_forward(model: nn.Module, inputs: Any, output: Any) -> None:
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
                 tensor.register_hook(in_backward)
 
     model.register_forward_hook(after_forward)
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """The tensors of a model's output, also of dataclasses and other objects that hold them."""
+    tensors, objects, leaves = [], set[int](), tree_leaves(output)
+    while leaves:
+        leaf = leaves.pop(0)
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+        elif id(leaf) not in objects and not isinstance(leaf, type | nn.Module):
+            objects.add(id(leaf))
+            leaves += tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
+    return tensors
 
 
 class TPGradSync(GradientSync):

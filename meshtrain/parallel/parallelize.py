@@ -2,7 +2,7 @@
 `apply_tensor_parallel` if it changes layers, in `apply_data_parallel` if it changes what is around them."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -40,9 +40,10 @@ from meshtrain.parallel.mixed_precision import (
     compute_dtype,
     master_dtype,
     message_dtype,
+    state_parameters,
 )
 from meshtrain.parallel.tensor_parallel import TensorParallel, replace_layers, sum_partial_gradients
-from meshtrain.parallel.torch_private import allocate, never_compiled
+from meshtrain.parallel.torch_private import allocate, has_gradient_hooks, never_compiled
 from meshtrain.parallel.tp_plan import (
     NO_SEQUENCE,
     REPLICATED,
@@ -86,6 +87,7 @@ class ParallelOptions:
     fuse_loss: bool = False  # the last block gives the loss where it is requested (`linear_cross_entropy.py`)
     reshard_after_forward: bool = True  # see `fsdp.apply_fsdp`
     reduce_precision: str | None = None  # in which gradients are summed over data ranks; None: as they are kept
+    used_outside: Collection[str] = ()  # blocks whose parameters others use: gathered and cast with the whole model
     shard_optimizer: bool = False  # ZeRO-1 (`ddp.py`); for `meshtrain.optim.Optimizer` alone
     verify: bool = True  # before anything else the split model is compared with the plain one; see `verify.py`
     # For that: what `model(*sample)` takes, a few short samples, the same on each rank of `tp`; None: one is made up.
@@ -183,6 +185,8 @@ def apply_tensor_parallel(
     decided that were left open. `verified`: the model was, for another of its stages. Raises as `parallelize`."""
     if mesh.size(*LOSS_AXES) > 1:
         _refuse_batch_statistics(model)
+    if mesh.uses_fsdp or mesh.size("tp") > 1 or mesh.size("ep") > 1:
+        _refuse_parameters(model, mesh.uses_fsdp)
     part = SequencePart(cp=mesh.size("cp"), cp_index=mesh.index("cp"))
     if mesh.size("tp") == 1:
         _refuse_float8(model, options)
@@ -245,7 +249,8 @@ def _warn_unverified(mesh: Mesh, reason: str | None) -> None:
 
 def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> nn.Module:
     """The other half of `parallelize`: precision, recomputation and compilation of blocks, then DDP, FSDP or HSDP."""
-    blocks = blocks_of(model)
+    last, others = blocks_of(model)[-1], [model.get_submodule(name) for name in options.used_outside]
+    blocks = [block for block in blocks_of(model) if block not in others]
     attention: list[str] = []
     if mesh.size("cp") > 1:  # asked now, because FSDP changes the model's class
         cp_plan = plan_of(type(model), "cp_plan", options.cp_plan) or {}
@@ -267,7 +272,7 @@ def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) 
     if options.compile and narrow and not mesh.uses_fsdp and mesh.device_type in MERGED_ON:
         _merge_weights(model, plan_of(type(model), "tp_plan", options.tp_plan) or {})
     if options.fuse_loss:
-        fuse_loss(blocks[-1], options.compile)
+        fuse_loss(last, options.compile)
     _wrap_blocks(model, blocks, experts, mesh, options)
     _share_samples(model, mesh, options)
     if mesh.uses_fsdp:
@@ -341,8 +346,31 @@ def _refuse_plain_dropout(model: nn.Module) -> None:
             raise InputError(f"{own}, and {same}: use meshtrain.dropout.Dropout, or sequence_parallel true")
 
 
+def _refuse_parameters(model: nn.Module, fsdp: bool) -> None:
+    """Those that others cannot take the places of, of which each rank has a part."""
+    state = state_parameters(model)
+    for name, parameter in model.named_parameters():
+        if has_gradient_hooks(parameter):
+            raise AgreedError(
+                f"the parameter {name} has a hook on its gradient, which its parts on several ranks would not have: "
+                "change the gradient by an autograd function in the forward, or use dp_replicate or pp"
+            )
+        if fsdp and parameter.dim() == 0 and parameter not in state:
+            raise AgreedError(
+                f"the parameter {name} has no dim that dp_shard or cp could cut: give it one, torch.zeros(1), or use "
+                "dp_replicate"
+            )
+
+
 def _refuse_batch_statistics(model: nn.Module) -> None:
     for name, module in model.named_modules():
+        options = [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, key, None)]
+        if options and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise AgreedError(
+                f"{name} is an embedding with {options[0]}, which goes by the tokens that a rank happens to have: with "
+                f"several data ranks or cp the loss would depend on the layout. Leave {options[0]} out, or use one "
+                "data rank and cp: 1"
+            )
         statistics = isinstance(module, nn.modules.batchnorm._NormBase) and (
             isinstance(module, nn.modules.batchnorm._BatchNorm) or module.track_running_stats
         )

@@ -17,6 +17,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from meshtrain.errors import InputError
+
 __all__ = ["fsdp_collectives"]  # the rest is defined here
 
 
@@ -184,7 +186,8 @@ def end_fsdp_backward(model: FSDPModule) -> None:
 
 
 def send_unused_as_zeros(module: FSDPModule) -> None:
-    """From now on a unit of FSDP sends a gradient for every parameter: zeros where the model did not use it.
+    """From now on a unit of FSDP sends a gradient for every parameter: zeros where the model did not use it. A backward
+    raises InputError where a forward has written to a parameter.
 
     FSDP sends those that are there, one after the other in one tensor: of ranks, or in HSDP of microbatches, that have
     used different parameters it would add one's gradient to another's. In 16 bits all are of one type then.
@@ -194,10 +197,20 @@ def send_unused_as_zeros(module: FSDPModule) -> None:
         unit.post_backward = partial(_send_all, unit, unit.post_backward)  # type: ignore[method-assign]
 
 
+def writes_to_parameter(name: str | None) -> str:
+    return (
+        f"the model's forward writes to the parameter {name}, and with dp_shard or cp that is a copy which is gathered "
+        "anew: compute with a tensor that is made of the parameter, or use dp_replicate"
+    )
+
+
 def _send_all(unit: FSDPParamGroup, post_backward: Callable[[], None], *unused: Any) -> None:
     gathered = [p for p in unit.fsdp_params if hasattr(p, "_unsharded_param")]
     if not gathered:
         return  # no forward has run of it
+    for p in gathered:
+        if any(tensor._version for tensor in p.all_gather_outputs):  # of which FSDP's own writes say nothing
+            raise InputError(writes_to_parameter(p._param_fqn))
     trained = [p for p in gathered if unit.reduce_grads and p._unsharded_param.requires_grad]
     widened = any(p.unsharded_accumulated_grad is not None for p in trained)
     for p in trained:

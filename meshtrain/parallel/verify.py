@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from meshtrain.data.batch import Batch
+from meshtrain.dropout import Dropout
 from meshtrain.errors import AgreedError
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.context import ContextParallel, misplaced_calls
+from meshtrain.parallel.grad_sync import tensors_of
 from meshtrain.parallel.mixed_precision import cast, master_dtype
 from meshtrain.parallel.sharding import Part, chunk_range, local_part
 from meshtrain.parallel.tensor_parallel import AXIS, TensorParallel, partial_parameters, replace_layers, shard_parameter
@@ -56,19 +59,20 @@ def verify(
     def rows(n: int) -> list[int]:
         return list(range(n))[chunk_range(n, size, mesh.index(AXIS))]
 
-    def compare(sequence: bool) -> str | None:
-        plain, split = _skeleton(model, dtype), _skeleton(model, dtype)
+    def compare(sequence: bool, training: bool) -> tuple[str | None, bool]:
+        plain, split = _skeleton(model, dtype, training), _skeleton(model, dtype, training)
         replace_layers(split, replace(tp, sequence_parallel=sequence))
         kinds = {name: _signature(plain.get_submodule(name)) + _signature(split.get_submodule(name)) for name in blocks}
         places = {name: local_part(p)[1] for name, p in split.named_parameters() if isinstance(p, DTensor)}
-        partial = {module._parameters[name] for module, name in partial_parameters(split, sequence)}
+        summed = {module._parameters[name] for module, name in partial_parameters(split, sequence)}
         reference = _Run(plain, mesh, kinds, places=places)
-        return _Run(split, mesh, kinds, reference, AXIS, rows, sequence, partial).compare(inputs, inputs)
+        problem = _Run(split, mesh, kinds, reference, AXIS, rows, sequence, summed).compare(inputs, inputs)
+        return problem, reference.draws
 
     def difference() -> str | None:
-        if (problem := compare(tp.sequence_parallel)) is None:
+        if (problem := _in_training(partial(compare, tp.sequence_parallel))) is None:
             return None
-        without = tp.sequence_parallel and compare(False) is None
+        without = tp.sequence_parallel and _in_training(partial(compare, False)) is None
         remedy = "parallel.sequence_parallel: false, which passes this check" if without else "tp: 1"
         return f"{problem}. Use {remedy}, or mend the model or its tp_plan (docs/tensor-parallel.md says how)"
 
@@ -96,14 +100,18 @@ def verify_context(
     def rows(n: int) -> list[int]:
         return context.positions(n).tolist() if n == length else []
 
-    def difference() -> str | None:
-        plain, other = _skeleton(model, dtype), _skeleton(model, dtype)
+    def compare(training: bool) -> tuple[str | None, bool]:
+        plain, other = _skeleton(model, dtype, training), _skeleton(model, dtype, training)
         inside = {name: [m.removeprefix(name) for m in modules if f"{m}.".startswith(f"{name}.")] for name in blocks}
         kinds = {name: f"{_signature(plain.get_submodule(name))} {inside[name]}" for name in blocks}
-        partial = set(other.parameters())
-        compared = _Run(other, mesh, kinds, _Run(plain, mesh, kinds), "cp", rows, sums_shared=True, partial=partial)
+        summed, reference = set(other.parameters()), _Run(plain, mesh, kinds)
+        compared = _Run(other, mesh, kinds, reference, "cp", rows, sums_shared=True, partial=summed)
         with misplaced_calls(other, modules, part.inputs[2]) as misplaced:
             problem = compared.compare(whole.to(device, dtype).inputs, part.inputs, misplaced)
+        return problem, reference.draws
+
+    def difference() -> str | None:
+        problem = _in_training(compare)
         return problem and (
             f"{problem}. Tokens may see each other in the modules that the cp_plan names alone, there through "
             "meshtrain.attention.attention, which gets the model's third input: use cp: 1, or mend the model or its "
@@ -111,6 +119,12 @@ def verify_context(
         )
 
     return _verdict(mesh, "cp", sample, difference)
+
+
+def _in_training(compare: Callable[[bool], tuple[str | None, bool]]) -> str | None:
+    """What a comparison finds in training; in evaluation, if the plain model draws random numbers in training."""
+    problem, draws = compare(True)
+    return compare(False)[0] if draws else problem
 
 
 def _verdict(mesh: Mesh, axis: str, sample: Sample | None, difference: Callable[[], str | None]) -> str | None:
@@ -148,13 +162,17 @@ def _made_up_sample(model: nn.Module, tp: int) -> list[Tensor]:
     return [torch.randn(2, length, *widths[:1], generator=random)]
 
 
-def _skeleton(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of a model whose parameters have no memory."""
+def _skeleton(model: nn.Module, dtype: torch.dtype, training: bool) -> nn.Module:
+    """A copy of a model whose parameters have no memory, and which drops nothing out."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
     try:
-        return cast(copy.deepcopy(model, memo), dtype).eval()
+        skeleton = cast(copy.deepcopy(model, memo), dtype)
     except Exception as error:
         raise _PlainError(f"it cannot be copied: {type(error).__name__}: {error}") from error
+    for module in skeleton.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd | Dropout):
+            module.p = 0.0
+    return skeleton if training else skeleton.eval()
 
 
 def _signature(block: nn.Module) -> str:
@@ -185,6 +203,7 @@ class _Run:
     piece: str = "the model"  # that runs now
     problem: str | None = None  # the first one: others follow from it
     comparisons: int = 0  # tensors, until then
+    draws: bool = False  # whether a forward has drawn random numbers
 
     def __post_init__(self) -> None:
         plain = self.reference
@@ -228,6 +247,7 @@ class _Run:
 
     def run(self, inputs: Sample) -> None:
         torch.manual_seed(0)
+        states = _generator_states()
         blocks = [(name, self.model.get_submodule(name)) for name in self.kinds]
         inside = {module for _, block in blocks for module in block.modules()}
         forwards = [(block, block.forward) for _, block in blocks]
@@ -235,9 +255,10 @@ class _Run:
             block.forward = self._isolate(name, block)
         try:
             with self._fill(module for module in self.model.modules() if module not in inside) as parameters:
-                ends = self._record("the model's output", tree_flatten(self.model(*inputs))[0])
+                ends = self._record("the model's output", tensors_of(self.model(*inputs)))
                 self._backward("the model", self._starts, self._ends, ends, parameters)
         finally:
+            self.draws = not all(map(torch.equal, states, _generator_states()))
             for block, forward in forwards:  # nothing refers to this run any more: its memory is free when it is done
                 block.forward = forward
         if self.reference is not None and self._calls != self.reference._calls:
@@ -374,6 +395,10 @@ class _Run:
                 sums = total is not None and _off(total, whole[place], least) is None
                 hint = f", but not its sum over tp: the tp_plan has to give it the style {REPLICATED}" if sums else ""
                 self.differ(f"{name} differs by {off:.2g} of its largest value{hint}")
+
+
+def _generator_states() -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
 def _off(x: Tensor, expected: Tensor, least: float = 0.0) -> float | None:

@@ -189,9 +189,8 @@ class Pipeline(nn.Module):
             self._weight_grads[_key(action)] = weight_grads
         else:
             _run_backward(output, grad)
-        if received is not None:
-            assert received.grad is not None
-            self._hand_on(action, received.grad)
+        if received is not None:  # without a gradient where a block stops it, by `detach` or `torch.no_grad`
+            self._hand_on(action, torch.zeros_like(received) if received.grad is None else received.grad)
         if action.kind is Kind.BACKWARD and action in self._split:
             self._run_weight_grads(action, stage)
 

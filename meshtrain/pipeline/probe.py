@@ -6,11 +6,13 @@ itself; both are found here, before anything runs.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -35,13 +37,22 @@ def check_forward(
     Raises InputError: where stages of this model would compute something else than the model.
     """
     on_meta = tuple(None if x is None else torch.empty_like(x, device="meta") for x in inputs)
-    shapes = _received(model, [blocks_of(model)[first] for first, _ in bounds[1:]], on_meta)
+    watch = _ParametersUsed(model, [blocks_of(model)[first:end] for first, end in bounds])
+    with watch:
+        shapes = _received(model, [blocks_of(model)[first] for first, _ in bounds[1:]], on_meta)
+    for block, parameter in watch.foreign:
+        if block:  # outside of blocks the probe itself finds it
+            raise InputError(
+                f"the model cannot be cut into stages: block {block} computes with {parameter}, which is a parameter "
+                "of a block of another stage and none of its own: register it in both (`head.weight = embed.weight`), "
+                "or use pp: 1"
+            )
     owned, blocks = owners(model), {name for name, module in model.named_modules() if module in set(blocks_of(model))}
     keep_stage(model, 0, 0)
     for shape in shapes:
         for training in (True, False):
             model.train(training)
-            passage = _Passage(torch.empty(shape, dtype=dtype, device="meta"))
+            passage = _Passage(torch.empty(shape, dtype=dtype, device="meta", requires_grad=True))
             for name, number in owned:
                 placeholder = model.get_submodule(name)
                 placeholder.forward = partial(passage.through, name, number, name in blocks)
@@ -49,11 +60,15 @@ def check_forward(
 
 
 def _received(model: nn.Module, blocks: Sequence[nn.Module], inputs: tuple[Tensor | None, ...]) -> list[Shape]:
-    """The shapes of what these blocks get; if the model does not run without values, one that looks like it."""
+    """The shapes of what these blocks get; if the model does not run without values, one that looks like it.
+    Raises InputError: one gets what has no gradient that is sent back."""
     shapes: list[Shape] = []
+    others: list[str] = []  # than real numbers
 
     def record(block: nn.Module, inputs: tuple[Any, ...]) -> None:
-        shapes.extend(tuple(x.shape) for x in inputs[:1] if isinstance(x, Tensor))
+        tensors = [x for x in inputs[:1] if isinstance(x, Tensor)]
+        shapes.extend(tuple(x.shape) for x in tensors)
+        others.extend(f"{type(block).__name__} gets {x.dtype}" for x in tensors if not x.is_floating_point())
 
     hooks = [block.register_forward_pre_hook(record) for block in blocks]
     try:
@@ -65,7 +80,92 @@ def _received(model: nn.Module, blocks: Sequence[nn.Module], inputs: tuple[Tenso
         shapes = shapes or [tuple(guess)]
     for hook in hooks:
         hook.remove()
+    if others:
+        raise InputError(
+            f"the model cannot be cut into stages here: the first block of a stage, a {others[0]}, and between stages "
+            "real numbers travel, with gradients: cut elsewhere by pipeline.split, or use pp: 1"
+        )
     return list(dict.fromkeys(shapes))
+
+
+def blocks_used_outside(model: nn.Module, inputs: Sequence[Tensor | None]) -> tuple[list[str], list[str]]:
+    """The blocks with whose parameters something else computes, which does not hold them (a head that is the weight of
+    the embedding), and the parameters that a forward writes to. `model`: whole, on the meta device; its blocks are
+    changed. Neither, if it does not run there."""
+    blocks, kinds = list(dict.fromkeys(blocks_of(model))), set()
+    for block in blocks:  # one of each kind: running takes seconds of a large model
+        kind = type(block), *(parameter.shape for parameter in block.parameters())
+        if kind in kinds:
+            block.forward = lambda x, *others, **named: x
+        kinds.add(kind)
+    watch, writes = _ParametersUsed(model, [[block] for block in blocks]), _Writes(model)
+    with suppress(Exception), watch, writes, torch.no_grad():  # whatever a model raises that asks a tensor for values
+        model(*(None if x is None else torch.empty_like(x, device="meta") for x in inputs))
+    foreign = {model.get_parameter(name) for _, name in watch.foreign}
+    used = [name for name, module in model.named_modules() if module in blocks and foreign & set(module.parameters())]
+    return used, writes.parameters()
+
+
+class _Writes(TorchDispatchMode):
+    """Which parameters operators write to, also by their `data`, or which get other data."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._storages = [(name, p, p.untyped_storage()) for name, p in model.named_parameters()]
+        self._written = set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        values = {**dict(zip((x.name for x in func._schema.arguments), args, strict=False)), **(kwargs or {})}
+        outputs = [values.get(x.name) for x in func._schema.arguments if x.alias_info and x.alias_info.is_write]
+        self._written |= {x.untyped_storage()._cdata for x in tree_leaves(outputs) if isinstance(x, Tensor)}
+        return func(*args, **(kwargs or {}))
+
+    def parameters(self) -> list[str]:
+        return [
+            name
+            for name, p, storage in self._storages
+            if storage._cdata in self._written or p.untyped_storage()._cdata != storage._cdata
+        ]
+
+
+class _ParametersUsed(TorchFunctionMode):
+    """Which parameters of blocks something else computes with: a block of another group, or what is in no block.
+
+    `foreign`: the name of that block, or "", and that of the parameter.
+    """
+
+    def __init__(self, model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> None:
+        super().__init__()
+        self.foreign: list[tuple[str, str]] = []
+        self._names, parameters = {module: name for name, module in model.named_modules()}, model.named_parameters()
+        own = [{p for block in group for p in block.parameters()} for group in groups]
+        self._own = {block: ours for group, ours in zip(groups, own, strict=True) for block in group}
+        self._of_blocks = {p: name for name, p in parameters if any(p in ours for ours in own)}
+        self._running: list[nn.Module] = []
+
+    def __enter__(self) -> "_ParametersUsed":
+        self._hooks = [
+            hook
+            for block in self._own
+            for hook in (
+                block.register_forward_pre_hook(lambda block, _: self._running.append(block)),
+                block.register_forward_hook(lambda *_: self._running.pop() and None),
+            )
+        ]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        block = self._running[-1] if self._running else None
+        own = () if block is None else self._own[block]
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, nn.Parameter) and leaf in self._of_blocks and leaf not in own:
+                self.foreign.append(("" if block is None else self._names[block], self._of_blocks[leaf]))
+        return func(*args, **(kwargs or {}))
 
 
 class _Passage(TorchDispatchMode):
@@ -90,7 +190,7 @@ class _Passage(TorchDispatchMode):
             model.to_empty(device="cpu")  # buffers: all parameters are in blocks
             for buffer in model.buffers():
                 buffer.zero_()
-            self._start(torch.rand(self._activation.shape).to(self._activation.dtype))
+            self._start(torch.rand(self._activation.shape).to(self._activation.dtype).requires_grad_())
             try:
                 self._run(model, tuple(None if x is None else torch.zeros_like(x, device="cpu") for x in others))
             except InputError:
@@ -103,6 +203,8 @@ class _Passage(TorchDispatchMode):
             output = model(self._activation, *others)
         if not self._same(output):
             self._refuse(f"it computes something {self._behind()}, the last")
+        if self._activation._backward_hooks:
+            self._refuse("it registers a hook on the activation, which would change its gradient in every stage")
 
     def through(self, name: str, number: int, block: bool, x: Any, *others: Any, **named: Any) -> Any:
         """Stands for a module that a stage does not have: block `number`, or one that goes with it and is in none."""

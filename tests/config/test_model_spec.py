@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshtrain.config.model_spec import ModelSpec, model_spec
+from meshtrain.config import Config
+from meshtrain.config.model_spec import ModelSpec, model_spec, spec_of
+from meshtrain.layout import Layout
+from meshtrain.mesh import build_mesh
+from meshtrain.modeling.build import build_model
 from tests.launching import forked
 from tests.parity.experiments import QUICKSTART, SMALL
 
@@ -46,6 +50,26 @@ class Model(nn.Module):
 """
 
 
+VALUES = """
+import numpy
+import torch
+from meshtrain.config.locate import model_file
+
+llama = model_file("llama")
+Config, tp_plan, check, init_plan = llama.Config, llama.tp_plan, llama.check, llama.init_plan
+
+class Model(llama.Model):
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        self.scale = torch.tensor(0.5)
+        self.order = numpy.random.permutation(99).tolist()
+        self.rates = torch.linspace(0, 1, 3).tolist()
+
+    def forward(self, *inputs):
+        return super().forward(*inputs) * self.scale * self.rates[2]
+"""
+
+
 @pytest.mark.parametrize("plan", ["init_plan = llama.init_plan", ""], ids=["init_plan", "values of the constructor"])
 @pytest.mark.parametrize("layout", ["{dp_shard: 2}", "{pp: 2}"])
 def test_a_start_constructs_the_model_once(layout: str, plan: str, tmp_path: Path) -> None:
@@ -78,3 +102,15 @@ def test_a_hook_of_a_copy_is_its_own(tmp_path: Path) -> None:
     copy = spec.copy()
     copy(torch.empty(2, 4, device="meta"))
     assert (len(copy.outputs), len(spec.meta.outputs)) == (1, 0)
+
+
+def test_a_constructor_may_ask_for_values_keep_tensors_and_draw_by_numpy(tmp_path: Path) -> None:
+    """The meta device has no values, an attribute none by an `init_plan`, and each rank must draw the same."""
+    (tmp_path / "values.py").write_text(VALUES)
+    keys = [f"model.name={tmp_path / 'values.py'}", "model.tie_word_embeddings=true", "layout={dp_shard: 1}"]
+    config = Config.load(QUICKSTART, [*SMALL, *keys])
+    assert spec_of(config).meta.lm_head.weight is spec_of(config).meta.model.embed_tokens.weight
+    assert {p.device.type for p in spec_of(config).meta.parameters()} == {"meta"}
+    model, same = (build_model(config, build_mesh(Layout({})), torch.device("cpu")) for _ in range(2))
+    assert model.order == same.order
+    assert model(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4)[None], None).isfinite().all()

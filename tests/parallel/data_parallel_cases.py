@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import meshtrain
+from meshtrain.errors import InputError
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
 from meshtrain.parallel import ddp, fsdp
@@ -78,6 +79,11 @@ class Model(nn.Module):
         if self.reentrant:
             return checkpoint(self.c, z, with_gain, use_reentrant=True)
         return self.c(Failing.apply(z) if self.fails else z, with_gain)
+
+
+def halve_gain(module: nn.Module, _: object) -> None:
+    with torch.no_grad():
+        module.gain.mul_(0.5)
 
 
 def inputs(rank: int, microbatch: int) -> Tensor:
@@ -329,6 +335,18 @@ class Cases:
             self.failures += [] if "b.weight was unfrozen or replaced" in str(error) else [[str(error)]]
         self.checked += 1
 
+    def written(self, mesh: Mesh) -> None:
+        """A forward that writes to a parameter, which FSDP would not keep, is refused."""
+        model = fresh()
+        model.c.register_forward_pre_hook(halve_gain)
+        meshtrain.parallelize(model, mesh, precision="float64")
+        try:
+            step(model, mesh, 1, USES["all"])
+            self.failures.append(["written"])
+        except InputError as error:
+            self.failures += [] if "writes to the parameter c.gain" in str(error) else [[str(error)]]
+        self.checked += 1
+
     def reentrant(self, mesh: Mesh) -> None:
         """Of torch's older checkpointing, whose backward is one inside of another."""
         model = meshtrain.parallelize(fresh(), mesh, precision="float64")
@@ -378,6 +396,7 @@ with meshtrain.start(60) as job:
         for reshard in (True, False) if "dp_shard" in layout else (True,):
             cases.uses(mesh, reshard)
             if "dp_shard" in layout:
+                cases.written(mesh)
                 cases.sixteen_bits(mesh, reshard)
                 cases.registered(mesh)
             cases.half_messages(mesh, reshard)

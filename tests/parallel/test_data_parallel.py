@@ -2,16 +2,19 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from meshtrain.errors import AgreedError
 from meshtrain.layout import Layout
-from meshtrain.mesh import build_mesh
+from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.parallel import ddp, fsdp
 from meshtrain.parallel.ddp import _group_into_buckets
 from meshtrain.parallel.fsdp import _group_into_units
-from meshtrain.parallel.parallelize import parallelize
+from meshtrain.parallel.parallelize import ParallelOptions, apply_tensor_parallel, parallelize
 from tests.launching import forked
 
 SCRIPT = Path(__file__).parent / "data_parallel_cases.py"
@@ -45,6 +48,7 @@ def test_units_gather_together(monkeypatch) -> None:
     blocks[0].weight = blocks[2].weight
     assert _group_into_units(model, blocks) == [[blocks[1], blocks[3], blocks[4]]]
     assert _group_into_units(model, [model]) == []
+    assert _group_into_units(model, [*blocks[:2], *blocks[3:]]) == [[blocks[1], blocks[3], blocks[4]]]  # 2 is no block
 
 
 def test_batch_norm_is_refused_on_several_data_ranks(tmp_path: Path) -> None:
@@ -54,3 +58,25 @@ def test_batch_norm_is_refused_on_several_data_ranks(tmp_path: Path) -> None:
     assert done.err.count("norm is a BatchNorm2d, which computes with the samples that a rank happens to have") == 1
     mesh = build_mesh(Layout({"dp_shard": 1}))
     parallelize(nn.BatchNorm1d(3), mesh)  # one data rank has all of the batch
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({"dp_replicate": 2}, "table is an embedding with max_norm, which goes by the tokens that a rank happens to"),
+        ({"dp_shard": 2}, "the parameter gain has no dim that dp_shard or cp could cut"),
+        (
+            {"tp": 2},
+            "the parameter layer.weight has a hook on its gradient, which its parts on several ranks would not",
+        ),
+    ],
+)
+def test_parameters_that_copies_or_parts_would_change_are_refused(layout: dict[str, int], said: str) -> None:
+    model: Any = nn.Module()
+    model.gain, model.layer = nn.Parameter(torch.ones(())), nn.Linear(2, 2)
+    model.table = nn.Embedding(4, 2, max_norm=1.0 if "dp_replicate" in layout else None)
+    if "tp" in layout:
+        model.layer.weight.register_hook(lambda grad: grad / 2)
+    mesh = Mesh(Layout(layout), 0, "cpu", None, {})
+    with pytest.raises(AgreedError, match=said):
+        apply_tensor_parallel(model, mesh, ParallelOptions())

@@ -85,6 +85,40 @@ class Around(nn.Module):
         return self.head(x + self.inner(self.norm(x)))
 
 
+class Noisy(nn.Module):
+    """In training it draws numbers, or takes the mean of what each rank has a part of."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.draws = nn.Linear(D, 4 * D), nn.Linear(4 * D, D), draws
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        if self.training:
+            x = F.dropout(x, 0.1) if self.draws else x - x.mean(-1, keepdim=True)
+        return self.down(torch.tanh(x))
+
+
+class Cut(Around):
+    """Logits that its own operators make whole."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = super().forward(tokens)
+        return torch.cat([logits[..., :1], logits[..., 1:]], -1)
+
+
+class Output:
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class Wrapping(Around):
+    """Gives an object that holds its logits."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        return Output(super().forward(tokens))
+
+
 class Mixture(nn.Module):
     """A layer of experts; `centred`: chosen by what is special about a token of its sample."""
 
@@ -192,8 +226,9 @@ class Verified(Cases):
         model = self.split(make, plan, **options)
         torch.manual_seed(0)
         plain, tokens = make().double(), torch.randint(V, (B, S))
-        targets = tokens if plain(tokens).dim() == 3 else tokens[:, 0] % 3
-        losses = [sample_losses(one(tokens), targets) for one in (model, plain)]
+        targets = tokens if make is not Pooled else tokens[:, 0] % 3
+        logits = [getattr(y, "logits", y) for y in (model(tokens), plain(tokens))]
+        losses = [sample_losses(y, targets) for y in logits]
         for loss in losses:
             loss.sum().backward()
         self.same(losses[0], losses[1], f"{what}: losses")
@@ -244,6 +279,12 @@ class Verified(Cases):
         )
         for sequence in (True, False):
             self.exact(f"unusual, {sequence}", Unusual, Unusual.plan, sequence_parallel=sequence)
+        noisy = {**AROUND, "inner.up": "colwise", "inner.down": "rowwise"}
+        self.refused("a mean in training", ["the model's output 0 differs by"], lambda: Around(Noisy(False)), noisy)
+        self.split(lambda: Around(Noisy(True)), noisy)
+        whole = {"sequence_parallel": False}
+        self.exact("logits that are cut", lambda: Cut(Attention("head")), PARTS | NORMS, **whole)
+        self.exact("an object around logits", lambda: Wrapping(Attention("head")), PARTS | NORMS)
         frozen = small_llama()
         frozen.model.layers.requires_grad_(False)
         self.split(lambda: frozen, llama.tp_plan)

@@ -99,6 +99,7 @@ EXPERT_MODELS = {
 }
 EXPERTS |= EXPERT_MODELS
 EMA = "averaged weights"
+BORROWED = "the embedding as head"
 MUON, MUON_EXPERTS = "muon", "muon, experts"
 EXPERTS[MUON_EXPERTS] = (*EXPERT_MODELS["qwen3_moe"], "optimizer.name=muon", "train.eval_every=0")
 
@@ -128,6 +129,7 @@ STAGED_MODELS = {
         "model.tweak=inside",
         "optimizer.lr=0.01",
     ),
+    "gradients that stop": ("model.name=tests/models/stopped.py",),
     "layers with the same parameters": ("model.name=tests/models/shared_block.py", "model.one_module=false"),
     "frozen layers": (_FROZEN,),
     "a frozen tied embedding": (
@@ -238,6 +240,7 @@ def texts(folder: Path) -> dict[str, tuple[str, ...]]:
         **{name: (f"train.linear_precision={name}", *keys) for name, keys in FLOAT8.items()},
         # Each rank of tp norms its own heads; over tp 4 two of them have the same key/value head.
         "qwen3": ("model.name=qwen3",),
+        BORROWED: ("model.name=tests/models/borrowed_head.py",),
         EMA: (*ragged, "optimizer.ema_decay=0.8", "train.use_ema=true", "train.eval_every=3"),
         MUON: (*uneven, "data.validation=0", "optimizer.name=muon"),
         "latent, no experts": LATENT,
@@ -276,6 +279,7 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
                 *EXPERT_MODELS,
                 MUON_EXPERTS,
                 EMA,
+                BORROWED,
             ),
         ),
         (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from meshtrain.cli.plan import make_plan
 from meshtrain.config.locate import model_file
 from meshtrain.errors import InputError
-from meshtrain.pipeline.probe import check_forward
+from meshtrain.pipeline.probe import blocks_used_outside, check_forward
 from tests.launching import forked
 from tests.parity.experiments import QUICKSTART
 
@@ -112,6 +112,86 @@ def test_a_forward_that_fails_is_told() -> None:
         model = Asks()
     with pytest.raises(InputError, match=r"its forward fails behind block first \(AssertionError"):
         check_forward(model, [(0, 1), (1, 3)], (torch.zeros(2, 1, 8, 8),), torch.float32)
+
+
+class Hooked(Images):
+    """Scales the gradient between blocks, and without a look at the activation."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.second(self.first(images))
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad / 2)
+        return self.head(x)
+
+
+class Refers(Images):
+    """Its second block computes with the weight of the first, which it does not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, self.second = self.first, nn.Identity()
+        self.head = nn.Identity()
+        self.second.forward = lambda x: x + first.weight.sum()  # type: ignore[method-assign]
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.second(self.first(images)))
+
+
+class Words(Images):
+    """Its first block gives integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Threshold(0, 0)  # type: ignore[assignment]
+        self.second, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)  # type: ignore[assignment]
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.second(self.first(images)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "said"),
+    [
+        (Hooked, torch.zeros(2, 1, 8, 8), "it registers a hook on the activation"),
+        (
+            Refers,
+            torch.zeros(2, 1, 8, 8),
+            "block second computes with first.weight, which is a parameter of a block of",
+        ),
+        (Words, torch.zeros(2, 3, dtype=torch.int64), "the first block of a stage, a Embedding gets torch.int64"),
+    ],
+)
+def test_what_no_stage_would_notice_is_refused(kind: type[Images], values: Tensor, said: str) -> None:
+    with torch.device("meta"):
+        model = kind()
+    with pytest.raises(InputError, match=re.escape(said)):
+        check_forward(model, [(0, 1), (1, 3)], (values,), torch.float32)
+
+
+class Borrows(Images):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images) @ self.head.weight
+
+
+@pytest.mark.parametrize(("kind", "names"), [(Images, []), (Refers, ["first"]), (Borrows, ["head"]), (Asks, [])])
+def test_blocks_of_whose_parameters_others_make_use(kind: type[Images], names: list[str]) -> None:
+    with torch.device("meta"):
+        assert blocks_used_outside(kind(), (torch.zeros(2, 1, 8, 8),)) == (names, [])
+
+
+class Writes(Images):
+    def forward(self, images: Tensor) -> Tensor:
+        self.first.weight.data.clamp_(-1, 1)
+        self.second.bias.data = self.second.bias.data * 2
+        with torch.no_grad():
+            self.head.weight[0] = 0
+        return super().forward(images)
+
+
+def test_parameters_that_a_forward_writes_to() -> None:
+    with torch.device("meta"):
+        model = Writes()
+    assert blocks_used_outside(model, (torch.zeros(2, 1, 8, 8),))[1] == ["first.weight", "second.bias", "head.weight"]
 
 
 def test_it_is_said_by_the_plan_and_by_a_run_before_its_first_step(tmp_path: Path) -> None:

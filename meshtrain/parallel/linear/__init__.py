@@ -51,7 +51,8 @@ def use_products(model: nn.Module, products: Products = PLAIN, queue: WeightGrad
     """A model's linear layers, plain or tensor-parallel, compute by `products`. They, and experts, leave their weight
     gradients in `queue` while it records; None: in the one they were given before."""
     for module in model.modules():
-        if type(module) is nn.Linear:
+        # Not where hooks make the weight of other parameters (pruning, weight norm): a backward uses up that graph.
+        if type(module) is nn.Linear and "weight" in module._parameters:
             module.__class__ = Linear  # the same module, for whoever holds, copies or pickles it
         if isinstance(module, ProductsLayer):
             module.products = products.name
