@@ -325,6 +325,9 @@ def processes() -> Iterator[ProcessPoolExecutor | None]:
 
 
 def _begin_process() -> None:
+    import torch
+
+    torch.set_num_threads(1)  # a forked process has none of its parent's threads, and would wait for them
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is no result of a trace
     end_with_parent()
 
