@@ -260,9 +260,10 @@ def _product(name: str, args: Any, out: Any) -> Product | None:
     name = name.removesuffix("_")
     if name in ("aten::convolution", "aten::convolution_backward"):
         backward = name.endswith("backward")
-        made, weight = (args[0], args[2]) if backward else (out, args[1])
+        x, weight, transposed = args[backward], args[1 + backward], args[6 + backward]
+        places = x if transposed else args[0] if backward else out
         times = sum(args[-1][:2]) if backward else 1  # for the gradients of the input and of the weight
-        return Product(made.numel() // made.shape[1], weight.shape[0], weight[0].numel(), times)
+        return Product(places.numel() // places.shape[1], weight.shape[0], weight[0].numel(), times)
     a, b = args[1:3] if name in ("aten::addmm", "aten::baddbmm") else (*args, None, None)[:2]
     if name in ("aten::mm", "aten::addmm", "aten::_scaled_mm"):
         return Product(a.shape[0], b.shape[1], a.shape[1])

@@ -1,9 +1,11 @@
 """A model as a trace sees it: a microbatch without values, the blocks that are alike, and the model without most of
 them, where one stands for all."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -72,9 +74,22 @@ def kind_of(block: nn.Module) -> tuple[Any, ...]:
     return tuple(map(type, modules)), tuple(settings), shapes
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """Those of a model.
+
+    Attributes:
+        first: for each block the first one that is like it, which stands for it where it is skipped.
+        outputs: how many numbers each gives for one sample; 0: not known.
+    """
+
+    first: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
 def alike(config: Config) -> tuple[int, ...]:
-    """For each block of a model the first one that is like it, which stands for it where it is skipped."""
-    return _alike(spec_of(config), config.data.seq_len, config.data.mask_documents)
+    """`Blocks.first` of a config's model."""
+    return known_blocks(spec_of(config), config.data.seq_len, config.data.mask_documents).first
 
 
 def repeated(first: Sequence[int]) -> tuple[int, ...]:
@@ -83,7 +98,9 @@ def repeated(first: Sequence[int]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=8)
-def _alike(spec: ModelSpec, seq_len: int, mask_documents: bool) -> tuple[int, ...]:
+def known_blocks(spec: ModelSpec, seq_len: int, mask_documents: bool) -> Blocks:
+    """By a forward on the meta device, in which blocks that are alike hand on what they get. Raises UntracedError:
+    nobody says what the model takes."""
     blocks = blocks_of(spec.meta)
     users = Counter(parameter for block in blocks for parameter in block.parameters())
     kinds: list[Any] = []
@@ -92,14 +109,14 @@ def _alike(spec: ModelSpec, seq_len: int, mask_documents: bool) -> tuple[int, ..
         shares = any(users[parameter] > 1 for parameter in block.parameters())
         kinds.append(i if shares or block is blocks[-1] else (trained, kind_of(block)))
         trained = trained or any(parameter.requires_grad for parameter in block.parameters())
-    first = tuple(map(kinds.index, kinds))
-    batch = _batch(spec, 1, seq_len, mask_documents)
-    try:
-        inputs, outputs = _passed_on(without(spec, repeated(first)).copy(), batch)
-    except Exception:  # the model's own, which asks its blocks for something
-        return tuple(range(len(blocks)))
-    same = all(inputs[i] == inputs[j] == outputs[j] for i, j in enumerate(first) if i != j)
-    return first if same else tuple(range(len(blocks)))
+    itself, batch = tuple(range(len(blocks))), _batch(spec, 1, seq_len, mask_documents)
+    for first in (tuple(map(kinds.index, kinds)), itself):
+        with suppress(Exception):  # the model's own, which asks its blocks for something
+            inputs, outputs = _passed_on(without(spec, repeated(first)).copy(), batch)
+            if all(inputs[i] == inputs[j] == outputs[j] for i, j in enumerate(first) if i != j):
+                calls = [outputs[i][:1] for i in first]
+                return Blocks(first, tuple(sum(math.prod(x) for call in of for x, _ in call) for of in calls))
+    return Blocks(itself, (0,) * len(blocks))
 
 
 def _passed_on(model: nn.Module, batch: Batch) -> tuple[dict[int, Any], dict[int, Any]]:

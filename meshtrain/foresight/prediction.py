@@ -17,7 +17,7 @@ from meshtrain.foresight.blocks import works_of
 from meshtrain.foresight.compiled import shared_graphs
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.memory import RankMemory, schedule_of
-from meshtrain.foresight.model import alike, repeated, without
+from meshtrain.foresight.model import alike, known_blocks, repeated, without
 from meshtrain.foresight.steptime import PASSES
 from meshtrain.foresight.work import Work
 from meshtrain.layout import DATA_AXES, Layout
@@ -117,13 +117,16 @@ class Prediction:
 
     @property
     def handed_on(self) -> float:
-        """Bytes that a stage gives to the next for a microbatch."""
+        """Bytes that a stage gives to the next for a microbatch, at most."""
         config, layout = self.config, self.layout
+        if self.schedule is None:
+            return 0.0
         plan = getattr(self.spec.module, "tp_plan", None)
         is_split = has_sequence_parts(config.parallel.sequence_parallel, plan)
         parts = layout.size("cp") * (layout.size("tp") if is_split else 1)
-        width = config.model.keys.get("hidden_size", 0) * (2 if "16" in config.train.precision else 4)
-        return config.batch.micro_size * self.per_sample * width / parts
+        outputs = known_blocks(self.spec, config.data.seq_len, config.data.mask_documents).outputs
+        size = {"float64": 8, "float32": 4}.get(config.train.precision, 2)
+        return config.batch.micro_size * max(outputs[end - 1] for _, end in self.bounds[:-1]) * size / parts
 
     @cached_property
     def ranks(self) -> list[RankMemory]:
@@ -133,6 +136,7 @@ class Prediction:
         waiting = [extend.held_of(self.config, self.layout, pp, self.microbatches) for pp in range(ranks)]
         between = max(range(1, ranks - 1), key=waiting.__getitem__) if ranks > MOST_RANKS else 0
         chosen = {0, between, ranks - 1} if ranks > MOST_RANKS else range(ranks)
+        alike(self.config)  # once, before processes begin
         traces = [self._begin(self.config, pp) for pp in sorted(chosen)]
         if ranks == 1 and self.hardware is not None:
             _ = self._savings  # at the same time

@@ -83,6 +83,23 @@ def test_it_grows_with_the_samples() -> None:
     assert three.saved - two.saved == two.saved - one.saved > 0
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_product_of_a_convolution(transposed: bool) -> None:
+    x, weight = (torch.empty(*sizes, device="meta") for sizes in ((2, 4, 9, 9), (4, 4, 3, 3)))
+    keys = [2, 2], [1, 1], [1, 1], transposed, [0, 0], 1
+    with FlopCounterMode(display=False) as counter:
+        output = torch.ops.aten.convolution(x, weight, None, *keys)
+    forward = blocks._product("aten::convolution", (x, weight, None, *keys), output)
+    assert forward is not None
+    assert forward.flops == counter.get_total_flops() > 0
+    arguments = output, x, weight, None, *keys, [True, True, False]
+    with FlopCounterMode(display=False) as counter:
+        gradients = torch.ops.aten.convolution_backward(*arguments)
+    backward = blocks._product("aten::convolution_backward", arguments, gradients)
+    assert backward is not None
+    assert backward.flops == counter.get_total_flops() > 0
+
+
 def test_convolutions_are_products() -> None:
     """As many FLOPs as torch counts for the forward and the backward of a microbatch of images."""
     config = Config.load(ROOT / "configs/digits.yaml", list(SMALL["configs/digits.yaml"]), world_size=1)

@@ -3,13 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from meshtrain.config import Config
 from meshtrain.config.model_spec import model_spec
-from meshtrain.foresight import model
-from meshtrain.foresight.model import alike, kind_of, repeated, without
-from meshtrain.modeling.build import spec_of
+from meshtrain.foresight.hardware import load
+from meshtrain.foresight.model import alike, kind_of, known_blocks, repeated, without
+from meshtrain.foresight.prediction import Prediction
+from meshtrain.modeling.build import plain_model, spec_of
 from meshtrain.pipeline.stage import OtherStageBlock, blocks_of
 from tests.foresight.traced import LLAMA
 from tests.launching import ROOT
@@ -49,8 +51,18 @@ def test_blocks_before_the_first_trained_one_are_of_their_own() -> None:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "models").glob("*.py") if path.stem != "convnet"))
 def test_layers_of_every_language_model_are_alike(name: str) -> None:
-    first = model._alike(model_spec(name, {"num_hidden_layers": 12, "vocab_size": 256}), 32, False)
-    assert len(set(first)) <= 5 < 15 == len(first)
+    spec = model_spec(name, {"num_hidden_layers": 12, "vocab_size": 256})
+    known, width = known_blocks(spec, 32, False), spec.keys.get("hidden_size", spec.config.hidden_size)
+    assert len(set(known.first)) <= 5 < 15 == len(known.first)
+    assert known.outputs == (*[32 * width] * 14, 32 * 256)
+
+
+def test_what_stages_of_a_convnet_hand_on() -> None:
+    config = Config.load(ROOT / "configs/digits.yaml", ["layout={pp: 2}", "pipeline.split=[2, 1]"], world_size=2)
+    model, sizes = plain_model(config), list[int]()
+    blocks_of(model)[1].register_forward_hook(lambda block, inputs, output: sizes.append(output.nbytes))
+    model(torch.zeros(config.batch.micro_size, 1, 8, 8, device="meta"))
+    assert [Prediction(config, load("cpu")).handed_on] == sizes
 
 
 OWN = """
