@@ -2,8 +2,9 @@
 pipeline ranks, extended.
 
 What is alive at a moment of a step is affine in the blocks of a stage that are alike, and in the forwards that wait for
-backwards. So four traces say what any number takes. Moments are told apart by what is computed and by the place in the
-stage, each is extended by itself, and the largest is the peak: which one it is may change on the way.
+backwards. So two traces, and one more for each further kind of blocks, with each of two numbers of forwards, say what
+any number takes. Moments are told apart by what is computed and by the place in the stage, each is extended by itself,
+and the largest is the peak: which one it is may change on the way.
 """
 
 from collections import Counter
@@ -26,20 +27,20 @@ from meshtrain.pipeline.stage import blocks_of
 
 WHOLE = 32  # passes of a microbatch through a block in a step that is traced as it is
 FEW_RANKS = (3, 4)  # of a pipeline with more, where each has a first, a last, and ranks between them
-FEW_BLOCKS = (3, 4)  # that a stage keeps of those alike: a first, a last, and one or two between
+FEW_BLOCKS = 3  # that a stage keeps of those alike: a first, a last, and one between
 
 
 @dataclass(frozen=True)
 class Case:
-    """A config of which a rank is traced without some blocks, and what is affine in it: the blocks skipped of each
-    stage, forwards that wait."""
+    """A config of which a rank is traced without some blocks, the forwards that wait in it, and by how much it counts
+    among those with as many."""
 
     config: Config
     layout: Layout
     rank: int
-    skipped: tuple[int, ...] = ()
-    less: int = 0
-    waiting: float = 0
+    skipped: tuple[int, ...]
+    waiting: float
+    weight: float
 
 
 def rank_memory(config: Config, layout: Layout, pp: int, whole: int = WHOLE) -> RankMemory:
@@ -56,11 +57,8 @@ def rank_memory(config: Config, layout: Layout, pp: int, whole: int = WHOLE) -> 
     if not cases:
         trace = trace_rank(config, layout, layout.group(0, "pp")[pp])
         return RankMemory({**trace.resident}, {**trace.parts}, trace.moment, pp, trace.compiled)
-    weights = [
-        _weight(case.less, [other.less for other in cases], 0)
-        * _weight(case.waiting, [other.waiting for other in cases], held_of(config, layout, pp, count))
-        for case in cases
-    ]
+    waitings, target = [case.waiting for case in cases], held_of(config, layout, pp, count)
+    weights = [case.weight * _weight(case.waiting, waitings, target) for case in cases]
     with shared_graphs():
         traces = [trace_rank(case.config, case.layout, case.rank, case.skipped) for case in cases]
     shared = set.intersection(*(set(trace.moments) for trace in traces))
@@ -98,14 +96,7 @@ def _smaller(config: Config, layout: Layout, pp: int, bounds: Sequence[tuple[int
     ranks, section, data = layout.size("pp"), config.pipeline, layout.size(*DATA_AXES)
     if ranks > 1 and section.schedule.endswith(".csv"):
         return []
-    first, blocks = alike(config), blocks_of(spec_of(config).meta)
-    common = Counter(first[slice(*bounds[0])]).most_common(1)[0][0]
-    rows = [[i for i in range(*stage) if first[i] == common] for stage in bounds]
-    fewest = min(map(len, rows))
-    taken = [fewest - keep for keep in FEW_BLOCKS] if fewest > FEW_BLOCKS[-1] else [0]
-    elements = sum(parameter.numel() for parameter in blocks[common].parameters()) / layout.size("tp")
-    if layout.size("fsdp") > 1 and elements < MIN_UNIT_SIZE:
-        taken = [0]  # units of FSDP have several blocks each
+    blocks, parts = len(alike(config)), _without_some(config, layout, bounds)
     if ranks == 1:
         worlds = [(1, 0, min(count, 3))]  # a first, a last, and one between
     elif ranks <= FEW_RANKS[-1]:
@@ -122,18 +113,36 @@ def _smaller(config: Config, layout: Layout, pp: int, bounds: Sequence[tuple[int
         if ranks > 1:
             placement = short_schedule(section.schedule, few, section.stages_per_rank).placement
             own = [stage for stage, rank in enumerate(placement) if rank == index]
-            split = _split(dict(zip(own, bounds, strict=True)), len(placement), len(blocks))
+            split = _split(dict(zip(own, bounds, strict=True)), len(placement), blocks)
             if min(split) < 1:
                 return []
             of_case = replace(of_case, pipeline=replace(section, split=split))
         waiting, rank = held_of(of_case, small, index, many), small.group(0, "pp")[index]
-        for less in taken:
-            skipped = tuple(i for row in rows for i in row[1 : 1 + less])
-            cases.append(Case(of_case, small, rank, skipped, less, waiting))
+        cases += [Case(of_case, small, rank, skipped, waiting, weight) for skipped, weight in parts.items()]
     waitings = {case.waiting for case in cases}
     if target in waitings:
-        return [case for case in cases if case.waiting == target][: len(taken)]
+        return [case for case in cases if case.waiting == target][: len(parts)]
     return cases if len(waitings) == 2 else []
+
+
+def _without_some(config: Config, layout: Layout, bounds: Sequence[tuple[int, int]]) -> dict[tuple[int, ...], float]:
+    """Blocks to skip -> by how much a trace without them counts: one in which each stage has few of each kind, and for
+    each kind one in which it has one more."""
+    first, blocks = alike(config), blocks_of(spec_of(config).meta)
+    rows: dict[int, list[list[int]]] = {}  # kind -> its blocks in each stage
+    more: dict[int, int] = {}  # kind -> how many more than few the stages have, at least
+    for kind in set(first):
+        rows[kind] = [[i for i in range(*stage) if first[i] == kind] for stage in bounds]
+        elements = sum(parameter.numel() for parameter in blocks[kind].parameters()) / layout.size("tp")
+        in_units = layout.size("fsdp") > 1 and elements < MIN_UNIT_SIZE  # of FSDP, with several blocks each
+        if (many := min(map(len, rows[kind]))) > FEW_BLOCKS + 1 and not in_units:
+            more[kind] = many - FEW_BLOCKS
+    parts: dict[tuple[int, ...], float] = {}
+    for other in (None, *more):
+        less = {kind: n - (kind == other) for kind, n in more.items()}
+        skipped = tuple(sorted(i for kind, n in less.items() for row in rows[kind] for i in row[1 : 1 + n]))
+        parts[skipped] = 1 - sum(more.values()) if other is None else more[other]
+    return parts
 
 
 def _split(own: dict[int, tuple[int, int]], stages: int, blocks: int) -> tuple[int, ...]:

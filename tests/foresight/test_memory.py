@@ -3,6 +3,7 @@
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,40 @@ def test_extends_layers_and_microbatches(overrides: tuple[str, ...], monkeypatch
         assert all(abs(a[part] - b[part]) <= losses for part in a), (a, b)
     assert short.total <= whole.total
     assert short.moment.split(" of ")[0] == whole.moment.split(" of ")[0]
+
+
+KINDS = """
+from dataclasses import dataclass, replace
+from meshtrain.config.locate import model_file
+
+llama = model_file("llama")
+
+@dataclass(frozen=True)
+class Config(llama.Config):
+    pass
+
+class Model(llama.Model):
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers[2::3]:
+            layer.mlp = llama.MLP(replace(config, intermediate_size=2 * config.intermediate_size))
+"""
+
+
+@pytest.mark.parametrize("layout", ["layout={dp_replicate: 2}", "layout={pp: 2}"])
+def test_extends_kinds_that_alternate(layout: str, tmp_path: Path) -> None:
+    """Each by itself, to the byte but for the losses."""
+    file = tmp_path / "kinds.py"
+    file.write_text(KINDS)
+    layers = 32 if "pp" in layout else 16
+    config = loaded(2, f"model.name={file}", f"model.num_hidden_layers={layers}", layout, "batch.global_size=16")
+    config = replace(config, parallel=replace(config.parallel, compile=False))
+    assert config.resolved is not None
+    short, whole = (extend.rank_memory(config, config.resolved, 0, limit) for limit in (0, 10**6))
+    assert (short.source, whole.source) == ("extended", "traced")
+    assert abs(short.total - whole.total) <= 16 * 16, (short, whole)
+    for part in ("weights", "gradients", "optimizer state"):
+        assert short.parts.get(part) == whole.parts.get(part)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zbv"])
