@@ -122,8 +122,8 @@ def test_the_loss_falls(references: dict[str, list[dict]]) -> None:
     expected = {"float32": (20, 0.8), "staged": (4, 0.97), **dict.fromkeys(SLOW, (SLOW_STEPS, 0.95))}
     for name, rows in references.items():
         steps, share = expected.get(name, (STEPS, 0.95))
-        if name == "a frozen tied embedding" or name.startswith("lora"):  # the head stays as it was drawn
-            share = 0.985
+        if name in ("a frozen tied embedding", "gradients that stop") or name.startswith("lora"):
+            share = 0.985  # the head stays as it was drawn, or what is before the stop
         assert len(rows) == steps
         assert rows[-1]["loss"] < share * rows[0]["loss"]
 
