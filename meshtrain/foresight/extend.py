@@ -46,6 +46,7 @@ class Case:
 def rank_memory(config: Config, layout: Layout, pp: int, whole: int = WHOLE) -> RankMemory:
     """Of the rank at an index of `pp` that has most: the first on all other axes. `whole`: passes of a microbatch
     through a block up to which its step is traced as it is. Raises UntracedError."""
+    config, layout = _with_few_copies(config, layout)
     if layout.size("pp") > 1:
         schedule, split = stages_of(config, layout)
         bounds = [split.bounds[stage] for stage in schedule.stages_of(pp)]
@@ -67,6 +68,18 @@ def rank_memory(config: Config, layout: Layout, pp: int, whole: int = WHOLE) -> 
     words = next((trace.moment for trace in traces if trace.parts == trace.moments[peak]), peak.strip())
     resident = _combined([trace.resident for trace in traces], weights)
     return RankMemory(resident, moments[peak], words, pp, traces[0].compiled, "extended")
+
+
+def _with_few_copies(config: Config, layout: Layout) -> tuple[Config, Layout]:
+    """A config and layout with two copies in the place of many, whose ranks hold as much: groups take time."""
+    if layout.size("dp_replicate") < 3 or config.parallel.shard_optimizer:
+        return config, layout
+    few = Layout({**layout.sizes, "dp_replicate": 2})
+    few = few.with_context_heads(layout.context_heads).with_experts(layout.experts)
+    size = config.batch.micro_size
+    count = microbatches(config.batch.sizes.largest, size, layout.size(*DATA_AXES))
+    batch = replace(config.batch, global_size=count * size * few.size(*DATA_AXES))
+    return replace(config, batch=batch, layout=few.sizes, resolved=few), few
 
 
 def held_of(config: Config, layout: Layout, pp: int, count: int) -> float:

@@ -163,9 +163,9 @@ class Prediction:
                 savings[f"{key}={yaml_text(value)}"] = Prediction(config, self.hardware), self._begin(config, pp)
         return savings
 
-    def trace(self) -> RankMemory:
-        """Of the rank with most, by a trace."""
-        return extend.rank_memory(self.config, self.layout, self.memory.pp)
+    def trace(self) -> Callable[[], RankMemory]:
+        """A trace of the rank with most, which the function waits for."""
+        return self._begin(self.config, self.memory.pp)
 
     @cached_property
     def saves(self) -> dict[str, tuple[float, float | None]]:

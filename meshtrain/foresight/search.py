@@ -99,14 +99,14 @@ class Forecast:
         bound: seconds that no config is below which differs in schedule and SAVINGS only. Raises InputError.
         predict: a value whose `bound` is seconds that it is not below, `memory.total` the bytes of the rank with most,
             and whose `step` has `seconds` and `parts` (name -> seconds), computed when they are asked.
-        trace: of a prediction, the memory of that rank by a trace of its step, which the best have to pass.
+        trace: begins one of a prediction's step, which the best have to pass, and gives what waits for its memory.
         memory: bytes that a rank can have.
     """
 
     begin: Callable[[Sequence[Config]], None]
     bound: Callable[[Config], float]
     predict: Callable[[Config], Any]
-    trace: Callable[[Any], Any]
+    trace: Callable[[Any], Callable[[], Any]]
     memory: float
 
 
@@ -119,7 +119,7 @@ def forecast(hardware: Hardware, memory_gib: float | None = None, pool: Executor
         return seconds / prediction.layout.size("pp")
 
     room = hardware.device.room if memory_gib is None else memory_gib * 2**30
-    begin, predict = partial(count_works, pool=pool), partial(Prediction, hardware=hardware)
+    begin, predict = partial(count_works, pool=pool), partial(Prediction, hardware=hardware, pool=pool)
     return Forecast(begin, bound, predict, Prediction.trace, room)
 
 
@@ -293,14 +293,19 @@ class Search:
                 return 1, seconds
             return (0, *candidate.parts, memory) if self.goal == "time" else (0, memory, *candidate.parts)
 
-        best: dict[tuple[int, ...], Candidate] = {}
-        for candidate in sorted(self.fitting.values(), key=place):
-            if candidate.layout.shape not in best and len(best) < show and self._holds(candidate, load):
+        order, best = sorted(self.fitting.values(), key=place), dict[tuple[int, ...], Candidate]()
+        likely = {candidate.layout.shape: candidate for candidate in reversed(order)}.values()
+        traces = {id(other): self.forecast.trace(other.prediction) for other in sorted(likely, key=place)[:show]}
+        for candidate in order:
+            if candidate.layout.shape in best or len(best) == show:
+                continue
+            trace = traces.get(id(candidate)) or self.forecast.trace(candidate.prediction)
+            if self._holds(candidate, load, trace):
                 best[candidate.layout.shape] = candidate
                 candidate.reason = _reason(next(iter(best.values())), candidate)
         return list(best.values())
 
-    def _holds(self, candidate: Candidate, load: Callable[[list[str]], Config]) -> bool:
+    def _holds(self, candidate: Candidate, load: Callable[[list[str]], Config], trace: Callable[[], Any]) -> bool:
         """Whether training takes it, and a trace of its step fits."""
         try:
             load(candidate.overrides(self.config))
@@ -308,7 +313,7 @@ class Search:
             self.space.reject("refused when it is read as a whole", problem.errors[0].message)
             return False
         with self._refusals():
-            candidate.memory = self.forecast.trace(candidate.prediction)
+            candidate.memory = trace()
         if candidate.memory is None:
             return False
         if candidate.memory.total > self.forecast.memory:

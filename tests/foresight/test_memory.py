@@ -144,6 +144,17 @@ def test_what_a_search_reckons_with_is_close() -> None:
         assert reckoned.total == pytest.approx(traced.total, rel=0.15), (overrides, reckoned, traced)
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_two_copies_stand_for_many(shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank holds as much; the batch is one that ranks share unevenly."""
+    keys = f"layout={{dp_replicate: 5, dp_shard: {shards}}}", "batch.global_size=24", "parallel.compile=false"
+    config = loaded(5 * shards, *keys)
+    assert config.resolved is not None
+    few = extend.rank_memory(config, config.resolved, 0)
+    monkeypatch.setattr(extend, "_with_few_copies", lambda *whole: whole)
+    assert extend.rank_memory(config, config.resolved, 0) == few
+
+
 def test_each_knob_gives_back_what_its_own_trace_says() -> None:
     overrides = [*LLAMA, "layout={tp: 2}"]
     before = predict(QUICKSTART, overrides, hosts=(2,))

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from random import Random
@@ -96,7 +97,7 @@ def stand_in(memory: float = math.inf, trace: Callable[[Any], Any] = attrgetter(
                 total=weights + (kept - 0.2 * parallel.regather) / layout.size("tp", "cp") + gathered
             )
 
-    return Forecast(lambda configs: None, work, Prediction, trace, memory)
+    return Forecast(lambda configs: None, work, Prediction, lambda prediction: partial(trace, prediction), memory)
 
 
 def space(config: str, world: int, vary: tuple[str, ...] = KEYS, hosts: tuple[int, ...] = (), **fixed: int) -> Space:
@@ -312,7 +313,7 @@ def test_the_work_of_a_search_does_not_grow_with_the_world(config: str, monkeypa
         monkeypatch.setattr(Layout, "_offsets", listed)
         monkeypatch.setattr(blocks, "_counted", traced)
         monkeypatch.setattr(blocks, "_known", {})
-        search = Search(searched, replace(forecast(load("h100")), trace=attrgetter("memory")))
+        search = Search(searched, replace(forecast(load("h100")), trace=partial(partial, attrgetter("memory"))))
         assert search.run(loader(config, world), show=1)
         assert search.predicted < 600
     assert 0 < traces[32768] <= traces[32]
