@@ -87,7 +87,8 @@ def _counted(config: Config, layout: Layout) -> Pairs | InputError:
     small = Layout({"dp_shard": max(1, layout.experts // (cp * tp)), "cp": cp, "tp": tp})
     layout = small.with_context_heads(layout.context_heads).with_experts(layout.experts)
     config = replace(config, layout=layout.sizes, resolved=layout)
-    config = replace(config, parallel=replace(config.parallel, compile=False))
+    # What FSDP copies when it gathers again is not the blocks'.
+    config = replace(config, parallel=replace(config.parallel, compile=False, reshard_after_forward=False))
     of_samples = [
         replace(config, batch=replace(config.batch, micro_size=n, global_size=n * layout.size("dp_shard")))
         for n in (1, 2)
