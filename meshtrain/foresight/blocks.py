@@ -22,6 +22,7 @@ from meshtrain.foresight.model import alike, repeated, untraced_errors
 from meshtrain.foresight.trace import META, TracedStep, fake_world, prepared_batch
 from meshtrain.foresight.work import Pass, Product, Send, Work
 from meshtrain.layout import Layout
+from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import implementations
 from meshtrain.parallel.linear import use_products
 from meshtrain.parallel.linear import weight_grad as weight_grads
@@ -87,14 +88,14 @@ def _counted(config: Config, layout: Layout) -> Pairs | InputError:
     small = Layout({"dp_shard": max(1, layout.experts // (cp * tp)), "cp": cp, "tp": tp})
     layout = small.with_context_heads(layout.context_heads).with_experts(layout.experts)
     config = replace(config, layout=layout.sizes, resolved=layout)
-    # What FSDP copies when it gathers again is not the blocks'.
-    config = replace(config, parallel=replace(config.parallel, compile=False, reshard_after_forward=False))
+    config = replace(config, parallel=replace(config.parallel, compile=False))
     of_samples = [
         replace(config, batch=replace(config.batch, micro_size=n, global_size=n * layout.size("dp_shard")))
         for n in (1, 2)
     ]
     try:
-        with untraced_errors(), fake_world(layout, 0, "cuda") as mesh:
+        # What FSDP gathers and copies is not the blocks'.
+        with untraced_errors(), fake_world(layout, 0, "cuda") as mesh, patch.object(Mesh, "uses_fsdp", False):
             step = CountedStep(of_samples[0], mesh, META, skipped)
             if splits:
                 use_products(step.model, queue=WeightGradQueue())  # as the pipeline has

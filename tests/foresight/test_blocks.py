@@ -74,6 +74,21 @@ def test_works_are_counted_in_processes_at_once() -> None:
     assert pairs == [_counted(config, config.resolved) for config in loaded if config.resolved is not None]
 
 
+def test_what_fsdp_gathers_over_cp_is_not_the_blocks() -> None:
+    """Half the tokens read and write half as much, whatever FSDP frees; a search begins with either."""
+    overrides = *SMALL["configs/quickstart.yaml"], "train.precision=bfloat16", "model.num_hidden_layers=3"
+    keys = "layout={dp_shard: 1}", "layout={cp: 2}", "layout={cp: 2}"
+    frees = "parallel.reshard_after_forward=true", "parallel.reshard_after_forward=false"
+    alone, split, kept = (
+        Config.load(ROOT / "configs/quickstart.yaml", [*overrides, layout, frees[i == 2]], world_size=1 + (i > 0))
+        for i, layout in enumerate(keys)
+    )
+    pairs = [_counted(config, config.resolved) for config in (alone, split, kept) if config.resolved is not None]
+    assert pairs[1] == pairs[2]
+    whole, half = (of[max(of)][0].forward.moved for of in pairs[:2] if isinstance(of, dict))
+    assert half < 0.6 * whole
+
+
 def test_it_grows_with_the_samples() -> None:
     """Of three samples what one and two foretell."""
     one, two, three = (layers("configs/quickstart.yaml", f"batch.micro_size={n}")[0] for n in (1, 2, 3))
