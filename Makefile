@@ -36,9 +36,10 @@ train: $(VENV)/train.stamp
 test: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# A -m of the command line takes the place of the one in pyproject.toml, which leaves these tests out.
+# A -m of the command line takes the place of the one in pyproject.toml, which leaves these tests out. They mostly wait:
+# two at a time.
 test-cluster: $(VENV)/dev.stamp
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -m cluster
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -m cluster -n 2 --dist worksteal
 
 test-integrations: $(VENV)/integrations.stamp
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -m integrations

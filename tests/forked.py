@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 
-import torch._inductor  # noqa: F401  what every run imports later on, and with it torch
+import torch._inductor.compile_fx  # noqa: F401  what runs and plans import later on, and with it torch
 
 import meshtrain.run.results
 import meshtrain.train

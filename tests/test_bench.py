@@ -66,7 +66,7 @@ def forked_side(start: Callable[..., subprocess.Popen], words: list[str], **opti
     ("benchmark", "only"),
     [
         (data_parallel, ["plain DDP, 2 processes", "meshtrain dp_shard=2"]),
-        (tensor_parallel, ["meshtrain tp=2", "torch tp=2, sequence sharded", "torch dp_shard=2 x tp=2"]),
+        (tensor_parallel, ["meshtrain tp=2", "torch tp=2, sequence sharded"]),
         (context_parallel, ["meshtrain cp=2 ring", "meshtrain tp=2"]),
         (pipeline, ["meshtrain pp=2 zbv", "torch pp=2 zbv"]),
         (experts, ["meshtrain, 1 process", "meshtrain expert_parallel=2"]),

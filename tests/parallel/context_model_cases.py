@@ -2,8 +2,10 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -86,9 +88,10 @@ def loops(cases: Cases, sizes: dict[str, int], heads: int = 1, **options: Any) -
 
 
 def compiled(cases: Cases, mesh: Mesh) -> None:
-    """One graph for all layers and microbatches, whatever the documents."""
+    """One graph for all layers and microbatches, whatever the documents. No code is generated: that takes long."""
     counters.clear()
-    cases.close(train(mesh, method="ring", compile=True), cases.alone, 1e-12, "compiled")
+    with patch("torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition")):
+        cases.close(train(mesh, method="ring", compile=True), cases.alone, 1e-12, "compiled")
     cases.equal(counters["stats"]["unique_graphs"], 1, "graphs")
 
 

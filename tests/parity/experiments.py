@@ -12,7 +12,7 @@ from meshtrain.pipeline.schedule import NAMES
 QUICKSTART = "configs/quickstart.yaml"
 
 # Steps of an experiment in float64, and of those that learn slowly.
-STEPS, SLOW_STEPS = 5, 8
+STEPS, SLOW_STEPS = 4, 8
 SLOW = ("mixing", "frozen layers", "a frozen tied embedding", "a norm beside both layers")
 
 # The quickstart in the small, with a batch that 3, 4 and 6 ranks do not divide, and a share that micro_size does not.
@@ -101,7 +101,7 @@ EXPERTS |= EXPERT_MODELS
 EMA = "averaged weights"
 BORROWED = "the embedding as head"
 MUON, MUON_EXPERTS = "muon", "muon, experts"
-EXPERTS[MUON_EXPERTS] = (*EXPERT_MODELS["qwen3_moe"], "optimizer.name=muon", "train.eval_every=0")
+EXPERTS[MUON_EXPERTS] = (*EXPERT_MODELS["qwen3_moe"], "optimizer.name=muon")
 
 # Longer than the model was made for. The length of a part of a sequence, or a padded one (50 over cp), is another.
 ROPE = {
@@ -209,7 +209,8 @@ def texts(folder: Path) -> dict[str, tuple[str, ...]]:
     )
     tied = (*ragged, "model.tie_word_embeddings=true", "data.mask_documents=true", "parallel.recompute=full")
     two_layers = (*STAGED, "model.num_hidden_layers=2")
-    moe = (*ragged, "model.name=tests/models/moe.py", "model.num_hidden_layers=3", "data.seq_len=47")
+    unevaluated = (*ragged, "train.eval_every=0")
+    moe = (*unevaluated, "model.name=tests/models/moe.py", "model.num_hidden_layers=3", "data.seq_len=47")
     # Nothing divides: 259 tokens, 109 features, and 2 key/value heads where tp is 3.
     uneven = ("model.vocab_size=259", "model.intermediate_size=109", "model.num_attention_heads=6")
     return {
@@ -229,11 +230,11 @@ def texts(folder: Path) -> dict[str, tuple[str, ...]]:
         "staged": (*STAGED, "train.steps=4", "optimizer.warmup_steps=0"),
         "staged, tied": (*STAGED, *tied, "model.hidden_dropout=0.1"),
         **{name: (*two_layers, *keys) for name, keys in {**STAGED_MODELS, **CROSSED_MODELS}.items()},
-        **{name: (*ragged, "data.mask_documents=true", *keys) for name, keys in ROPE.items()},
+        **{name: (*unevaluated, "data.mask_documents=true", *keys) for name, keys in ROPE.items()},
         "selective": ("parallel.recompute=selective",),
         **{name: (f"model.name={MODELS / name}.py", *keys) for name, keys in OWN_MODELS.items()},
         "attached": (*ragged, *ATTACHED),
-        "attached, recomputed": (*ragged, *ATTACHED, "parallel.recompute=full"),
+        "attached, recomputed": (*unevaluated, *ATTACHED, "parallel.recompute=full"),
         ATTACHED_EVEN: ATTACHED,
         **{name: (*moe, *keys) for name, keys in EXPERTS.items()},
         **{name: (*(moe if "experts" in name or "latent" in name else ()), *keys) for name, keys in TUNED.items()},
@@ -241,7 +242,7 @@ def texts(folder: Path) -> dict[str, tuple[str, ...]]:
         # Each rank of tp norms its own heads; over tp 4 two of them have the same key/value head.
         "qwen3": ("model.name=qwen3",),
         BORROWED: ("model.name=tests/models/borrowed_head.py",),
-        EMA: (*ragged, "optimizer.ema_decay=0.8", "train.use_ema=true", "train.eval_every=3"),
+        EMA: (*ragged, "optimizer.ema_decay=0.8", "train.use_ema=true", "train.eval_every=2"),
         MUON: (*uneven, "data.validation=0", "optimizer.name=muon"),
         "latent, no experts": LATENT,
     }
@@ -264,7 +265,7 @@ def write_ragged(path: Path) -> Path:
 # World size -> layouts, each with the experiments that it is compared in.
 LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
     2: [
-        ("{dp_replicate: 2}", ("float32", "float64", "ragged", "mxfp8", "frozen by name", MUON)),
+        ("{dp_replicate: 2}", ("float32", "float64", "ragged", "frozen by name", MUON)),
         (
             "{dp_shard: 2}",
             (
@@ -312,25 +313,25 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
         ("{cp: 3}", ("padded", "few heads")),
     ],
     4: [
-        ("{dp_replicate: 4}", ("float32", "float64", "ragged", "tied, masked, recomputed", "digits", "experts")),
+        ("{dp_replicate: 4}", ("float64", "ragged", "tied, masked, recomputed", "experts")),
         (
             "{dp_shard: 4}",
-            (*("float32", "float64", "ragged", "digits", "dropout"), *("experts", "experts, sigmoid", MUON_EXPERTS)),
+            ("float64", "ragged", "digits", "dropout", "experts", "experts, sigmoid", MUON_EXPERTS),
         ),
         (
             "{dp_replicate: 2, dp_shard: 2}",
             (
-                *("float32", "float64", "ragged", "tied, masked, recomputed", "dropout", "rare"),
+                *("float32", "float64", "ragged", "dropout", "rare"),
                 *("experts", "experts, sigmoid", MUON, MUON_EXPERTS),
             ),
         ),
         ("{dp_shard: 2, dp_replicate: 2}", ("float64",)),
-        ("{tp: 4}", ("float32", "float64", "tied, masked, recomputed", "few heads", "qwen3", "float8")),
+        ("{tp: 4}", ("float64", "tied, masked, recomputed", "few heads", "qwen3", "float8")),
         ("{dp_replicate: 2, tp: 2}", ("float64", "tied, masked, recomputed", "uneven")),
         (
             "{dp_shard: 2, tp: 2}",
             (
-                *("float32", "float64", "tied, masked, recomputed", "uneven", "dropout", "between", "qwen3"),
+                *("float32", "float64", "tied, masked, recomputed", "uneven", "dropout"),
                 *("experts, sigmoid", "lora, experts", MUON),
             ),
         ),
@@ -415,7 +416,7 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
         # FSDP that keeps its parameters sends gradients at another time.
         if list(sizes) == ["dp_replicate"] and name in ("float64", MUON):
             return [(SHARED,)] if name == MUON else [(), (SHARED,)]
-        kept = name in ("float64", EMA) and layout in ("{dp_shard: 2}", "{dp_replicate: 2, dp_shard: 2}")
+        kept = name == "float64" and layout in ("{dp_shard: 2}", "{dp_replicate: 2, dp_shard: 2}")
         return [(), ("parallel.reshard_after_forward=false",)] if kept else [()]
     # Two microbatches in every step: one process has more of them, and each costs many exchanges here.
     samples = 7 if name in ("ragged", "tied, masked, recomputed", "attached", *ROPE, *EXPERTS) else 14
@@ -425,7 +426,7 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
         return [(own,)]
     found: list[tuple[str, ...]] = [(own,)]
     tried = name == "float64" and layout in ("{tp: 2}", "{dp_shard: 2, tp: 2}")
-    names = ("float32", "uneven", "few heads", "between", "attached", "qwen3", "latent, no experts", "mxfp8", "lora")
+    names = ("uneven", "few heads", "between", "attached", "latent, no experts", "mxfp8", "lora")
     if tried or (len(sizes) == 1 and name in (names if world < 4 else ("few heads",))):
         found.append((own, "parallel.sequence_parallel=false"))
     if "dp_replicate" in sizes and name == "uneven":
@@ -509,18 +510,17 @@ def pipelines(sizes: dict[str, int], name: str) -> list[tuple[str, ...]]:
     if name in ROPE:
         return [("1f1b", cut(2 * p))]
     if name in EXPERTS:
-        return [("1f1b", cut(4)), ("zbv", cut(3))]
+        return [("zbv", cut(3)) if name in ("qwen3_moe", "glm", MUON_EXPERTS) else ("1f1b", cut(4))]
     if name in TUNED:
         return [("zbv", cut(3))]
     if name in STAGED_MODELS:
-        stages = ("pipeline.split=[3, 2]",) * (name == "a frozen stage")
-        return [("1f1b", cut(4), *stages), ("zb-h1" if stages else "zbv", cut(3), *stages)]
+        return [("zb-h1", cut(3), "pipeline.split=[3, 2]") if name == "a frozen stage" else ("zbv", cut(3))]
     if "dp_replicate" in sizes or "dp_shard" in sizes or "tp" in sizes:
         return crossed(sizes, name, cut(2 * p), cut(2 * p - 1))
     if name != "staged":
         # The five blocks of float32 are stages of four ranks, and not of a V over them.
         return [("1f1b", cut(2 * p)), ("zb-h2" if name == "float32" and p > 2 else "zbv", cut(2 * p - 1))]
-    counts = (p, 2 * p, p + 1) if p == 2 else (p + 1,)
+    counts = (2 * p, p + 1) if p == 2 else (p + 1,)
     found = [(schedule, cut(microbatches)) for schedule in NAMES for microbatches in counts]
     if p == 2:  # more stages a rank, stages of one's own choice, and a recomputation where gradients are split
         four = "pipeline.stages_per_rank=4"

@@ -1,5 +1,5 @@
-"""The promise: the same loss curve on every layout. Each cell is compared with one process: 20 steps in float32, 5 in
-float64, where no error hides in rounding, and 4 where only the order of a step's work is another."""
+"""The promise: the same loss curve on every layout. Each cell is compared with one process: 20 steps in float32, and 4
+in float64, where no error hides in rounding."""
 
 import re
 import sys
@@ -119,9 +119,9 @@ def test_what_cp_sends_has_its_name(trained: dict[tuple, Trained]) -> None:
 
 def test_the_loss_falls(references: dict[str, list[dict]]) -> None:
     """Parity of runs that learn nothing would prove little."""
-    expected = {"float32": (20, 0.8), "staged": (4, 0.97), **dict.fromkeys(SLOW, (SLOW_STEPS, 0.95))}
+    expected = {"float32": (20, 0.8), **dict.fromkeys(SLOW, (SLOW_STEPS, 0.95))}
     for name, rows in references.items():
-        steps, share = expected.get(name, (STEPS, 0.95))
+        steps, share = expected.get(name, (STEPS, 0.97))
         if name in ("a frozen tied embedding", "gradients that stop") or name.startswith("lora"):
             share = 0.985  # the head stays as it was drawn, or what is before the stop
         assert len(rows) == steps
@@ -137,13 +137,13 @@ def test_averages_are_what_is_evaluated(references: dict[str, list[dict]]) -> No
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_schedule_has_its_microbatches(ranks: int, schedule: str, known: dict[str, Experiment]) -> None:
-    """A number that ranks do not divide, and on two ranks as many as these, and twice as many."""
+    """A number that ranks do not divide, and on two ranks twice as many as these."""
     counts = set()
     for world, layout, name, more in CELLS:
         if (world, layout, name) == (ranks, f"{{pp: {ranks}}}", "staged") and f"pipeline.schedule={schedule}" in more:
             size = Config.load(QUICKSTART, [*known[name].overrides, *more, f"layout={layout}"]).batch
             counts.add(microbatches(size.global_size, size.micro_size, 1))
-    assert counts >= ({2, 4, 3} if ranks == 2 else {5})
+    assert counts >= ({4, 3} if ranks == 2 else {5})
 
 
 def test_ragged_labels_would_tell_an_average_of_averages(references: dict[str, list[dict]], folder: Path) -> None:

@@ -8,8 +8,8 @@ The loss is computed in chunks of 50 tokens, for the same reason.
 
 What a run does only once, because it is long, costs more than 20 steps of a test's model. Nothing that is compared
 depends on it, and other tests have it: the picture and the count of FLOPs are left out here, the costs of a model's
-blocks are counted once for all cells that train it, and code is generated for the graphs of compiled blocks over one
-layout alone, of FSDP, and there on one of two ranks, which would make the same: over tp, cp and pp other tests have it.
+blocks are counted once for all cells that train it, and no code is generated for the graphs of compiled blocks, but on
+GPUs.
 """
 
 import json
@@ -47,14 +47,13 @@ def counted_once(model: nn.Module, blocks: Sequence[nn.Module], inputs: tuple[Te
 meshtrain.modeling.build.block_flops = counted_once
 meshtrain.run.step_logger.sample_flops = lambda *_: (None, "FLOPs are not counted")
 meshtrain.run.step_logger.peak_flops = lambda *_: (1.0, "a peak of 1 FLOP/s")
-generated, traced = torch.compile, partial(torch.compile, backend="aot_eager_decomp_partition")
 linear_cross_entropy.CHUNK_TOKENS, linear_cross_entropy.CHUNK_LOGITS = 50, 0
 meshtrain.run.results.plot_loss = lambda *_: "no picture is drawn"
 
 job = join(read_environment(os.environ))
-generates = job.rank == 0 or job.device.type == "cuda"
+if job.device.type == "cpu":
+    torch.compile = partial(torch.compile, backend="aot_eager_decomp_partition")
 with job_exit(job):
     for name, overrides, small in json.loads(Path(sys.argv[1]).read_text()):
         fsdp.MIN_UNIT_SIZE = small
-        torch.compile = generated if "layout={dp_shard: 2}" in overrides and generates else traced
         meshtrain.train.run(Config.load(name, overrides, world_size=job.world_size, for_training=True), job)

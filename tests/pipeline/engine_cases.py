@@ -487,13 +487,14 @@ class Engine(Cases):
         self.equal(log.count("weights"), sum(stage > 0 for stage in last), f"{schedule} {more}: split backwards")
         self.gradients(model, self.expected(work, *more), f"{schedule} {more}: the last one split")
 
-    def compiled_dropout(self) -> None:
+    def compiled(self) -> None:
         """Compiled blocks that run again, several microbatches under way; no code is generated: that takes long."""
         more = ("model.hidden_dropout=0.2", "model.num_hidden_layers=2", "parallel.compile=true")
         with patch("torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition")):
             for recompute in ("full", "selective"):
                 how = f"parallel.recompute={recompute}"
                 self.trained({"pp": 2}, "1f1b", *more, how, alone=("parallel.compile=false",))
+            self.steps("1f1b", *more[1:], shapes=[(2, 12)])
         torch._dynamo.reset()
 
     def text(self, schedule: str) -> None:
@@ -601,8 +602,7 @@ def two(cases: Engine, folder: Path) -> None:
     cases.early_gradients("1f1b", "parallel.recompute=full")
     cases.own_schedule(folder)
     cases.links("zbv")
-    cases.compiled_dropout()
-    cases.steps("1f1b", "parallel.compile=true", "model.num_hidden_layers=2", shapes=[(2, 12)])
+    cases.compiled()
 
 
 def four(cases: Engine, folder: Path) -> None:
