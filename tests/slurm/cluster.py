@@ -53,6 +53,8 @@ GresTypes=gpu
 ReturnToService=2
 SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0
 CompleteWait=0
+# In 10 s, the default, a busy machine may start no slurmstepd, and SLURM holds the job.
+MessageTimeout=60
 KillWait=60
 SlurmdTimeout={lost_after}
 PreemptType=preempt/partition_prio
