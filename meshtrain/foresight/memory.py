@@ -59,7 +59,7 @@ def of(
 
 
 def _of_rank(config: Config, layout: Layout, works: Sequence[Work], waiting: float) -> RankMemory:
-    """`held`: forwards of all these blocks that wait for their backward at most."""
+    """`waiting`: forwards of all these blocks that wait for their backward at most."""
     train, shards = config.train, layout.size("fsdp")
     size, compute = (8 if train.precision == "float64" else 4), (2 if "16" in train.precision else 4)
     (own, gathered), (trained, summed) = over_shards(works, layout), over_shards(works, layout, trained=True)

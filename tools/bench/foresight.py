@@ -1,20 +1,23 @@
 """Whether a step takes what was foreseen, on a CPU that was calibrated on another layout.
 
-    python tools/bench/foresight.py [--seen LAYOUT ...] [--foreseen LAYOUT ...] [--steps 24] [--json] [key=value ...]
+    python tools/bench/foresight.py [--seen LAYOUT ...] [--foreseen LAYOUT ...] [--rounds 3] [--json] [key=value ...]
 
-The quickstart trains on processes that talk over gloo, first in the layouts to calibrate hardware/cpu.yaml by, then
-in those to foresee, whose steps no fit has seen.
+The quickstart trains on processes that talk over gloo, in the layouts to calibrate hardware/cpu.yaml by and in those to
+foresee, whose steps no fit has seen. A machine is not as fast in one minute as in the next: all layouts take turns, and
+what counts is the median of their rounds.
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 
 from meshtrain.foresight.calibrate import PHASES, MeasuredRun, against, as_yaml, calibrate
 from meshtrain.foresight.hardware import load
@@ -31,23 +34,32 @@ def train(folder: Path, layout: str, processes: int, overrides: Sequence[str]) -
     subprocess.run([*run, *overrides], env=alone, check=True, stdout=sys.stderr)
 
 
+def typical(runs: Sequence[MeasuredRun]) -> MeasuredRun:
+    """Runs of one layout as one, with the median of each phase."""
+    return replace(runs[0], seconds={name: median(run.seconds[name] for run in runs) for name in PHASES})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the quickstart, for all runs")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=13)
     parser.add_argument("--seen", nargs="+", default=["{dp_shard: 2}", "{tp: 2}"])
     parser.add_argument("--foreseen", nargs="+", default=["{dp_replicate: 2}", "{cp: 2}", "{pp: 2}"])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     overrides = (*SHORT, f"train.steps={options.steps}", *options.overrides)
     with tempfile.TemporaryDirectory() as root:
-        folders = {layout: Path(root) / str(i) for i, layout in enumerate([*options.seen, *options.foreseen])}
-        for layout, folder in folders.items():
-            train(folder, layout, options.processes, overrides)
-        hardware = calibrate([str(folders[layout]) for layout in options.seen], load("cpu"))
-        runs = {layout: MeasuredRun.load(folder) for layout, folder in folders.items()}
-        rows = {layout: against(run, hardware, None, {})[: len(PHASES)] for layout, run in runs.items()}
+        layouts = [*options.seen, *options.foreseen]
+        folders = {
+            layout: [Path(root) / f"{i}-{turn}" for turn in range(options.rounds)] for i, layout in enumerate(layouts)
+        }
+        for turn, layout in itertools.product(range(options.rounds), layouts):
+            train(folders[layout][turn], layout, options.processes, overrides)
+        hardware = calibrate([str(folder) for layout in options.seen for folder in folders[layout]], load("cpu"))
+        runs = {layout: typical([MeasuredRun.load(folder) for folder in folders[layout]]) for layout in layouts}
+    rows = {layout: against(run, hardware, None, {})[: len(PHASES)] for layout, run in runs.items()}
     ratios = {layout: run.foresee(hardware).seconds / run.seconds["step"] for layout, run in runs.items()}
     held = all(abs(ratios[layout] - 1) <= GOAL for layout in options.foreseen)
     if options.json:
