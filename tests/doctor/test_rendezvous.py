@@ -294,7 +294,7 @@ def test_values_of_the_store_are_not_trusted(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(rendezvous, "MOST_BYTES", 100)
     store.set(prefix + "big", "[" + "1," * 200 + "1]")
     with pytest.raises(RecordError, match="too many"):
-        leader.board.read("big", 0.0)
+        leader.board.read("big", time.monotonic() + 30)  # another connection sets it
     with pytest.raises(TimeoutError):
         leader.board.read("never", time.monotonic() + 0.05)
     leader.close()
