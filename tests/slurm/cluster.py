@@ -53,8 +53,6 @@ GresTypes=gpu
 ReturnToService=2
 SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0
 CompleteWait=0
-# In 10 s, the default, a busy machine may start no slurmstepd, and SLURM holds the job.
-MessageTimeout=60
 KillWait=60
 SlurmdTimeout={lost_after}
 PreemptType=preempt/partition_prio
@@ -85,6 +83,8 @@ class Cluster:
             gpus: of a node, where it does not have what the others have.
         """
         self.folder = folder.resolve()
+        socket = f"{self.folder}/spool.node{nodes}/node{nodes}_99.4294967291"
+        assert len(socket) < 108, f"Unix takes no socket with so long a path, and SLURM starts no step: {socket}"
         self._nodes = nodes
         self._network = Network(nodes, self.folder)
         self._munged: subprocess.Popen[bytes] | None = None

@@ -314,14 +314,16 @@ def test_an_image_that_is_missing_ends_the_job_before_the_step(cluster: Cluster,
     assert not run.folder.exists()
 
 
-def test_nodes_with_different_numbers_of_gpus(config: Path, tmp_path: Path) -> None:
+def test_nodes_with_different_numbers_of_gpus(
+    config: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     forked(3, "-m", "meshtrain.train", config, f"train.steps={STEPS}", f"train.output={tmp_path}/plain").check()
     expected = [row["loss"] for row in Run(tmp_path / "plain").rows]
     per_task = tmp_path / "per_task.sbatch"
     text = (ROOT / "tools" / "slurm" / "train-srun.sbatch").read_text()
     text = text.replace("--ntasks-per-node=8", "--ntasks=3").replace("--gpus-per-node=8", "--gpus-per-task=1")
     per_task.write_text(text)
-    with Cluster(tmp_path / "cluster", gpus={1: 1}) as cluster:
+    with Cluster(tmp_path_factory.mktemp("gpus"), gpus={1: 1}) as cluster:
         for script, options in (("train.sbatch", ("--gpus-per-node=0", "--gpus=3")), (str(per_task), ("--nodes=2",))):
             folder = tmp_path / Path(script).stem
             folder.mkdir()
