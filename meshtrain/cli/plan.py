@@ -1,6 +1,6 @@
-"""What a config would do on given hosts, computed without a job: `meshtrain plan configs/quickstart.yaml --hosts 4,2`.
+"""Shows what a config does on given hosts, without a job: `meshtrain plan configs/quickstart.yaml --hosts 4,2`.
 
-Which rank lies where, which groups cross hosts, how the batch is shared, and what a rank holds in memory.
+Where each rank lies, which groups cross hosts, how the batch is split, and what a rank holds in memory.
 """
 
 import argparse
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from meshtrain.modeling.context import ContextCosts
     from meshtrain.modeling.experts import ExpertCosts
 
-MOST_LINES = 16  # of the table in a terminal, and half of it per axis; `--json` and layout.txt hold everything
+MOST_LINES = 16  # of the rank table in a terminal, and half as many per axis; `--json` and layout.txt have all
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """What runs over `pp`. `timeline` is simulated; `about` is a line for people."""
+    """The pipeline over `pp`. `timeline` is simulated; `about` is a line for people."""
 
     about: str
     schedule: Schedule
@@ -54,15 +54,15 @@ class PipelinePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A config on hosts, where its layout is placed; `notes` say what was assumed."""
+    """A config with its layout placed on hosts; `notes` say what was assumed."""
 
     name: str
     config: Config
     layout: Layout
-    batch: BatchSplit  # of the largest, where it changes
+    batch: BatchSplit  # of the largest global batch, if a ramp changes it
     parameters: tuple[ParameterSpec, ...]
     memory: MemoryUse
-    optimizer: str  # its title
+    optimizer: str  # title of its update rule
     pipeline: PipelinePlan | None = None
     context: "ContextCosts | None" = None
     experts: "ExpertCosts | None" = None
@@ -70,7 +70,8 @@ class Plan:
 
 
 def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | None = None) -> Plan:
-    """The plan of a config on hosts with so many processes each; without them on one, as small as the layout allows.
+    """The plan of a config on hosts with these numbers of processes; without hosts, on one that is as small as the
+    layout allows.
 
     Raises InputError, LayoutError: the config is wrong, or its layout does not fit the hosts.
     """
@@ -81,7 +82,7 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
         hosts = (fixed.world_size,)
         smallest = "the smallest world that this layout fits" if -1 in config.layout.values() else "all on one host"
         notes.append(f"no --hosts given: {smallest}, {describe_hosts(fixed.on_hosts(hosts))}")
-        config = Config.load(name, list(overrides), world_size=fixed.world_size)  # what was left open is checked now
+        config = Config.load(name, list(overrides), world_size=fixed.world_size)  # checks what depends on the world
     assert config.resolved is not None  # it was loaded for this number of processes
     layout = config.resolved.on_hosts(hosts)
     batch = BatchSplit(config.batch.sizes.largest, config.batch.micro_size, layout.size(*DATA_AXES))
@@ -92,7 +93,7 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
     placement = (0,) if pipeline is None else pipeline.schedule.placement
     shards, precision = config.parallel.shard_optimizer, config.train.precision
     memory = held_by_ranks(parameters, layout, precision, config.optimizer, placement, shards)
-    from meshtrain.modeling.context import context_costs  # they bring torch, as the model has
+    from meshtrain.modeling.context import context_costs  # these import torch, as the model has
     from meshtrain.modeling.experts import expert_costs
 
     title = update_rule(config.optimizer.name, config.optimizer.state_precision).title
@@ -102,19 +103,19 @@ def make_plan(name: str, overrides: Sequence[str] = (), hosts: Sequence[int] | N
 
 
 def _pipeline(config: Config, layout: Layout) -> PipelinePlan:
-    from meshtrain.modeling.build import check_stages, describe_pipeline, stages_of  # they bring torch
+    from meshtrain.modeling.build import check_stages, describe_pipeline, stages_of  # these import torch
     from meshtrain.pipeline.stage import stages_of_parameter
 
     schedule, split = stages_of(config, layout)
     check_stages(config, split)
-    costs = split.costs  # of a forward: the gradients of inputs and those of weights are as many products each
+    costs = split.costs  # of a forward; input gradients and weight gradients have as many products each
     timeline = simulate(schedule, forward=costs, input_grad=costs, weight_grad=costs)
     holding = stages_of_parameter(spec_of(config).meta, split.bounds)
     return PipelinePlan(describe_pipeline(schedule, split), schedule, split, holding, timeline)
 
 
 def plan_text(plan: Plan, each_parameter: bool = False) -> str:
-    """The plan for a person: short, whatever the number of ranks; with parameters instead of ranks if asked."""
+    """The plan for people, short for any number of ranks. `each_parameter`: a table of parameters instead of ranks."""
     shape, layout = plan.batch, plan.layout
     if each_parameter:
         below = [f"layout {layout} on {describe_hosts(layout)}", "", *columns(table(plan.parameters, layout)), ""]
@@ -286,7 +287,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _foreseen(plan: Plan, gpu: str | None) -> "tuple[Prediction | None, list[str]]":
-    """What is foreseen, and lines for a person; None and the reason for a model that cannot be traced."""
+    """The prediction and lines for people; None and the reason for a model that cannot be traced."""
     from meshtrain.foresight.draw import memory_of_ranks, step_lines
     from meshtrain.foresight.hardware import load
     from meshtrain.foresight.model import UntracedError
@@ -307,8 +308,8 @@ def _foreseen(plan: Plan, gpu: str | None) -> "tuple[Prediction | None, list[str
 
 @contextmanager
 def processes() -> Iterator[ProcessPoolExecutor | None]:
-    """A pool for traces; None where torch would compute no gradients in a forked process, as after a GPU was seen.
-    Raises InputError: one was killed."""
+    """A pool of processes for traces; None if torch could not compute gradients in forked processes, as once a GPU was
+    seen. Raises InputError: a process was killed."""
     import torch
 
     count = 1 if sys.platform != "linux" or torch.cuda.device_count() else min(8, len(os.sched_getaffinity(0)))
@@ -327,8 +328,8 @@ def processes() -> Iterator[ProcessPoolExecutor | None]:
 def _begin_process() -> None:
     import torch
 
-    torch.set_num_threads(1)  # a forked process has none of its parent's threads, and would wait for them
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is no result of a trace
+    torch.set_num_threads(1)  # the parent's thread pool does not exist in a forked process, which would wait for it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
     end_with_parent()
 
 
@@ -343,7 +344,7 @@ def _schedule(arguments: argparse.Namespace) -> None:
 
 
 def _measured(arguments: argparse.Namespace) -> None:
-    """What a run has measured beside what is foreseen of it, or the hardware file that fits runs."""
+    """Prints a run's measurements beside its prediction, or the hardware file that fits runs."""
     from meshtrain.foresight import calibrate, hardware
     from meshtrain.foresight.prediction import Prediction
 
@@ -363,7 +364,7 @@ def _measured(arguments: argparse.Namespace) -> None:
 
 
 def write_text(path: str, text: str) -> None:
-    """Raises InputError: it cannot be written."""
+    """Writes a text file. Raises InputError: it cannot be written."""
     try:
         Path(path).write_text(text)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""The best layouts of a config on given hosts, found without a job: `meshtrain search CONFIG --hosts 8x8 --gpu h100`.
+"""Finds the best layouts of a config on given hosts, without a job: `meshtrain search CONFIG --hosts 8x8 --gpu h100`.
 
-Only keys that do not change what is computed are tried. docs/foresight.md says how far memory and time can be trusted.
+Varies only keys that do not change what is computed. docs/foresight.md says how far predictions can be trusted.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from meshtrain.run.rank_table import columns, describe_hosts
 if TYPE_CHECKING:
     from meshtrain.foresight.search import Candidate, Search
 
-TITLES = ("batch.micro_size", "parallel.recompute", "pipeline.schedule")  # columns; other changes stand below a row
+TITLES = ("batch.micro_size", "parallel.recompute", "pipeline.schedule")  # columns; other keys stand below a row
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> None:
 def read_keys(
     vary: str | None, keep: str, keys: Sequence[str], usual: Sequence[str]
 ) -> tuple[list[str], dict[str, int], list[str]]:
-    """What --vary and --keep say: overrides, sizes of axes, and the keys that vary. Raises InputError: no such key."""
+    """Parses --vary and --keep: overrides, sizes of axes, and the keys that vary. Raises InputError: no such key."""
     names = {key.rpartition(".")[2]: key for key in keys} | {key: key for key in keys}
 
     def known(name: str, option: str) -> str:
@@ -116,7 +116,7 @@ def _rejected(search: "Search") -> list[str]:
 
 
 def search_json(search: "Search", results: Sequence["Candidate"]) -> dict[str, Any]:
-    """All of it for a program."""
+    """The whole result for a program."""
     keys, room = ("reason", "candidates", "example"), search.forecast.memory
     return {
         "candidates": search.space.count,
@@ -136,7 +136,7 @@ def search_json(search: "Search", results: Sequence["Candidate"]) -> dict[str, A
 
 
 def _write(path: str, configs: Sequence[Config]) -> None:
-    """The first config into a file, or all of them into a folder: `1.yaml`, ..."""
+    """Writes the first config into a file, or all of them into a folder: `1.yaml`, ..."""
     folder = path.endswith("/") or Path(path).is_dir()
     files = [Path(path) / f"{i + 1}.yaml" for i in range(len(configs))] if folder else [Path(path)]
     try:

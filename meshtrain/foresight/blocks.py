@@ -1,7 +1,7 @@
 """The work of each block of a model on a rank, counted in a traced step of one microbatch.
 
-Of blocks that are alike one is traced. Everything is affine in the samples of a microbatch: one and two are traced.
-Blocks are traced as they are when they are not compiled.
+Of blocks that are alike only one is traced. All counts are affine in the number of samples of a microbatch, so traces
+with one and two samples determine them for any number. Blocks are traced uncompiled.
 """
 
 from collections import defaultdict
@@ -30,17 +30,17 @@ from meshtrain.parallel.linear.weight_grad import WeightGradQueue, add_or_comput
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.pipeline.stage import blocks_of
 
-SENT_OVER = ("tp", "cp", "cp_heads", "cp_ring", "ep")  # by blocks; what FSDP and DDP send is not theirs
-FREE = ("empty", "empty_like", "empty_strided", "new_empty", "detach")  # operators that start no kernel
-WEIGHT_GRAD = "weight gradient"  # the phase of what a schedule may put off; see parallel/linear/weight_grad.py
+SENT_OVER = ("tp", "cp", "cp_heads", "cp_ring", "ep")  # axes over which blocks send; FSDP and DDP are counted apart
+FREE = ("empty", "empty_like", "empty_strided", "new_empty", "detach")  # operators that launch no kernel
+WEIGHT_GRAD = "weight gradient"  # phase that zero-bubble schedules defer; see parallel/linear/weight_grad.py
 Pairs = dict[int, tuple[Work, Work]]  # block -> its work for one sample and for two
-# What works depend on, but for the samples -> pairs, or why there are none, and samples -> works of all blocks.
+# Cache: `_key` -> the pairs or the error that tracing raised, and samples - 1 -> works of all blocks.
 _known: dict[tuple[Any, ...], tuple[Pairs | InputError, dict[int, tuple[Work, ...]]]] = {}
 
 
 def works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
-    """Of each block, in order, for one microbatch; blocks of a kind have the same. Raises InputError: the model refuses
-    the layout, or cannot be traced."""
+    """Work of each block, in model order, for one microbatch; blocks that are alike share one object. Raises
+    InputError: the model refuses the layout, or cannot be traced."""
     key = _key(config, layout)
     if key not in _known:
         _known[key] = _counted(config, layout), {}
@@ -55,10 +55,10 @@ def works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
 
 
 def count_works(configs: Iterable[Config], pool: Executor | None) -> None:
-    """Counts what `works_of` will be asked for, in processes at once."""
+    """Fills the cache of `works_of` for many configs, in the processes of a pool."""
     placed = [(config, config.resolved) for config in configs if config.resolved is not None]
     unknown = [(key, case) for key, case in {_key(*case): case for case in placed}.items() if key not in _known]
-    for key, case in unknown[:1]:  # here, so that what it imports is there in every process
+    for key, case in unknown[:1]:  # in this process, so that forked ones have its imports
         _known[key] = _counted(*case), {}
     if pool is not None and unknown[1:]:
         counted = pool.map(_counted, *zip(*(case for _, case in unknown[1:]), strict=True))
@@ -66,24 +66,24 @@ def count_works(configs: Iterable[Config], pool: Executor | None) -> None:
 
 
 def _splits(config: Config, layout: Layout) -> bool:
-    """Whether weight gradients are put off."""
+    """Whether the schedule computes weight gradients apart from input gradients."""
     section, ranks = config.pipeline, layout.size("pp")
     return ranks > 1 and short_schedule(section.schedule, ranks, section.stages_per_rank).splits_backward
 
 
 def _key(config: Config, layout: Layout) -> tuple[Any, ...]:
-    """What works depend on, but for the samples."""
+    """All that the works depend on, except for the number of samples."""
     parallel, train = config.parallel, config.train
     key: tuple[Any, ...] = (config.model.name, repr(config.model.keys), config.data.seq_len, config.data.mask_documents)
     key += (layout.size("cp"), layout.size("tp"), layout.experts, layout.context_heads)
     key += (parallel.context, parallel.recompute, parallel.regather, parallel.sequence_parallel)
     key += (train.precision, train.linear_precision, train.freeze, train.lora)
-    # Without a queue of weight gradients torch's own layers may be in the place of ours.
+    # A queue of weight gradients needs our linear layers, where torch's may do otherwise.
     return *key, _splits(config, layout) and (layout.experts > 1 or parallel.recompute == "full")
 
 
 def _counted(config: Config, layout: Layout) -> Pairs | InputError:
-    """Of each block but for those that are like one before; on as few ranks as can be."""
+    """Work of each block that is not like an earlier one, traced on as few ranks as possible."""
     skipped, splits, cp, tp = repeated(alike(config)), _splits(config, layout), layout.size("cp"), layout.size("tp")
     small = Layout({"dp_shard": max(1, layout.experts // (cp * tp)), "cp": cp, "tp": tp})
     layout = small.with_context_heads(layout.context_heads).with_experts(layout.experts)
@@ -94,11 +94,11 @@ def _counted(config: Config, layout: Layout) -> Pairs | InputError:
         for n in (1, 2)
     ]
     try:
-        # What FSDP gathers and copies is not the blocks'.
+        # Without FSDP, whose gathers and copies are no work of the blocks.
         with untraced_errors(), fake_world(layout, 0, "cuda") as mesh, patch.object(Mesh, "uses_fsdp", False):
             step = CountedStep(of_samples[0], mesh, META, skipped)
             if splits:
-                use_products(step.model, queue=WeightGradQueue())  # as the pipeline has
+                use_products(step.model, queue=WeightGradQueue())  # as the pipeline does
             pairs = zip(*step.works(of_samples), strict=True)
             return {i: pair for i, pair in enumerate(pairs) if i not in skipped}
     except InputError as error:
@@ -113,11 +113,11 @@ def _times(products: Sequence[Product]) -> dict[Product, float]:
 
 
 def _extended(first: Any, two: Any, samples: int) -> Any:
-    """What is of one sample and of two, for so many samples more than one."""
+    """Extrapolates from the values for one sample and for two to `1 + samples` samples."""
     if isinstance(first, Work | Pass | Product | Send):
         fields = {name: _extended(value, getattr(two, name), samples) for name, value in vars(first).items()}
         return type(first)(**fields)
-    if isinstance(first, tuple) and len(first) != len(two):  # the loss goes in chunks of tokens, more of them for more
+    if isinstance(first, tuple) and len(first) != len(two):  # the loss has one product per chunk of tokens
         first, second = (_times(products) for products in (first, two))
         times = {
             product: _extended(first.get(product, 0), second.get(product, 0), samples) for product in first | second
@@ -130,7 +130,7 @@ def _extended(first: Any, two: Any, samples: int) -> Any:
 
 @dataclass
 class Tally:
-    """What one pass through a block does."""
+    """Counts of one pass through a block."""
 
     products: list[Product] = field(default_factory=list)
     attention_flops: float = 0
@@ -144,10 +144,10 @@ class Tally:
 
 
 class CountedStep(TracedStep):
-    """A step whose operators are counted by block, forward and backward apart."""
+    """A step whose operators are counted by block and by pass."""
 
     def works(self, configs: Sequence[Config]) -> list[tuple[Work, ...]]:
-        """Of each block, for microbatches of these configs; what runs outside of blocks counts as the last one's."""
+        """Works of all blocks, for one microbatch of each config. What runs outside of blocks counts with the last."""
         blocks = list(blocks_of(self.model))
         names = {block: name for name, block in self.model.named_modules() if block in set(blocks)}
         self.last = names[blocks[-1]]
@@ -165,7 +165,7 @@ class CountedStep(TracedStep):
         with watched(self.live), patch.object(weight_grads, "add_or_compute", self._add_or_compute):
             for parameter in self.model.parameters():
                 self.live.see(to_local(parameter.detach()))
-            for config in (configs[0], *configs):  # the first step makes what stays
+            for config in (configs[0], *configs):  # the first step creates lasting state and is not counted
                 batch = prepared_batch(config, self.mesh)
                 routed = batch.targets.numel() * config.model.keys.get("num_experts_per_tok", 1)
                 self.live.rows = routed // self.mesh.size("tp")
@@ -200,7 +200,7 @@ class CountedStep(TracedStep):
             sizes |= {"before": live.total, "input": _nbytes((args, kwargs)), "peak": live.total}
             output = forward(*args, **kwargs)
             sizes |= {"after": live.total, "output": _nbytes(output)}
-            # A tensor of its own: its gradient's hooks are not those of the next block's input.
+            # A view is a tensor of its own: the next block hooks its input's gradient.
             return output if name == self.last else output.view_as(output)
 
         return run
@@ -214,7 +214,7 @@ class CountedStep(TracedStep):
     def _count(self, func: Any, args: Any, out: Any) -> None:
         name, block = func.name().split(".")[0], self.live.block
         if name in implementations and name not in WITHOUT_SHAPES:
-            return  # what it does was counted
+            return  # its inner operators were counted
         on_device = any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, out)))
         if is_view(func) or not on_device or name.partition("::")[2] in FREE:
             return
@@ -235,10 +235,10 @@ class CountedStep(TracedStep):
 
 
 def _before_fsdp(parameter: nn.Parameter) -> tuple[str, int, int, bool]:
-    """By what FSDP shards what a rank has, its rows, the elements of one, and whether it is trained."""
+    """A row of `Work.rows` for a parameter."""
     local, mesh = to_local(parameter.detach()), getattr(parameter, "device_mesh", None)
     sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh is not None else {}
-    if "ep" in sizes or "efsdp" in sizes:  # experts, which are sharded along the dim that divides best
+    if "ep" in sizes or "efsdp" in sizes:  # experts: sharded along the dim that divides best, so not padded
         return "efsdp", local.numel() * sizes.get("efsdp", 1), 1, parameter.requires_grad
     rows = len(local) if local.ndim else 1
     shards = sizes.get("dp_shard", 1) * sizes.get("fsdp", 1)
@@ -250,7 +250,8 @@ def _nbytes(tree: Any) -> float:
 
 
 def _attention_flops(name: str, args: Any) -> float:
-    """Of all pairs of tokens, as everyone counts them; a backward computes the scores again, and four products."""
+    """FLOPs over all pairs of tokens, without causality, by convention; a backward has five products for the forward's
+    two, as it computes the scores again."""
     backward = "backward" in name
     q, k, v = args[backward : 3 + backward]
     keys = k.shape[2 if "dot_product" in name else 1]
@@ -258,7 +259,7 @@ def _attention_flops(name: str, args: Any) -> float:
 
 
 def _product(name: str, args: Any, out: Any) -> Product | None:
-    """The product of matrices that an operator is; of a convolution at each position one of a vector."""
+    """The matrix product that an operator computes, if any; a convolution multiplies a vector at each position."""
     name = name.removesuffix("_")
     if name in ("aten::convolution", "aten::convolution_backward"):
         backward = name.endswith("backward")
@@ -273,7 +274,7 @@ def _product(name: str, args: Any, out: Any) -> Product | None:
         return Product(a.shape[1], b.shape[2], a.shape[2], a.shape[0])
     if name in ("aten::linear", "aten::matmul"):
         return Product(a.numel() // a.shape[-1], b.numel() // a.shape[-1], a.shape[-1])
-    if name.startswith("meshtrain::grouped") and b.dim() == 2:  # of weights: each expert sums over its rows
+    if name.startswith("meshtrain::grouped") and b.dim() == 2:  # weight gradient: each expert sums over its rows
         return Product(a.shape[1], b.shape[1], a.shape[0])
     if name.startswith("meshtrain::grouped"):
         width = b.shape[-1] if b.shape[-2] == a.shape[1] else b.shape[-2]

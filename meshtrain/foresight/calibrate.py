@@ -1,4 +1,4 @@
-"""What runs have measured beside what is foreseen of them, and the hardware file that fits them best."""
+"""Measured runs compared with their predictions, and the hardware file that fits runs best."""
 
 import json
 import math
@@ -18,12 +18,12 @@ from meshtrain.foresight.prediction import Prediction
 from meshtrain.foresight.steptime import StepTime
 from meshtrain.metrics.logger import read
 
-WARM_UP = 3  # first steps of a job: caches fill, blocks are compiled
+WARM_UP = 3  # first steps, which do not count: caches fill, blocks are compiled
 PHASES = ("forward", "backward", "communication", "update", "step")
 COLUMNS = {"update": "time_optimizer_s", "step": "step_time_s"} | {name: f"time_{name}_s" for name in PHASES[:3]}
-ERROR = 0.05  # as a logarithm: what phases are trusted to ...
-SMALL = 0.02  # ... but for this share of a step, below which nothing is learned from one
-PRIORS = {  # by how much of a logarithm the file may be wrong, of each constant that is fitted
+ERROR = 0.05  # standard error of the logarithm of a measured phase
+SMALL = 0.02  # share of a step that is added to both sides, so that tiny phases carry no weight
+PRIORS = {  # fitted constant -> standard error of the logarithm of the file's value
     "launch": 0.6,
     "stream": 0.3,
     "matmul": 0.3,
@@ -31,19 +31,19 @@ PRIORS = {  # by how much of a logarithm the file may be wrong, of each constant
     "within_host": 0.6,
     "between_hosts": 0.6,
 }
-SHARES = ("stream", "matmul", "attention")  # of a data sheet's rate: at most 1
+SHARES = ("stream", "matmul", "attention")  # constants that are shares of a data sheet's rate: at most 1
 
-Foresee = Callable[[Hardware], StepTime]  # of one run
+Foresee = Callable[[Hardware], StepTime]  # predicts one run
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run's folder.
+    """Measurements from a run's folder.
 
     Attributes:
-        seconds: of each of `PHASES`, the median over its steps.
-        memory: GiB at the peak of the rank that has most; None on a CPU, where only resident memory is known.
-        usable: share of what the allocator took that tensors had; None on a CPU.
+        seconds: phase of `PHASES` -> median over the run's steps.
+        memory: peak GiB of the fullest rank; None on a CPU, where only resident memory is known.
+        usable: share of the allocator's reserved memory that tensors had; None on a CPU.
         sent: axis -> bytes that rank 0 sent in the last step.
     """
 
@@ -82,20 +82,20 @@ class MeasuredRun:
 
 
 def _hosts(table: str) -> Counter[str]:
-    """Host -> its processes, from the table of a `layout.txt`."""
+    """Host -> number of its processes, from the table of a `layout.txt`."""
     rows = table.split("\n\n")[1].splitlines()[1:]
     return Counter(row.split()[1] for row in rows)
 
 
 def phases(step: StepTime) -> dict[str, float]:
-    """The seconds of a prediction as a run measures them."""
+    """A prediction's seconds by the phases that a run measures."""
     named = {name: step.parts.get(name, 0.0) for name in ("forward", "backward", "update")}
     return {**named, "communication": step.seconds - sum(named.values()), "step": step.seconds}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A line of `--against`. `predicted` and `measured` in `unit`; None: not known of this run."""
+    """A line of `--against`, with both values in `unit`; None: not known for this run."""
 
     name: str
     unit: str
@@ -111,11 +111,11 @@ class Comparison:
 
 
 def against(run: MeasuredRun, hardware: Hardware, memory: float | None, sent: Mapping[str, float]) -> list[Comparison]:
-    """What was foreseen of a run beside what it has measured.
+    """Predicted and measured values of a run.
 
     Args:
-        memory: GiB at the peak, as foreseen.
-        sent: axis -> bytes that the blocks of rank 0 send in a step, as foreseen.
+        memory: predicted GiB at the peak.
+        sent: axis -> predicted bytes that the blocks of rank 0 send in a step.
     """
     step = run.foresee(hardware)
     foreseen, sent = phases(step), {**sent, **step.sent}
@@ -126,7 +126,7 @@ def against(run: MeasuredRun, hardware: Hardware, memory: float | None, sent: Ma
 
 
 def calibrate(paths: Sequence[str], hardware: Hardware) -> Hardware:
-    """The hardware that fits runs (folders), and what `meshtrain doctor --json` has measured (files), best."""
+    """The hardware that best fits runs (folders) and reports of `meshtrain doctor --json` (files)."""
     runs = [MeasuredRun.load(Path(path)) for path in paths if not Path(path).is_file()]
     reports = [Path(path) for path in paths if Path(path).is_file()]
     for report in reports:
@@ -139,7 +139,7 @@ def calibrate(paths: Sequence[str], hardware: Hardware) -> Hardware:
 
 
 def as_yaml(hardware: Hardware) -> str:
-    """The hardware as a file, numbers to four digits."""
+    """The hardware as YAML text, numbers to four digits."""
 
     def rounded(value: Any) -> Any:
         if isinstance(value, dict):
@@ -150,7 +150,7 @@ def as_yaml(hardware: Hardware) -> str:
 
 
 def scaled(hardware: Hardware, constant: str, factor: float) -> Hardware:
-    """A constant of `PRIORS` made slower by a factor: of links latency and bandwidth, of shares the share, up to 1."""
+    """The hardware with one constant of `PRIORS` slower by a factor; for a link both its latency and its bandwidth."""
     if constant in ("within_host", "between_hosts"):
         link: Link = getattr(hardware, constant)
         slower = Link(bandwidth=link.bandwidth / factor, latency=link.latency * factor, message=link.message * factor)
@@ -161,7 +161,7 @@ def scaled(hardware: Hardware, constant: str, factor: float) -> Hardware:
 
 
 def misfit(runs: Iterable[tuple[Foresee, Mapping[str, float]]], hardware: Hardware) -> float:
-    """Sum of squares of what phases are off, as logarithms, each in units of `ERROR`."""
+    """Sum over runs and phases of the squared logarithm of predicted / measured, in units of `ERROR`."""
     total = 0.0
     for foresee, measured in runs:
         small, foreseen = SMALL * measured["step"], phases(foresee(hardware))
@@ -170,13 +170,14 @@ def misfit(runs: Iterable[tuple[Foresee, Mapping[str, float]]], hardware: Hardwa
 
 
 def fit(runs: Sequence[tuple[Foresee, Mapping[str, float]]], hardware: Hardware, fixed: Iterable[str] = ()) -> Hardware:
-    """The constants that explain the phases of runs, one factor for each, close to the file where runs do not show it.
+    """Fits one factor per constant to the measured phases of runs; a constant that runs do not show stays close to the
+    file's value (a maximum a posteriori fit with `PRIORS`).
 
     Args:
-        runs: of each what is foreseen on hardware, and the measured seconds of its phases.
-        fixed: constants that keep what they have.
+        runs: for each run its prediction as a function of hardware, and the measured seconds of its phases.
+        fixed: constants that keep their values.
     """
-    moved = dict.fromkeys((name for name in PRIORS if name not in fixed), 0.0)  # logarithms of the factors
+    moved = dict.fromkeys((name for name in PRIORS if name not in fixed), 0.0)  # constant -> logarithm of its factor
 
     def built(logs: Mapping[str, float]) -> Hardware:
         moved_hardware = hardware
@@ -188,7 +189,7 @@ def fit(runs: Sequence[tuple[Foresee, Mapping[str, float]]], hardware: Hardware,
         return misfit(runs, built(logs)) + sum((log / PRIORS[name]) ** 2 for name, log in logs.items())
 
     best, width = cost(moved), 1.0
-    while runs and width > 0.005:  # a search along each constant in turn: there are few, and a step is not smooth
+    while runs and width > 0.005:  # coordinate search: there are few constants, and the misfit is not smooth
         before = best
         for name in moved:
             for log in (moved[name] - width, moved[name] + width):
@@ -203,7 +204,8 @@ def fit(runs: Sequence[tuple[Foresee, Mapping[str, float]]], hardware: Hardware,
 
 
 def with_links(hardware: Hardware, report: Path) -> Hardware:
-    """The links as `meshtrain doctor --json` has measured them; those it could not see stay. Raises InputError."""
+    """The hardware with links as measured by `meshtrain doctor --json`; links that it did not see stay as they are.
+    Raises InputError: not such a report."""
     try:
         cluster = json.loads(report.read_text())["seen"]
         timings, pairs = cluster["timings"]["timings"], cluster["timings"]["links"]
@@ -212,7 +214,7 @@ def with_links(hardware: Hardware, report: Path) -> Hardware:
         raise InputError(
             f"{report} is not what `meshtrain doctor --json` prints of a job with ranks: {error!r}"
         ) from error
-    rounds = {"all-reduce": STEPS["all_reduce"]}  # of others 1
+    rounds = {"all-reduce": STEPS["all_reduce"]}  # all other collectives: 1
     inside, outside = hardware.within_host, hardware.between_hosts
     near = [row for row in timings if not row["crosses"] and row["ranks"] > 1]
     if near:

@@ -1,4 +1,4 @@
-"""Seconds of a collective over a placed group: rings, whose slowest link is that between hosts where they cross."""
+"""Seconds of a collective: rings over a group, as fast as their slowest link, which is the one between hosts."""
 
 import math
 from bisect import bisect_left
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.layout import Layout
 
-STEPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}  # rounds of n - 1 messages each
+STEPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}  # rounds of n - 1 messages
 
 
 _groups: dict[tuple[object, ...], "Group"] = {}
@@ -15,15 +15,15 @@ _groups: dict[tuple[object, ...], "Group"] = {}
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate: how many, and how many of them share a host."""
+    """A process group: how many ranks it has, and how many of them share a host."""
 
     ranks: int
     on_host: int
 
     @classmethod
     def of(cls, layout: Layout, axis: str) -> "Group":
-        """That of rank 0 on an axis, in time of the logarithm of its size. Without hosts all ranks are on one."""
-        # Of a ring the host with the fewest would be the slowest, and hosts are mostly alike.
+        """The group of rank 0 over an axis, found in time O(log size). A layout without hosts has all ranks on one."""
+        # The host with the fewest ranks would limit a ring; hosts are mostly alike.
         first = layout.runs[0].count if layout.runs else layout.world_size
         key = layout.axes, layout.shape, layout.experts, layout.context_heads, first, axis
         if key not in _groups:
@@ -38,10 +38,10 @@ class Group:
 
 
 def seconds(kind: str, nbytes: float, group: Group, hardware: Hardware) -> float:
-    """What a collective takes in which each rank sends `nbytes` (as `CommBytes` counts them).
+    """Seconds of a collective in which each rank sends `nbytes` (as `CommBytes` counts them).
 
-    A ring leaves a host once, and each of the group's ranks there has an interface of its own: so many rings share it.
-    The latency is that of n - 1 steps within a host, and between hosts of a tree, as NCCL takes for small messages.
+    A ring leaves each host once. Every rank has a network interface of its own, so a group has as many rings as ranks
+    on a host. Latency: n - 1 steps within a host, and between hosts a tree, which NCCL uses for small messages.
     """
     if group.ranks == 1:
         return 0.0
@@ -51,7 +51,7 @@ def seconds(kind: str, nbytes: float, group: Group, hardware: Hardware) -> float
         link = outside if group.crosses_hosts else inside
         return link.latency + link.message + nbytes / (link.bandwidth * 1e9)
     bandwidth = min(inside.bandwidth, group.on_host * outside.bandwidth) if group.crosses_hosts else inside.bandwidth
-    if kind == "all_to_all" and group.crosses_hosts:  # each rank by its own interface
+    if kind == "all_to_all" and group.crosses_hosts:  # each rank sends by its own interface
         bandwidth = min(inside.bandwidth, outside.bandwidth * (group.ranks - 1) / (group.ranks - group.on_host))
     steps = (group.on_host - 1) * inside.latency + math.ceil(math.log2(hosts)) * outside.latency
     return STEPS[kind] * steps + nbytes / (bandwidth * 1e9)

@@ -1,10 +1,10 @@
-"""Compiled blocks in a trace: the graphs that the inductor makes of them, forward and backward, run on the meta device.
+"""Compiled blocks in a trace: inductor's graphs of their forward and backward, run on the meta device.
 
-All of its pipeline runs but the last part, which makes kernels: its decompositions, its passes, and its partitioner,
-which chooses what a forward saves for its backward, on all devices by the same rules. A kernel's result is in memory,
-and nothing that it computes on the way: so what operators give that the compiler only calls, what these read, what is
-smaller than what it is computed from, and what a graph gives. What a kernel reads for the last time makes room for its
-result.
+Inductor's whole pipeline runs except for code generation: its decompositions, its passes, and its partitioner, which
+chooses what the forward saves for the backward by the same rules on all devices. Of a fused kernel only the results
+take memory, not its intermediate values. Results are taken to be: outputs and inputs of operators that inductor calls
+instead of generating, values smaller than their inputs (reductions), and outputs of the graph. An input that a kernel
+reads for the last time is freed before its result is allocated.
 """
 
 import operator
@@ -24,29 +24,30 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshtrain.foresight.live import LiveBytes, is_view
 from meshtrain.parallel.torch_private import without_dispatch_modes
 
-# By the name of the operator: what the compiler calls and no fallback of its own is; what writes into what is there.
+# Names of operators that inductor calls as they are, besides its own fallbacks; and prefixes of those that write into
+# an existing buffer.
 CALLED = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution", "convolution_backward"}
 WRITES = ("scatter", "index_put", "copy_")
 
 
 class Graph:
-    """A function that takes its arguments as a list and empties it, as the compiler's own do."""
+    """A callable graph. It takes its arguments as a list and empties it, as inductor's compiled functions do."""
 
     def __init__(self, module: fx.GraphModule, *_: Any, **unused: Any) -> None:
         self._boxed_call = True
         self.module = module
         self.nodes: list[Any] = list(module.graph.nodes)
-        self.computed = {node for node in self.nodes if _is_computed(node)}  # by kernels
+        self.computed = {node for node in self.nodes if _is_computed(node)}  # by generated kernels
         self.results = {node for node in self.computed if _is_result(node)}
         for node in self.nodes:
             if node.op != "placeholder" and node not in self.computed and not _is_view(node):
                 self.results |= self.computed & set(map(_base_of, node.all_input_nodes))
-        # Nobody needs what kernels compute on the way, nor its views.
+        # Intermediate values of kernels, and their views, are never in memory.
         self.unseen = {node for node in self.nodes if _base_of(node) in self.computed - self.results}
         self.made = {node for node in self.nodes if node.op == "call_function" and _is_made(node)} - self.unseen
         at = {node: i for i, node in enumerate(self.nodes)}
         until: dict[Any, int] = {}
-        self.ends: dict[int, list[Any]] = defaultdict(list)  # at which node -> what nobody needs after it
+        self.ends: dict[int, list[Any]] = defaultdict(list)  # index of a node -> values that are freed after it
         for node in reversed(self.nodes):
             inner = [user for user in node.users if user in self.computed and user not in self.results]
             until[node] = max([at[node], *(at[user] for user in node.users), *(until[user] for user in inner)])
@@ -83,7 +84,7 @@ class Graph:
     def _run(self, node: Any, values: dict[Any, Any]) -> Any:
         function, inputs = node.target, fx.map_arg((node.args, node.kwargs), values.__getitem__)
         args, kwargs = inputs
-        if function is rng_prims.run_and_save_rng_state:  # of a generator, which the meta device has not
+        if function is rng_prims.run_and_save_rng_state:  # the meta device has no random generator
             return torch.empty(0, dtype=torch.uint8), args[0](*args[1:], **kwargs)
         if function is rng_prims.run_with_rng_state:
             return args[1](*args[2:], **kwargs)
@@ -95,7 +96,7 @@ def _like(value: Tensor) -> Tensor:
 
 
 def _is_made(node: Any) -> bool:
-    """Whether it gives new tensors, of shapes that the compiler knows; what happens inside is nothing to a trace."""
+    """Whether a node returns new tensors of known shapes, so that they can be allocated without running it."""
     target = node.target
     is_atens = isinstance(target, OpOverload) and target.namespace in ("aten", "prims")
     return is_atens and not _is_view(node) and not target._schema.is_mutable and "val" in node.meta
@@ -106,7 +107,7 @@ def _is_view(node: Any) -> bool:
 
 
 def _is_computed(node: Any) -> bool:
-    """By a kernel of the compiler."""
+    """Whether inductor generates a kernel for a node."""
     from torch._inductor.lowering import fallbacks
 
     target = node.target
@@ -116,7 +117,7 @@ def _is_computed(node: Any) -> bool:
 
 
 def _is_result(node: Any) -> bool:
-    """Whoever reads it."""
+    """Whether a kernel writes this value to memory whatever reads it."""
     sizes = [other.meta["val"].numel() for other in node.all_input_nodes if isinstance(other.meta.get("val"), Tensor)]
     value = node.meta.get("val")
     is_smaller = isinstance(value, Tensor) and bool(sizes) and value.numel() < max(sizes)
@@ -130,21 +131,21 @@ def _base_of(node: Any) -> Any:
 
 
 def inductor(module: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    """A backend of `torch.compile`: the inductor's, whose graphs run as they are."""
+    """A backend of `torch.compile`: inductor without code generation."""
     from torch._inductor.compile_fx import compile_fx
 
     compiled: Any = compile_fx(module, inputs, inner_compile=Graph)  # type: ignore[arg-type]
     return compiled
 
 
-_sharing: list[None] = []  # contexts that share graphs
+_sharing: list[None] = []  # one entry for each open `shared_graphs`
 
 
 @contextmanager
 def shared_graphs() -> Iterator[None]:
-    """Inside, a trace has the graphs of those before it wherever they fit by their guards. To be exact, traces differ
-    in what no block sees: layers, microbatches, ranks of a pipeline. Outside nothing is left of graphs, which would
-    fit other traces, too; and a run may have only so many."""
+    """Context in which traces reuse the graphs of earlier ones whose guards match. Exact only for traces that differ in
+    what no block sees: the number of layers, microbatches, pipeline ranks. Graphs are dropped at its end: their guards
+    would match unrelated traces, too, and dynamo limits their number."""
     _sharing.append(None)
     try:
         yield
@@ -156,12 +157,12 @@ def shared_graphs() -> Iterator[None]:
 
 @contextmanager
 def compiled_by_graphs() -> Iterator[None]:
-    """Inside, `torch.compile` makes graphs in the place of kernels."""
+    """Context in which `torch.compile` makes graphs in the place of kernels."""
     import torch._dynamo.config
     import torch._functorch.config
     import torch._inductor.config
 
-    torch.overrides.get_overridable_functions()  # once, before any function of torch is another one
+    torch.overrides.get_overridable_functions()  # torch caches this list: fill it before functions are patched
     compile_ = torch.compile
 
     def graphs(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
@@ -172,6 +173,6 @@ def compiled_by_graphs() -> Iterator[None]:
         stack.enter_context(patch.object(torch, "compile", graphs))
         stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=256))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
-        # It takes what a graph gives on the meta device for nothing, and computes none of it.
+        # It would fold a graph on the meta device into constants.
         stack.enter_context(torch._inductor.config.patch(joint_graph_constant_folding=False))
         yield

@@ -1,4 +1,4 @@
-"""What is foreseen of a rank's memory and of a step, for people: a table, bars and a picture."""
+"""Predicted memory and step time for people: a table, bars and a picture."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from meshtrain.foresight.steptime import StepTime
 
 HOW_EXTENDED = "from steps of fewer blocks, microbatches and pipeline ranks, by straight lines"
-WIDTH = 32  # of the longest bar, in characters
+WIDTH = 32  # characters of the longest bar
 COLOURS = ("#2f5fb3", "#e08a2c", "#3a9a62", "#b8433e", "#7d5ba6", "#8a6d4b", "#cf78ad", "#6f7685", "#aab03c", "#3aa5b8")
 INK, QUIET = "#1c2333", "#7a8194"
 
 
 def memory_lines(resident: Mapping[str, float], parts: Mapping[str, float], title: str) -> list[str]:
-    """A row for each part: what is kept between steps, and what is there at the peak."""
+    """A row for each part of memory: bytes kept between steps, and bytes at the peak."""
     rows = [
         [f"  {name}", *(bytes_text(sizes[name]) if sizes.get(name) else "" for sizes in (resident, parts))]
         for name in dict.fromkeys((*resident, *parts))
@@ -30,7 +30,7 @@ def memory_lines(resident: Mapping[str, float], parts: Mapping[str, float], titl
 
 
 def memory_of_ranks(prediction: "Prediction") -> list[str]:
-    """The rank with most: its parts, when that is, whether it fits, the other ranks, and what would give back."""
+    """The fullest rank: parts of its memory, its peak, whether it fits, other ranks, and settings that save memory."""
     memory, room = prediction.memory, prediction.hardware and prediction.hardware.device.room
     of = "memory of a rank" if len(prediction.ranks) == 1 else f"memory of a rank of pp {memory.pp}, which has most"
     lines = memory_lines(memory.resident, memory.parts, of)
@@ -48,7 +48,7 @@ def memory_of_ranks(prediction: "Prediction") -> list[str]:
 
 
 def step_lines(step: "StepTime", unit: str = "tokens") -> list[str]:
-    """A bar for each part of a step. `unit`: what it takes in, for people."""
+    """A bar for each part of a step. `unit`: of its throughput."""
     mfu = f", {100 * step.mfu:.0f} % MFU" if step.mfu else ""
     longest = max(step.parts.values())
     rows = [
@@ -63,9 +63,9 @@ def step_lines(step: "StepTime", unit: str = "tokens") -> list[str]:
 def write_picture(
     path: str | Path, title: str, memory: Mapping[str, float], room: float | None, step: "StepTime | None"
 ) -> None:
-    """Writes a bar of a rank's memory at its peak and one of a step, by part, into a file (png, svg or pdf).
+    """Writes a bar of a rank's peak memory and one of a step, by part, into a file (png, svg or pdf).
 
-    `room`: bytes that a rank can have. Raises InputError: no matplotlib, or the file cannot be written.
+    `room`: bytes available to a rank. Raises InputError: no matplotlib, or the file cannot be written.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("a picture needs matplotlib, which is not installed: pip install 'meshtrain[plot]'")

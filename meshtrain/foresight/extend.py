@@ -1,10 +1,10 @@
-"""Memory of the ranks of a config by traced steps; of a large one by steps of fewer of its blocks, microbatches and
-pipeline ranks, extended.
+"""Memory of a rank by tracing its step; for large configs extrapolated from traces with fewer blocks, microbatches and
+pipeline ranks.
 
-What is alive at a moment of a step is affine in the blocks of a stage that are alike, and in the forwards that wait for
-backwards. So two traces, and one more for each further kind of blocks, with each of two numbers of forwards, say what
-any number takes. Moments are told apart by what is computed and by the place in the stage, each is extended by itself,
-and the largest is the peak: which one it is may change on the way.
+At each moment of a step, live bytes are affine in the number of alike blocks of a stage and in the number of forwards
+that wait for their backward. So two traces, plus one for each further kind of blocks, at each of two numbers of waiting
+forwards, determine the bytes for any number. Moments are identified by the phase of the step and the place in the
+stage. Each is extrapolated by itself and the largest is the peak, which need not be the peak of the small traces.
 """
 
 from collections import Counter
@@ -25,15 +25,15 @@ from meshtrain.modeling.build import spec_of, stages_of
 from meshtrain.parallel.fsdp import MIN_UNIT_SIZE
 from meshtrain.pipeline.stage import blocks_of
 
-WHOLE = 32  # passes of a microbatch through a block in a step that is traced as it is
-FEW_RANKS = (3, 4)  # of a pipeline with more, where each has a first, a last, and ranks between them
-FEW_BLOCKS = 3  # that a stage keeps of those alike: a first, a last, and one between
+WHOLE = 32  # up to so many (microbatch, block) pairs a step is traced whole
+FEW_RANKS = (3, 4)  # pipeline ranks in the place of more: a first, a last, and one or two in the middle
+FEW_BLOCKS = 3  # alike blocks that a stage keeps: a first, a last, and one in the middle
 
 
 @dataclass(frozen=True)
 class Case:
-    """A config of which a rank is traced without some blocks, the forwards that wait in it, and by how much it counts
-    among those with as many."""
+    """A small config of which one rank is traced without the `skipped` blocks; the number of forwards that wait there
+    at most; and the weight of the trace among those with the same number."""
 
     config: Config
     layout: Layout
@@ -44,8 +44,8 @@ class Case:
 
 
 def rank_memory(config: Config, layout: Layout, pp: int, whole: int = WHOLE) -> RankMemory:
-    """Of the rank at an index of `pp` that has most: the first on all other axes. `whole`: passes of a microbatch
-    through a block up to which its step is traced as it is. Raises UntracedError."""
+    """Memory of the fullest rank at an index of `pp`, which is the first one on all other axes. `whole`: number of
+    (microbatch, block) pairs up to which its step is traced whole. Raises UntracedError."""
     config, layout = _with_few_copies(config, layout)
     if layout.size("pp") > 1:
         schedule, split = stages_of(config, layout)
@@ -71,7 +71,8 @@ def rank_memory(config: Config, layout: Layout, pp: int, whole: int = WHOLE) -> 
 
 
 def _with_few_copies(config: Config, layout: Layout) -> tuple[Config, Layout]:
-    """A config and layout with two copies in the place of many, whose ranks hold as much: groups take time."""
+    """The config and layout with two copies over dp_replicate in the place of many: each rank holds as much, and small
+    groups are made faster."""
     if layout.size("dp_replicate") < 3 or config.parallel.shard_optimizer:
         return config, layout
     few = Layout({**layout.sizes, "dp_replicate": 2})
@@ -83,7 +84,7 @@ def _with_few_copies(config: Config, layout: Layout) -> tuple[Config, Layout]:
 
 
 def held_of(config: Config, layout: Layout, pp: int, count: int) -> float:
-    """Forwards that wait for their backward at most."""
+    """Largest number of forwards on a pipeline rank whose backward is still to come."""
     ranks, section = layout.size("pp"), config.pipeline
     if ranks == 1:
         return 1
@@ -91,7 +92,7 @@ def held_of(config: Config, layout: Layout, pp: int, count: int) -> float:
 
 
 def _weight(value: float, values: Sequence[float], target: float) -> float:
-    """Of what is known at `value` in a straight line through both `values`, at `target`."""
+    """Weight of the point at `value`, one of two `values`, in linear interpolation at `target`."""
     others = set(values) - {value}
     return (target - min(others)) / (value - min(others)) if others else 1.0
 
@@ -105,13 +106,14 @@ def _combined(parts: Sequence[dict[str, int]], weights: Sequence[float]) -> dict
 
 
 def _smaller(config: Config, layout: Layout, pp: int, bounds: Sequence[tuple[int, int]], count: int) -> list[Case]:
-    """Cases that can be extended to a rank; none where nothing is smaller, or a file has its schedule."""
+    """Small cases from which a rank's memory can be extrapolated; none if no case is smaller, or if a file gives the
+    schedule."""
     ranks, section, data = layout.size("pp"), config.pipeline, layout.size(*DATA_AXES)
     if ranks > 1 and section.schedule.endswith(".csv"):
         return []
     blocks, parts = len(alike(config)), _without_some(config, layout, bounds)
     if ranks == 1:
-        worlds = [(1, 0, min(count, 3))]  # a first, a last, and one between
+        worlds = [(1, 0, min(count, 3))]  # a first microbatch, a last, and one between
     elif ranks <= FEW_RANKS[-1]:
         worlds = [(ranks, pp, min(count, n * ranks)) for n in (2, 3)]
     else:
@@ -139,15 +141,15 @@ def _smaller(config: Config, layout: Layout, pp: int, bounds: Sequence[tuple[int
 
 
 def _without_some(config: Config, layout: Layout, bounds: Sequence[tuple[int, int]]) -> dict[tuple[int, ...], float]:
-    """Blocks to skip -> by how much a trace without them counts: one in which each stage has few of each kind, and for
-    each kind one in which it has one more."""
+    """Blocks to skip -> weight of the trace without them: one in which each stage has few blocks of each kind, and for
+    each kind one in which each stage has one block more."""
     first, blocks = alike(config), blocks_of(spec_of(config).meta)
     rows: dict[int, list[list[int]]] = {}  # kind -> its blocks in each stage
-    more: dict[int, int] = {}  # kind -> how many more than few the stages have, at least
+    more: dict[int, int] = {}  # kind -> how many blocks every stage has beyond FEW_BLOCKS
     for kind in set(first):
         rows[kind] = [[i for i in range(*stage) if first[i] == kind] for stage in bounds]
         elements = sum(parameter.numel() for parameter in blocks[kind].parameters()) / layout.size("tp")
-        in_units = layout.size("fsdp") > 1 and elements < MIN_UNIT_SIZE  # of FSDP, with several blocks each
+        in_units = layout.size("fsdp") > 1 and elements < MIN_UNIT_SIZE  # FSDP gathers several blocks as one unit
         if (many := min(map(len, rows[kind]))) > FEW_BLOCKS + 1 and not in_units:
             more[kind] = many - FEW_BLOCKS
     parts: dict[tuple[int, ...], float] = {}
@@ -159,7 +161,7 @@ def _without_some(config: Config, layout: Layout, bounds: Sequence[tuple[int, in
 
 
 def _split(own: dict[int, tuple[int, int]], stages: int, blocks: int) -> tuple[int, ...]:
-    """How many blocks each stage has where some have blocks of their own, and the others share those between."""
+    """Number of blocks of each stage: stages in `own` have the ranges given there, the others share those between."""
     edges = {0: 0, stages: blocks}
     for stage, (first, end) in own.items():
         edges |= {stage: first, stage + 1: end}

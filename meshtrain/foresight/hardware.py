@@ -1,4 +1,4 @@
-"""Hardware file: what a GPU and the links between GPUs can do, of a YAML in hardware/ or of a user's own."""
+"""Hardware file: rates of a GPU and of the links between GPUs, from a YAML in hardware/ or a user's own."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,52 +15,52 @@ class Device:
     """A GPU's memory."""
 
     name: str
-    memory_gib: float = key(above=0)  # that a process can have
-    reserve_gib: float = key(1.6, minimum=0)  # of libraries: context, workspaces, communicators
-    usable: float = key(0.95, above=0, maximum=1)  # of the rest; the allocator cannot fill the gaps
+    memory_gib: float = key(above=0)  # available to a process
+    reserve_gib: float = key(1.6, minimum=0)  # taken by libraries: context, workspaces, communicators
+    usable: float = key(0.95, above=0, maximum=1)  # share of the rest; fragmentation takes what is left
 
     @property
     def room(self) -> float:
-        """Bytes that tensors of a rank can have."""
+        """Bytes available to the tensors of a rank."""
         return (self.memory_gib - self.reserve_gib) * 2**30 * self.usable
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """What a GPU does in a second, and what a process's CPU does for it."""
+    """Rates of a GPU, and of the CPU thread that launches its kernels."""
 
-    peak: dict[str, float]  # precision -> TFLOP/s of products of matrices, of the data sheet
+    peak: dict[str, float]  # precision -> TFLOP/s of matrix products by the data sheet, without sparsity
     matmul: float = key(0.65, above=0, maximum=1)  # share of the peak that large products reach
     edge: float = key(100.0, minimum=0)  # smallest side of a product at which half of that is left
     attention: float = key(0.35, above=0, maximum=1)  # share of the peak that attention reaches
     hbm: float = key(above=0)  # GB/s of the memory
-    stream: float = key(0.8, above=0, maximum=1)  # share of it that other operators reach
-    launch: float = key(1.2e-5, minimum=0)  # s of a CPU thread for an operator
-    asynchronous: bool = True  # whether kernels run while that thread launches others: not on a CPU
+    stream: float = key(0.8, above=0, maximum=1)  # share of it that all other operators reach
+    launch: float = key(1.2e-5, minimum=0)  # s of the CPU thread per operator
+    asynchronous: bool = True  # whether kernels run while that thread launches others; false for a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What joins ranks."""
+    """A link between ranks."""
 
     bandwidth: float = key(above=0)  # GB/s of a rank, in one direction
     latency: float = key(minimum=0)  # s of one step of a collective
-    message: float = key(0.0, minimum=0)  # s of a message from one rank to another, before its bytes
+    message: float = key(0.0, minimum=0)  # s of a point-to-point message besides its bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """The rates and sizes by which memory and time of a step are foreseen."""
+    """Sizes and rates from which memory and time of a step are predicted."""
 
     device: Device
     compute: Compute
     within_host: Link
     between_hosts: Link
-    error: float = key(0.1, above=0, below=1)  # by which predictions of a step's seconds may be off, as a share
-    source: str = key("data sheet")  # where the rates come from: "data sheet", or what they were measured by
+    error: float = key(0.1, above=0, below=1)  # relative error of predicted seconds of a step
+    source: str = key("data sheet")  # of the rates: "data sheet", or the runs and reports that they were fitted to
 
     def flops(self, precision: str) -> float:
-        """FLOP/s of the data sheet. Raises InputError: the file has no peak for this precision."""
+        """FLOP/s by the data sheet. Raises InputError: the file has no peak for this precision."""
         if precision not in self.compute.peak:
             known = ", ".join(self.compute.peak)
             raise InputError(
@@ -70,7 +70,7 @@ class Hardware:
 
 
 def load(name: str) -> Hardware:
-    """The hardware of a file, or of meshtrain's own: `h100`. Raises InputError: with the lines that are wrong."""
+    """Hardware from a file's path, or by the name of a built-in file: `h100`. Raises InputError: names wrong lines."""
     own = locate.bundled("hardware")
     path = Path(name) if Path(name).is_file() else own / f"{name.lower()}.yaml"
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""The bytes that are alive while code runs, after every operator of PyTorch."""
+"""Live tensor bytes while code runs, counted after every PyTorch operator."""
 
 import weakref
 from collections import Counter
@@ -14,33 +14,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshtrain.parallel.collectives import implementations
 
-# Operators whose implementation asks for values, and so has shapes alone here.
+# Operators whose implementation reads values: on the meta device only their shape functions can run.
 WITHOUT_SHAPES = {f"meshtrain::{name}" for name in ("grouped", "grouped_input_grad", "grouped_weight_grad", "choose")}
 
 
 class LiveBytes(TorchDispatchMode):
-    """The bytes of all storages that are alive on a device, after every operator; a storage counts by its size now."""
+    """Adds up the storages alive on a device after every operator, each at its current size (FSDP resizes them)."""
 
     def __init__(self, device_type: str = "meta") -> None:
         super().__init__()
         self.device_type = device_type
         self.total = self.count = 0
-        self.rows = 0  # that a rank sends to experts
-        self.part = "other"  # what new storages are for
-        self.phase = self.block = self.place = ""  # `place`: of a block in its stage
-        self.peaks: dict[str, tuple[int, int, str]] = {}  # moment -> most bytes alive, at which event, in words
+        self.rows = 0  # token rows that this rank sends to experts
+        self.part = "other"  # the part of memory to which new storages are attributed
+        self.phase = self.block = self.place = ""  # of the step, the model, and the block's position in its stage
+        self.peaks: dict[str, tuple[int, int, str]] = {}  # moment -> peak bytes, operator count then, description
         self.watch: Callable[[Any, Any, Any], None] | None = None  # called with every operator
-        self.actions: dict[int, Callable[[], None]] = {}  # called after the operator of this number
+        self.actions: dict[int, Callable[[], None]] = {}  # operator count -> what is called after that operator
         self._alive: dict[int, tuple[Any, int, str]] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """The compiler compiles also here, and is not watched itself."""
+        """Lets the compiler compile under this mode, without watching the compiler's own operators."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes back with the parts of its DTensors
+            return NotImplemented  # DTensor dispatches again, with local tensors
         out = self._run(func, args, kwargs or {})
         if kwargs:
             self._see_all(kwargs)
@@ -48,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def ran(self, func: Any, args: Any, out: Any) -> None:
-        """An operator."""
+        """Counts one operator that has run."""
         self._see_all(args)
         self._see_all(out)
         if self.watch is not None:
@@ -58,14 +58,14 @@ class LiveBytes(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func.name().split(".")[0]
         if args and name == "meshtrain::message_sizes" and args[0].is_meta:
-            sizes = [max(1, self.rows // len(args[1]))] * len(args[1])  # without values: experts are equally loaded
+            sizes = [max(1, self.rows // len(args[1]))] * len(args[1])  # no values: assume balanced experts
             return torch.tensor([sizes, sizes])
-        if name == "aten::addmm" and args[0].is_meta and "out" in kwargs:  # for which torch 2.11 has no shapes
+        if name == "aten::addmm" and args[0].is_meta and "out" in kwargs:  # torch 2.11 has no meta kernel for it
             return kwargs["out"]
         run = implementations.get(name) if name not in WITHOUT_SHAPES else None
         if run is None:
             return func(*args, **kwargs)
-        with self:  # what happens inside counts, too
+        with self:  # count the operators inside of it, too
             return run(*args, **kwargs)
 
     def _see_all(self, value: Any) -> None:
@@ -91,7 +91,7 @@ class LiveBytes(TorchDispatchMode):
         self.total -= self._alive.pop(key)[1]
 
     def look(self, operator: str) -> None:
-        """After an operator."""
+        """Updates the peak of the current moment, and calls this operator's action."""
         self.count += 1
         key = f"{self.phase} {self.place}"
         if key not in self.peaks or self.total > self.peaks[key][0]:
@@ -101,14 +101,14 @@ class LiveBytes(TorchDispatchMode):
             self.actions[self.count]()
 
     def resized(self, storage: Any) -> None:
-        """FSDP frees and fills memory so."""
+        """Counts a storage's new size: FSDP frees and refills gathered parameters by resizing."""
         if (known := self._alive.get(storage._cdata)) is not None:
             self.total += storage.nbytes() - known[1]
             self._alive[storage._cdata] = known[0], storage.nbytes(), known[2]
             self.look("gather")
 
     def parts(self, owners: Mapping[int, str]) -> dict[str, int]:
-        """part -> bytes alive; `owners`: storage -> the part that it is now, whatever it was made for."""
+        """part -> live bytes. `owners`: storage -> its part now, in place of the one that it was made for."""
         sums: Counter[str] = Counter()
         for key, (_, size, part) in self._alive.items():
             sums[owners.get(key, part)] += size
@@ -117,7 +117,7 @@ class LiveBytes(TorchDispatchMode):
 
 @contextmanager
 def watched(live: LiveBytes) -> Iterator[None]:
-    """Inside, every operator and every resized storage is seen, also where modes are hidden from communication."""
+    """Context in which `live` sees every operator and storage resize, also in code that disables dispatch modes."""
     resize = torch.UntypedStorage.resize_
 
     def resize_(storage: Any, size: int) -> Any:
@@ -134,6 +134,6 @@ def watched(live: LiveBytes) -> Iterator[None]:
 
 
 def is_view(operator: Any) -> bool:
-    """Whether what it gives lies in the memory of what it gets."""
+    """Whether the operator's result aliases an argument's memory."""
     returns = operator._schema.returns
     return any(part.alias_info is not None and not part.alias_info.is_write for part in returns)

@@ -1,4 +1,4 @@
-"""Memory of the rank that takes most, by arithmetic over the work of its blocks: as good as a search needs it."""
+"""Estimated memory of the fullest rank, by arithmetic over the work of its blocks: as precise as a search needs it."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,28 +14,28 @@ from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.schedule import NAMES, build, load, read_csv
 from meshtrain.pipeline.simulate import simulate
 
-_state_bytes_of: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)  # of an optimizer, by block
-TIGHT = 0.92  # of what a device has: above it a plan says so
+_state_bytes_of: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)  # optimizer, size -> block -> bytes
+TIGHT = 0.92  # share of a device's memory above which the verdict is "tight"
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of a rank by part: `kept` between two steps, `parts` at the peak."""
+    """Bytes of a rank by part: `resident` between two steps, `parts` at the peak."""
 
     resident: dict[str, float]
     parts: dict[str, float]
     moment: str
-    pp: int = 0  # index of the rank
-    compiled: bool = False  # whether blocks are
+    pp: int = 0  # index of the rank on that axis
+    compiled: bool = False  # whether the blocks are compiled
     source: str = "traced"  # extended: from traces of fewer blocks, microbatches and stages; estimated: by arithmetic
 
     @property
     def total(self) -> float:
-        """At the peak."""
+        """Bytes at the peak."""
         return sum(self.parts.values())
 
     def verdict(self, room: float) -> str:
-        """In as many bytes."""
+        """Whether the peak fits into `room` bytes."""
         return "does not fit" if self.total > room else "tight" if self.total > TIGHT * room else "fits"
 
 
@@ -46,8 +46,7 @@ def of(
     schedule: Schedule | None,
     bounds: Sequence[tuple[int, int]],
 ) -> RankMemory:
-    """Of the rank of the pipeline that takes most. `bounds`: the blocks of each stage, from its first to the one after
-    its last."""
+    """Memory of the fullest rank of the pipeline. `bounds`: the range of blocks [first, end) of each stage."""
     if schedule is None:
         return _of_rank(config, layout, works, 1)
     ranks = []
@@ -59,7 +58,7 @@ def of(
 
 
 def _of_rank(config: Config, layout: Layout, works: Sequence[Work], waiting: float) -> RankMemory:
-    """`waiting`: forwards of all these blocks that wait for their backward at most."""
+    """`waiting`: largest number of forwards of all these blocks whose backward is still to come."""
     train, shards = config.train, layout.size("fsdp")
     size, compute = (8 if train.precision == "float64" else 4), (2 if "16" in train.precision else 4)
     (own, gathered), (trained, summed) = over_shards(works, layout), over_shards(works, layout, trained=True)
@@ -92,7 +91,7 @@ def _of_rank(config: Config, layout: Layout, works: Sequence[Work], waiting: flo
 
 
 def _state_bytes(config: Config, block: str, size: int) -> float:
-    """Bytes of the optimizer's states for an element of a block's weights."""
+    """Bytes of optimizer state per element of a block's weights."""
     specs = state_specs(config.optimizer, ParameterSpec(f"{block}.weight", (64, 64), ())).values()
     return (
         sum((size if spec.dtype is None else spec.dtype.itemsize) * spec.dims[0] * spec.dims[-1] for spec in specs)
@@ -102,15 +101,15 @@ def _state_bytes(config: Config, block: str, size: int) -> float:
 
 @lru_cache(maxsize=1024)
 def short_schedule(name: str, ranks: int, stages_per_rank: int | None) -> Schedule:
-    """With as few microbatches as it can have: who holds which stage."""
+    """A schedule with as few microbatches as possible, to look up its placement of stages."""
     if name.endswith(".csv"):
         return read_csv(name, ranks=ranks)
     return build(name, ranks=ranks, microbatches=1, stages_per_rank=stages_per_rank)
 
 
 def schedule_of(name: str, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule:
-    """Of a named one, which may be long, without its actions: those of one microbatch. One of a file has its path as
-    its name."""
+    """A schedule. A named one, which may be long, has only the actions of one microbatch; one from a file has them all,
+    and the file's path as its name."""
     if name.endswith(".csv"):
         loaded = load(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
         return replace(loaded, name=name)
@@ -118,7 +117,8 @@ def schedule_of(name: str, ranks: int, microbatches: int, stages_per_rank: int |
 
 
 def held_forwards(schedule: Schedule) -> tuple[float, ...]:
-    """The most stage forwards that each rank holds at once: of few microbatches simulated, of many by the growth."""
+    """The largest number of stage forwards that each rank holds at once. Simulated; for many microbatches extrapolated
+    from two simulations with fewer."""
     if schedule.name not in NAMES:
         return simulate(schedule).peak_activations
     about, many = (schedule.name, schedule.ranks, schedule.stages_per_rank), schedule.microbatches

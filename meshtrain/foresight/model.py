@@ -1,5 +1,5 @@
-"""A model as a trace sees it: a microbatch without values, the blocks that are alike, and the model without most of
-them, where one stands for all."""
+"""What a trace needs of a model: a microbatch for it, which of its blocks are alike, and a copy of the model in which
+one block stands for all that are alike."""
 
 import math
 from collections import Counter, defaultdict
@@ -21,16 +21,16 @@ from meshtrain.errors import InputError
 from meshtrain.modeling.flops import why_not
 from meshtrain.pipeline.stage import SETTINGS, blocks_of, skip_blocks
 
-NUMBERS = ("layer", "layer_idx", "layer_index", "layer_id", "layer_number", "idx", "index")  # of a layer
+NUMBERS = ("layer", "layer_idx", "layer_index", "layer_id", "layer_number", "idx", "index")  # names of a layer's index
 
 
 class UntracedError(InputError):
-    """A model whose step cannot be traced, and why."""
+    """The step of this model cannot be traced; the message says why."""
 
 
 @contextmanager
 def untraced_errors() -> Iterator[None]:
-    """Inside the model's code runs, which may raise anything."""
+    """Context that turns whatever the model's code raises into UntracedError."""
     try:
         yield
     except InputError:
@@ -40,8 +40,8 @@ def untraced_errors() -> Iterator[None]:
 
 
 def batch_of(config: Config) -> Batch:
-    """A microbatch as the run's readers give it to one rank of `cp`, of tokens or, for a classifier, of images. Raises
-    UntracedError: nobody says how large these are."""
+    """A microbatch before it is split over `cp`: of tokens, or for a classifier of images. Raises UntracedError: the
+    model's Config does not give the size of images."""
     return _batch(spec_of(config), config.batch.micro_size, config.data.seq_len, config.data.mask_documents)
 
 
@@ -61,8 +61,8 @@ def _batch(spec: ModelSpec, size: int, seq_len: int, mask_documents: bool) -> Ba
 
 
 def kind_of(block: nn.Module) -> tuple[Any, ...]:
-    """What blocks that compute alike have in common: types, settings (a window, but no number of a layer), shapes, and
-    what is trained."""
+    """A key that is equal for blocks that compute alike: types of modules, their settings (such as a window, but not a
+    layer's index), and shapes of parameters and whether they are trained."""
     modules = list(block.modules())
     settings = [
         (name, repr(value))
@@ -76,11 +76,11 @@ def kind_of(block: nn.Module) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Those of a model.
+    """The blocks of a model.
 
     Attributes:
-        first: for each block the first one that is like it, which stands for it where it is skipped.
-        outputs: how many numbers each gives for one sample; 0: not known.
+        first: for each block the index of the first block that is like it, which stands for it in traces.
+        outputs: number of elements of each block's output for one sample; 0: not known.
     """
 
     first: tuple[int, ...]
@@ -93,25 +93,25 @@ def alike(config: Config) -> tuple[int, ...]:
 
 
 def repeated(first: Sequence[int]) -> tuple[int, ...]:
-    """The blocks for which others stand. `first`: as `alike` gives it."""
+    """Indices of the blocks for which an earlier one stands. `first`: the result of `alike`."""
     return tuple(i for i, other in enumerate(first) if i != other)
 
 
 @lru_cache(maxsize=8)
 def known_blocks(spec: ModelSpec, seq_len: int, mask_documents: bool) -> Blocks:
-    """By a forward on the meta device, in which blocks that are alike hand on what they get. Raises UntracedError:
-    nobody says what the model takes."""
+    """Finds the blocks that are alike, and confirms by a forward on the meta device, in which repeated blocks are the
+    identity, that inputs and outputs of alike blocks have the same shapes. Raises UntracedError: see `batch_of`."""
     blocks = blocks_of(spec.meta)
     users = Counter(parameter for block in blocks for parameter in block.parameters())
     kinds: list[Any] = []
-    trained = False  # before a block, so that its input has a gradient
+    trained = False  # whether anything before the block is trained, so that its input has a gradient
     for i, block in enumerate(blocks):
         shares = any(users[parameter] > 1 for parameter in block.parameters())
         kinds.append(i if shares or block is blocks[-1] else (trained, kind_of(block)))
         trained = trained or any(parameter.requires_grad for parameter in block.parameters())
     itself, batch = tuple(range(len(blocks))), _batch(spec, 1, seq_len, mask_documents)
     for first in (tuple(map(kinds.index, kinds)), itself):
-        with suppress(Exception):  # the model's own, which asks its blocks for something
+        with suppress(Exception):  # of the model's code, which may need what skipped blocks do
             inputs, outputs = _passed_on(without(spec, repeated(first)).copy(), batch)
             if all(inputs[i] == inputs[j] == outputs[j] for i, j in enumerate(first) if i != j):
                 calls = [outputs[i][:1] for i in first]
@@ -120,7 +120,7 @@ def known_blocks(spec: ModelSpec, seq_len: int, mask_documents: bool) -> Blocks:
 
 
 def _passed_on(model: nn.Module, batch: Batch) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Sizes of what each block gets and gives in a forward."""
+    """Shapes of each block's inputs and outputs in a forward."""
     inputs, outputs = defaultdict[int, list[Any]](list), defaultdict[int, list[Any]](list)
 
     def record(i: int, block: nn.Module, arguments: Any, output: Any) -> None:
@@ -151,7 +151,7 @@ class _FewBlocks(ModelSpec):
 
 
 def without(spec: ModelSpec, skipped: Iterable[int]) -> ModelSpec:
-    """A model some of whose blocks hand on what they get."""
+    """The model with some of its blocks replaced by the identity."""
     return _without(spec, tuple(skipped)) if skipped else spec
 
 

@@ -1,4 +1,4 @@
-"""What is foreseen of a config on its hosts: memory of a rank and time of a step, computed when they are asked for."""
+"""Prediction for a config on its hosts: memory of a rank and time of a step, computed when they are read."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,8 +26,8 @@ from meshtrain.parallel.tp_plan import has_sequence_parts
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.partition import StageSplit, split_blocks
 
-MOST_RANKS = 4  # of a pipeline each of which is traced
-SAVINGS: dict[str, tuple[Any, ...]] = {  # each value keeps less than the one before, and takes no less time
+MOST_RANKS = 4  # up to which every pipeline rank is traced
+SAVINGS: dict[str, tuple[Any, ...]] = {  # each value takes less memory than the one before, and no less time
     "parallel.recompute": ("none", "selective", "full"),
     "parallel.regather": (False, True),
     "parallel.reshard_after_forward": (False, True),
@@ -36,7 +36,7 @@ SAVINGS: dict[str, tuple[Any, ...]] = {  # each value keeps less than the one be
 
 
 def usable_savings(layout: Layout) -> dict[str, tuple[Any, ...]]:
-    """Those of SAVINGS by which a layout can save anything."""
+    """The entries of SAVINGS that can save memory on a layout."""
     sharded = layout.size("fsdp") > 1
     useless = {
         "parallel.regather": layout.size("tp") == 1,
@@ -52,13 +52,13 @@ def _split(spec: ModelSpec, seq_len: int, ranks: int, stages: int, blocks: tuple
 
 
 class Prediction:
-    """Of a config that was loaded for its hosts, on hardware; without it there is no time."""
+    """Prediction for a config that was loaded for its hosts. Without hardware there is memory alone."""
 
     def __init__(
         self, config: Config, hardware: Hardware | None = None, traced: bool = False, pool: Executor | None = None
     ) -> None:
-        """`traced`: memory by traces of the ranks' steps; else by arithmetic, as fast as a search needs it. `pool`: of
-        processes that trace at once, forked from this one; it may not have used a GPU."""
+        """`traced`: memory by tracing the ranks' steps, else by arithmetic, which is fast enough for a search. `pool`:
+        processes for traces, forked from this one, which must not have used a GPU."""
         assert config.resolved is not None
         self.traced, self.pool = traced, pool
         self.config, self.layout, self.hardware = config, config.resolved, hardware
@@ -73,25 +73,25 @@ class Prediction:
 
     @property
     def _forward_flops(self) -> float:
-        """Of a sample."""
+        """FLOPs of one sample's forward."""
         first = alike(self.config)
         costs = block_costs(without(self.spec, repeated(first)), self.config.data.seq_len)
         return sum(map(costs.__getitem__, first))
 
     @cached_property
     def works(self) -> tuple[Work, ...]:
-        """Of each block, for one microbatch."""
+        """Work of each block, for one microbatch."""
         return works_of(self.config, self.layout)
 
     @cached_property
     def schedule(self) -> Schedule | None:
-        """Of the pipeline."""
+        """The pipeline's schedule."""
         section, ranks = self.config.pipeline, self.layout.size("pp")
         return None if ranks == 1 else schedule_of(section.schedule, ranks, self.microbatches, section.stages_per_rank)
 
     @cached_property
     def bounds(self) -> Sequence[tuple[int, int]]:
-        """The blocks of each stage, from its first to the one after its last."""
+        """The range of blocks [first, end) of each stage."""
         schedule, seq_len = self.schedule, self.config.data.seq_len
         if schedule is None:
             return [(0, len(self.works))]
@@ -99,25 +99,25 @@ class Prediction:
 
     @cached_property
     def block_costs(self) -> list[steptime.BlockCost]:
-        """Of each block, for one microbatch."""
+        """Costs of each block, for one microbatch."""
         assert self.hardware is not None
         return steptime.block_costs(self.works, self.layout, self.hardware, *self.precisions)
 
     @cached_property
     def memory(self) -> RankMemory:
-        """Of the rank that takes most."""
+        """Memory of the fullest rank."""
         if self.traced:
             return max(self.ranks, key=lambda rank: rank.total)
         return memory.of(self.config, self.layout, self.works, self.schedule, self.bounds)
 
     @property
     def per_sample(self) -> int:
-        """Tokens; of an image 1."""
+        """Tokens of a sample; 1 for an image."""
         return self.config.data.seq_len if "vocab_size" in self.config.model.keys else 1
 
     @property
     def handed_on(self) -> float:
-        """Bytes that a stage gives to the next for a microbatch, at most."""
+        """Largest number of bytes that a stage sends to the next one per microbatch."""
         config, layout = self.config, self.layout
         if self.schedule is None:
             return 0.0
@@ -130,28 +130,28 @@ class Prediction:
 
     @cached_property
     def ranks(self) -> list[RankMemory]:
-        """Of each rank of the pipeline by a trace; of a long one the first, the last, and that between them that holds
-        most forwards."""
+        """Traced memory of each pipeline rank; of long pipelines of the first rank, the last, and the one between them
+        that holds most forwards."""
         ranks = self.layout.size("pp")
         waiting = [extend.held_of(self.config, self.layout, pp, self.microbatches) for pp in range(ranks)]
         between = max(range(1, ranks - 1), key=waiting.__getitem__) if ranks > MOST_RANKS else 0
         chosen = {0, between, ranks - 1} if ranks > MOST_RANKS else range(ranks)
-        alike(self.config)  # once, before processes begin
+        alike(self.config)  # fill its cache before processes are forked
         traces = [self._begin(self.config, pp) for pp in sorted(chosen)]
         if ranks == 1 and self.hardware is not None:
-            _ = self._savings  # at the same time
+            _ = self._savings  # begins their traces at the same time
         with shared_graphs():
             return [trace() for trace in traces]
 
     def _begin(self, config: Config, pp: int) -> Callable[[], RankMemory]:
-        """A trace of a rank, which the function waits for."""
+        """Begins a trace of a rank; the returned function waits for its result."""
         if self.pool is None:
             return partial(extend.rank_memory, config, self.layout, pp)
         return self.pool.submit(extend.rank_memory, config, self.layout, pp).result
 
     @cached_property
     def _savings(self) -> "dict[str, tuple[Prediction, Callable[[], RankMemory]]]":
-        """`key=value` -> with it what is foreseen, and the rank that has most without it."""
+        """`key=value` -> the prediction with it, and a begun trace of the rank that is fullest without it."""
         pp, savings, size = self.memory.pp if self.layout.size("pp") > 1 else 0, {}, self.config.batch.micro_size
         halves = size > 1 and not (self.schedule is not None and self.schedule.name.endswith(".csv"))
         knobs = {**usable_savings(self.layout), "batch.micro_size": (size, size // 2)[: 1 + halves]}
@@ -164,13 +164,13 @@ class Prediction:
         return savings
 
     def trace(self) -> Callable[[], RankMemory]:
-        """A trace of the rank with most, which the function waits for."""
+        """Begins a trace of the fullest rank; the returned function waits for its result."""
         return self._begin(self.config, self.memory.pp)
 
     @cached_property
     def saves(self) -> dict[str, tuple[float, float | None]]:
-        """`key=value` -> bytes that the rank with most would have less of at its peak with it, and seconds that a step
-        would take more; only what gives something back."""
+        """`key=value` -> bytes by which it lowers the peak of the fullest rank, and seconds by which it prolongs a
+        step; only settings that save memory."""
         now, saved = self.memory, dict[str, tuple[float, float | None]]()
         for knob, (other, trace) in self._savings.items():
             longer = None if self.hardware is None else other.step.seconds - self.step.seconds
@@ -182,12 +182,12 @@ class Prediction:
     def step(self) -> steptime.StepTime:
         """Seconds of a step, by part."""
         is_text = "vocab_size" in self.config.model.keys
-        flops = self._forward_flops * 3 * self.config.batch.sizes.largest if is_text else 0  # of images not known
+        flops = self._forward_flops * 3 * self.config.batch.sizes.largest if is_text else 0  # unknown for images
         return self._step(steptime.makespan, flops)
 
     @cached_property
     def bound(self) -> float:
-        """Seconds that the step does not take less than: all of it but for the order of the pipeline's actions."""
+        """A lower bound of the step's seconds, which leaves out the order of the pipeline's actions."""
         return self.step.seconds if self.schedule is None else self._step(steptime.least_makespan).seconds
 
     def _step(
@@ -216,7 +216,7 @@ class Prediction:
 
     @property
     def sent(self) -> dict[str, float]:
-        """Bytes that a rank sends in a step, by axis; of the axes over which blocks send, without a pipeline."""
+        """Bytes that the blocks of a rank send in a step, by axis; empty for pipelines."""
         sent: Counter[str] = Counter()
         for work in self.works if self.schedule is None else ():
             for send in (send for name in PASSES for send in getattr(work, name).sends):
@@ -224,7 +224,7 @@ class Prediction:
         return dict(sent)
 
     def json(self) -> dict[str, Any]:
-        """All of it for a program."""
+        """The whole prediction for a program."""
         of_memory: dict[str, Any] = {**asdict(self.memory), "total": self.memory.total}
         if self.traced:
             of_memory["ranks"] = [
@@ -245,10 +245,11 @@ class Prediction:
 def predict(
     config: Config | str, overrides: Sequence[str] = (), hosts: Sequence[int] = (8,), hardware: str | None = None
 ) -> Prediction:
-    """What is foreseen of a config on hosts with so many processes each.
+    """Predicts memory and time of a step of a config on given hosts.
 
     Args:
-        config: the name or path of one, or one that was loaded for so many processes.
+        config: a name, a path, or a Config that was loaded for this number of processes.
+        hosts: number of processes on each host.
         hardware: the name of a built-in file or the path of one; None: memory alone.
 
     Raises InputError: the config or the file is wrong.

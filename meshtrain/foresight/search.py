@@ -1,8 +1,8 @@
-"""The layout that takes the least time and fits: a search best first, by bounds that no candidate can be faster than.
+"""Best-first search for the fastest layout that fits, by lower bounds of step time.
 
-A candidate changes only keys that do not change what is computed, and keeps to the config's own rules. It stands in a
-heap with a bound of its seconds by the work of its blocks, then with the filling of its pipeline by each schedule, and
-then it is predicted. The search ends when no bound is below what it has found.
+A candidate changes only keys that do not change what is computed, and obeys the config's own rules. It enters a heap
+with a lower bound from the work of its blocks; then once per schedule with a bound that counts filling and draining the
+pipeline; then it is predicted in full. The search ends when every bound left is above what it has found.
 """
 
 import heapq
@@ -35,10 +35,10 @@ MICRO, SCHEDULE, STAGES = "batch.micro_size", "pipeline.schedule", "pipeline.sta
 CONTEXT, HEADS, EXPERTS = "parallel.context", "parallel.context_heads", "parallel.expert_parallel"
 SEQUENCE, COMPILE = "parallel.sequence_parallel", "parallel.compile"
 ZERO = "parallel.shard_optimizer"
-KEYS = ("layout", MICRO, CONTEXT, HEADS, EXPERTS, SEQUENCE, COMPILE, *SAVINGS, SCHEDULE, STAGES)  # what may vary
-USUAL = tuple(key for key in KEYS if key not in (CONTEXT, HEADS, SEQUENCE, COMPILE))  # vary unless others are named
+KEYS = ("layout", MICRO, CONTEXT, HEADS, EXPERTS, SEQUENCE, COMPILE, *SAVINGS, SCHEDULE, STAGES)  # may vary
+USUAL = tuple(key for key in KEYS if key not in (CONTEXT, HEADS, SEQUENCE, COMPILE))  # vary by default
 MORE_STAGES = ("interleaved-1f1b", "looped-bfs", "interleaved-zb")  # schedules with a choice of stages per rank
-FEWEST_TOKENS = 256  # of a sequence that a rank of a cp over more than a host has, unless asked for
+FEWEST_TOKENS = 256  # of a sequence on each rank, if cp spans hosts and is not asked for
 NEAR = 0.05  # predictions that differ by less are no reason to prefer one
 RULES: dict[Callable[..., None], tuple[str, ...]] = {  # of the config: what it is about, and what it looks at
     check_split: ("tp", "cp", SEQUENCE),
@@ -51,17 +51,17 @@ RULES: dict[Callable[..., None], tuple[str, ...]] = {  # of the config: what it 
 
 @dataclass
 class Candidate:
-    """A layout on its hosts and the values of the other KEYS; when found, why it does not stand before the first."""
+    """A layout on its hosts and the values of the other KEYS; of a result also why it does not rank first."""
 
     layout: Layout
     settings: dict[str, Any]
     prediction: Any = None
-    memory: Any = None  # of the best, traced
-    near: bool = False  # as fast as the fastest, as far as predictions can tell
+    memory: Any = None  # of results, traced
+    near: bool = False  # as fast as the fastest within the error of predictions
     reason: str = ""
 
     def apply(self, config: Config) -> Config:
-        """The config with this candidate's values, which nothing has checked."""
+        """The config with this candidate's values, unchecked."""
         sections: dict[str, dict[str, Any]] = {}
         for key, value in self.settings.items():
             section, _, name = key.partition(".")
@@ -70,14 +70,14 @@ class Candidate:
         return replace(config, layout=self.layout.sizes, resolved=self.layout, **changed)
 
     def overrides(self, config: Config) -> list[str]:
-        """What makes the config this candidate, as on the command line."""
+        """Command-line overrides that turn the config into this candidate."""
         sizes = {axis: size for axis, size in self.layout.sizes.items() if size > 1} or {"dp_shard": 1}
         changed = {key: value for key, value in self.settings.items() if value != _value(config, key)}
         return [f"layout={written(sizes)}", *(f"{key}={yaml_text(value)}" for key, value in changed.items())]
 
     @property
     def parts(self) -> tuple[int, int]:
-        """Stages and axes: the fewer, the simpler."""
+        """Number of stages and of axes: the fewer, the simpler."""
         stages, axes = self.layout.size("pp"), sum(size > 1 for size in self.layout.sizes.values())
         if stages > 1:
             stages = short_schedule(self.settings[SCHEDULE], stages, self.settings[STAGES]).stages
@@ -92,15 +92,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is asked of candidates and their configs.
+    """The functions by which a search judges candidates; tests pass their own.
 
     Attributes:
-        begin: is told all configs before the first bound is asked.
-        bound: seconds that no config is below which differs in schedule and SAVINGS only. Raises InputError.
-        predict: a value whose `bound` is seconds that it is not below, `memory.total` the bytes of the rank with most,
-            and whose `step` has `seconds` and `parts` (name -> seconds), computed when they are asked.
-        trace: begins one of a prediction's step, which the best have to pass, and gives what waits for its memory.
-        memory: bytes that a rank can have.
+        begin: called with all configs before the first `bound`.
+        bound: lower bound of the seconds of all configs that differ in schedule and SAVINGS only. Raises InputError.
+        predict: a prediction with `bound` (lower bound of its seconds), `memory.total` (bytes of the fullest rank) and
+            `step` (`seconds`; `parts`: name -> seconds), each computed when it is read.
+        trace: begins a trace of a prediction's step; the returned function waits for its memory, which has to fit.
+        memory: bytes available to a rank.
     """
 
     begin: Callable[[Sequence[Config]], None]
@@ -111,7 +111,7 @@ class Forecast:
 
 
 def forecast(hardware: Hardware, memory_gib: float | None = None, pool: Executor | None = None) -> Forecast:
-    """What predictions for this hardware say. `pool`: of processes that count the work of blocks at once."""
+    """A Forecast by `Prediction` for this hardware. `pool`: processes that trace blocks beside each other."""
 
     def bound(config: Config) -> float:
         prediction = Prediction(config, hardware)
@@ -124,13 +124,13 @@ def forecast(hardware: Hardware, memory_gib: float | None = None, pool: Executor
 
 
 class Space:
-    """The candidates of a config that was loaded for its hosts. `vary`: of KEYS, others stay. `fixed`: sizes of axes.
-    `rejected`: reason -> how many candidates, and an example."""
+    """The candidates of a config that was loaded for its hosts. `vary`: the KEYS that change. `fixed`: axis -> size.
+    `rejected`: reason -> number of candidates, and an example."""
 
     def __init__(self, config: Config, vary: Iterable[str] = KEYS, fixed: Mapping[str, int] | None = None) -> None:
         assert config.resolved is not None
         self.config, self.placed, self.vary, self.fixed = config, config.resolved, set(vary), fixed or {}
-        self.unit = math.gcd(self.placed.world_size, *(run.start for run in self.placed.runs))  # ranks of every host
+        self.unit = math.gcd(self.placed.world_size, *(run.start for run in self.placed.runs))  # divides every host
         spec = spec_of(config)
         self.blocks = len(spec.meta.blocks()) if hasattr(spec.meta, "blocks") else 1  # type: ignore[operator]
         self.experts = hasattr(spec.module, "ep_plan")
@@ -145,7 +145,7 @@ class Space:
         self.rejected[reason] = (before + count, first)
 
     def candidates(self) -> Iterator[Candidate]:
-        """Those that the rules accept, before a schedule is chosen, with nothing saved."""
+        """Yields the candidates that the rules accept, without a schedule, each of SAVINGS at its first value."""
         for layout in self._layouts():
             options = self._options(layout)
             for values in itertools.product(*options.values()) if options else ():
@@ -160,7 +160,7 @@ class Space:
                 yield candidate
 
     def schedules(self, candidate: Candidate) -> Iterator[Candidate]:
-        """A candidate with each schedule that the rules accept."""
+        """Yields a candidate with each schedule that the rules accept."""
         ranks, problems = candidate.layout.size("pp"), []
         many = [count for count in (2, 3, 4, 6, 8) if count * ranks <= self.blocks]
         for name in self._choose(SCHEDULE, NAMES) if ranks > 1 else ():
@@ -175,7 +175,8 @@ class Space:
             self.reject("pp without a schedule that works", f"{candidate.layout}: {problems[0]}")
 
     def savings(self, candidate: Candidate, most: bool = False) -> list[Candidate]:
-        """A candidate with one step more of each saving that its layout can use; or one, with `most` of them all."""
+        """A candidate with the next value of one of SAVINGS, for each that its layout can use; with `most` a single one
+        with the last values of all."""
         usable = {key: values for key, values in usable_savings(candidate.layout).items() if key in self.vary}
         if most:
             return [candidate.changed({key: values[-1] for key, values in usable.items()})]
@@ -198,7 +199,7 @@ class Space:
             yield self.placed.with_axes({axis: sizes[axis] for axis in AXES})
 
     def _options(self, layout: Layout) -> dict[str, list[Any]]:
-        """Key -> the values to try with a layout; none for one that cannot be."""
+        """Key -> the values to try with a layout; empty if the layout is rejected."""
         cp, tp, batch, parallel = layout.size("cp"), layout.size("tp"), self.config.batch, self.config.parallel
         crumbs = cp > max(self.unit, self.config.data.seq_len // FEWEST_TOKENS) and "cp" not in self.fixed
         problems = {
@@ -221,12 +222,12 @@ class Space:
             COMPILE: list(dict.fromkeys((parallel.compile, "auto"))),
         }
         chosen = {key: self._choose(key, values) for key, values in options.items()}
-        saves = {*usable_savings(layout), ZERO} & self.vary  # FSDP refuses the last
+        saves = {*usable_savings(layout), ZERO} & self.vary  # ZERO also where FSDP refuses it: set it to false there
         saved = {key: [SAVINGS[key][0]] for key in saves}
         return {key: (chosen | saved).get(key) or [_value(self.config, key)] for key in KEYS[1:]}
 
     def _problem(self, candidate: Candidate) -> tuple[str, str] | None:
-        """Why it is none: the reason, and this one's."""
+        """Why a candidate is rejected: the reason, and its own details; None if it is not."""
         cp, heads = candidate.layout.size("cp"), candidate.settings[HEADS]
         if cp > 1 and heads > 1 and self.unit % (candidate.layout.size("tp") * heads):
             return "context_heads over more than a host", f"{candidate.layout}, context_heads {heads}"
@@ -236,14 +237,14 @@ class Space:
         return None
 
     def _answer(self, rule: Callable[..., None], candidate: Candidate) -> str | None:
-        """What a rule of the config finds wrong with a candidate; asked once for what it looks at."""
+        """The problem that a rule of the config finds with a candidate; cached by the values that the rule reads."""
         sizes, changed = candidate.layout.sizes, candidate.settings
-        if rule is check_stages and not changed[SCHEDULE].endswith(".csv"):  # one microbatch is as good as many
+        if rule is check_stages and not changed[SCHEDULE].endswith(".csv"):  # any number of microbatches works
             changed = {**changed, "batch.global_size": 1, MICRO: 1}
-        if rule is check_split:  # it asks whether there is a cp
+        if rule is check_split:  # it depends on whether cp is above 1
             sizes = {**sizes, "cp": min(sizes.get("cp", 1), 2)}
         about = (rule, *(sizes.get(key, changed.get(key)) for key in RULES[rule]))
-        if rule is check_stages and changed[SCHEDULE].endswith(".csv"):  # which is for a number of microbatches
+        if rule is check_stages and changed[SCHEDULE].endswith(".csv"):  # made for one number of microbatches
             about += (changed[MICRO], *(sizes.get(axis) for axis in DATA_AXES))
         if about not in self.answers:
             top = Place.in_file(self.config.file, 1)
@@ -259,29 +260,30 @@ def _value(config: Config, key: str) -> Any:
 
 
 class Search:
-    """Finds the candidates of a space that fit and are fast: of those that differ in SAVINGS only the fastest, or with
-    the goal `memory` all of them."""
+    """Finds the fast candidates of a space that fit: of those that differ only in SAVINGS the fastest, or with the goal
+    `memory` all of them."""
 
     def __init__(self, space: Space, forecast: Forecast, goal: Literal["time", "memory"] = "time") -> None:
         self.space, self.config, self.forecast, self.goal = space, space.config, forecast, goal
-        self.heap: list[tuple[float, int, bool, Candidate]] = []  # bound, number, whether it has a schedule
+        self.heap: list[tuple[float, int, bool, Candidate]] = []  # bound, counter, whether it has a schedule
         self.pushed: set[tuple[Any, ...]] = set()
         self.fitting: dict[tuple[Any, ...], Candidate] = {}
-        self.fastest: dict[tuple[int, ...], float] = {}  # of a layout
-        self.fastest_of: dict[int, float] = {}  # of a number of stages
+        self.fastest: dict[tuple[int, ...], float] = {}  # layout -> seconds
+        self.fastest_of: dict[int, float] = {}  # number of stages -> seconds
         self.times: list[float] = []  # of the fastest layouts, as many as are shown
-        self.can_fit: set[tuple[Any, ...]] = set()  # but for SAVINGS
-        self.unfit: dict[tuple[Any, ...], int] = {}  # but for SAVINGS and micro_size -> the smallest that cannot fit
-        self.least = math.inf  # memory of what does not fit
+        self.can_fit: set[tuple[Any, ...]] = set()  # keys without SAVINGS
+        self.unfit: dict[tuple[Any, ...], int] = {}  # key without SAVINGS and MICRO -> smallest MICRO that cannot fit
+        self.least = math.inf  # least memory of what does not fit
         self.predicted = 0
 
     def run(self, load: Callable[[list[str]], Config], show: int = 5, error: float = NEAR) -> list[Candidate]:
-        """The best of each layout, the best layouts first: `show` of them, where so many fit.
+        """The best candidate of each layout, best layouts first, at most `show`.
 
         Args:
             load: overrides -> the config as training reads it. Raises ConfigErrors.
-            error: of predictions, as a share. Of those within it of the fastest the first is the simplest: the fewest
-                stages, then the fewest axes, then the least memory; with the goal `memory` memory comes first.
+            error: relative error of predicted seconds. Candidates within it of the fastest count as equal and are
+                ordered by simplicity: fewest stages, then fewest axes, then least memory; with the goal `memory` memory
+                comes first.
         """
         self._find(show, error)
         least = min(self.fastest.values(), default=0.0)
@@ -306,7 +308,7 @@ class Search:
         return list(best.values())
 
     def _holds(self, candidate: Candidate, load: Callable[[list[str]], Config], trace: Callable[[], Any]) -> bool:
-        """Whether training takes it, and a trace of its step fits."""
+        """Whether training accepts the candidate, and the traced memory of its step fits."""
         try:
             load(candidate.overrides(self.config))
         except ConfigErrors as problem:
@@ -363,7 +365,7 @@ class Search:
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Inside the model may refuse a candidate, as its layers do when they are split."""
+        """Context in which the model may refuse a candidate, as its layers do when they cannot be split."""
         try:
             yield
         except InputError as error:
@@ -402,7 +404,7 @@ class Search:
 
 
 def _reason(first: Candidate, other: Candidate) -> str:
-    """Why a candidate does not stand before the first."""
+    """Why a candidate does not rank first."""
     step, best = other.prediction.step, first.prediction.step
     more = other.memory.total - first.memory.total
     if other is first:

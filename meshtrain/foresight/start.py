@@ -1,7 +1,7 @@
-"""What a run says of its memory before its first step, and after it has run out of it.
+"""A run's warning before its first step that memory will be short, and its note after an out-of-memory error.
 
-A process of its own beside rank 0 foresees it while the run reads its data and builds its model: a trace has a world
-and process groups of its own. It sees no GPU, and whatever happens to it, the run goes on.
+A process beside rank 0 predicts memory while the run reads its data and builds its model, because a trace needs process
+groups of its own. It sees no GPU, and the run goes on whatever happens to it.
 """
 
 import os
@@ -17,21 +17,21 @@ from meshtrain.config import Config
 from meshtrain.errors import bytes_text
 from meshtrain.job.storage import optional
 
-PATIENCE_S = 5.0  # that a run waits for it at most, before its first step
-ROOM = "MESHTRAIN_DEVICE_MEMORY_GIB"  # of a device, in the place of what it says
+PATIENCE_S = 5.0  # longest that a run waits for the prediction before its first step
+ROOM = "MESHTRAIN_DEVICE_MEMORY_GIB"  # variable that replaces the device's memory
 FILE = "memory.txt"  # in the run's folder
 
 
 def device_gib(device: torch.device) -> float | None:
-    """GiB of a device; None: it has none of its own."""
+    """Memory of a device in GiB; None for a CPU."""
     if override := os.environ.get(ROOM):
         return float(override)
     return torch.cuda.mem_get_info(device)[1] / 2**30 if device.type == "cuda" else None
 
 
 class MemoryForecast:
-    """Of a run in `folder`, begun on rank 0. Around its steps: an out-of-memory error ends with
-    what is foreseen, what takes the memory and what would give back."""
+    """The predicted memory of a run, begun on rank 0. As a context around the run's steps it adds notes to an
+    out-of-memory error: predicted memory, its parts, and settings that save memory."""
 
     def __init__(self, folder: Path, device: torch.device, config: Config, rank: int) -> None:
         self.file, self.process, gib = folder / FILE, None, device_gib(device)
@@ -50,7 +50,7 @@ class MemoryForecast:
             )
 
     def note(self) -> list[str]:
-        """Lines for a person if the run is about not to fit; none where it fits, or nothing is known in time."""
+        """Lines for people if the run is about to run out of memory; none if it fits, or no prediction came in time."""
         if self.process is not None:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(PATIENCE_S)
@@ -58,7 +58,7 @@ class MemoryForecast:
         return [] if lines and lines[0].endswith(": fits") else lines
 
     def _read(self) -> list[str]:
-        with suppress(OSError):  # it has not come that far
+        with suppress(OSError):  # not written yet
             return self.file.read_text().splitlines()
         return []
 
@@ -76,7 +76,7 @@ class MemoryForecast:
 
 
 def main(source: str, file: str, world_size: str, gib: str) -> None:
-    """Writes what is foreseen of a config, which it takes away, into a file."""
+    """Writes the predicted memory of a config into a file, and deletes the config."""
     from meshtrain.foresight.hardware import Device
     from meshtrain.foresight.prediction import Prediction
 

@@ -1,4 +1,4 @@
-"""Seconds of a step, by part: arithmetic over the work of its blocks, put on a clock by the simulated schedule."""
+"""Seconds of a step, by part: arithmetic over the work of its blocks; of a pipeline by simulating its schedule."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,11 +15,11 @@ from meshtrain.pipeline.schedule import NAMES as SCHEDULES
 from meshtrain.pipeline.schedule import build
 from meshtrain.pipeline.simulate import simulate
 
-MIN_UNIT_SIZE = 2**21  # of `parallel.fsdp`: elements of a block that FSDP gathers by itself
-MOST_ACTIONS = 4_000  # of a schedule that is simulated whole; of a longer one the steady state is extrapolated
-StageCosts = tuple[tuple[float, ...], ...]  # of each stage, seconds of its forward, input gradient, weight gradient
+MIN_UNIT_SIZE = 2**21  # as in `parallel.fsdp`: elements of a block from which FSDP gathers it by itself
+MOST_ACTIONS = 4_000  # of a schedule that is simulated whole; of longer ones the steady state is extrapolated
+StageCosts = tuple[tuple[float, ...], ...]  # stage -> seconds of its forward, input gradient and weight gradient
 PASSES = ("forward", "input_grad", "weight_grad")
-NAMES = {  # of what may limit a step
+NAMES = {  # resource that computing may wait for -> its name for people
     "products": "products of matrices",
     "attention": "attention",
     "traffic": "memory traffic",
@@ -29,13 +29,13 @@ NAMES = {  # of what may limit a step
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step on the rank of the pipeline with most work. Numbers are seconds.
+    """Time of a step on the pipeline rank with most work, in seconds.
 
     Attributes:
         parts: name -> what it adds to the step; they sum to `seconds`.
-        hidden: name -> what runs beside computing and adds nothing.
-        spent: what the seconds of computing went into; of a kernel the time of its slowest resource.
-        sent: axis -> bytes that the rank sends over data ranks: parameters and gradients.
+        hidden: name -> what overlaps with computing and adds nothing.
+        spent: resource -> seconds of computing that went into it.
+        sent: axis -> bytes of parameters and gradients that the rank sends over data ranks.
     """
 
     seconds: float
@@ -59,7 +59,7 @@ class StepTime:
 
 
 class Cost(dict[str, float]):
-    """Seconds of computing, by NAMES, and of each axis over whose messages it waits."""
+    """Seconds by resource (`NAMES`) and by axis over which computing waits for messages."""
 
     def __missing__(self, name: str) -> float:
         return 0.0
@@ -74,19 +74,19 @@ class Cost(dict[str, float]):
 
 @dataclass(frozen=True, eq=False)
 class BlockCost:
-    """A block's passes for one microbatch: forward, input gradient, weight gradient."""
+    """Costs of a block's three passes for one microbatch, in the order of `PASSES`."""
 
     costs: tuple[Cost, ...]
 
     @cached_property
     def passes(self) -> tuple[float, ...]:
-        """Seconds of the three."""
+        """Seconds of each pass."""
         return tuple(cost.total() for cost in self.costs)
 
 
 def cost(work: Pass, layout: Layout, hardware: Hardware, precision: str, product: str | None = None) -> Cost:
-    """A pass in `precision`, its products in `product` if that is another. `launch` is what the CPU takes longer to
-    launch kernels than they run."""
+    """Cost of a pass in `precision`, with its matrix products in `product` if that is given. `launch` is the time by
+    which the CPU takes longer to launch the kernels than they run."""
     compute, spent = hardware.compute, Cost()
     if work.products:
         rate = hardware.flops(product or precision) * compute.matmul
@@ -102,8 +102,8 @@ def cost(work: Pass, layout: Layout, hardware: Hardware, precision: str, product
 def block_costs(
     works: Sequence[Work], layout: Layout, hardware: Hardware, precision: str, product: str | None = None
 ) -> list[BlockCost]:
-    """What each block costs for one microbatch. `precision`, `product`: see `cost`."""
-    costs = {  # blocks of a kind are the same one
+    """Costs of each block for one microbatch. `precision`, `product`: see `cost`."""
+    costs = {  # blocks of a kind share one Work
         id(work): BlockCost(tuple(cost(getattr(work, n), layout, hardware, precision, product) for n in PASSES))
         for work in {id(work): work for work in works}.values()
     }
@@ -111,14 +111,14 @@ def block_costs(
 
 
 def stage_costs(costs: Sequence[BlockCost], bounds: Sequence[tuple[int, int]]) -> StageCosts:
-    """Of each stage. `bounds`: see `of`."""
+    """Costs of each stage. `bounds`: see `of`."""
     stages = [[cost.passes for cost in costs[first:end]] for first, end in bounds]
     return tuple(tuple(map(sum, zip(*passes, strict=True))) for passes in stages)
 
 
 def makespan(schedule: Schedule, costs: StageCosts, transfer: float = 0) -> float:
-    """Seconds of all microbatches, simulated. `transfer`: from a stage to one on another rank. Of a named schedule the
-    actions are made here; those that it has are not looked at."""
+    """Simulated seconds of all microbatches. `transfer`: seconds of a message to a stage on another rank. A named
+    schedule is built anew for its number of microbatches; the actions that it carries are not used."""
     if schedule.name in SCHEDULES:
         many = schedule.microbatches
         return _named_makespan(schedule.name, schedule.ranks, many, schedule.stages_per_rank, costs, transfer)
@@ -132,7 +132,7 @@ def _simulated(schedule: Schedule, costs: StageCosts, transfer: float) -> float:
 
 @lru_cache(maxsize=4096)
 def _named_makespan(name: str, ranks: int, many: int, per_rank: int, costs: StageCosts, transfer: float) -> float:
-    if 4 * ranks <= many and many * ranks * per_rank * 2 > MOST_ACTIONS:  # the steady state is extrapolated
+    if 4 * ranks <= many and many * ranks * per_rank * 2 > MOST_ACTIONS:  # extrapolate the steady state
         few = many % ranks + 2 * ranks
         two, three = (_named_makespan(name, ranks, n, per_rank, costs, transfer) for n in (few, few + ranks))
         return two + (three - two) * (many - few) / ranks
@@ -140,10 +140,10 @@ def _named_makespan(name: str, ranks: int, many: int, per_rank: int, costs: Stag
 
 
 def least_makespan(schedule: Schedule, costs: StageCosts, transfer: float = 0) -> float:
-    """Seconds below which `makespan` is not, in any order that has this schedule's placement and kinds of actions: each
-    rank's work, the filling before it, and the emptying behind it."""
+    """A lower bound of `makespan` for any order of actions with this schedule's placement and kinds of actions: each
+    rank's own work, the time to fill the pipeline before it, and to drain it afterwards."""
     own = [[0.0, 0.0, 0.0] for _ in range(schedule.ranks)]
-    ahead: dict[int, tuple[float, ...]] = {}  # of what is before each rank's first stage
+    ahead: dict[int, tuple[float, ...]] = {}  # rank -> seconds of the stages before its first one, and of messages
     before, sent, last = (0.0, 0.0, 0.0), 0.0, schedule.placement[0]
     for rank, passes in zip(schedule.placement, costs, strict=True):
         sent += transfer * (rank != last)
@@ -153,7 +153,7 @@ def least_makespan(schedule: Schedule, costs: StageCosts, transfer: float = 0) -
     bounds = []
     for rank, (filling, input_grads, weight_grads, way) in ahead.items():
         work, emptying = schedule.microbatches * sum(own[rank]), input_grads + weight_grads
-        if schedule.splits_backward:  # weight gradients may be computed while the ranks before empty
+        if schedule.splits_backward:  # weight gradients may be computed while the ranks before it drain
             shortest = schedule.microbatches * sum(own[rank][:2]) + input_grads + costs[0][2] + way
             bounds.append(filling + way + max(work, shortest))
         else:
@@ -162,7 +162,7 @@ def least_makespan(schedule: Schedule, costs: StageCosts, transfer: float = 0) -
 
 
 def _busiest(schedule: Schedule, costs: StageCosts) -> tuple[int, float]:
-    """The rank with most work, and its seconds for a microbatch."""
+    """The rank with most work, and its seconds per microbatch."""
     work = [0.0] * schedule.ranks
     for rank, passes in zip(schedule.placement, costs, strict=True):
         work[rank] += sum(passes)
@@ -189,18 +189,18 @@ def of(
     flops: float = 0.0,
     clock: Callable[[Schedule, StageCosts, float], float] = makespan,
 ) -> StepTime:
-    """A step of blocks with this work on a placed layout.
+    """Time of a step in which each rank does `works` on a layout with hosts.
 
     Args:
-        schedule, bounds: of a pipeline, and the blocks of each stage, from its first to the one after its last.
-        microbatches: of a rank, without a schedule.
-        handed_on: bytes that a stage gives to the next for a microbatch.
-        gathers_again: FSDP gathers parameters for every forward and backward and sums gradients after each, not once.
-        shards_optimizer: copies of `dp_replicate` update a part each, and gather the others' (ZeRO-1).
-        message_size: bytes of an element of a gradient when it is summed over data ranks.
-        update_bytes: that the optimizer reads and writes for an element.
-        tokens, flops: of the whole step of all ranks, for `tokens_per_s` and `mfu`.
-        clock: of the pipeline's microbatches; `least_makespan` for seconds below which the step is not.
+        schedule, bounds: of a pipeline; the range of blocks [first, end) of each stage.
+        microbatches: per rank, without a schedule.
+        handed_on: bytes that a stage sends to the next one per microbatch.
+        gathers_again: FSDP gathers and reduces for every forward and backward, instead of once per step.
+        shards_optimizer: each copy over `dp_replicate` updates a part and gathers the others' (ZeRO-1).
+        message_size: bytes per gradient element when gradients are reduced over data ranks.
+        update_bytes: bytes that the optimizer reads and writes per float32 element.
+        tokens, flops: of the whole step on all ranks, for `tokens_per_s` and `mfu`.
+        clock: seconds of a pipeline's microbatches; `least_makespan` makes the result a lower bound.
     """
     costs = block_costs(works, layout, hardware, precision, product)
     many, idle, blocks = microbatches, 0.0, list(range(len(works)))
@@ -241,8 +241,8 @@ def _data_parallel(
     frees: bool,
     sizes: tuple[int, int, int],
 ) -> tuple[Cost, Cost, Cost]:
-    """By axis what gathers and sums over data ranks add to a step, what of them is hidden, and the bytes they send.
-    `sizes`: bytes of an element that is gathered, of one that is summed, and with ZeRO-1 of one that was updated."""
+    """Gathers and reductions over data ranks, by axis: seconds added to the step, seconds hidden, and bytes sent.
+    `sizes`: bytes per element of gathered parameters, of reduced gradients, and with ZeRO-1 of updated parameters."""
     shards, copies = layout.size("fsdp"), layout.size("dp_replicate")
     (parts, gathered), (own_trained, trained) = over_shards(works, layout), over_shards(works, layout, trained=True)
     bare, hidden, sent = Cost(), Cost(), Cost()
@@ -271,15 +271,18 @@ def _data_parallel(
         part, updated = (copies - 1) / copies, sizes[2]
         kind, times = ("reduce_scatter", 1) if updated else ("all_reduce", 2)
         count("dp_replicate", kind, [times * part * sizes[1] * n for n in reversed(own_trained)], backward, 1)
-        if updated:  # after the update, with nothing beside it
+        if updated:  # after the update: nothing overlaps with it
             count("dp_replicate", "all_gather", [part * updated * sum(own_trained)], [0.0], 1)
     return bare, hidden, sent
 
 
 def gathers_of_units(parameters: Sequence[int], others: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Elements that FSDP gathers before each block in the forward (and sums after it in the backward), and again before
-    each block in the backward; of blocks of so many `parameters`, of which `others` come from other ranks. Small blocks
-    join the next ones, those at the end the model itself, which is gathered first and stays, as does the last unit."""
+    """Elements that FSDP gathers before each block in the forward (and reduces after it in the backward), and elements
+    that it gathers again before each block in the backward.
+
+    `parameters`: elements of each block; `others`: those that come from other ranks. Small blocks are gathered with the
+    next ones; small ones at the end belong to the model's own unit, which is gathered first and kept, as is the last
+    unit."""
     ahead, again = [0] * len(parameters), [0] * len(parameters)
     first = size = sent = 0
     ends: list[int] = []
@@ -296,8 +299,8 @@ def gathers_of_units(parameters: Sequence[int], others: Sequence[int]) -> tuple[
 
 
 def one_behind_the_other(first: Sequence[float], second: Sequence[float]) -> float:
-    """Seconds of two rows of work beside each other, where each of the second waits for its own of the first: blocks
-    for parameters that are gathered ahead of them, sums of gradients for blocks."""
+    """Seconds of two overlapping queues, where item i of the second waits for item i of the first: blocks wait for
+    their gathered parameters, reductions of gradients wait for blocks."""
     end = 0.0
     for ready, takes in zip(accumulate(first), second, strict=True):
         end = max(end, ready) + takes

@@ -1,7 +1,7 @@
-"""Trace of a step on one rank before anything runs: the trainer's own step on the meta device, in a fake world.
+"""Peak memory of one rank, traced: the trainer's own step runs on the meta device under a fake process group.
 
-Every operator is watched, and every storage that is alive is counted: nothing of the model is described a second time.
-Only what a kernel takes inside of itself, and the allocator's slack, are not seen.
+Every operator is watched and every live storage counted, so no part of the model is described a second time. Not seen:
+workspaces inside of kernels, and the allocator's fragmentation.
 """
 
 import gc
@@ -70,20 +70,20 @@ _sdpa = F.scaled_dot_product_attention
 
 @dataclass(frozen=True)
 class RankTrace:
-    """A step of one rank; bytes."""
+    """Memory of one rank in one step, in bytes."""
 
     resident: dict[str, int]  # part -> alive between two steps
     parts: dict[str, int]  # part -> alive at the peak
     peak: int
-    moment: str
+    moment: str  # of the peak, for people
     sent: dict[str, int]  # axis -> sent in the traced step
-    compiled: bool  # whether blocks are
-    moments: dict[str, dict[str, int]]  # part of a step, and of the model -> `parts` when most is alive there
+    compiled: bool  # whether the blocks are compiled
+    moments: dict[str, dict[str, int]]  # phase of the step and place in the model -> `parts` at the peak of that moment
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """The parts of a tensor, each made when it is asked for: of thousands of shards FSDP looks at two."""
+    """The chunks of a tensor, made lazily: FSDP reads two of its thousands of shards."""
 
     tensor: Tensor
     num_chunks: int
@@ -97,7 +97,8 @@ class Chunks:
 
 @contextmanager
 def fake_world(layout: Layout, rank: int, device_type: str) -> Iterator[Mesh]:
-    """A job without other processes, whose collectives do nothing, and torch on the meta device as on a device."""
+    """A mesh of fake process groups, whose collectives do nothing, and torch patched so that FSDP, optimizers, fused
+    kernels and the compiler treat the meta device as `device_type`."""
     torch_private.mend_attention_shapes()
     repeated = attention.wants_repeated
     fused: dict[str, Any] = {"scaled_dot_product_attention": _attention}
@@ -105,9 +106,9 @@ def fake_world(layout: Layout, rank: int, device_type: str) -> Iterator[Mesh]:
         fused["rms_norm"] = _rms_norm
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # torch's, of its own calls and of views that nobody changes
+        warnings.simplefilter("ignore")  # torch warns of its own calls, and of views that are never written to
         stack.callback(logging.disable, logging.root.manager.disable)
-        logging.disable(logging.WARNING)  # and the compiler's
+        logging.disable(logging.WARNING)  # the compiler's
         for module in (_fsdp_collectives, _fsdp_state, _fsdp_param_group):
             stack.enter_context(patch.object(module, "_get_device_handle", lambda _: torch.cpu))
         stack.enter_context(patch.object(torch.cpu.Stream, "record_event", lambda *_: torch.cpu.Event(), create=True))
@@ -121,13 +122,13 @@ def fake_world(layout: Layout, rank: int, device_type: str) -> Iterator[Mesh]:
         stack.enter_context(patch("meshtrain.modeling.build.choose_compile", partial(_choose_compile, device_type)))
         multiplies = patch.object(float8, "kernel_of", lambda _, dtype, kind: kind == "cuda" and dtype.itemsize == 2)
         stack.enter_context(multiplies)
-        # What it rounds is traced operator by operator: torch compiles nothing inside of an operator that is watched.
+        # Rounding to float8 is traced operator by operator: torch does not compile inside of a dispatch mode.
         stack.enter_context(patch.object(float8, "_compiled", lambda function: function))
         stack.enter_context(compiled_by_graphs())
-        # On an H100 (torch 2.11) what the compiler made of it took as much as its operators one by one.
+        # On an H100 (torch 2.11) the compiled loss took as much memory as its operators run one by one.
         stack.enter_context(patch("meshtrain.parallel.parallelize.fuse_loss", lambda layer, _: fuse_loss(layer, False)))
-        stack.enter_context(patch("meshtrain.parallel.parallelize.undecided", lambda *_: []))  # its start asks
-        stack.enter_context(patch("meshtrain.parallel.parallelize.allocate", lambda *_: None))  # all stays on meta
+        stack.enter_context(patch("meshtrain.parallel.parallelize.undecided", lambda *_: []))  # a run's start checks it
+        stack.enter_context(patch("meshtrain.parallel.parallelize.allocate", lambda *_: None))  # stay on meta
         wants = patch.object(attention, "wants_repeated", lambda _, *kind: repeated(device_type, *kind))
         stack.enter_context(wants)
         stack.enter_context(
@@ -135,12 +136,12 @@ def fake_world(layout: Layout, rank: int, device_type: str) -> Iterator[Mesh]:
         )
         for name, kernel in fused.items():
             stack.enter_context(patch.object(F, name, kernel))
-        # torch makes every group of the world, and a mesh for each parameter, by looks at every rank.
+        # torch would create every group of the world, and a joined mesh per parameter, each by visiting every rank.
         new_group, joined = device_mesh.new_group, dict[tuple[int, ...], DeviceMesh]()
         concatenate = DeviceMesh._concatenate
 
         def join_once(meshes: list[DeviceMesh]) -> DeviceMesh:
-            key = tuple(map(id, meshes))  # each of which a mesh of `build_mesh` holds
+            key = tuple(map(id, meshes))  # `build_mesh`'s result keeps them alive
             if key not in joined:
                 joined[key] = concatenate(meshes)
             return joined[key]
@@ -149,7 +150,7 @@ def fake_world(layout: Layout, rank: int, device_type: str) -> Iterator[Mesh]:
             patch.object(device_mesh, "new_group", lambda ranks, **keys: rank in ranks and new_group(ranks, **keys))
         )
         stack.enter_context(patch.object(DeviceMesh, "_concatenate", join_once))
-        # Of the same ranks: torch would compare them one by one with those of the trace before.
+        # torch would compare the ranks one by one with those of equal meshes of the trace before.
         stack.enter_context(patch.object(DeviceMesh, "__eq__", lambda mesh, other: hash(mesh) == hash(other)))
         if layout.world_size > 1:
             dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
@@ -159,7 +160,7 @@ def fake_world(layout: Layout, rank: int, device_type: str) -> Iterator[Mesh]:
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
                is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Tensor:  # fmt: skip
-    """The fused kernel that a device has: torch would choose none of them for the meta device. A GPU has none for
+    """Calls the fused kernel that the traced device would run; for meta tensors torch chooses none. GPUs have none for
     float64."""
     if not q.is_meta or (torch_private.traced_for == "cuda" and q.dtype == torch.float64):
         return _sdpa(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -175,7 +176,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
 
 
 def _choose_compile(device_type: str, setting: bool | str, _: torch.device, splits_backward: bool) -> CompileChoice:
-    """Of a GPU for which the compiler has all that it needs."""
+    """The choice on a GPU where the compiler's requirements are installed."""
     return CompileChoice(setting is True or (setting == "auto" and device_type == "cuda" and not splits_backward))
 
 
@@ -188,8 +189,8 @@ def _block_kernel(device_type: str, q: Tensor, v: Tensor, soft_cap: float | None
 
 
 class _RMSNorm(torch.autograd.Function):
-    """A GPU's kernel, which saves x and a number for each row; on the meta device torch takes norms apart, saving two
-    tensors of float32. The operators are those of LayerNorm, which read and write as much."""
+    """The fused GPU kernel, which saves x and one number per row; on the meta device torch decomposes the norm and
+    saves two float32 tensors. LayerNorm's operators stand in for it: they read and write as much."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None) -> Tensor:
@@ -208,14 +209,14 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    is_apart = weight is not None and weight.dtype != x.dtype  # on a GPU, too
+    is_apart = weight is not None and weight.dtype != x.dtype  # decomposed on a GPU, too
     if is_apart or torch.compiler.is_compiling():
         return torch.ops.aten._fused_rms_norm(x, list(shape), weight, eps)[0]
     return _RMSNorm.apply(x, list(shape), weight)
 
 
 class _Phases(StepTimer):
-    """Tells what the step is doing, and measures nothing."""
+    """Tells `live` the phase of the step; measures nothing."""
 
     def __init__(self, live: LiveBytes) -> None:
         self.live, self.stack = live, [""]
@@ -236,13 +237,13 @@ class _Phases(StepTimer):
 
 class _Trainer(Trainer):
     def _sums(self, losses: Tensor, stop_asked: bool) -> Tensor:
-        if self._fields is None:  # which the ranks of a job agree on, by values
+        if self._fields is None:  # in a run the ranks agree on them, by communicating values
             self._fields = {field: len(pair) for field, pair in sorted(self._terms.sums.items())}
         return super()._sums(losses, stop_asked)
 
 
 class TracedStep:
-    """One rank's model and trainer, on a mesh, watched by `live`. `skipped`: blocks that hand on what they get."""
+    """One rank's model and trainer on a mesh, watched by `live`. `skipped`: blocks replaced by the identity."""
 
     def __init__(self, config: Config, mesh: Mesh, device: torch.device, skipped: Sequence[int] = ()) -> None:
         self.mesh, self.live = mesh, LiveBytes(device.type)
@@ -266,7 +267,8 @@ class TracedStep:
             self._tell_shapes(config)
 
     def trace(self) -> RankTrace:
-        """The third of three steps: the first, of few microbatches, makes what stays, the second finds the peaks."""
+        """Traces three steps: the first, of few microbatches, creates lasting state (optimizer states, copies), the
+        second finds the peaks, and the third looks at the parts of memory at each peak."""
         live, moments = self.live, dict[str, dict[str, int]]()
 
         def look(moment: str) -> None:
@@ -277,15 +279,15 @@ class TracedStep:
             for parameter in self.model.parameters():
                 live.see(to_local(parameter.detach()))
             for step, microbatches in enumerate((self.first_microbatches, self.microbatches, self.microbatches)):
-                gc.collect()  # cycles hold memory for as long as it happens, those of the compiler too
+                gc.collect()  # reference cycles, the compiler's too, would hold memory until some later collection
                 if step == 2:
                     live.actions = {count: partial(look, moment) for moment, (_, count, _) in live.peaks.items()}
                 peaks, live.peaks, live.count = live.peaks, {}, 0
                 self.trainer.forward_backward(1, microbatches)
                 self.trainer.optimizer_step(1)
             for counted in (live.peaks, peaks) if len(peaks) > 1 else ():
-                counted.pop(" ", None)  # between the parts of a step a host computes, too
-            assert live.peaks == peaks  # steps are alike
+                counted.pop(" ", None)  # between phases the host computes with tensors of its own
+            assert live.peaks == peaks  # every step allocates alike
         gc.collect()
         moment = max(peaks, key=lambda moment: peaks[moment][0])
         peak, _, words = peaks[moment]
@@ -294,11 +296,11 @@ class TracedStep:
         return RankTrace(resident, moments[moment], peak, words, sent, self.compiled, moments)
 
     def owners(self) -> dict[int, str]:
-        """Storage -> what it holds for longer than an operator, of this rank's model and optimizer."""
+        """Storage -> its part of memory, for the long-lived tensors of this rank's model and optimizer."""
         owners: dict[int, str] = {}
 
         def own(part: str, *tensors: Tensor | None) -> None:
-            parts = (getattr(x, "_local_tensor", x) for x in tensors if x is not None)  # of DTensors
+            parts = (getattr(x, "_local_tensor", x) for x in tensors if x is not None)
             owners.update({x.untyped_storage()._cdata: part for x in parts})
 
         own("weights", *self.model.parameters())
@@ -322,7 +324,8 @@ class TracedStep:
         return owners
 
     def _mark_blocks(self, first: Sequence[int]) -> None:
-        """New storages are activations inside of a block's forward and backward, and of the model's ends outside."""
+        """Attributes new storages to activations inside of a block's forward and backward, and to the model's ends
+        (embedding, logits, loss) outside."""
         for i, stage in enumerate(self.model.stages() if isinstance(self.model, Pipeline) else [self.model]):
             names = {module: name for name, module in stage.named_modules()}
             own = [(block, n) for block, n in zip(blocks_of(stage), first, strict=True) if _is_own(block)]
@@ -350,8 +353,8 @@ class TracedStep:
         return run
 
     def _tell_shapes(self, config: Config) -> None:
-        """What the messages before the first ones between stages would tell: the shapes at the ends of stages, from a
-        forward of few blocks."""
+        """Gives the pipeline the shapes between stages, which a run exchanges before its first messages; found by a
+        forward with one block of each kind."""
         options = replace(build.options_of(config, self.mesh.layout, META), recompute="none", compile=False)
         first, made = alike(config), list[TensorMeta]()
         with _few_blocks(repeated(first)):
@@ -368,7 +371,7 @@ class TracedStep:
 
 
 def _few_blocks(skipped: Sequence[int]) -> AbstractContextManager[Any]:
-    """Inside, models are built without these blocks. What blocks cost decides nothing: a split is given."""
+    """Context in which models are built without these blocks. Block costs are dummies, as the split is given."""
     if not skipped:
         return nullcontext()
     of_few: dict[str, Any] = {
@@ -383,8 +386,8 @@ def _is_own(block: nn.Module) -> bool:
 
 
 def _places(kinds: Sequence[int]) -> Iterator[str]:
-    """Of each block in its stage, in words that are the same for one more of a kind: the first of it, the last, or one
-    between them."""
+    """Yields each block's place in its stage: the first of its kind, the last, or in the middle. The words stay the
+    same when a stage has one more block of a kind, so that traces of both can be compared."""
     names = list(dict.fromkeys(kinds))
     for i, kind in enumerate(kinds):
         place = "first" if kind not in kinds[:i] else "middle" if kind in kinds[i + 1 :] else "last"
@@ -392,7 +395,7 @@ def _places(kinds: Sequence[int]) -> Iterator[str]:
 
 
 def prepared_batch(config: Config, mesh: Mesh) -> Batch:
-    """A microbatch as the run's readers give it."""
+    """A microbatch of one rank as the run's data loaders yield it."""
     batch = batch_of(config)
     return context_parallel(config, mesh).shard(batch) if mesh.size("cp") > 1 else batch
 
@@ -400,8 +403,8 @@ def prepared_batch(config: Config, mesh: Mesh) -> Batch:
 def trace_rank(
     config: Config, layout: Layout, rank: int, skipped: Sequence[int] = (), *, device_type: str = "cuda"
 ) -> RankTrace:
-    """Raises UntracedError. `skipped`: blocks that hand on what they get."""
-    gc.freeze()  # what is there is not looked at again at each of a trace's collections
+    """Traces a rank. `skipped`: blocks replaced by the identity. Raises UntracedError."""
+    gc.freeze()  # the trace's collections need not visit objects that exist already
     try:
         with untraced_errors(), fake_world(layout, rank, device_type) as mesh:
             return TracedStep(config, mesh, META, skipped).trace()

@@ -1,4 +1,4 @@
-"""What one block of a model asks of its rank, as plain values: products, bytes moved, sent and saved, operators."""
+"""The work of one block of a model on one rank, as plain values: matrix products, bytes moved, sent and saved."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from meshtrain.layout import Layout
 
 @dataclass(frozen=True)
 class Product:
-    """`times` products of an (m, k) matrix with a (k, n) one; a multiplication with its addition is 2 flops."""
+    """`times` products of an (m, k) matrix with a (k, n) matrix; a multiply-add is 2 flops."""
 
     m: int
     n: int
@@ -22,7 +22,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Send:
-    """`nbytes` that this rank sends along a mesh axis; `kind` is one of `CommBytes`, such as all_gather, or p2p."""
+    """`nbytes` that this rank sends over a mesh axis; `kind` is one of `CommBytes`, such as all_gather, or p2p."""
 
     axis: str
     kind: str
@@ -32,7 +32,7 @@ class Send:
 @dataclass(frozen=True)
 class Pass:
     """One pass through a block: its matrix products, flops of attention, bytes that all other operators read and write,
-    operators launched, sends."""
+    the number of operators launched, and sends."""
 
     products: tuple[Product, ...] = ()
     attention_flops: float = 0
@@ -47,7 +47,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Work:
-    """One block on one rank for one microbatch, without what FSDP and DDP add; bytes are of the tensors alive."""
+    """One block on one rank for one microbatch, without what FSDP and DDP add. Bytes are those of live tensors."""
 
     name: str
     parameters: int  # elements on this rank: after tp and ep, before FSDP
@@ -57,14 +57,14 @@ class Work:
     saved: float  # bytes that its forward leaves for its backward, its input included
     peak_forward: float  # most bytes alive during its forward, beyond its input and its weights
     peak_backward: float  # most bytes alive during its backward, beyond `saved`, its weights and their gradients
-    # Of each parameter: what shards it, its rows, elements of one, and whether it is trained.
+    # For each parameter: the axis that shards it, its rows, elements per row, and whether it is trained.
     rows: tuple[tuple[str, int, int, bool], ...] = ()
 
 
 def over_shards(works: Sequence[Work], layout: Layout, trained: bool = False) -> tuple[list[int], list[int]]:
-    """Of each block the elements of its largest shard, and those of all shards together; or of what is trained alone.
-    FSDP shards rows, and pads: of 8 rows over 64 ranks each has one."""
-    sizes: dict[int, tuple[int, int]] = {}  # blocks of a kind are the same one
+    """For each block the elements of its largest shard and of all its shards together, of all parameters or of trained
+    ones alone. FSDP shards rows and pads them: with 8 rows over 64 ranks each rank allocates one."""
+    sizes: dict[int, tuple[int, int]] = {}  # blocks of a kind share one Work
     for work in works:
         if id(work) not in sizes:
             rows = [row for row in work.rows or (("fsdp", work.parameters, 1, True),) if row[3] or not trained]
