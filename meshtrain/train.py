@@ -245,8 +245,8 @@ def train_parser() -> argparse.ArgumentParser:
         "  torchrun --standalone --nproc-per-node=4 -m meshtrain.train quickstart layout.tp=2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", help="a YAML file, or the name of one of meshtrain's own: quickstart")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for instance train.steps=50")
+    parser.add_argument("config", help="a YAML file, or the name of a built-in config: quickstart")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a key: train.steps=50")
     return parser
 
 

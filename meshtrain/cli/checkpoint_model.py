@@ -34,11 +34,11 @@ _DEFAULTS = (
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="a checkpoint, or a run's folder: its newest complete one is taken")
-    parser.add_argument("--layout", default="{dp_shard: -1}", help="of the processes of this job, as in a config")
-    parser.add_argument("--precision", help="train.precision; left out: the run's")
-    parser.add_argument("--tokenizer", metavar="FILE.json", help="left out: the run's; or bytes")
-    parser.add_argument("--model", metavar="FILE.py", help="the run's own model file, which is run")
+    parser.add_argument("checkpoint", help="a checkpoint, or a run's folder, for its newest complete checkpoint")
+    parser.add_argument("--layout", default="{dp_shard: -1}", help="layout of this job's processes, as in a config")
+    parser.add_argument("--precision", help="as train.precision (default: the run's)")
+    parser.add_argument("--tokenizer", metavar="FILE.json", help="a tokenizer file, or bytes (default: the run's)")
+    parser.add_argument("--model", metavar="FILE.py", help="the run's own model file, if it has one; it is executed")
 
 
 @contextmanager

@@ -15,13 +15,15 @@ from meshtrain.errors import InputError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("--tasks", default="", help="names of tasks, with commas between them; needs lm_eval")
-    parser.add_argument("--include-path", metavar="DIR", help="a folder with tasks of your own, as lm_eval has them")
-    parser.add_argument("--limit", type=int, help="take so many documents of each task")
-    parser.add_argument("--fewshot", type=int, help="examples before each document; left out: the task's own")
-    parser.add_argument("--files", nargs="+", default=[], metavar="FILE", help="texts whose perplexity is measured")
-    parser.add_argument("--batch", type=int, default=8, help="sequences of a forward (8)")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--tasks", default="", help="comma-separated names of lm_eval tasks (needs lm_eval)")
+    parser.add_argument("--include-path", metavar="DIR", help="a folder of your own tasks in lm_eval's format")
+    parser.add_argument("--limit", type=int, help="documents of each task (default: all)")
+    parser.add_argument("--fewshot", type=int, help="examples before each document (default: the task's)")
+    parser.add_argument(
+        "--files", nargs="+", default=[], metavar="FILE", help="text files to measure the perplexity of"
+    )
+    parser.add_argument("--batch", type=int, default=8, help="sequences per forward (8)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace) -> None:

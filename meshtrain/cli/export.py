@@ -32,17 +32,17 @@ MAX_TOKENIZER = 2**27  # bytes; those of large vocabularies have a third of that
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="a checkpoint, or a run's folder: its newest complete one is taken")
-    parser.add_argument("folder", metavar="DIR", help="a new folder, or that of an earlier export")
-    parser.add_argument("--dtype", choices=list(PRECISIONS), help="of the weights; left out: the run's precision")
-    parser.add_argument("--ema", action="store_true", help="the averaged weights (optimizer.ema_decay)")
+    parser.add_argument("checkpoint", help="a checkpoint, or a run's folder, for its newest complete checkpoint")
+    parser.add_argument("folder", metavar="DIR", help="a new folder, or one with an earlier export")
+    parser.add_argument("--dtype", choices=list(PRECISIONS), help="dtype of the weights (default: the run's precision)")
+    parser.add_argument("--ema", action="store_true", help="export the averaged weights (optimizer.ema_decay)")
     fused = "fused: one tensor for the experts of a layer, as transformers 5 has them; left out: one per expert"
     parser.add_argument("--format", choices=FORMATS, default="original", help=fused)
-    parser.add_argument("--adapter", action="store_true", help="the adapters of train.lora alone, for peft")
+    parser.add_argument("--adapter", action="store_true", help="export only the adapters of train.lora, for peft")
     parser.add_argument(
         "--model",
         metavar="FILE.py",
-        help="the run's own model file, which is run to write config.json (one that a checkpoint names never is)",
+        help="the run's own model file; it is executed to write config.json (a path in a checkpoint never is)",
     )
 
 

@@ -14,13 +14,11 @@ from meshtrain.errors import InputError, printable
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument(
-        "--prompt", action="append", required=True, help="what to go on from; may be given several times"
-    )
+    parser.add_argument("--prompt", action="append", required=True, help="text to continue; may be given several times")
     parser.add_argument("--length", type=int, default=100, help="tokens to add (100)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (0.8)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest with this probability (1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token (0.8)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="sample among the most likely with this mass (1)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (0)")
 
 
 def run(options: argparse.Namespace) -> None:

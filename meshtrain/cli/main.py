@@ -21,74 +21,78 @@ from meshtrain.layout import LayoutError
 COMMANDS = {
     "new": (
         "meshtrain.cli.new",
-        "a project to start from: model, data, config, job and test",
+        "create a project to start from: model, data, config, job and test",
         "meshtrain new my_project",
     ),
     "plan": (
         "meshtrain.cli.plan",
-        "what a config would do on given hosts, with nothing started",
+        "show what a config does on given hosts: groups, memory, time",
         "meshtrain plan configs/quickstart.yaml --hosts 4,2",
     ),
     "search": (
         "meshtrain.cli.search",
-        "the best layouts of a config on given hosts, with nothing started",
+        "find the fastest layouts of a config that fit given hosts",
         "meshtrain search configs/quickstart.yaml --hosts 8x8 --gpu h100",
     ),
     "doctor": (
         "meshtrain.doctor.command",
-        "what is wrong with these nodes, run on each in torchrun's place",
+        "find faults of nodes and network; start it on each like torchrun",
         "meshtrain doctor --nnodes 2 --nproc-per-node 8 --rdzv-endpoint node0:29400",
     ),
     "launch": (
         "meshtrain.launch.command",
-        "a job for SLURM: checks its config, writes its script, submits it",
+        "submit a SLURM job: check its config, write its script",
         "meshtrain launch configs/quickstart.yaml --slurm --nodes 4 --gpus-per-node 8",
     ),
     "prepare": (
         "meshtrain.cli.prepare",
-        "tokenizes a config's text before its job, on hosts without GPUs",
+        "tokenize a config's text before its job, on hosts without GPUs",
         "meshtrain prepare configs/text.yaml --workers 8",
     ),
-    "data": ("meshtrain.cli.data", "whether token files are what was written", "meshtrain data verify data/train"),
+    "data": ("meshtrain.cli.data", "verify token files against their checksums", "meshtrain data verify data/train"),
     "pipeline": (
         "meshtrain.cli.pipeline",
-        "a pipeline schedule as a timeline: who computes what when",
+        "draw a pipeline schedule as a timeline",
         "meshtrain pipeline zbv --ranks 4 --microbatches 8",
     ),
     "checkpoint": (
         "meshtrain.cli.checkpoint",
-        "lists, shows, verifies, compares and prunes checkpoints",
+        "list, show, verify, compare and prune checkpoints",
         "meshtrain checkpoint ls runs/quickstart",
     ),
     "watch": (
         "meshtrain.watch.command",
-        "a page on which runs can be watched while they train",
+        "serve a page on which to watch runs while they train",
         "meshtrain watch runs/quickstart",
     ),
     "explain": (
         "meshtrain.explain.command",
-        "why a job has failed, by its logs, and what to do",
+        "say why a job failed, from its logs, and what to do",
         "meshtrain explain job.log",
     ),
     "export": (
         "meshtrain.cli.export",
-        "the weights of a checkpoint as a Hugging Face directory",
+        "write the weights of a checkpoint as a Hugging Face directory",
         "meshtrain export runs/quickstart exported",
     ),
     "eval": (
         "meshtrain.cli.eval",
-        "scores of a checkpoint: lm-eval's tasks, perplexity of files",
+        "evaluate a checkpoint: lm-eval's tasks, perplexity of files",
         "meshtrain eval runs/quickstart --files README.md",
     ),
     "generate": (
         "meshtrain.cli.generate",
-        "text that a checkpoint's model writes, on any layout",
+        "generate text with a checkpoint's model, on any layout",
         "meshtrain generate runs/quickstart --prompt 'import '",
     ),
-    "info": ("meshtrain.cli.info", "versions, GPUs, NCCL, launcher and limits, for a bug report", "meshtrain info"),
+    "info": (
+        "meshtrain.cli.info",
+        "print versions, GPUs, NCCL and limits for a bug report",
+        "meshtrain info",
+    ),
     "completion": (
         "meshtrain.cli.completion",
-        "a script by which a shell completes these commands",
+        "print the script for shell completion",
         "meshtrain completion bash > ~/.meshtrain.bash",
     ),
 }
@@ -147,7 +151,7 @@ def _overview() -> str:
             "",
             *(f"  {name.ljust(width)}  {about}" for name, (_, about, _) in COMMANDS.items()),
             "",
-            "`meshtrain COMMAND --help` tells more, with an example.",
+            "`meshtrain COMMAND --help` shows the options and an example.",
             "Training: python -m meshtrain.train CONFIG [key.path=value ...]",
         ]
     )

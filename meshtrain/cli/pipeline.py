@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for cost in COSTS:
         meaning = f"time of a stage's {cost.replace('grad', 'gradient').replace('_', ' ')}"
         parser.add_argument(_option(cost), type=_cost, metavar="T", help=f"{meaning} (1), or one per stage: 1,1,2,1")
-    parser.add_argument("--transfer", type=_time, metavar="T", help="time until another rank has a tensor (0)")
-    parser.add_argument("--beside", metavar="FILE", help="JSON of a timeline that is drawn below, on the same scale")
-    parser.add_argument("--png", metavar="FILE", help="write a picture (.svg and .pdf work, too)")
+    parser.add_argument("--transfer", type=_time, metavar="T", help="time to send a tensor to another rank (0)")
+    parser.add_argument("--beside", metavar="FILE", help="JSON of a second timeline to draw below, on the same scale")
+    parser.add_argument("--png", metavar="FILE", help="draw into a file (.png, .svg or .pdf)")
     parser.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev or chrome://tracing")
     parser.add_argument("--json", action="store_true", help="print the whole timeline as JSON instead of drawing it")
 

@@ -247,20 +247,20 @@ def _from_to(fewest: int, most: int) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="a YAML file, or the name of one of meshtrain's own")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="as for training: layout.tp=2")
+    parser.add_argument("config", help="a YAML file, or the name of a built-in config")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a key: layout.tp=2")
     parser.add_argument(
         "--hosts", metavar="COUNTS", help="processes on each host: 4,2 (two hosts), 4x8 (four hosts of 8), 4x8,2"
     )
-    parser.add_argument("--parameters", action="store_true", help="tell what each parameter becomes")
-    about = "draw the learning rate, the batch size and the mixture over the steps instead"
+    parser.add_argument("--parameters", action="store_true", help="show how each parameter is sharded")
+    about = "draw the learning rate, batch size and data mixture over the steps instead"
     parser.add_argument("--schedule", action="store_true", help=about)
-    parser.add_argument("--gpu", metavar="NAME", help="whether it fits, and what a step takes: h100, or a file")
-    parser.add_argument("--png", metavar="FILE", help="write memory and step as a picture (.svg and .pdf work, too)")
-    parser.add_argument("--against", metavar="RUN", help="what a run has measured beside what is foreseen of it")
-    parser.add_argument("--calibrate", metavar="RUN", nargs="+", help="print the hardware file that fits these runs")
-    parser.add_argument("--write", metavar="FILE", help="write the hardware file of --calibrate")
-    parser.add_argument("--json", action="store_true", help="print all of it as one JSON object")
+    parser.add_argument("--gpu", metavar="NAME", help="predict fit and step time on h100, ..., or a hardware file")
+    parser.add_argument("--png", metavar="FILE", help="draw memory and step time into a file (.png, .svg or .pdf)")
+    parser.add_argument("--against", metavar="RUN", help="compare the measurements of a run with its prediction")
+    parser.add_argument("--calibrate", metavar="RUN", nargs="+", help="fit a hardware file to runs, and print it")
+    parser.add_argument("--write", metavar="FILE", help="write the hardware file of --calibrate here, too")
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -24,11 +24,11 @@ _say = partial(print, flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="a YAML file, or the name of one of meshtrain's own")
+    parser.add_argument("config", help="a YAML file, or the name of a built-in config")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override keys of the config")
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", type=int, default=cores, metavar="N", help=f"processes (here: {cores})")
-    about = "do the share of host I (from 0) of K: needs no locks between hosts"
+    parser.add_argument("--workers", type=int, default=cores, metavar="N", help=f"processes ({cores})")
+    about = "do only the part of host I (0 to K - 1) of K; hosts need no locks"
     parser.add_argument("--host", type=_share, default=(0, 1), metavar="I/K", help=about)
 
 

@@ -24,19 +24,19 @@ TITLES = ("batch.micro_size", "parallel.recompute", "pipeline.schedule")  # colu
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="a YAML file, or the name of one of meshtrain's own")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="as for training")
+    parser.add_argument("config", help="a YAML file, or the name of a built-in config")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a key")
     parser.add_argument("--hosts", metavar="COUNTS", required=True, help="processes on each host: 4,2, or 8x8")
-    parser.add_argument("--gpu", metavar="NAME", required=True, help="h100, ..., or a hardware file")
-    parser.add_argument("--vary", metavar="KEYS", help="only these keys: layout,micro_size,recompute")
+    parser.add_argument("--gpu", metavar="NAME", required=True, help="a built-in GPU (h100, ...), or a hardware file")
+    parser.add_argument("--vary", metavar="KEYS", help="vary only these keys: layout,micro_size,recompute")
     parser.add_argument(
-        "--keep", metavar="KEYS", default="", help="not these keys: layout.tp=8,recompute=full,schedule"
+        "--keep", metavar="KEYS", default="", help="keep or set these: layout.tp=8,recompute=full,schedule"
     )
-    parser.add_argument("--max-memory", metavar="GIB", type=float, help="of a rank, in GiB (default: what a GPU has)")
-    parser.add_argument("--for", dest="goal", choices=("time", "memory"), default="time", help="what is to be least")
-    parser.add_argument("--show", type=int, default=5, metavar="N", help="layouts (5)")
-    parser.add_argument("--write", metavar="PATH", help="write the first as YAML; into a folder: all that are shown")
-    parser.add_argument("--json", action="store_true", help="print all of it as one JSON object")
+    parser.add_argument("--max-memory", metavar="GIB", type=float, help="GiB of a rank (default: what the GPU has)")
+    parser.add_argument("--for", dest="goal", choices=("time", "memory"), default="time", help="what to minimize")
+    parser.add_argument("--show", type=int, default=5, metavar="N", help="how many layouts to show (5)")
+    parser.add_argument("--write", metavar="PATH", help="write the best as a YAML file; a folder: all that are shown")
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> None:

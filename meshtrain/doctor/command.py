@@ -57,10 +57,10 @@ class Outcome:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="?", help="the YAML file of the run; its paths and layout are checked too")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="as for training")
+    parser.add_argument("config", nargs="?", help="the run's YAML file, to check its paths and layout, too")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a key")
     parser.add_argument("--local", action="store_true", help="check this host alone, without a job")
-    parser.add_argument("--wait", type=float, default=WAIT_S, metavar="SECONDS", help="for the other nodes to come")
+    parser.add_argument("--wait", type=float, default=WAIT_S, metavar="SECONDS", help="how long to wait for others")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
     add_torchrun_options(parser)
 

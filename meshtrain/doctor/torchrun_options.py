@@ -22,11 +22,11 @@ OPTIONS = {
     "--rdzv-backend": ("NAME", "c10d or static"),
     "--rdzv-endpoint": ("HOST:PORT", "HOST[:PORT] where the nodes meet"),
     "--rdzv-id": ("ID", "the job's id, the same on all nodes"),
-    "--rdzv-conf": ("K=V,...", "is_host=1 where this node serves the endpoint and cannot know that by itself"),
-    "--node-rank": ("I", "this node's number (static)"),
-    "--master-addr": ("HOST", "the host of node 0 (static)"),
-    "--master-port": ("PORT", "the port there (static)"),
-    "--local-addr": ("HOST", "this node's address"),
+    "--rdzv-conf": ("K=V,...", "is_host=1 if this node serves the endpoint and cannot find that out itself"),
+    "--node-rank": ("I", "index of this node (static)"),
+    "--master-addr": ("HOST", "host of node 0 (static)"),
+    "--master-port": ("PORT", "port on node 0 (static)"),
+    "--local-addr": ("HOST", "address of this node"),
 }
 # torchrun's other options, which change nothing here: with a value, and without.
 PASSED_OVER = (
@@ -48,8 +48,8 @@ def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
 
     for name, (metavar, about) in OPTIONS.items():
         option(name, about, metavar=metavar)
-    group.add_argument("--standalone", action="store_true", help="this node alone")
-    group.add_argument("-m", "--module", action="store_true", help="a module's name stands before the config")
+    group.add_argument("--standalone", action="store_true", help="a job of this node alone")
+    group.add_argument("-m", "--module", action="store_true", help="a module's name precedes the config")
     for name in PASSED_OVER:
         option(name)
     for name in FLAGS_PASSED_OVER:

@@ -26,7 +26,7 @@ ROOTLESS = "only what followed a failure; its root is not in these logs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("logs", nargs="+", metavar="LOG", help="logs of the job (gz, too), a run's folder, or -")
+    parser.add_argument("logs", nargs="+", metavar="LOG", help="logs (also .gz), a run's folder, or - for stdin")
     parser.add_argument("--json", action="store_true", help="print the causes as a JSON list, most likely first")
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from meshtrain.foresight.prediction import Prediction
     from meshtrain.foresight.steptime import StepTime
 
-HOW_EXTENDED = "from steps of fewer blocks, microbatches and pipeline ranks, by straight lines"
+HOW_EXTENDED = "from traces with fewer blocks, microbatches and pipeline ranks, along straight lines"
 WIDTH = 32  # characters of the longest bar
 COLOURS = ("#2f5fb3", "#e08a2c", "#3a9a62", "#b8433e", "#7d5ba6", "#8a6d4b", "#cf78ad", "#6f7685", "#aab03c", "#3aa5b8")
 INK, QUIET = "#1c2333", "#7a8194"
@@ -32,17 +32,17 @@ def memory_lines(resident: Mapping[str, float], parts: Mapping[str, float], titl
 def memory_of_ranks(prediction: "Prediction") -> list[str]:
     """The fullest rank: parts of its memory, its peak, whether it fits, other ranks, and settings that save memory."""
     memory, room = prediction.memory, prediction.hardware and prediction.hardware.device.room
-    of = "memory of a rank" if len(prediction.ranks) == 1 else f"memory of a rank of pp {memory.pp}, which has most"
+    of = "memory of a rank" if len(prediction.ranks) == 1 else f"memory of a rank, largest on pp {memory.pp}"
     lines = memory_lines(memory.resident, memory.parts, of)
-    verdict = f", of {bytes_text(room)} that tensors can have: {memory.verdict(room)}" if room else ""
+    verdict = f"; {bytes_text(room)} available to tensors: {memory.verdict(room)}" if room else ""
     lines.append(f"  peak {bytes_text(memory.total)} in the {memory.moment}{verdict}")
     others = [f"pp {rank.pp} {bytes_text(rank.total)}" for rank in prediction.ranks if rank is not memory]
-    lines += [f"  others: {', '.join(others)}"] * bool(others)
+    lines += [f"  other ranks: {', '.join(others)}"] * bool(others)
     savings = [
         f"{knob} {bytes_text(less)}" + (f" ({longer:+.3g} s)" if longer is not None else "")
         for knob, (less, longer) in (prediction.saves if room else {}).items()
     ]
-    lines += [f"  what would give back: {'; '.join(savings)}"] * bool(savings)
+    lines += [f"  would save: {'; '.join(savings)}"] * bool(savings)
     exact = "every operator of its step was counted" if memory.source == "traced" else HOW_EXTENDED
     return [*lines, f"  {memory.source}: {exact}; blocks are {'' if memory.compiled else 'not '}compiled"]
 

@@ -87,12 +87,12 @@ def main(source: str, file: str, world_size: str, gib: str) -> None:
     parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in sorted(memory.parts.items(), key=lambda x: -x[1]))
     verdict = memory.verdict(room)
     lines = [
-        f"memory: {bytes_text(memory.total)} at the peak, of {bytes_text(room)} that tensors can have: {verdict}",
+        f"memory: {bytes_text(memory.total)} at the peak, {bytes_text(room)} available to tensors: {verdict}",
         f"  in the {memory.moment}: {parts}",
     ]
     if verdict != "fits":
         saves = (f"{knob} {bytes_text(less)}" for knob, (less, _) in prediction.saves.items())
-        lines.append(f"  what would give back: {'; '.join(saves)}")
+        lines.append(f"  would save: {'; '.join(saves)}")
     Path(file).write_text("\n".join(lines) + "\n")
 
 

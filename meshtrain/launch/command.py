@@ -30,9 +30,9 @@ IN_MEMORY = ("tmpfs", "ramfs")  # each host has its own
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="?", help="a YAML file, or the name of one of meshtrain's own (needed)")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="as for training: layout.tp=2")
-    parser.add_argument("--dry-run", action="store_true", help="write and print the script, and do not submit it")
+    parser.add_argument("config", nargs="?", help="a YAML file, or the name of a built-in config (required)")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a key: layout.tp=2")
+    parser.add_argument("--dry-run", action="store_true", help="write and print the script without submitting it")
     add_options(parser)
 
 

@@ -25,19 +25,19 @@ VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 DIRECTIVE = re.compile(r"(#?)#SBATCH\s+--([a-z-]+)(?:[=\s]|$)")  # with two signs it is an offer, which does nothing
 OPTIONS = {
-    "--nodes": ("N", "number of nodes (needed)"),
-    "--gpus-per-node": ("M", "GPUs, and so processes, of each (needed)"),
-    "--spare-nodes": ("K", "so many of the nodes wait to replace one that is lost"),
-    "--container-image": ("IMAGE", "the processes run in it, and no node needs torch"),
-    "--container-mounts": ("A:B,...", "folders of the host inside of it"),
-    "--container-runtime": ("NAME", "pyxis (the default), apptainer or another with its words"),
-    "--gres": ("NAME", "ask for the GPUs by this name: gpu, gpu:h100"),
-    "--cpus-per-task": ("C", "cores of a task: of a node, with --srun of a GPU; default: 8 for each GPU"),
-    "--time": ("T", "limit: 3:50:00, 2-12:00:00 or 240, which are minutes"),
+    "--nodes": ("N", "number of nodes (required)"),
+    "--gpus-per-node": ("M", "GPUs, and so processes, per node (required)"),
+    "--spare-nodes": ("K", "keep K of the nodes idle, to replace lost ones"),
+    "--container-image": ("IMAGE", "run the processes in this image; nodes need no torch"),
+    "--container-mounts": ("A:B,...", "host folders to mount in it"),
+    "--container-runtime": ("NAME", "pyxis (default), apptainer, or another command and its arguments"),
+    "--gres": ("NAME", "request GPUs by this name: gpu, gpu:h100"),
+    "--cpus-per-task": ("C", "cores per task, which is a node, or with --srun a GPU; default: 8 per GPU"),
+    "--time": ("T", "time limit: 3:50:00, 2-12:00:00, or 240 (minutes)"),
     "--partition": ("NAME", None),
     "--account": ("NAME", None),
     "--job-name": ("NAME", "default: the name of the config"),
-    "--activate": ("PATH", "a virtual environment, or a file to source; default: the one this runs in"),
+    "--activate": ("PATH", "a virtual environment, or a file to source; default: this one"),
 }
 REPEATED = {
     "--sbatch": ("KEY=VALUE", "an option for sbatch: exclude=gpu07, exclusive"),
@@ -71,12 +71,12 @@ class Request:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     job = parser.add_argument_group("the job")
-    job.add_argument("--slurm", action="store_true", help="for SLURM, the one scheduler that this knows")
+    job.add_argument("--slurm", action="store_true", help="submit to SLURM, the only scheduler supported")
     for name, (metavar, about) in OPTIONS.items():
         job.add_argument(name, metavar=metavar, help=about)
     for name, (metavar, about) in REPEATED.items():
         job.add_argument(name, metavar=metavar, action="append", default=[], help=about)
-    about = "alone: SLURM starts every process, without torchrun; with a value: an option for srun, cpu-bind=cores"
+    about = "without a value: srun starts every process, not torchrun; with one: an option for srun, cpu-bind=cores"
     job.add_argument("--srun", metavar="KEY=VALUE", nargs="?", const="", action="append", default=[], help=about)
 
 

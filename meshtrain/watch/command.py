@@ -10,12 +10,12 @@ from meshtrain.watch.server import PageServer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="folders of runs (train.output)")
-    parser.add_argument("--port", type=int, default=8000, help="8000 by default; 0: any that is free")
+    parser.add_argument("--port", type=int, default=8000, help="port (8000); 0: any free port")
     parser.add_argument(
         "--host",
         default="127.0.0.1",
         metavar="ADDRESS",
-        help="0.0.0.0 lets everyone in the network read; this host alone by default",
+        help="address to serve on (default: this host alone; 0.0.0.0: everyone in the network)",
     )
 
 
