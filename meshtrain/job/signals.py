@@ -146,7 +146,7 @@ class SignalWakeup:
         _uninstall_in_children(self)
 
     def handle_sigterm(self) -> bool:
-        """From now on SIGTERM only wakes the thread, unless the program has its own handler. Returns whether so."""
+        """From now on SIGTERM only wakes the thread; returns False if the program has its own handler instead."""
         if in_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             install_handlers({signal.SIGTERM: self._handler})
         return self.handles_sigterm
@@ -242,7 +242,7 @@ def limits(time_limit_s: float | None, since: float, variables: Mapping[str, str
 
 
 class StopRequest:
-    """Whether this rank was asked to stop: by a signal, and on rank 0 also by its folder or because time runs out."""
+    """Whether this rank was asked to stop: by a signal, and on rank 0 also through the run's folder or a time limit."""
 
     def __init__(self, signals: Signals) -> None:
         self.signals = signals
@@ -262,8 +262,8 @@ class StopRequest:
         variables: Mapping[str, str],
         taken: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """On one rank of a job: from now on, also heeds the file STOP in the run's folder, the remaining time, and
-        `taken`, which tells why another job has this folder (None: no other job has it)."""
+        """On one rank of a job: from now on also checks the file STOP in the run's folder, the remaining time, and
+        `taken`, which returns why another job has this folder (None: no other job has it)."""
         self._taken = taken
         self._file = folder / FILE
         self._limits = limits(time_limit_s, self.signals.since, variables)

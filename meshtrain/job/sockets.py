@@ -16,7 +16,7 @@ OTHER_PORTS = (22, 111, 9)  # open or closed, a host that is up answers on one o
 
 
 def call_with_timeout(seconds: float, call: Callable[..., T], *arguments: Any) -> T:
-    """Returns or raises what the call does. Raises TimeoutError: it takes longer, and goes on in its own thread."""
+    """Returns or raises what the call does. Raises TimeoutError: it takes longer, and is left running in its thread."""
     return in_thread(call, *arguments).result(seconds)
 
 

@@ -14,7 +14,7 @@ ON_EXIT_S = 30.0
 def run_on_exit(command: str, end: Mapping[str, Any], folder: Path, wait_s: float = ON_EXIT_S) -> None:
     """Runs a shell command, which is killed after ON_EXIT_S. `end`: the fields of exit.json. A failure is only printed.
 
-    `wait_s`: how long this process waits for the command, which goes on without it afterwards, even if it is killed.
+    `wait_s`: how long this process waits for the command, which then runs on, even if this process is killed.
     """
     path = folder.absolute() / "exit.json"
     variables = {key: end[key] for key in ("status", "code", "kind", "step")}

@@ -67,7 +67,7 @@ def _failed(report: RankReport) -> Diagnosis:
 
 
 def _out_of_reach(reports: Sequence[RankReport], *kinds: DiagnosisKind) -> Diagnosis | None:
-    """The ranks that are out of reach in the first of these ways in which any rank is."""
+    """The ranks that are out of reach in the first of these ways that applies to any rank."""
     for kind in kinds:
         lost = [report for report in reports if report.reach == kind]
         if lost:
@@ -118,7 +118,7 @@ def _lost_headline(kind: DiagnosisKind, lost: Sequence[RankReport], reports: Seq
 
 
 def _absent(reports: Sequence[RankReport], *, spare_patient: bool) -> Diagnosis | None:
-    """The ranks waited for that wait for none, where all answer; with `spare_patient`, none that may just be busy."""
+    """Ranks that are waited for and wait for none, where all answer; `spare_patient`: none that may just be busy."""
     waited_for = ranks_waited_for(reports)
     if not waited_for:
         return None
@@ -279,7 +279,7 @@ def unexplained(reports: Sequence[RankReport]) -> str | None:
 
 
 def waited_for_line(reports: Sequence[RankReport]) -> str:
-    """The ranks that are busy for long where they may be, and with what."""
+    """A line that names the ranks that are busy for long in a phase that allows it, and what they do."""
     waited_for = ranks_waited_for(reports)
     late = {report.rank for report in reports if report.status and report.status.late}
     ends = _union(waited_for) - set(waited_for) or late

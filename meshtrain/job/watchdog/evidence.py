@@ -1,7 +1,7 @@
 """Evidence of a failure: what ranks and their hosts still know is printed and written to a folder before the job ends.
 
-Every surviving rank writes its stacks and its flight recorder, and one rank of each host the output of PROGRAMS. No
-rank waits for another, nor longer than EVIDENCE_S: a disk or driver may have failed. `meshtrain explain` reads it.
+Every surviving rank writes its stacks and flight recorder, and one rank of each host the output of PROGRAMS. No rank
+waits for another, or longer than EVIDENCE_S: a disk or driver may have failed. `meshtrain explain` reads the folder.
 """
 
 import json
@@ -108,7 +108,7 @@ def flight_recorder(job: Job) -> str:
     """The last collectives of this rank (torch's flight recorder, as JSON), and its process groups."""
     groups = {name: [over, list(ranks)] for name, (over, ranks) in process_groups(job.layout, job.rank).items()}
     entries = [{**entry, "frames": []} for entry in recorder_entries()]
-    whole = len(entries) <= ENTRIES and not (entries and entries[0]["record_id"])  # no entry was overwritten
+    whole = len(entries) <= ENTRIES and not (entries and entries[0]["record_id"])  # no entry is missing
     recorder = {"rank": job.rank, "host": job.host, "groups": groups, "whole": whole, "entries": entries[-ENTRIES:]}
     return json.dumps(recorder) + "\n"
 

@@ -57,7 +57,7 @@ class Address:
 
 
 def namespace_ids(host: str) -> list[str]:
-    """`net` and `pids` of this process; its name `host` stands in where the system does not tell more."""
+    """`net` and `pids` of this process; the name `host` is the fallback where the system does not tell them."""
     kernel = host
     with suppress(OSError), open(BOOT) as file:
         kernel = file.read().strip()

@@ -223,7 +223,7 @@ class Watchdog(Failures):
             return
 
     def _ask_for_diagnosis(self, to: Address, question: dict[str, Any]) -> bool:
-        """Whether that rank has answered, with a diagnosis or that there is none; False: it was lost meanwhile."""
+        """Whether that rank has answered, with or without a diagnosis; False: it was lost meanwhile."""
         deadline = time.monotonic() + DIAGNOSIS_S
         try:
             while (answer := self.peers.ask(to, question, DIAGNOSIS_S)).get("later"):
@@ -354,7 +354,7 @@ def watched(job: Job) -> Iterator[Watchdog]:
 def start(timeout_s: float = 600) -> Iterator[Job]:
     """Joins the job that the environment describes (torchrun, srun, or a world of one) and leaves it cleanly.
 
-    The others name a rank that is lost, or that a collective has waited for `timeout_s` seconds, also joining's limit.
+    The others name a rank that is lost, or that a collective awaits for `timeout_s` seconds, which also limits joining.
 
     Raises:
         SystemExit: with status 2 if the body raises InputError, with status 1 if another rank was lost before. Whatever
