@@ -46,7 +46,7 @@ class FaultInjector:
                 self._strike(fault)
 
     def in_save(self, step: int, path: Path) -> None:
-        """Called in the thread that writes this rank's file `path`, before it does. Raises OSError: disk full."""
+        """Called in the thread that writes this rank's file `path`, just before it. Raises OSError: disk full."""
         for fault in self._mine:
             if fault.in_save and _strikes(fault, step):
                 self._strike(fault, path)

@@ -103,7 +103,7 @@ def context_parallel(config: Config, mesh: Mesh) -> ContextParallel:
 
 
 def banner_lines(spec: RunSpec, job: Job, data: OpenData, evaluated: Samples | None, model: nn.Module) -> Iterator[str]:
-    """Lines that rank 0 prints before the first step; `evaluated`: the samples of an evaluation."""
+    """Lines that rank 0 prints before the first step; `evaluated`: the samples from `evaluation_set`."""
     config, layout, size = spec.config, job.layout, spec.config.batch
     assert layout is not None
     yield f"{config.name}: {describe_hosts(layout)}, on {job.device_name()}, {job.meeting_point()}"
