@@ -1,1 +1,1 @@
-"""The commands of the console script `meshtrain`: what looks at a job from outside."""
+"""The commands of the console script `meshtrain`, which look at a job from outside."""

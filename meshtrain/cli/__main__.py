@@ -1,4 +1,4 @@
-"""`python -m meshtrain.cli`: the console script, where its folder is not on the PATH."""
+"""`python -m meshtrain.cli`: the console script, for when its folder is not on the PATH."""
 
 import sys
 

@@ -1,12 +1,12 @@
-"""`meshtrain checkpoint`: what checkpoints there are, what is in one, whether it is intact, what differs, which may go.
+"""`meshtrain checkpoint`: lists, shows, verifies, compares and prunes checkpoints.
 
     meshtrain checkpoint ls runs/x
-    meshtrain checkpoint show runs/x                           # the newest, or one that is named
+    meshtrain checkpoint show runs/x                           # the newest, or a given one
     meshtrain checkpoint verify runs/x/checkpoints/step_0000100
     meshtrain checkpoint diff runs/x runs/y
     meshtrain checkpoint prune runs/x --keep-last 3 --keep-every 1000 --dry-run
 
-A path is that of a checkpoint, of the folder it is in, or of a run. None of this needs torch.
+A path names a checkpoint, a folder of checkpoints, or a run's folder. None of this needs torch.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from meshtrain.errors import DamagedError, InputError, UnreadableError, bytes_te
 from meshtrain.run.rank_table import columns
 
 MOST_LINES = 20
-HAS_ACTIONS = True  # each with arguments of its own
+HAS_ACTIONS = True  # each has arguments of its own
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the action and returns the exit status; InputError if a path is not a usable checkpoint."""
+    """Runs the action and returns the exit status. Raises InputError: a path is not a usable checkpoint."""
     actions = {"ls": _ls, "show": _show, "verify": _verify, "diff": _diff, "prune": _prune}
     try:
         return actions[arguments.action](arguments)
@@ -143,7 +143,7 @@ def _prune(arguments: argparse.Namespace) -> int:
     if checkpoints == [arguments.path]:
         raise InputError(f"{arguments.path} is one checkpoint, and prune looks at all of a folder: name {folder}")
     with ExitStack() as locks:
-        if not arguments.dry_run:  # a job that writes checkpoints here holds its own folder, or that of the checkpoints
+        if not arguments.dry_run:  # a job that writes here has locked its run's folder, or that of the checkpoints
             run = folder.absolute().parent
             for locked in [run, folder] if (run / directory.LOCK).exists() else [folder]:
                 locks.enter_context(directory.lock_folder(locked, takes=False))
@@ -170,7 +170,7 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 
 def _by_rules(folder: Path, arguments: argparse.Namespace) -> tuple[list[Path], list[Path], list[Path]]:
-    """Checkpoints that stay, that go, and that are damaged: those stay, too, and count for no rule."""
+    """The checkpoints to keep, to remove, and the damaged ones, which are kept, too, and count for no rule."""
     evaluations: dict[int, Mapping[str, float]] = {}
     damaged = []
     for step in directory.steps(folder):
@@ -187,7 +187,7 @@ def _by_rules(folder: Path, arguments: argparse.Namespace) -> tuple[list[Path], 
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    """The checkpoint that a path means, or all that are in the folder that it means, whole or not."""
+    """The checkpoint that a path names, or all in the folder that it names, complete or not."""
     if directory.step_of(path.name) is not None or os.path.lexists(path / MANIFEST):
         return [path]
     if not path.is_dir():
@@ -200,7 +200,7 @@ def _checkpoints(path: Path) -> list[Path]:
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """What `ls` says of a checkpoint; all but name, path and problem is None where it cannot be read."""
+    """The fields of a checkpoint in `ls`; all but name, path and problem are None if it cannot be read."""
     about: dict[str, Any] = {"name": path.name, "path": str(path), "problem": None}
     about |= dict.fromkeys(("step", "written", "bytes", "ranks", "layout", "samples", "tokens", "evaluation"))
     try:
@@ -265,7 +265,7 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    """A value as JSON, which has nothing in it that a terminal would obey."""
+    """A value as JSON, which contains no control characters that a terminal would obey."""
     text = dumps(value)
     return text if len(text) <= 200 else text[:197] + "..."
 

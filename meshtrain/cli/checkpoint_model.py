@@ -1,6 +1,6 @@
-"""The model of a checkpoint, spread over the processes of this job, for commands that run it.
+"""The model of a checkpoint, parallelized over the processes of this job, for commands that run it.
 
-A checkpoint may come from a stranger, so a model file that it names is not run: `--model` says which may be.
+A checkpoint may come from a stranger, so a model file that it names is not run: `--model` says which file may be.
 """
 
 import argparse
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from meshtrain.job.process import Job
     from meshtrain.mesh import Mesh
 
-# Keys of a run that say how it trained, which another layout need not allow; and the preset, whose sizes are keys.
+# Keys of a run that describe its training, which another layout may not allow; and the preset, whose sizes are keys.
 _DEFAULTS = (
     "model.preset=null",
     "pipeline={}",
@@ -61,7 +61,7 @@ def opened_model(options: argparse.Namespace) -> "Iterator[tuple[nn.Module, Conf
 
 
 def read_config(options: argparse.Namespace, world_size: int, device: str) -> "Config":
-    """The config of the run that wrote a checkpoint, on this job's layout and with the checkpoint's weights."""
+    """The config of the run that wrote a checkpoint, with this job's layout and the checkpoint's weights."""
     from meshtrain.checkpoint.directory import read_manifest, require_checkpoint
     from meshtrain.config import Config
 
@@ -90,7 +90,7 @@ def read_config(options: argparse.Namespace, world_size: int, device: str) -> "C
 
 
 def tokenizer_of(config: "Config", name: str | None) -> "Tokenizer":
-    """That of `--tokenizer`, or of the run. Raises InputError: its data does not say which it is."""
+    """The tokenizer of `--tokenizer`, or of the run. Raises InputError: the run's data does not say which it is."""
     from meshtrain.data.prepare import TEXT
     from meshtrain.data.tokenizer import open_tokenizer
 
@@ -104,7 +104,7 @@ def tokenizer_of(config: "Config", name: str | None) -> "Tokenizer":
 
 
 def ids_of(text: str, tokenizer: "Tokenizer", config: "Config") -> list[int]:
-    """Raises InputError: the text has an id that the model does not know."""
+    """The token ids of a text. Raises InputError: an id is outside the model's vocabulary."""
     ids = tokenizer.encode(text)
     largest, size = max(ids, default=-1), config.model.keys.get("vocab_size")
     if size is not None and largest >= size:
@@ -116,7 +116,7 @@ def ids_of(text: str, tokenizer: "Tokenizer", config: "Config") -> list[int]:
 
 
 def check_length(length: int, config: "Config") -> None:
-    """Raises InputError: a text of so many tokens is longer than the model is meant for."""
+    """Raises InputError: a text of `length` tokens is longer than the model supports."""
     keys = config.model.keys
     most = keys.get("max_position_embeddings")
     if (

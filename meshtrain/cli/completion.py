@@ -1,4 +1,4 @@
-"""`meshtrain completion bash|zsh|tcsh`: a script by which a shell completes commands and options."""
+"""`meshtrain completion bash|zsh|tcsh`: prints a script with which a shell completes commands and options."""
 
 import argparse
 import importlib

@@ -1,6 +1,6 @@
-"""`meshtrain data verify`: whether token files are what was written, and hold ids of the vocabulary only.
+"""`meshtrain data verify`: whether token files are as they were written, and hold only ids of the vocabulary.
 
-meshtrain data verify my_run.yaml          # what `meshtrain prepare` or a run has made for this config
+meshtrain data verify my_run.yaml          # files that `meshtrain prepare` or a run has made for this config
 meshtrain data verify data/tokens
 """
 
@@ -13,7 +13,7 @@ from meshtrain.data.prepare import each_source, preparations
 from meshtrain.data.tokens import verify
 from meshtrain.errors import InputError, plural
 
-HAS_ACTIONS = True  # each with arguments of its own
+HAS_ACTIONS = True  # each has arguments of its own
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status. InputError: there is nothing to verify."""
+    """Returns the exit status. Raises InputError: there is nothing to verify."""
     status = 0
     for folder, n_outputs in _folders(arguments):
         problems, has_checksums = verify(folder, n_outputs)
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _folders(arguments: argparse.Namespace) -> Iterator[tuple[Path, int | None]]:
-    """With the size of the model's vocabulary, where that is known."""
+    """Each folder of token files, with the size of the model's vocabulary if known."""
     if Path(arguments.path).is_dir():
         yield Path(arguments.path), None
         return

@@ -52,7 +52,7 @@ def _text(name: str) -> str:
 
 
 def _perplexity(scorer: Any, tokens: Sequence[int], text: str) -> dict[str, float]:
-    """Every token but the first is predicted once, by the tokens before it in its window."""
+    """Every token except the first is predicted once, from the tokens before it in its window."""
     if len(tokens) < 2:
         raise InputError("--files: a text has fewer than two tokens: there is nothing to predict")
     total = sum(value for value, _ in scorer.score(list(windows(tokens, scorer.seq_len))))
@@ -82,7 +82,7 @@ def _tasks(options: argparse.Namespace, scorer: Any, tokenizer: Any) -> dict[str
     model = HarnessModel(scorer, tokenizer)
     settings = {"num_fewshot": options.fewshot, "limit": options.limit, "bootstrap_iters": 0}
     results = lm_eval.simple_evaluate(model, tasks=names, task_manager=manager, **settings)
-    return {} if results is None else dict(results["results"])  # None on ranks that lm_eval takes for others
+    return {} if results is None else dict(results["results"])  # None where lm_eval takes this rank for another than 0
 
 
 def _lines(scores: dict[str, Any]) -> list[str]:

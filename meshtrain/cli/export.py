@@ -1,7 +1,7 @@
-"""`meshtrain export CHECKPOINT DIR`: the weights of a checkpoint for others to use, without a job.
+"""`meshtrain export CHECKPOINT DIR`: the weights of a checkpoint as a Hugging Face directory, without a job.
 
-What comes out has the same bytes as what `train.export` writes for these weights. A block of rows is read at a time, so
-memory does not grow with the model. A checkpoint may come from a stranger, so nothing that it names is run: its
+The files have the same bytes as those that `train.export` writes for these weights. A block of rows is read at a time,
+so memory does not grow with the model. A checkpoint may come from a stranger, so nothing that it names is run:
 config.json is written by one of meshtrain's own models, or by the file that `--model` names.
 """
 
@@ -28,7 +28,7 @@ from meshtrain.huggingface.stored_names import FORMATS, StoredTensor, Table, tab
 from meshtrain.parallel.mixed_precision import PRECISIONS, compute_dtype
 
 BLOCK = 64 * 2**20  # bytes that are read at a time, unless a row has more
-MAX_TOKENIZER = 2**27  # bytes; those of large vocabularies have a third of that
+MAX_TOKENIZER = 2**27  # bytes; files of large vocabularies have a third of that
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,19 +66,19 @@ def export(
     """Writes the weights of a checkpoint as `train.export` does, with adapters merged.
 
     Args:
-        checkpoint: one, or a run's folder with some.
-        folder: is made, or takes the place of an earlier export.
-        dtype: of the floating tensors, in torch's words; None: that in which the run computes.
-        model: the path of a model file to be run for config.json; None: one of meshtrain's own, if the run used one.
-        file_format: of the experts: `original` or `fused`, see `stored_names.table_of`.
-        ema: the averages in the place of the weights.
-        adapter: write the adapters of LoRA alone, for peft.
-        say: is given lines for a person: what could not be written, and what was.
-        file_bytes: of one file at most, unless a tensor is larger.
+        checkpoint: a checkpoint, or a run's folder.
+        folder: is created, or replaces an earlier export.
+        dtype: of the floating tensors, by torch's names; None: the dtype in which the run computes.
+        model: the path of a model file to run for config.json; None: one of meshtrain's own, if the run used one.
+        file_format: how experts are stored: `original` or `fused`, see `stored_names.table_of`.
+        ema: write the averaged weights instead.
+        adapter: write only the LoRA adapters, for peft.
+        say: prints what was written, and what could not be.
+        file_bytes: the maximum size of one file, unless a tensor is larger.
 
     Raises:
-        DamagedError: the checkpoint is not what was written; names file and tensor. InputError: something else is
-            wrong with it or with the folder. Nothing is left behind then.
+        DamagedError: the checkpoint is not as it was written; names file and tensor. InputError: something else is
+            wrong with it or with the folder. No partial export is left.
     """
     with open_checkpoint(checkpoint, ema=ema) as source:
         manifest, _ = read_manifest(source.path)
@@ -113,7 +113,7 @@ def export(
 
 
 def _blocks(source: WeightSource, entry: Entry, name: str, piece: StoredTensor) -> Iterator[memoryview]:
-    """A tensor's bytes, a block of rows after the other."""
+    """A tensor's bytes, one block of rows after the other."""
     dims, kind = entry.shape or (1,), DTYPES[entry.dtype]
     lead = piece.part[: len(piece.part) - len(dims)]
     rows, *columns = piece.part[len(lead) :]
@@ -136,7 +136,7 @@ def _section(manifest: Manifest, name: str) -> Mapping[str, Any]:
 
 
 def _module(manifest: Manifest, model: str | None, say: Callable[[str], None]) -> ModuleType | None:
-    """The model's file; None where it is not known which one may be run, which is said."""
+    """The model's file; None, with a message, if no file is known that may be run."""
     name = _section(manifest, "model").get("name") if model is None else model
     if model is None and name not in locate.names("models", ".py"):
         say(
@@ -151,7 +151,7 @@ def _module(manifest: Manifest, model: str | None, say: Callable[[str], None]) -
 
 
 def _config(module: ModuleType | None, manifest: Manifest, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """What config.json holds; None where it cannot be known, which is said."""
+    """The contents of config.json; None, with a message, if they are unknown."""
     if module is None:
         return None
     section = _section(manifest, "model")
@@ -167,7 +167,7 @@ def _config(module: ModuleType | None, manifest: Manifest, say: Callable[[str], 
 
 
 def _tokenizer(manifest: Manifest, say: Callable[[str], None]) -> str | None:
-    """The run's tokenizer.json, if it is there and is one: a checkpoint must not have another file read."""
+    """The run's tokenizer.json, if it exists and is one: a checkpoint must not make this read any other file."""
     name = _section(manifest, "data").get("tokenizer", "bytes")
     if name == "bytes":
         return None
@@ -179,7 +179,7 @@ def _tokenizer(manifest: Manifest, say: Callable[[str], None]) -> str | None:
             tokenizer = json.loads(text)
             if isinstance(tokenizer, dict) and isinstance(tokenizer.get("model"), dict):
                 return text
-    except (OSError, ValueError, RuntimeError) as error:  # a home folder that is not, a recursion: the last
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no home folder, or a RecursionError
         problem = str(error)
     shown = "".join(character if character.isprintable() else "?" for character in str(name))
     say(f"tokenizer.json is not written: the run's tokenizer is {shown}, and {problem}")

@@ -1,4 +1,4 @@
-"""`meshtrain generate CHECKPOINT --prompt TEXT`: text that a checkpoint's model writes, on any layout. With several
+"""`meshtrain generate CHECKPOINT --prompt TEXT`: generates text with a checkpoint's model, on any layout. With several
 processes: `torchrun --standalone --nproc-per-node=2 -m meshtrain.cli generate ...`.
 """
 
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def progress(length: int, texts: int) -> Callable[[int], None]:
-    """Writes a line on stderr: over itself on a terminal that can, else once at the end."""
+    """Writes a line to stderr: updated in place if the terminal can, otherwise once at the end."""
     begin, live = time.monotonic(), sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
     def tick(done: int) -> None:

@@ -1,6 +1,6 @@
 """A model class for lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness), on any layout.
 
-Every rank runs the harness with the same requests, so that all of them come to the same forwards.
+Every rank runs the harness with the same requests, so that all ranks run the same forwards.
 """
 
 from typing import Any
@@ -13,13 +13,13 @@ from meshtrain.errors import InputError
 from meshtrain.generate import generate_batch
 from meshtrain.run.scoring import Scorer
 
-GENERATED = 256  # tokens, where a task does not say how many
-_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is given
+GENERATED = 256  # tokens, if a task does not say how many
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one given counts
 _OPTIONS = {"until", "do_sample", "temperature", "top_p", *_LENGTHS}
 
 
 class HarnessModel(TemplateLM):
-    """What the harness asks of a model: likelihoods of continuations and of texts, and texts."""
+    """The harness's interface of a model: log-likelihoods of continuations and of texts, and generation of texts."""
 
     backend = "causal"
 
@@ -38,8 +38,8 @@ class HarnessModel(TemplateLM):
         return self.scorer.score([(before, predicted) for _, before, predicted in requests])
 
     def loglikelihood_rolling(self, requests: list[Any], **unused: Any) -> list[float]:
-        """Each token of a text is predicted once, after the end of a document; the last window has as much before it
-        as the model sees."""
+        """Each token of a text is predicted once, the first one after an end-of-document token; the last window has as
+        much context before it as the model sees."""
         texts = [self.tok_encode(request.args[0]) for request in requests]
         windows = [list(get_rolling_token_windows(text, self.eot_token_id, self.scorer.seq_len, 1)) for text in texts]
         scores = iter(self.scorer.score([make_disjoint_window(pair) for pairs in windows for pair in pairs]))
@@ -49,7 +49,7 @@ class HarnessModel(TemplateLM):
         return [self._generate(*request.args) for request in requests]
 
     def _generate(self, prompt: str, options: dict[str, Any]) -> str:
-        """Raises InputError: the task has an option of generation that is not followed here."""
+        """Raises InputError: the task has a generation option that is not supported here."""
         if others := [key for key, value in options.items() if key not in _OPTIONS and value not in (None, 0, 1)]:
             raise InputError(
                 f"generation_kwargs: {', '.join(others)}: expected of {', '.join(sorted(_OPTIONS))} only, in the task"
@@ -57,7 +57,7 @@ class HarnessModel(TemplateLM):
         until = [options["until"]] if isinstance(options.get("until"), str) else list(options.get("until") or ())
         lengths = [int(options[key]) for key in _LENGTHS if options.get(key) is not None]
         most, length = self.scorer.seq_len, [*lengths, GENERATED][0]
-        # A long prompt loses its beginning; where as much is asked for as the model sees, half of it is the prompt's.
+        # A long prompt is cut at its beginning; but at least half of what the model sees is left for the prompt.
         tokens = self.tok_encode(prompt)[-max(most - length, most // 2) :] or [self.eot_token_id]
         length = min(length, most - len(tokens))
         settings: dict[str, Any] = {"seq_len": self.scorer.seq_len, "device": self.scorer.device, "seed": 0}

@@ -1,6 +1,6 @@
-"""`meshtrain info`: versions, GPUs, NCCL, launcher and limits of this host, to be pasted into a bug report.
+"""`meshtrain info`: versions, GPUs, NCCL, launcher and limits of this host, to paste into a bug report.
 
-No names or addresses of hosts are in it, and of the environment only what changes how a job computes or communicates.
+It has no names or addresses of hosts, and of the environment only what changes how a job computes or communicates.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from meshtrain.doctor.facts import collect
 from meshtrain.doctor.records import Host, Place
 
 LAUNCHERS = {"SLURM_JOB_ID": "SLURM", "TORCHELASTIC_RUN_ID": "torchrun", "KUBERNETES_SERVICE_HOST": "Kubernetes"}
-HIDDEN = ("MASTER_ADDR", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD")  # they tell names of hosts and people
+HIDDEN = ("MASTER_ADDR", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD")  # they reveal names of hosts and people
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

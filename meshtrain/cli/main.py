@@ -1,7 +1,7 @@
 """The console script `meshtrain`: commands that look at a job from outside. Training is `python -m meshtrain.train`.
 
 A command is a line in the table below and a module with `add_arguments(parser)` and `run(arguments)`, which may return
-an exit status. It is imported when it is asked for, so that `meshtrain --help` answers at once.
+an exit status. The module is imported only when the command is used, so that `meshtrain --help` answers at once.
 """
 
 import argparse
@@ -99,9 +99,9 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status: the command's own, as a rule 0; 2 the user's input is wrong."""
+    """Runs one command and returns the exit status: the command's own, usually 0; 2 if the user's input is wrong."""
     argv = sys.argv[1:] if argv is None else argv
-    atexit.register(gc.freeze)  # where torch was imported, Python would take a second to look through it at its end
+    atexit.register(gc.freeze)  # if torch was imported, Python's last garbage collection would take a second
     status = 0
     try:
         status = _run(argv)
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader has seen enough (`meshtrain plan ... | head`). Python flushes stdout once more when it ends.
+        # The reader has seen enough (`meshtrain plan ... | head`). Python flushes stdout once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
 
@@ -137,9 +137,9 @@ def _run(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     module.add_arguments(parser)
-    if getattr(module, "HAS_ACTIONS", False):  # parsers of their own, which take their arguments in order
+    if getattr(module, "HAS_ACTIONS", False):  # subparsers, which take their arguments in order
         return module.run(parser.parse_args(rest))
-    # Options may stand between the overrides, as people write them.
+    # Options may stand between the overrides.
     return module.run(parser.parse_intermixed_args(rest)) or 0
 
 
@@ -157,5 +157,5 @@ def _overview() -> str:
     )
 
 
-if __name__ == "__main__":  # else `python -m` of it would do nothing and end with status 0
+if __name__ == "__main__":  # otherwise `python -m meshtrain.cli.main` would do nothing and exit with status 0
     sys.exit(main())

@@ -1,6 +1,6 @@
-"""What becomes of each parameter of a model under a layout: which part of it a rank holds, computed without a job.
+"""Memory: how a layout shards each parameter of a model, and how much the ranks hold of it, computed without a job.
 
-`tp` cuts it first, as the model's tp_plan says, or `ep`, if it holds experts; FSDP then cuts the rows of what is left.
+`tp` cuts a parameter first, as the model's tp_plan says, or `ep` if it holds experts; FSDP then cuts the rows left.
 """
 
 import math
@@ -24,12 +24,12 @@ CUT = {0: "rows", 1: "columns", None: "held by all"}  # by the dim that `tp` cut
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """What the ranks hold of the model: numbers of parameters, and bytes on the rank with the most."""
+    """What the ranks hold of the model: numbers of parameters, and bytes on the rank that holds the most."""
 
     total: int
     fewest: int
     most: int
-    by_pp: tuple[tuple[int, int], ...]  # by index on `pp`: the fewest and the most on its ranks
+    by_pp: tuple[tuple[int, int], ...]  # by index on `pp`: the fewest and the most parameters on its ranks
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
@@ -38,9 +38,9 @@ class MemoryUse:
 def parameters_of(
     model: ModelSpec, layout: Layout, stages: Mapping[str, tuple[int, ...]] | None = None
 ) -> list[ParameterSpec]:
-    """Every parameter of a model that is a weight, in its order and under the first of its names.
+    """Every parameter of a model that is a weight, in the model's order and under the first of its names.
 
-    `stages`: parameter -> the stages of a pipeline that hold it. Raises SplitError: `tp` cannot split it.
+    `stages`: parameter -> the pipeline stages that hold it. Raises SplitError: `tp` cannot split the model.
     """
     tp, meta = layout.size("tp"), model.meta
     splits = {split.layer: split for split in split_layers(meta, model.module.tp_plan, tp)} if tp > 1 else {}
@@ -60,7 +60,7 @@ def parameters_of(
         cuts = fsdp if dim is None else [Cut("tp", dim, tp), *fsdp]
         if layer in experts:
             cuts = _expert_cuts(tuple(parameter.shape), layout)
-        elif own in getattr(module, "state_parameters", ()):  # which are nowhere cut
+        elif own in getattr(module, "state_parameters", ()):  # which are never cut
             cuts = []
         spec = ParameterSpec(name, tuple(parameter.shape), tuple(cuts), trainable=parameter.requires_grad, layer=kind)
         held_by = (0,) if stages is None else stages[name]
@@ -69,7 +69,7 @@ def parameters_of(
 
 
 def fsdp_cut(layout: Layout) -> list[Cut]:
-    """How FSDP cuts what `tp` leaves."""
+    """How FSDP cuts what remains after `tp`."""
     return [Cut(dim, 0, layout.size(dim)) for dim in layout.mesh_dims if layout.covers(FSDP_AXES, dim)]
 
 
@@ -87,9 +87,9 @@ def held_by_ranks(
     placement: Sequence[int] = (0,),
     shard_optimizer: bool = False,
 ) -> MemoryUse:
-    """How many parameters the ranks of a layout hold, and their bytes; float32 whatever is computed in, or float64.
+    """How many parameters the ranks of a layout hold, and their bytes: float64, or float32 in any other precision.
 
-    `placement`: stage -> its index on `pp`. A parameter of two stages with one index is there twice.
+    `placement`: stage -> its index on `pp`. A parameter of two stages with the same index is held twice there.
     """
     size = 8 if precision == "float64" else 4
     total = 0
@@ -110,15 +110,15 @@ def held_by_ranks(
     return MemoryUse(total, fewest, most, by_pp, most * size, gradient_bytes, state_bytes)
 
 
-_Kind = tuple[Shape, tuple[Cut, ...]]  # tensors of one shape that are cut in the same way: few, however many layers
+_Kind = tuple[Shape, tuple[Cut, ...]]  # tensors of one shape with the same cuts: few kinds, however many layers
 
 
 def _fewest_and_most(kinds: Mapping[_Kind, int], layout: Layout) -> tuple[int, int]:
-    """Elements that the ranks of one stage hold of tensors; `kinds`: how much an element of each counts."""
+    """The fewest and the most elements that ranks of one stage hold; `kinds`: the weight of an element of each kind."""
     experts = {kind: n for kind, n in kinds.items() if {cut.axis for cut in kind[1]} & set(EXPERT_AXES)}
     others = {kind: n for kind, n in kinds.items() if kind not in experts}
     families = [_held_by_position(others, layout, layout.mesh_dims), _held_by_position(experts, layout, EXPERT_AXES)]
-    if all(len(set(counts.values())) > 1 for _, counts in families):  # which of the two go together is up to the ranks
+    if all(len(set(counts.values())) > 1 for _, counts in families):  # both differ: a rank's position decides the sum
         stage = layout.group(0, *(axis for axis in layout.axes if axis != "pp"))
         sums = [sum(counts[_place(layout, rank, places)] for places, counts in families) for rank in stage]
         return min(sums), max(sums)
@@ -133,15 +133,15 @@ def _place(layout: Layout, rank: int, places: Mapping[str, Sequence[int]]) -> tu
 def _held_by_position(
     kinds: Mapping[_Kind, int], layout: Layout, dims: Sequence[str]
 ) -> tuple[dict[str, list[int]], dict[tuple[int, ...], int]]:
-    """The axes, of these, that cut tensors, the innermost first, with positions from which on ranks hold as much; and
-    for such positions on all of them how many elements: few, however many ranks."""
+    """The axes among `dims` that cut tensors, innermost first, each with the positions from which on ranks hold the
+    same amount; and, for each combination of such positions, the number of elements: few, however many ranks."""
     cutting = {cut.axis for _, cuts in kinds for cut in cuts}
     places: dict[str, list[int]] = {dim: [] for dim in reversed(dims) if dim in cutting}
     ranks: dict[tuple[int, ...], frozenset[tuple[_Kind, int]]] = {(): frozenset(kinds.items())}
     for axis in places:
         cut_now = {(shape[cuts[0].dim], cuts[0].parts) for state in ranks.values() for (shape, cuts), _ in state
                    if cuts and cuts[0].axis == axis}  # fmt: skip
-        ends = {size // max(1, -(-size // parts)) for size, parts in cut_now}  # of whole parts; a remainder comes next
+        ends = {size // max(1, -(-size // parts)) for size, parts in cut_now}  # of the full parts; a remainder follows
         starts = {start for end in ends for start in (end, end + 1) if start < layout.size(axis)}
         places[axis] = sorted({0} | starts)
         ranks = {(*at, i): _after(axis, i, state) for at, state in ranks.items() for i in places[axis]}
@@ -153,7 +153,7 @@ def _elements(kinds: frozenset[tuple[_Kind, int]]) -> int:
 
 
 def _after(axis: str, index: int, kinds: frozenset[tuple[_Kind, int]]) -> frozenset[tuple[_Kind, int]]:
-    """What the ranks with this index on an axis have left of tensors, and the cuts that are still to be made."""
+    """The tensors that remain for ranks with this index on an axis after its cut, with the cuts still to be made."""
     remaining: Counter[_Kind] = Counter()
     for (shape, cuts), n in kinds:
         if cuts and cuts[0].axis == axis:
@@ -166,7 +166,7 @@ def _after(axis: str, index: int, kinds: frozenset[tuple[_Kind, int]]) -> frozen
 
 
 def parameter_json(parameter: ParameterSpec) -> dict[str, Any]:
-    """A parameter for a program; where ranks differ, the largest and the smallest size of each dim."""
+    """A parameter as JSON; where ranks differ, with the largest and the smallest size of each dim."""
     return {
         "name": parameter.name,
         "tied": list(parameter.tied),
@@ -185,7 +185,7 @@ def _over(parameter: ParameterSpec, axis: str) -> str | None:
 
 
 def table(parameters: Iterable[ParameterSpec], layout: Layout) -> list[list[str]]:
-    """The rows of a table for people, the titles first. Repeated layers that are the same make one row."""
+    """The rows of a table, titles first. Identical repeated layers share one row."""
     rows = []
     for name, n, parameter in fold_names((spec.name, replace(spec, name="")) for spec in parameters):
         row = {"parameter": name, "": f"x{n}" if n > 1 else ""}
@@ -209,7 +209,7 @@ def _largest_and_smallest(shapes: Iterable[Shape]) -> dict[str, list[int]]:
 
 
 def _shape(shapes: Iterable[Shape]) -> str:
-    """`65 to 64 x 24`: 65 x 24 on some ranks, 64 x 24 on the one with the least."""
+    """`65 to 64 x 24`: 65 x 24 on some ranks, 64 x 24 on the rank with the least."""
     ends = _largest_and_smallest(shapes)
     pairs = zip(ends["largest"], ends["smallest"], strict=True)
     return " x ".join(str(most) if most == least else f"{most} to {least}" for most, least in pairs)

@@ -1,4 +1,4 @@
-"""`meshtrain new DIR`: a project to start from, a model, data, config, SLURM script and test, which trains as it is."""
+"""`meshtrain new DIR`: a starter project (model, data, config, SLURM script and test) that trains as it is."""
 
 import argparse
 import shlex

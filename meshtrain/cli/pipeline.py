@@ -1,11 +1,11 @@
-"""`meshtrain pipeline`: draws a schedule, or what a real run has measured, before anything is started.
+"""`meshtrain pipeline`: draws a schedule before anything is started, or the timeline that a run has measured.
 
     meshtrain pipeline zbv --ranks 4 --microbatches 8
     meshtrain pipeline my_schedule.csv --png my_schedule.png
     meshtrain pipeline runs/x/timeline.json
     meshtrain pipeline 1f1b --beside runs/x/timeline.json
 
-The last one puts the plan above the run, with the costs that the run has measured.
+The last one draws the plan above the run, with the costs that the run has measured.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _first_record(arguments: argparse.Namespace, below: Sequence[Record]) -> Record:
-    """A timeline that was written, or a schedule that is simulated."""
+    """The timeline of a file, or that of a simulated schedule."""
     costs = {cost: getattr(arguments, cost) for cost in (*COSTS, "transfer") if getattr(arguments, cost) is not None}
     if arguments.schedule.endswith(".json"):
         wrong = [_option(name) for name in (*SIZES, *costs) if getattr(arguments, name) is not None]

@@ -1,4 +1,4 @@
-"""Timelines as a picture, drawn like the terminal's with matplotlib, which the extra meshtrain[plot] brings."""
+"""Timelines as a picture, like those in a terminal, drawn with matplotlib (installed by the extra meshtrain[plot])."""
 
 import importlib.util
 import math
@@ -22,7 +22,7 @@ LEFT, RIGHT, TOP = 0.85, 0.3, 0.2
 TITLE, LANE, GAP, AXIS, LEGEND = 0.36, 0.25, 0.16, 0.4, 0.35
 NARROWEST, WIDEST = 8.0, 30.0  # of the picture
 TEXT, SMALL = 12.0, 10.0  # points
-LABELS = 5.0, 9.0  # points; the number in a box is as large as the shortest boxes allow
+LABELS = 5.0, 9.0  # points; the labels of boxes are as large as the shortest boxes allow
 DIGIT = 0.64 / 72  # width of a digit, per point
 
 
@@ -32,13 +32,13 @@ def write_picture(records: Sequence[Record], path: str | Path) -> None:
         raise InputError("a picture needs matplotlib, which is not installed: pip install 'meshtrain[plot]'")
     try:
         picture(records).savefig(path)
-    except (OSError, ValueError) as error:  # a ValueError: no kind of picture that matplotlib knows
+    except (OSError, ValueError) as error:  # a ValueError: a file format that matplotlib does not know
         raise InputError(f"cannot write a picture to {path} ({error}): give a name such as schedule.png") from None
 
 
 def picture(records: Sequence[Record]) -> "Figure":
-    """The timelines one above the other on one scale, and below what the colours mean."""
-    # The object interface and not pyplot: pyplot keeps every figure in a global, and asks for a display.
+    """The timelines stacked on one time scale, with a legend of the colours below."""
+    # The object interface, not pyplot, which keeps every figure in a global and needs a display.
     from matplotlib.figure import Figure
 
     lanes = sum(record.timeline.ranks for record in records)

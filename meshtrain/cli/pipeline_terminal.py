@@ -2,7 +2,7 @@
 
     rank 0  0 1 2 3 · · · · · · 0   1 ...
 
-Several timelines stand one above the other on one scale. What does not fit the width is folded into bands.
+Several timelines are stacked on one time scale. Timelines wider than the terminal are folded into bands.
 """
 
 import math
@@ -18,22 +18,22 @@ from meshtrain.pipeline.actions import Kind
 from meshtrain.pipeline.simulate import Event
 from meshtrain.pipeline.timeline_io import Record
 
-# The backward's colours are warm where another stage waits for it, and green where nobody does.
+# Colours of backwards are warm if another stage waits for the result, and green if none does.
 COLOURS = {Kind.FORWARD: "#3b6fe0", Kind.BACKWARD: "#e2603b", Kind.INPUT_GRAD: "#f0a030", Kind.WEIGHT_GRAD: "#2a9d8f"}
 WORDS = {kind: kind.name.lower().replace("_grad", " gradient") for kind in COLOURS}
 INK, PAPER = "#1f2430", "#ffffff"
-_LIGHTEST = 0.45  # of a rank's last stage; its first has the full colour
-_MOST_LINES = 100  # of bands; what needs more is drawn smaller
-_WIDEST = 6  # columns of a cell: more would only take it apart
+_LIGHTEST = 0.45  # intensity of a rank's last stage; its first has the full colour
+_MOST_LINES = 100  # of bands; timelines that need more are drawn smaller
+_WIDEST = 6  # columns of a cell: more would only stretch it
 _GAP = "▉"  # the last column of a cell: seven eighths of it, so that cells of one colour stay apart
 
 Cell = tuple[str, Style]
 _IDLE: Cell = ("·", Style(dim=True))
-_BUSY: Cell = ("#", Style())  # without colours, where there is no room for letters
+_BUSY: Cell = ("#", Style())  # without colours, if there is no room for letters
 
 
 def print_timelines(records: Sequence[Record], console: Console) -> None:
-    """The timelines on one scale, what the colours mean, and the numbers of each."""
+    """Prints the timelines on one scale, a legend of the colours, and the numbers of each timeline."""
     coloured = console.color_system is not None and not console.no_color
     console.print(Text("\n").join(timeline_lines(records, console.width, coloured)), soft_wrap=True)
 
@@ -74,7 +74,7 @@ def _rgb(colour: str) -> bytes:
 
 
 def unit_of(records: Sequence[Record]) -> tuple[float, str]:
-    """What to multiply times by before people read them, and the unit that they then have."""
+    """The factor by which to multiply times for display, and their unit."""
     longest = max(record.timeline.makespan for record in records)
     if all(record.unit == "s" for record in records):
         return (1e3, "ms") if longest < 2 else (1.0, "s")
@@ -82,12 +82,12 @@ def unit_of(records: Sequence[Record]) -> tuple[float, str]:
 
 
 def number(value: float) -> str:
-    """Four digits, and none behind the point where there is nothing to say."""
+    """Four significant digits, or an integer for whole or large numbers."""
     return str(round(value)) if abs(value) >= 1000 or _whole(value) else f"{value:.4g}"
 
 
 def numbers(values: Sequence[float]) -> list[str]:
-    """The same for a column of numbers: all have as many digits behind the point as the largest."""
+    """The same for a column of numbers: all have as many decimals as the largest."""
     if all(map(_whole, values)):
         return [str(round(value)) for value in values]
     digits = max(0, 3 - math.floor(math.log10(max(map(abs, values)))))
@@ -100,16 +100,16 @@ def _whole(value: float) -> bool:
 
 @dataclass(frozen=True)
 class _Grid:
-    per_column: float  # time
+    per_column: float  # time per column
     columns: int  # of the longest timeline
     band: int  # columns of one band
     coloured: bool
-    labelled: bool  # cells have room for the number of the microbatch
-    mixed: bool  # a column is longer than an action
+    labelled: bool  # whether cells have room for the number of the microbatch
+    mixed: bool  # whether a column is longer than an action
 
 
 def _grid(records: Sequence[Record], width: int, coloured: bool) -> _Grid:
-    """Cells as wide as the terminal allows; folded into bands if they could not be labelled otherwise."""
+    """The grid, with cells as wide as the terminal allows; folded into bands if labels had no room otherwise."""
     short, even = short_time(records)
     length = max(record.timeline.makespan for record in records) / short
     label = max(len(str(record.microbatches - 1)) for record in records) + (1 if coloured else 2)
@@ -119,14 +119,14 @@ def _grid(records: Sequence[Record], width: int, coloured: bool) -> _Grid:
         return math.ceil(length * cell - 1e-6)
 
     def step(cell: float) -> int:
-        """Bands end where cells do."""
+        """The columns by which a band's length grows, so that bands end where cells do."""
         return int(cell) if even and cell >= 1 else 1
 
     def bands(cell: float) -> int:
         return math.ceil(columns(cell) / (width // step(cell) * step(cell)))
 
     def largest(count: int) -> float:
-        """The widest cell that leaves so many bands."""
+        """The widest cell with which there are at most `count` bands."""
         whole = [cell for cell in range(1, _WIDEST + 1) if even and bands(cell) <= count]
         return max(whole, default=min(count * width / length, _WIDEST))
 
@@ -137,8 +137,8 @@ def _grid(records: Sequence[Record], width: int, coloured: bool) -> _Grid:
 
 
 def short_time(records: Sequence[Record]) -> tuple[float, bool]:
-    """The time of a short action, and whether all take it some whole number of times. It need not be the shortest:
-    measured times vary, and a few very short actions need no number."""
+    """The time of a short action, and whether all actions take a whole multiple of it. It need not be the shortest:
+    measured times vary, and a few very short actions need no label."""
     durations = sorted(event.duration for event in _events(records) if event.duration > 0) or [1.0]
     shortest, middle = durations[0], durations[len(durations) // 2]
     ratios = [duration / shortest for duration in durations]
@@ -148,12 +148,12 @@ def short_time(records: Sequence[Record]) -> tuple[float, bool]:
 
 
 def _row(record: Record, rank: int, band: range, grid: _Grid) -> list[Cell]:
-    """One rank in one band. An action that goes over the band's end has its number in the larger part."""
+    """One rank in one band. An action that extends beyond the band has its number in the larger part."""
     cells: list[Cell] = [_IDLE] * len(band)
     stages, start = record.stages_of(rank), record.timeline.start
     draw = _coloured if grid.coloured else _plain
     for event in record.timeline.events[rank]:
-        # Halves are rounded up and not to even numbers, so that equal times are equally wide.
+        # Halves are rounded up, not to even numbers, so that equal times are equally wide.
         first, end = (math.floor((time - start) / grid.per_column + 0.5) for time in (event.start, event.end))
         part = range(max(first, band.start), min(end, band.stop))
         if part:
@@ -183,7 +183,7 @@ def _plain(kind: Kind, label: str, width: int, gap: bool, chunk: int, chunks: in
 
 
 def _mixed_row(record: Record, rank: int, band: range, grid: _Grid) -> list[Cell]:
-    """One rank, where a column has several actions: their colours are mixed, by time."""
+    """One rank, if a column has several actions: their colours are mixed, weighted by time."""
     shares: list[dict[str, float]] = [defaultdict(float) for _ in band]  # of each column: colour -> columns
     stages, start = record.stages_of(rank), record.timeline.start
     for event in record.timeline.events[rank]:
@@ -214,7 +214,7 @@ def _axis(band: range, margin: int, unit: tuple[float, str], grid: _Grid) -> Tex
 
 
 def round_step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20, 50, ... that is at least this; of 0.1, 0.2, 0.5, ... as well."""
+    """The smallest of ..., 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, ... that is at least `least`."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(step * power for step in (1, 2, 5, 10) if step * power >= least * (1 - 1e-9))
 
@@ -247,7 +247,7 @@ def _legend(records: Sequence[Record], grid: _Grid) -> list[Text]:
 
 
 def _numbers(record: Record, unit: tuple[float, str], titled: bool) -> list[Text]:
-    """Makespan and idle share, and a table of what each rank idles and holds."""
+    """Makespan and idle share, and a table of each rank's idle time and peak activations."""
     timeline, (factor, name) = record.timeline, unit
     ranks = range(timeline.ranks)
     columns = [

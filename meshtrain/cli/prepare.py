@@ -1,6 +1,6 @@
 """`meshtrain prepare`: tokenizes the text of a config before its job, in several processes on one host or on several.
 
-The token files are those that the job would make, where the job looks for them (`data.cache`).
+The token files are the same that the job would make, and where the job looks for them (`data.cache`).
 """
 
 import argparse
@@ -40,7 +40,7 @@ def _share(text: str) -> tuple[int, int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status: 1 if the disk does not take it. InputError: the config or a text is wrong."""
+    """Returns the exit status: 1 on a disk error or an interrupt. Raises InputError: the config or a text is wrong."""
     if arguments.workers < 1:
         raise InputError(f"--workers is {arguments.workers}: expected at least 1")
     for preparation in list(preparations(Config.load(arguments.config, arguments.overrides).data)):
@@ -70,7 +70,7 @@ def _prepare(preparation: Preparation, workers: int, host: int, hosts: int) -> N
 
 
 def _work_together(preparation: Preparation, workers: int, host: int, hosts: int) -> None:
-    """Tokenizes this host's share in several processes. What one leaves that is killed, this process does later."""
+    """Tokenizes this host's share in several processes. Shards of a process that is killed are left to this one."""
     context = multiprocessing.get_context("fork")
     errors: SimpleQueue[Exception] = context.SimpleQueue()
     arguments = (preparation, host, hosts, errors, os.getpid())
@@ -100,8 +100,8 @@ def _work_together(preparation: Preparation, workers: int, host: int, hosts: int
 
 def _work(preparation: Preparation, host: int, hosts: int, errors: "SimpleQueue[Exception]", parent: int) -> None:
     end_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to obey
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else each worker has threads for all cores
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise each worker starts threads for all cores
     try:
         preparation.take_shards(lambda line: None, host, hosts, wait=False)
     except (InputError, OSError) as error:

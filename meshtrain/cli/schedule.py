@@ -1,4 +1,4 @@
-"""`meshtrain plan --schedule`: the learning rate, the batch size and the mixture over the steps of a run, drawn."""
+"""`meshtrain plan --schedule`: draws the learning rate, the batch size and the mixture over the steps of a run."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Course:
     values: tuple[float, ...]
 
     def line(self) -> str:
-        """One row of blocks, as high as the largest value of the steps that each stands for."""
+        """One row of block characters, each as high as the largest value of the steps that it stands for."""
         n, top = len(self.values), max(self.values) or 1.0
         width = min(WIDTH, n)
         cells = [self.values[i * n // width : (i + 1) * n // width] for i in range(width)]
@@ -32,7 +32,7 @@ class Course:
 
 
 def courses_of(config: Config) -> list[Course]:
-    """What changes over the steps of a config. Raises InputError: the number of steps is not known without the data."""
+    """The values that change over the steps of a run. Raises InputError: the number of steps depends on the data."""
     steps = config.train.steps
     if steps is None:
         raise InputError("--schedule needs the number of steps, which train.epochs does not say: give train.steps=N")
@@ -64,7 +64,7 @@ def _changing_steps(config: Config, sizes: BatchSizes, steps: int) -> list[int]:
 
 
 def schedule_json(config: Config, courses: Sequence[Course]) -> dict[str, Any]:
-    """Every course with the values of at most about 1,000 steps, the first and the last among them."""
+    """All courses, with the values of about 1,000 steps at most, including the first and the last."""
     steps = len(courses[0].values)
     every = range(0, steps, -(-steps // 1000))
     shown = sorted({*every, *_changing_steps(config, config.batch.sizes, steps), steps - 1})
@@ -77,10 +77,10 @@ def schedule_json(config: Config, courses: Sequence[Course]) -> dict[str, Any]:
 
 
 def draw_schedule(path: str | Path, config: Config, courses: Sequence[Course]) -> None:
-    """Writes a picture (png, svg or pdf), a panel for each course. InputError: no matplotlib, or no such file."""
+    """Writes a picture (png, svg or pdf) with a panel per course. Raises InputError: no matplotlib, or no such file."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("a picture needs matplotlib, which is not installed: pip install 'meshtrain[plot]'")
-    from matplotlib.figure import Figure  # not pyplot, which keeps every figure and asks for a display
+    from matplotlib.figure import Figure  # not pyplot, which keeps every figure and needs a display
 
     figure = Figure(figsize=(9, 0.6 + 1.6 * len(courses)), dpi=160, facecolor="white", layout="constrained")
     figure.suptitle(f"schedule of {config.name}", x=0.01, ha="left", fontweight="bold", fontsize=12)
@@ -93,5 +93,5 @@ def draw_schedule(path: str | Path, config: Config, courses: Sequence[Course]) -
     panels[-1].set_xlabel("step")
     try:
         figure.savefig(path)
-    except (OSError, ValueError) as error:  # a ValueError: no kind of picture that matplotlib knows
+    except (OSError, ValueError) as error:  # a ValueError: a file format that matplotlib does not know
         raise InputError(f"cannot write a picture to {path} ({error}): give a name such as schedule.png") from None

@@ -1,1 +1,1 @@
-"""The doctor: is everything in place for this job on these nodes, and if not, what is wrong and what mends it."""
+"""The doctor: is everything in place for this job on these nodes, and if not, what is wrong and how to fix it."""

@@ -1,4 +1,4 @@
-"""What is timed on the groups of a layout, and the processes that time it (bandwidth_worker.py): one per rank."""
+"""Bandwidth: what is timed on the groups of a layout, and its workers (bandwidth_worker.py), one per rank."""
 
 import contextlib
 import json
@@ -18,26 +18,26 @@ from meshtrain.layout import Layout
 
 WORLD = "world"
 COLLECTIVES = ("all-reduce", "broadcast", "reduce-scatter", "all-gather")
-SMALL = 2**18  # bytes; from the time that it takes the larger size is chosen
+SMALL = 2**18  # bytes; the time that they take determines the larger size
 LARGER = {"gloo": (2**20, 2**22, 2**24), "nccl": (2**22, 2**24, 2**26, 2**28)}
 REPETITIONS = 6
-BUDGET_S = 0.3  # of one collective on the groups of one axis
-START_S = 40.0  # for the workers to meet: importing torch takes seconds, on a busy host many
-BEFORE = ("starting", "meeting")  # what a worker does until all have met
+BUDGET_S = 0.3  # for one collective on the groups of one axis
+START_S = 40.0  # for the workers to meet: importing torch takes seconds, many on a busy host
+BEFORE = ("starting", "meeting")  # activities of a worker until all have met
 MOST_PRINTED = 2**22
-SHARE = 0.6  # of the time after that in which parts are begun; what is not begun then is left out
+SHARE = 0.6  # of the time after that, in which measurements may begin; later ones are left out
 PATIENCE_S = 3.0  # after a worker of this node has failed, for the others to notice it themselves
 MOST_ROUNDS = 7  # of pairs of hosts: all pairs of up to eight hosts
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What all workers are to do, and where they meet."""
+    """What all workers measure, and where they meet."""
 
     sizes: dict[str, int]  # of the layout's axes
     hosts: tuple[str, ...]  # of each rank
-    port: int  # of the store, on the node that leads; its first worker serves it
-    seconds: float  # from the workers' meeting until one is given up
+    port: int  # of the store, served by the first worker of the leading node
+    seconds: float  # from the workers' meeting until they are given up
 
     @property
     def layout(self) -> Layout:
@@ -45,13 +45,13 @@ class Spec:
 
 
 def axes_to_time(layout: Layout) -> list[str]:
-    """The axes with groups of several ranks, and the world where it is not one of them."""
+    """The axes with groups of several ranks, and the world if it is not one of these groups."""
     large = [axis for axis in layout.axes if layout.size(axis) > 1]
     return large if len(large) == 1 else [*large, WORLD]
 
 
 def pairs_in_rounds(count: int, most: int = MOST_ROUNDS) -> list[list[tuple[int, int]]]:
-    """Rounds in which everybody has one partner (the circle method of a round-robin tournament); all pairs if few."""
+    """Rounds in which each has one partner (the circle method of a round-robin tournament); all pairs if few."""
     even = count + count % 2
     circle, rounds = list(range(even)), []
     for _ in range(min(max(even - 1, 0), most)):
@@ -62,18 +62,18 @@ def pairs_in_rounds(count: int, most: int = MOST_ROUNDS) -> list[list[tuple[int,
 
 
 def choose_size(seconds: float, sizes: Sequence[int]) -> int:
-    """The largest size whose repetitions fit the time, judging from a message of `SMALL` bytes."""
+    """The largest size whose repetitions fit BUDGET_S, extrapolated from the `seconds` for `SMALL` bytes."""
     fitting = [size for size in sizes if seconds * size / SMALL * REPETITIONS <= BUDGET_S]
     return max(fitting, default=SMALL)
 
 
 def wire_bytes(collective: str, ranks: int, size: int) -> float:
-    """Bytes that a rank sends at least, as nccl-tests counts ("bus bandwidth"); `size` is that of the whole."""
+    """The least bytes that a rank sends, as nccl-tests counts ("bus bandwidth"); `size`: bytes of the whole tensor."""
     return size * {"all-reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}.get(collective, (ranks - 1) / ranks)
 
 
 def merge(layout: Layout, results: Mapping[int, Mapping[str, Any]]) -> Timings:
-    """What all ranks' numbers come to: of each collective the slowest rank's. Results that are none count as stuck."""
+    """Merges all ranks' numbers: for each collective, the slowest rank's. Invalid or missing results count as stuck."""
     stuck = {str(rank): "nothing came of it" for rank in range(layout.world_size) if rank not in results}
     by_name: dict[tuple[str, str], list[dict[str, Any]]] = {}
     links: list[Link] = []
@@ -115,7 +115,7 @@ class _Worker:
     def __init__(self, spec: Spec, rank: int, local_rank: int, address: str, serves: bool) -> None:
         self.rank = rank
         self._started = time.monotonic()
-        self._connected: float | None = None  # when all have met
+        self._connected: float | None = None  # when all had met
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         task = {"spec": asdict(spec), "rank": rank, "local_rank": local_rank, "address": address, "serves": serves}
         task["parent"] = os.getpid()
@@ -124,7 +124,7 @@ class _Worker:
         self.process = subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ}, **files)
 
     def _messages(self) -> dict[str, Any]:
-        """The last value of each kind of message: "at" is what the worker does, "result" what it measured."""
+        """The last message of each kind: "at" is what the worker is doing, "result" what it has measured."""
         messages: dict[str, Any] = {"at": "starting"}
         for line in _lines(self._out):
             if line.startswith('{"'):
@@ -152,7 +152,7 @@ class _Worker:
         if late:
             return {"stuck": f"not done with {messages['at']} after {time.monotonic() - self._started:.0f} s"}
         lines = [line for line in _lines(self._err) if line and not line.startswith(" ")] or ["it printed nothing"]
-        errors = [line for line in lines if "Error" in line]  # notes may follow it
+        errors = [line for line in lines if "Error" in line]  # notes may follow the error
         return {"stuck": f"failed at {messages['at']}: {(errors or lines)[-1][:300]}"}
 
 
@@ -162,7 +162,7 @@ def _lines(file: IO[bytes]) -> list[str]:
 
 
 def run_workers(spec: Spec, ranks: Sequence[int], address: str, serves: bool) -> dict[int, Any]:
-    """Runs this node's workers to their end, or for as long as the spec says; rank -> what it measured, or "stuck".
+    """Runs this node's workers to their end, or up to the spec's time limit; rank -> its measurements, or "stuck".
     `address` is the leader's, as this node reaches it; if `serves`, the first worker serves the store there."""
     workers = [_Worker(spec, rank, local, address, serves and local == 0) for local, rank in enumerate(ranks)]
     deadline = never = math.inf

@@ -1,6 +1,6 @@
-"""One rank that times the collectives of a layout: `python -m meshtrain.doctor.bandwidth_worker TASK`.
+"""A worker: one rank that times the collectives of a layout: `python -m meshtrain.doctor.bandwidth_worker TASK`.
 
-It prints JSON lines: `{"at": ...}` before each part, so that the doctor knows how far it came, then `{"result": ...}`.
+It prints JSON lines: `{"at": ...}` before each part, so that the doctor knows how far it got, then `{"result": ...}`.
 """
 
 import json
@@ -33,7 +33,7 @@ MATRIX = {"cpu": 384, "cuda": 4096}
 def main(task: dict[str, Any]) -> None:
     end_with_parent(task["parent"])
     spec = from_json(Spec, task["spec"])
-    log = tempfile.TemporaryFile()  # noqa: SIM115  # NCCL writes what it does to a file without a name
+    log = tempfile.TemporaryFile()  # noqa: SIM115  # an unnamed file for NCCL's log
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"/proc/self/fd/{log.fileno()}"}
     at("meeting")
     numbers, endpoint = (task["rank"], len(spec.hosts), task["local_rank"]), (task["address"], spec.port)
@@ -53,7 +53,7 @@ def at(activity: str) -> None:
 
 
 def measure(job: Job, mesh: Mesh, until: float) -> dict[str, Any]:
-    """All that this rank can time, in the same order on all ranks; none is begun after `until` of `time.monotonic`."""
+    """Times all collectives, in the same order on all ranks; none begins after `until` (of `time.monotonic`)."""
     at("a computation of its own")
     n = MATRIX[job.device.type]
     matrix = torch.ones(n, n, device=job.device)
@@ -65,7 +65,7 @@ def measure(job: Job, mesh: Mesh, until: float) -> dict[str, Any]:
     for axis in bandwidth.axes_to_time(mesh.layout):
         for collective in bandwidth.COLLECTIVES:
             late = torch.tensor([float(time.monotonic() > until)], device=job.device)
-            if mesh.sum(late).item():  # for one of the ranks, so for all
+            if mesh.sum(late).item():  # late on one rank, so left out on all
                 left_out.append(f"{collective} over {axis}")
             else:
                 timings.append(_time(job, mesh, axis, collective, LARGER[backend]))
@@ -73,7 +73,7 @@ def measure(job: Job, mesh: Mesh, until: float) -> dict[str, Any]:
 
 
 def _clocked(job: Job, do: Callable[[], object]) -> float:
-    """Seconds of one call, until the device has done it."""
+    """Seconds of one call, until the device has finished it."""
     start = time.perf_counter()
     do()
     if job.device.type == "cuda":
@@ -82,7 +82,7 @@ def _clocked(job: Job, do: Callable[[], object]) -> float:
 
 
 def _links(job: Job, mesh: Mesh, backend: str) -> list[dict[str, Any]]:
-    """Bandwidth between the first ranks of pairs of hosts; each number is told by the lower one of the two."""
+    """Bandwidth between the first ranks of pairs of hosts; the lower rank of each pair reports it."""
     layout = mesh.layout
     firsts = [next(r for r in range(layout.world_size) if layout.host(r) == host) for host in layout.hosts]
     links = []
@@ -91,7 +91,7 @@ def _links(job: Job, mesh: Mesh, backend: str) -> list[dict[str, Any]]:
         for a, b in pairs:
             if job.rank in (firsts[a], firsts[b]):
                 links += _link(job, firsts[a], firsts[b], LINK_BYTES[backend])
-        mesh.sum(torch.zeros(1, device=job.device))  # nobody sends while others still measure
+        mesh.sum(torch.zeros(1, device=job.device))  # no pair sends while others still measure
     return links
 
 
@@ -103,19 +103,19 @@ def _link(job: Job, source: int, target: int, size: int) -> list[dict[str, Any]]
         for operation in (dist.send, dist.recv) if first else (dist.recv, dist.send):
             operation(message, target if first else source)
 
-    there_and_back(byte)  # both are here, and connected
+    there_and_back(byte)  # now both are ready and connected
     seconds = min(_clocked(job, lambda: there_and_back(data)) for _ in range(3)) / 2
     return [{"source": source, "target": target, "bandwidth": size / seconds}] if first else []
 
 
 def _time(job: Job, mesh: Mesh, axis: str, collective: str, sizes: tuple[int, ...]) -> dict[str, Any]:
-    """One collective on this rank's group: latency by a message of a few bytes, bandwidth by as large a one as fits."""
+    """Times a collective on this rank's group: latency with a few bytes, bandwidth with the largest size that fits."""
     at(f"{collective} over {axis}")
     group = mesh.world if axis == WORLD else mesh.group(axis)
     ranks = dist.get_world_size(group)
     latency = statistics.median(_repeat(job, group, collective, ranks, 4 * ranks))
     small = torch.tensor([statistics.median(_repeat(job, group, collective, ranks, SMALL, 2))], device=job.device)
-    dist.all_reduce(small, dist.ReduceOp.MAX, group=group)  # all choose the same size
+    dist.all_reduce(small, dist.ReduceOp.MAX, group=group)  # all ranks choose the same size
     size = bandwidth.choose_size(small.item(), sizes)
     times = _repeat(job, group, collective, ranks, size)
     seconds = statistics.median(times)
@@ -126,7 +126,7 @@ def _time(job: Job, mesh: Mesh, axis: str, collective: str, sizes: tuple[int, ..
 def _repeat(
     job: Job, group: dist.ProcessGroup | None, collective: str, ranks: int, size: int, times: int = REPETITIONS
 ) -> list[float]:
-    """Seconds of each of several calls but the first; `size` is in bytes, of the whole tensor."""
+    """Seconds of each of several calls, without the first; `size`: bytes of the whole tensor."""
     part = max(size // 4 // ranks, 1)
     whole, own = torch.zeros(part * ranks, device=job.device), torch.zeros(part, device=job.device)
     calls: dict[str, Callable[[], object]] = {

@@ -33,10 +33,10 @@ from meshtrain.job.sockets import address_towards, listen, plain_address
 from meshtrain.layout import Layout
 
 WAIT_S = 30.0
-CHECKS_S = 20.0  # to try ports, look up names and look for files
+CHECKS_S = 20.0  # to try ports, resolve names and look for files
 WORKERS_S = 20.0
-SLACK_S = 5.0  # more than the limits above, for the leader to tell what came of it
-OTHER_SERVER_S = 5.0  # for a node that was told to serve another host's address to look who is there
+SLACK_S = 5.0  # beyond the limits above, for the leader to announce the results
+OTHER_SERVER_S = 5.0  # for a node that was told to serve another host's address to look who serves it
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class DoctorRun:
 @dataclass(frozen=True)
 class Outcome:
     findings: list[Finding]
-    cluster: ClusterFacts | None = None  # None on a node that met the others and does not lead
+    cluster: ClusterFacts | None = None  # None on a node that met the others and is not the leader
     leader: str = ""
 
 
@@ -66,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status: 0 where all is well, 1 where something is wrong."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and clean up on the way
+    """Returns the exit status: 0 if all is well, 1 if something is wrong."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that it cleans up
     words = [word for word in (arguments.config, *arguments.overrides) if word is not None]
     words = words[1:] if arguments.module else words  # torchrun's `-m meshtrain.train` in front of the config
     config, overrides = (None, words) if words and "=" in words[0] else (words[0] if words else None, words[1:])
@@ -106,14 +106,14 @@ def _meet(run: DoctorRun, host: Host, probe: PortProbe) -> Outcome:
     told_elsewhere = place.serves and not serves(replace(place, serves=None), host.host, addresses)
     member = None
     with suppress(JoinError):
-        if told_elsewhere and place.backend == "c10d":  # is_host=1 for another's address: who is there serves it too
+        if told_elsewhere and place.backend == "c10d":  # is_host=1 for another's address: its owner may serve, too
             member = join_rendezvous(host, min(run.wait_s / 2, OTHER_SERVER_S))
     try:
         leader = None if member else open_rendezvous(host)
     except JoinError as taken:
         if place.backend == "static" or place.serves is not None:
             raise
-        try:  # two agents on one host: as under torchrun, whoever comes second to the port goes to the first
+        try:  # two agents on one host: as under torchrun, the second one at the port joins the first
             leader, member = None, join_rendezvous(host, min(run.wait_s, 2.0))
         except JoinError:
             raise taken from None
@@ -153,7 +153,7 @@ def _lead(leader: Leader, run: DoctorRun, probe: PortProbe) -> Outcome:
 
 
 def _entry(number: int, host: Host) -> PeerEntry:
-    """The addresses to try are that of the route, and those that NCCL or gloo would tell the others."""
+    """The addresses to try are that of the route, and those that NCCL or gloo would announce to the others."""
     chosen = [address for address in addresses_of(communicates_by(host)[2]) if ":" not in address]
     addresses = tuple(filter(None, dict.fromkeys([host.route, *chosen[:4]])))
     tokens = tuple(path.token for path in host.paths if path.token)
@@ -172,13 +172,13 @@ def _check_peers(node: int, entries: Sequence[PeerEntry], host: Host, run: Docto
 
 
 def _time_collectives(cluster: ClusterFacts, leader: Leader | None = None) -> ClusterFacts:
-    """Has the workers of all nodes time the collectives of the layout, unless that is bound to fail."""
+    """Has the workers of all nodes time the collectives of the layout, unless that is certain to fail."""
     spec, reason = _spec(cluster)
     if leader is not None:
         leader.board.set("spec", None if spec is None else to_json(spec))
     if spec is None:
         return replace(cluster, timings=records.Timings(skipped=reason))
-    # All nodes' workers end together, or are given up at about the same time: then there is little to wait for.
+    # All nodes' workers end together, or are given up at about the same time, so the wait for answers is short.
     results = run_workers(spec, cluster.hosts[0].ranks, "127.0.0.1", True)
     answers = [{}] if leader is None else leader.gather("timings", dict[str, dict[str, object]], {}, 2 * SLACK_S)
     for rank, result in (row for answer in answers for row in (answer or {}).items()):

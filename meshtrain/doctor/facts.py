@@ -1,4 +1,4 @@
-"""The facts of a host, before it has met the others: what Linux, torch and nvidia-smi say of it, and its config."""
+"""The facts of a host, before it has met the others: from Linux, torch and nvidia-smi, and from its config."""
 
 import array
 import fcntl
@@ -24,7 +24,7 @@ from meshtrain.job.host_memory import memory_gib
 from meshtrain.job.sockets import resolve
 from meshtrain.metrics.nvidia_smi import query, throttle_reasons
 
-SLOW_S = 2.0  # a look-up of a name that takes longer slows every start
+SLOW_S = 2.0  # a name resolution that takes longer slows every start
 PACKAGES = ("meshtrain", "numpy", "einops", "safetensors", "pyyaml", "triton", "tokenizers", "transformers")
 VARIABLES = (
     "NCCL_", "GLOO_", "TORCH_", "UCX_", "FI_", "PYTORCH_", "CUDA_", "CUBLAS_", "OMP_", "MKL_", "UCC_",
@@ -36,7 +36,7 @@ IFREQ = 40  # bytes of `struct ifreq` on 64-bit Linux
 
 
 def collect(place: Place, config: str | None, overrides: Sequence[str], variables: Mapping[str, str]) -> Host:
-    """This host alone: what only shows together with the others (route, port, ranks) is not in it yet."""
+    """The facts of this host alone: those that need the other hosts (route, port, ranks) are still missing."""
     import torch  # here, because it takes two seconds
 
     name = socket.gethostname()
@@ -76,7 +76,7 @@ def collect(place: Place, config: str | None, overrides: Sequence[str], variable
 
 
 def look_up(names: set[str]) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """Name -> addresses, as this host resolves them, and the names for which that took long."""
+    """Name -> addresses, as this host resolves them, and the names whose resolution took long."""
 
     def timed(name: str) -> tuple[str, tuple[str, ...], float]:
         start = time.monotonic()
@@ -89,7 +89,7 @@ def look_up(names: set[str]) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...
 
 
 def processes_of(option: str, gpus: int, cores: int) -> int:
-    """torchrun's --nproc-per-node: a number, `gpu`, `cpu`, or `auto` (GPUs where there are any)."""
+    """The number of processes by torchrun's --nproc-per-node: a number, `gpu`, `cpu`, or `auto` (GPUs if any)."""
     if option == "gpu" or (option == "auto" and gpus):
         return gpus
     return cores if option in ("cpu", "auto") else int(option)
@@ -114,7 +114,7 @@ def _versions(gpus: Sequence[Gpu]) -> dict[str, str]:
 
 
 def _gpus() -> tuple[Gpu, ...]:
-    """None where nvidia-smi is missing or does not answer, which shows as a number that does not fit."""
+    """Empty if nvidia-smi is missing or does not answer, which shows as a mismatch of numbers."""
     gpus = []
     for index, name, uuid, total, used, driver, reasons in query(QUERY):
         total_gib, used_gib = (float(mib) / 1024 if mib.replace(".", "").isdecimal() else 0.0 for mib in (total, used))
@@ -138,7 +138,7 @@ def interfaces() -> tuple[Interface, ...]:
 
 
 def ports(cards: Path = Path("/sys/class/infiniband")) -> tuple[Port, ...]:
-    """The ports of RDMA cards: InfiniBand, RoCE, and a cloud's own."""
+    """The ports of RDMA cards: InfiniBand, RoCE, and those of clouds."""
 
     def text(file: Path) -> str:
         try:
@@ -158,5 +158,5 @@ def ports(cards: Path = Path("/sys/class/infiniband")) -> tuple[Port, ...]:
 
 
 def verbs(devices: Path = Path("/dev/infiniband")) -> bool:
-    """Whether this process was given the devices of RDMA cards: a container may see cards that it cannot open."""
+    """Whether this process has the device files of RDMA cards: a container may see cards that it cannot open."""
     return any(devices.glob("uverbs*"))

@@ -15,15 +15,15 @@ from meshtrain.data.fingerprint import Files, sampled_digest
 from meshtrain.doctor.records import PathFacts
 from meshtrain.job.sockets import call_with_timeout
 
-PROBE_S = 8.0  # for all that is asked of one path
+PROBE_S = 8.0  # for all checks of one path
 READ_S = 0.5  # of reading, to measure its speed
 CHUNK = 4 * 2**20
-MOST_NAMES = 1000  # of a folder, for its digest
+MOST_NAMES = 1000  # of files in a folder, for its digest
 TOKEN = ".meshtrain-doctor-"
 
 
 def named_paths(config: Config) -> list[PathFacts]:
-    """What a job of this config reads and writes; keys and absolute paths."""
+    """The paths that a job of this config reads and writes, absolute, with their config keys."""
     data, schedule, model = config.data, config.pipeline.schedule, config.model
     reads: dict[str, str | None] = {
         "data.source": data.source if data.source.endswith(".py") else None,
@@ -52,7 +52,7 @@ def named_paths(config: Config) -> list[PathFacts]:
 
 
 def probe(facts: PathFacts) -> PathFacts:
-    """What this host finds at a path; where the job writes, a small file is left for the others to see."""
+    """Checks a path on this host; where the job writes, leaves a small file for the other hosts to see."""
     try:
         return call_with_timeout(PROBE_S, _probe_writing if facts.writes else _probe_reading, facts)
     except TimeoutError:
@@ -80,7 +80,7 @@ def _probe_reading(facts: PathFacts) -> PathFacts:
 
 
 def _speed(path: Path) -> float | None:
-    """MiB per second of reading from the disk or server, not from memory; None for a file too small to tell."""
+    """Read speed in MiB/s from the disk or server, not from the page cache; None for a file too small to tell."""
     if path.stat().st_size < CHUNK:
         return None
     read, start = 0, time.monotonic()
@@ -92,17 +92,17 @@ def _speed(path: Path) -> float | None:
 
 
 def _probe_writing(facts: PathFacts) -> PathFacts:
-    """Writes where the folder would be made: into it, or into the nearest one above that is there."""
+    """Writes where the job's folder would be created: into it, or into its nearest existing parent."""
     path = Path(facts.path)
     folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
     file = folder / (TOKEN + uuid.uuid4().hex)
     try:
         with file.open("wb", buffering=0) as scratch:
-            scratch.write(os.urandom(CHUNK))  # some file systems pack or merge what is all alike
+            scratch.write(os.urandom(CHUNK))  # some file systems compress or deduplicate uniform data
             os.fsync(scratch.fileno())
-        speed = _speed(file)  # at which what was written there is read, as a restart reads its checkpoint
+        speed = _speed(file)  # of reading back what was written, as a restart reads its checkpoint
     except OSError:
-        file.unlink(missing_ok=True)  # nobody tidies up what was not told
+        file.unlink(missing_ok=True)  # `tidy` does not know of this file
         raise
     file.write_text("meshtrain doctor was here, and removes this when it is done\n")
     free, kind = free_gib(str(folder)), filesystem(str(folder))
@@ -110,13 +110,13 @@ def _probe_writing(facts: PathFacts) -> PathFacts:
 
 
 def visible(own: Sequence[PathFacts], others: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which of the other hosts' small files this host sees in its own folders, and the keys where it could not look."""
-    # The names come over the network: they are looked at only if they can be such a file's.
+    """The other hosts' small files that this host sees in its own folders, and the keys where it could not look."""
+    # The names come from the network: only valid names of such files are looked up.
     names = [name for name in others if name.startswith(TOKEN) and "/" not in name]
 
     def present(folder: Path) -> set[str]:
         os.listdir(folder)
-        # One by one, which asks the server: a client may remember for a while what a folder held.
+        # One by one, which asks the server: a client may cache the folder's contents for a while.
         return {name for name in names if (folder / name).exists()}
 
     visible_names: set[str] = set()
@@ -133,7 +133,7 @@ def visible(own: Sequence[PathFacts], others: Sequence[str]) -> tuple[tuple[str,
 def tidy(own: Sequence[PathFacts]) -> None:
     for path in own:
         if path.token:
-            with suppress(OSError):  # its server has gone meanwhile: the file cannot be helped
+            with suppress(OSError):  # its server is gone: the file stays
                 call_with_timeout(PROBE_S, Path(path.seen, path.token).unlink, True)
 
 
@@ -142,7 +142,7 @@ def free_gib(path: str) -> float:
 
 
 def filesystem(path: str) -> str:
-    """The type of the file system on which a path lies: ext4, nfs4, lustre."""
+    """The type of a path's file system: ext4, nfs4, lustre."""
     best, kind = "", ""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, mount, type_, *_ = line.split()

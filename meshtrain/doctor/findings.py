@@ -1,4 +1,4 @@
-"""A finding: what is wrong, where, and what mends it; the rules' sentences are in rules/findings.toml. Pure."""
+"""A finding: what is wrong, where, and how to fix it; the rules' sentences are in rules/findings.toml. No I/O."""
 
 import statistics
 import tomllib
@@ -16,15 +16,15 @@ SENTENCES = tomllib.loads(Path(__file__).with_name("rules").joinpath("findings.t
 
 @dataclass(frozen=True)
 class Finding:
-    severity: str  # "error": the job would not start or not be right; "warning": it may be slow or surprising; "note"
-    id: str  # one per kind of trouble
+    severity: str  # "error": the job would not start or be wrong; "warning": it may be slow or surprising; "note"
+    id: str  # one per kind of problem
     what: str
     where: tuple[str, ...] = ()  # hosts (or ranks, or links) that it concerns; empty for the job as a whole
     fix: str = ""
 
 
 def finding(sentence: str, places: str | Iterable[str] = (), severity: str = "", /, **words: Any) -> Finding:
-    """The finding of this sentence (its id, or id/case), filled in with `words`; `name` and `names` are of `places`."""
+    """The finding for a sentence (its id, or id/case), filled in with `words`, and with `name`, `names` of `places`."""
     row, places = SENTENCES[sentence], (places,) if isinstance(places, str) else tuple(places)
     words = {"name": places[0] if places else "", "names": names_text(places)} | words
     text, fix = (row.get(part, "").format(**words) for part in ("what", "fix"))
@@ -41,7 +41,7 @@ def names_text(names: Sequence[str]) -> str:
 
 
 def group_by_value(names: Sequence[str], values: Sequence[str]) -> dict[str, list[str]]:
-    """Value -> who has it, the most frequent first; of equally frequent ones the first host's."""
+    """Value -> the names that have it, most frequent value first; ties in the order of `names`."""
     groups = group_values(zip(values, names, strict=True))
     return dict(sorted(groups.items(), key=lambda item: -len(item[1])))
 

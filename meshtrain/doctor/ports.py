@@ -1,5 +1,5 @@
-"""Is any other port open between the hosts: torchrun, gloo and NCCL choose ports at random for their connections. And
-who has a port of this host, or is connected to it."""
+"""Ports: whether random ports are open between the hosts, as torchrun, gloo and NCCL need for their connections, and
+which process listens on a port of this host, or is connected to it."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ LISTENING = "0A"  # a state in /proc/net/tcp
 
 
 class PortProbe:
-    """A random port that is open while the others try it; it tells whoever comes which node's it is, and the time."""
+    """A random open port for other hosts to try; it answers each connection with this node's name and the time."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.time) -> None:
         self._socket = listen(0)
@@ -49,7 +49,7 @@ class PortProbe:
 
 
 def peers_to_check(node: int, nodes: int) -> list[int]:
-    """The nodes that a node tries: all others, or of many those at distances of powers of two (O(n log n) in all)."""
+    """The nodes that a node tries: all others, or of many, those at power-of-two distances (O(n log n) in all)."""
     if nodes <= ALL_PAIRS:
         return [other for other in range(nodes) if other != node]
     distances = (2**i for i in range(nodes.bit_length()) if 2**i < nodes)
@@ -57,7 +57,7 @@ def peers_to_check(node: int, nodes: int) -> list[int]:
 
 
 def check_ports(source: int, targets: Sequence[tuple[int, str, int, str]]) -> tuple[PortCheck, ...]:
-    """Tries (node, address, port, the name that its probe tells), many at once."""
+    """Tries each target (node, address, port, the name that its probe must answer), many at once."""
 
     def check(target: tuple[int, str, int, str]) -> PortCheck:
         node, address, port, name = target
@@ -72,7 +72,7 @@ def check_ports(source: int, targets: Sequence[tuple[int, str, int, str]]) -> tu
 
 
 def clock_offset(address: str, port: int, clock: Callable[[], float]) -> tuple[float, float] | None:
-    """By how many seconds this host's clock is ahead of a probe's, and how wrong that may be (as NTP, RFC 5905)."""
+    """Seconds by which this host's clock is ahead of a probe's, and the error bound of that (as NTP, RFC 5905)."""
     best: tuple[float, float] | None = None
     for _ in range(4):
         before, started = clock(), time.monotonic()
@@ -105,7 +105,7 @@ def _ask(address: str, port: int) -> tuple[str, dict[str, Any]]:
 
 
 def owner_of_port(port: int) -> str:
-    """Which process of this host listens on a port, in words."""
+    """The process of this host that listens on a port, in words."""
     for inode in [row[9] for row in _tcp_rows(port) if row[3] == LISTENING]:
         for link in Path("/proc").glob("[0-9]*/fd/*"):
             with contextlib.suppress(OSError):  # another user's, or gone
@@ -116,10 +116,10 @@ def owner_of_port(port: int) -> str:
 
 
 def peers_of_port(port: int) -> set[tuple[str, str]]:
-    """The other ends of connections to a port of this host, also of those that were closed a moment ago."""
+    """The peers of connections to a port of this host, including those closed a moment ago."""
     peers = set()
     for address, _, number in (row[2].partition(":") for row in _tcp_rows(port) if row[3] != LISTENING):
-        words = bytes.fromhex(address)  # of four bytes, each the last byte first
+        words = bytes.fromhex(address)  # of four bytes each, in little-endian order
         data = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
         family = socket.AF_INET if len(data) == 4 else socket.AF_INET6
         peers.add((plain_address(socket.inet_ntop(family, data)), number))

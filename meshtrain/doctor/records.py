@@ -1,4 +1,4 @@
-"""What the nodes tell each other, as frozen dataclasses; to JSON and back, checked, because it comes off a network."""
+"""Records that the nodes exchange, as frozen dataclasses; to JSON and back, checked, as they come from a network."""
 
 import types
 from collections import Counter
@@ -10,12 +10,12 @@ T = TypeVar("T")
 
 
 class RecordError(ValueError):
-    """What came over the network has not the form of what was asked for."""
+    """Data from the network does not have the expected form."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where and as whom a node goes to meet the others, as its command line or its launcher says."""
+    """Where, and as which node, a node meets the others, from its command line or its launcher."""
 
     launcher: str  # "torchrun's options", "torchrun" (this is one of its workers), "srun" or "local"
     backend: str  # of torchrun's rendezvous: "c10d" or "static"
@@ -24,11 +24,11 @@ class Place:
     id: str
     fewest: int  # nodes
     most: int
-    node_rank: int | None = None  # None where the backend deals them out
+    node_rank: int | None = None  # None where the backend assigns it
     processes: str = "1"  # of this node: a number, "gpu", "cpu" or "auto"
-    serves: bool | None = None  # whether this node serves the endpoint; None: it finds out as torchrun does
-    ranks: tuple[int, ...] = ()  # of this node's processes where the launcher has numbered them already
-    expected: tuple[str, ...] = ()  # names of the nodes, where the launcher knows them
+    serves: bool | None = None  # whether this node serves the endpoint; None: decided as torchrun does
+    ranks: tuple[int, ...] = ()  # of this node's processes, if the launcher has already assigned them
+    expected: tuple[str, ...] = ()  # names of the nodes, if the launcher knows them
 
     @property
     def by_options(self) -> bool:
@@ -51,7 +51,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as nvidia-smi tells it; `throttled` is why its clocks are held down, empty where they are not."""
+    """A GPU as reported by nvidia-smi; `throttled`: why its clocks are throttled, empty if they are not."""
 
     index: int
     name: str
@@ -67,15 +67,15 @@ class Port:
     """A port of an RDMA card, `mlx5_0:1`; `roce_v2`: whether it has an address (GID) of RoCE v2."""
 
     name: str
-    layer: str = "InfiniBand"  # or "Ethernet" (RoCE), or another, which NCCL leaves out
+    layer: str = "InfiniBand"  # or "Ethernet" (RoCE), or another one, which NCCL ignores
     active: bool = True
     gbit: float = 0.0
-    driver: str = ""  # "mlx5_core", "efa"; empty where it cannot be seen
+    driver: str = ""  # "mlx5_core", "efa"; empty if unknown
     roce_v2: bool = False
 
     @property
     def of_nccl(self) -> bool:
-        """Whether NCCL takes it without a plugin (src/transport/net_ib)."""
+        """Whether NCCL uses it without a plugin (src/transport/net_ib)."""
         return self.active and self.layer in ("InfiniBand", "Ethernet")
 
 
@@ -85,31 +85,31 @@ class PathFacts:
 
     key: str
     path: str
-    writes: bool  # the job writes there, or else reads
-    seen: str = ""  # the nearest folder above (or the path itself) that is there
+    writes: bool  # whether the job writes there; otherwise it reads
+    seen: str = ""  # the path itself or its nearest parent that exists
     problem: str = ""  # why it cannot be read or written
     size: int | None = None
-    digest: str = ""  # of size and samples of what is read
+    digest: str = ""  # of the size and of samples of the contents
     mib_per_s: float | None = None
-    token: str = ""  # the name of the file left beside it for the other hosts to see
+    token: str = ""  # the name of the file left there for the other hosts to see
     filesystem: str = ""
     free_gib: float | None = None
 
 
 @dataclass(frozen=True)
 class Host:
-    """Everything that a host says of itself. None, empty or 0 where it is not known."""
+    """All that a host reports about itself. None, empty or 0 where unknown."""
 
-    host: str  # its name, as the kernel has it
+    host: str  # its name, as the kernel reports it
     place: Place
     processes: int  # how many the node was told to start
     ranks: tuple[int, ...] = ()
-    resolves: dict[str, tuple[str, ...]] | None = None  # its own name and the endpoint's -> addresses, as it has them
-    slow_names: tuple[str, ...] = ()  # whose look-up took seconds
+    resolves: dict[str, tuple[str, ...]] | None = None  # its own name and the endpoint's -> their addresses here
+    slow_names: tuple[str, ...] = ()  # names whose resolution took seconds
     interfaces: tuple[Interface, ...] = ()
-    route: str = ""  # its own address on the way to the endpoint, or from there to the others
+    route: str = ""  # its own address on the route to the endpoint, or from there to the others
     variables: dict[str, str] | None = None  # those that change how a job communicates or computes
-    nccl_conf: dict[str, str] | None = None  # what NCCL reads from its files of settings for those that are not set
+    nccl_conf: dict[str, str] | None = None  # settings that NCCL reads from its files for variables not set
     versions: dict[str, str] | None = None
     code: dict[str, str] | None = None  # file -> digest
     config: tuple[str, ...] = ()  # resolved, line by line
@@ -119,17 +119,17 @@ class Host:
     paths: tuple[PathFacts, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     gpus_seen: int = 0  # by torch
-    ports: tuple[Port, ...] = ()  # of RDMA cards, those that are down too
+    ports: tuple[Port, ...] = ()  # of RDMA cards, including those that are down
     verbs: bool = True  # whether a process can open one of these cards
-    net_plugin: str = ""  # the file of a network's plugin that NCCL will load
+    net_plugin: str = ""  # the file of the network plugin that NCCL will load
     cores: int = 1
     load: float = 0.0
     memory_gib: float = 0.0
     memory_free_gib: float = 0.0
     shared_memory_gib: float = 0.0
     locked_memory_kib: int | None = None  # None: no limit
-    open_files: tuple[int, int] | None = None  # the soft limit and the hard one; below 0 there is none
-    machine: str = ""  # differs between two starts of any two kernels
+    open_files: tuple[int, int] | None = None  # the soft and the hard limit; below 0: no limit
+    machine: str = ""  # the kernel's boot id, unique to each boot of each machine
     port: int = 0  # where it listens for the others to try
 
     @property
@@ -142,13 +142,13 @@ class Host:
 
     @property
     def rdma_name(self) -> str:
-        """`InfiniBand`, `RoCE`, or both; empty where there is none."""
+        """`InfiniBand`, `RoCE`, or both; empty if it has neither."""
         names = {"InfiniBand": "InfiniBand", "Ethernet": "RoCE"}
         return " and ".join(name for layer, name in names.items() if any(port.layer == layer for port in self.rdma))
 
     @property
     def efa(self) -> bool:
-        """Whether it has cards of AWS, which NCCL knows by a plugin alone."""
+        """Whether it has AWS's cards (EFA), which NCCL supports only through a plugin."""
         return any(port.driver == "efa" for port in self.ports)
 
     @property
@@ -158,7 +158,7 @@ class Host:
 
 @dataclass(frozen=True)
 class PeerEntry:
-    """What the others need to know of a host: its open port, what that tells, addresses to try, files to look for."""
+    """What the others need to know about a host: its probe's port and answer, addresses to try, files to look for."""
 
     number: int  # of the node's keys on the board
     host: str
@@ -171,7 +171,7 @@ class PeerEntry:
 
 @dataclass(frozen=True)
 class PortCheck:
-    """One host tries another's random port: `how` is "open", "refused", "silent", "unreachable", or who answered."""
+    """A try of another host's random port; `how`: "open", "refused", "silent", "unreachable", or who answered."""
 
     source: int
     target: int
@@ -182,18 +182,18 @@ class PortCheck:
 
 @dataclass(frozen=True)
 class PeerChecks:
-    """What a node finds when it looks at the others: the second thing that it tells."""
+    """What a node finds when it checks the others: its second message to the leader."""
 
     reach: tuple[PortCheck, ...] = ()
     names: dict[str, tuple[str, ...]] | None = None  # of the other hosts -> addresses, as this host resolves them
-    tokens: tuple[str, ...] = ()  # of the other hosts' files, those that this host sees
+    tokens: tuple[str, ...] = ()  # the other hosts' files that this host sees
     blind: tuple[str, ...] = ()  # config keys of the folders in which it could not look
     clock: tuple[float, float] | None = None  # seconds by which it is ahead of the leader's, and the error
 
 
 @dataclass(frozen=True)
 class UnknownPeer:
-    """Somebody at the endpoint who is no doctor."""
+    """A peer at the endpoint that is not a doctor."""
 
     address: str
     what: str
@@ -203,14 +203,14 @@ class UnknownPeer:
 class JoinFailure:
     how: str  # "unresolved", "refused", "silent", "unreachable", "stranger", "taken" or "left"
     detail: str = ""  # the error's text, who is there, or which process has the port
-    alive: bool | None = None  # whether the endpoint's host answered on another port; None where it was not asked
+    alive: bool | None = None  # whether the endpoint's host answered on another port; None: not tried
     addresses: tuple[str, ...] = ()  # to which the endpoint's name resolves
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One collective on the groups of an axis. Times in seconds, sizes in bytes, of the slowest group."""
+    """One collective on the slowest group of an axis. Times in seconds, sizes in bytes."""
 
     axes: str
     what: str
@@ -219,13 +219,13 @@ class Timing:
     latency: float
     size: int
     seconds: float
-    spread: float  # the slowest repetition to the median one
+    spread: float  # ratio of the slowest repetition to the median one
     bandwidth: float  # bytes per second on the wire of each rank ("bus bandwidth", as nccl-tests counts it)
 
 
 @dataclass(frozen=True)
 class Link:
-    """Sending between two ranks: bytes per second."""
+    """Bandwidth between two ranks in bytes per second."""
 
     source: int
     target: int
@@ -238,28 +238,28 @@ class Timings:
     timings: tuple[Timing, ...] = ()
     links: tuple[Link, ...] = ()
     compute: dict[str, float] | None = None  # rank -> seconds of the same small computation on each
-    stuck: dict[str, str] | None = None  # rank -> what it was doing when the time was up, or how it failed
+    stuck: dict[str, str] | None = None  # rank -> what it was doing when time ran out, or how it failed
     skipped: str = ""  # why nothing was measured
     left_out: tuple[str, ...] = ()  # collectives for which there was no time
-    transport: tuple[str, ...] = ()  # what NCCL said: "NET/IB : Using ..." and "via P2P/CUMEM", each once
+    transport: tuple[str, ...] = ()  # from NCCL's log: "NET/IB : Using ..." and "via P2P/CUMEM", each once
 
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """All that there is to judge; the first host serves the endpoint."""
+    """All facts to judge; the first host serves the endpoint."""
 
     hosts: tuple[Host, ...]
-    attempt: JoinFailure | None = None  # of this node, which is all of `hosts` then
+    attempt: JoinFailure | None = None  # how this node failed to join; `hosts` is then this node alone
     strangers: tuple[UnknownPeer, ...] = ()
-    waited: float = 0.0  # seconds until the last node came, or until the waiting was given up
+    waited: float = 0.0  # seconds until the last node came, or until the wait was given up
     clocks: tuple[tuple[float, float] | None, ...] = ()  # seconds ahead of the first host's, and the error
-    visits: tuple[PeerChecks | None, ...] = ()  # in the order of `hosts`; None where a node fell silent
-    silent: tuple[str, ...] = ()  # hosts that came and then told nothing
+    visits: tuple[PeerChecks | None, ...] = ()  # in the order of `hosts`; None if a node fell silent
+    silent: tuple[str, ...] = ()  # hosts that came and then reported nothing
     timings: Timings | None = None
 
     @property
     def labels(self) -> list[str]:
-        """The hosts' names; a name that comes twice is told apart by its node's number."""
+        """The hosts' names; equal names are told apart by the node's number."""
         counts = Counter(host.host for host in self.hosts)
         names = enumerate(host.host for host in self.hosts)
         return [name if counts[name] == 1 else f"{name} (node {i})" for i, name in names]
@@ -273,14 +273,14 @@ class ClusterFacts:
         return len({(host.machine, host.host, host.addresses) for host in self.hosts}) > 1
 
 
-to_json = asdict  # a record as what `json` can write
+to_json = asdict  # a record as values that `json` can write
 
 
 def from_json(cls: type[T], value: Any, path: str = "") -> T:
-    """The record, or tuple of records, that `to_json` gave; RecordError names a field that is not as it should be."""
+    """The record, or tuple of records, from the output of `to_json`. Raises RecordError: names an invalid field."""
     try:
         return _read(cls, value, path or cls.__name__)
-    except OverflowError as error:  # an integer for which a float has no room
+    except OverflowError as error:  # an integer too large for a float
         raise RecordError(f"{path or cls.__name__}: {error}") from error
 
 

@@ -1,7 +1,7 @@
 """The rendezvous of the doctors: torch's TCPStore on the endpoint as a notice board for JSON.
 
-The node that serves the endpoint leads: it counts the nodes, each of which sets its facts under a key of its own, also
-with another id, count or rank. Each wait and each call of the store has a limit, and what comes from it is checked.
+The node that serves the endpoint leads: it counts the nodes, each of which sets its facts under its own key, even if
+its id, count or rank differ. Each wait and each call of the store has a time limit, and values from it are checked.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ from meshtrain.job.sockets import is_loopback
 
 VERSION = 2
 PREFIX = "meshtrain/doctor/"
-HANDSHAKE_S = 5.0  # for whoever accepted the connection to prove a store, and a doctor's
+HANDSHAKE_S = 5.0  # for the peer that accepted the connection to prove to be a store, and a doctor's
 CALL_S = 5.0  # for one call of the store
-QUIET_S = 3.0  # after somebody came who does not fit in, for more to come
-PROGRESS_S = 10.0  # between lines about who is missing
+QUIET_S = 3.0  # to wait for more nodes after one came that does not fit in
+PROGRESS_S = 10.0  # between lines about missing nodes
 POLL_S = 0.1
 MOST_BYTES = 4 * 2**20  # of one value: the facts of a few hundred hosts
 MOST_NODES = 2**14
 MOST_UNKNOWN = 16
-STRANGER_TRIES = 3  # a doctor that ends or begins at this moment looks like a stranger
+STRANGER_TRIES = 3  # a doctor that is just ending or beginning looks like a stranger
 
-# A query to validate with its magic number, then one of type PING, which is answered with the last four bytes
-# (TCPStoreBackend.hpp). TCPStore's own constructor waits forever for a listener that says nothing.
+# A VALIDATE query with its magic number, then a PING, which is answered with the last four bytes
+# (TCPStoreBackend.hpp). TCPStore's own constructor waits forever for a listener that sends nothing.
 STORE_PING = b"\x00\xce\xf7\x85\x3c\x0dmesh"
 NO_STORE = "something that is not torch's store"
 OTHER_VERSION = "a doctor of another version of meshtrain"
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class JoinError(Exception):
-    """This node did not get to the others; `failure` says how that went."""
+    """This node could not join the others; `failure` tells how it failed."""
 
     def __init__(self, outcome: str, detail: str = "") -> None:
         super().__init__(outcome)
@@ -62,7 +62,7 @@ def _progress(last: float, text: str) -> float:
 
 
 class Board:
-    """JSON values in a store. Raises JoinError where the store is gone."""
+    """JSON values in a store. Its methods raise JoinError if the store is gone."""
 
     def __init__(self, store: Any) -> None:
         self.store = store
@@ -85,7 +85,7 @@ class Board:
         return bool(self.call("check", [self._prefix + key]))
 
     def read(self, key: str, deadline: float) -> Any:
-        """The value, once it is set; TimeoutError if not by `deadline` of `time.monotonic`, RecordError if no JSON."""
+        """Waits for a value. Raises TimeoutError: not set by `deadline` (`time.monotonic`); RecordError: not JSON."""
         pause = 0.01
         while not self.has(key):
             if time.monotonic() > deadline:
@@ -105,7 +105,7 @@ class Leader:
     def __init__(self, board: Board, host: Host) -> None:
         self.board = board
         self._place = host.place
-        self._earlier = peers_of_port(host.place.port)  # connections of a doctor before this one
+        self._earlier = peers_of_port(host.place.port)  # connections of an earlier doctor
         self._hosts: dict[int, Host] = {0: host}  # by the numbers of their keys
         self._strangers: dict[int, records.UnknownPeer] = {}
         self._silent: set[int] = set()
@@ -128,7 +128,7 @@ class Leader:
         if self._place.backend == "static":
             others.sort(key=lambda item: item[1].place.node_rank or 0)
         self._hosts, end = dict([first, *others]), 0
-        for number, host in self._hosts.items():  # as the launcher has numbered the processes, or torchrun would
+        for number, host in self._hosts.items():  # ranks as the launcher has assigned them, or as torchrun would
             end += host.processes
             self._hosts[number] = replace(host, ranks=host.place.ranks or tuple(range(end - host.processes, end)))
         self.numbers = list(self._hosts)
@@ -148,7 +148,7 @@ class Leader:
         return came
 
     def _unknown_peers(self, peers: set[tuple[str, str]]) -> list[records.UnknownPeer]:
-        """Who was connected to the port and is no doctor, by the kernel's table and by keys of others."""
+        """Peers connected to the port that are no doctors, found in the kernel's table and by foreign keys."""
         if self._place.launcher == "torchrun":
             return []  # the store is torchrun's own
         doctors = {*self._hosts[0].addresses, *(host.route for host in self._hosts.values())}
@@ -158,7 +158,7 @@ class Leader:
         return [records.UnknownPeer(address, identity) for address in unknown or ["?"] * foreign]
 
     def _complete(self, last: float) -> bool:
-        """Whether there is nobody to wait for any more: all have come, or enough of which some do not fit in."""
+        """Whether no more nodes are waited for: all have come, or enough of them, of which some do not fit in."""
         mine, places = self._place, [host.place for host in self._hosts.values()]
         if len(places) >= max(place.most for place in places):
             return True
@@ -167,7 +167,7 @@ class Leader:
         return odd and enough and time.monotonic() - last > QUIET_S
 
     def gather(self, phase: str, kind: type[T], own: T, seconds: float) -> list[T | None]:
-        """What each node gives, this one's first; None for a node that gives nothing of this kind in this time."""
+        """The value that each node gives, this one's first; None for a node that gives no valid value in time."""
         deadline, answers = time.monotonic() + seconds, list[T | None]([own])
         for number in self.numbers[1:]:
             answers.append(None)
@@ -179,11 +179,11 @@ class Leader:
         return answers
 
     def close(self, seconds: float = 0.0) -> None:
-        """Ends the store, once the others have read what was told last, or after `seconds`."""
+        """Ends the store, once the others have read the last values, or after `seconds`."""
         with contextlib.suppress(JoinError):
             if seconds:
                 self.gather("done", bool, True, seconds)
-        self.board.store = None  # which ends the server
+        self.board.store = None  # releasing it ends the server
 
 
 class Member:
@@ -196,7 +196,7 @@ class Member:
         self._board.set(f"{phase}/{self.number}", value)
 
     def hear(self, phase: str, seconds: float) -> Any:
-        """What the leader tells. Raises JoinError if nothing comes in this time, or the leader is gone."""
+        """A value from the leader. Raises JoinError: none comes in time, or the leader is gone."""
         try:
             return self._board.read(phase, time.monotonic() + seconds)
         except TimeoutError as error:
@@ -205,7 +205,7 @@ class Member:
 
 def serves(place: Place, host: str, addresses: Sequence[str]) -> bool:
     """Whether this node would serve the endpoint: as it was told, or because the endpoint is this host. Node rank 0
-    goes to an endpoint elsewhere, as torch's store would: who is there may have been given rank 0 too."""
+    connects to an endpoint elsewhere, as torch's store would: the node there may have been given rank 0, too."""
     if place.serves is not None and not (place.by_options and place.node_rank == 0):
         return place.serves
     if place.address in ("localhost", host):
@@ -221,7 +221,7 @@ def _board(place: Place, address: str, master: bool) -> Board:
 
 
 def open_rendezvous(host: Host) -> Leader:
-    """Serves the endpoint. Raises JoinError if the port is taken, or may not be used."""
+    """Serves the endpoint. Raises JoinError: the port is taken, or may not be used."""
     place = host.place
     try:
         agents = place.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -236,7 +236,7 @@ def open_rendezvous(host: Host) -> Leader:
 
 
 def join_rendezvous(host: Host, seconds: float) -> Member:
-    """Comes to the endpoint with the facts of this host. JoinError: not within `seconds`, or somebody else is there."""
+    """Joins at the endpoint with this host's facts. Raises JoinError: not within `seconds`, or no doctor is there."""
     place = host.place
     start = progress = time.monotonic()
     deadline, strangers = start + seconds, 0
@@ -290,7 +290,7 @@ def _join(host: Host, addresses: Sequence[str], seconds: float) -> Member:
         raise JoinError("stranger", OTHER_VERSION)
     if board.has("closed"):
         raise JoinError("left", "the doctors there have begun without this node")
-    # On a host's own loopback there is no other interface to see: agents of one host meet there.
+    # Over loopback no other interface shows: agents of one host meet there.
     route = leader_address if is_loopback(address) else address
     member = Member(board, board.add("nodes", 1), leader_address)
     member.give("facts", to_json(replace(host, route=route)))

@@ -1,4 +1,4 @@
-"""The doctor's report, for people and for programs."""
+"""The doctor's report, as text and as JSON."""
 
 import hashlib
 import json
@@ -13,8 +13,8 @@ from meshtrain.doctor.records import ClusterFacts, Timing
 from meshtrain.errors import plural, ranges
 
 MARKS = {"error": "ERROR", "warning": "warning", "note": "note"}
-WIDTH = 140  # of what is not written to a terminal
-MOST_HOSTS = 32  # of the table; `--json` has all
+WIDTH = 140  # of output that does not go to a terminal
+MOST_HOSTS = 32  # in the table; `--json` has all
 MOST_DIGESTS = 4  # of one kind that are shown
 
 
@@ -34,7 +34,7 @@ def print_report(cluster: ClusterFacts, findings: Sequence[Finding], as_json: bo
 
 
 def print_summary(findings: Sequence[Finding], host: str, leader: str, quiet: bool) -> None:
-    """What concerns this host, where another one tells everything; nothing at all if `quiet` and all is well here."""
+    """Prints what concerns this host, as another host prints it all; nothing if `quiet` and all is well here."""
     own = [finding for finding in findings if host in finding.where]
     wrong = status(own)
     if quiet and not wrong:
@@ -58,12 +58,12 @@ def block(finding: Finding) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without the characters by which a text from elsewhere could steer a terminal."""
+    """The text without characters with which foreign text could control a terminal."""
     return "".join(char for char in text if char.isprintable() or char == "\n")
 
 
 def digests(cluster: ClusterFacts) -> dict[str, dict[str, list[str]]]:
-    """What should be alike on all hosts -> its digest -> the hosts that have it."""
+    """What should be the same on all hosts -> its digest -> the hosts that have it."""
     kinds: dict[str, dict[str, list[str]]] = {}
     for name, host in cluster.labelled:
         values = {"code": host.code, "versions": host.versions, "config": host.config, "environment": host.variables}
@@ -74,7 +74,7 @@ def digests(cluster: ClusterFacts) -> dict[str, dict[str, list[str]]]:
 
 
 def digests_text(cluster: ClusterFacts) -> str:
-    """`code 3f2a90c1, versions ...` for people who compare jobs; what differs stands among the findings."""
+    """`digests: code 3f2a90c1, versions ...` for comparing jobs; differences between hosts are among the findings."""
     kinds = digests(cluster).items()
     return "digests: " + ", ".join(f"{kind} {'/'.join(row)}" for kind, row in kinds if len(row) <= MOST_DIGESTS)
 
@@ -90,7 +90,7 @@ def _table(title: str, columns: Sequence[str], left_aligned: Sequence[str]) -> A
 
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for name in columns:
-        widest = max(map(len, name.split() or [""]))  # in a narrow terminal lines are folded, and no word of these cut
+        widest = max(map(len, name.split() or [""]))  # a narrow terminal folds lines, but no word of these is cut
         justify: Any = "left" if name in left_aligned else "right"
         table.add_column(name, justify=justify, min_width=widest, overflow="fold")
     return table

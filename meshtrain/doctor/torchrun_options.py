@@ -1,6 +1,6 @@
-"""torchrun's options, or a launcher's variables, as the place where a node meets the others. Pure.
+"""torchrun's options, or a launcher's variables, as the place where a node meets the others. No I/O.
 
-All of torchrun's options are known by name. Like torchrun it reads defaults from PET_NNODES and so on (Kubeflow).
+All of torchrun's options are known by name. Like torchrun, it reads defaults from PET_NNODES and so on (Kubeflow).
 """
 
 import argparse
@@ -12,7 +12,7 @@ from meshtrain.doctor.records import Place
 from meshtrain.errors import InputError
 from meshtrain.job.environment import Environment, read_environment, slurm_nodes
 
-C10D_PORT = 29400  # of an endpoint that names none
+C10D_PORT = 29400  # of an endpoint without a port
 STATIC_PORT = 29500
 YES, NO = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
 
@@ -28,7 +28,7 @@ OPTIONS = {
     "--master-port": ("PORT", "port on node 0 (static)"),
     "--local-addr": ("HOST", "address of this node"),
 }
-# torchrun's other options, which change nothing here: with a value, and without.
+# torchrun's other options, which have no effect here: with a value, and without.
 PASSED_OVER = (
     "--max-restarts", "--monitor-interval", "--start-method", "--event-log-handler", "--role", "--log-dir", "-r",
     "--redirects", "-t", "--tee", "--local-ranks-filter", "--logs-specs", "--numa-binding", "--signals-to-handle",
@@ -38,7 +38,7 @@ FLAGS_PASSED_OVER = ("--no-python", "--run-path", "--virtual-local-rank")
 
 
 def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
-    """torchrun's options with their own names, dashes or underscores."""
+    """Adds torchrun's options under their own names, with dashes or underscores."""
     group = parser.add_argument_group("torchrun's options", "as on the node's torchrun command line")
 
     def option(name: str, about: str = argparse.SUPPRESS, **more: Any) -> None:
@@ -57,8 +57,8 @@ def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_place(arguments: argparse.Namespace, variables: Mapping[str, str], host: str) -> Place:
-    """The place of the node that was started with these options; they win over what a launcher left in the environment.
-    Raises InputError if an option has no value that torchrun would understand."""
+    """The place of the node that was started with these options; they override a launcher's variables in the
+    environment. Raises InputError: torchrun would not understand an option's value."""
     options: dict[str, str | None] = {}
     for name in (option[2:].replace("-", "_") for option in OPTIONS if option != "--local-addr"):
         value = getattr(arguments, name)

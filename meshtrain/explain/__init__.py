@@ -1,1 +1,1 @@
-"""`meshtrain explain`: why a job has failed, by its logs, with rules that are data."""
+"""`meshtrain explain`: why a job has failed, found in its logs with rules that are data."""

@@ -1,5 +1,5 @@
-"""Why a job has failed, by its logs: separates the roots from what followed them, and proposes what of the run's own
-config helps: options with the value that they have now (`options.yaml`)."""
+"""Causes of a job's failure, from its logs: separates root causes from their consequences, and proposes options of the
+run's config that help, with their current values (`options.yaml`)."""
 
 import fcntl
 import json
@@ -23,23 +23,23 @@ from meshtrain.explain.rules import CERTAINTIES, Rule, load_rules
 from meshtrain.explain.search import Matches, Search
 from meshtrain.layout import AXES
 
-NAMED = 6  # ranks that a text names
+NAMED = 6  # the most ranks that a text names
 RANK = re.compile(r"(?P<kind>(?:local )?rank) (?P<number>\d+)(?: of node (?P<node>\d+))?")
 LEVELS = 8  # folders above a log with its run's config.yaml: logs/slurm-7.0/node_0/ID/attempt_0/3/stderr.log is 7
 OPTIONS: dict[str, list[dict[str, str]]] = yaml.safe_load(Path(__file__).with_name("options.yaml").read_text())
 SECTIONS = ("model", "data", "layout", "batch", "parallel", "pipeline", "optimizer", "train", "checkpoint", "metrics")
-LATE_S = 10.0  # seconds after which an end from outside is not what ranks were waiting for
+LATE_S = 10.0  # if an end from outside comes this much later, it is not why ranks waited
 
 
 class _Section(SimpleNamespace):
-    """The keys of a section; None for one that it does not give."""
+    """The keys of a section; None for a key that is not given."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 class Settings:
-    """A config as it was written, of which any section and key may be missing."""
+    """A config as written, in which any section and key may be missing."""
 
     def __init__(self, sections: Mapping[str, Any] | None) -> None:
         self.known = sections is not None
@@ -50,8 +50,8 @@ class Settings:
         self._names |= {"known": self.known, "now": _now, "max": max, "__builtins__": {}}
 
     def evaluate(self, expression: str) -> Any:
-        """The value of an expression of options.yaml. Raises TypeError: a value in it is missing, or no number."""
-        return eval(expression, self._names)  # our own text; what a config holds is only looked at
+        """The value of an expression of options.yaml. Raises TypeError: a value in it is missing or not a number."""
+        return eval(expression, self._names)  # our own text; values of a config are only read
 
     def fill(self, text: str) -> str:
         """A text with its expressions, in braces, replaced by their values."""
@@ -60,7 +60,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Cause:
-    """One cause: `role` is root where it is likely to have begun with it, suspect, or consequence of another one."""
+    """One cause. `role`: root if the failure has probably begun with it, suspect, or consequence of another cause."""
 
     id: str
     role: str
@@ -79,7 +79,7 @@ class Cause:
 
 
 def explain(paths: Sequence[str], rules: Sequence[Rule] | None = None) -> list[Cause]:
-    """The causes of a job's failure, most likely first; none where nothing has failed. `paths`: logs of the job, or the
+    """The causes of a job's failure, most likely first; none if nothing has failed. `paths`: logs of the job, or the
     folder of a run. `rules`: by default meshtrain's own. Raises InputError: there is no such log, or it cannot be read.
     """
     folders = [path for path in paths if os.path.isdir(path)]
@@ -95,16 +95,16 @@ def explain(paths: Sequence[str], rules: Sequence[Rule] | None = None) -> list[C
     for folder, end in zip(folders, ends, strict=True):
         if end is not None and end[0] == "failed":
             file, reason = str(Path(folder) / "exit.json"), end[1]
-            if not search.read_text(file, reason):  # a reason that no rule knows is a failure all the same
+            if not search.read_text(file, reason):  # a reason that no rule knows is still a failure
                 search.read_text(file, f"the run wrote down that it failed: {reason}")
     if ends and len(folders) == len(paths) and all(end is not None and end[0] == "well" for end in ends):
-        return []  # the run went on after whatever the logs show, and ended well
+        return []  # whatever the logs show, the run continued and ended well
     beside = (settings_beside(path) for path in paths)
     return _rank_causes(search, next((settings for settings in beside if settings.known), Settings(None)))
 
 
 def _end_of_run(folder: Path) -> tuple[str, str] | None:
-    """How the last job of a run's folder ended (failed, well or running) and why; None: it is no run's folder."""
+    """How the last job of a run's folder ended (failed, well or running) and why; None: it is not a run's folder."""
     if not (folder / "config.yaml").is_file():
         return None
     try:
@@ -129,14 +129,14 @@ def _is_locked(folder: Path) -> bool:
 
 
 def _rank_causes(search: Search, settings: Settings) -> list[Cause]:
-    """The causes, most likely first: roots by certainty and time, then suspects, then what followed."""
+    """The causes, most likely first: roots by certainty and time, then suspects, then consequences."""
     matches = {
         name: match
         for name, match in search.matches.items()
         if match.rule.role != "noise" and (not match.rule.only_with or set(match.rule.only_with) & set(search.matches))
     }
     failed = any(match.rule.role in ("root", "consequence") for match in matches.values())
-    if not failed and search.worked:  # warnings of a job that got going are no failure
+    if not failed and search.worked:  # warnings of a job that has begun training are no failure
         return []
     last = max((match.attempt for match in matches.values()), default=0)
     roles = {name: _role(match, matches) for name, match in matches.items()}
@@ -155,7 +155,7 @@ def _rank_causes(search: Search, settings: Settings) -> list[Cause]:
 
 
 def _role(match: Matches, matches: dict[str, Matches]) -> str:
-    """A rule's role here: a root that another one explains has followed it, and so has an end of a job that hung."""
+    """A rule's role here: a root explained by another rule is a consequence, as is an end from outside after a hang."""
     rule = match.rule
     if any(name in matches and rule.id not in matches[name].rule.follows for name in rule.follows):
         return "consequence"
@@ -165,7 +165,7 @@ def _role(match: Matches, matches: dict[str, Matches]) -> str:
 
 
 def _long_before(first: Matches, second: Matches) -> bool:
-    """Whether the one was there long before the other; without times the order in one file has to do."""
+    """Whether `first` came long before `second`; without times, whether it comes earlier in the same file."""
     a, b = first.evidence[0], second.evidence[0]
     if a.time is not None and b.time is not None:
         return a.time + LATE_S < b.time
@@ -182,7 +182,7 @@ def _cause(match: Matches, role: str, silent: Sequence[str], settings: Settings)
 
 
 def _is_victim(rule: Rule) -> bool:
-    """Whether the ranks that say so are not to blame, but those that keep silent."""
+    """Whether not the ranks that report this are to blame, but those that report nothing."""
     return rule.waits or rule.closed
 
 
@@ -212,14 +212,14 @@ def names(ranks: Sequence[str]) -> str:
 
 
 def _number(rank: str) -> tuple[int, str, int]:
-    """The node (-1: not known), the kind and the number of `local rank 1 of node 0`."""
+    """The node (-1: unknown), the kind and the number of `local rank 1 of node 0`."""
     match = RANK.match(rank)
-    assert match is not None  # as log_reader.py writes it
+    assert match is not None  # log_reader.py writes this form
     return int(match["node"] or -1), match["kind"], int(match["number"])
 
 
 def settings_beside(path: str) -> Settings:
-    """The config of the run to which a log belongs: the nearest config.yaml above it that is one of meshtrain's."""
+    """The config of the run to which a log belongs: the nearest config.yaml of meshtrain in the folders above it."""
     log = Path(path).resolve()
     for folder in ([log] if log.is_dir() else []) + list(log.parents)[:LEVELS]:
         with suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
@@ -230,10 +230,10 @@ def settings_beside(path: str) -> Settings:
 
 
 def advice(name: str | None, settings: Settings) -> list[str]:
-    """Options that help, best first: each an override with a word on it, or a sentence."""
+    """Options that help, best first: each an override with a short explanation, or a sentence."""
     texts = []
     for option in [] if name is None else OPTIONS[name]:
-        with suppress(TypeError):  # without a value that it speaks of
+        with suppress(TypeError):  # a value that it uses is missing
             if settings.evaluate(option.get("if", "True")):
                 texts.append(settings.fill(option["text"]))
     return texts

@@ -1,9 +1,9 @@
-"""`meshtrain explain LOG... [--json]`: why a job has failed, by its logs, and what to do.
+"""`meshtrain explain LOG... [--json]`: finds in its logs why a job has failed, and what to do.
 
     meshtrain explain slurm-4211.out
     meshtrain explain runs/llama
 
-Exit status 0: no failure found; 1: found; 2: there is no such log. docs/failures.md tells more.
+Exit status 0: no failure found; 1: found; 2: there is no such log. See docs/failures.md.
 """
 
 import argparse
@@ -36,13 +36,13 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps([cause.to_json() for cause in causes], indent=1))
     else:
         text = explanation(causes, min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST))
-        encoding = sys.stdout.encoding or "utf-8"  # which may lack what a log has
+        encoding = sys.stdout.encoding or "utf-8"  # which may lack characters of a log
         print(text.encode(encoding, "replace").decode(encoding), end="")
     return 1 if causes else 0
 
 
 def explanation(causes: Sequence[Cause], width: int = WIDEST) -> str:
-    """The causes for a person: roots with their lines and fixes, and in short what followed from them."""
+    """The causes as text: roots with their lines and fixes, and briefly their consequences."""
     if not causes:
         return "\n".join([NOTHING, *textwrap.wrap(SILENT_END, width)]) + "\n"
     shown = [cause for cause in causes if cause.role != "consequence"] or [causes[0]]

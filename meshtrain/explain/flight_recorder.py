@@ -1,4 +1,4 @@
-"""Flight recorders of a failure's folder: which collective some ranks of a group have entered and others have not."""
+"""Flight recorders in a failure's folder: which collectives some ranks of a group have entered and others have not."""
 
 import json
 import os
@@ -15,9 +15,9 @@ Group = tuple[int, ...]  # its ranks
 
 
 def not_entered(logs: Iterable[Log]) -> Iterator[tuple[str, str]]:
-    """For each collective at which ranks of a group part, one of the files that tell of it and a line for the rules."""
+    """For each collective that only some ranks of a group have entered, one file that shows it and a line for rules."""
     for folder in dict.fromkeys(os.path.dirname(log.path) for log in logs if os.path.basename(log.path) == VERDICT):
-        begun: dict[Group, dict[int, int]] = {}  # rank -> how many it has entered
+        begun: dict[Group, dict[int, int]] = {}  # group -> rank -> how many collectives it has entered
         names: dict[tuple[Group, int], str] = {}
         files: dict[int, Path] = {}
         for path in sorted(Path(folder).glob(RECORDERS)):
@@ -42,7 +42,7 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 
 def _read(path: Path, begun: dict[Group, dict[int, int]], names: dict[tuple[Group, int], str]) -> int:
-    """Adds what one rank tells; returns the rank."""
+    """Adds what one rank has recorded; returns the rank."""
     recorder: dict[str, Any] = json.loads(path.read_bytes())
     rank = int(recorder["rank"])
     groups = {name: (str(over), tuple(map(int, ranks))) for name, (over, ranks) in recorder["groups"].items()}

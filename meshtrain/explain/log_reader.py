@@ -1,6 +1,6 @@
-"""Reads logs as they are: of any size, with progress bars, colours, garbage, packed, and many ranks in one file.
+"""The log reader: takes logs of any size, with progress bars, colours, garbage, gzipped, with many ranks in one file.
 
-They come as blocks of whole lines, so that a block with nothing of interest can be passed over at once.
+It yields blocks of whole lines, so that a block with nothing of interest can be skipped at once.
 """
 
 import gzip
@@ -15,15 +15,15 @@ from pathlib import Path
 from meshtrain.errors import InputError
 from meshtrain.job.watchdog.records import FAILURE_MARK
 
-BLOCK = 1 << 20  # bytes read at once
+BLOCK = 1 << 20  # bytes per read
 LINE_BYTES = 1 << 16  # bytes kept of a line that does not end within a block
-LONGEST = 4000  # characters that are searched at once: a longer line is searched in pieces
+LONGEST = 4000  # characters that are searched at once: longer lines are searched in pieces
 OVERLAP = 500  # characters that two pieces share
 GZIP = b"\x1f\x8b"
-ENDINGS = (".log", ".out", ".err", ".txt", ".gz")  # of the files of a folder that are logs
+ENDINGS = (".log", ".out", ".err", ".txt", ".gz")  # of the files in a folder that are logs
 NAMES = re.compile(r"(?:stdout|stderr|slurm-\d+|log)(?:\W|$)", re.IGNORECASE)
 
-# Colours, cursor movements, window titles; and characters that no text has.
+# Colours, cursor movements and window titles; and control characters.
 CONTROL = re.compile(
     rb"\x1b(?:\[[0-?]{0,40}[ -/]{0,4}[@-~]|\][^\x07\x1b\n]{0,200}(?:\x07|\x1b\\)|[@-Z\\-_])|[\x00-\x08\x0e-\x1f\x7f]"
 )
@@ -38,7 +38,7 @@ IN_NAME = re.compile(
     r"(?:rank|task|worker)[_.-]?(\d{1,7})"
     r"|(?:^|/)(\d{1,7})\.(?:out|err|log)$|\d(?<!-\d\d)[_.-](\d{1,7})\.(?:out|err|log)$"
 )
-LOCAL = re.compile(r"/attempt_(?P<attempt>\d{1,6})/(?P<number>\d{1,7})/std(?:out|err)\.log$")  # as torchrun has it
+LOCAL = re.compile(r"/attempt_(?P<attempt>\d{1,6})/(?P<number>\d{1,7})/std(?:out|err)\.log$")  # torchrun's
 NODE = re.compile(r"(?:^|/)node[_.-]?(\d{1,7})/")
 
 TIMES = (
@@ -54,9 +54,9 @@ class Log:
     """A file to read."""
 
     path: str
-    rank: str | None = None  # whose it is, as its path tells: `rank 3`, `local rank 3`, `local rank 3 of node 1`
-    process: str | None = None  # the folder of a process known by a number of its node's; its lines may know the job's
-    attempt: int = 0  # of torchrun, as its path tells
+    rank: str | None = None  # its writer, from its path: `rank 3`, `local rank 3`, `local rank 3 of node 1`
+    process: str | None = None  # its folder, if the path has only a local rank; its lines may have the global one
+    attempt: int = 0  # torchrun's, from its path
 
     def blocks(self) -> Iterator[tuple[int, bytes]]:
         """Blocks of whole lines, each with the number of its first line. Raises InputError: it cannot be read."""
@@ -89,13 +89,13 @@ def _blocks(stream: io.BufferedIOBase) -> Iterator[tuple[int, bytes]]:
 
 def _read(stream: io.BufferedIOBase) -> bytes:
     try:
-        return stream.read1(BLOCK)  # what is there: of a packed file that is cut off, all up to the cut
+        return stream.read1(BLOCK)  # what is available: of a truncated gzip file, all up to its end
     except (EOFError, zlib.error, gzip.BadGzipFile):
         return b""
 
 
 def pieces(line: bytes) -> Iterator[str]:
-    """What is searched at once: each state of a progress bar, and overlapping pieces of a long line. A job's own
+    """The texts to search in a line: each state of a progress bar, and overlapping pieces of a long line. A job's own
     diagnosis is one piece: it is JSON, which may name thousands of ranks."""
     for part in line.split(b"\r"):
         if not part:
@@ -109,7 +109,7 @@ def pieces(line: bytes) -> Iterator[str]:
 
 
 def without_prefix(text: str) -> tuple[str, str | None]:
-    """A line without what launchers put before it, and who wrote it: `rank 3`, `local rank 3`, or None."""
+    """A line without the prefixes of launchers, and its writer: `rank 3`, `local rank 3`, or None."""
     rank = None
     for _ in range(4):
         prefix = PREFIX.match(text)
@@ -127,7 +127,7 @@ def without_prefix(text: str) -> tuple[str, str | None]:
 
 
 def time_of(text: str) -> float | None:
-    """When a line was written, in seconds that order the lines of a year, if it says so near its beginning."""
+    """When a line was written, if there is a time near its beginning: in seconds that order the lines of one year."""
     for form in TIMES:
         match = form.search(text[:120])
         if match is not None:
@@ -141,7 +141,7 @@ def time_of(text: str) -> float | None:
 
 
 def logs_of(paths: list[str]) -> list[Log]:
-    """The logs among files and folders: of a folder all that lie below it. Raises InputError: there is no such file."""
+    """The logs among files and folders: of a folder, all logs below it. Raises InputError: there is no such file."""
     files: dict[str, None] = {}
     for path in paths:
         if os.path.isdir(path):
@@ -157,7 +157,7 @@ def _in_folder(folder: str) -> list[str]:
     files = []
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name != "checkpoints" and not name.startswith("."))
-        if os.path.basename(root) == "failures":  # of earlier ones the run has recovered
+        if os.path.basename(root) == "failures":  # the last one only: the run has recovered from earlier ones
             folders[:] = sorted(folders, key=lambda name: os.path.getmtime(os.path.join(root, name)))[-1:]
         logs = [
             name for name in sorted(names) if (name.endswith(ENDINGS) or NAMES.match(name)) and name != "layout.txt"
@@ -169,7 +169,7 @@ def _in_folder(folder: str) -> list[str]:
 def _log(path: str) -> Log:
     local, by_name = LOCAL.search(path), IN_NAME.search(path)
     if local is not None:
-        nodes = NODE.findall(path[: local.start() + 1])  # the last one: where it all lies may be called node7 too
+        nodes = NODE.findall(path[: local.start() + 1])  # the last one: a folder above may be called node7, too
         rank = f"local rank {int(local['number'])}" + (f" of node {int(nodes[-1])}" if nodes else "")
         return Log(path, rank, os.path.dirname(path), int(local["attempt"]))
     return Log(path, None if by_name is None else f"rank {int(next(filter(None, by_name.groups())))}")

@@ -1,7 +1,7 @@
 """The rules by which a failure is recognized: data, read from a YAML file and checked strictly.
 
-A pattern is searched for in one line, whatever its case. As a log may be large and hostile, patterns have no unbounded
-`.*`, and each has a piece of plain text that has to be in a line, which is looked for first.
+A pattern is searched for within one line, ignoring case. As a log may be large and hostile, patterns have no unbounded
+`.*`, and each has a literal text that every matching line contains, which is searched for first.
 """
 
 import re
@@ -23,12 +23,12 @@ FLAGS = ("waits", "closed", "outside", "in_traceback")
 NEEDED = ("id", "match", "role", "cause", "fix", "examples")
 # An escape, a class, a count in braces, or a character.
 TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d*,?\d*\}|[\s\S]")
-SHORTEST = 4  # characters of a pattern's plain text: shorter ones are in every line
+SHORTEST = 4  # characters of a pattern's literal text: shorter ones are in every line
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A regular expression, and texts in lower case one of which is in every line that it matches."""
+    """A regular expression, and lower-case literals of which every line that it matches contains at least one."""
 
     regex: re.Pattern[str]
     literals: tuple[str, ...]
@@ -36,8 +36,8 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Rule:
-    """One failure. `role`: root ends jobs; suspect is a warning that explains a failure and alone ends nothing;
-    consequence follows when something else has failed; noise looks like a failure and is none."""
+    """One kind of failure. `role`: root ends jobs; suspect is a warning that explains a failure but does not end a job
+    alone; consequence follows when something else has failed; noise looks like a failure and is none."""
 
     id: str
     match: tuple[Pattern, ...]
@@ -45,23 +45,23 @@ class Rule:
     cause: str
     fix: str
     certainty: str = "likely"  # how surely the line tells the cause, to choose between several roots
-    follows: tuple[str, ...] = ()  # rules that explain this one: where one of them is found, this is what followed
-    only_with: tuple[str, ...] = ()  # it counts only where one of these is found, too
-    kind: str | None = None  # of a job's own diagnosis (`kind` in its line MESHTRAIN_FAILURE) that the rule is about
-    options: str | None = None  # which of the config's own options help: a name in `causes.OPTIONS`
-    waits: bool = False  # the ranks that say so waited for another one, so that those that keep silent are to blame
+    follows: tuple[str, ...] = ()  # rules that explain this one: if one of them matches, this is a consequence
+    only_with: tuple[str, ...] = ()  # it counts only if one of these matches, too
+    kind: str | None = None  # the kind of a job's own diagnosis (`kind` in its line MESHTRAIN_FAILURE) that it is about
+    options: str | None = None  # which of the config's options help: a name in `causes.OPTIONS`
+    waits: bool = False  # ranks that report this waited for others, so those that report nothing are to blame
     closed: bool = False  # the same for a connection that another rank has closed
-    outside: bool = False  # somebody ended the job from outside: where ranks had waited in vain before, that is why
-    in_traceback: bool = False  # looked for only in the last line of a traceback that no other rule knows
+    outside: bool = False  # the job was ended from outside: if ranks had waited in vain before, that is the reason
+    in_traceback: bool = False  # applied only to the last line of a traceback that matches no other rule
     examples: tuple[str, ...] = ()  # lines that it matches
-    never: tuple[str, ...] = ()  # lines that look like it and that it leaves alone
+    never: tuple[str, ...] = ()  # similar lines that it must not match
 
     def may_match(self, lower: str) -> bool:
-        """Whether a line, given in lower case, has the plain text of one of its patterns."""
+        """Whether a line, given in lower case, contains a literal of one of its patterns."""
         return any(literal in lower for pattern in self.match for literal in pattern.literals)
 
     def search(self, text: str, lower: str) -> re.Match[str] | None:
-        """The first of its patterns that the line `text` matches; `lower` is the same line in lower case."""
+        """The match of the first of its patterns found in the line `text`; `lower` is the same line in lower case."""
         for pattern in self.match:
             if any(literal in lower for literal in pattern.literals) and (result := pattern.regex.search(text)):
                 return result
@@ -118,7 +118,7 @@ def _rule(entry: Any, place: str) -> Rule:
 
 
 def _pattern(text: str, place: str, anywhere: bool) -> Pattern:
-    """Not `anywhere`: it is looked for only at the end of tracebacks."""
+    """`anywhere` False: the pattern is applied only to the ends of tracebacks."""
     try:
         regex = re.compile(text, re.IGNORECASE)
     except re.error as error:
@@ -138,10 +138,10 @@ def _pattern(text: str, place: str, anywhere: bool) -> Pattern:
 
 
 def literals_of(text: str) -> tuple[str, ...]:
-    """Of each alternative of a regular expression the longest plain text in every match; empty if one has none."""
-    if text.startswith("(?-i:") and text.endswith(")"):  # a whole pattern that heeds case
+    """For each alternative of a regular expression, the longest literal in every match; empty if one has none."""
+    if text.startswith("(?-i:") and text.endswith(")"):  # a whole pattern that is case-sensitive
         text = text[5:-1]
-    alternatives: list[list[str]] = [[""]]  # runs of plain characters outside of groups
+    alternatives: list[list[str]] = [[""]]  # runs of literal characters outside groups
     depth = 0
     for token in TOKEN.findall(text):
         runs = alternatives[-1]
@@ -150,7 +150,7 @@ def literals_of(text: str) -> tuple[str, ...]:
             alternatives.append([""])
         elif depth > 0:
             runs.append("")
-        elif token in ("?", "*") or (token.startswith("{") and len(token) > 1):  # what is before it may be missing
+        elif token in ("?", "*") or (token.startswith("{") and len(token) > 1):  # the token before it is optional
             runs[-1] = runs[-1][:-1]
             runs.append("")
         elif token.startswith("\\") and not token[1].isalnum():

@@ -1,6 +1,6 @@
-"""Goes through logs and collects what the rules know: of each rule the first lines, how many, and which ranks.
+"""Searches logs for lines that match rules; for each rule, keeps the first lines, their number, and their ranks.
 
-A job of meshtrain that was lost says by what in one line of JSON. All other lines are matched with the rules.
+A lost job of meshtrain reports the reason in one line of JSON. All other lines are matched against the rules.
 """
 
 import json
@@ -21,10 +21,10 @@ TRACEBACK = "Traceback (most recent call last)"
 STARTED = re.compile(r": \d+ process(?:es)? = .{1,300}, met at ")
 SUMMARY_RANK = re.compile(r"^\s+rank\s+: (\d+) \(local_rank: \d+\)")
 SUMMARY_END = re.compile(r"^(?:-{20,}|={20,}|\[\d+\]:$|Root Cause)")
-CONTEXT = (FAILURE_MARK, TRACEBACK, "(local_rank: ", ", met at ")  # lines that no rule knows, and that matter
+CONTEXT = (FAILURE_MARK, TRACEBACK, "(local_rank: ", ", met at ")  # lines that match no rule but matter
 CONTEXT_BYTES = tuple(text.lower().encode() for text in CONTEXT)
 WORKED = re.compile(rb"\b(?:step|iteration|iter|epoch)\b\s{0,4}[:=]?\s{0,4}\[?\d")
-C1 = re.compile("[\x80-\x9f]")  # controls that some terminals obey
+C1 = re.compile("[\x80-\x9f]")  # control characters that some terminals obey
 BLAMED = re.compile(
     r"^(?:rank \d{1,7} on host [^:]{1,200} stops, because )?(rank \d{1,7}) on host [^:]{1,200} failed: "
     r"(\S[\s\S]{0,4000})$"
@@ -33,14 +33,14 @@ BLAMED = re.compile(
 
 @dataclass(frozen=True)
 class Evidence:
-    """A line that a rule knows. `time` orders it among others of the year; None where nothing says so."""
+    """A line that matches a rule. `time` orders it among others of the same year; None if unknown."""
 
     file: str
     line: int
     text: str
     rank: str | None
     time: float | None
-    order: tuple[int, int]  # the file's place among the files, the line
+    order: tuple[int, int]  # number of the file, number of the line
 
     @property
     def key(self) -> tuple[float, tuple[int, int]]:
@@ -49,20 +49,20 @@ class Evidence:
 
 @dataclass
 class Matches:
-    """The matches of one rule: its first lines, how many there are, who wrote them, what their groups held."""
+    """The matches of one rule: the first lines, their number, the ranks that wrote them, the values of their groups."""
 
     rule: Rule
-    by_kind: bool = False  # the job's own diagnosis; sentences that say the same to people are left out then
+    by_kind: bool = False  # from the job's own diagnosis; readable lines that repeat it are then left out
     evidence: list[Evidence] = field(default_factory=list)
     count: int = 0
     ranks: dict[str, None] = field(default_factory=dict)
     groups: dict[str, str] = field(default_factory=dict)
     work: dict[str, dict[str, int]] = field(default_factory=dict)  # process group -> rank -> collectives enqueued
-    attempt: int = 0  # the last start of the job in which there was one
+    attempt: int = 0  # the last start of the job that has a match
     _last: tuple[int, int] = (0, 0)
 
     def add(self, evidence: Evidence, groups: Mapping[str, str | None], attempt: int) -> None:
-        if evidence.order == self._last:  # in the next piece of a long line, or the next state of a progress bar
+        if evidence.order == self._last:  # again in the next piece of a long line, or the next state of a progress bar
             return
         self._last = evidence.order
         self.count += 1
@@ -88,7 +88,7 @@ class Search:
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.matches: dict[str, Matches] = {}  # by the id of their rule
+        self.matches: dict[str, Matches] = {}  # by rule id
         self.worked = False  # whether a line shows that training had begun
         self._by_kind = {rule.kind: rule for rule in rules if rule.kind is not None}
         self._words = [
@@ -96,14 +96,14 @@ class Search:
             for rule in rules
             if not rule.in_traceback
         ]
-        self._ranks: dict[str, None] = {}  # of which some line or file speaks
-        self._processes: dict[str, Log] = {}  # known by a number of their node's
-        self._identified: set[str] = set()  # of these, the ones whose lines know their number in the job
-        self._headlines: set[str] = set()  # of what ranks told of others: their line of JSON says the same once more
+        self._ranks: dict[str, None] = {}  # named by some line or file
+        self._processes: dict[str, Log] = {}  # known only by a local rank
+        self._identified: set[str] = set()  # those of them whose lines have their global rank
+        self._headlines: set[str] = set()  # of failures that ranks reported of others, and repeat as a line of JSON
         self._files = 0
 
     def read(self, log: Log, alone: bool) -> None:
-        """Reads a log; `alone`: it is the only one, and tells the starts of the job apart. Raises InputError."""
+        """Reads a log. `alone`: it is the only one, so starts of the job are told apart in it. Raises InputError."""
         self._files += 1
         position = _Position(log, self._files, alone)
         if log.process is not None:
@@ -123,13 +123,13 @@ class Search:
 
     @property
     def ranks(self) -> list[str]:
-        """Ranks of which lines or files speak, and in torchrun's last start those that have no better name."""
+        """Ranks named by lines or files, and of torchrun's last start the local ranks without a global one."""
         last = max((log.attempt for log in self._processes.values()), default=0)
         nameless = [log for process, log in self._processes.items() if process not in self._identified]
         return list(self._ranks | {str(log.rank): None for log in nameless if log.attempt == last})
 
     def read_text(self, file: str, text: str) -> bool:
-        """Whether a rule knows this line, which stands in no log."""
+        """Matches a line that is in no log; returns whether a rule matches."""
         self._files += 1
         return self._match_blamed(_Position(Log(file), self._files, False), text, self.rules, None, True)
 
@@ -155,13 +155,13 @@ class Search:
         self._match_blamed(position, text, self.rules if last else candidates, rank, last)
 
     def _failure(self, position: "_Position", line: str) -> None:
-        """The line of JSON: a kind that a rule is about, or an exception, whose text rules know."""
+        """Reads the line of JSON: its kind belongs to a rule, or it is an exception whose text rules match."""
         try:
             failure = json.loads(line)
             kind, text = failure["kind"], str(failure["text"])[:LONGEST]
             ranks = [f"rank {rank}" for rank in failure["ranks"] if type(rank) is int and rank >= 0]
             rule = self._by_kind.get(kind)
-        except (ValueError, TypeError, KeyError, RecursionError):  # cut off; the block for people says the same
+        except (ValueError, TypeError, KeyError, RecursionError):  # cut off; the readable block says the same
             return
         for rank in ranks:
             self._add_rank(rank)
@@ -173,7 +173,7 @@ class Search:
             self._match_blamed(position, text, self.rules, first, True)
 
     def _match_blamed(self, position: "_Position", text: str, rules: Rules, rank: str | None, last: bool) -> bool:
-        """Matches rules with a line. Where a rank tells how another one failed, that counts as a line of the other."""
+        """Matches rules against a line. A report of how another rank failed counts as a line of that rank."""
         blamed = BLAMED.search(text)
         if blamed is None:
             return self._match(position, text, rules, rank, last)
@@ -184,7 +184,7 @@ class Search:
         return self._match(position, blamed[2], self.rules, blamed[1], True)
 
     def _match(self, position: "_Position", text: str, rules: Rules, rank: str | None, last: bool) -> bool:
-        """Rules for the last line of a traceback are asked only about such a line, and if no other one knows it."""
+        """Rules for the last line of a traceback are tried only on such a line, and only if no other rule matches."""
         lower, known = text.lower(), False
         for ending in (False, True) if last else (False,):
             for rule in self.rules if ending else rules:
@@ -194,7 +194,7 @@ class Search:
         return known
 
     def _add(self, rule: Rule, match: re.Match[str] | None, position: "_Position", text: str, rank: str | None) -> None:
-        """`match`: of the rule in the text; None: the job's own diagnosis is of the rule's kind."""
+        """`match`: the rule's match in the text; None: the job's own diagnosis is of the rule's kind."""
         by_kind = match is None
         matches = self.matches.setdefault(rule.id, Matches(rule))
         if by_kind and not matches.by_kind:
@@ -215,7 +215,7 @@ class Search:
 
 
 class _Position:
-    """Where in a log the search is."""
+    """The search's position in a log."""
 
     def __init__(self, log: Log, order: int, alone: bool) -> None:
         self.log = log
@@ -224,19 +224,19 @@ class _Position:
         self.alone = alone
         self.attempt = log.attempt
         self.time: float | None = None
-        self.tracebacks: dict[str | None, None] = {}  # of which ranks one has begun
+        self.tracebacks: dict[str | None, None] = {}  # the ranks whose traceback has begun
         self._summary: str | None = None
 
     @property
     def rank(self) -> str | None:
-        """The writer of lines that do not name one."""
+        """The writer of lines that name no rank."""
         return self._summary or self.log.rank
 
     def may_matter(self, text: str) -> bool:
         return self._summary is not None or any(word in text for word in CONTEXT)
 
     def notes(self, text: str) -> bool:
-        """Whether the line only says where we are: a start of the job, or of whom torchrun's summary speaks."""
+        """Whether the line only updates the position: a start of the job, or the rank in torchrun's summary."""
         if self.alone and STARTED.search(text):
             self.attempt += 1
             return True
@@ -248,7 +248,7 @@ class _Position:
         return False
 
     def ends_traceback(self, rank: str | None, text: str) -> bool:
-        """Whether the line is the last of a traceback: the first one of that rank that is not indented."""
+        """Whether the line is the last of a traceback: the first line of that rank that is not indented."""
         if TRACEBACK in text:
             if len(self.tracebacks) < KEPT_RANKS:
                 self.tracebacks[rank] = None

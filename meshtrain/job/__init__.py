@@ -1,1 +1,1 @@
-"""A job's processes: how they join, agree, exchange words, are asked to stop, and leave."""
+"""A job's processes: how they join, agree, exchange small values, are asked to stop, and leave."""

@@ -1,6 +1,6 @@
-"""Consistency of ranks: what they must have alike is compared before anything is built, and a difference named by key.
+"""Consistency of ranks: what must be the same on all ranks is compared, key by key, before anything is built.
 
-Each rank sends rank 0 a digest of each fingerprint; values follow only where digests differ, of one rank per digest.
+Each rank sends rank 0 a digest of each fingerprint; only where digests differ, one rank per digest sends its values.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ from meshtrain.job.process import Job
 if TYPE_CHECKING:
     from meshtrain.config import Config
 
-PACKAGES = ("meshtrain", "numpy")  # torch and Python tell their versions themselves
+PACKAGES = ("meshtrain", "numpy")  # torch and Python report their own versions
 VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS_", "OMP_", "MKL_")  # change results or traffic
 OF_EACH_HOST = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID")
 NOT_SET = "(not set)"
-MOST_VALUES = 8  # of a topic that are looked at
+MOST_VALUES = 8  # distinct sets of values of a fingerprint that are compared by key
 MOST_LINES = 12
 MOST_NAMES = 4
 MOST_CHARACTERS = 100
@@ -35,17 +35,17 @@ MOST_CHARACTERS = 100
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What all ranks should have alike."""
+    """Values that should be the same on all ranks."""
 
     name: str  # for people: `the config`
-    values: Mapping[str, str] | None  # by key, both as people know them; None: another rank of this host has looked
+    values: Mapping[str, str] | None  # readable key -> readable value; None: another rank of this host has them
     remedy: str  # what to do about a difference
-    refused: bool = True  # whether a job with a difference does not start; if not, rank 0 prints it
+    refused: bool = True  # whether a difference keeps the job from starting; otherwise rank 0 prints it
 
 
 def require_equal(job: Job, *fingerprints: Fingerprint) -> None:
-    """Goes on if all ranks have the same values. All ranks call it, with the same fingerprints. Raises AgreedError: on
-    every rank: the keys that differ, with each value and the ranks and hosts that have it."""
+    """Returns if all ranks have the same values. All ranks call it, with the same fingerprints. Raises AgreedError on
+    every rank: names the keys that differ, with each value and the ranks and hosts that have it."""
     problems = []
     for fingerprint, lines in zip(fingerprints, _gather_differences(job, fingerprints), strict=True):
         if lines:
@@ -64,7 +64,7 @@ def _gather_differences(job: Job, fingerprints: Sequence[Fingerprint]) -> list[l
     meeting = job.round()
     meeting.put([job.host, [_digest(fingerprint.values) for fingerprint in fingerprints]])
     hosts: list[str] = []
-    alike: list[list[list[int]]] = []  # for each fingerprint the groups of ranks that have the same values
+    alike: list[list[list[int]]] = []  # for each fingerprint, the groups of ranks with equal values
     if job.rank == 0:
         hosts, digests = map(list, zip(*meeting.gather(activity), strict=True))
         alike = [
@@ -72,7 +72,7 @@ def _gather_differences(job: Job, fingerprints: Sequence[Fingerprint]) -> list[l
             for column in zip(*digests, strict=True)
         ]
         meeting.broadcast([[group[0] for group in groups[:MOST_VALUES]] if len(groups) > 1 else [] for groups in alike])
-    speakers = meeting.receive(activity)  # for each fingerprint the ranks whose values are looked at
+    speakers = meeting.receive(activity)  # for each fingerprint, the ranks whose values are compared by key
     if not any(speakers):
         return [[] for _ in fingerprints]
     values = [
@@ -96,10 +96,10 @@ def _digest(values: Mapping[str, str] | None) -> str | None:
 def differences(
     values: Sequence[Mapping[str, str]], groups: Sequence[Sequence[int]], hosts: Sequence[str]
 ) -> list[str]:
-    """The keys in which groups of ranks differ, a line each; none where there is but one group.
+    """One line for each key in which groups of ranks differ; none if there is only one group.
 
-    `optimizer.lr: 0.001 on ranks 0-3 (host a), 0.0003 on rank 4 (host b)`. `values`: of the groups in their order,
-    later ones may be missing. `groups`: the ranks that have the same values. `hosts`: by rank.
+    `optimizer.lr: 0.001 on ranks 0-3 (host a), 0.0003 on rank 4 (host b)`. `values`: of each group, in order; those of
+    the last groups may be missing. `groups`: the ranks with equal values. `hosts`: host name by rank.
     """
     lines = []
     for key in dict.fromkeys(key for by_key in values for key in by_key):
@@ -118,7 +118,7 @@ def differences(
 
 
 def describe_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """`rank 4 (host b)`, `ranks 0-3, 9 (hosts a, c)`; long lists are cut. `hosts`: by rank."""
+    """`rank 4 (host b)`, `ranks 0-3, 9 (hosts a, c)`; long lists are cut. `hosts`: host name by rank."""
     ordered = sorted(ranks)
     names = list(dict.fromkeys(hosts[rank] for rank in ordered))
     of_hosts = f"(host{'s' * (len(names) > 1)} {join_some(names, MOST_NAMES)})"
@@ -126,16 +126,16 @@ def describe_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def flat(nested: Mapping[str, Any]) -> dict[str, str]:
-    """`{"optimizer": {"lr": 1e-3}}` as `{"optimizer.lr": "0.001"}`; None is `null`, as the YAML has it."""
+    """`{"optimizer": {"lr": 1e-3}}` as `{"optimizer.lr": "0.001"}`; None is `null`, as in YAML."""
     return {name: "null" if value is None else str(value) for name, value in flat_items(nested)}
 
 
 def run_fingerprints(config: "Config", variables: Mapping[str, str]) -> Iterator[Fingerprint]:
-    """What has to be the same on all ranks before a run is built, but for its data. `variables`: the environment."""
+    """Everything but data that must be the same on all ranks before a run is built. `variables`: the environment."""
     plain = config.plain()
     files = (config.model.name, config.data.source, config.pipeline.schedule)
     own = {name: locate.digest(Path(name).expanduser()) for name in files if name.endswith((".py", ".csv"))}
-    layout = ", ".join(f"{axis}: {size}" for axis, size in plain.pop("layout").items())  # their order counts
+    layout = ", ".join(f"{axis}: {size}" for axis, size in plain.pop("layout").items())  # the order of axes matters
     values = flat(plain) | {"layout": f"{{{layout}}}"}
     yield Fingerprint("the config", values, "start every process with the same file and the same overrides")
     remedy = (
@@ -151,10 +151,10 @@ def run_fingerprints(config: "Config", variables: Mapping[str, str]) -> Iterator
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Name -> version of what computes and communicates: these packages that are installed, torch, Python, CUDA."""
+    """Name -> version of torch, Python, CUDA, NCCL, and each of these packages that is installed."""
     versions = {"torch": str(torch.__version__), "python": platform.python_version()}
     for package in packages:
-        with suppress(metadata.PackageNotFoundError):  # meshtrain may run in a clone where nothing was installed
+        with suppress(metadata.PackageNotFoundError):  # meshtrain may run from a clone without being installed
             versions[package] = metadata.version(package)
     if torch.version.cuda is not None:
         versions["cuda"] = torch.version.cuda
@@ -163,7 +163,7 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def checkpoint_versions(model: ModuleType) -> dict[str, str]:
-    """For a checkpoint: versions, and a digest of the code, meshtrain's own and that of the model's file."""
+    """For a checkpoint: versions, and a digest of meshtrain's code and the model's file."""
     files = {name: digest for name, digest in locate.code().items() if name.startswith("meshtrain/")}
     files["model"] = locate.digest(Path(str(model.__file__)))
     own = {"meshtrain": "of a clone"} | versions()

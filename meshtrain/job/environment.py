@@ -12,7 +12,7 @@ from meshtrain.errors import InputError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
-OWN_DESCRIPTORS = 512  # of a process; who serves the job's store has one more for each rank
+OWN_DESCRIPTORS = 512  # file descriptors of a process; the one that serves the job's store has one more per rank
 SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 HOSTS = re.compile(r"[^,\[\]]+(?:\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\][^,\[\]]*)*")  # an item of a SLURM node list
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # set to 1, torchrun opens a store for each start of the workers
@@ -28,16 +28,16 @@ class Environment:
     local_rank: int  # its number among the job's processes of this host; it picks the GPU
     host: str
     master: tuple[str, int] | None  # host and port at which the job's store listens; None where there is no store
-    hosts_store: bool = False  # whether this process is the one to serve the store there
-    restarts: int = 0  # how often torchrun has started this worker anew
-    requeues: int = 0  # how often SLURM has started this job anew
-    restarts_left: int = 0  # how often torchrun would start this worker again
-    started_before: bool = False  # by its agent, also for another reason than a failure
-    launch: str | None = None  # what tells this launch of the job, with all of its restarts, from others
+    hosts_store: bool = False  # whether this process serves the store there
+    restarts: int = 0  # how often torchrun has restarted this worker
+    requeues: int = 0  # how often SLURM has requeued this job
+    restarts_left: int = 0  # how often torchrun would still restart this worker
+    started_before: bool = False  # by the same torchrun agent, for whatever reason
+    launch: str | None = None  # identifies this launch of the job, with all of its restarts
 
     @property
     def again(self) -> bool:
-        """Whether this is not the first start of a job that the launcher starts anew when it was lost."""
+        """Whether the launcher has restarted this job: this is not its first start."""
         return self.restarts > 0 or self.requeues > 0 or self.started_before
 
 
@@ -49,7 +49,7 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
     if any(name in variables for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")):
         _need(variables, TORCHRUN, "torchrun sets them all; to run a single process, unset them all")
         rank, restarts = _number(variables, "RANK"), _number(variables, "TORCHELASTIC_RESTART_COUNT", 0)
-        if variables.get("TORCHELASTIC_RUN_ID", "none") != "none":  # as torchrun has it where nobody names one
+        if variables.get("TORCHELASTIC_RUN_ID", "none") != "none":  # torchrun's default where no id is given
             launch = variables["TORCHELASTIC_RUN_ID"]
         world_size, local_rank = _number(variables, "WORLD_SIZE"), _number(variables, "LOCAL_RANK")
         endpoint = variables["MASTER_ADDR"], _number(variables, "MASTER_PORT")
@@ -58,7 +58,7 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
         return Environment(
             "torchrun", rank, world_size, local_rank, host, endpoint, serves, restarts, requeues, retries, launch=launch
         )
-    # The shell of an sbatch script carries SLURM_PROCID=0 as well, but it is no task of a step: python there is alone.
+    # The shell of an sbatch script has SLURM_PROCID=0, too, but is no task of a step: Python runs alone there.
     batch_shell = variables.get("ENVIRONMENT") == "BATCH" and not variables.get("SLURM_STEP_ID")
     if "SLURM_PROCID" in variables and not batch_shell:
         _need(variables, SLURM, "srun sets them all")
@@ -88,7 +88,7 @@ def _number(variables: Mapping[str, str], name: str, default: int | None = None)
 
 def _slurm_master(variables: Mapping[str, str]) -> tuple[str, int]:
     """Where the ranks of a job step meet: MASTER_ADDR and MASTER_PORT, or the first node of the step and a port derived
-    from the ids of job and step, below those that Linux gives to outgoing connections (from 32768 on)."""
+    from the ids of job and step, below Linux's ephemeral ports (from 32768 on)."""
     address = variables.get("MASTER_ADDR")
     if address is None:
         nodes = slurm_nodes(variables)
@@ -134,11 +134,11 @@ def _numbers(listed: str) -> list[str]:
 
 
 def started_before(variables: Mapping[str, str]) -> bool:
-    """Whether this worker's agent has started this local rank before; from now on it has.
+    """Whether this worker's agent has started this local rank before; records that it now has.
 
-    torchrun counts failures, not starts: when a node joins, it ends all workers and starts them again with the count
-    that they had, and the agent of a node that joins begins at 0. So a worker leaves marks in the folder that its agent
-    has made for the error files of its workers: the agent keeps it over all starts, and no other agent has it.
+    torchrun counts failures, not starts: when a node joins, it ends all workers and restarts them with the same count,
+    and the agent of a joining node begins at 0. So a worker leaves a mark in the folder that its agent has made for the
+    error files of its workers: the agent keeps the folder across restarts, and no other agent uses it.
     """
     folder = _agent_folder(variables)
     if folder is None:
@@ -150,7 +150,7 @@ def started_before(variables: Mapping[str, str]) -> bool:
 
 
 def already_printed(text: str, variables: Mapping[str, str]) -> bool:
-    """Whether a worker of this agent has printed the very same before; from now on one has."""
+    """Whether the last text recorded here by a worker of this agent was the same; records this one."""
     folder = _agent_folder(variables)
     if folder is None:
         return False
@@ -167,7 +167,7 @@ def _agent_folder(variables: Mapping[str, str]) -> Path | None:
 
 
 def stale_store(variables: Mapping[str, str]) -> str:
-    """What to add where ranks do not find each other's store: torchrun may have given them that of an earlier start."""
+    """A hint where ranks do not meet at one store: torchrun may have given some of them that of an earlier start."""
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or variables.get("GROUP_WORLD_SIZE") == "1":
         return ""
     return (

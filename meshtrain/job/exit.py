@@ -1,4 +1,4 @@
-"""How a process leaves its job: together with all others, or with a failure that names the rank it began with."""
+"""How a process leaves its job: together with all other ranks, or with a failure that names the rank at fault."""
 
 import os
 import signal
@@ -17,16 +17,16 @@ from meshtrain.job.store import describe
 from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind, failure_line
 from meshtrain.layout import LayoutError
 
-GRACE_S = 10.0  # how long the process that serves the store stays for the others to read from it
+GRACE_S = 10.0  # how long the process that serves the store waits for the others to finish reading from it
 
 
 @contextmanager
 def job_exit(job: Job) -> Iterator[None]:
-    """Around all that a process does in a job.
+    """Wraps everything that a process does in a job.
 
-    Every rank waits for the others before it leaves. Wrong input ends the ranks with status 2, printed once;
-    TrainingError and another rank's failure with status 1. Any other exception gets the rank's name, and is recorded
-    where torchrun's summary finds it. With each failure but wrong input goes a line for programs (`failure_line`).
+    Every rank waits for the others before it leaves. Wrong input is printed once and ends the ranks with status 2;
+    TrainingError and another rank's failure end them with status 1. Any other exception gets the rank's name as a note
+    and is recorded for torchrun's summary. Each failure except wrong input prints a machine-readable `failure_line`.
     """
     try:
         yield
@@ -38,7 +38,7 @@ def job_exit(job: Job) -> Iterator[None]:
         _barrier_and_destroy(job)
         raise SystemExit(1) from None
     except AgreedError as error:
-        # torchrun ends the other ranks as soon as one exits: none may before rank 0 has printed this, and that once.
+        # torchrun ends the other ranks as soon as one exits: none may exit before rank 0 has printed this, once.
         if job.rank == 0 and not already_printed(str(error), os.environ):
             print(error, file=sys.stderr, flush=True)
         _barrier_and_destroy(job)
@@ -53,7 +53,7 @@ def job_exit(job: Job) -> Iterator[None]:
             raise SystemExit(1) from None
         if not isinstance(error, Exception):
             raise
-        if isinstance(error, InputError | LayoutError):  # on this rank alone: the others learn of it by the store
+        if isinstance(error, InputError | LayoutError):  # on this rank only: the others learn of it through the store
             print(error if job.world_size == 1 else f"{job}: {error}", file=sys.stderr, flush=True)
             raise SystemExit(2) from None
         headline = f"{job} failed: {describe(error)}"
@@ -64,7 +64,7 @@ def job_exit(job: Job) -> Iterator[None]:
 
 
 def print_failure(job: Job, diagnosis: Diagnosis, text: str | None = None) -> None:
-    """On stderr, in one piece: the text for people, if it is not printed elsewhere, and the line for programs."""
+    """Writes the text for people, unless printed elsewhere, and the machine-readable line to stderr in one piece."""
     line = failure_line(diagnosis, *job.failures.progress())
     sys.stdout.flush()
     sys.stderr.write(f"{line}\n" if text is None else f"{text}\n{line}\n")
@@ -72,14 +72,14 @@ def print_failure(job: Job, diagnosis: Diagnosis, text: str | None = None) -> No
 
 
 def signal_of(error: BaseException) -> str | None:
-    """The name of the signal that has ended this process; None: no signal has."""
+    """The name of the signal that ends this process with `error`; None: no signal does."""
     if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code - 128 in signal.valid_signals():
         return signal.Signals(error.code - 128).name
     return "SIGINT" if isinstance(error, KeyboardInterrupt) else None
 
 
 def _barrier_and_destroy(job: Job) -> None:
-    """Without the barrier gloo's threads of a slower rank may still hold tensors, and its process aborts at the end."""
+    """Without the barrier, gloo threads of a slower rank may still hold tensors, and its process aborts at exit."""
     if job.store is None:
         return
     job.reduce("leaving", None, lambda _: None)

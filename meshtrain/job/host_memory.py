@@ -1,4 +1,4 @@
-"""Host memory: how much this process may have, and what of it is free, by the host and by its cgroups."""
+"""Host memory: how much this process may use, and how much of that is free, on the host and in its cgroups."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -8,7 +8,7 @@ from pathlib import Path
 def memory_gib(
     host: Path = Path("/proc/meminfo"), own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> tuple[float, float]:
-    """All memory that this process may have, and what of it is free or can be freed: the host's, or its cgroup's."""
+    """Total and available (free or reclaimable) memory of this process: the least of the host's and its cgroups'."""
     rows = dict(line.split(":") for line in host.read_text().splitlines())
     most, free = (int(rows[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     for limit, available in _cgroups(own, root):
@@ -17,7 +17,7 @@ def memory_gib(
 
 
 def _cgroups(own: Path, root: Path) -> Iterator[tuple[int, int]]:
-    """The limit of each group that this process is in, from its own up, and what is left of it (cgroup v2, and v1)."""
+    """The limit of each cgroup of this process, from its own up, and the bytes left of it (cgroup v2 and v1)."""
     for line in own.read_text().splitlines() if own.exists() else ():
         _, kinds, path = line.split(":", 2)
         if kinds not in ("", "memory"):

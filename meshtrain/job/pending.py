@@ -1,4 +1,4 @@
-"""The registry of pending waits: what each thread of this process waits for, filled by the waits themselves.
+"""The registry of pending waits: what each thread of this process waits for, entered by the waits themselves.
 
 The watchdog's thread reads it. Collectives that torch starts by itself (FSDP, autograd) are in its flight recorder.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_stacks: dict[int, list["PendingWait"]] = {}  # thread -> its waits, the innermost last; only it changes its list
+_stacks: dict[int, list["PendingWait"]] = {}  # thread -> its waits, innermost last; only that thread changes its list
 
 
 class Resource(StrEnum):
@@ -26,13 +26,13 @@ class Resource(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class PendingWait:
-    """A context manager around a wait. An error that ends a wait for other ranks carries it: `wait_that_failed`."""
+    """A context manager around a wait. An error that ends a wait for other ranks refers to it: `wait_that_failed`."""
 
     label: str  # for people
-    group: "ProcessGroup | None" = None  # who is waited for, or `ranks` where there is none
+    group: "ProcessGroup | None" = None  # whose ranks are waited for; None: `ranks` are
     _: KW_ONLY
     ranks: Sequence[int] = ()
-    missing: Callable[[], Sequence[int]] | None = None  # who has not come, if that is known; another thread calls it
+    missing: Callable[[], Sequence[int]] | None = None  # the ranks not arrived yet, if known; another thread calls it
     resource: Resource = Resource.RANKS
 
     def __enter__(self) -> None:
@@ -44,14 +44,14 @@ class PendingWait:
             error._meshtrain_wait = self  # type: ignore[attr-defined]
 
 
-waiting = PendingWait  # as it reads after `with`
+waiting = PendingWait  # reads well after `with`
 
 
 def pending_waits() -> dict[int, tuple[PendingWait, ...]]:
-    """The waits of each thread that waits, by its identifier; the innermost is the last one."""
+    """The waits of each waiting thread, by thread identifier; innermost last."""
     return {thread: waits for thread, stack in _stacks.copy().items() if (waits := tuple(stack))}
 
 
 def wait_that_failed(error: BaseException) -> PendingWait | None:
-    """The wait for other ranks out of which an error came; None: it came from elsewhere."""
+    """The wait for other ranks that ended with this error; None: the error came from elsewhere."""
     return getattr(error, "_meshtrain_wait", None)

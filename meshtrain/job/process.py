@@ -1,6 +1,6 @@
-"""A process of a job: how it joins (device, store, process groups), and how it exchanges words with the other ranks.
+"""A process of a job: how it joins (device, store, process groups) and exchanges small values with the other ranks.
 
-Before any process group exists the ranks talk through the launcher's key-value store.
+Before any process group exists, the ranks communicate through the launcher's key-value store.
 """
 
 import ctypes
@@ -27,9 +27,9 @@ from meshtrain.job.sockets import is_loopback
 from meshtrain.job.store import SAY_EVERY_S, Failures, Round
 from meshtrain.layout import Layout, LayoutError
 
-ATTEMPT_S = 5.0  # of reaching the store
-MOST_FAILURES = 8  # of hosts or ranks that are listed
-POLL_S = 0.02  # between two looks at the store while the ranks meet
+ATTEMPT_S = 5.0  # of one attempt to reach the store
+MOST_FAILURES = 8  # of hosts or ranks that are listed in one message
+POLL_S = 0.02  # between two polls of the store while the ranks meet
 
 
 @dataclass
@@ -39,11 +39,11 @@ class Job:
     environment: Environment  # rank, world size and so on, as the launcher gave them
     device: torch.device  # where this process computes: a CUDA device picked by the local rank, or the CPU
     store: dist.Store | None  # the job's key-value store; None in a world of one
-    again: bool = False  # whether this is not the job's first start, by any rank's launcher; the same on all ranks
-    layout: Layout | None = None  # where this process is, once that is known; it makes errors name the coordinate
-    failures: Failures = field(init=False)  # what it learns of other ranks' failures; a watchdog takes its place
-    _rounds: int = 0  # of `gather`: each has names of its own in the store
-    _last_round: Round | None = None  # of rank 0, whose answer is still in the store
+    again: bool = False  # whether any rank's launcher has started this job before; the same on all ranks
+    layout: Layout | None = None  # once it is known; errors then name this process's coordinate
+    failures: Failures = field(init=False)  # how this process learns of other ranks' failures; a watchdog replaces it
+    _rounds: int = 0  # begun so far: each has its own keys in the store
+    _last_round: Round | None = None  # on rank 0: the round whose answer is still in the store
 
     def __post_init__(self) -> None:
         self.failures = Failures(self.store)
@@ -61,7 +61,7 @@ class Job:
         return self.environment.host
 
     def __str__(self) -> str:
-        """Who this is, for a line in a log: `rank 5 on host b (dp_shard 2, tp 1)`."""
+        """The name of this rank in log lines: `rank 5 on host b (dp_shard 2, tp 1)`."""
         return self.name_of(self.rank, self.host)
 
     def name_of(self, rank: int, host: str) -> str:
@@ -71,7 +71,7 @@ class Job:
         return f"rank {rank} on host {host}{place}"
 
     def device_name(self) -> str:
-        """What this process computes on, for people: `cpu over gloo`, or the GPU's name."""
+        """The device and the communication backend in log lines: `cpu over gloo`, or the GPU's name and `over NCCL`."""
         if self.device.type == "cpu":
             return "cpu" if self.store is None else "cpu over gloo"
         return torch.cuda.get_device_name(self.device) + ("" if self.store is None else " over NCCL")
@@ -86,31 +86,31 @@ class Job:
             print(text, flush=True)
 
     def gather(self, activity: str, value: object) -> list:
-        """Every rank's value (JSON) in rank order, on every rank: the store sends as much as ranks squared."""
+        """Every rank's value (JSON) in rank order, on every rank: the store's traffic is quadratic in their number."""
         return self.reduce(activity, value, list)
 
     def reduce(self, activity: str, value: object, combine: Callable[[list], Any]) -> Any:
-        """What `combine` makes, on rank 0, of every rank's value in rank order, on every rank, by way of the store (all
-        JSON). There is no time limit: rank 0 prints whom it waits for, and for `activity`."""
+        """Returns, on every rank, what `combine` computes on rank 0 from all ranks' values in rank order, by way of the
+        store (all JSON). There is no time limit: rank 0 prints the `activity` and the ranks that it waits for."""
         meeting = self.round()
         meeting.put(value)
         if self.rank == 0:
             values = meeting.gather(activity)
             if self._last_round is not None:
-                self._last_round.delete()  # who has put a value has received the answer before, on the same thread
+                self._last_round.delete()  # a rank that has put a value has received the previous answer
             self._last_round = meeting
             meeting.broadcast(combine(values))
         return meeting.receive(activity)
 
     def round(self) -> Round:
-        """A gather in steps. All ranks make their rounds in the same order, on the main thread."""
+        """A gather whose steps the caller runs. All ranks begin their rounds in the same order, on the main thread."""
         self._rounds += 1
         return Round(self.store, self.rank, self.world_size, f"round {self._rounds}", self.failures.is_lost)
 
     @contextmanager
     def collective_check(self, activity: str) -> Iterator[None]:
-        """Goes on after its body, the `activity`, only if no rank found its input wrong or its files out of reach.
-        Raises on every rank AgreedError, with rank 0's problem, or else that of every rank that has one; or
+        """Continues after its body, the `activity`, only if no rank found wrong input or unreachable files in it.
+        Raises on every rank: AgreedError, with rank 0's problem, or if it has none, those of the other ranks;
         TrainingError: the file system of a host has failed."""
         problem = failure = None
         try:
@@ -129,12 +129,12 @@ class Job:
             raise AgreedError(wrong)
 
     def hosts(self) -> tuple[list[str], list[int]]:
-        """The hosts in rank order and how many neighbouring ranks each has; a host may come back later."""
+        """The hosts in rank order and how many consecutive ranks each has; a host may appear again later."""
         runs = self.reduce("comparing hosts", self.host, lambda hosts: [(k, len(list(of))) for k, of in groupby(hosts)])
         return [host for host, _ in runs], [count for _, count in runs]
 
     def connect(self, timeout_s: float) -> None:
-        """Makes the job's first process group, unless there is one: NCCL on GPUs, gloo on CPUs. Raises InputError:
+        """Creates the job's first process group, unless it exists: NCCL on GPUs, gloo on CPUs. Raises InputError:
         several ranks of a host were given the same GPU, or gloo would listen on a loopback address."""
         if self.store is None or dist.is_initialized():
             return
@@ -155,7 +155,7 @@ class Job:
                 self._check_own_name(name)
         cuda = self.device.type == "cuda"
         if not cuda:
-            _schedule_as_batch()  # before gloo starts its thread, which takes it over
+            _schedule_as_batch()  # before gloo starts its thread, which inherits the policy
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             store=dist.PrefixStore("groups", self.store),
@@ -166,7 +166,7 @@ class Job:
         )
 
     def _check_own_name(self, name: str) -> None:
-        """gloo listens where the host's own name leads, unless it is given an interface."""
+        """gloo listens on the address that the host's own name resolves to, unless it is given an interface."""
         if self.device.type == "cuda" or os.environ.get("GLOO_SOCKET_IFNAME"):
             return
         own = _own_address(name)
@@ -181,7 +181,7 @@ class Job:
 
 
 def _describe_problems(reports: list) -> tuple[str | None, str | None]:
-    """In words, from [problem, failure] of every rank: what has failed; and else what is wrong."""
+    """From [problem, failure] of every rank: a text of the failures, or else, if there are none, of the problems."""
     problems, failures = zip(*reports, strict=True)
     if different := list(dict.fromkeys(text for text in failures if text is not None)):
         healthy = failures.count(None)
@@ -198,8 +198,8 @@ def _describe_problems(reports: list) -> tuple[str | None, str | None]:
 
 
 def _compare_devices(rows: list) -> tuple[list, bool]:
-    """From [host, GPU, own name] of every rank: host, GPU and ranks where several have the same one; and whether all
-    hosts have one name (SLURM's names may be several of one host)."""
+    """From [host, GPU, own name] of every rank: host, GPU and ranks of each GPU that several ranks have; and whether
+    all ranks have the same own name (SLURM may have several names for one host)."""
     by_gpu = group_values(((host, gpu), rank) for rank, (host, gpu, _) in enumerate(rows) if gpu)
     shared = [[*of, ranks] for of, ranks in by_gpu.items() if len(ranks) > 1]
     return shared, len({name for _, _, name in rows}) == 1
@@ -216,14 +216,14 @@ def _own_address(name: str) -> str | None:
 
 
 def _schedule_as_batch() -> None:
-    """SCHED_BATCH: the kernel interrupts nobody when this process wakes up.
+    """SCHED_BATCH: this process preempts no other when it wakes up.
 
     gloo's thread spins while the thread that it works for holds a connection's lock. Where ranks share cores, a sender
-    interrupted in that moment made it spin for the rest of a time slice: 1 ms of CPU time for a message of 50 us.
+    preempted at that moment made it spin for the rest of a time slice: 1 ms of CPU time for a message of 50 us.
     """
     if sys.platform != "linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return
-    with suppress(PermissionError):  # a sandbox may forbid it: then messages cost more, and nothing else
+    with suppress(PermissionError):  # a sandbox may forbid it: messages then only cost more
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
@@ -245,16 +245,16 @@ def join(environment: Environment, timeout_s: float = 600) -> Job:
 
 
 def choose_allocator(variables: MutableMapping[str, str]) -> None:
-    """Has torch keep a GPU's memory in segments that can grow, which breaks into fewer pieces of no use; unless the
-    environment chooses. Comes before CUDA starts."""
+    """Makes torch's CUDA allocator use expandable segments, which fragment less, unless the environment configures the
+    allocator. Call it before CUDA is initialized."""
     if not any(f"PYTORCH_{backend}ALLOC_CONF" in variables for backend in ("", "CUDA_", "HIP_")):
         variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _keep_freed_memory() -> None:
-    """Has glibc keep what tensors up to 32 MiB leave free. It would give the end of its heap back to the system after
-    each backward, and the next forward would take a page fault for each 4 KiB of it."""
-    with suppress(AttributeError, OSError):  # another C library
+    """Makes glibc keep the freed memory of tensors up to 32 MiB. By default it returns the end of its heap to the
+    system after each backward, and the next forward takes a page fault for each 4 KiB of it."""
+    with suppress(AttributeError, OSError):  # not glibc
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD: the most to which glibc raises it by itself
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
@@ -263,20 +263,20 @@ def _keep_freed_memory() -> None:
 def _open_files(environment: Environment) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = environment.world_size + OWN_DESCRIPTORS
-    if environment.hosts_store and 0 <= hard < needed:  # below 0 there is no limit
+    if environment.hosts_store and 0 <= hard < needed:  # RLIM_INFINITY is negative
         raise InputError(
             f"rank {environment.rank} on host {environment.host} serves the job's store to {environment.world_size} "
             f"ranks, which takes {needed} descriptors, and its limit is {hard}: raise the hard limit there ("
             "ulimit -Hn, LimitNOFILE of the service that starts jobs, or nofile in /etc/security/limits.conf)"
         )
     if soft != hard:
-        with suppress(ValueError, OSError):  # no limit is more than the system allows: what there is stays
+        with suppress(ValueError, OSError):  # "unlimited" may exceed what the system allows: keep the soft limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def pick_device(local_rank: int) -> torch.device:
-    """The GPU of this number on this host, or the only one that the process sees (`srun --gpus-per-task=1`), or the
-    CPU. Raises InputError: there are GPUs, and fewer than this number asks for."""
+    """The GPU of index `local_rank`, or the only one that the process sees (`srun --gpus-per-task=1`), or the CPU.
+    Raises InputError: there are several GPUs, but none of this index."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
@@ -307,22 +307,22 @@ def _store(environment: Environment, timeout_s: float) -> dist.Store | None:
 
 
 def _wait_for_listener(address: str, port: int, timeout_s: float) -> None:
-    """Until somebody listens there, or for so many seconds. torch would wait too, but handle no signals meanwhile."""
+    """Waits up to `timeout_s` until the port accepts connections. torch would wait, too, but handle no signals then."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
             socket.create_connection((address, port), timeout=ATTEMPT_S).close()
             return
-        except OSError:  # not yet; what keeps it from coming torch will say at the end
+        except OSError:  # not yet; if it never listens, torch's own attempt reports why
             time.sleep(POLL_S)
 
 
 def _agree_on_start(environment: Environment, store: dist.Store) -> str:
     """A name for this start of the job that all its ranks know and no earlier start had.
 
-    torchrun keeps its store when it starts workers again, and its count of restarts is each agent's own. So every rank
-    sets a token of its own, and rank 0 answers with that token and the name: an answer with another token is one of an
-    earlier start. The store's one thread serves all of them: they ask more and more seldom.
+    torchrun keeps its store when it restarts workers, and each agent has its own count of restarts. So every rank sets
+    its own token, and rank 0 answers with that token and the name: an answer with another token is from an earlier
+    start. The store's one thread serves all ranks, so they poll at growing intervals.
     """
     token, rank, world = uuid.uuid4().hex, environment.rank, environment.world_size
     pause, longest = max(POLL_S, world / 50_000), max(0.25, world / 2000)
@@ -338,7 +338,7 @@ def _agree_on_start(environment: Environment, store: dist.Store) -> str:
         return answer[1]
     start = printed_at = time.monotonic()
     keys = [f"hello/{rank}" for rank in range(1, world)]
-    answered = [""] * len(keys)  # the token that each was answered with: one of an earlier start may be there first
+    answered = [""] * len(keys)  # the token each was answered with: one of an earlier start may be read first
     while (met := store.add(f"{token}/met", 0)) < len(keys):
         if store.check(keys):
             tokens = [hello.decode() for hello in store.multi_get(keys)]

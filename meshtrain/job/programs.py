@@ -1,4 +1,4 @@
-"""Other programs, with a time limit that holds: one that cannot be killed (a driver in trouble) is left behind."""
+"""External programs with a hard time limit: one that cannot be killed (stuck in a driver) is left behind."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ class ProgramError(RuntimeError):
 
 
 def run_program(command: Sequence[str], seconds: float) -> str:
-    """What a program prints. Raises ProgramError. `subprocess.run` would wait for one that SIGKILL does not end."""
+    """The stdout of a program. Raises ProgramError. `subprocess.run` would wait for one that SIGKILL does not end."""
     name = command[0]
     if (path := shutil.which(name)) is None:
         raise ProgramError(f"there is no {name} on this host")

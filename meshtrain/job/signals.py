@@ -1,7 +1,7 @@
-"""Signals and preemption: what asks a run to stop before its last step, by a signal, a file in its folder, or the time.
+"""Signals and preemption: requests to stop before the last step, by a signal, a file in the run's folder, or time.
 
-A rank only records that it was asked; a sum over all ranks in every step makes all stop after the same one. This module
-imports nothing that takes long: it is there before torch is, because a signal without a handler ends a process.
+A rank only records a request; a sum over all ranks in every step makes all stop after the same one. This module imports
+nothing slow: handlers are installed before torch is imported, because a signal without a handler ends a process.
 """
 
 import atexit
@@ -24,12 +24,12 @@ from weakref import ref
 from meshtrain.job.storage import optional
 
 FILE = "STOP"
-LOOK_EVERY_S = 1.0  # at the STOP file; a look is cheap, but not on every file system
-ANSWERS_S = 0.1  # within which a file system answers that does; a step waits for no look longer than that
-# Signals within so long are one request: torchrun passes Ctrl-C on as SIGINT and SIGTERM, and SLURM signals it and us.
+LOOK_EVERY_S = 1.0  # for the STOP file; a look is cheap, but not on every file system
+ANSWERS_S = 0.1  # within which a healthy file system answers; a step waits for a look no longer than that
+# Signals this close together are one request: torchrun forwards Ctrl-C as SIGINT and SIGTERM; SLURM signals it and us.
 ONE_REQUEST_S = 2.0
-STEPS_TO_STOP = 3  # the one that is under way, the one that carries the request, the one in which it is read
-SPARE_S = 5.0  # that remain when everything goes as planned
+STEPS_TO_STOP = 3  # the current step, the one that carries the request, the one in which it is read
+SPARE_S = 5.0  # left over when everything goes as planned
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -41,7 +41,7 @@ def in_main_thread() -> bool:
 
 
 def install_handlers(handlers: Mapping[signal.Signals, Handler]) -> dict[signal.Signals, Handler]:
-    """Installs these handlers; returns those that were there, with SIG_DFL for what Python cannot install again."""
+    """Installs these handlers; returns the previous ones, with SIG_DFL for those that Python cannot install again."""
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     return {number: signal.SIG_DFL if handler is None else handler for number, handler in before.items()}
 
@@ -51,39 +51,39 @@ def ignore_signals(numbers: tuple[signal.Signals, ...] = SIGNALS) -> None:
 
 
 class Signals:
-    """The handlers of this process's signals.
+    """The signal handlers of this process.
 
-    Before training and after it a signal ends the process at once, by unwinding the stack, so that the run's folder
-    learns of it. In training the first one is a request to stop, and a later one ends the process all the same. SIGUSR1
-    announces the end (SLURM's `--signal`); it is a request whenever it comes first. While modules are imported a signal
-    is only remembered: an exception in the middle of that may be swallowed, or break a library.
+    Before and after training a signal ends the process at once, by unwinding the stack, so that the exit is recorded in
+    the run's folder. During training the first signal is a request to stop, and a later one ends the process. SIGUSR1
+    announces the end (SLURM's `--signal`): if it comes first, it is a request at any time. During imports a signal is
+    only remembered: an exception in the middle of an import may be swallowed, or break a library.
 
-    One request may come as several signals within ONE_REQUEST_S. Python runs a handler only when the main thread is
-    back from its call, perhaps many seconds later, so the clock does not tell which belong together: after a request
-    they are set to SIG_IGN until an alarm (SIGALRM, after ONE_REQUEST_S).
+    One request may come as several signals within ONE_REQUEST_S. Python runs a handler only when the main thread
+    returns from its call, perhaps many seconds later, so the clock does not tell which signals belong together: after a
+    request they are set to SIG_IGN until an alarm (SIGALRM, after ONE_REQUEST_S).
     """
 
     def __init__(self) -> None:
         self.since = time.monotonic()  # when this process began
-        self.request: StopKind | None = None  # the signal that asked for a stop
-        self.training = False  # whether there is a loop that obeys a request
+        self.request: StopKind | None = None  # the signal that requested a stop
+        self.training = False  # whether a loop is running that obeys a request
         self._asked_at = 0.0
         self._importing = False
-        self._remembered: tuple[int, float] | None = None  # a signal of that time, and when it came
-        self._ignored: tuple[signal.Signals, ...] = ()  # until the alarm
-        self._alarm: tuple[Handler, float] = signal.SIG_DFL, 0.0  # the program's own: handler, and seconds until then
+        self._remembered: tuple[int, float] | None = None  # the first signal during imports, and when it came
+        self._ignored: tuple[signal.Signals, ...] = ()  # signals ignored until the alarm
+        self._alarm: tuple[Handler, float] = signal.SIG_DFL, 0.0  # the program's own: handler, and seconds left
 
     @classmethod
     def install(cls, *, importing: bool = False) -> "Signals":
-        """From now on this process handles its signals; `importing`: after `modules_imported`."""
+        """Installs the handlers. `importing`: signals are only remembered until `modules_imported` is called."""
         signals = cls()
         signals._importing = importing
         install_handlers(dict.fromkeys(SIGNALS, signals._handle))
-        atexit.register(signals.restore)  # an alarm after Python's end would end the process, too
+        atexit.register(signals.restore)  # an alarm after Python's end would kill the process
         return signals
 
     def modules_imported(self) -> None:
-        """A signal that came while modules were imported counts from now on."""
+        """Ends the imports: a signal that came during them is handled now."""
         self._importing = False
         if self._remembered is not None:
             self._handle(self._remembered[0], None)
@@ -104,7 +104,7 @@ class Signals:
             if now - self._asked_at < ONE_REQUEST_S:
                 return
         self.restore()
-        ignore_signals()  # what happens while the stack unwinds is not disturbed
+        ignore_signals()  # nothing may interrupt what runs while the stack unwinds
         raise SystemExit(128 + number)
 
     def _ignore_until_alarm(self, numbers: tuple[signal.Signals, ...]) -> None:
@@ -114,7 +114,7 @@ class Signals:
         self._alarm = before[signal.SIGALRM], signal.setitimer(signal.ITIMER_REAL, ONE_REQUEST_S)[0]
 
     def restore(self) -> None:
-        """The ignored signals are handled again, and the program's alarm is its own. For the main thread."""
+        """Handles the ignored signals again and restores the program's own alarm. For the main thread."""
         if not self._ignored:
             return
         install_handlers(dict.fromkeys(self._ignored, self._handle))
@@ -125,18 +125,18 @@ class Signals:
 
 
 class SignalWakeup:
-    """A pipe that wakes a thread in `wait`, by a signal or `wake`, also while the main thread is stuck in a call that
-    never returns. Python runs a handler in the main thread, later; at once it only writes to a pipe (set_wakeup_fd)."""
+    """A pipe that wakes a thread in `wait` on a signal or on `wake`, even while the main thread is stuck in a call that
+    never returns: Python runs handlers later, in the main thread, but writes to a pipe at once (set_wakeup_fd)."""
 
     def __init__(self) -> None:
         self._out, self._in = os.pipe()
         for end in (self._out, self._in):
             os.set_blocking(end, False)
         self._installed = False
-        self._handler = lambda number, _: self._write(number)  # one object, to be known again
+        self._handler = lambda number, _: self._write(number)  # one object, so that it is recognized later
 
     def install(self) -> None:
-        """From now on signals wake it, unless the program has set a wakeup descriptor itself. For the main thread."""
+        """Lets signals wake the thread, unless the program has set a wakeup descriptor itself. For the main thread."""
         if not in_main_thread():
             return
         before = signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
@@ -146,18 +146,18 @@ class SignalWakeup:
         _uninstall_in_children(self)
 
     def handle_sigterm(self) -> bool:
-        """SIGTERM only wakes it from now on, unless the program has its own handler; whether it is so."""
+        """From now on SIGTERM only wakes the thread; returns False if the program has its own handler instead."""
         if in_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             install_handlers({signal.SIGTERM: self._handler})
         return self.handles_sigterm
 
     @property
     def handles_sigterm(self) -> bool:
-        """Whether it is so still: the program may have installed a handler meanwhile."""
+        """Whether SIGTERM still only wakes the thread: the program may have installed a handler meanwhile."""
         return signal.getsignal(signal.SIGTERM) is self._handler
 
     def uninstall(self) -> None:
-        """Signals do not wake it any more. What the program has put in its place stays."""
+        """Signals no longer wake the thread. What the program has installed instead stays."""
         if not in_main_thread():
             return
         if self._installed:
@@ -176,15 +176,15 @@ class SignalWakeup:
             os.write(self._in, bytes([number]))
 
     def wait(self, seconds: float) -> set[int]:
-        """Until it is woken, or for so long; which of SIGNALS have come."""
+        """Waits until it is woken, `seconds` at most; returns which of SIGNALS have come."""
         ready, _, _ = select.select([self._out], [], [], seconds)
         received = os.read(self._out, 4096) if ready else b""
         return {number for number in SIGNALS if number in received}
 
 
 def _uninstall_in_children(wakeup: SignalWakeup) -> None:
-    """A signal to a process that this one forks (a reader of data) is not for this one; nor is one that comes while it
-    is being forked: it is blocked until the child has uninstalled."""
+    """A signal to a forked child (a data reader) must not wake this process; neither must one that comes during the
+    fork, so signals are blocked until the child has uninstalled the pipe."""
     weak, before = ref(wakeup), threading.local()
 
     def block() -> None:
@@ -211,8 +211,8 @@ class StopKind(StrEnum):
     SIGUSR1 = "SIGUSR1"
     FILE = "file"
     TIME_LIMIT = "time_limit"  # train.time_limit
-    SLURM_END = "slurm_end"  # of the job's time
-    TAKEN = "taken"  # another job has the run's folder
+    SLURM_END = "slurm_end"  # the end of the SLURM job's time
+    TAKEN = "taken"  # another job has taken the run's folder
 
 
 @dataclass(frozen=True)
@@ -221,20 +221,20 @@ class StopReason:
     text: str  # for people
 
 
-Limit = tuple[StopReason, Callable[[], float]]  # why a job has to be over, and how many seconds are left until then
+Limit = tuple[StopReason, Callable[[], float]]  # why a job must end, and how many seconds are left
 
 
 def limits(time_limit_s: float | None, since: float, variables: Mapping[str, str]) -> list[Limit]:
-    """The limits of a job: the YAML's, counted from `since` on the monotonic clock, and the end of a SLURM job."""
+    """The time limits of a job: the config's, counted from `since` on the monotonic clock, and its SLURM job's end."""
     limits: list[Limit] = []
     if time_limit_s is not None:
         end = since + time_limit_s
         limits.append((StopReason(StopKind.TIME_LIMIT, "train.time_limit"), lambda: end - time.monotonic()))
     at = variables.get("SLURM_JOB_END_TIME", "")
-    if at.isdecimal() and int(at) > time.time():  # a time that is over is an old one that was exported
+    if at.isdecimal() and int(at) > time.time():  # a time in the past was exported by an older job
         text = f"the end of SLURM job {variables.get('SLURM_JOB_ID', '')}"
         begun = variables.get("SLURM_JOB_START_TIME", "")
-        whole = int(at) - int(begun) if begun.isdecimal() else float("inf")  # of the job: this host's clock may be slow
+        whole = int(at) - int(begun) if begun.isdecimal() else float("inf")  # this host's clock may be slow
         limits.append(
             (StopReason(StopKind.SLURM_END, text), lambda: min(int(at) - time.time(), whole - time.monotonic() + since))
         )
@@ -242,18 +242,18 @@ def limits(time_limit_s: float | None, since: float, variables: Mapping[str, str
 
 
 class StopRequest:
-    """Whether this rank was asked to stop: by a signal, and on rank 0 also by the file or because time runs out."""
+    """Whether this rank was asked to stop: by a signal, and on rank 0 also through the run's folder or a time limit."""
 
     def __init__(self, signals: Signals) -> None:
         self.signals = signals
-        self.reason_given: StopReason | None = None  # what has asked
-        self._agreed = False  # all ranks stop
+        self.reason_given: StopReason | None = None  # why to stop, once asked
+        self._agreed = False  # whether all ranks stop
         self._file: Path | None = None
         self._limits: list[Limit] = []
         self._taken: Callable[[], str | None] = lambda: None
         self._looked_at = 0.0
         self._look: threading.Thread | None = None  # the last one
-        self._by_folder: StopReason | None = None  # what it has found
+        self._by_folder: StopReason | None = None  # what the last look has found
 
     def watch(
         self,
@@ -262,16 +262,16 @@ class StopRequest:
         variables: Mapping[str, str],
         taken: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """On one rank of a job: the file STOP in the run's folder and the remaining time count from now on, and
-        `taken`, which tells why another job has this folder (None: it has not)."""
+        """On one rank of a job: from now on also checks the file STOP in the run's folder, the remaining time, and
+        `taken`, which returns why another job has this folder (None: no other job has it)."""
         self._taken = taken
         self._file = folder / FILE
         self._limits = limits(time_limit_s, self.signals.since, variables)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """While the body runs the first signal is a request; after it too where the run stops or has failed: a launcher
-        signals those that are left when a rank was lost, and they are on their way out."""
+        """While the body runs, the first signal is a request to stop. It stays one after the body if the run stops or
+        has failed: when a rank was lost, a launcher signals the remaining ones, which are on their way out."""
         self.signals.training = True
         yield
         self.signals.training = self._agreed
@@ -279,14 +279,14 @@ class StopRequest:
             self.signals.restore()
 
     def mark_agreed(self) -> None:
-        """All ranks stop now. Launchers do not signal all at once: a late signal asks for what is done already."""
+        """All ranks stop now. Launchers do not signal all at once: a late signal asks for what is already under way."""
         self._agreed = True
 
     def wait_for_signal(self, seconds: float) -> bool:
-        """Waits for a signal of this process; whether one has come.
+        """Waits for a signal to this process; returns whether one has come.
 
-        torchrun's agents end their workers one after the other when a node joins, to start them again with it. An agent
-        whose workers were done before that would take the job for done, and leave.
+        When a node joins, torchrun's agents end their workers one after the other, to restart them together with it. An
+        agent whose workers have exited before that would consider the job finished, and leave.
         """
         deadline = time.monotonic() + seconds
         while self.signals.request is None and time.monotonic() < deadline:
@@ -294,7 +294,7 @@ class StopRequest:
         return self.signals.request is not None
 
     def reason(self, step_s: float, save_s: float) -> StopReason | None:
-        """What asks for a stop; once set it stays. A step takes `step_s` at most, a save `save_s`."""
+        """Why this rank should stop; once set it stays. A step takes `step_s` at most, a save `save_s`."""
         if self.reason_given is None:
             number = self.signals.request
             by_signal = None if number is None else StopReason(number, str(number))
@@ -304,7 +304,7 @@ class StopRequest:
         return self.reason_given
 
     def _look_at_folder(self) -> StopReason | None:
-        """By a thread: a folder that does not answer must not hold up the steps of all ranks."""
+        """Looks in a thread: a file system that does not answer must not delay the steps of all ranks."""
         now = time.monotonic()
         looking = self._look is not None and self._look.is_alive()
         if self._file is None or looking or now - self._looked_at < LOOK_EVERY_S:
@@ -313,14 +313,14 @@ class StopRequest:
         self._look = threading.Thread(target=self._look_for, args=[self._file], name="requests", daemon=True)
         try:
             self._look.start()
-        except RuntimeError:  # the system gives no thread now: the next look is a second later
+        except RuntimeError:  # no thread can be started now: the next look is a second later
             self._look = None
         else:
             self._look.join(ANSWERS_S)
         return self._by_folder
 
     def _look_for(self, file: Path) -> None:
-        with suppress(OSError):  # it cannot be looked at now: then nobody has asked
+        with suppress(OSError):  # the folder cannot be read now: no request
             if file.is_file():
                 self._by_folder = StopReason(StopKind.FILE, f"the file {file}")
                 return
@@ -328,17 +328,17 @@ class StopRequest:
         self._by_folder = None if taken is None else StopReason(StopKind.TAKEN, taken)
 
     def clear(self) -> None:
-        """The run has stopped, with everything saved: the file is removed."""
+        """Removes the STOP file, once the run has stopped and everything is saved."""
         if self._file is not None:
             with optional(f"remove {self._file}, or the next job stops at once"):
                 self._file.unlink(missing_ok=True)
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """The kernel kills this process when the thread that started it ends, or if its `parent` has ended already.
+    """Has the kernel kill this process when the thread that started it ends; kills it now if `parent` has ended.
 
-    A launcher that is killed with SIGKILL cannot end its workers. On Linux the kernel does, also for a worker that is
-    stopped, or stuck in a call (prctl(2), PR_SET_PDEATHSIG). Elsewhere nothing happens here.
+    A launcher killed with SIGKILL cannot end its workers. On Linux the kernel does, even if a worker is stopped or
+    stuck in a call (prctl(2), PR_SET_PDEATHSIG). On other systems this function does nothing.
     """
     if sys.platform != "linux":
         return
@@ -348,7 +348,7 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def end_with_launcher(variables: Mapping[str, str]) -> None:
-    """The same for a worker of torchrun or a task of srun, and for no other: a shell may end before its children."""
+    """`end_with_parent` for a worker of torchrun or a task of srun only: a shell may end before its children."""
     launcher = ""
     with suppress(OSError):  # it has ended
         launcher = Path(f"/proc/{os.getppid()}/comm").read_text().strip()

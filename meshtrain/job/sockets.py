@@ -1,4 +1,4 @@
-"""Calls and sockets with a time limit, and under which addresses hosts reach each other."""
+"""Calls and sockets with a time limit, and the addresses at which hosts reach each other."""
 
 import errno
 import ipaddress
@@ -12,16 +12,16 @@ T = TypeVar("T")
 
 CONNECT_S = 4.0  # for one attempt to connect
 LOOK_UP_S = 5.0  # for a name to be resolved
-OTHER_PORTS = (22, 111, 9)  # closed or open, a host that is up answers on one of them, unless everything is dropped
+OTHER_PORTS = (22, 111, 9)  # open or closed, a host that is up answers on one of them, unless a firewall drops all
 
 
 def call_with_timeout(seconds: float, call: Callable[..., T], *arguments: Any) -> T:
-    """What the call returns, or raises; TimeoutError if it takes longer, which leaves it behind in its thread."""
+    """Returns or raises what the call does. Raises TimeoutError: it takes longer, and is left running in its thread."""
     return in_thread(call, *arguments).result(seconds)
 
 
 def in_thread(call: Callable[..., T], *arguments: Any) -> Future[T]:
-    """What comes of a call in a thread of its own, which does not hold up the end of the process."""
+    """Runs a call in its own daemon thread, which does not delay the exit of the process."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -35,7 +35,7 @@ def in_thread(call: Callable[..., T], *arguments: Any) -> Future[T]:
 
 
 def connect(addresses: Sequence[str], port: int, seconds: float) -> socket.socket:
-    """A connection to the first of the addresses that takes one. Raises the OSError of the last."""
+    """A connection to the first of the addresses that accepts one. Raises the OSError of the last one tried."""
     last: OSError = OSError(errno.EDESTADDRREQ, "no address")
     for address in addresses[:4]:
         try:
@@ -54,7 +54,7 @@ def connect_failure(error: OSError) -> str:
 
 
 def answers(address: str) -> bool:
-    """Whether a host answers on any of a few ports, with a refusal too."""
+    """Whether a host answers on any of a few ports; a refusal counts as an answer."""
     for port in OTHER_PORTS:
         try:
             connect([address], port, 1.5).close()
@@ -93,12 +93,12 @@ def is_loopback(address: str) -> bool:
 
 
 def plain_address(address: str) -> str:
-    """`::ffff:10.0.0.1`, as a socket for both families has it, is 10.0.0.1; the scope of a link's address goes."""
+    """An address without the IPv4-mapped prefix of dual-stack sockets (`::ffff:10.0.0.1`) and without an IPv6 scope."""
     return address.removeprefix("::ffff:").partition("%")[0]
 
 
 def listen(port: int) -> socket.socket:
-    """A listening socket on all interfaces, for both families where there are both. Port 0: any. Raises OSError."""
+    """A listening socket on all interfaces, dual-stack where there is IPv6. Port 0: any free one. Raises OSError."""
     try:
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)

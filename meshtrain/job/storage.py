@@ -1,4 +1,4 @@
-"""Files that a run writes beside its work: it does not end because a disk does not take one of them."""
+"""File I/O of a run: side files whose disk errors do not end the run, durable writes, and reads with retries."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ from typing import BinaryIO, TypeVar
 
 from meshtrain.errors import InputError, UnreadableError
 
-MOST_WAITING = 10_000  # lines that are kept until the disk takes them
+MOST_WAITING = 10_000  # lines kept in memory until the disk accepts them
 
 
 def warn(text: str) -> None:
@@ -21,7 +21,7 @@ def warn(text: str) -> None:
 
 @contextmanager
 def optional(message: str) -> Iterator[None]:
-    """Around what a run can do without: an OSError becomes a warning that begins with `message`; the run goes on."""
+    """Wraps an optional operation: an OSError becomes a warning that begins with `message`, and the run continues."""
     try:
         yield
     except OSError as error:
@@ -29,7 +29,7 @@ def optional(message: str) -> Iterator[None]:
 
 
 def move_damaged(path: Path, reason: object) -> Path:
-    """Takes a file that is not what a run has written out of the way, and says so; returns its new path."""
+    """Renames a damaged file out of the way, prints a warning, and returns its new path."""
     number, moved = 1, path.with_name(f"{path.name}.damaged")
     while os.path.lexists(moved):
         number, moved = number + 1, path.with_name(f"{path.name}.damaged-{number}")
@@ -39,18 +39,18 @@ def move_damaged(path: Path, reason: object) -> Path:
 
 
 class SideFile:
-    """A file of lines, each on disk as soon as it can be.
+    """A file of lines, each written as soon as the disk accepts it.
 
-    What the disk does not take is kept, tried again with the next line, and said once; so is what was lost. What others
-    have added since is never cut off.
+    Lines that cannot be written are kept and retried with the next one; the failure is reported once, and so is the
+    number of lines lost. Lines that other writers have added since are never truncated.
     """
 
     def __init__(self, path: Path, start: int = 0, end: int | None = 0) -> None:
-        """`start`, `end`: of its last line, in bytes; what comes after it is cut off. `end` None: lines are added to
-        whatever is there."""
+        """`start`, `end`: byte offsets of the file's last line; anything after `end` is truncated. `end` None: lines
+        are appended to the existing content."""
         self.path, self._start, self._end = path, start, end
-        self._size: int | None = None  # of the file when this writer has left it, if that is known
-        self._shared = False  # somebody else writes to it
+        self._size: int | None = None  # of the file after this writer's last write, if known
+        self._shared = False  # another process writes to it, too
         self._file: BinaryIO | None = None
         self._waiting: deque[bytes] = deque()
         self._fails, self._lost = False, 0
@@ -64,7 +64,7 @@ class SideFile:
         self._write()
 
     def replace_last(self, line: bytes) -> None:
-        """Puts a line in the place of the last one."""
+        """Replaces the last line."""
         if self._waiting:
             self._waiting.pop()
         else:
@@ -76,7 +76,7 @@ class SideFile:
             self._write()
         if self._waiting:
             warn(f"{self.path} lacks its last {len(self._waiting)} lines")
-        file, self._file = self._file, None  # a line that comes later opens it again
+        file, self._file = self._file, None  # a later line reopens the file
         if file is not None:
             with optional(f"{self.path} could not be closed"):
                 file.close()
@@ -119,7 +119,7 @@ class SideFile:
             warn(f"somebody else has written to {self.path}, or cut it off: lines are added to what is there now")
 
     def _let_go(self) -> None:
-        """The next try opens the file anew: a descriptor may be stale. Half a line does not stay."""
+        """Removes a partly written line and closes the file, whose descriptor may be stale: the next try reopens it."""
         file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):
@@ -131,21 +131,21 @@ class SideFile:
 
 
 def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
-    """To a file without a buffer, which may take a part at a time."""
+    """Writes all of `data` to an unbuffered file, of which one write may accept only a part."""
     view = memoryview(data)
     while view:
         view = view[os.write(file.fileno(), view) :]
 
 
 def fsync_file(file: BinaryIO) -> None:
-    """Waits until a file is on disk, and lets its pages go: 100 GB that nobody reads soon would push data out."""
+    """Flushes a file to disk and drops it from the page cache: 100 GB not read soon would evict data in use."""
     os.fsync(file.fileno())
     if hasattr(os, "posix_fadvise"):  # not on macOS
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def fsync_folder(folder: Path) -> None:
-    """Waits until the names in a folder are on disk."""
+    """Flushes the directory entries of a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -154,11 +154,11 @@ def fsync_folder(folder: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> int:
-    """Writes a file whole or not at all, and returns its bytes. OSError: it cannot; nothing of it is left. No link is
-    followed that somebody laid under its name."""
+    """Writes a file atomically and returns its size in bytes. Raises OSError: it cannot be written; no partial file is
+    left. A symbolic link under its name is replaced, not followed."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.unlink(missing_ok=True)  # of a writer that was killed
+        temporary.unlink(missing_ok=True)  # left by a writer that was killed
         with temporary.open("xb") as file:
             size = file.write(text.encode())
             file.flush()
@@ -171,15 +171,15 @@ def write_whole(path: Path, text: str) -> int:
     return size
 
 
-# The pauses of a reader whose file system has a bad moment: a failing server, a stale mount, no descriptor left.
+# Pauses between retries of a read whose file system fails for a while: a failing server, a stale mount, no descriptor.
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0)  # a minute and a half
 
 T = TypeVar("T")
 
 
 def with_retries(read: Callable[[], T], *more: type[InputError]) -> T:
-    """What `read` returns. An OSError, or one of `more`, is tried again after each of the pauses. Raises
-    UnreadableError for an OSError that stays; one of `more` as it was last."""
+    """Returns `read()`, retried after each pause on an OSError or one of `more`. Raises UnreadableError: the last try
+    ended with an OSError; an error of `more` in the last try is raised as it is."""
     passing: tuple[type[Exception], ...] = (OSError, *more)
     for pause_s in PAUSES_S:
         try:

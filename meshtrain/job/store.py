@@ -1,4 +1,4 @@
-"""Gathers over the launcher's key-value store (TCPStore): ranks exchange words without a collective."""
+"""Gathers over the launcher's key-value store (TCPStore): ranks exchange small values without a collective."""
 
 import json
 import threading
@@ -15,64 +15,64 @@ from meshtrain.errors import join_some, ranges
 from meshtrain.job.pending import PendingWait, waiting
 from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind
 
-SAY_EVERY_S = 10.0  # how often a waiting rank 0 prints whom it waits for
+SAY_EVERY_S = 10.0  # how often a waiting rank 0 prints which ranks it waits for
 
 
 @dataclass(frozen=True)
 class RemoteFailure:
-    """Another rank's failure, by which the job was lost; `printed`: by this rank, already."""
+    """Another rank's failure that ended the job. `printed`: whether this rank has already printed it."""
 
     diagnosis: Diagnosis
     printed: bool = False
 
 
 class Failures:
-    """What the ranks of a job know of each other's failures. This is a job without a watchdog: the first rank to fail
-    writes its error into the store."""
+    """How the ranks of a job learn of each other's failures. Here, without a watchdog, the first rank to fail writes
+    its error to the store."""
 
     def __init__(self, store: dist.Store | None) -> None:
         self._store = store
 
     def first_failure(self, name: str, error: BaseException) -> RemoteFailure | None:
-        """What the job was lost by before rank `name` failed with `error`; None if it is this error. A rank that fails
-        takes its connections with it: later errors of others are consequences."""
+        """The failure that ended the job before rank `name` failed with `error`; None if `error` was the first. A rank
+        that fails closes its connections: later errors of other ranks are consequences."""
         if self._store is None or not isinstance(error, Exception):
             return None
         own = f"{name} failed: {describe(error)}"
         try:
             first = self._store.compare_set("failure", "", own).decode()
-        except RuntimeError:  # the store went with the process that served it
+        except RuntimeError:  # the store ended with the process that served it
             return None
         return RemoteFailure(Diagnosis(DiagnosisKind.FAILED, (), first)) if first != own else None
 
     def is_lost(self) -> bool:
-        """Whether the job is lost: nobody needs to be waited for."""
+        """Whether the job is lost, so that no rank needs to be waited for."""
         return self._store is not None and self._store.check(["failure"])
 
     def leave(self) -> None:
-        """All ranks are leaving: who is not there any more was not lost."""
+        """All ranks are leaving: from now on a rank that is gone counts as having left, not as lost."""
 
     def progress(self) -> tuple[str | None, int | None]:
-        """The phase and the step in which this rank is, where that is known."""
+        """The phase and the step that this rank is in, if known."""
         return None, None
 
 
 def describe(error: BaseException) -> str:
-    """An error as the last lines of its traceback have it."""
+    """An error as the last lines of its traceback show it."""
     return "".join(traceback.format_exception_only(error)).strip()
 
 
 @dataclass(eq=False)
 class Round:
-    """One gather and broadcast of JSON values by the store: each rank puts one, rank 0 gathers them and broadcasts an
-    answer. A rank may go on when it has put its value, and any thread may receive the answer later."""
+    """One gather and broadcast of JSON values through the store: each rank puts one, rank 0 gathers them and broadcasts
+    an answer. A rank may continue once it has put its value, and any thread may receive the answer later."""
 
     store: dist.Store | None  # None in a world of one
     rank: int
     world_size: int
-    name: str  # of its own, the same on every rank
+    name: str  # unique, and the same on every rank
     is_lost: Callable[[], bool] = lambda: False
-    meanwhile: Callable[[], object] = lambda: None  # is called while this rank waits
+    meanwhile: Callable[[], object] = lambda: None  # called while this rank waits
 
     def __post_init__(self) -> None:
         self._store = dist.HashStore() if self.store is None else self.store
@@ -80,33 +80,33 @@ class Round:
         self._count, self._values = 0, dict[int, Any]()  # what rank 0 has read
 
     def put(self, value: object) -> None:
-        """This rank's value; does not wait."""
+        """Puts this rank's value; does not wait."""
         text = json.dumps([self.rank, value])
         with self._pending(None, [0]):
-            # One key, so that rank 0 reads it in one go; torch's stubs lack the method.
+            # One key for all ranks, so that rank 0 reads it in one go; torch's stubs lack the method.
             self._store.append(f"{self.name}/given", f"{text}\n")  # type: ignore[attr-defined]
             self._store.add(f"{self.name}/count", 1)
 
     def gather(self, activity: str | None = None) -> list:
-        """Every rank's value in rank order, for rank 0, once all have put one. `activity`: named in the line that says
-        whom rank 0 waits for; None prints nothing. Raises RuntimeError: another rank has failed; CancelledError: this
-        rank does not wait any longer."""
+        """Every rank's value in rank order, on rank 0, once all have put theirs. `activity`: named in the line that
+        says which ranks rank 0 waits for; None prints nothing. Raises RuntimeError: another rank has failed;
+        CancelledError: `cancel` was called."""
         self._wait(self._read_values, activity)
         for key in ("given", "count"):  # a long run has many rounds
             self._store.delete_key(f"{self.name}/{key}")
         return [self._values[rank] for rank in range(self.world_size)]
 
     def broadcast(self, value: object) -> None:
-        """Rank 0's answer to all; does not wait."""
+        """Sends rank 0's answer to all; does not wait."""
         self._store.set(f"{self.name}/all", json.dumps(value))
 
     def receive(self, activity: str | None = None) -> Any:
-        """Rank 0's answer, once it is there; raises as `gather` does."""
+        """Waits for rank 0's answer and returns it; raises as `gather` does."""
         self._wait(lambda: [] if self.has_answer else [0], activity)
         return json.loads(self._store.get(f"{self.name}/all"))
 
     def missing(self) -> list[int]:
-        """The ranks whose values rank 0 had not read when it last looked; any thread may ask."""
+        """The ranks whose values rank 0 had not read when it last looked; any thread may call this."""
         return [rank for rank in range(self.world_size) if rank not in self._values]
 
     @property
@@ -114,7 +114,7 @@ class Round:
         return bool(self._store.check([f"{self.name}/all"]))
 
     def delete(self) -> None:
-        """Rank 0 deletes its answer, when all ranks must have received it."""
+        """Deletes rank 0's answer; call it on rank 0 once all ranks must have received it."""
         self._store.delete_key(f"{self.name}/all")
 
     def cancel(self) -> None:
@@ -132,9 +132,9 @@ class Round:
         return waiting(place, ranks=range(self.world_size), missing=lambda: missing or [0])
 
     def _wait(self, look: Callable[[], list[int]], activity: str | None) -> None:
-        """Until nobody is missing. It polls, because a blocking wait has a time limit."""
+        """Waits until `look` returns no missing rank. It polls, because a blocking wait has a time limit."""
         start = printed_at = time.monotonic()
-        pause = max(0.001, self.world_size / 50_000)  # the store's one thread serves all of them
+        pause = max(0.001, self.world_size / 50_000)  # the store's one thread serves all ranks
         missing: list[int] = []
         with self._pending(activity, missing):
             while remaining := look():

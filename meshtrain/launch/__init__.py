@@ -1,1 +1,1 @@
-"""`meshtrain launch`: a script for sbatch, for one config, checked before anything waits in a queue."""
+"""`meshtrain launch`: an sbatch script for one config, checked before the job waits in a queue."""

@@ -1,4 +1,4 @@
-"""`meshtrain launch CONFIG --slurm --nodes 4 --gpus-per-node 8 [--dry-run]`: a checked script, handed to sbatch.
+"""`meshtrain launch CONFIG --slurm --nodes 4 --gpus-per-node 8 [--dry-run]`: submits a checked script to sbatch.
 
 The script is one of tools/slurm with this job's values, in the run's folder. With --dry-run it is written and printed,
 not submitted. Exit status 1: sbatch has refused it; 2: config, layout or options are wrong. See docs/multi-node.md.
@@ -56,8 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _config_and_overrides(arguments: argparse.Namespace) -> list[str]:
-    """The words for training. --srun, which may stand alone, has taken one of them where that is no option of srun: it
-    is put back. Raises InputError: there is no config."""
+    """The config and the overrides. --srun, whose value is optional, may have taken one of them: a value that is no
+    option of srun is put back. Raises InputError: there is no config."""
     sections = {section.name for section in fields(Config)}
     taken = []
     for place, text in enumerate(arguments.srun):
@@ -74,7 +74,7 @@ def _config_and_overrides(arguments: argparse.Namespace) -> list[str]:
 
 @dataclass(frozen=True)
 class ConfigOnNodes:
-    """A config that fits: `layout` is placed on the nodes; `notes` are what may be wrong and need not be."""
+    """A config that fits its nodes: `layout` is placed on them; `notes` are possible but not certain problems."""
 
     config: Config
     layout: Layout
@@ -82,7 +82,7 @@ class ConfigOnNodes:
 
     @property
     def about(self) -> list[str]:
-        """Lines for people."""
+        """Lines that describe the job."""
         batch, nodes = self.config.batch, len(self.layout.hosts)
         per_node = self.layout.world_size // nodes
         return [
@@ -92,16 +92,16 @@ class ConfigOnNodes:
 
 
 def fit_on_nodes(name: str, overrides: Sequence[str], request: Request) -> ConfigOnNodes:
-    """A config, which fits the nodes of a request. Raises InputError or LayoutError: it does not, or is wrong."""
+    """Loads a config and fits it to a request's nodes. Raises InputError or LayoutError: wrong, or does not fit."""
     nodes, gpus = request.nodes - request.spare_nodes, request.gpus_per_node
     config = Config.load(name, overrides, for_training=True)
     try:
         layout = resolve(config.layout, nodes * gpus)
     except LayoutError as error:
         raise InputError(f"{error}. {nodes_that_fit(config.layout, nodes, gpus)}") from error
-    config = Config.load(name, overrides, for_training=True, world_size=nodes * gpus)  # what was left open
+    config = Config.load(name, overrides, for_training=True, world_size=nodes * gpus)  # resolves what was left open
     placed = layout.on_hosts([gpus] * nodes, [f"node {i}" for i in range(nodes)])
-    crossing = host_warnings(placed)  # of a job that runs already; this one can still be asked for in another way
+    crossing = host_warnings(placed)  # only warnings for a running job; this one can still be requested differently
     if crossing:
         raise InputError(" ".join(crossing))
     _check_writable(config)
@@ -111,7 +111,7 @@ def fit_on_nodes(name: str, overrides: Sequence[str], request: Request) -> Confi
 
 
 def nodes_that_fit(sizes: Mapping[str, int], nodes: int, gpus: int) -> str:
-    """Numbers of nodes that a layout fits, nearest to the number asked for, as a sentence."""
+    """A sentence with the numbers of nodes that a layout fits, nearest to the requested number."""
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if -1 in sizes.values():
         step = fixed // math.gcd(fixed, gpus)
@@ -125,7 +125,7 @@ def nodes_that_fit(sizes: Mapping[str, int], nodes: int, gpus: int) -> str:
 
 
 def _check_writable(config: Config) -> None:
-    """Refuses folders that could not be made from here, which would only show when the job has left the queue."""
+    """Refuses folders that could not be created from here: otherwise that shows only once the job leaves the queue."""
     for entry in named_paths(config):
         if not entry.writes:
             continue
@@ -138,7 +138,7 @@ def _check_writable(config: Config) -> None:
 
 
 def _notes(paths: Mapping[str, str]) -> list[str]:
-    """Of which paths each node probably has its own."""
+    """Notes on paths that are probably local to each node."""
     notes = []
     for key, name in paths.items():
         path = Path(name).absolute()
@@ -149,7 +149,7 @@ def _notes(paths: Mapping[str, str]) -> list[str]:
 
 
 def script_of(words: Sequence[str], request: Request, plan: ConfigOnNodes) -> str:
-    """The script of a job; `words`: its config and overrides. Raises InputError: sbatch could not read a path."""
+    """The script of a job. `words`: its config and overrides. Raises InputError: sbatch could not read a path."""
     template = locate.bundled(TEMPLATES) / ("train-srun.sbatch" if request.per_gpu else "train.sbatch")
     folder = Path.cwd()
     output = folder / Path(plan.config.train.output).expanduser() / "logs" / "slurm-%j.out"
@@ -168,7 +168,7 @@ def script_of(words: Sequence[str], request: Request, plan: ConfigOnNodes) -> st
 
 
 def _write_script(folder: Path, script: str) -> Path:
-    """Writes the script into the run's folder, and makes the folder of SLURM's own output, which a job needs."""
+    """Writes the script into the run's folder, and creates the folder of SLURM's output, which a job needs."""
     path = folder / SCRIPT
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -179,14 +179,14 @@ def _write_script(folder: Path, script: str) -> Path:
 
 
 def _submit(script: Path) -> int:
-    """Hands the script to sbatch and says how to look after the job; 1 if sbatch refuses it."""
+    """Submits the script with sbatch and prints how to monitor the job; returns 1 if sbatch refuses it."""
     done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         problem = done.stderr.strip() or f"exit status {done.returncode}"
         print(f"sbatch has refused {script}: {problem}", file=sys.stderr)
         return 1
     print(done.stderr, end="", file=sys.stderr)  # warnings
-    job = done.stdout.strip().partition(";")[0]  # the cluster's name may stand behind it
+    job = done.stdout.strip().partition(";")[0]  # the cluster's name may follow it
     print(f"submitted {script} as job {job}")
     hints = {
         f"squeue --job={job}": "is it running, and if not, why",

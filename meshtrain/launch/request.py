@@ -1,7 +1,7 @@
-"""What a job asks of SLURM: the command's options, and with them the text of one of tools/slurm.
+"""What a job requests from SLURM: the command's options, and a script of tools/slurm filled in with them.
 
-Each option is looked at before SLURM sees it, which tells of a wrong value only when the script is submitted, or not at
-all: a name with a space is two options.
+Each option is checked before SLURM sees it: SLURM reports a wrong value only when the script is submitted, or not at
+all, as a name with a space is two options.
 """
 
 import argparse
@@ -23,7 +23,7 @@ OWN_DIRECTIVES = (
 )  # fmt: skip
 VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
-DIRECTIVE = re.compile(r"(#?)#SBATCH\s+--([a-z-]+)(?:[=\s]|$)")  # with two signs it is an offer, which does nothing
+DIRECTIVE = re.compile(r"(#?)#SBATCH\s+--([a-z-]+)(?:[=\s]|$)")  # with `##` it is commented out
 OPTIONS = {
     "--nodes": ("N", "number of nodes (required)"),
     "--gpus-per-node": ("M", "GPUs, and so processes, per node (required)"),
@@ -44,8 +44,8 @@ REPEATED = {
     "--env": ("NAME=VALUE", "a variable for the job; may be repeated"),
 }
 CPUS_PER_GPU = 8  # unless --cpus-per-task says how many
-LEAD_S = 600  # before its end a job is told to save, in the scripts of tools/slurm
-SHORTEST_S = 240  # of a job, of which a quarter is for saving
+LEAD_S = 600  # how long before its end a job is told to save, in the scripts of tools/slurm
+SHORTEST_S = 240  # the shortest job, of which a quarter is for saving
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Request:
     nodes: int
     gpus_per_node: int
     per_gpu: bool = False  # whether SLURM starts a task per GPU (srun) instead of one per node (torchrun)
-    gres: str | None = None  # what GPUs are called here, with their number (`gpu:h100:8`); None: --gpus-per-node asks
+    gres: str | None = None  # the GPUs' name here and their number (`gpu:h100:8`); None: requested by --gpus-per-node
     cpus_per_task: int | None = None
     time: str | None = None
     partition: str | None = None
@@ -63,9 +63,9 @@ class Request:
     job_name: str | None = None
     activate: str | None = None  # the file to source for the environment; None: what the job finds on PATH
     variables: tuple[tuple[str, str], ...] = ()  # (name, value), to be exported
-    spare_nodes: int = 0  # of the nodes: they replace others
+    spare_nodes: int = 0  # how many of the nodes are kept to replace lost ones
     container: Mapping[str, str] = field(default_factory=dict)  # variables of the scripts: CONTAINER_IMAGE, ...
-    srun: tuple[tuple[str, str], ...] = ()  # further options (name, value); without a value where that is empty
+    srun: tuple[tuple[str, str], ...] = ()  # further options (name, value); an empty value: a flag
     sbatch: tuple[tuple[str, str], ...] = ()
 
 
@@ -81,7 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_request(arguments: argparse.Namespace) -> Request:
-    """The request of a command line. Raises InputError: a value is missing or cannot be right."""
+    """The request of a command line. Raises InputError: a value is missing or invalid."""
     if not arguments.slurm:
         raise InputError(
             "say which scheduler: --slurm is the one that meshtrain launch knows (for Kubernetes see tools/k8s, and "
@@ -122,7 +122,7 @@ def _count(option: str, value: str | None, needed: str | None = None) -> int:
 
 
 def _gres(value: str, gpus: int) -> str:
-    """`gpu`, `gpu:h100` or either with the number of GPUs behind it, as SLURM's --gres wants it: with the number."""
+    """Appends the number of GPUs, which SLURM's --gres needs, to `gpu` or `gpu:h100`, if it is not there yet."""
     match = GRES.fullmatch(value)
     if match is None:
         raise InputError(f"--gres {value}: expected a name such as gpu or gpu:h100 (see sinfo --format=%G)")
@@ -153,7 +153,7 @@ def _time(value: str | None) -> str | None:
 
 
 def seconds(time: str) -> int:
-    """A limit as SLURM reads it: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+    """A time limit in seconds, parsed like SLURM: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:...]."""
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash or len(parts) == 3:
@@ -191,7 +191,7 @@ def _container(arguments: argparse.Namespace) -> dict[str, str]:
             raise InputError("--container-mounts and --container-runtime need a --container-image")
         return {}
     if image.startswith(("/", ".", "~")) or image.endswith((".sif", ".sqsh")):
-        file = Path(image).expanduser().absolute()  # a runtime would take another form for a name in a registry
+        file = Path(image).expanduser().absolute()  # a runtime would take any other form for a name in a registry
         if not file.exists():
             raise InputError(f"--container-image {image}: there is no such file")
         image = str(file)
@@ -225,9 +225,9 @@ def _variable(text: str) -> tuple[str, str]:
 
 
 def render(template: str, directives: Mapping[str, str | None], block: Sequence[str]) -> str:
-    """The text of a script in tools/slurm with a `block` of shell lines behind its directives, and with these: option
-    of sbatch, without dashes -> value, in the place of the template's line for it, or else behind the last one; None
-    takes the line away. Raises ValueError: the template has no directives, or sbatch could not read a value."""
+    """The text of a script in tools/slurm with a `block` of shell lines after its directives, and with `directives`
+    (option of sbatch, without dashes -> value) in place of the template's lines for them, or else after the last one;
+    None removes the line. Raises ValueError: the template has no directives, or sbatch could not read a value."""
     lines = template.splitlines()
     places = [place for place, line in enumerate(lines) if DIRECTIVE.match(line)]
     if not places:
@@ -254,7 +254,7 @@ def _directive(option: str, value: str) -> str:
 
 
 def block(arguments: Sequence[str], variables: Sequence[tuple[str, str]], remarks: Sequence[str]) -> list[str]:
-    """What a job's script says before the template's own lines."""
+    """The lines of a job's script before the template's own commands."""
     return [
         *(f"# {' '.join(remark.split())}" for remark in remarks),
         *(f"export {name}={shlex.quote(value)}" for name, value in variables),
@@ -263,7 +263,7 @@ def block(arguments: Sequence[str], variables: Sequence[tuple[str, str]], remark
 
 
 def lead_s(time: str | None) -> int:
-    """How long before its limit a job is told to save: the scripts' own time, and a quarter of a short job's."""
+    """How long before its limit a job is told to save: the scripts' own time, or for a short job a quarter of it."""
     return LEAD_S if time is None else min(LEAD_S, seconds(time) // 4)
 
 
@@ -285,7 +285,7 @@ def directives_of(request: Request, default_name: str) -> dict[str, str | None]:
 
 
 def variables_of(request: Request) -> tuple[tuple[str, str], ...]:
-    """What the script reads from its environment, and what the user has asked for."""
+    """The variables that the script reads, and those that the user wants exported."""
     own = {"ACTIVATE": request.activate or ""}
     if not request.per_gpu:
         own["PROCESSES_PER_NODE"] = str(request.gpus_per_node)

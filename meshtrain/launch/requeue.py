@@ -1,9 +1,9 @@
-"""Requeue: whether a job of SLURM that has failed goes on, and without which nodes, as the scripts of tools/slurm ask.
+"""Requeue: whether and without which nodes a failed SLURM job continues; called by the scripts of tools/slurm.
 
     python -m meshtrain.launch.requeue RUN --job 4211 --nodes "gpu07 gpu08 gpu09" --needed 2 --tries 3 [--down gpu08]
 
-It prints three lines: `again` (on nodes that the job still has), `requeue` or `end`; the nodes to leave out; and why.
-How often the run has failed without getting further is in `requeue.json` of its folder, how far it is in its ledger.
+It prints three lines: `again` (on nodes that the job still has), `requeue` or `end`; the nodes to leave out; the
+reason. The run's `requeue.json` counts failures without progress; its goodput ledger tells how far the run has come.
 """
 
 import argparse
@@ -19,17 +19,17 @@ from meshtrain.job.watchdog.records import OUT_OF_REACH, DiagnosisKind
 from meshtrain.metrics.goodput import FILE, JobRecord, read
 
 HISTORY = "requeue.json"
-FINAL = (DiagnosisKind.TRAINING, DiagnosisKind.INPUT)  # the same would happen again
+FINAL = (DiagnosisKind.TRAINING, DiagnosisKind.INPUT)  # it would fail in the same way again
 HARDWARE = re.compile(r"\bECC\b|\bXid\b|uncorrectable|fallen off the bus|GPU is lost|hardware", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class History:
-    """What the failures of a run have come to."""
+    """The failures of a run so far."""
 
-    job: str = ""  # which SLURM has started all these times; another one begins to count anew
+    job: str = ""  # the SLURM job to which the count belongs; for another job it begins anew
     step: int = -1  # of the furthest checkpoint that a failure has left behind
-    failures: int = 0  # in a row, of which but the first none has got further
+    failures: int = 0  # in a row, since the last one that made progress, which counts, too
 
     def after_failure(self, job: str, step: int) -> "History":
         fails = 0 if job != self.job or step > self.step else self.failures
@@ -39,21 +39,21 @@ class History:
 @dataclass(frozen=True)
 class Decision:
     action: str  # "again", on nodes of the same job; "requeue"; "end"
-    lost: tuple[str, ...]  # nodes to go on without
+    lost: tuple[str, ...]  # nodes to leave out
     reason: str
 
 
 def decide(
     end: Mapping[str, Any] | None, history: History, nodes: Sequence[str], needed: int, tries: int, down: Sequence[str]
 ) -> Decision:
-    """PURE: what becomes of a job that has failed.
+    """Decides what to do with a job that has failed; a pure function.
 
     Args:
-        end: exit.json; None: it has failed before it could write one.
+        end: exit.json; None: the job has failed before it could write one.
         history: of the run, with this failure.
-        nodes: that the job had left, of which it needs so many.
-        tries: how often in a row it is tried again without having got further.
-        down: nodes of which something else knows that they are not well: SLURM, or a preflight.
+        nodes: those that the job still had; it needs `needed` of them.
+        tries: how often in a row it is restarted without having made progress.
+        down: nodes known to be unhealthy from elsewhere: SLURM, or a preflight.
     """
     end = {} if end is None else end
     kind, reason, hosts = end.get("kind"), str(end.get("reason", "it could not start")), end.get("hosts", [])
@@ -70,7 +70,7 @@ def decide(
 
 
 def furthest_step(jobs: Sequence[JobRecord]) -> int:
-    """PURE: the step from which the next start of a run with this ledger goes on, as far as that is known."""
+    """The step from which the next start of a run with this ledger resumes, as far as known; a pure function."""
     return max([jobs[-1].first, *(mark.step for mark in jobs[-1].marks if mark.saved)]) if jobs else 0
 
 

@@ -1,7 +1,7 @@
-"""Goodput: how much of the wall time of a run went into steps that count, over all of its jobs.
+"""Goodput: how much of a run's wall time, over all of its jobs, went into steps that count.
 
 Every second since the run's first start belongs to exactly one of `PARTS`. Rank 0 keeps a ledger in the run's folder.
-What a killed job did after its latest line counts as time between jobs, and steps that are done again are lost.
+Time of a killed job after its last line counts as between jobs, and time in steps that are repeated later is lost.
 """
 
 import json
@@ -18,10 +18,10 @@ from meshtrain.job.storage import SideFile, write_whole
 from meshtrain.metrics.progress import duration
 
 FILE = "goodput.jsonl"
-# `startup`: until the first step begins; `compile`: torch.compile on rank 0; `training`: steps less that and `data`.
+# `startup`: until the first step begins; `compile`: torch.compile on rank 0; `training`: steps minus that and `data`.
 SPENT = ("startup", "compile", "training", "data", "evaluation", "saving")
-PARTS = (*SPENT, "repeated", "between")  # what only a later job knows: steps done again, and time without a job
-EVERY_S, EVERY_SHARE = 10.0, 0.001  # of a job until its next line: so much of a killed one counts as between jobs
+PARTS = (*SPENT, "repeated", "between")  # known only to a later job: repeated steps, and time without a job
+EVERY_S, EVERY_SHARE = 10.0, 0.001  # time of a job between two lines: a killed job's loss of it counts as `between`
 LONGEST_LINE = 4096
 MOST_LINES = 1_000_000
 MOST_SECONDS = 1e11  # three thousand years; the clock counts from 1970
@@ -29,11 +29,11 @@ MOST_SECONDS = 1e11  # three thousand years; the clock counts from 1970
 
 @dataclass(frozen=True)
 class GoodputRecord:
-    """What a job had spent when it had done so many steps of the run."""
+    """The time that a job had spent when step `step` of the run was done."""
 
     step: int
     seconds: Mapping[str, float]  # of each of `SPENT`
-    saved: bool = False  # a checkpoint of that step was taken just then, so that a later job may begin here
+    saved: bool = False  # whether a checkpoint of that step was just taken, from which a later job may resume
     end: str | None = None  # how the job ended, if it has: "done", "stopped" or "failed"
 
     @property
@@ -43,7 +43,7 @@ class GoodputRecord:
 
 @dataclass
 class JobRecord:
-    """A job of the run, which `started` (in seconds since 1970) with the step `first`."""
+    """A job of the run, which `started` (in seconds since 1970) from the step `first`."""
 
     started: float
     first: int
@@ -56,7 +56,7 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class GoodputSummary:
-    """How a run has spent its wall time: seconds for each of `PARTS`, over so many jobs."""
+    """How a run has spent its wall time: seconds for each of `PARTS`, over `jobs` jobs."""
 
     seconds: Mapping[str, float]
     jobs: int
@@ -67,7 +67,7 @@ class GoodputSummary:
 
     @property
     def goodput(self) -> float:
-        """The share of training that counts; a fraction."""
+        """The fraction of the wall time spent in training that counts."""
         return self.seconds["training"] / self.wall_s if self.wall_s > 0 else 0.0
 
     def row(self) -> dict[str, float]:
@@ -94,10 +94,10 @@ class GoodputSummary:
 
 
 def summarize(jobs: Sequence[JobRecord]) -> GoodputSummary:
-    """PURE: the sum over the jobs of a run, in their order; of the last one as far as it is. Of each job only that
-    counts which no later one does again, its start-up, and its compiling."""
+    """The sum over the jobs of a run, in order; the last one may still run. A job's time counts up to the step from
+    which a later job resumed, as do its start-up and compiling; the rest is `repeated`. A pure function."""
     total = dict.fromkeys(PARTS, 0.0)
-    again_from = math.inf  # the lowest step that a later job went on from
+    again_from = math.inf  # the lowest step from which a later job resumed
     for i, job in reversed(list(enumerate(jobs))):
         last = job.last.seconds
         net = _until(job, again_from) | {part: last[part] for part in ("startup", "compile")}
@@ -105,23 +105,23 @@ def summarize(jobs: Sequence[JobRecord]) -> GoodputSummary:
             total[part] += net.get(part, 0.0)
             total["repeated"] += last[part] - net.get(part, 0.0)
         before = jobs[i - 1]
-        if i > 0 and before.last.end != "done":  # nobody waited for a job that takes a finished run further
+        if i > 0 and before.last.end != "done":  # no time is lost before a job that extends a finished run
             total["between"] += max(0.0, job.started - before.started - before.last.elapsed)  # hosts' clocks may differ
         again_from = min(again_from, job.first)
     return GoodputSummary(total, len(jobs))
 
 
 def _until(job: JobRecord, step: float) -> dict[str, float]:
-    """What a job had spent when it had done this step; what it spent on failing came after that."""
+    """The time that a job had spent when this step was done, without the time that it spent on failing."""
     marks = (mark for mark in reversed(job.marks) if mark.step <= step and mark.end != "failed")
     return next((dict(mark.seconds) for mark in marks), {})
 
 
 class GoodputTracker:
-    """Keeps account of a run in each of its jobs; ranks other than 0 for themselves, on no disk."""
+    """Accounts for a run's time in each of its jobs; ranks other than 0 do so for themselves, without a ledger."""
 
     def __init__(self, folder: Path | None, first: int, since: float, clock: Any = time) -> None:
-        """`folder`: None: no ledger. `first`: the step that the job goes on from. `since`: its start, monotonic."""
+        """`folder`: None: no ledger. `first`: the step that the job resumes from. `since`: its start, monotonic."""
         self.note: str | None = None  # what is wrong with the ledger of earlier jobs
         self._clock = clock
         self._seconds = dict.fromkeys(SPENT, 0.0)
@@ -152,7 +152,7 @@ class GoodputTracker:
         return GoodputSummary(seconds, self._before.jobs)
 
     def begin(self) -> None:
-        """The start-up is over: from now on time is training, but for what `phase` and `finish_step` say."""
+        """The start-up is over: from now on time counts as training, except where `phase` and `finish_step` differ."""
         self._continue_with("training")
         self._write()
 
@@ -166,7 +166,7 @@ class GoodputTracker:
             self._continue_with(before)
 
     def finish_step(self, step: int, data_s: float) -> None:
-        """Step `step` of the run is done; so many seconds of it were waiting for data."""
+        """Step `step` of the run is done; `data_s` seconds of it were spent waiting for data."""
         self._continue_with(self._part)
         data_s = min(data_s, self._seconds["training"])  # a GPU's own clock may round differently
         self._seconds["training"] -= data_s
@@ -176,7 +176,7 @@ class GoodputTracker:
             self._write()
 
     def saved(self) -> None:
-        """A checkpoint of the last step was taken. In the midst of no other step."""
+        """A checkpoint of the last step was taken. Not to be called during another step."""
         self._write(saved=True)
 
     def end(self, status: str) -> None:
@@ -200,11 +200,11 @@ class GoodputTracker:
         self._file.append(_mark_line(mark).encode())
         if end is not None:
             self._file.close()
-            self._file = None  # what comes after the end counts for nothing
+            self._file = None  # time after the end does not count
 
 
 def read(path: Path) -> tuple[list[JobRecord], str | None]:
-    """The jobs of a ledger, and what is wrong with it, in words; bad lines are left out. Raises OSError."""
+    """The jobs of a ledger, and what is wrong with it, in words; bad lines are skipped. Raises OSError."""
     jobs: list[JobRecord] = []
     bad = 0
     if not path.exists():
@@ -212,10 +212,10 @@ def read(path: Path) -> tuple[list[JobRecord], str | None]:
     if not path.is_file():
         raise OSError("it is no file")
     with path.open("rb") as file:
-        # None takes more memory than a line of a ledger, and there are no more of them than of a long run.
+        # A damaged file takes no more memory than a ledger: length and number of lines are limited.
         for line in islice(iter(lambda: file.readline(LONGEST_LINE), b""), MOST_LINES):
             if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
-                break  # the last one: its writer was killed
+                break  # the last line: its writer was killed
             record = _job_or_mark(line)
             if isinstance(record, JobRecord):
                 jobs.append(record)
@@ -251,12 +251,12 @@ def _is_time(value: Any) -> bool:
 
 
 def _follows(job: JobRecord, mark: GoodputRecord) -> bool:
-    """Whether a job can have come from its last mark to this one: it has not gone back, and no time was given back."""
+    """Whether this mark can follow the job's last one: neither step nor time decreases, and the job had not ended."""
     return mark.step >= job.last.step and mark.elapsed >= job.last.elapsed and job.last.end is None
 
 
 def _rewrite(path: Path, jobs: Sequence[JobRecord]) -> int:
-    """Writes the ledger anew with the marks of checkpoints and each job's last; returns its bytes."""
+    """Rewrites the ledger with the marks of checkpoints and each job's last one; returns its size in bytes."""
     lines = []
     for job in jobs:
         lines.append(json.dumps({"started": job.started, "step": job.first}) + "\n")

@@ -1,6 +1,6 @@
-"""What a run measures, on its way to those who watch: `metrics.jsonl`, the terminal, the sinks.
+"""The logger of metrics: passes what a run measures on to `metrics.jsonl`, the terminal and the sinks.
 
-Rank 0 owns one `Metrics`; others have a `NoMetrics`, which does nothing. docs/metrics.md has the fields.
+Rank 0 has a `Metrics`; the others have a `NoMetrics`, which does nothing. docs/metrics.md lists the fields.
 """
 
 import json
@@ -21,16 +21,16 @@ FILE = "metrics.jsonl"
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`, also of one that is being written; a last line without its end is left out.
+    """The rows of a `metrics.jsonl`, even while it is being written; an incomplete last line is left out.
 
-    Raises InputError: a line that is no JSON object.
+    Raises InputError: a line is not a JSON object with a step.
     """
     with path.open("rb") as file:
         return [row for _, _, row in _rows(file, path)]
 
 
 def _rows(file: Iterable[bytes], path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Each whole row, with the offsets of its start and its end."""
+    """Each complete row, with the byte offsets of its start and its end."""
     start = 0
     for number, line in enumerate(file, 1):
         if not line.endswith(b"\n"):
@@ -49,11 +49,11 @@ def _rows(file: Iterable[bytes], path: Path) -> Iterator[tuple[int, int, dict[st
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one object per step, in the order of the steps, each on disk as soon as it is known; an
-    evaluation is added to its step's object. JSON has no NaN and no infinity, they are written as null."""
+    """`metrics.jsonl`: one object per step, in the order of the steps, each written as soon as it is known; an
+    evaluation is added to its step's object. NaN and infinity, which JSON lacks, are written as null."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file to go on behind its last whole row. One with lines that are no rows is moved away."""
+        """Opens the file to append after its last complete row. A file with invalid lines is moved away."""
         self._path = path
         self._last: dict[str, Any] = {"step": 0}
         with optional(f"{path} cannot be read"):
@@ -66,7 +66,7 @@ class MetricsFile:
         self.drop_after(None)
 
     def drop_after(self, step: int | None) -> None:
-        """Cuts off the rows after `step`, and a last row that was cut off while being written, in one truncation."""
+        """Removes the rows after `step`, and an incomplete last row, in one truncation."""
         last, whole, self._last = 0, 0, {"step": 0}
         try:
             with self._path.open("rb") as file:
@@ -81,14 +81,14 @@ class MetricsFile:
         self._file = SideFile(self._path, last, whole)
 
     def row(self, row: dict[str, Any]) -> None:
-        """Raises ValueError: the file is at that step already."""
+        """Appends a row. Raises ValueError: the file has that step already."""
         if row["step"] <= self._last["step"]:
             raise ValueError(f"{self._path} has step {self._last['step']} already; step {row['step']} cannot follow it")
         self._last = dict(row)
         self._file.append(_line(row))
 
     def amend(self, step: int, values: dict[str, Any]) -> None:
-        """Adds values to the last row. Raises ValueError: it is another step's."""
+        """Adds values to the last row. Raises ValueError: that is another step's."""
         if step != self._last["step"] or step == 0:
             raise ValueError(f"{self._path}: the last row is step {self._last['step']}, nothing can be added to {step}")
         self._last |= values
@@ -99,7 +99,7 @@ class MetricsFile:
 
 
 def _keep_whole(damaged: Path, path: Path) -> None:
-    """Begins a file with the rows of a damaged one that are rows, in the order of their steps."""
+    """Begins a file with the valid rows of a damaged one whose steps increase."""
     step = 0
     with damaged.open("rb") as file, path.open("xb") as target:
         for line in file:
@@ -118,16 +118,16 @@ def _line(row: dict[str, Any]) -> bytes:
 
 
 class NoMetrics:
-    """Takes what `Metrics` takes and does nothing with it: for all ranks but 0."""
+    """The interface of `Metrics`, doing nothing: for all ranks but 0."""
 
     def say(self, text: str) -> None:
         """Prints a line, above the progress line if there is one."""
 
     def row(self, row: dict[str, Any]) -> None:
-        """A step is done: its row, Python numbers and strings by the names in docs/metrics.md."""
+        """A step is done: takes its row, Python numbers and strings under the names in docs/metrics.md."""
 
     def evaluation(self, step: int, values: dict[str, Any]) -> None:
-        """The evaluation after `step`, whose row must have been the last."""
+        """Takes the evaluation after `step`, whose row must have been the last."""
 
     def epoch(self, epoch: int, values: dict[str, Any]) -> None:
         """Epoch number `epoch`, counted from 1, is over: `loss`, and `accuracy` (a fraction) for a classifier."""
@@ -149,7 +149,7 @@ class Metrics(NoMetrics):
         sinks: SinkThreads | None = None,
         console: Console | None = None,
     ) -> None:
-        """`step`: rows after it are dropped. `sinks`: who gives them closes them, when it is known how the run ends."""
+        """`step`: rows after it are dropped. `sinks`: closed by the caller, once it is known how the run ends."""
         self._file = MetricsFile(folder / FILE)
         self._file.drop_after(step)
         self._tell = (lambda *_: None) if sinks is None else sinks.tell

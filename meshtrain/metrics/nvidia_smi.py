@@ -1,4 +1,4 @@
-"""What nvidia-smi tells of the GPUs of this host. It comes with the driver, so nothing has to be installed for it."""
+"""What nvidia-smi reports about this host's GPUs. It comes with the driver, so it needs no installation."""
 
 import re
 import time
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from meshtrain.job.programs import ProgramError, run_program
 
-LIMIT_S = 10.0  # a driver in trouble lets nvidia-smi hang
+LIMIT_S = 10.0  # a failing driver lets nvidia-smi hang
 THROTTLES = {  # nvml.h, nvmlClocksEventReason*
     0x4: "the power limit",
     0x8: "a hardware slow-down",
@@ -17,13 +17,13 @@ THROTTLES = {  # nvml.h, nvmlClocksEventReason*
     0x80: "the power brake",
 }
 CONDITION = ("index", "clocks.sm", "clocks.max.sm", "temperature.gpu", "power.draw", "power.limit")
-REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # of today's drivers, and of old ones
+REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # of current drivers, and of old ones
 
 
 def query(fields: Sequence[str], *arguments: str) -> list[list[str]]:
-    """The cells of these fields for each GPU, and as the last one what holds its clocks down, as bits: asked for by
-    each of its names, because nvidia-smi tells nothing where it does not know one field. Empty where nvidia-smi is
-    missing, fails or does not answer in time."""
+    """The cells of these fields for each GPU, and as the last one its throttle reasons as a bit mask: queried under
+    each of the field's names, because nvidia-smi prints nothing if one field is unknown to it. Empty where nvidia-smi
+    is missing, fails or does not answer in time."""
     begun = time.monotonic()
     for reasons in (*REASONS, ""):
         names = ",".join((*fields, reasons) if reasons else fields)
@@ -40,14 +40,14 @@ def query(fields: Sequence[str], *arguments: str) -> list[list[str]]:
 
 
 def throttle_reasons(bits: str) -> str:
-    """nvidia-smi's `0x0000000000000040` in words; empty where nothing holds the clocks down."""
+    """nvidia-smi's `0x0000000000000040` in words; empty if the clocks are not throttled."""
     if not re.fullmatch(r"0x[\da-fA-F]+", bits):
         return ""
     return ", ".join(word for bit, word in THROTTLES.items() if int(bits, 16) & bit)
 
 
 class GpuCondition(NamedTuple):
-    """How a GPU does, in words (empty where nvidia-smi does not tell), and whether its clocks are held down."""
+    """The condition of a GPU in words (empty where nvidia-smi does not tell), and whether its clocks are throttled."""
 
     text: str
     throttled: bool

@@ -1,4 +1,4 @@
-"""A picture of a run, from its `metrics.jsonl` alone."""
+"""The loss plot of a run, from its `metrics.jsonl` alone."""
 
 import importlib.util
 import math
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 FILE = "loss.png"
 _INK, _QUIET, _GRID = "#1f2430", "#7a8194", "#e6e8ee"
 _TRAINING, _VALIDATION, _RATE, _NORM = "#3b6fe0", "#e2603b", "#2a9d8f", "#9a6fb0"
-_POINTS = 3000  # more than the picture has columns would only take time
+_POINTS = 3000  # more than the picture has columns would only cost time
 
 Rows = list[dict[str, Any]]
 
 
 def plot_loss(folder: Path, name: str) -> str:
-    """Draws `loss.png` in the run's folder; returns a sentence about it, also when it could not be drawn."""
+    """Draws `loss.png` in the run's folder; returns a sentence about it, even if it could not be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         return "no loss plot: matplotlib is not installed (pip install 'meshtrain[plot]')"
     path = folder / metrics.FILE
@@ -38,8 +38,8 @@ def plot_loss(folder: Path, name: str) -> str:
 
 
 def smooth(values: list[float], reach: int) -> list[float]:
-    """Mean of each finite value and its neighbours, `reach` to each side, fewer near the ends; NaN where there is none.
-    Unlike a running average it does not lag behind a falling loss."""
+    """Mean of each finite value and its finite neighbours, `reach` to each side, fewer near the ends; NaN where there
+    are none. Unlike a running average, it does not lag behind a falling loss."""
     series, index = np.asarray(values, float), np.arange(len(values))
     finite = np.isfinite(series)
     sums = np.append(0.0, np.cumsum(np.where(finite, series, 0.0)))
@@ -51,7 +51,7 @@ def smooth(values: list[float], reach: int) -> list[float]:
 
 
 def _draw(rows: Rows, name: str) -> "Figure":
-    # The object interface and not pyplot: pyplot keeps every figure in a global, and asks for a display.
+    # The object interface, not pyplot, which keeps every figure in a global and needs a display.
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.ticker import MaxNLocator
@@ -119,7 +119,7 @@ def _clean(axes: "Axes") -> None:
 
 
 def _series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the rows that have `name`; null, which stands for what was not finite, is NaN: a gap."""
+    """Steps and values of the rows that have `name`; null, which stands for a non-finite value, becomes NaN: a gap."""
     having = [row for row in rows if name in row]
     return [row["step"] for row in having], [math.nan if row[name] is None else row[name] for row in having]
 

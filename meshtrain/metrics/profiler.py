@@ -1,4 +1,4 @@
-"""Looking inside a step: a trace of a few steps, and a history of the GPU's memory."""
+"""Profiling: a trace of a few steps, and a history of the GPU's memory."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from meshtrain.job.storage import optional
 
 
 class Profiler:
-    """Traces steps by `metrics.profile`, and memory by `metrics.memory_snapshot`. `about`: a line for the start."""
+    """Traces steps (`metrics.profile`) and memory (`metrics.memory_snapshot`). `about`: lines to print at the start."""
 
     def __init__(self, metrics: Metrics, folder: Path, rank: int, device: torch.device) -> None:
         self._first, self._last = metrics.profile or (0, -1)
@@ -41,7 +41,7 @@ class Profiler:
             self._running.start()
 
     def close(self) -> None:
-        """Writes what is not written yet, also after an error: a history is most wanted when memory ran out."""
+        """Writes what is not written yet, even after an error: a history is most useful when memory ran out."""
         if self._running is not None:
             self._export()
         if self._remembering:

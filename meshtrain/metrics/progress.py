@@ -22,7 +22,7 @@ def open_progress(console: Console, *, task: str, steps: int) -> "Progress":
 
 
 class Progress(ABC):
-    """Shows the first `first` steps, then at most one every `every_s` seconds, and always the last."""
+    """Shows the first `first` steps, then at most one step every `every_s` seconds, and always the last one."""
 
     first: int
     every_s: float
@@ -61,7 +61,7 @@ class Progress(ABC):
 
 
 class PlainLines(Progress):
-    """Lines of a log. People read them: the first show that it works, and later ones that it goes on."""
+    """Lines of a log for people: the first ones show that the run works, and later ones that it progresses."""
 
     first, every_s = 5, 5.0
 
@@ -70,14 +70,14 @@ class PlainLines(Progress):
 
 
 class LiveLine(Progress):
-    """One line that changes in place; what is said appears above it."""
+    """One line that is updated in place; other output appears above it."""
 
     first, every_s = 0, 0.2
     _live: Live | None = None
 
     def _show(self, row: Values, remaining_s: float | None) -> None:
-        if self._live is None:  # only now, so that nothing hides what start-up has to say
-            # No thread that draws by itself: it would take time from the steps.
+        if self._live is None:  # only now, so that nothing hides the output of the start-up
+            # No refresh thread: it would take time from the steps.
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
         self._live.update(self._frame(row, remaining_s), refresh=True)
@@ -111,7 +111,7 @@ class LiveLine(Progress):
 
 
 class StepTimeAverage:
-    """How long a step takes these days: a moving average that forgets the first, slow step."""
+    """The current time of a step: a moving average that forgets the first, slow step."""
 
     def __init__(self) -> None:
         self._seconds: float | None = None
@@ -131,7 +131,7 @@ class StepTimeAverage:
 
 
 def step_line(row: Values, steps: int, unit: str, remaining: float | None = None) -> str:
-    """One step in words; what the row does not have is left out.
+    """One step as a line; fields that the row lacks are left out.
 
     `step  40/200  loss 2.3412  grad_norm 0.81  lr 3.0e-04  12,340 tokens/s  mfu 31.2 % (causal 28.9 %)  left 2m10s`
     """
@@ -162,7 +162,7 @@ def evaluation_line(step: int, values: Values) -> str:
 
 
 def epoch_line(epoch: int, values: Values) -> str:
-    """`epoch 1  loss 0.2346  accuracy 92.34 %`; without the accuracy if there is none."""
+    """`epoch 1  loss 0.2346  accuracy 92.34 %`, or without the accuracy if there is none."""
     accuracy = "" if values.get("accuracy") is None else f"  accuracy {100 * values['accuracy']:.2f} %"
     return f"epoch {epoch}  loss {_fixed(values['loss'], 4)}{accuracy}"
 
@@ -177,7 +177,7 @@ def duration(seconds: float) -> str:
 
 
 def _fixed(value: float | None, digits: int) -> str:
-    """Fixed point, but for what that would show as 0 or as a row of digits."""
+    """Fixed point, except for values that it would show as 0 or as a long row of digits."""
     if value is None:
         return "nan"
     if math.isfinite(value) and value and not 10**-digits <= abs(value) < 1e6:
@@ -195,13 +195,13 @@ def _percent(name: str, fraction: float | None) -> str:
 
 
 def _mfu(row: Values) -> str:
-    """Both ways of counting, where they differ."""
+    """The MFU in both ways of counting, if they differ."""
     full, causal = row.get("mfu"), row.get("mfu_causal")
     return _percent("mfu", full) + ("" if causal in (None, full) else f" ({_percent('causal', causal)})")
 
 
 def _share(name: str, row: Values) -> str:
-    """The part of the step that went into a phase; nothing if it was not measured."""
+    """The share of the step that went into a phase; empty if it was not measured."""
     seconds, whole = row.get(f"time_{name}_s"), row.get("step_time_s")
     return "" if seconds is None or not whole else f"{name} {100 * seconds / whole:.0f} %"
 

@@ -1,6 +1,6 @@
-"""Sinks beside the training: each in a thread of its own, behind a bounded queue.
+"""Threads of the sinks, beside training: each sink runs in its own, behind a bounded queue.
 
-A sink is never a reason to end a run or to slow it. What it raises is said once; one that hangs is left behind.
+A sink never ends a run or slows it down. Its errors are reported once; a sink that hangs is left behind.
 """
 
 import importlib.util
@@ -19,28 +19,28 @@ from meshtrain.errors import InputError
 from meshtrain.job.storage import warn
 from meshtrain.metrics.sinks import OWN, Sink, SinkRun
 
-START_S = 30.0  # that the end of a run waits for a sink which is still being made: imports take long on a busy host
-MOST_WAITING = 1000  # calls that a sink may be behind; what comes then is left out
+START_S = 30.0  # for which the end of a run waits for a sink under construction: imports take long on a busy host
+MOST_WAITING = 1000  # calls in a sink's queue; further ones are dropped
 
 Make = Callable[[SinkRun], Sink]
 
 
 class SinkThreads:
-    """Hands all that it is told to every sink, and waits for none before the end."""
+    """Passes each call on to every sink, and waits for none of them before the end."""
 
     def __init__(self, makers: Mapping[str, Make], run: SinkRun) -> None:
-        """`makers`: by `find_sinks`. They are called in the threads: a sink may connect to somewhere."""
+        """`makers`: from `find_sinks`. They are called in the threads, as a sink may open a connection."""
         self._closing = threading.Lock()
         self._threads = [_SinkThread(name, make, run) for name, make in makers.items()]
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """Calls a method of every sink, some time."""
+        """Queues a call of a method of every sink."""
         for sink in self._threads:
             sink.call(method, *arguments)
 
     def close(self, status: str, limit_s: float = float("inf")) -> None:
-        """Closes all, and waits as long as the slowest of them may take, and no longer than `limit_s`. Once: whoever
-        comes later returns at once."""
+        """Closes all sinks, and waits as long as the slowest of them may take, but no longer than `limit_s`. Later
+        calls return at once."""
         if not self._closing.acquire(blocking=False):
             return
         begin = time.monotonic()
@@ -74,7 +74,7 @@ class _SinkThread:
 
     def end(self, status: str) -> None:
         self._status = status
-        with suppress(queue.Full):  # then it is awake
+        with suppress(queue.Full):  # then its thread is awake
             self._calls.put_nowait(("", ()))
 
     def _work(self) -> None:
@@ -99,7 +99,7 @@ class _SinkThread:
 
 
 def find_sinks(config: Metrics) -> dict[str, Make]:
-    """How each sink is made; nothing of it is started. Raises InputError: there is none, it is not installed, or it
+    """The constructor of each sink; none is called yet. Raises InputError: a sink does not exist, is not installed, or
     takes other options."""
     return {name: _find(name, config.sink_options.get(name, {})) for name in config.all_sinks}
 

@@ -1,6 +1,6 @@
-"""Sinks: what a run measures, handed on to Prometheus, W&B, TensorBoard, or a class of the user's own.
+"""Sinks pass what a run measures on to Prometheus, W&B, TensorBoard, or a class of the user's own.
 
-docs/monitoring.md shows how one is written. `sink_threads.py` runs them beside the training.
+docs/monitoring.md shows how to write one. `sink_threads.py` runs them beside training.
 """
 
 import http.server
@@ -21,33 +21,33 @@ STATUSES = ("running", "done", "stopped", "failed")
 
 @dataclass(frozen=True)
 class SinkRun:
-    """The run that a sink hears of."""
+    """The run that a sink is told about."""
 
     name: str  # of the config
     folder: Path
     steps: int  # of the whole run
-    step: int = 0  # after which this job goes on; an earlier job may have told of later ones
+    step: int = 0  # from which this job resumes; an earlier job may have reported later ones
     config: Mapping[str, Any] | None = None  # section -> key -> value
 
 
 class Sink:
-    """What a sink is told, in this order; it implements what it needs. All of it runs in the sink's own thread, the
-    constructor too, which gets the run and the options of the YAML: `__init__(self, run, *, port: int = 9400)`."""
+    """The calls that a sink receives; it implements those that it needs. All run in the sink's own thread, also the
+    constructor, which gets the run and the options of the config: `__init__(self, run, *, port: int = 9400)`."""
 
-    package: ClassVar[str | None] = None  # that it imports, and the extra of meshtrain that brings it
+    package: ClassVar[str | None] = None  # the package that it imports, and the extra of meshtrain that installs it
     close_s: ClassVar[float] = 5.0  # how long the end of the run waits for it
 
     def __init__(self, run: SinkRun) -> None:
         self.run = run
 
     def row(self, values: dict[str, Any]) -> None:
-        """A step is done: `step` and its numbers and texts, by the names in docs/metrics.md."""
+        """A step is done: `step` and its numbers and texts, under the names in docs/metrics.md."""
 
     def evaluation(self, step: int, values: dict[str, Any]) -> None:
         """The evaluation after `step`, whose row was the last."""
 
     def event(self, kind: str, values: dict[str, Any]) -> None:
-        """`epoch`: `epoch`, `loss` and for a classifier `accuracy`. `message`: `text`, which the terminal shows."""
+        """`epoch`: `epoch`, `loss`, and `accuracy` for a classifier. `message`: `text`, which the terminal shows."""
 
     def close(self, status: str) -> None:
         """The run ends: "done", "stopped" or "failed", as in exit.json."""
@@ -73,9 +73,9 @@ class TensorBoard(_Curves):
     package = "tensorboard"
 
     def __init__(self, run: SinkRun) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # a second of imports, for those who asked
+        from torch.utils.tensorboard import SummaryWriter  # a second of imports, only if it is used
 
-        # What an earlier job wrote of the steps that are done again is hidden, as metrics.jsonl drops it.
+        # Values that an earlier job wrote for steps that are repeated are hidden, as metrics.jsonl drops them.
         purge = run.step + 1 if run.step else None
         self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge, flush_secs=10)
 
@@ -88,7 +88,7 @@ class TensorBoard(_Curves):
 
 
 class Wandb(_Curves):
-    """One run of W&B, which keeps its id over restarts of the job: `wandb_id` in the run's folder has it."""
+    """One run of W&B, which keeps its id over restarts of the job: the file `wandb_id` in the run's folder."""
 
     package = "wandb"
     close_s = 30.0
@@ -97,7 +97,7 @@ class Wandb(_Curves):
         self, run: SinkRun, *, project: str = "meshtrain", entity: str | None = None, name: str | None = None,
         mode: str | None = None,
     ) -> None:  # fmt: skip
-        """`mode`: online, offline or disabled; None: as WANDB_MODE says."""
+        """`mode`: online, offline or disabled; None: the value of WANDB_MODE."""
         import wandb
 
         file = run.folder / "wandb_id"
@@ -110,7 +110,7 @@ class Wandb(_Curves):
         )  # fmt: skip
 
     def add(self, step: int, values: dict[str, float]) -> None:
-        if step >= self._run.step:  # it has the steps before, of an earlier job, and takes none of them again
+        if step >= self._run.step:  # it has the steps before from an earlier job, and rejects them
             self._run.log(values, step=step)
 
     def close(self, status: str) -> None:
@@ -120,14 +120,14 @@ class Wandb(_Curves):
 
 
 class Prometheus(Sink):
-    """The newest numbers in Prometheus' text format: in a file for node_exporter's textfile collector, and with a
-    `port` over HTTP at `/metrics` as long as the run lasts."""
+    """The latest values in Prometheus' text format: in a file for node_exporter's textfile collector, and with a
+    `port` also over HTTP at `/metrics` as long as the run lasts."""
 
     def __init__(
         self, run: SinkRun, *, textfile: str | None = None, port: int | None = None, bind: str = "127.0.0.1",
         every_s: float | int = 5,
     ) -> None:  # fmt: skip
-        """`textfile`: None for `metrics.prom` in the run's folder; written at most every `every_s` seconds."""
+        """`textfile`: None: `metrics.prom` in the run's folder; written at most every `every_s` seconds."""
         self._file = run.folder / "metrics.prom" if textfile is None else Path(textfile).expanduser()
         self._run, self._every_s, self._written, self._status = run.name, every_s, 0.0, "running"
         self._values: dict[str, Any] = {"steps": run.steps, "step": run.step}
@@ -135,7 +135,7 @@ class Prometheus(Sink):
         try:
             if port is not None:
                 self._server = _serve(self, bind, port)
-        except (OSError, OverflowError) as error:  # the file is still of use
+        except (OSError, OverflowError) as error:  # the file still works
             warn(f"metrics.sinks: prometheus cannot listen on {bind}:{port} ({error}); it writes {self._file} alone")
         self._write()
 
@@ -157,7 +157,7 @@ class Prometheus(Sink):
                 self._server.server_close()
 
     def text(self) -> str:
-        """What Prometheus reads."""
+        """The text that Prometheus scrapes."""
         run = self._run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         lines = []
         for name, value in list(self._values.items()):
@@ -180,7 +180,7 @@ def _serve(sink: Prometheus, bind: str, port: int) -> http.server.ThreadingHTTPS
         timeout = 10  # seconds for a request
 
         def handle(self) -> None:
-            with suppress(ConnectionError):  # who asked has gone: the terminal is the training's
+            with suppress(ConnectionError):  # the client has gone: keep that off the terminal
                 super().handle()
 
         def do_GET(self) -> None:
@@ -195,7 +195,7 @@ def _serve(sink: Prometheus, bind: str, port: int) -> http.server.ThreadingHTTPS
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Nothing, as above."""
+            """Keeps requests off the terminal, too."""
 
     server = http.server.ThreadingHTTPServer((bind, port), Handler)
     threading.Thread(target=server.serve_forever, name="sink prometheus /metrics", daemon=True).start()

@@ -1,7 +1,7 @@
-"""Where the time of a step goes, measured without slowing the step down.
+"""The step timer: where the time of a step goes, measured without slowing the step down.
 
-On CUDA a phase leaves an event on the current stream and goes on; events are read a step later, when they have long
-happened. On a CPU a phase reads a counter. Both cost a few microseconds per phase.
+On CUDA a phase records an event on the current stream and does not wait; events are read a step later, when they have
+long happened. On a CPU a phase reads a counter. Both cost a few microseconds per phase.
 """
 
 import os
@@ -24,17 +24,17 @@ GIB = 2**30
 
 
 class TimeSource:
-    """Marks in time: here readings of the host's own counter. They belong to the thread that makes them."""
+    """Source of time marks, here readings of the host's counter. Its methods are for the thread that created it."""
 
     def __init__(self) -> None:
-        # Linux counts the nanoseconds in which a thread could have run (Documentation/scheduler/sched-stats.rst).
+        # Linux counts the nanoseconds that a thread waits on a run queue (Documentation/scheduler/sched-stats.rst).
         self._schedstat: int | None = None
         with suppress(OSError):
             self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self._schedstat)
 
     def queued(self) -> float:
-        """Seconds so far in which the time ran on and no core was free for this thread."""
+        """Seconds so far in which this thread was runnable and no core was free for it."""
         return 0.0 if self._schedstat is None else int(os.pread(self._schedstat, 80, 0).split()[1]) / 1e9
 
     def now(self) -> Any:
@@ -47,11 +47,11 @@ class TimeSource:
         """Returns when `mark` has happened."""
 
     def give_back(self, marks: list[Any]) -> None:
-        """These marks are not needed any more."""
+        """Takes back marks that are no longer needed."""
 
 
 class CudaTimeSource(TimeSource):
-    """Marks that are events on the current CUDA stream; used events go round."""
+    """Time marks that are events on the current CUDA stream; events are reused."""
 
     def __init__(self) -> None:
         self._free: list[torch.cuda.Event] = []
@@ -72,11 +72,11 @@ class CudaTimeSource(TimeSource):
         self._free.extend(marks)
 
     def queued(self) -> float:
-        return 0.0  # a GPU that has work in its queue does not care; one that has none shows it in its own time
+        return 0.0  # a GPU with queued work is not delayed by it; one without shows the delay in its own time
 
 
 class _Step(NamedTuple):
-    """A step that has ended: its wall time, the marks in it, and the seconds of its own in which no core was free."""
+    """A step that has ended: its wall time, its marks, and the seconds of the rank's own time without a free core."""
 
     seconds: float
     log: list[tuple[Any, str | None]]
@@ -84,21 +84,21 @@ class _Step(NamedTuple):
 
 
 class StepTimer:
-    """Measures how many seconds of each step went into which of `PHASES`.
+    """Measures how many seconds of each step went into each of `PHASES`.
 
-    A phase may be entered inside another, also from inside a backward (which runs in a thread of its own on CUDA): the
-    inner time counts for the inner phase only. So `communication` is what computing did not hide of it.
+    A phase may be entered inside another, even inside a backward (which runs in its own thread on CUDA): the inner time
+    counts for the inner phase only. So `communication` is the part of it that compute did not hide.
 
-    On CUDA phases are measured on the current stream: data that is late while the GPU still works is not counted.
+    On CUDA, phases are measured on the current stream: late data does not count while the GPU is still busy.
     """
 
     def __init__(self, device: torch.device, marks: TimeSource | None = None, *, hiding: Collection[str] = ()) -> None:
-        """`marks`: in place of the device's clock. `hiding`: phases that hide waits, so are not the rank's own."""
+        """`marks`: replaces the device's clock. `hiding`: phases that contain waits, so are not the rank's own time."""
         self._marks = marks or (CudaTimeSource() if device.type == "cuda" else TimeSource())
         self._not_own = {"communication", *hiding}
         self._running: list[str] = []
         self._log: list[tuple[Any, str | None]] = []  # from this mark on, time belongs to this phase
-        # Ranks that never ask for their measurements must not collect them either.
+        # Bounded: ranks that never pop their measurements must not accumulate them.
         self._finished: deque[_Step] = deque(maxlen=4)
         self._begin()
 
@@ -124,7 +124,7 @@ class StepTimer:
         self._log.append((self._marks.now(), name))
         own = name not in self._not_own
         if own == self._own:
-            return  # what a core was waited for is looked up only where the rank's own time begins or ends
+            return  # the wait for a core is read only where the rank's own time begins or ends
         if own:
             self._queued_before = self._marks.queued()
         else:
@@ -132,7 +132,7 @@ class StepTimer:
         self._own = own
 
     def end_step(self) -> None:
-        """Queues the measurement of the step for `pop` without waiting. Raises RuntimeError inside of a phase."""
+        """Queues the measurement of the step for `pop`, without waiting. Raises RuntimeError inside a phase."""
         self._outside_phases()
         seconds = time.perf_counter() - self._ended
         queued = self._queued + self._marks.queued() - self._queued_before
@@ -143,17 +143,17 @@ class StepTimer:
         self._begin()
 
     def restart(self) -> None:
-        """What happened since the last `end_step` belongs to no step. Raises RuntimeError inside of a phase."""
+        """Discards the time since the last `end_step`, which belongs to no step. Raises RuntimeError inside a phase."""
         self._outside_phases()
         self._forget(self._log)
         self._begin()
 
     def pop(self) -> dict[str, float] | None:
-        """The oldest finished step that was not popped yet (4 are kept), in seconds; None if there is none. Waits for
-        the device, so call it for step n when step n + 1 is under way.
+        """The times of the oldest finished step not popped yet (4 are kept), in seconds; None if there is none. Waits
+        for the device, so call it for step n while step n + 1 is under way.
 
-        `step_time_s` is the wall clock between the ends of two steps, `time_own_s` all that is not spent in waiting for
-        other ranks, `time_queued_s` the part of it without a free core.
+        `step_time_s` is the wall time between the ends of two steps, `time_own_s` all time except waiting for other
+        ranks, `time_queued_s` the part of that without a free core.
         """
         if not self._finished:
             return None
@@ -181,7 +181,7 @@ class StepTimer:
 
 
 def memory_gib(device: torch.device) -> float:
-    """The peak so far, in GiB: on CUDA of tensors (no cache or NCCL buffers), on a CPU the resident memory."""
+    """Peak memory so far, in GiB: on CUDA that of tensors (no cache or NCCL buffers), on a CPU resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -189,5 +189,5 @@ def memory_gib(device: torch.device) -> float:
 
 
 def memory_reserved_gib(device: torch.device) -> float | None:
-    """The peak so far, in GiB, of what torch's allocator took on CUDA, its gaps included; None on a CPU."""
+    """Peak memory so far, in GiB, that torch's allocator has reserved on CUDA, gaps included; None on a CPU."""
     return torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else None

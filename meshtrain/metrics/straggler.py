@@ -1,8 +1,8 @@
-"""Stragglers: which ranks keep the others waiting, from what each measures of its own time.
+"""Stragglers: which ranks keep the others waiting, found from each rank's measurements of its own time.
 
-A rank is slow only if even its good steps are longer than the bad ones of the others (quartiles, which single hiccups
-do not move), if that costs a sizeable part of the step, and if it stays so. Time in which a thread could have run and
-no core was free counts between hosts only: ranks that share cores share that too, and not evenly.
+A rank is slow only if even its good steps are longer than the others' bad ones (quartiles, which single outliers do not
+move), if that costs a sizeable part of the step, and if it persists. Time in which a thread was runnable and no core
+was free counts between hosts only: ranks that share cores share that time, too, and not evenly.
 """
 
 import json
@@ -24,23 +24,23 @@ from meshtrain.metrics.gpu_probe import GpuProbe
 from meshtrain.metrics.nvidia_smi import UNKNOWN, GpuCondition, gpu_condition
 from meshtrain.metrics.step_timer import memory_gib
 
-LOOKS = 3  # in a row, before somebody is named, or is taken for recovered
+LOOKS = 3  # in a row, before a rank is named as a straggler, or as recovered
 SHARE = 0.1  # of a step: what a slow rank must cost the others
 LEAST_S = 0.01  # shorter excesses are the noise of steps that are too short to be worth a warning
 
-PROBE_SHARE = 0.2  # more time than the others' for a product of matrices: GPUs of one model differ by up to a tenth
+PROBE_SHARE = 0.2  # by which a slow GPU's matrix product is longer: GPUs of one model differ by up to a tenth
 THROTTLED = "see to the cooling and the power of that host (nvidia-smi -q -d PERFORMANCE), or leave it out"
 NODE_CHECK = "run `meshtrain doctor --local` on that host when the job is over; leave the host out if it stays slow"
 
-EVERY = 20  # steps of a look: quartiles of them are steady, and a straggler is named within three looks
-RANKS_PER_STEP = 32  # rank 0 reads a word of every rank in a look: in a large world it looks more seldom
-FEWEST = 8  # measured steps in a look, below which it tells nothing
-WARM_UP = 3  # first steps of a job, which no look has: caches fill, kernels are chosen
+EVERY = 20  # steps per look: their quartiles are steady, and a straggler is named within three looks
+RANKS_PER_STEP = 32  # rank 0 reads a report of every rank in a look, so looks are rarer in a large world
+FEWEST = 8  # measured steps that a look needs
+WARM_UP = 3  # first steps of a job, excluded from looks: caches fill, kernels are chosen
 
 
 @dataclass(frozen=True)
 class RankPace:
-    """What one rank took in the steps of one look, in seconds per step: quartiles of its own time, without the time in
+    """Times of one rank in the steps of one look, in seconds per step: quartiles of its own time, without the time in
     which no core was free for it and (`_all`) with it; medians of the whole step and of its wait for data."""
 
     low: float
@@ -54,14 +54,14 @@ class RankPace:
     host: str
     load: float  # the 1-minute average of its host
     cores: int  # of its host
-    gpu: str = ""  # its condition, where somebody has asked
+    gpu: str = ""  # its condition, if it was queried
     throttled: bool = False
 
     @classmethod
     def of(
         cls, steps: Sequence[Mapping[str, float]], host: str, load: float, cores: int, gpu: GpuCondition = UNKNOWN
     ) -> "RankPace":
-        """From the times of at least two steps, as StepTimer.pop gives them."""
+        """From the times of at least two steps, as returned by StepTimer.pop."""
         everything = [times["time_own_s"] for times in steps]
         own = [max(0.0, times["time_own_s"] - times["time_queued_s"]) for times in steps]
         low, middle, high = quantiles(own, method="inclusive")
@@ -70,11 +70,11 @@ class RankPace:
         return cls(low, middle, high, low_all, middle_all, high_all, step, data, host, load, cores, *gpu)
 
     def of_probe(self, times: Sequence[float]) -> "RankPace":
-        """With the times of probes of its GPU, as shares of what is usual: slow is who takes PROBE_SHARE more."""
+        """This pace with probe times of its GPU, relative to the typical one: PROBE_SHARE more of it is slow."""
         return self._timed(min(times), median(times), max(times), PROBE_SHARE / SHARE)
 
     def _timed(self, low: float, middle: float, high: float, step: float) -> "RankPace":
-        """These quartiles of its own time, in which nothing waits for a core."""
+        """This pace with these quartiles of its own time, without waits for a core."""
         return replace(
             self, low=low, middle=middle, high=high, low_all=low, middle_all=middle, high_all=high, step=step
         )
@@ -95,18 +95,18 @@ class Straggler:
     pace: RankPace
     peers: int  # how many other ranks do the same work; 0 if it is compared with itself
     own: float
-    others: float  # what its peers take; without them, what it took in the first look
+    others: float  # its peers' time; without peers, its own in the first look
     load: float  # of its peers' hosts
 
     @property
     def excess(self) -> float:
-        """Seconds of each step for which the others wait."""
+        """Seconds of each step for which the other ranks wait."""
         return self.own - self.others
 
 
 def is_slow(rank: RankPace, others: Sequence[RankPace]) -> bool:
-    """Whether a rank is slower beyond doubt than the others with the same work. Whom the kernel lets wait for a core is
-    chance on a shared host; another host whose cores are never free is slow, though."""
+    """Whether a rank is clearly slower than the others with the same work. Which rank waits for a core on a shared host
+    is chance, so waits count only against ranks of other hosts: a host whose cores are never free is slow."""
     elsewhere = [other for other in others if other.host != rank.host]
     beyond = [rank.low - median(other.high for other in others)] if others else []
     beyond += [rank.low_all - median(other.high_all for other in elsewhere)] if elsewhere else []
@@ -114,7 +114,7 @@ def is_slow(rank: RankPace, others: Sequence[RankPace]) -> bool:
 
 
 def slow(paces: Sequence[RankPace], peers: Sequence[Sequence[int]]) -> set[int]:
-    """The slow ranks of one look, by every rank's pace and groups of ranks that do the same work."""
+    """The slow ranks of one look, from every rank's pace and the groups of ranks that do the same work."""
     return {
         rank
         for group in peers
@@ -125,8 +125,8 @@ def slow(paces: Sequence[RankPace], peers: Sequence[Sequence[int]]) -> set[int]:
 
 @dataclass
 class StragglerTest:
-    """Look after look: who has become a straggler, and who is none any more. Ranks that are alone in their group
-    (stages of a pipeline without data parallelism) are compared with each other by how they changed since the first."""
+    """Finds, look after look, which ranks have become stragglers and which have recovered. Ranks alone in their group
+    (stages of a pipeline without data parallelism) are compared by the change of their times since the first look."""
 
     peers: Sequence[Sequence[int]]  # groups of ranks that do the same work; each rank is in one
     suspects: set[int] = field(default_factory=set)  # slow in the last look
@@ -136,7 +136,7 @@ class StragglerTest:
     _fine: dict[int, int] = field(default_factory=dict)  # named rank -> looks in a row in which it was not
 
     def update(self, paces: Sequence[RankPace]) -> tuple[list[Straggler], list[int]]:
-        """Takes one look; returns those who have just become stragglers, and the ranks that have just recovered."""
+        """Takes the paces of one look; returns the new stragglers, and the ranks that have just recovered."""
         self._first = self._first or paces
         together = [group for group in self.peers if len(group) > 1]
         alone = [rank for group in self.peers if len(group) == 1 for rank in group]
@@ -149,7 +149,7 @@ class StragglerTest:
         return [self._straggler(rank, paces) for rank in new], recovered
 
     def _scaled(self, paces: Sequence[RankPace], alone: Sequence[int]) -> list[RankPace]:
-        """As if all that are alone had taken the same in the first look."""
+        """The paces, scaled as if all ranks that are alone had taken the same time in the first look."""
         common = median(self._first[rank].middle for rank in alone) if alone else 0.0
         scaled = list(paces)
         for rank in alone:
@@ -170,29 +170,29 @@ class StragglerTest:
 
 
 class StragglerDetector:
-    """One rank's part in comparing; all ranks call `finish_step` after the same steps."""
+    """One rank's part in the comparison; all ranks call `finish_step` after the same steps."""
 
     def __init__(
         self, job: Job, first: int, say: Callable[[str], None], probe_every: int, folder: Path | None = None
     ) -> None:
-        """`folder`: in which rank 0 writes `ranks.json`, what each rank took at the last look."""
+        """`folder`: where rank 0 writes `ranks.json`, with each rank's time and memory at the last look."""
         assert job.layout is not None  # it was placed
         self._job, self._layout, self._say, self._folder = job, job.layout, say, folder
         self.probe = GpuProbe(probe_every if job.world_size > 1 else 0, job.device)
         self._probes: list[float] = []  # seconds since the last look
-        self._probe_test: StragglerTest | None = None  # of rank 0, once it knows who has the same GPU
+        self._probe_test: StragglerTest | None = None  # on rank 0, once it knows which ranks have the same GPU model
         self._every = max(EVERY, job.world_size // RANKS_PER_STEP)
         self._begins = first + WARM_UP
         self._steps: list[Mapping[str, float]] = []
         self._test = StragglerTest(job.layout.groups(*DATA_AXES)) if job.rank == 0 else None
         self._posted: int | None = None  # the step of the look that rank 0 has not read yet
         self._writer = threading.Thread()
-        self._suspects: set[int] = set()  # as the ranks were told
+        self._suspects: set[int] = set()  # as posted to the ranks
         self._gpu = UNKNOWN
         self._uuid = f"GPU-{torch.cuda.get_device_properties(job.device).uuid}" if job.device.type == "cuda" else ""
 
     def finish_step(self, step: int, times: Mapping[str, float]) -> dict[str, float]:
-        """Takes a step's times (StepTimer.pop) before the next update; on rank 0 now and then fields of its row."""
+        """Takes a step's times (StepTimer.pop) before the next update; on rank 0 sometimes returns fields for a row."""
         if self._job.store is None:
             return {}
         self._probes += self.probe.pop()
@@ -224,7 +224,7 @@ class StragglerDetector:
         self._gpu = gpu_condition(self._uuid)
 
     def _read(self) -> dict[str, float]:
-        """On rank 0, a step after it has posted: this step ended with a sum over all ranks, so all have posted."""
+        """Called on rank 0 one step after its post: this step ended with a sum over all ranks, so all have posted."""
         step, self._posted = self._posted, None
         assert self._job.store is not None
         assert self._test is not None
@@ -242,7 +242,7 @@ class StragglerDetector:
         if self._suspects != suspects:
             self._suspects = suspects
             self._job.store.set("pace/suspects", json.dumps(sorted(suspects)))
-        if self._folder is not None and not self._writer.is_alive():  # no slow disk holds the step up
+        if self._folder is not None and not self._writer.is_alive():  # a slow disk must not delay the step
             self._writer = threading.Thread(target=self._write, args=(self._folder, step, ranks), daemon=True)
             self._writer.start()
         slowest = max(range(len(paces)), key=lambda rank: paces[rank].middle)
@@ -267,9 +267,9 @@ class StragglerDetector:
             write_whole(folder / "ranks.json", json.dumps(table) + "\n")
 
     def _compare_probes(self, ranks: Sequence[Mapping[str, Any]], paces: Sequence[RankPace]) -> dict[str, float]:
-        """The same test for the GPUs alone, where each was probed since the last look."""
+        """The same test for the GPUs alone, if each was probed since the last look."""
         seconds = [rank["probe"][1:] for rank in ranks]
-        if not all(seconds):  # of some rank there is none
+        if not all(seconds):  # some rank has no probe
             return {}
         if self._probe_test is None:
             by_model = group_values((rank["probe"][0], number) for number, rank in enumerate(ranks))
@@ -303,7 +303,7 @@ def describe(straggler: Straggler, rank: str, steps: int) -> str:
 
 
 def describe_probe(straggler: Straggler, rank: str, typical_s: float) -> str:
-    """As `describe`, of a straggler among probes of GPUs, whose times are shares of `typical_s`."""
+    """As `describe`, for a straggler among GPU probes, whose times are multiples of `typical_s`."""
     others = "the others' take" if straggler.peers else "at first it took"
     return (
         f"warning: the GPU of {rank} is slow: a product of matrices takes {_ms(typical_s * straggler.own)} on it in "

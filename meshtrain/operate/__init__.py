@@ -1,1 +1,1 @@
-"""The first edition's place of the doctor."""
+"""The doctor's module path in the first edition, kept for compatibility."""

@@ -1,4 +1,4 @@
-"""`python -m meshtrain.operate.doctor`, as the first edition had it: `python -m meshtrain.doctor`."""
+"""`python -m meshtrain.operate.doctor`, the command of the first edition: runs `python -m meshtrain.doctor`."""
 
 import runpy
 

@@ -1,1 +1,1 @@
-"""What a run says, writes and keeps: its folder, its numbers, its checkpoints, its end."""
+"""What a run prints, writes and keeps: its folder, its metrics, its checkpoints, its exit status."""

@@ -1,4 +1,4 @@
-"""Checkpointing: when a run saves its state, and what a checkpoint says of the run besides its tensors."""
+"""Checkpointing: when a run saves its state, and what a checkpoint records about the run besides its tensors."""
 
 import json
 from contextlib import AbstractContextManager
@@ -20,11 +20,11 @@ from meshtrain.run.phase_monitor import PhaseMonitor
 from meshtrain.run.step_logger import StepLogger
 
 RNG = "before each step torch, numpy and random are seeded from (seed, step, index of the data rank)"
-GUESSED_SPEED = 200e6  # bytes that a host writes in a second, before it is known
+GUESSED_SPEED = 200e6  # bytes that a host writes per second, until that is measured
 
 
 class Checkpointer(AbstractContextManager["Checkpointer"]):
-    """Saves what the section `checkpoint` of the YAML asks for. All ranks do the same after the same steps."""
+    """Saves as the section `checkpoint` of the config says. All ranks do the same after the same steps."""
 
     def __init__(
         self, spec: RunSpec, resume: Resume, state: State, logger: StepLogger, monitor: PhaseMonitor, job: Job, say: Say
@@ -56,13 +56,13 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._config = json.loads(json.dumps(spec.config.plain()))
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, TrainingError):  # all ranks are here: what is being written is not given up
+        if isinstance(error, TrainingError):  # all ranks are here: a save in progress is finished
             self._saver.wait()
         self._saver.close()
 
     @property
     def seconds(self) -> float:
-        """How long a save takes: as the last one, or about."""
+        """How long a save takes: as long as the last one, or else an estimate."""
         return self._saver.last_save_s or self._guess_s
 
     @property
@@ -70,25 +70,25 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         return self.spec.checkpoints / name_of(self._monitor.finished_step)
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is written after this step while the run goes on. The last step's is `finish`'s."""
+        """Whether a checkpoint is due after this step. The one after the last step is written by `finish`."""
         every = self.spec.config.checkpoint.every
         if step == self.spec.steps:
             return False
         return self._logger.ends_epoch(step) if every == "epoch" else bool(every) and step % int(every) == 0
 
     def save(self, *, wait: bool = False) -> None:
-        """Saves the state after the last step. Unless it is to `wait` for the disks, it waits for a copy in memory."""
+        """Saves the state after the last finished step; waits for a copy in memory, or with `wait` for the disks."""
         self._saver.save(self._monitor.finished_step, self._about(self._monitor.finished_step), wait=wait)
         self._monitor.save_s = self._saver.last_save_s or None
 
     def stop_reason(self) -> str | None:
-        """Why the run should not go on, if saving has shown that; to be asked in every step."""
+        """Why the run should stop, if saving has shown a reason; called in every step."""
         self._saver.poll()
         self._monitor.save_s = self._saver.last_save_s or None
         return self._saver.wants_stop
 
     def finish(self) -> None:
-        """Saves the last state, or `check` says why not. Raises TrainingError: saving shows that the run must stop."""
+        """Saves the last state; `check` raises if that failed. Raises TrainingError: saving shows the run must stop."""
         self._saver.wait()
         if self._saver.wants_stop is None and self._monitor.finished_step != self._saver.saved:
             self.save(wait=True)
@@ -119,7 +119,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
 
 def open_uploads(config: Config, job: Job) -> Uploads | None:
-    """On rank 0, if the config names storage for uploads. InputError on every rank: it cannot be used."""
+    """The uploads on rank 0, if the config names storage for them. Raises InputError on every rank: it is unusable."""
     url = config.checkpoint.upload
     with job.collective_check("opening checkpoint.upload"):
         return Uploads(url, retention(config)) if url is not None and job.rank == 0 else None

@@ -1,4 +1,4 @@
-"""Fault injection (`train.chaos`): a rank is killed, falls silent, becomes slow or cannot save, as the YAML says."""
+"""Fault injection (`train.chaos`): a rank is killed, stopped, slowed down or cannot save, as the config says."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ _EFFECTS = {
 
 
 class PlantedError(Exception):
-    """What `fault: raise` raises."""
+    """Raised by `fault: raise`."""
 
 
 class FaultInjector:
@@ -29,10 +29,10 @@ class FaultInjector:
         self.job, self._faults, self._sleep = job, faults, sleep
         self._planted = [fault for fault in faults if fault.again or not job.again]
         self._mine = [fault for fault in self._planted if fault.rank in (None, job.rank)]
-        self._struck: set[Fault] = set()  # a fault that lasts is said once
+        self._struck: set[Fault] = set()  # a fault that lasts is reported once
 
     def about(self) -> Iterator[str]:
-        """What rank 0 says at the start: nobody shall search for a fault that was asked for."""
+        """Lines that rank 0 prints at the start, so that nobody searches for a fault that was planted."""
         for fault in self._planted:
             yield f"warning: a fault is planted (train.chaos): {describe(fault)}"
         left_out = len(self._faults) - len(self._planted)
@@ -40,13 +40,13 @@ class FaultInjector:
             yield f"train.chaos: {left_out} of its faults struck in the first start, and are not planted again"
 
     def at_step(self, step: int) -> None:
-        """At the beginning of a step, where its own time counts already, and before it meets other ranks."""
+        """Called at the beginning of a step: within this rank's own time, before its first collective."""
         for fault in self._mine:
             if not fault.in_save and _strikes(fault, step):
                 self._strike(fault)
 
     def in_save(self, step: int, path: Path) -> None:
-        """In the thread that writes this rank's file `path` of step `step`, before it. Raises OSError: disk full."""
+        """Called in the thread that writes this rank's file `path`, just before it. Raises OSError: disk full."""
         for fault in self._mine:
             if fault.in_save and _strikes(fault, step):
                 self._strike(fault, path)

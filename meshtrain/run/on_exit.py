@@ -1,4 +1,4 @@
-"""`train.on_exit`: a command of the user's that hears how a run has ended, to send a mail for instance."""
+"""`train.on_exit`: a user's command that is told how a run has ended, to send a mail for instance."""
 
 import os
 import subprocess
@@ -12,15 +12,15 @@ ON_EXIT_S = 30.0
 
 
 def run_on_exit(command: str, end: Mapping[str, Any], folder: Path, wait_s: float = ON_EXIT_S) -> None:
-    """Runs a shell command, which is ended after ON_EXIT_S. `end`: what exit.json says. A failure is only said.
+    """Runs a shell command, which is killed after ON_EXIT_S. `end`: the fields of exit.json. A failure is only printed.
 
-    `wait_s`: how long this process waits for it; after that it goes on without it, and so it does if that is ended.
+    `wait_s`: how long this process waits for the command, which then runs on, even if this process is killed.
     """
     path = folder.absolute() / "exit.json"
     variables = {key: end[key] for key in ("status", "code", "kind", "step")}
     variables |= {"exit_json": path, "run": path.parent, "reason": end["reason"].replace("\0", " ")}
     environment = os.environ | {f"MESHTRAIN_{name.upper()}": str(value) for name, value in variables.items()}
-    # `timeout` and not this process, whose job may be lost: then it is ended before the command is.
+    # `timeout` limits it, not this process: if the job is lost, this process may end before the command does.
     limited = ["timeout", "--kill-after=2", str(ON_EXIT_S), "sh", "-c", command]
     try:
         process = subprocess.Popen(limited, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)

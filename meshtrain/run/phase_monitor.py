@@ -1,5 +1,5 @@
 """The phases of a run: one object tells the step timer, the goodput tracker, the watchdog, the timeouts of process
-groups, the straggler detector, the profiler, planted faults and Python's garbage collector what the run does now."""
+groups, the straggler detector, the profiler, planted faults and Python's garbage collector what the run is doing."""
 
 import gc
 import time
@@ -22,14 +22,14 @@ COLLECT_EVERY = 50  # steps between two runs of Python's garbage collector
 
 
 class _Phase(NamedTuple):
-    goodput: str  # the part of the wall time
-    watchdog: str | None = None  # the phase of the deadlines; None: it stays in the one that it is in
-    own_timeout: bool = False  # collectives of it may take longer than those of a step: its first time may compile
-    saves: bool = False  # a later job may go on from here
+    goodput: str  # the part of the wall time that it belongs to
+    watchdog: str | None = None  # the phase of the deadlines; None: the current one stays
+    own_timeout: bool = False  # its collectives may take longer than a step's: the first time may compile
+    saves: bool = False  # a later job may resume from here
 
 
 PHASES = {
-    "evaluation": _Phase("evaluation", own_timeout=True),  # the watchdog hears of its batches, by `iterate`
+    "evaluation": _Phase("evaluation", own_timeout=True),  # `Watchdog.iterate` reports its batches
     "checkpoint": _Phase("saving", "saving", saves=True),
     "last checkpoint": _Phase("saving", "saving"),
     "results": _Phase("evaluation"),
@@ -38,15 +38,15 @@ PHASES = {
 
 
 class CompileTimer:
-    """Gives the time of this process's compiler to the goodput's `compile`, and says what it did and did anew."""
+    """Books the time of this process's compiler as goodput's `compile`, and prints what it compiled and recompiled."""
 
     def __init__(self, goodput: GoodputTracker, say: Callable[[str], None]) -> None:
         self._goodput, self._say = goodput, say
-        self._again: set[str] = set()  # phases in which it has worked
+        self._again: set[str] = set()  # phases in which it has compiled
 
     @contextmanager
     def phase(self, name: str, step: int | None = None) -> Iterator[None]:
-        """Around a phase of the run: `step`, with its number, or what is between two steps."""
+        """Wraps a phase of the run: a `step`, by its number, or a phase between two steps."""
         seconds, before, work = 0.0, compiled_graphs(), ExitStack()
 
         def begin(event: object) -> None:
@@ -69,12 +69,12 @@ class CompileTimer:
 
 
 class PhaseMonitor:
-    """Knows which step the run is in, or what it does between two steps; a context around the loop.
+    """Tracks which step the run is in, or what it does between two steps; a context manager around the training loop.
 
-    In it time counts as training, and Python collects garbage between steps only, on all ranks at once.
+    Inside, time counts as training, and Python collects garbage between steps only, on all ranks at once.
 
     Attributes:
-        slowest_s: of the steps that are finished, the first of this job left out, which starts readers and compiles.
+        slowest_s: of the finished steps, except the first of this job, which starts readers and compiles.
         save_s: seconds that the last save took; None: there was none.
     """
 
@@ -117,10 +117,10 @@ class PhaseMonitor:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around a step of the loop, after whose end the deadlines follow what was measured."""
+        """Wraps a step of the loop, and afterwards adapts the deadlines to what was measured."""
         self.profiler.step(step)
         if step % COLLECT_EVERY == 0:
-            gc.collect()  # of all ages: nothing else looks again at what outlives one collection
+            gc.collect()  # all generations: nothing else collects what has survived a collection
         self.watchdog.enter_phase("step", step)
         self.stragglers.probe.begin_step(step)
         self.faults.at_step(step)
@@ -131,7 +131,7 @@ class PhaseMonitor:
             self.mesh.set_timeout(limit_s)
 
     def finish_step(self, step: int) -> dict[str, float]:
-        """The result of a step is known, in the midst of a later one. Returns its row's times (docs/metrics.md)."""
+        """Called when a step's result is known, during a later step. Returns the times of its row (docs/metrics.md)."""
         times = self.timer.pop()
         assert times is not None  # every update ends a step of the timer
         if step > self.first_step + 1:
@@ -143,7 +143,7 @@ class PhaseMonitor:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Around what happens between two steps or after the last: one of `PHASES`. Its time is no step's."""
+        """Wraps one of `PHASES`, between two steps or after the last. Its time belongs to no step."""
         phase = PHASES[name]
         if phase.own_timeout:
             self._set_timeout(self.watchdog.deadlines.longest(name))
@@ -158,7 +158,7 @@ class PhaseMonitor:
         self.timer.restart()
 
     def end(self) -> None:
-        """All steps are done. What follows was not measured, and waits for disks."""
+        """All steps are done. What follows has no measured duration, and waits for disks."""
         self.watchdog.enter_phase("end")
         self._set_timeout(self.watchdog.deadlines.start_s)
 

@@ -26,8 +26,8 @@ FILE = "timeline.json"
 def record_timeline(
     config: "Config", model: nn.Module, step: int, *, job: Job, layout: Layout, folder: Path, say: Callable[[str], None]
 ) -> Iterator[None]:
-    """Around a step's forwards and backwards, on all ranks: records them if it is the step that the YAML names. Ranks
-    that differ in their samples or layers' parts work in step: those with the first coordinates show what all do."""
+    """Wraps a step's forwards and backwards, on all ranks: records them if it is the step that the config names. Ranks
+    of the same stage run in lockstep: those at the first coordinate of all axes but `pp` stand for all of them."""
     if step != config.metrics.timeline or not isinstance(model, Pipeline):
         yield
         return
@@ -46,7 +46,7 @@ def record_timeline(
 
 
 def measured(schedule: Schedule, rows: Sequence[Sequence[tuple[float, float]]]) -> Timeline:
-    """From the start and the end of every rank's actions, in the order of its list; the clock then begins at 0."""
+    """A timeline from the start and end of each rank's actions, in the order of its list; times then begin at 0."""
     begin = min(start for row in rows for start, _ in row)
     events = (
         Event(rank, action, start - begin, end - begin)

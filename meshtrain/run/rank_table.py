@@ -1,5 +1,5 @@
-"""PURE: the rank table of a placed layout (`layout.txt` of a run's folder): each rank's host and coordinate, and the
-groups of every axis."""
+"""The rank table of a placed layout (`layout.txt` of a run's folder): each rank's host and coordinate, and the groups
+of every axis. Pure functions."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ def describe_hosts(layout: Layout) -> str:
 
 
 def layout_text(layout: Layout, most_lines: int | None = None) -> str:
-    """The table of a placed layout: rank -> host, local rank, coordinate; and every group of every axis. A table longer
-    than `most_lines`, or a list of groups longer than half of it, loses its middle."""
+    """The table of a placed layout: rank -> host, local rank, coordinate; and every group of every axis. The middle is
+    left out of a table longer than `most_lines`, and of a list of groups longer than half of that."""
     axes = (*layout.axes, *expert_axes(layout))
     rows = [["rank", "host", "local", *axes]]
     rows += [
@@ -37,8 +37,8 @@ def layout_text(layout: Layout, most_lines: int | None = None) -> str:
 
 
 def grouped_axes(layout: Layout) -> list[tuple[str, ...]]:
-    """The axes with groups of more than one rank, and of derived ones those that are none of these: the data axes
-    together, what shares the parameters, the two factors of `cp`; and those of experts."""
+    """The axes with groups of more than one rank, and the derived ones that differ from these: the data axes together,
+    the ranks that shard parameters, the two factors of `cp`; and the axes of experts."""
     large = [axis for axis in layout.axes if layout.size(axis) > 1]
     both = [tuple(DATA_AXES)] if set(DATA_AXES) <= set(large) else []
     made_of = {"fsdp": FSDP_AXES, **dict.fromkeys(CONTEXT_AXES, CONTEXT_AXES)}
@@ -47,7 +47,7 @@ def grouped_axes(layout: Layout) -> list[tuple[str, ...]]:
 
 
 def expert_axes(layout: Layout) -> list[str]:
-    """The axes of experts with more than one rank, where these are dealt out: copies, shards, and parts, `ep`."""
+    """The expert axes with more than one rank, if experts are distributed: copies, shards, and parts, `ep`."""
     return [axis for axis in EXPERT_AXES if layout.experts > 1 and layout.size(axis) > 1]
 
 
@@ -75,7 +75,7 @@ def _hosts_of(layout: Layout, ranks: Sequence[int]) -> str:
 
 
 def without_middle(items: range, most: int | None) -> list[int | range]:
-    """The items of a range; of a long one the first and last, with the range of the others between them."""
+    """The items of a range; of a long one the first and last, and between them the range of the others."""
     if most is None or len(items) <= most:
         return list(items)
     head, tail = items[: most // 2], items[-(most // 2) :]

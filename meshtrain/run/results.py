@@ -1,4 +1,4 @@
-"""What a trained model is shown by, and leaves behind. All ranks come here: a sharded model needs them all."""
+"""Results of a run: a text sample, the picture of the loss, and exported weights. All ranks call each function."""
 
 from pathlib import Path
 
@@ -18,11 +18,11 @@ from meshtrain.parallel.mixed_precision import compute_dtype
 from meshtrain.run.setup import context_parallel
 from meshtrain.run.weights_export import export
 
-PROMPT_TOKENS = 16  # of held-out text, which the generated sample goes on from
+PROMPT_TOKENS = 16  # of held-out text, which the generated sample continues
 
 
 def show(config: Config, job: Job, mesh: Mesh, data: OpenData, model: nn.Module, folder: Path) -> None:
-    """A text by a language model, and the picture of the loss in the run's folder."""
+    """Prints a text by a language model, and draws the loss in the run's folder."""
     if data.tokenizer is not None and config.train.sample_tokens > 0:
         job.say(sample_text(config, job, mesh, data, model))
     if job.rank == 0:
@@ -30,7 +30,7 @@ def show(config: Config, job: Job, mesh: Mesh, data: OpenData, model: nn.Module,
 
 
 def sample_text(config: Config, job: Job, mesh: Mesh, data: OpenData, model: nn.Module) -> str:
-    """Text that the model makes, going on from the beginning of a held-out sample."""
+    """Text that the model generates to continue the beginning of a held-out sample."""
     assert data.tokenizer is not None
     inputs, _ = (data.validation or data.train).item(0, 0)
     assert inputs[0] is not None  # the tokens
@@ -51,7 +51,7 @@ def sample_text(config: Config, job: Job, mesh: Mesh, data: OpenData, model: nn.
 
 
 def write_export(config: Config, job: Job, mesh: Mesh, model: nn.Module, folder: str) -> None:
-    """The weights for others to use, in the numbers in which blocks compute; adapters are merged into them."""
+    """Exports the weights in the dtype in which blocks compute; adapters are merged into them."""
     merge_adapters(model)
     module = model_file(config.model.name)
     described = None

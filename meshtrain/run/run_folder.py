@@ -1,4 +1,4 @@
-"""A run's folder, as rank 0 sees it: taken by one job at a time, and what it says about how the last job ended."""
+"""A run's folder, as rank 0 sees it: locked by one job at a time, with a record of how the last job ended."""
 
 import json
 import time
@@ -26,11 +26,11 @@ class RunFolder:
         self.path = Path(path)
 
     def lock(self, job: Job, wait_s: float) -> AbstractContextManager[None]:
-        """Rank 0 has taken the folder while the body runs. Raises InputError, on every rank, if it cannot."""
+        """Rank 0 holds a lock on the folder while the body runs. Raises InputError, on every rank, if it cannot."""
         return lock_for_job(self.path, job, "the run's folder", "train.output=FOLDER", wait_s)
 
     def last_exit(self) -> dict[str, Any] | None:
-        """How the last job ended, as it wrote down itself; None if none did. A damaged exit.json is moved away."""
+        """How the last job ended, as it recorded itself; None if none did. A damaged exit.json is moved away."""
         path = self.path / EXIT
         with optional(f"{path} cannot be used"), suppress(FileNotFoundError):
             try:
@@ -50,9 +50,9 @@ class RunFolder:
         self, status: str, code: int, reason: str, step: int, goodput: Mapping[str, float] | None = None, *, kind: str,
         hosts: Sequence[str] = (),
     ) -> dict[str, Any]:  # fmt: skip
-        """Writes how this job ends, "done", "stopped" or "failed", after `step` updates, and returns it. Only printed
-        if the disk refuses. `kind`: of the reason, for programs: "done", a StopKind, or a DiagnosisKind. `hosts`: by
-        which it was lost."""
+        """Writes how this job ends, "done", "stopped" or "failed", after `step` updates, and returns that. On a disk
+        error it is only printed. `kind`: the machine-readable reason: "done", a StopKind, or a DiagnosisKind. `hosts`:
+        those at fault."""
         end: dict[str, Any] = {"status": status, "code": code, "reason": reason, "kind": kind, "step": step}
         end["hosts"] = list(hosts)
         if goodput is not None:
@@ -64,18 +64,18 @@ class RunFolder:
         return end
 
     def write(self, name: str, text: str) -> None:
-        """Writes a file whole or not at all. Raises OSError, or TakenError: the folder is another job's now."""
+        """Writes a file atomically. Raises OSError, or TakenError: another job has the folder now."""
         check_owner()
         write_whole(self.path / name, text)
 
 
 @contextmanager
 def lock_for_job(folder: Path, job: Job, purpose: str, option: str, wait_s: float) -> Iterator[None]:
-    """Rank 0 has a lock on a folder, which it makes if there is none, while the body runs. A job that was started again
-    waits `wait_s` for the one before: that had it on a host to which a link was cut, for instance.
+    """Rank 0 holds a lock on a folder, created if missing, while the body runs. A restarted job waits `wait_s` for the
+    one before it to release the lock: it may run on, for instance on a host to which a link was cut.
 
-    `purpose`: the name of the folder, for people; `option`: with which another one is named.
-    Raises InputError: on every rank: rank 0 cannot have it.
+    `purpose`: a readable name of the folder; `option`: the config key that names another one.
+    Raises InputError: on every rank: rank 0 cannot get the lock.
     """
     with ExitStack() as stack:
         with job.collective_check(f"opening {purpose}"):
@@ -105,7 +105,7 @@ def _take(folder: Path, stack: ExitStack, job: Job, wait_s: float) -> None:
 @contextmanager
 def lock_checkpoints(path: str | None, folder: RunFolder, job: Job, wait_s: float) -> Iterator[Path]:
     """The folder of a run's checkpoints (`path` of the config; None: `checkpoints` in the run's folder), which all
-    hosts see, and to which nobody else writes while the body runs. Raises InputError, on every rank."""
+    hosts see, and to which no other job writes while the body runs. Raises InputError, on every rank."""
     checkpoints = folder.path / "checkpoints" if path is None else Path(path).expanduser()
     if checkpoints.resolve() == folder.path.resolve():
         raise AgreedError(

@@ -1,4 +1,4 @@
-"""Log-likelihoods of texts under a model on any layout. All ranks call it together, with the same texts."""
+"""Log-likelihoods of texts under a model on any layout. All ranks score the same texts together."""
 
 from collections.abc import Sequence
 
@@ -11,20 +11,20 @@ from meshtrain.parallel.cross_entropy import gather_logits
 from meshtrain.parallel.tensor_parallel import whole_sequences
 from meshtrain.pipeline.engine import Pipeline
 
-Pair = tuple[Sequence[int], Sequence[int]]  # the tokens before, at least one, and those that are predicted
+Pair = tuple[Sequence[int], Sequence[int]]  # the preceding tokens, at least one, and the predicted ones
 
 
 class Scorer:
-    """Scores continuations, several in a forward; each rank has whole sequences, as in generation."""
+    """Scores continuations, several per forward; each rank has whole sequences, as in generation."""
 
     def __init__(self, model: nn.Module, device: torch.device, seq_len: int, batch: int) -> None:
-        """`model`: one with a `cp_plan`. `seq_len`: tokens that it sees at most: of longer pairs the last."""
+        """`model`: one with a `cp_plan`. `seq_len`: the most tokens that it sees; of longer pairs the last ones."""
         self.model, self.device, self.seq_len, self.batch = model, device, seq_len, batch
 
     @torch.no_grad()
     def score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """Of each pair the log-likelihood of what is predicted, in nats, and whether each of its tokens is the
-        likeliest. Pairs of about one length share a forward."""
+        """For each pair, the log-likelihood of the predicted tokens in nats, and whether each of them is the likeliest.
+        Pairs of similar length share a forward."""
         order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0]) - len(pairs[i][1]))
         results: dict[int, tuple[float, bool]] = {}
         with evaluation_mode(self.model), whole_sequences(self.model), torch.compiler.set_stance("force_eager"):

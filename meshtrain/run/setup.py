@@ -1,4 +1,4 @@
-"""What a run is made of before its first step: its data, its model, the readers of its batches; and the banner."""
+"""Setup of a run before its first step: its data, its model, the readers of its batches, and the banner."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,7 +33,7 @@ from meshtrain.run.rank_table import describe_hosts
 
 
 def load_data(config: Config, job: Job) -> OpenData:
-    """The corpus, opened. Raises InputError, on every rank: missing, different between hosts, or not the model's."""
+    """Opens the corpus. Raises InputError, on every rank: missing, different between hosts, or unfit for the model."""
     assert job.layout is not None
     first_of_host = job.environment.local_rank == 0
     with job.collective_check("preparing the data"):
@@ -96,14 +96,14 @@ def readers(
 
 
 def context_parallel(config: Config, mesh: Mesh) -> ContextParallel:
-    """How the run's sequences lie over `cp`."""
+    """How the run's sequences are split over `cp`."""
     keys, plan = config.parallel, getattr(model_file(config.model.name), "tp_plan", None)
     sequence = has_sequence_parts(keys.sequence_parallel, plan)
     return ContextParallel(mesh, method=keys.context, heads=keys.context_heads, sequence_parallel=sequence)
 
 
 def banner_lines(spec: RunSpec, job: Job, data: OpenData, evaluated: Samples | None, model: nn.Module) -> Iterator[str]:
-    """Lines that rank 0 prints before the first step; `evaluated`: as `evaluation_set` has it."""
+    """Lines that rank 0 prints before the first step; `evaluated`: the samples from `evaluation_set`."""
     config, layout, size = spec.config, job.layout, spec.config.batch
     assert layout is not None
     yield f"{config.name}: {describe_hosts(layout)}, on {job.device_name()}, {job.meeting_point()}"

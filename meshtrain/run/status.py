@@ -23,31 +23,31 @@ from meshtrain.run.run_folder import EXIT, RunFolder
 if TYPE_CHECKING:
     from meshtrain.metrics.goodput import GoodputTracker
 
-EXIT_RESTART = 1  # the exit status of a process that stops for another node's sake, and is to be started again
-VERDICT_S = 2.0  # that sinks, and then the command of train.on_exit, hold a process which is about to be ended
-STOPPED = 75  # the exit status of a run that was asked to stop and can be gone on with: EX_TEMPFAIL of sysexits.h
+EXIT_RESTART = 1  # the exit status of a process that stops because a node joins, and is to be restarted
+VERDICT_S = 2.0  # that sinks, and then the command of train.on_exit, may delay a process that is about to be killed
+STOPPED = 75  # the exit status of a run that was asked to stop and can be resumed: EX_TEMPFAIL of sysexits.h
 
 
 class RunStatus(AbstractContextManager["RunStatus"]):
-    """Around a run: rank 0 writes down how it ends, over how the last one did, unless it is refused at start."""
+    """Wraps a run: rank 0 records how it ends, replacing the last record, unless the run is refused at its start."""
 
     def __init__(self, folder: RunFolder, job: Job, on_exit: str | None = None) -> None:
         self.folder = folder
         self.job = job
         self._on_exit = on_exit
         self._sinks: SinkThreads | None = None
-        self.stopped: str | None = None  # on whose request, with everything saved
+        self.stopped: str | None = None  # on which requests, once everything is saved
         self.stop_kinds: list[StopKind] = []  # of these requests
-        self.status = 0  # with which this process ends, if all goes well
-        self._goodput: GoodputTracker | None = None  # since the run has begun
+        self.status = 0  # the exit status of this process, if all goes well
+        self._goodput: GoodputTracker | None = None  # set once the run has begun
 
     @property
     def step(self) -> int:
         return 0 if self._goodput is None else self._goodput.finished_step
 
     def already_finished(self, steps: int, resume: Resume, config: Config) -> bool:
-        """Whether an earlier job has finished this run of so many steps; rank 0 then says what the user may do. Raises
-        InputError: a finished run with another number of steps is in the folder, and no checkpoint to go on from."""
+        """Whether an earlier job has finished this run of `steps` steps; rank 0 then prints what the user can do.
+        Raises InputError: the folder holds a finished run of another number of steps, and no checkpoint of it."""
         last = None
         with self.job.collective_check("looking at the run's folder"):
             last = self.folder.last_exit() if self.job.rank == 0 and not resume.back else None
@@ -72,7 +72,7 @@ class RunStatus(AbstractContextManager["RunStatus"]):
         return done
 
     def stop(self, own_reason: StopReason | None, checkpoint: Path, spec: RunSpec) -> None:
-        """The run has stopped: rank 0 says why, and how to go on. `own_reason`: what has asked this rank."""
+        """The run has stopped: rank 0 prints why, and how to resume. `own_reason`: why this rank was asked to stop."""
         requests: dict[str, list[int]] = {}
         own = None if own_reason is None else [own_reason.kind, own_reason.text]
         for rank, reason in enumerate(self.job.gather("stopping", own)):
@@ -92,7 +92,7 @@ class RunStatus(AbstractContextManager["RunStatus"]):
         )
 
     def begin(self, config: Config, layout_table: str, goodput: "GoodputTracker") -> None:
-        """The run is about to start, with weights or checkpoint already read: from now on its folder says so."""
+        """The run is about to start, with weights or a checkpoint already read: from now on its folder shows that."""
         with self.job.collective_check("beginning the run"):
             if self.job.rank == 0:
                 self.folder.forget_exit()
@@ -102,7 +102,7 @@ class RunStatus(AbstractContextManager["RunStatus"]):
         self._goodput = goodput
 
     def open_sinks(self, config: Config, steps: int, step: int) -> SinkThreads:
-        """Those of the config, on rank 0. They are closed here, where it is known how the run ends."""
+        """Opens the sinks of the config, on rank 0. This object closes them, as it knows how the run ends."""
         run = SinkRun(config.name, self.folder.path, steps, step, config.plain())
         self._sinks = SinkThreads(find_sinks(config.metrics), run)
         return self._sinks
@@ -116,7 +116,7 @@ class RunStatus(AbstractContextManager["RunStatus"]):
         elif error is None:
             self._write("done", 0, "all steps are done", "done")
         else:
-            shared = isinstance(error, AgreedError | TrainingError)  # all ranks have it
+            shared = isinstance(error, AgreedError | TrainingError)  # all ranks raise it
             asks = signal_of(error) is not None or (isinstance(error, Exception) and not shared)
             first = self.job.failures.first_failure(str(self.job), error) if asks else None
             if first is not None:
@@ -125,8 +125,8 @@ class RunStatus(AbstractContextManager["RunStatus"]):
                 self._write("failed", 1, *_reason(error), () if shared or refused else (self.job.host,))
 
     def write_failed(self, diagnosis: Diagnosis) -> None:
-        """The job is lost while this rank is stuck, or rank 0 is gone; called on the lowest rank that is left."""
-        # Where a link is cut both sides come here, and the exit.json of rank 0 counts.
+        """The job is lost while this rank is stuck, or rank 0 is gone; called on the lowest surviving rank."""
+        # Where a link is cut, both sides call this, and the exit.json of rank 0 counts.
         if self._goodput is not None and (self.job.rank == 0 or not (self.folder.path / EXIT).exists()):
             self._write("failed", 1, diagnosis.headline, diagnosis.kind, diagnosis.hosts, VERDICT_S)
 
@@ -134,7 +134,7 @@ class RunStatus(AbstractContextManager["RunStatus"]):
         self, status: str, code: int, reason: str, kind: str, hosts: Sequence[str] = (), limit_s: float = ON_EXIT_S
     ) -> None:
         """`limit_s`: for the sinks to close, and then for train.on_exit."""
-        goodput = self._goodput if self.job.rank == 0 else None  # which has the run's ledger
+        goodput = self._goodput if self.job.rank == 0 else None  # only rank 0 has the run's ledger
         summary = None if goodput is None else goodput.summary()
         row = None if summary is None else summary.row() | {"jobs": summary.jobs}
         end = self.folder.write_exit(status, code, reason, self.step, row, kind=kind, hosts=hosts)

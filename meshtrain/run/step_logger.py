@@ -1,4 +1,4 @@
-"""Step logging: the results of steps become rows, totals of the run and of its epochs, and the decision to go on."""
+"""Step logging: turns the results of steps into rows, totals of the run and of its epochs, and decisions to stop."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -26,12 +26,12 @@ MOST_BAD = 8  # ranks whose samples are listed, and samples of each
 
 
 class StepLogger(AbstractContextManager["StepLogger"]):
-    """Takes the results of the steps in their order. All ranks have one, because all of them stop together.
+    """Takes the results of the steps in order. All ranks have a logger, because all of them stop together.
 
     Attributes:
-        stop_asked: by some rank, before one of the steps whose results are known.
+        stop_asked: whether some rank asked for a stop before one of the steps whose results are known.
         tokens: valid targets since the start of the run.
-        evaluations: of the last step that had one, as a manifest has it.
+        evaluations: step -> numbers of the last evaluation, as in a checkpoint's manifest.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         metrics: NoMetrics,
         counters: Mapping[str, Any] | None = None,
     ) -> None:
-        """`metrics`: rank 0's is a `Metrics`. `counters`: by `state_dict`, of the checkpoint to go on from."""
+        """`metrics`: on rank 0, a `Metrics`. `counters`: the `state_dict` in the checkpoint to resume from."""
         self.config, self.steps, self.job, self.mesh, self.data = spec.config, spec.steps, job, mesh, data
         self.stop_asked = False
         self.evaluations: dict[int, dict[str, float]] = {}
@@ -58,7 +58,7 @@ class StepLogger(AbstractContextManager["StepLogger"]):
             self._metrics.say(self._count_flops(spec.config.data.seq_len))
 
     def _count_flops(self, length: int) -> str:
-        """Of samples that are cut to a length, if they are tokens. Returns a line about it."""
+        """Counts the FLOPs of a sample, cut to `length` if it is tokens. Returns a line about them."""
         batch, self._counted = self.data.train.read([(0, 0)], 1).batch().shortened(length), length
         self._causal, self._packed = CausalCalls(), batch.tensors.get("documents") is not None
         self._flops, of_model = sample_flops(spec_of(self.config).meta, batch.inputs, self._causal)
@@ -69,11 +69,11 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         self._metrics.close()
 
     def defer(self, result: Callable[[], StepResult]) -> None:
-        """The result of a step that the device may still be working on; `flush` waits for it."""
+        """Takes the result of a step that the device may still be working on; `flush` waits for it."""
         self._pending = result
 
     def flush(self) -> None:
-        """Logs the deferred step, if any. Raises TrainingError, on every rank: it was not finite, and stops the run."""
+        """Logs the deferred step, if any. Raises TrainingError, on every rank: it is not finite and stops the run."""
         if self._pending is None:
             return
         result, self._pending = self._pending(), None
@@ -91,20 +91,20 @@ class StepLogger(AbstractContextManager["StepLogger"]):
             self._epoch = _Sums()
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether the YAML asks for an evaluation after this step. The last step has one unless there are none."""
+        """Whether the config asks for an evaluation after this step. The last step has one unless evaluation is off."""
         every = self.config.train.eval_every
         if every == "epoch":
             return step == self.steps or self.ends_epoch(step)
         return bool(every) and (step == self.steps or step % int(every) == 0)
 
     def evaluation(self, step: int, evaluation: Evaluation, samples: int) -> None:
-        """Logs an evaluation of so many samples after `step`, whose row was the last."""
+        """Logs an evaluation of `samples` samples after `step`, whose row was the last."""
         numbers = evaluation.numbers(self.data.task, self.data.bytes_per_target)
         self.evaluations = {step: numbers | {SAMPLES: samples}}
         self._metrics.evaluation(step, numbers)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is counted over the steps so far, for a checkpoint: anything that JSON can carry."""
+        """The counters over the steps so far, for a checkpoint: JSON values."""
         return {"tokens": self.tokens, "epoch": dict(vars(self._epoch)), "steps": self.steps}
 
     def ends_epoch(self, step: int) -> bool:
@@ -135,7 +135,7 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         }
 
     def _causal_flops(self, step: int) -> int | None:
-        """FLOPs of a step in which only pairs of tokens count that see each other; None if not known."""
+        """FLOPs of a step, counting only pairs of tokens of which one attends to the other; None if unknown."""
         if self._flops is None:
             return None
         samples, whole = [sample for _, sample in self._items(step)], self._counted == self.config.data.seq_len
@@ -148,7 +148,7 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         return self._order.of_step(step - 1)
 
     def _handle_nonfinite(self, result: StepResult) -> None:
-        """Says whose samples it was. All ranks are here, because all of them have the same result."""
+        """Names the ranks and samples whose loss is not finite. All ranks call it, as all have the same result."""
         batch = self._items(result.step)
         own = share(len(batch), self.mesh.size(*DATA_AXES), self.mesh.index(*DATA_AXES))
         samples = [batch[own[i]][1] for i in result.bad_samples if i < len(own) and self.mesh.speaks_for_samples]

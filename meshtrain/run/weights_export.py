@@ -1,7 +1,7 @@
 """Distributed export: a model on any mesh becomes a Hugging Face directory, tensor by tensor.
 
-The files are shared out among the ranks that see the folder. In each turn each writer receives the parts of one stored
-tensor (of one expert) and writes it: no rank holds more than that besides its own.
+The files are distributed over the ranks that see the folder. In each turn each writer receives the parts of one stored
+tensor (of one expert) and writes it: no rank holds more than that besides its own shards.
 """
 
 import uuid
@@ -46,12 +46,12 @@ def export(
 
     Args:
         model: parallelized over `mesh`, or plain in a world of one.
-        folder: is made, or takes the place of an earlier export.
+        folder: is created, or replaces an earlier export.
         dtype: of the floating tensors in the files.
-        config: what config.json holds, but for the type; None writes none.
+        config: the contents of config.json, except for the dtype; None writes none.
         tokenizer: a tokenizer.json to be copied beside the weights.
-        file_bytes: of one file at most, unless a tensor is larger.
-        file_format: of the experts: `original` or `fused`, see `stored_names.table_of`.
+        file_bytes: the maximum size of one file, unless a tensor is larger.
+        file_format: how experts are stored: `original` or `fused`, see `stored_names.table_of`.
 
     Raises AgreedError: on every rank: a rank could not write, for instance because its disk is full.
     """
@@ -63,7 +63,7 @@ def export(
     files, parts = plan_export(entries, dtype, file_bytes, table_of(type(first), file_format))
     writers = _begin(place, job)
     try:
-        problem: OSError | None = None  # raised after the last turn: others wait for this rank's parts
+        problem: OSError | None = None  # raised after the last turn: other ranks wait for this rank's parts
         with WeightFiles(place.making, files) as out, torch.no_grad():
             for turn in turns(files, writers):
                 for file, entry, whole in _exchange(turn, parts, tensors, placements, job, mesh.layout):
@@ -85,7 +85,7 @@ def export(
 
 
 def turns(files: Mapping[str, Sequence[Entry]], writers: Sequence[int]) -> Iterator[list[Turn]]:
-    """Which tensors are written at the same time, one by each writer; files go round among the writers."""
+    """Which tensors are written at the same time, one by each writer; writers take the files in turn (round-robin)."""
     queues: list[list[Turn]] = [[] for _ in writers]
     for n, (file, entries) in enumerate(files.items()):
         queues[n % len(writers)] += [(writers[n % len(writers)], file, entry) for entry in entries]
@@ -94,7 +94,7 @@ def turns(files: Mapping[str, Sequence[Entry]], writers: Sequence[int]) -> Itera
 
 
 def _begin(place: ExportFolder, job: Job) -> list[int]:
-    """Makes the folder to write in; returns the ranks that see it, rank 0 the first of them."""
+    """Creates the folder to write in; returns the ranks that see it, rank 0 first."""
     token = f".{uuid.uuid4().hex}"
     with job.collective_check("making the export's folder"), as_input_errors(place.target):
         if job.rank == 0:
@@ -108,8 +108,8 @@ def _begin(place: ExportFolder, job: Job) -> list[int]:
 
 
 def _holders(tensor: Placement, part: Part, writer: int, layout: Layout) -> list[tuple[int, Part]]:
-    """Which rank sends what of a part to a writer, itself included. Together it is the part. Where several groups have
-    the tensor, it is the writer's own, or the one that differs from it in `pp` only."""
+    """Which ranks, the writer included, send which pieces of a part to a writer; together the pieces are the part. If
+    several groups hold the tensor, the writer's own sends it, or the one that differs from it in `pp` only."""
     index, copy = layout.index(writer, "pp"), layout.copy(writer, *tensor.axes)
     stage = index if index in tensor.stages else tensor.stages[0]
     cuts = [(dim, layout.size(axis)) for axis, dim in tensor.cuts]
@@ -128,7 +128,7 @@ def _exchange(
     job: Job,
     layout: Layout,
 ) -> Iterator[tuple[str, Entry, Tensor]]:
-    """Sends what this rank has of the turn's tensors to their writers; yields the whole one that is its to write."""
+    """Sends this rank's pieces of the turn's tensors to their writers; yields the whole tensor that it must write."""
     operations, outputs = [], []
     for writer, file, entry in turn:
         name, stored = stored_parts[entry.name]

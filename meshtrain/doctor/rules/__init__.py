@@ -1,4 +1,4 @@
-"""The rules: what all nodes know of themselves and each other -> findings, what to mend first first. Pure."""
+"""The rules: what all nodes know about themselves and each other -> findings, in the order to fix them. No I/O."""
 
 from meshtrain.doctor.findings import SENTENCES, SEVERITIES, Finding
 from meshtrain.doctor.records import ClusterFacts
@@ -19,5 +19,5 @@ def judge(cluster: ClusterFacts) -> list[Finding]:
 
 
 def blocking(findings: list[Finding]) -> list[Finding]:
-    """The errors because of which no collective is worth timing."""
+    """The errors that make timing collectives pointless."""
     return [finding for finding in findings if finding.severity == "error" and finding.id in BLOCKING]

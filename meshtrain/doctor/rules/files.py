@@ -1,4 +1,4 @@
-"""What the job reads and writes, on every host. Pure."""
+"""Rules for the files that the job reads and writes, on every host. No I/O."""
 
 from collections.abc import Iterator
 
@@ -48,7 +48,7 @@ def _not_the_same(key: str, usable: list[PathOfHost]) -> Iterator[Finding]:
 
 
 def _not_shared(cluster: ClusterFacts, key: str, usable: list[PathOfHost]) -> Iterator[Finding]:
-    """Every host has left a small file: who does not see the others' writes to a disk of its own."""
+    """Every host has left a small file: a host that does not see the others' files writes to a disk of its own."""
     if len(usable) < 2 or not cluster.several_machines:
         return
     alone: list[str] = []

@@ -1,4 +1,4 @@
-"""Is every host what the job needs, and are they alike? Pure."""
+"""Rules for hosts: whether every host has what the job needs, and whether they are alike. No I/O."""
 
 import difflib
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ from meshtrain.layout import LayoutError
 CLOCK_S = 0.5  # apart, beyond the error of the measurement
 DISK_GIB, DISK_ERROR_GIB = 20.0, 1.0
 MEMORY_SHARE, SHARED_MEMORY_GIB, GPU_USED_GIB = 0.1, 1.0, 1.0
-BUSY = 1.5  # processes that want to run, per core
+BUSY = 1.5  # runnable processes per core
 MOST_LINES = 6  # of a difference
-MUST_AGREE = ("torch", "python", "nccl", "cuda", "meshtrain")  # versions; others may surprise, these break
+MUST_AGREE = ("torch", "python", "nccl", "cuda", "meshtrain")  # versions; others may surprise, these break a job
 MAY_DIFFER = ("executable",)
 OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "MASTER_ADDR")  # of each host
 
@@ -146,7 +146,7 @@ def _memory(name: str, host: Host) -> Iterator[Finding]:
 
 
 def _descriptors(cluster: ClusterFacts) -> Iterator[Finding]:
-    """The process that serves the job's store has one for each rank: on the first host."""
+    """The process that serves the job's store, on the first host, needs a file descriptor for each rank."""
     name, first, world = cluster.labels[0], cluster.hosts[0], sum(host.processes for host in cluster.hosts)
     soft, hard = first.open_files or (-1, -1)
     needed = world + OWN_DESCRIPTORS

@@ -1,4 +1,4 @@
-"""Names, interfaces and ports between the hosts. Pure."""
+"""Rules for names, interfaces and ports between the hosts. No I/O."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -31,7 +31,7 @@ def network(cluster: ClusterFacts) -> Iterator[Finding]:
 
 
 def _own_names(cluster: ClusterFacts) -> Iterator[Finding]:
-    """gloo tells the others the address to which its host's name resolves."""
+    """gloo announces to the others the address to which its host's name resolves."""
     for name, host in cluster.labelled:
         addresses = (host.resolves or {}).get(host.host, ())
         variable, value, _ = communicates_by(host)
@@ -50,7 +50,7 @@ def _interface_of_route(host: Host) -> str:
 
 
 def _names_of_others(cluster: ClusterFacts) -> Iterator[Finding]:
-    """Under c10d the workers meet at the name of the host of rank 0, which can be any: all have to know it."""
+    """Under c10d the workers meet at the name of rank 0's host, which can be any host: all must resolve it."""
     place = cluster.hosts[0].place
     severity = "error" if place.backend == "c10d" and place.launcher != "torchrun" else "warning"
     by_name = {host.host: host for host in cluster.hosts}
@@ -86,7 +86,7 @@ def _interfaces(cluster: ClusterFacts) -> Iterator[Finding]:
         if route is None or route.name == chosen[0].name:
             continue
         if not value and is_loopback(chosen[0].addresses[0]):
-            continue  # its name is told already
+            continue  # a finding on its name reports this already
         addresses = {address for interface in chosen for address in interface.addresses}
         checks = [check for check in _port_checks(cluster) if check.target == i and check.address in addresses]
         shut = [check for check in checks if check.how != "open"]
@@ -108,7 +108,7 @@ def _port_checks(cluster: ClusterFacts) -> list[PortCheck]:
 
 
 def _ports(cluster: ClusterFacts) -> Iterator[Finding]:
-    """A random port of a host on the address by which it came to the endpoint."""
+    """Tries of a host's random port at the address from which it came to the endpoint."""
     names, nodes = cluster.labels, range(len(cluster.hosts))
     shut: dict[str, list[PortCheck]] = {}
     for check in _port_checks(cluster):
@@ -145,8 +145,8 @@ def _rdma(cluster: ClusterFacts) -> Iterator[Finding]:
 
 
 def _slow_ports(hosts: Mapping[str, Host]) -> dict[str, list[str]]:
-    """Of each host that has less than another: its ports that are down, or slower than those of that name on most. The
-    rates are compared first: names differ between healthy hosts, and one may have a port more, for storage."""
+    """For each host with lower rates than another: its ports that are down, or slower than ports of that name on most
+    hosts. Rates are compared first: names differ between healthy hosts, and one may have a port more, for storage."""
     rates = {name: {port.name: port.gbit * port.of_nccl for port in host.ports} for name, host in hosts.items()}
     active = {name: sorted(filter(None, of_host.values()), reverse=True) for name, of_host in rates.items()}
     most = [max(column) for column in zip_longest(*active.values(), fillvalue=0.0)]
@@ -164,7 +164,7 @@ def _slow_ports(hosts: Mapping[str, Host]) -> dict[str, list[str]]:
 
 
 def _plugins(cluster: ClusterFacts) -> Iterator[Finding]:
-    """A plugin that NCCL does not find is silent, and the network is then sockets; a network that it lacks ends it."""
+    """If NCCL does not find a plugin, it silently uses sockets; if it lacks the network of NCCL_NET, it fails."""
     for name, host in cluster.labelled:
         if not host.gpus_seen or host.net_plugin:
             continue
@@ -177,7 +177,7 @@ def _plugins(cluster: ClusterFacts) -> Iterator[Finding]:
 
 
 def _transport(cluster: ClusterFacts) -> Iterator[Finding]:
-    """By which ways data goes: what NCCL said where it was timed, or else what is there for it."""
+    """The transports of data: what NCCL's log says if it was timed, or else what the hosts have."""
     if cluster.timings is not None and cluster.timings.transport:
         yield finding("transport", ways=f"NCCL says: {'; '.join(cluster.timings.transport)}")
     elif not any(host.gpus_seen for host in cluster.hosts):

@@ -1,4 +1,4 @@
-"""Did all nodes meet, and do they mean the same job? Pure."""
+"""Rules for the rendezvous: whether all nodes met, and mean the same job. No I/O."""
 
 from collections.abc import Iterator
 
@@ -68,7 +68,7 @@ def _missing(cluster: ClusterFacts) -> Iterator[Finding]:
         absent = "; missing: " + names_text([name for i, name in enumerate(place.expected) if i not in ranks])
     resolved = (leader.resolves or {}).get(place.address, ())
     loopback = bool(resolved) and all(map(is_loopback, resolved))
-    # Of its own name the others' resolution counts.
+    # If that is its own name, only how the others resolve it counts.
     if came < place.fewest and place.most > 1 and loopback and place.address != leader.host:
         yield _loopback(place, leader.host)
     nodes = []
@@ -85,7 +85,7 @@ def _missing(cluster: ClusterFacts) -> Iterator[Finding]:
 
 
 def _differences(cluster: ClusterFacts) -> Iterator[Finding]:
-    """Ids, numbers of nodes and backends: torchrun would wait ten minutes and not say which of them it is."""
+    """Differing ids, numbers of nodes, backends, endpoints: torchrun would wait ten minutes and not say which it is."""
     names, places = cluster.labels, [host.place for host in cluster.hosts]
     ids = {"id": "id-differs", "nodes": "nodes-differ", "backend": "backend-differs", "endpoint": "endpoint-differs"}
     for attribute, id_ in ids.items():
@@ -106,7 +106,7 @@ def _node_ranks(cluster: ClusterFacts) -> Iterator[Finding]:
 
 
 def _unrecognised(name: str, leader: Host) -> Iterator[Finding]:
-    """torchrun compares the endpoint with the addresses of its host's name, and no others."""
+    """torchrun compares the endpoint only with the addresses of its host's name."""
     place, resolves = leader.place, leader.resolves or {}
     if place.backend != "c10d" or not place.by_options or place.serves is not None or place.most == 1:
         return

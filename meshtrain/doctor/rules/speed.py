@@ -1,4 +1,4 @@
-"""What the workers measured; the slow rank, host or link by its name. Pure."""
+"""Rules for what the workers measured: they name the slow rank, host or link. No I/O."""
 
 from collections.abc import Iterator
 
@@ -7,8 +7,8 @@ from meshtrain.doctor.records import ClusterFacts, Timings
 
 SLOW_LINK = 0.5  # of the median link
 SLOW_RANK = 1.6  # times the median rank
-SPREAD = 4.0  # the slowest repetition to the median one
-SHORT_S = 2e-3  # below this a repetition is too short to be told from the scheduler's whims
+SPREAD = 4.0  # ratio of the slowest repetition to the median one
+SHORT_S = 2e-3  # below this, a repetition's time cannot be told from scheduling noise
 
 
 def speed(cluster: ClusterFacts) -> Iterator[Finding]:
@@ -44,7 +44,7 @@ def _links(cluster: ClusterFacts, timings: Timings) -> Iterator[Finding]:
     middle = median_of([link.bandwidth for link in timings.links])
     best = max((link.bandwidth for link in timings.links), default=0.0)
     slow = [link for link in timings.links if link.bandwidth < SLOW_LINK * middle]
-    # With three hosts two of the three links are slow when one host is: then the median is slow too.
+    # With three hosts, one slow host makes two of the three links slow: then the median is slow, too.
     slow = slow or [link for link in timings.links if link.bandwidth < SLOW_LINK * SLOW_LINK * best]
     if not slow:
         return

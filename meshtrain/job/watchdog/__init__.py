@@ -1,1 +1,1 @@
-"""Hangs and lost ranks: a thread on every rank that notices them, and the diagnosis of which rank it began with."""
+"""Hangs and lost ranks: a thread on every rank that notices them, and the diagnosis of which rank caused them."""

@@ -1,26 +1,26 @@
-"""Deadlines: how long a rank may take to make progress before somebody looks into it, and how long it takes. Pure."""
+"""Deadlines: how long a rank may take to make progress before it is examined, and how long it takes. No I/O."""
 
 import time
 from dataclasses import dataclass, field
 
-LEAST_S = 300.0  # the shortest deadline that is derived from measured steps: a file system's fail-over takes minutes
-TIMES = 20  # so many of the slowest steps measured make a deadline
-MEASURED = 3  # steps, before their times count
-PATIENT = ("start", "saving", "end")  # where a rank may be busy for long: files are read, prepared and written
-MISSES = 3  # so many deadlines missed in a row are too much even there
+LEAST_S = 300.0  # the shortest deadline derived from measured steps: a file system's fail-over takes minutes
+TIMES = 20  # a deadline is this multiple of the slowest measured step
+MEASURED = 3  # steps before a deadline is derived from their times
+PATIENT = ("start", "saving", "end")  # phases where a rank may be busy for long: files are read, prepared and written
+MISSES = 3  # this many deadlines missed in a row are too many even there
 
 
 @dataclass
 class Deadlines:
-    """Seconds for each phase: `start`, `step`, `evaluation`, `saving`, `end`, or a loop of the user's own."""
+    """Seconds for each phase: `start`, `step`, `evaluation`, `saving`, `end`, or the user's own loop."""
 
-    start_s: float = 600.0  # the start, and whatever has not been measured
-    given_s: float | None = None  # a step, as the user has given it
+    start_s: float = 600.0  # the start, and every phase not measured yet
+    given_s: float | None = None  # a step, as the user has configured it
     step_s: float | None = None  # a step, as measured; None: not yet
     save_s: float | None = None  # the last save; None: there was none
-    save_limit_s: float = 1800.0  # a save, before it is given up by those who wait for it
-    warm_phases: set[str] = field(default_factory=set)  # others that were once at their end: the first time may compile
-    compiles: bool = False  # whether it does, for as long as the caches of each host let it
+    save_limit_s: float = 1800.0  # a save, before the ranks that wait for it give it up
+    warm_phases: set[str] = field(default_factory=set)  # others completed at least once: the first time may compile
+    compiles: bool = False  # whether the model is compiled: how long that takes depends on each host's caches
 
     def of(self, phase: str) -> float:
         if phase == "saving":
@@ -30,7 +30,7 @@ class Deadlines:
         return self.step_s
 
     def compiling(self, phase: str) -> bool:
-        """Whether a rank may be busy with that in this phase."""
+        """Whether a rank may be compiling in this phase."""
         return self.compiles and (self.step_s is None or phase not in ("step", *self.warm_phases))
 
     def patient(self, phase: str) -> bool:
@@ -38,17 +38,17 @@ class Deadlines:
         return phase in PATIENT or self.compiling(phase)
 
     def longest(self, phase: str) -> float:
-        """Seconds that others may wait in a collective for a rank that is in this phase."""
+        """Seconds that other ranks may wait in a collective for a rank that is in this phase."""
         return self.of(phase) * (MISSES if self.compiling(phase) else 1)
 
     def hangs(self, phase: str, missed: int) -> bool:
-        """Whether a rank that has missed so many deadlines in a row, with this one, is not only busy."""
-        if phase == "start":  # a corpus may take hours to prepare: it is printed whom all wait for, and no more
+        """Whether a rank that has missed so many deadlines in a row, this one included, hangs and is not only busy."""
+        if phase == "start":  # a corpus may take hours to prepare: the ranks waited for are only printed
             return False
         return not self.patient(phase) or missed >= MISSES or (phase == "saving" and self.save_s is not None)
 
     def adapt(self, slowest_s: float) -> float | None:
-        """Takes the time of the slowest step so far; returns the deadline of a step if it has changed by much."""
+        """Adapts to the slowest step so far; returns the deadline of a step if it is new or more than 25 % longer."""
         deadline_s = self.given_s or max(LEAST_S, TIMES * slowest_s)
         if self.step_s is not None and deadline_s <= 1.25 * self.step_s:
             return None
@@ -57,38 +57,38 @@ class Deadlines:
 
 
 def process_group_timeout(deadline_s: float) -> float:
-    """The time limit in seconds of a process group whose watchdog has this deadline: the watchdog comes first."""
+    """The time limit in seconds of a process group whose watchdog has this deadline: the watchdog acts first."""
     return 1.5 * deadline_s + 60
 
 
 class DeadlineClock:
-    """What this rank does, and since when. The main thread writes it; the watchdog's reads it."""
+    """This rank's phase, and when it began. The main thread writes it; the watchdog's thread reads it."""
 
     def __init__(self) -> None:
         self.deadlines = Deadlines()  # may be changed while it runs
-        self.step = 0  # that it is in, or was in last
+        self.step = 0  # the current or last one
         self.enter_phase("start")
 
     def enter_phase(self, phase: str, step: int | None = None) -> None:
-        """It has made progress: it is in this phase now, and in this step."""
+        """Records progress: this rank is now in this phase and in this step."""
         self.step = self.step if step is None else step
         self.phase, self.since = phase, time.monotonic()
         self.misses = 0  # deadlines that have passed since then
-        self._counted_from = self.since  # when the time began that the next deadline is compared with
+        self._counted_from = self.since  # the start of the time that the next deadline is compared with
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.since
 
     def late(self, *, for_device: bool = False) -> bool:
-        """Whether it has missed the deadline of its phase; a save that does not wait `for_device` has more time."""
+        """Whether this rank has missed the deadline of its phase; a save that does not wait `for_device` has longer."""
         deadline_s = self.deadlines.of(self.phase)
-        if self.phase == "saving" and not for_device:  # and in the save before; who is lost ends the job sooner
+        if self.phase == "saving" and not for_device:  # for this and the last save; a lost rank ends the job sooner
             deadline_s = max(deadline_s, 2 * self.deadlines.save_limit_s + LEAST_S)
         return self.seconds > deadline_s
 
     def missed(self) -> bool:
-        """Whether a deadline has passed: counts it, and the next one begins now."""
+        """Whether a deadline has passed; if so, counts it and begins the next one."""
         now = time.monotonic()
         if now - self._counted_from <= self.deadlines.of(self.phase):
             return False
@@ -96,5 +96,5 @@ class DeadlineClock:
         return True
 
     def ignore_suspend(self) -> None:
-        """This process was stopped: the time so far does not count for the next deadline."""
+        """This process was suspended: the time so far does not count towards the next deadline."""
         self._counted_from = time.monotonic()

@@ -1,6 +1,6 @@
-"""The diagnosis of a lost job: by which rank it was lost, decided from what was found out about every rank.
+"""The diagnosis of a lost job: which rank caused the loss, decided from what was found out about every rank.
 
-torchrun names the process that ended first, and a time-out is reported by those who waited: both are often victims.
+torchrun names the process that ended first, and ranks that waited report a time-out: both are often victims.
 """
 
 import sys
@@ -26,14 +26,14 @@ from meshtrain.job.watchdog.records import (
 if TYPE_CHECKING:
     from meshtrain.job.watchdog.status_server import Peers
 
-STACKS = 6  # different ones that are shown; ranks in the same place share one
-NAMED = 4  # ranks that are named with host and coordinate; of more, the numbers are given
-FRESH_S = 5.0  # so long nobody looks again where nothing was wrong
-MOVES_S = 5.0  # for ranks that all wait in one place to get on, before they count as stuck there
+STACKS = 6  # distinct stacks that are shown; ranks in the same place share one
+NAMED = 4  # ranks that are named with host and coordinate; more are listed by number
+FRESH_S = 5.0  # for which an inquiry that found nothing wrong is not repeated
+MOVES_S = 5.0  # for ranks that all wait to make progress, before they count as stuck
 
 
 def diagnose(reports: Sequence[RankReport], *, hangs: bool) -> Diagnosis | None:
-    """The diagnosis by all ranks' reports, in order; None: nothing is wrong, or without `hangs` ranks are only slow."""
+    """The diagnosis from all ranks' reports, in order; None: nothing is wrong, or ranks are only slow (no `hangs`)."""
     if any(report.status is not None and report.status.debugged for report in reports):
         return None
     if (lost := _out_of_reach(reports, DiagnosisKind.GONE, DiagnosisKind.STOPPED)) is not None:
@@ -43,7 +43,7 @@ def diagnose(reports: Sequence[RankReport], *, hangs: bool) -> Diagnosis | None:
     own_errors = [report for report in errors if not report.answer.broken]
     if own_errors:
         return _failed(_first(own_errors))
-    # Who does not answer may be busy, or behind a firewall: that alone is no reason to end a job that gets on.
+    # A rank that does not answer may be busy, or behind a firewall: no reason to end a job that makes progress.
     if hangs or errors:
         lost = _out_of_reach(reports, DiagnosisKind.UNREACHABLE, DiagnosisKind.SILENT)
         if lost is not None:
@@ -67,7 +67,7 @@ def _failed(report: RankReport) -> Diagnosis:
 
 
 def _out_of_reach(reports: Sequence[RankReport], *kinds: DiagnosisKind) -> Diagnosis | None:
-    """Those who do not answer in the first of these ways that there is."""
+    """The ranks that are out of reach in the first of these ways that applies to any rank."""
     for kind in kinds:
         lost = [report for report in reports if report.reach == kind]
         if lost:
@@ -118,7 +118,7 @@ def _lost_headline(kind: DiagnosisKind, lost: Sequence[RankReport], reports: Seq
 
 
 def _absent(reports: Sequence[RankReport], *, spare_patient: bool) -> Diagnosis | None:
-    """Who is waited for and waits for nobody, where all answer; not ranks that may be busy, with `spare_patient`."""
+    """Ranks that are waited for and wait for none, where all answer; `spare_patient`: none that may just be busy."""
     waited_for = ranks_waited_for(reports)
     if not waited_for:
         return None
@@ -152,7 +152,7 @@ def _absent(reports: Sequence[RankReport], *, spare_patient: bool) -> Diagnosis 
 
 
 def ranks_waited_for(reports: Sequence[RankReport]) -> dict[int, frozenset[int]]:
-    """Rank that waits -> who has not come there. Found once for each place, not for each rank."""
+    """Waiting rank -> the ranks that have not arrived there. Computed once for each place, not for each rank."""
     statuses = {report.rank: report.status for report in reports if report.status is not None}
     by_place: dict[tuple[tuple[int, ...], int | None, tuple[int, ...] | None], frozenset[int]] = {}
     waited_for = {}
@@ -170,7 +170,7 @@ def ranks_waited_for(reports: Sequence[RankReport]) -> dict[int, frozenset[int]]
 
 
 def _ranks_not_arrived(wait: PendingCollective, statuses: Mapping[int, RankStatus]) -> frozenset[int]:
-    """Who of a group has not come to where a rank of it waits, as far as they answer."""
+    """The ranks of a group that have not arrived where one of its ranks waits, as far as they answer."""
     if wait.missing is not None:
         return frozenset(wait.missing)
     group = ",".join(map(str, wait.ranks))
@@ -184,12 +184,12 @@ def _ranks_not_arrived(wait: PendingCollective, statuses: Mapping[int, RankStatu
 
 
 def _union(waited_for: Mapping[int, frozenset[int]]) -> set[int]:
-    """Ranks of a group share one set: each is added once."""
+    """The union of the sets. Ranks of a group share one set object, which is added once."""
     return set().union(*{id(ranks): ranks for ranks in waited_for.values()}.values())
 
 
 def _stuck(reports: Sequence[RankReport]) -> Diagnosis | None:
-    """All wait and nobody is behind: what they have begun together does not end."""
+    """All ranks wait and none is behind: what they have begun together does not end."""
     waits = [wait for report in reports if (wait := report.wait) is not None]
     if not waits or len(waits) < len(reports) or ranks_waited_for(reports):
         return None
@@ -238,7 +238,7 @@ def _doing(report: RankReport) -> str:
 
 
 def waiting_lines(reports: Sequence[RankReport], culprits: set[int]) -> list[str]:
-    """Which groups wait for the culprits, and who waits there."""
+    """Which groups wait for the culprits, and which ranks wait there."""
     waits = [(report.rank, wait) for report in reports if (wait := report.wait) is not None]
     by_wait = group_values(((str(wait), wait.ranks, wait.missing or ()), rank) for rank, wait in waits)
     by_group: dict[tuple[str, tuple[int, ...]], list[int]] = {}
@@ -268,7 +268,7 @@ def stacks(reports: Sequence[RankReport]) -> list[str]:
 
 
 def unexplained(reports: Sequence[RankReport]) -> str | None:
-    """Where all are, if something takes too long and nobody waits for anybody, as far as can be seen."""
+    """Where all ranks are, if they take too long and none of them waits for another, as far as can be seen."""
     statuses = [report.status for report in reports if report.status is not None]
     if len(statuses) < len(reports) or any(status.wait or status.failure or status.debugged for status in statuses):
         return None
@@ -279,7 +279,7 @@ def unexplained(reports: Sequence[RankReport]) -> str | None:
 
 
 def waited_for_line(reports: Sequence[RankReport]) -> str:
-    """Where somebody is busy for long and may be: who, with what."""
+    """A line that names the ranks that are busy for long in a phase that allows it, and what they do."""
     waited_for = ranks_waited_for(reports)
     late = {report.rank for report in reports if report.status and report.status.late}
     ends = _union(waited_for) - set(waited_for) or late
@@ -293,20 +293,20 @@ def waited_for_line(reports: Sequence[RankReport]) -> str:
 
 
 class Coordinator:
-    """The rank that decides: it asks all ranks, diagnoses, and tells those that are left. One inquiry at a time."""
+    """The rank that decides: it asks all ranks, diagnoses, and tells the survivors. One inquiry at a time."""
 
     def __init__(self, peers: "Peers", clock: DeadlineClock, closed: threading.Event) -> None:
-        """`clock`: of this rank. `closed`: whether the ranks part, and no longer answer."""
+        """`clock`: of this rank. `closed`: set once the ranks leave, and no longer answer."""
         self._peers, self._clock, self._closed = peers, clock, closed
-        self._all_well = (False, False), float("-inf")  # the last question to which nothing was wrong, and when
-        self._noted = "", 0.0  # what was printed last of ranks that take long, and since when this rank did not move
+        self._all_well = (False, False), float("-inf")  # the last question that found nothing wrong, and when
+        self._noted = "", 0.0  # the kind of the last note on slow ranks, and this rank's last progress then
 
     def diagnose(self, *, hangs: bool, failed: bool, late: bool) -> Diagnosis | None:
-        """Asks all and decides; None if nothing is wrong. `failed`: a rank has, and there will be a diagnosis. `late`:
-        a rank has missed a deadline: without a diagnosis it is printed who takes long."""
+        """Asks all ranks and decides; None if nothing is wrong. `failed`: a rank has failed, so there will be a
+        diagnosis. `late`: a rank has missed a deadline: without a diagnosis, the slow ranks are printed."""
         question, at = self._all_well
         if not failed and question == (hangs, late) and time.monotonic() - at < FRESH_S:
-            return None  # all ranks come with this question, and it was answered just now
+            return None  # all ranks ask this question, and it was answered just now
         reports = self._peers.examine()
         diagnosis = diagnose(reports, hangs=hangs)
         if diagnosis is not None and diagnosis.kind in (DiagnosisKind.STUCK, DiagnosisKind.DEADLOCK):
@@ -320,15 +320,15 @@ class Coordinator:
         return diagnosis
 
     def broadcast(self, diagnosis: Diagnosis, rank: int) -> set[int]:
-        """Tells all that are left, but for this rank, and kills stopped processes; returns who is left."""
+        """Tells all survivors except this rank, and kills stopped processes; returns the survivors."""
         survivors = self._peers.survivors(diagnosis)
         self._peers.tell(survivors - {rank}, {"ask": "end", "diagnosis": asdict(diagnosis)})
         self._peers.kill_stopped(diagnosis)
         return survivors
 
     def _look_again(self, reports: list[RankReport]) -> Diagnosis | None:
-        """Ranks that all wait are stuck only if they wait for the same a little later: who gathers at the store looks
-        now and then, and may not have seen yet who waits for its answer."""
+        """Ranks that all wait are stuck only if they still wait in the same place a little later: a rank that gathers
+        at the store polls it, and may not have read yet the value of a rank that waits for its answer."""
         if self._closed.wait(MOVES_S):
             return None
         again = self._peers.examine()
@@ -339,7 +339,7 @@ class Coordinator:
         return None if stuck and not nobody_moved(reports, again) else diagnosis
 
     def _note(self, reports: list[RankReport], hangs: bool) -> None:
-        """A deadline has passed, and the job goes on: prints once what is known of it."""
+        """A deadline has passed, and the job continues: prints once what is known about it."""
         if any(report.status is not None and report.status.debugged for report in reports):
             return
         puzzle = unexplained(reports) if hangs else None

@@ -1,7 +1,7 @@
-"""Evidence of a failure: what ranks and their hosts can still tell is printed and goes into a folder before the end.
+"""Evidence of a failure: what ranks and their hosts still know is printed and written to a folder before the job ends.
 
-Every rank that is left writes its stacks and its flight recorder, one of each host what its programs say. Nobody waits
-for another one, nor longer than EVIDENCE_S: a disk or a driver may be what has failed. `meshtrain explain` reads it.
+Every surviving rank writes its stacks and flight recorder, and one rank of each host the output of PROGRAMS. No rank
+waits for another, or longer than EVIDENCE_S: a disk or driver may have failed. `meshtrain explain` reads the folder.
 """
 
 import json
@@ -28,13 +28,13 @@ from meshtrain.job.sockets import call_with_timeout, in_thread
 from meshtrain.job.watchdog.introspect import process_groups, recorder_entries
 from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind, failure_line
 
-EVIDENCE_S = 4.0  # by which the end of a job is put off at most
+EVIDENCE_S = 4.0  # the longest by which the end of a job is delayed
 PROGRAM_S = 3.0
 VERDICT = "verdict.txt"
-PREPARE_S = 1.0  # for the folder to be made
-WRITE_S = 5.0  # for exit.json: its file system may be what was lost
-ENTRIES = 200  # of a flight recorder, the last ones
-KERNEL_LINES, KERNEL_S = 500, 3600.0  # of the kernel's log: errors of last month are of no use
+PREPARE_S = 1.0  # to create the folder
+WRITE_S = 5.0  # to write exit.json: its file system may be what was lost
+ENTRIES = 200  # the last ones of a flight recorder
+KERNEL_LINES, KERNEL_S = 500, 3600.0  # the last ones of the kernel's log: errors of last month do not help
 STAMP = re.compile(r"\[ *(\d+\.\d+)\]")
 KERNEL = re.compile(
     r"NVRM|\bXid\b|nvidia|mlx[45]|infiniband|EDAC|machine check|out of memory|oom-kill|killed process|I/O error|nfs:",
@@ -44,11 +44,11 @@ PROGRAMS = {"nvidia-smi": ("-q",), "ibstat": (), "dmesg": ()}  # and their argum
 
 
 def make_folder(failures: Path, step: int, verdict: str) -> str:
-    """Makes the folder of a failure in this step, with the verdict; returns its name there. Raises OSError."""
+    """Creates the folder of a failure in this step, with the verdict in it; returns its name. Raises OSError."""
     failures.mkdir(parents=True, exist_ok=True)
     for number in count(1):
         name = str(step) if number == 1 else f"{step}-{number}"
-        with suppress(FileExistsError):  # maybe from the other side of a link that was cut, just now
+        with suppress(FileExistsError):  # perhaps just made by ranks on the other side of a cut link
             (failures / name).mkdir()
             break
     (failures / name / VERDICT).write_text(verdict, encoding="utf-8")
@@ -56,7 +56,7 @@ def make_folder(failures: Path, step: int, verdict: str) -> str:
 
 
 def collect(folder: Path, job: Job, *, of_host: bool) -> list[str]:
-    """Writes below `folder` what this rank knows, and `of_host` what programs say. Returns what failed, in words."""
+    """Writes this rank's evidence below `folder`; `of_host`: PROGRAMS' output, too. Returns what failed, in words."""
     sources: dict[str, Callable[[], str]] = {
         f"rank-{job.rank}.stacks": all_stacks,
         f"rank-{job.rank}.flight-recorder.json": partial(flight_recorder, job),
@@ -68,19 +68,19 @@ def collect(folder: Path, job: Job, *, of_host: bool) -> list[str]:
     for name, file in files.items():
         try:
             file.result(max(0.0, deadline - time.monotonic()))
-        except Exception as error:  # the end comes all the same
+        except Exception as error:  # the job ends all the same
             problems.append(f"{name}: {error!r}" if file.done() else f"{name} was not written within {EVIDENCE_S:g} s")
     return problems
 
 
 def _save(path: Path, source: Callable[[], str]) -> None:
     text = source()
-    path.parent.mkdir(parents=True, exist_ok=True)  # each host has its own where the run's folder is not shared
+    path.parent.mkdir(parents=True, exist_ok=True)  # the run's folder may not be shared between hosts
     path.write_text(text, encoding="utf-8")
 
 
 def output_of(name: str) -> str:
-    """What one of PROGRAMS prints, or a line that says why it does not; of the kernel's log what is of interest."""
+    """The output of one of PROGRAMS, or a line that says why there is none; of the kernel's log, the relevant lines."""
     try:
         text = run_program((name, *PROGRAMS[name]), PROGRAM_S)
     except ProgramError as error:
@@ -95,7 +95,7 @@ def output_of(name: str) -> str:
 
 
 def all_stacks() -> str:
-    """Where every thread of this process is, innermost first; without lines of source, which lie on some disk."""
+    """The stack of every thread of this process, innermost first; no source lines, as their disk may have failed."""
     names, lines = {thread.ident: thread.name for thread in threading.enumerate()}, []
     for thread, innermost in sys._current_frames().items():
         lines.append(f"thread {names.get(thread, thread)}:")
@@ -105,10 +105,10 @@ def all_stacks() -> str:
 
 
 def flight_recorder(job: Job) -> str:
-    """The last collectives of this rank (torch's flight recorder, as JSON), and the groups that they are about."""
+    """The last collectives of this rank (torch's flight recorder, as JSON), and its process groups."""
     groups = {name: [over, list(ranks)] for name, (over, ranks) in process_groups(job.layout, job.rank).items()}
     entries = [{**entry, "frames": []} for entry in recorder_entries()]
-    whole = len(entries) <= ENTRIES and not (entries and entries[0]["record_id"])  # it has forgotten nothing
+    whole = len(entries) <= ENTRIES and not (entries and entries[0]["record_id"])  # no entry is missing
     recorder = {"rank": job.rank, "host": job.host, "groups": groups, "whole": whole, "entries": entries[-ENTRIES:]}
     return json.dumps(recorder) + "\n"
 
@@ -119,8 +119,8 @@ class FailureReport:
     def __init__(self, job: Job) -> None:
         self._job = job
         self.printed = False
-        self.on_job_lost: Callable[[Diagnosis], None] | None = None  # writes into the run's folder, once
-        self.failures: Path | None = None  # a folder for evidence
+        self.on_job_lost: Callable[[Diagnosis], None] | None = None  # called once; writes into the run's folder
+        self.failures: Path | None = None  # the parent folder of the evidence
 
     def print(self, diagnosis: Diagnosis, *, details: bool) -> None:
         if not self.printed:
@@ -129,17 +129,17 @@ class FailureReport:
             print_failure(self._job, diagnosis, f"{self._job} stops, because {text}")
 
     def write_exit_json(self, diagnosis: Diagnosis) -> None:
-        """Waits for it no longer than it may take: the folder may be on a host that is gone."""
+        """Calls `on_job_lost`, for WRITE_S seconds at most: the folder may be on a host that is gone."""
         write, self.on_job_lost = self.on_job_lost, None
         try:
             if write is not None:
                 call_with_timeout(WRITE_S, write, diagnosis)
-        except Exception as error:  # the end comes all the same
+        except Exception as error:  # the job ends all the same
             problem = f": {error}" if str(error) else f" within {WRITE_S:.0f} s"
             print(f"{self._job} could not write that down{problem}", file=sys.stderr, flush=True)
 
     def make_evidence_folder(self, diagnosis: Diagnosis, phase: str | None, step: int) -> Diagnosis:
-        """The diagnosis with the folder where all who hear of it write what they know, if there can be one."""
+        """The diagnosis, with the folder to which all ranks that learn of it write evidence, if it can be created."""
         if self.failures is None or diagnosis.kind == DiagnosisKind.ENDED:
             return diagnosis
         try:
@@ -151,7 +151,7 @@ class FailureReport:
         return replace(diagnosis, evidence=name)
 
     def write_evidence(self, diagnosis: Diagnosis, *, of_host: bool) -> None:
-        if self.failures is not None:  # this rank knows already where the run has its folder
+        if self.failures is not None:  # None: the run's folder is not known yet
             problems = collect(self.failures / diagnosis.evidence, self._job, of_host=of_host)
             for problem in problems if of_host else ():
                 print(f"{self._job}: evidence: {problem}", file=sys.stderr, flush=True)
@@ -161,7 +161,7 @@ class FailureReport:
         try:
             raise RuntimeError(f"{self._job} stops, because {diagnosis.headline}")
         except RuntimeError as error:
-            get_error_handler().record_exception(error)  # it wants one that was raised
+            get_error_handler().record_exception(error)  # it needs a traceback
         exit_now(1)
 
 

@@ -1,6 +1,6 @@
 """Introspection: where this process is, as its watchdog's thread sees it, and what it waits for.
 
-Collectives that were begun and not ended are known to torch's flight recorder, except for gloo's sends and receives
+Collectives that have begun and not ended are in torch's flight recorder, except for gloo's sends and receives
 (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html); meshtrain's own waits are in pending.py.
 """
 
@@ -31,26 +31,26 @@ from meshtrain.layout import Layout
 
 FRAMES = 14  # of a stack, the innermost
 RECORDER_S = 1.5  # for the flight recorder to answer
-DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # NCCL's own, and that of the other backends
+DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # NCCL's flight recorder, and that of the other backends
 HIDDEN = ("runpy", "torch/nn/modules/module.py", "torch/_dynamo", "torch/utils/_contextlib.py", "_fsdp_common.py")
 COLLECTIVES = "torch.distributed.distributed_c10d"  # the module of torch's blocking collectives
-TALKING = ("torch.distributed", "torch._ops", "torch.autograd")  # its modules in which collectives fail
+TALKING = ("torch.distributed", "torch._ops", "torch.autograd")  # torch's modules in which collectives fail
 POINT_TO_POINT = ("send", "recv", "batch_isend_irecv")  # not in the flight recorder over gloo
-# What errors of collectives and of the store say: another process has gone before, or did not come. What reads data
-# from the network says the like of itself: see is_connection_error.
+# Texts of errors of collectives and of the store that mean that another process is gone or did not arrive. Code that
+# reads data from the network raises similar ones: see is_connection_error.
 BROKEN = re.compile(
     r"another rank has failed|Connection (?:closed|reset|refused)|Broken pipe|closed by peer|Timed out waiting"
     r"|DistNetworkError|DistStoreError|DistBackendError|NCCL|gloo|Socket Timeout|recvValue|sendBytes",
     re.IGNORECASE,
 )
 INNERMOST = 3  # frames of an error that tell where it comes from
-BACKENDS = ("gloo/", "NCCL", "ProcessGroup")  # in the words of their errors
+BACKENDS = ("gloo/", "NCCL", "ProcessGroup")  # as their errors name them
 DEBUGGERS = ("pydevd", "debugpy")
 DEBUGGER_FILES = ("bdb.py", "pdb.py")
 STATUS = Path("/proc/self/status")
 PACKAGE = Path(__file__).parents[2]
 
-Groups = Mapping[str, tuple[str, tuple[int, ...]]]  # name of a process group -> what people call it, and its ranks
+Groups = Mapping[str, tuple[str, tuple[int, ...]]]  # name of a process group -> its readable name and its ranks
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Failure:
     kind: FailureKind
     text: str
     frames: list[FrameType] = field(default_factory=list)  # where it was raised, innermost first
-    broken: bool = False  # whether it comes of others, as far as can be seen
-    wait: PendingWait | None = None  # that it ended
+    broken: bool = False  # whether another rank seems to have caused it
+    wait: PendingWait | None = None  # the wait that it ended
     at: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -71,13 +71,13 @@ class Failure:
 
 
 def local_status(job: Job, clock: DeadlineClock, failure: Failure | None) -> RankStatus:
-    """What this rank answers when another one asks."""
+    """This rank's answer when another one asks for its state."""
     groups = process_groups(job.layout, job.rank)
     pending, last, begun = None, None, dict[str, int]()
     try:
         pending, last, begun = call_with_timeout(RECORDER_S, flight_recorder_state, groups)
     except Exception as error:
-        if not isinstance(error, TimeoutError):  # it may wait for a lock that a hanging thread has
+        if not isinstance(error, TimeoutError):  # the recorder may wait for a lock that a hanging thread holds
             traceback.print_exception(error)
     by_thread = pending_waits()
     main = threading.main_thread().ident or 0
@@ -92,7 +92,7 @@ def local_status(job: Job, clock: DeadlineClock, failure: Failure | None) -> Ran
     if wait is None:
         wait = pending_collective(background, groups)
         if wait is None and by_thread and clock.phase == "saving" and failure is None:
-            place = frames(next(iter(by_thread)))  # the main thread only waits for it
+            place = frames(next(iter(by_thread)))  # the main thread only waits for this one
     own = waits if clock.phase != "saving" else (*background, *waits)
     resource = next((other.label for other in reversed(own) if other.resource != Resource.RANKS), None)
     return RankStatus(
@@ -130,9 +130,9 @@ def pending_collective(waits: Sequence[PendingWait], groups: Groups) -> PendingC
 def blocking_collective(
     place: Sequence[FrameType], last: PendingCollective | None, groups: Groups, everybody: tuple[int, ...]
 ) -> PendingCollective | None:
-    """The call of torch's collectives that a stack is in, where the flight recorder has none that is pending: it is
-    off, or this call sends, receives or makes a group. Where torch's argument `group` is none, all ranks are meant.
-    `last`: the collective that was begun last, where the call has failed: no failed one is pending."""
+    """The torch.distributed call that a stack is in, where the flight recorder has no pending collective: it is off, or
+    the call sends, receives or creates a group. If its argument `group` is None, all ranks are meant. `last`: the
+    collective begun last, if the call has failed: a failed one is not pending."""
     if not place or place[0].f_globals.get("__name__") != COLLECTIVES:
         return None
     name = place[0].f_code.co_name
@@ -161,8 +161,8 @@ def _axis_of(layout: Layout | None, rank: int, ranks: tuple[int, ...]) -> str | 
 
 
 def flight_recorder_state(groups: Groups) -> tuple[PendingCollective | None, PendingCollective | None, dict[str, int]]:
-    """The oldest collective that has not ended, the one that was begun last, and ranks of a group ("0,2") -> how many
-    were begun there."""
+    """The oldest collective that has not ended, the one begun last, and ranks of a group ("0,2") -> how many
+    collectives have begun there."""
     pending = last = None
     begun: dict[str, int] = {}
     keys = {group: ",".join(map(str, ranks)) for group, (_, ranks) in groups.items()}
@@ -172,7 +172,7 @@ def flight_recorder_state(groups: Groups) -> tuple[PendingCollective | None, Pen
             continue
         over, ranks = groups[group]
         number, kind = entry["collective_seq_id"], entry["profiling_name"].rpartition(":")[2]
-        if entry["is_p2p"]:  # these have numbers of their own for each pair
+        if entry["is_p2p"]:  # these are numbered per pair of ranks
             collective = PendingCollective(kind, over, ranks)
         else:
             collective = last = PendingCollective(f"{kind} {number}", over, ranks, number)
@@ -183,7 +183,7 @@ def flight_recorder_state(groups: Groups) -> tuple[PendingCollective | None, Pen
 
 
 def recorder_entries() -> Iterator[dict[str, Any]]:
-    """What torch's flight recorders have of each backend, oldest first."""
+    """The entries of torch's flight recorders, backend by backend, oldest first."""
     for name in DUMPS:
         dump = getattr(_distributed_c10d, name, None)
         trace = {} if dump is None else json.loads(dump())
@@ -191,7 +191,7 @@ def recorder_entries() -> Iterator[dict[str, Any]]:
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Whether it says that other ranks have gone or did not come; what reads data from the network fails alike."""
+    """Whether it means that other ranks are gone or did not arrive; reading data from the network fails similarly."""
     if isinstance(error, dist.DistError):
         return True
     text = describe(error)
@@ -204,18 +204,18 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def frames(thread: int) -> list[FrameType]:
-    """What the thread of this identifier is in, innermost first."""
+    """The frames that the thread of this identifier is in, innermost first."""
     frame = sys._current_frames().get(thread)
     return [] if frame is None else [frame for frame, _ in traceback.walk_stack(frame)]
 
 
 def frames_of(error: BaseException) -> list[FrameType]:
-    """Where an error was raised, innermost first."""
+    """The frames in which an error was raised, innermost first."""
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
 
 
 def stack(place: Sequence[FrameType]) -> tuple[str, ...]:
-    """`meshtrain/trainer.py:131 update`, innermost last."""
+    """Lines like `meshtrain/trainer.py:131 update`, innermost last."""
     shown = [frame for frame in place if not any(part in frame.f_code.co_filename for part in HIDDEN)]
     lines = [f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}" for frame in shown[:FRAMES]]
     return tuple(reversed(lines))
@@ -232,7 +232,7 @@ def _short(path: str) -> str:
 
 
 def debugger_attached() -> bool:
-    """Whether a debugger holds this process, or might: then nothing takes too long."""
+    """Whether a debugger holds this process, or might: then no deadline counts."""
     if any(name in sys.modules for name in DEBUGGERS):
         return True
     place = frames(threading.main_thread().ident or 0)

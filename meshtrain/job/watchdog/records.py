@@ -1,4 +1,4 @@
-"""The records of a diagnosis: what a rank says of itself, what was found out about it, and what the job was lost by."""
+"""The records of a diagnosis: a rank's report on itself, what was found out about it, and why the job was lost."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -6,22 +6,22 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-FAILURE_MARK = "MESHTRAIN_FAILURE"  # with which the line for programs begins
+FAILURE_MARK = "MESHTRAIN_FAILURE"  # the beginning of the machine-readable line
 
 
 class DiagnosisKind(StrEnum):
-    """What ends a job."""
+    """Why a job ends."""
 
-    GONE = "gone"  # a process has ended without a word
+    GONE = "gone"  # a process has ended without reporting why
     STOPPED = "stopped"  # by SIGSTOP or a debugger
     UNREACHABLE = "unreachable"  # nothing comes back from its host
-    SILENT = "silent"  # it takes connections and does not answer
+    SILENT = "silent"  # it accepts connections and does not answer
     FAILED = "failed"  # with an exception
     ENDED = "ended"  # by a signal
-    ABSENT = "absent"  # it is elsewhere than where others wait for it
+    ABSENT = "absent"  # it has not arrived where other ranks wait for it
     DEADLOCK = "deadlock"  # ranks wait for each other
-    STUCK = "stuck"  # all are where they should be, and what they wait for does not end
-    TRAINING = "training"  # the run cannot go on, as all ranks have found out together
+    STUCK = "stuck"  # all ranks have arrived, and what they wait for does not end
+    TRAINING = "training"  # the run cannot continue, as all ranks agree
     INPUT = "input"  # what the user gave is wrong
 
 
@@ -29,12 +29,12 @@ OUT_OF_REACH = (DiagnosisKind.GONE, DiagnosisKind.STOPPED, DiagnosisKind.UNREACH
 
 
 class Reach(StrEnum):
-    """What came of asking a rank. The values are those of the diagnoses that follow."""
+    """The outcome of asking a rank. The values are those of the resulting diagnoses."""
 
     ANSWERS = "answers"
-    GONE = "gone"  # its host says that nobody listens there any more
-    STOPPED = "stopped"  # its process is, as another rank of its host sees
-    SILENT = "silent"  # the connection was taken and not answered
+    GONE = "gone"  # its host refuses the connection: nothing listens there any more
+    STOPPED = "stopped"  # its process is stopped, as another rank of its host sees
+    SILENT = "silent"  # the connection was accepted, but no answer came
     UNREACHABLE = "unreachable"  # nothing came back from its host
 
 
@@ -48,8 +48,8 @@ class PendingCollective:
     label: str  # `all_reduce 204`, for people
     over: str  # the group, for people: `dp_shard`
     ranks: tuple[int, ...]  # of the group
-    number: int | None = None  # how many collectives of this group the rank has begun with this one, where known
-    missing: tuple[int, ...] | None = None  # who has not come, where the rank knows it itself
+    number: int | None = None  # how many collectives of this group the rank has begun, this one included; None: unknown
+    missing: tuple[int, ...] | None = None  # the ranks not arrived yet, where the waiting rank knows
 
     def __str__(self) -> str:
         return f"{self.label} over {self.over}" if self.over else self.label
@@ -57,20 +57,20 @@ class PendingCollective:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a living rank answers about itself."""
+    """What a living rank reports about itself."""
 
-    phase: str  # start, step, evaluation, saving, end, or a loop of the user's own
-    step: int  # that it is in, or was in last
-    seconds: float  # since it last made progress
+    phase: str  # start, step, evaluation, saving, end, or the user's own loop
+    step: int  # the current or last one
+    seconds: float  # since its last progress
     failure: str | None = None  # what it failed with
     kind: FailureKind | None = None
-    failed_s: float = 0.0  # seconds since then
-    broken: bool = False  # whether it failed because its connections to other ranks broke, or they did not come
+    failed_s: float = 0.0  # seconds since the failure
+    broken: bool = False  # whether it failed because connections to other ranks broke, or they did not arrive
     late: bool = False  # whether it has missed its own deadline
-    patient: bool = False  # whether it does what may take long: it reads or writes files
-    wait: PendingCollective | None = None  # for others
+    patient: bool = False  # whether its phase may take long: files are read or written, or code is compiled
+    wait: PendingCollective | None = None  # for other ranks
     resource: str | None = None  # what else it waits for: data, the device, a disk
-    begun: Mapping[str, int] = field(default_factory=dict)  # ranks of a group ("0,2") -> collectives that it has begun
+    begun: Mapping[str, int] = field(default_factory=dict)  # ranks of a group ("0,2") -> number of collectives begun
     stack: tuple[str, ...] = ()  # of its main thread, innermost last
     debugged: bool = False  # whether a debugger holds it
 
@@ -108,14 +108,14 @@ def ranks_of(reports: Iterable[RankReport]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a job was lost by."""
+    """Why a job was lost."""
 
     kind: DiagnosisKind
-    ranks: tuple[int, ...]  # to whom it happened; none where it was nobody in particular
-    headline: str  # in a sentence, as it follows "rank 0 on host a stops, because"
+    ranks: tuple[int, ...]  # the ranks at fault; none where no rank is known to be
+    headline: str  # a sentence, as it follows "rank 0 on host a stops, because"
     details: tuple[str, ...] = ()  # lines to go below it
     hosts: tuple[str, ...] = ()  # of the ranks
-    evidence: str = ""  # the folder below `failures` in which ranks write what they know; none: nowhere
+    evidence: str = ""  # the folder below `failures` to which ranks write evidence; "": none is written
 
     @property
     def text(self) -> str:
@@ -134,6 +134,6 @@ class Diagnosis:
 
 
 def failure_line(diagnosis: Diagnosis, phase: str | None, step: int | None) -> str:
-    """The line for programs that a rank prints when its job fails; `phase` and `step`: where that rank was."""
+    """The machine-readable line that a rank prints when its job fails; `phase` and `step`: where that rank was."""
     fields = {"kind": diagnosis.kind, "ranks": diagnosis.ranks, "hosts": diagnosis.hosts, "step": step, "phase": phase}
     return f"{FAILURE_MARK} {json.dumps(fields | {'text': diagnosis.headline})}"

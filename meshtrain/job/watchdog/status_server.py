@@ -1,7 +1,7 @@
-"""RPC between the watchdogs of a job: each rank has a server, and answers questions about itself.
+"""RPC between the watchdogs of a job: each rank has a server that answers questions about it.
 
-Nothing is sent while all is well, and nothing goes by the job's store, which may be what was lost. A question is one
-line of JSON on a connection of its own, with the job's token, and so is the answer.
+Nothing is sent while all is well, and nothing goes through the job's store, which may be what was lost. A question is
+one line of JSON with the job's token, on a connection of its own; the answer is one line of JSON.
 """
 
 import errno
@@ -25,26 +25,26 @@ from meshtrain.job.sockets import address_towards, is_loopback, listen
 from meshtrain.job.watchdog.records import OUT_OF_REACH, Diagnosis, DiagnosisKind, RankReport, RankStatus, Reach
 
 CONNECT_S = 3.0
-ANSWER_S = 4.0  # a healthy rank needs a few milliseconds; on a host with far too many processes it may be seconds
+ANSWER_S = 4.0  # a healthy rank needs a few milliseconds; on an oversubscribed host it may take seconds
 TELL_S = 2.0  # for a rank to receive a diagnosis
 AT_ONCE = 64  # ranks that are asked at the same time
 READERS = 256  # questions that are read at the same time
-PAUSE_S = 0.1  # where the system has run out of something
+PAUSE_S = 0.1  # before a retry where the system has run out of a resource
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN)  # of this process or its host
-EXHAUSTED_S = 30.0  # for which it waits for others to give back what it has run out of
-ANSWERED = "answered"  # by which an answer is known: another program may have got the port of a rank that is gone
+EXHAUSTED_S = 30.0  # for which it waits for others to free such a resource
+ANSWERED = "answered"  # marks an answer: another program may have got the port of a rank that is gone
 LINE, READ = 2**20, 2**16  # bytes of a question or an answer, and how many are read at a time
-LOWEST = 16  # ranks among which the lowest that is alive is looked for at once, to begin with
+LOWEST = 16  # ranks that are asked at once to find the lowest one alive, to begin with
 STOPPED_STATES = ("T", "t")
 BOOT = "/proc/sys/kernel/random/boot_id"
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank listens; `ips` of its host, the likeliest first.
+    """Where a rank listens; `ips`: addresses of its host, the likeliest first.
 
-    `net`, `pids`: its namespaces, as hosts may have the same name (cloned images, containers), and one host several of
-    them. Processes of one `net` reach each other by loopback; in one `pids` the numbers of processes mean the same.
+    `net`, `pids`: its network and PID namespaces, as hosts may share a name (cloned images, containers), and one host
+    may have several. Processes of one `net` reach each other by loopback; those of one `pids` see the same process ids.
     """
 
     rank: int
@@ -57,7 +57,7 @@ class Address:
 
 
 def namespace_ids(host: str) -> list[str]:
-    """`net` and `pids` of this process; `host`, its name, is what is left where the system does not tell more."""
+    """`net` and `pids` of this process; the name `host` is the fallback where the system does not tell them."""
     kernel = host
     with suppress(OSError), open(BOOT) as file:
         kernel = file.read().strip()
@@ -70,15 +70,15 @@ def namespace_ids(host: str) -> list[str]:
 
 
 class NoReplyError(OSError):
-    """Somebody took the connection and did not answer."""
+    """The connection was accepted, but no answer came."""
 
 
 class ExhaustedError(RuntimeError):
-    """This process has no descriptor or memory left to ask with: that says nothing of the rank it wanted to ask."""
+    """This process has no descriptor or memory left to ask with: that says nothing about the rank to be asked."""
 
 
 class StatusServer:
-    """Answers questions in threads of its own, by `answer`; of None nothing is sent."""
+    """Answers each question with `answer`, in its own thread; if that returns None, nothing is sent."""
 
     def __init__(self, answer: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
         self.token = secrets.token_hex(16)  # until the job has agreed on one
@@ -93,7 +93,7 @@ class StatusServer:
         while not self._closed.is_set():
             try:
                 connection, _ = self._listening.accept()
-            except OSError:  # it is closed; or there are too many files, or the other has given up
+            except OSError:  # it is closed, too many files are open, or the peer has given up
                 self._closed.wait(PAUSE_S)
                 continue
             self._readers.acquire()
@@ -101,18 +101,18 @@ class StatusServer:
                 try:
                     threading.Thread(target=self._serve, args=(connection,), name="answer", daemon=True).start()
                     break
-                except RuntimeError:  # there are too many threads
+                except RuntimeError:  # too many threads run
                     self._closed.wait(PAUSE_S)
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError):  # the other has gone
+        with connection, suppress(OSError):  # the peer has gone
             question = self._read(connection)
             if question is not None and (answer := self._answer(question)) is not None:
                 connection.settimeout(ANSWER_S)
                 connection.sendall(json.dumps({ANSWERED: answer}).encode() + b"\n")
 
     def _read(self, connection: socket.socket) -> dict[str, Any] | None:
-        """The question, if it comes from this job. Strangers hold READERS threads at most, questions none."""
+        """The question, if it comes from this job. Strangers hold READERS threads at most, questions once read none."""
         try:
             question = json.loads(_read_line(connection, ANSWER_S))
         except (ValueError, RecursionError):  # another protocol
@@ -133,7 +133,7 @@ class StatusServer:
 
 
 def close_in_children(listening: socket.socket) -> None:
-    """Processes that this one forks (readers of data) do not keep a port open when it is gone."""
+    """Forked children (data readers) do not keep a port open when this process is gone."""
     weak = ref(listening)
 
     def close() -> None:
@@ -145,9 +145,9 @@ def close_in_children(listening: socket.socket) -> None:
 
 
 def ask(to: Address, question: Mapping[str, Any], token: str, *, seconds: float = ANSWER_S, net: str = "") -> Any:
-    """A rank's answer. `net`: this process's network. Raises ConnectionRefusedError: nobody listens there, so that the
-    process is gone; NoReplyError: no answer, or not in time; OSError: nothing came back from the host; ExhaustedError:
-    it could not be asked."""
+    """A rank's answer. `net`: this process's network namespace. Raises ConnectionRefusedError: nothing listens there,
+    so the process is gone; NoReplyError: no answer, or not in time; OSError: nothing came back from the host;
+    ExhaustedError: this process could not ask."""
     problem: OSError | None = None
     for ip in ("127.0.0.1", *to.ips) if to.net == net else to.ips:
         try:
@@ -156,14 +156,14 @@ def ask(to: Address, question: Mapping[str, Any], token: str, *, seconds: float 
         except NoReplyError:
             raise
         except OSError as error:
-            # The same address may be another host's elsewhere: who refuses is the rank's host only if all do.
+            # An address may belong to another host elsewhere: a refusal is that of the rank's host only if all refuse.
             if problem is None or isinstance(problem, ConnectionRefusedError):
                 problem = error
     raise problem or OSError(f"no address of {to.host} is known")
 
 
 def _connect(ip: str, port: int) -> socket.socket:
-    """A connection to a numeric address: `getaddrinfo` would open files. What this process lacks is waited for."""
+    """A connection to a numeric address: `getaddrinfo` would open files. Waits for resources that have run out."""
     deadline = time.monotonic() + EXHAUSTED_S
     while True:
         try:
@@ -204,7 +204,7 @@ def _exchange(connection: socket.socket, question: Mapping[str, Any], seconds: f
 
 
 def _read_line(connection: socket.socket, seconds: float) -> bytes:
-    """What comes until the line ends, or the other has no more to send. Raises TimeoutError."""
+    """What comes before the end of the line or of the stream. Raises TimeoutError."""
     deadline, line = time.monotonic() + seconds, bytearray()
     while b"\n" not in line[-READ:] and len(line) < LINE:
         remaining = deadline - time.monotonic()
@@ -221,8 +221,8 @@ def _read_line(connection: socket.socket, seconds: float) -> bytes:
 def ask_all(
     addresses: Iterable[Address], question: Mapping[str, Any], token: str, net: str, seconds: float = ANSWER_S
 ) -> list[Any]:
-    """The answers of several ranks in their order, or the OSError in place of one. If they are more than AT_ONCE and
-    two ranks of a host cannot be reached, no more of its ranks are asked."""
+    """The answers of several ranks in their order, an OSError in place of each that failed. If there are more ranks
+    than AT_ONCE, and two of a host cannot be reached, no more of its ranks are asked."""
 
     def ask_one(to: Address) -> Any:
         try:
@@ -253,12 +253,12 @@ def unreachable(answer: Any) -> bool:
 
 
 def addresses_towards(others: Sequence[str]) -> tuple[str, ...]:
-    """Under which addresses others reach this host: those from which it reaches them. Loopback last."""
+    """The addresses at which others reach this host: those from which it reaches them. Loopback last."""
     return tuple(sorted(dict.fromkeys(filter(None, map(address_towards, others))), key=is_loopback))
 
 
 def process_state(pid: int) -> str:
-    """The state of a process of this host, as Linux has it: R, S, D, T (stopped), Z; "" if there is none."""
+    """The state of a process of this host, in Linux's letters: R, S, D, T (stopped), Z; "" if there is none."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0]
@@ -267,7 +267,7 @@ def process_state(pid: int) -> str:
 
 
 def exchange_addresses(job: Job, server: StatusServer) -> "Peers":
-    """Tells all ranks where this one listens, by the job's store; all call it together."""
+    """Tells all ranks where this one listens, through the job's store; all ranks call it together."""
     assert job.environment.master is not None  # there is a store
     activity, ips = "exchanging addresses", addresses_towards([job.environment.master[0]])
     own = Address(job.rank, job.host, os.getpid(), server.port, ips, *namespace_ids(job.host))
@@ -283,7 +283,7 @@ def exchange_addresses(job: Job, server: StatusServer) -> "Peers":
 
 
 def _by_host(rows: list) -> tuple[str, list]:
-    """Rank 0's token, and for each host what its ranks have in common, and their numbers: all ranks get all of it."""
+    """Rank 0's token, and for each host what its ranks share and their numbers: short, as every rank gets all of it."""
     hosts = group_values((json.dumps([host, *at]), [rank, pid, port]) for _, rank, host, pid, port, *at in rows)
     return rows[0][0], [[*json.loads(common), processes] for common, processes in hosts.items()]
 
@@ -299,7 +299,7 @@ class Peers:
         size = LOWEST
         while lower:
             batch, lower = lower[:size], lower[size:]
-            size *= 4  # where so many are lost, whole hosts are: not one after the other
+            size *= 4  # where so many are lost, whole hosts are: do not ask one by one
             for to, answer in zip(batch, self._ask_all(batch, {"ask": "here"}), strict=True):
                 if not isinstance(answer, OSError):
                     yield to
@@ -328,7 +328,7 @@ class Peers:
         return reports
 
     def _state_by_neighbour(self, silent: Address, answers: list[Any]) -> str:
-        """The state of a process that does not answer, as a rank of its host sees it; "" if nobody can."""
+        """The state of a process that does not answer, as a rank of its host sees it; "" if none can."""
         if self._same_pids(silent.rank):
             return process_state(silent.pid)
         for to, answer in zip(self._addresses, answers, strict=True):
@@ -338,7 +338,7 @@ class Peers:
         return ""
 
     def kill_stopped(self, diagnosis: Diagnosis) -> None:
-        """A stopped process would stay for ever where no launcher ends it: a rank of its host does."""
+        """Has a rank of its host kill each stopped process, which would stay forever where no launcher ends it."""
         if diagnosis.kind not in (DiagnosisKind.STOPPED, DiagnosisKind.SILENT):
             return
         for lost in (self._addresses[rank] for rank in diagnosis.ranks):
@@ -353,12 +353,12 @@ class Peers:
         return {to.rank for to in self._addresses} - set(lost)
 
     def speaks_for_host(self, diagnosis: Diagnosis) -> bool:
-        """Whether this rank is the lowest that is left of its host."""
+        """Whether this rank is the lowest survivor of its host."""
         same_host = {to.rank for to in self._addresses if to.net == self._own.net}
         return self._own.rank == min(same_host & self.survivors(diagnosis) | {self._own.rank})
 
     def tell(self, ranks: set[int], message: Mapping[str, Any]) -> None:
-        """Tells these ranks something; once more those who did not seem to receive it."""
+        """Sends these ranks a message, and once more to those that did not seem to receive it."""
         remaining = [to for to in self._addresses if to.rank in ranks]
         for _ in range(2):
             answers = self._ask_all(remaining, message, seconds=TELL_S)
@@ -372,7 +372,7 @@ class Peers:
             os.kill(self._addresses[rank].pid, signal.SIGKILL)
 
     def _same_pids(self, rank: int) -> bool:
-        """Whether the number of its process means the same to this one."""
+        """Whether that rank's process id is valid in this process's PID namespace."""
         return self._addresses[rank].pids == self._own.pids
 
     def ask(self, to: Address, question: Mapping[str, Any], seconds: float = ANSWER_S) -> Any:

@@ -1,8 +1,8 @@
-"""A watchdog on every rank: what takes too long, or has failed, is looked into, and the rank it began with is named.
+"""A watchdog on every rank: it examines hangs and failures, and names the rank that caused them.
 
 While all is well it costs a thread that looks at the clock once a second, and sends nothing. When a deadline has passed
 or a rank fails, the lowest rank that is alive asks all others (status_server.py), decides (diagnose.py), prints one
-block, and tells the others, and everybody ends, before the time limits of the process groups (`process_group_timeout`).
+block, and tells the others. All ranks end before the time limits of the process groups (`process_group_timeout`).
 """
 
 import os
@@ -32,22 +32,22 @@ from meshtrain.job.watchdog.records import Diagnosis, DiagnosisKind, FailureKind
 from meshtrain.job.watchdog.status_server import Address, Peers, StatusServer, exchange_addresses
 
 LOOK_EVERY_S = 1.0
-SUSPENDED_S = 5.0  # a look that comes so late shows that this process was stopped: the clock proves nothing
+SUSPENDED_S = 5.0  # a look this late shows that this process was suspended: the clock proves nothing
 DIAGNOSIS_S = 20.0  # the most that a failed rank waits for a diagnosis
-MOST_WAITERS = 32  # ranks that wait here for a diagnosis, each with a connection; more of them ask again
-AGAIN_S = 0.5  # later
-BEGIN_UNWIND_S = 2.0  # for the main thread to begin to end by itself
-UNWIND_S = 15.0  # for the main thread of a failed rank to write what it has to
+MOST_WAITERS = 32  # ranks that wait for a diagnosis by this one, each on a connection; more of them ask again later
+AGAIN_S = 0.5  # until they do
+BEGIN_UNWIND_S = 2.0  # for the main thread to begin leaving by itself
+UNWIND_S = 15.0  # for the main thread of a failed rank to write what it must
 
 T = TypeVar("T")
 
 
 class Watchdog(Failures):
-    """This rank's watchdog. Until `begin`, and in a world of one, it only takes notes."""
+    """This rank's watchdog. Until `begin`, and in a world of one, it only records progress."""
 
-    def __init__(self, job: Job) -> None:  # every method of `Failures` is its own, without the store
+    def __init__(self, job: Job) -> None:  # it overrides every method of `Failures`, which would need the store
         self.job = job
-        self.diagnosis: Diagnosis | None = None  # what the job is lost by
+        self.diagnosis: Diagnosis | None = None  # why the job is lost
         self._clock, self._report, self._wakeup = DeadlineClock(), FailureReport(job), SignalWakeup()
         self._failure: Failure | None = None  # of this rank
         self._server: StatusServer | None = None
@@ -56,7 +56,7 @@ class Watchdog(Failures):
         self._decided, self._closed = threading.Event(), threading.Event()
         self._coordinating, self._inquiring, self._learning = threading.Lock(), threading.Lock(), threading.Lock()
         self._waiters = threading.Semaphore(MOST_WAITERS)
-        self._signals: set[int] = set()  # that have come and were not looked into
+        self._signals: set[int] = set()  # received and not examined yet
         self._ends_on_sigterm = False
         self._unwinding = False  # the main thread is on its way out
         self._last_error = ""  # of the watchdog itself
@@ -66,28 +66,28 @@ class Watchdog(Failures):
         return self._clock.deadlines
 
     def on_job_lost(self, write: Callable[[Diagnosis], None], failures: Path | None = None) -> None:
-        """What writes down that the job is lost, and a folder in which a folder for the evidence of that is made."""
+        """Sets the function that records that the job is lost, and the parent folder of the evidence."""
         self._report.on_job_lost, self._report.failures = write, failures
 
     @property
     def peers(self) -> Peers:
-        assert self._peers is not None  # nobody asks before addresses were exchanged
+        assert self._peers is not None  # no rank asks before addresses were exchanged
         return self._peers
 
     def enter_phase(self, phase: str, step: int | None = None) -> None:
-        """The run has made progress: it is in this phase now, and in this step."""
+        """Records progress: the run is now in this phase and in this step."""
         self._clock.enter_phase(phase, step)
 
     def iterate(self, iterable: Iterable[T], phase: str) -> Iterator[T]:
-        """The same items, each of which is progress in this phase."""
+        """Yields the same items, each of which counts as progress in this phase."""
         self.enter_phase(phase)
         for item in iterable:
             self.enter_phase(phase)
             yield item
 
     def adapt_deadline(self, steps: int, slowest_s: float, save_s: float | None) -> float | None:
-        """After each step: the new time limit of process groups, if there is one. `slowest_s`: of the `steps` taken in
-        this job but the first; `save_s`: of the last save."""
+        """Called after each step; returns the new time limit of process groups, if it changes. `slowest_s`: of the
+        `steps` taken in this job except the first; `save_s`: of the last save."""
         self.deadlines.save_s = save_s
         if steps < MEASURED:
             return None
@@ -95,7 +95,7 @@ class Watchdog(Failures):
         return None if deadline_s is None else process_group_timeout(deadline_s)
 
     def first_failure(self, name: str, error: BaseException) -> RemoteFailure | None:
-        """As without a watchdog, but waits for the diagnosis."""
+        """As in `Failures`, but waits for the diagnosis."""
         if self._server is None or self._closed.is_set():
             return None
         self._unwinding = True
@@ -106,7 +106,7 @@ class Watchdog(Failures):
         if self.diagnosis is None:
             return None
         blamed = self.job.rank in self.diagnosis.ranks
-        # An error that was there before the diagnosis, or is no consequence of it, nobody else prints.
+        # An error that preceded the diagnosis, or is no consequence of it, is printed by no other rank.
         before = self._failure is not None and self._failure.kind == FailureKind.ERROR
         own = signal_of(error) is None and (before or not introspect.is_connection_error(error))
         if blamed and (self.diagnosis.kind == DiagnosisKind.ENDED or own):
@@ -114,13 +114,13 @@ class Watchdog(Failures):
         return RemoteFailure(self.diagnosis, self._report.printed or blamed)
 
     def _wait_for_diagnosis(self) -> None:
-        """The launcher's signals do not cut it short: they come just when a rank was lost."""
+        """The launcher's signals do not interrupt it: they come exactly when a rank was lost."""
         deadline = time.monotonic() + DIAGNOSIS_S
         while (remaining := deadline - time.monotonic()) > 0 and not self._decided.is_set():
             with suppress(SystemExit, KeyboardInterrupt):
                 self._decided.wait(remaining)
         if self.diagnosis is not None and in_main_thread():
-            ignore_signals()  # the end is near anyway, and bounded
+            ignore_signals()  # this process ends soon anyway, within a time limit
 
     def is_lost(self) -> bool:
         return self.diagnosis is not None
@@ -133,7 +133,7 @@ class Watchdog(Failures):
         return self._clock.phase, self._clock.step
 
     def begin(self) -> None:
-        """From now on this rank answers others, and looks at the clock. All ranks begin together."""
+        """From now on this rank answers other ranks, and looks at the clock. All ranks call it together."""
         job = self.job
         if job.store is None:
             job.failures = self  # for its `progress`
@@ -147,8 +147,8 @@ class Watchdog(Failures):
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def handle_sigterm(self) -> None:
-        """SIGTERM ends this process by its watchdog, unless the program has its own handler: a launcher sends it when a
-        rank was lost, which is named first. A handler's exception could come where nobody catches it."""
+        """Lets the watchdog end this process on SIGTERM, unless the program has its own handler: a launcher sends it
+        when a rank was lost, which is named first. A handler's exception might be raised where nothing catches it."""
         self._ends_on_sigterm = self._server is not None and self._wakeup.handle_sigterm()
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class Watchdog(Failures):
                     self._look()
                 except Exception as error:  # a watchdog that has ended would let a job hang
                     self._print_own_error(error)
-                    if self._failure is not None:  # its diagnosis does not come
+                    if self._failure is not None:  # there will be no diagnosis of it
                         self._decided.set()
             if self.diagnosis is not None:
                 self._end_process()
@@ -195,7 +195,7 @@ class Watchdog(Failures):
             if not introspect.debugger_attached():
                 self._inquire(hangs=self.deadlines.hangs(self._clock.phase, self._clock.misses), late=True)
         elif self._signals:
-            # A launcher ends those that are left when one rank was killed: NCCL alone would not notice for minutes.
+            # A launcher ends the remaining ranks when one was killed: NCCL alone would not notice for minutes.
             ends = self._sigterm_ends
             self._signals = set()
             if ends:
@@ -203,18 +203,18 @@ class Watchdog(Failures):
             self._inquire(hangs=False, failed=ends)
 
     def _inquire(self, hangs: bool, failed: bool = False, late: bool = False) -> None:
-        """Has the lowest rank that is alive decide, asked by the lowest rank of each host: a coordinator of 4,096 ranks
-        would have as many connections at once. The arguments are those of `Coordinator.diagnose`."""
+        """Has the lowest living rank decide, asked only by the lowest one of each host: otherwise a coordinator of
+        4,096 ranks would have as many connections at once. The arguments are those of `Coordinator.diagnose`."""
         self._hand_on("inquire", self._inquire_for_host, {"hangs": hangs, "failed": failed, "late": late})
 
     def _inquire_for_host(self, **question: bool) -> None:
-        """As `_inquire`, on the lowest rank of a host. One at a time; who comes later gets the same answer."""
+        """`_inquire` on the lowest rank of a host. One inquiry at a time; later callers get the same answer."""
         with self._inquiring:
             if self.diagnosis is None:
                 self._hand_on("coordinate", self._coordinate, question)
 
     def _hand_on(self, request: str, answer: Callable[..., object], question: dict[str, bool]) -> None:
-        """To the lowest rank that is alive and answers, of this host's or of all; `answer`: what this one does."""
+        """Asks the lowest rank that answers, of this host or of all; `answer`: called instead if that is this rank."""
         for to in self.peers.alive_from_rank_0(same_host=request == "inquire"):
             if to.rank == self.job.rank:
                 answer(**question)
@@ -223,7 +223,7 @@ class Watchdog(Failures):
             return
 
     def _ask_for_diagnosis(self, to: Address, question: dict[str, Any]) -> bool:
-        """Whether that rank has answered: a diagnosis, or that there is none; not if it was lost meanwhile."""
+        """Whether that rank has answered, with or without a diagnosis; False: it was lost meanwhile."""
         deadline = time.monotonic() + DIAGNOSIS_S
         try:
             while (answer := self.peers.ask(to, question, DIAGNOSIS_S)).get("later"):
@@ -235,8 +235,8 @@ class Watchdog(Failures):
             return False
 
     def _coordinate(self, hangs: bool, failed: bool, late: bool = False) -> Diagnosis | None:
-        """Decides, prints it, and tells all. One at a time; who comes later gets the same answer."""
-        assert self._coordinator is not None  # nobody asks before addresses were exchanged
+        """Makes the diagnosis, prints it, and tells all ranks. One at a time; later callers get the same answer."""
+        assert self._coordinator is not None  # no rank asks before addresses were exchanged
         with self._coordinating:
             if self.diagnosis is not None:
                 return self.diagnosis
@@ -260,7 +260,7 @@ class Watchdog(Failures):
     def _answer(self, question: dict[str, Any]) -> dict[str, Any] | None:
         try:
             return self._reply(question)
-        except Exception as error:  # who asks sees that there is no answer; a thread's traceback each would be pages
+        except Exception as error:  # the asking rank sees that no answer comes; tracebacks of all threads fill pages
             self._print_own_error(error)
             return None
 
@@ -285,7 +285,7 @@ class Watchdog(Failures):
         return {}
 
     def _learn(self, diagnosis: dict[str, Any] | None) -> None:
-        """Who waits for the diagnosis goes on, and ends, when the evidence of this rank is written."""
+        """Takes the diagnosis. Threads that wait for it continue, and end, once this rank's evidence is written."""
         with self._learning:
             if diagnosis is None or self.diagnosis is not None:
                 return
@@ -299,19 +299,19 @@ class Watchdog(Failures):
     def _write_evidence(self, diagnosis: Diagnosis) -> None:
         try:
             self._report.write_evidence(diagnosis, of_host=self.peers.speaks_for_host(diagnosis))
-        except Exception as error:  # the end comes all the same
+        except Exception as error:  # the job ends all the same
             self._print_own_error(error)
         self._decided.set()
         self._wakeup.wake()
 
     def _end_process(self) -> None:
-        """By its main thread if that can, which knows more; otherwise here."""
+        """Lets the main thread, which knows more, end the process if it can; otherwise ends it here."""
         assert self.diagnosis is not None
-        self._decided.wait(EVIDENCE_S + 1)  # the evidence is written
+        self._decided.wait(EVIDENCE_S + 1)  # until the evidence is written
         if self._main_thread_leaves():
             return
         if self._ends_on_sigterm and self.diagnosis.kind == DiagnosisKind.ENDED and self._asked_to_end:
-            exit_now(128 + signal.SIGTERM)  # as the others were
+            exit_now(128 + signal.SIGTERM)  # as the other ranks do
         if self.job.rank not in self.diagnosis.ranks:
             self._report.print(self.diagnosis, details=False)
         if self.job.rank == 0 and not self._unwinding:
@@ -319,7 +319,7 @@ class Watchdog(Failures):
         self._report.abort(self.diagnosis)
 
     def _main_thread_leaves(self) -> bool:
-        """Whether the main thread leaves the job by itself. It gets time to begin with that, and then to finish."""
+        """Whether the main thread leaves the job by itself. It gets time to begin, and then to finish."""
         deadline = time.monotonic() + BEGIN_UNWIND_S
         while not self._unwinding and time.monotonic() < deadline:
             self._signals |= self._wakeup.wait(0.05)
@@ -329,7 +329,7 @@ class Watchdog(Failures):
 
     @property
     def _sigterm_ends(self) -> bool:
-        """Whether SIGTERM has come, and is handled by this watchdog still."""
+        """Whether SIGTERM has come, and this watchdog still handles it."""
         return self._ends_on_sigterm and signal.SIGTERM in self._signals and self._wakeup.handles_sigterm
 
     @property
@@ -341,7 +341,7 @@ class Watchdog(Failures):
 
 @contextmanager
 def watched(job: Job) -> Iterator[Watchdog]:
-    """While the body runs, the ranks of this job look after each other."""
+    """While the body runs, the ranks of this job watch each other."""
     watchdog = Watchdog(job)
     try:
         watchdog.begin()
@@ -354,7 +354,7 @@ def watched(job: Job) -> Iterator[Watchdog]:
 def start(timeout_s: float = 600) -> Iterator[Job]:
     """Joins the job that the environment describes (torchrun, srun, or a world of one) and leaves it cleanly.
 
-    The others name a rank that is lost, or for which a collective waits `timeout_s` seconds, the limit for joining too.
+    The others name a rank that is lost, or that a collective awaits for `timeout_s` seconds, which also limits joining.
 
     Raises:
         SystemExit: with status 2 if the body raises InputError, with status 1 if another rank was lost before. Whatever
@@ -368,7 +368,7 @@ def start(timeout_s: float = 600) -> Iterator[Job]:
         raise SystemExit(2) from None
     with watched(job) as watchdog, job_exit(job):
         watchdog.handle_sigterm()
-        watchdog.deadlines.start_s = float("inf")  # what the body does, and how fast, nobody knows here
+        watchdog.deadlines.start_s = float("inf")  # what the body does, and how fast, is unknown here
         watchdog.enter_phase("its own loop")
         job.connect(timeout_s)
         yield job
