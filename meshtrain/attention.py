@@ -204,7 +204,7 @@ def wants_repeated(
 
 @cache
 def varlen_kernel(device: torch.device, dtype: torch.dtype | None) -> Callable[..., Tensor] | None:
-    """torch's 16-bit attention over documents laid end to end, for this GPU; None if the GPU does not support it.
+    """torch's 16-bit attention over packed documents, for this GPU; None if the GPU does not support it.
 
     FlashAttention-2 (Dao, https://arxiv.org/abs/2307.08691), or 3 (https://arxiv.org/abs/2407.08608) on Hopper where
     the module `flash_attn_interface` is installed, which then computes all of torch's flash attention in this process.
@@ -238,7 +238,7 @@ def takes_varlen(q: Tensor, k: Tensor, v: Tensor, soft_cap: float | None) -> boo
 def _varlen(
     kernel: Callable[..., Tensor], qkv: tuple[Tensor, ...], ends: Tensor, scale: float | None, window: int | None
 ) -> Tensor:
-    """Attention within documents, which lie end to end over all rows; no scores between documents are computed."""
+    """Attention within the packed documents of all rows; scores between documents are not computed."""
     (b, _, s, e), f = qkv[0].shape, qkv[2].shape[-1]
     # The kernel needs one width for q, k and v, a multiple of 8, and on some GPUs has no backward for widths between
     # 192 and 256. Padding with zeros changes neither scores nor sums.
@@ -264,7 +264,7 @@ def sliding_window(s: int, window: int, device: torch.device) -> Tensor:
 
 
 def cumulative_lengths(documents: Tensor) -> Tensor | None:
-    """Where the documents (b, s) begin among the b s tokens laid end to end, and then b s: int32, on the CPU.
+    """The starts of the documents (b, s) in the b s packed tokens, and then b s: int32, on the CPU.
 
     The end of a row ends its last document. The result is padded with b s, as if empty documents followed, to b 2^n + 1
     numbers: a kernel starts threads for every document, even an empty one, and compiled code would otherwise see many

@@ -56,7 +56,7 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: (b, s, ...), or any (b, ...) where a rank has whole sequences.
 
-        Raises RuntimeError: `set_dropout` was not called for these samples, or a part of a sequence has under 3 dims.
+        Raises RuntimeError: `set_dropout` was not called for these samples, or parts of sequences are not (b, s, d).
         """
         if self.p == 0 or not self.training:
             return x

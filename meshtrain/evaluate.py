@@ -19,7 +19,7 @@ from meshtrain.parallel.linear_cross_entropy import LossRequest, request_loss
 from meshtrain.parallel.mixed_precision import weights_stay
 from meshtrain.pipeline.engine import Pipeline, call_stage, ends_of, shapes_of
 
-UNDER_WAY = 4  # batches in flight in a pipeline, per stage rank
+UNDER_WAY = 4  # batches in flight in a pipeline, per rank of `pp`
 TOKEN_SAMPLES = 2048  # samples of a language model's evaluation, unless the config sets a number
 
 

@@ -1,4 +1,4 @@
-"""Which rank is where: the named axes of the mesh, outermost first, and the hosts under them.
+"""The placement of ranks on the named axes of the mesh, outermost first, and on hosts.
 
 Pure Python over integers. Ranks are numbered row-major over the axes in the order written: neighbours differ in the
 last one. A *group* of some axes is a set of ranks that differ only in those axes. An axis that is not named has size 1.

@@ -201,7 +201,7 @@ def _own_axes(layout: Layout, device_type: str) -> list[str]:
 
 
 def _grouped(layout: Layout, own_axes: list[str]) -> list[tuple[str, ...]]:
-    """The axes, alone or combined, that have a group. With experts also ("cp", "tp"), all ranks of a sample."""
+    """The axes, alone or combined, that have a group, one per set of ranks; with experts also all ranks of a sample."""
     single = [VIEWS.get(axis, (axis,)) for axis in (*AXES, *VIEWS, *CONTEXT_AXES)]
     experts = [(axis,) for axis in EXPERT_AXES if axis not in own_axes]
     return single if layout.experts == 1 else [*single, ("cp", "tp"), *experts]

@@ -124,7 +124,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate` for pairs of adjacent features (DeepSeek's `rope_interleave`). All features of x are rotated.
+    """`rotate` for pairs of adjacent features (DeepSeek's `rope_interleave`); x has exactly `width` features.
 
     In the result the first features of all pairs come first, as in transformers: scores do not depend on the order.
     """

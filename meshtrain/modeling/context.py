@@ -43,9 +43,9 @@ class AttentionShape:
     ranks: int  # size of `cp`
     query_heads: int  # on a rank of `tp`, as are key/value heads
     kv_heads: int
-    width: int  # of queries and keys
+    width: int  # width of queries and keys per head
     value_width: int
-    tokens: int  # of a microbatch on a rank, padding included
+    tokens: int  # tokens of a microbatch on a rank, padding included
 
     def messages(self, u: int, index: int | None = None, chunks: tuple[int, int] | None = None) -> tuple[int, int]:
         """Elements that a rank sends in forward, backward. `index` None: the rank that sends most. `chunks`: how many
@@ -77,7 +77,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class ContextCosts:
-    """Costs of a microbatch over `cp`, in bytes, for the layer and rank with the most; zero if heads are not known."""
+    """Costs of a microbatch over `cp`, in bytes, for the layer and rank with the most; empty if heads are unknown."""
 
     ranks: int
     length: int  # tokens of a sequence

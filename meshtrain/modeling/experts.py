@@ -31,7 +31,7 @@ class ExpertCosts:
     on_rank: int  # the most of these on one rank of `ep`
     active: int  # parameters used per token
     tokens: int  # tokens of a microbatch on a rank
-    message: int  # bytes of the rows that a rank sends to experts, or of the results that it receives
+    message: int  # bytes of the rows that a rank sends to experts, or of the results that it returns
     sent: int  # bytes that a rank sends over `ep` for a microbatch, forward and backward
 
     def describe_sent(self) -> str:

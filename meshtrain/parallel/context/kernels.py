@@ -29,11 +29,11 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 
 class Segments(NamedTuple):
-    """Runs of queries of one document among the b m laid end to end, and the keys that each sees: int64, on the CPU."""
+    """Runs of queries of one document among the b m packed ones, and the keys that each run sees: int64, on the CPU."""
 
     queries: Tensor  # their number
     keys: Tensor  # number of keys, may be 0
-    first: Tensor  # index of the first key among the b n keys laid end to end
+    first: Tensor  # index of the first key among the b n packed keys
 
 
 def segments_of(queries: Tensor, keys: Tensor) -> Segments:
@@ -278,7 +278,7 @@ class _Cudnn(_Efficient):
 class _Flash(Kernel):
     """Dao, https://arxiv.org/abs/2307.08691. Without dropout it does not use the state of a generator.
 
-    With segments, all sequences are laid end to end; keys that no query sees are left out.
+    With segments, all sequences are packed; keys that no query sees are left out.
     It reads 16 bytes at a time, so keys sliced from wider rows may be misaligned, and it ignores the strides of `lse`.
     """
 
