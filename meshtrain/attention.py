@@ -83,7 +83,7 @@ class AttentionContext:
         counted = self.shape == (q.shape[0], q.shape[2]) == (k.shape[0], k.shape[2])
         if self.kernel is not None and self.lengths is not None and counted and takes_varlen(q, k, v, soft_cap):
             return _varlen(self.kernel, (q, k, v), self.lengths, scale, window)
-        keep = not torch.compiler.is_compiling()  # in a graph it would be a guard that fails at the next layer
+        keep = not torch.compiler.is_compiling()  # compiled, a stored mask is a guard that fails at the next layer
         mask = self.mask
         if mask is None and self.documents is not None:
             mask = document_mask(self.documents)

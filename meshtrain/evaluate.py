@@ -1,4 +1,4 @@
-"""The loss on held-out data, exact whatever the layout: sums over sums, each sample once."""
+"""The loss on held-out data, exact on any layout: one sum over one count, each sample once."""
 
 import math
 from collections.abc import Iterable, Iterator

@@ -174,7 +174,7 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
     for dim in dims:
         groups.setdefault(tuple(layout.group(rank, dim)), device_mesh.get_group(dim))
     own_axes = _own_axes(layout, device_type)
-    for axes in _grouped(layout, own_axes):  # in one order on every rank
+    for axes in _grouped(layout, own_axes):  # in the same order on every rank
         ranks = tuple(layout.group(rank, *axes))
         if len(ranks) > 1 and ranks not in groups:
             groups[ranks] = _make_group(layout.groups(*axes), rank, "_".join(axes))

@@ -49,7 +49,7 @@ class StepResult:
     num_valid_tokens: int
     correct: int | None  # number of correct predictions; None except for classifiers
     lr: float
-    finite: bool  # whether loss and norm were numbers; if not, there was no update
+    finite: bool  # whether loss and norm were finite; if not, there was no update
     overflow: bool  # in float16, whether too large a loss scale was the reason
     bad_samples: list[int]  # this rank's samples with a loss that was not finite, as indices within its share
     sent: dict[str, int]  # axis -> bytes that this rank sent over it for the step
@@ -90,7 +90,7 @@ class Trainer:
         # field of attached terms and statistics -> number of elements: known after the first step
         self._fields: dict[str, int] | None = None
         self._expert_rows = config.parallel.expert_rows if mesh.size(AXIS) > 1 else None
-        self._limit: RowLimit | None = None  # under which the gradients were computed
+        self._limit: RowLimit | None = None  # the limit under which the gradients were computed
         self._run_again: Callable[[], None] = lambda: None  # repeats the step from the same state, without a limit
         self._step, self._batches = 0, list[Batch]()
         self._on_device: tuple[int, Batch] | None = None  # the microbatch that was used last
@@ -334,7 +334,7 @@ class LossScale:
 
     def __init__(self, device: torch.device) -> None:
         self.value = torch.tensor(self.FIRST, device=device)
-        self.good = torch.tensor(0, device=device)  # steps in a row
+        self.good = torch.tensor(0, device=device)  # finite steps in a row
 
     def update(self, overflow: Tensor) -> None:
         """`overflow`: the outcome of a step, a boolean scalar on the device. Updates `value` and `good` in place."""

@@ -145,7 +145,7 @@ def sample_flops(model: nn.Module, inputs: Inputs, calls: CausalCalls | None = N
             with calls or nullcontext():
                 output = functional_call(model, state, on_meta)
             torch.autograd.grad(output.sum(), trained, allow_unused=True)
-        except Exception as error:  # whatever a model raises that asks a tensor for its values
+        except Exception as error:  # any error of a model that reads values of a tensor
             return None, f"model FLOPs not known, so no MFU: {why_not(error)}"
     size = _batch_size(inputs)
     if calls is not None:
@@ -185,7 +185,7 @@ def block_flops(model: nn.Module, blocks: Sequence[nn.Module], inputs: Inputs) -
         stack.enter_context(torch.no_grad())
         try:
             functional_call(model, state, on_meta)
-        except Exception as error:  # whatever a model raises that asks a tensor for its values
+        except Exception as error:  # any error of a model that reads values of a tensor
             return [_of_weights(block) for block in blocks], f"costs of blocks by their weights: {why_not(error)}"
     costs[blocks[-1]] += _LOSS * returned
     return [costs[block] / _batch_size(inputs) for block in blocks], "costs of blocks: FLOPs counted on the meta device"

@@ -74,7 +74,7 @@ class RoundedAdamW(UpdateRule):
         corrections = [1 - beta**update for beta in self._betas]
         for group, p in self._parameters:
             rate, decay = group.lr / corrections[0], 1 - group.lr * group.options.weight_decay
-            assert p.local.grad is not None  # `squared_norm` took it
+            assert p.local.grad is not None  # `squared_norm` has taken the gradient
             states = p.state["exp_avg"], p.state["exp_avg_sq"]
             whole = [torch.atleast_1d(x.detach()) for x in (p.local, p.local.grad, *states)]
             first, *others = p.part

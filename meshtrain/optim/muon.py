@@ -46,7 +46,7 @@ class Muon(UpdateRule):
         skipped, steps = skip.bool(), []
         for _, p in self._parameters:
             grad, buffer = p.local.grad, p.state["momentum_buffer"]
-            assert grad is not None  # `squared_norm` took it
+            assert grad is not None  # `squared_norm` has taken the gradient
             moved = buffer.lerp(grad, 1 - self._momentum)
             # Sent and orthogonalized in bfloat16, as is usual, except for float64, which must not be rounded.
             dtype = grad.dtype if grad.dtype == torch.float64 else torch.bfloat16
@@ -90,7 +90,7 @@ class MatrixExchange:
         known = {kind: holders_of(spec, mesh.layout, ranks) for kind, spec in kinds.items()}
         holders = [known[p.spec.dims, p.spec.cuts] for p in parameters]
         self._own = [next((part for part, who in parts if me in who), ()) for parts in holders]
-        own, computed = list[Piece](), list[Piece]()  # of this rank
+        own, computed = list[Piece](), list[Piece]()  # pieces that this rank holds, and computes
         for number, ((i, part), owner) in enumerate(zip(all_of_them, owners, strict=True)):
             matrix = Matrix(number, i, part, owner)
             for rows, who in holders[i]:

@@ -28,7 +28,7 @@ from meshtrain.parallel.torch_private import accumulates, at_end_of_backward, fr
 
 REPLICATE = "dp_replicate"
 NamedParameter = tuple[str, nn.Parameter]
-IN_FLIGHT = 4  # messages of ZeRO-1 at once, each as large as a bucket
+IN_FLIGHT = 4  # ZeRO-1 messages in flight at once, each as large as a bucket
 BUCKET_BYTES = 25 * 2**20  # as torch's DDP: large enough for bandwidth, small enough to start early
 
 

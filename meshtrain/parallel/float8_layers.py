@@ -51,7 +51,7 @@ def float8_problems(model: Any, precision: str, splits: Sequence[Split] = (), tp
             heads[name] = split.heads
         elif dim is not None:
             size = (layer.out_features, layer.in_features)[dim]
-            part = -(-size // tp)  # of every rank but the last ones (torch.chunk)
+            part = -(-size // tp)  # of every rank except the last ones (torch.chunk)
             if part % (multiple or 1) or part * (tp - 1) >= size:
                 parts[name] = size
     way_out = f"cannot be split over tp {tp}: use a smaller tp, or null"

@@ -37,7 +37,7 @@ class TensorParallel:
 
     mesh: Mesh
     plan: Mapping[str, str]
-    splits: Sequence[Split]  # of the model's layers, by the plan
+    splits: Sequence[Split]  # the splits of the model's layers, from the plan
     sequence_parallel: bool = True
     regather: bool = False
 
