@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend, and how messages write lists, ranges and sizes. Pure."""
+"""Errors that the user can fix, and how messages format lists, ranges and sizes. Pure."""
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,18 +9,18 @@ V = TypeVar("V")
 
 
 class InputError(ValueError):
-    """Something the user gave is wrong: a config, a data file, a layout. The process ends with exit status 2.
+    """The user's input is wrong: a config, a data file, a layout. The process ends with exit status 2.
 
     The message says what was expected, what was found, where, and what would work.
     """
 
 
 class AgreedError(InputError):
-    """Wrong input of which every rank knows, with the same message: all of them raise it, and it is told once."""
+    """Wrong input that every rank detects, with the same message: all of them raise it, and it is printed once."""
 
 
 class DamagedError(InputError):
-    """A checkpoint is not what was written: `file` is missing, cut short or changed, in `tensor` if that is known."""
+    """A checkpoint differs from what was written: `file` is missing, truncated or changed, in `tensor` if known."""
 
     def __init__(self, file: Path, problem: str, tensor: str | None = None) -> None:
         self.file, self.problem, self.tensor = file, problem, tensor
@@ -35,7 +35,7 @@ class MissingError(DamagedError):
 
 
 class UnreadableError(OSError):
-    """A file cannot be read now, which says nothing about what is in it."""
+    """A file cannot be read at present, which says nothing about its contents."""
 
     def __init__(self, file: object, reason: str | None, tensor: str | None = None) -> None:
         self.file, self.reason, self.tensor = Path(str(file)), reason or "unknown error", tensor
@@ -43,7 +43,7 @@ class UnreadableError(OSError):
 
 
 class TrainingError(RuntimeError):
-    """The run cannot go on, and every rank has found that out in the same step. The process ends with exit status 1."""
+    """The run cannot continue, and every rank detects this in the same step. The process ends with exit status 1."""
 
 
 def join_some(items: Sequence[str], most: int = 4) -> str:
@@ -73,7 +73,7 @@ def ranges(numbers: Iterable[int]) -> list[str]:
 
 
 def group_values(pairs: Iterable[tuple[T, V]]) -> dict[T, list[V]]:
-    """The values of each key; both in the order in which they come."""
+    """The values of each key; keys and values keep the order of the pairs."""
     groups: dict[T, list[V]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
@@ -90,8 +90,8 @@ def flat_items(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def fold_names(items: Iterable[tuple[str, T]]) -> list[tuple[str, int, T]]:
-    """Names, and what is known of each; with how many it stands for. Names that differ in numbers only, and of which
-    the same is known, become one, with the numbers in braces: `layers.{0-3}.weight`."""
+    """(name, number of names it stands for, value). Names that differ only in numbers and have equal values become one,
+    with the numbers in braces: `layers.{0-3}.weight`."""
     lines = [(tuple(name.split(".")), 1, about) for name, about in items]
     for at in range(max((len(words) for words, _, _ in lines), default=0)):
         groups: dict[tuple[tuple[str, ...], T], list[tuple[tuple[str, ...], int]]] = {}
@@ -110,7 +110,7 @@ def fold_names(items: Iterable[tuple[str, T]]) -> list[tuple[str, int, T]]:
 
 
 def printable(text: str) -> str:
-    """A text from elsewhere, with U+FFFD for the characters by which it could steer a terminal."""
+    """Untrusted text, with U+FFFD in place of characters that could control a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
@@ -122,7 +122,7 @@ def short(ranks: Sequence[int], most: int = 8) -> str:
 
 
 def bytes_text(*sizes: float) -> str:
-    """`512 bytes`, `1.2 GiB`, `340 MiB`; of several `12.0 + 24.0 MiB`, in the unit of the largest."""
+    """`512 bytes`, `1.2 GiB`, `340 MiB`; for several sizes `12.0 + 24.0 MiB`, in the unit of the largest."""
     units = ("bytes", "KiB", "MiB", "GiB", "TiB")
     power = next((i for i in range(len(units)) if max(sizes) < 1024 ** (i + 1)), len(units) - 1)
     numbers = [size / 1024**power for size in sizes]

@@ -1,4 +1,4 @@
-"""The loss on held-out data, exact whatever the layout: sums over sums, each sample once."""
+"""The loss on held-out data, exact on any layout: one sum over one count, each sample once."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -19,8 +19,8 @@ from meshtrain.parallel.linear_cross_entropy import LossRequest, request_loss
 from meshtrain.parallel.mixed_precision import weights_stay
 from meshtrain.pipeline.engine import Pipeline, call_stage, ends_of, shapes_of
 
-UNDER_WAY = 4  # batches in a pipeline, for each of its ranks
-TOKEN_SAMPLES = 2048  # of a language model's evaluation, unless the config says how many
+UNDER_WAY = 4  # batches in flight in a pipeline, per rank of `pp`
+TOKEN_SAMPLES = 2048  # samples of a language model's evaluation, unless the config sets a number
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Evaluation:
     """The result over the whole evaluation set."""
 
     loss: float  # mean cross entropy over its valid targets, in nats
-    targets: int  # how many these are
-    correct: int  # of a classifier: how many of them have the largest logit
+    targets: int  # number of valid targets
+    correct: int  # for a classifier: how many of the targets have the largest logit
 
     def numbers(self, task: str, bytes_per_target: float | None) -> dict[str, float]:
-        """What people compare: perplexity and bits per byte of a language model, accuracy (a share) of a classifier."""
+        """The reported metrics: perplexity and bits per byte of a language model, accuracy (0 to 1) of a classifier."""
         if task == "classification":
             return {"eval_loss": self.loss, "accuracy": self.correct / self.targets}
         numbers = {"eval_loss": self.loss, "perplexity": math.exp(min(self.loss, 700.0))}
@@ -42,9 +42,9 @@ class Evaluation:
 
 
 def evaluation_set(data: OpenData, most: int | None) -> Samples | None:
-    """The held-out samples of which every evaluation of a run is made: all, or `most` that a permutation picks.
+    """The held-out samples that every evaluation of a run uses: all, or `most` of them, picked by a permutation.
 
-    The pick follows from the number of held-out samples alone. `most`: None: 2,048 samples of tokens, or all images.
+    The pick depends only on the number of held-out samples. `most`=None: 2,048 samples of tokens, or all images.
     """
     held_out = data.validation
     limit = TOKEN_SAMPLES if most is None and data.task == "language" else most
@@ -56,7 +56,7 @@ def evaluation_set(data: OpenData, most: int | None) -> Samples | None:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, where nobody may change weights; afterwards each module has the mode that it had."""
+    """Evaluation mode inside, where weights must not change; afterwards each module has its previous mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     with weights_stay(model):
@@ -75,7 +75,7 @@ def evaluate(
     ends, remaining = ends_of(model), iter(batches)
 
     def score(stage: nn.Module, batch: Batch, received: Tensor | None, last: bool) -> Tensor | None:
-        """A model with a `LossHead` gives no logits, so that evaluation takes no more memory than training."""
+        """A model with a `LossHead` returns no logits, so that evaluation takes no more memory than training."""
         inputs, targets = batch.to(device, dtype, *ends)
         is_classifier, request = targets.ndim == 1, LossRequest(lambda: targets)
         with nullcontext() if is_classifier else request_loss(request):

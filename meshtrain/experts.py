@@ -1,7 +1,7 @@
-"""Mixtures of experts for plain models: a router chooses experts for each token, and each computes with its tokens.
+"""Mixture of experts for plain models: a router chooses experts for each token, and each expert computes its tokens.
 
-No token is dropped, and no sum depends on which rank or microbatch a token is in: what `Balance` needs to know of all
-tokens it knows of the whole global batch, of the step before or of a sample.
+No token is dropped, and no sum depends on which rank or microbatch a token is in: the statistics that `Balance` uses
+are over the whole global batch, over that of the previous step, or over one sample.
 """
 
 import math
@@ -18,15 +18,15 @@ from meshtrain.parallel.grouped import GatherRows, GroupedMatmul
 from meshtrain.parallel.linear.weight_grad import SupportsDeferral
 from meshtrain.parallel.torch_private import never_compiled, to_local
 
-LOADS = "expert_loads/"  # the name of a layer's tally, with the number of the layer
+LOADS = "expert_loads/"  # prefix of the name of a layer's tally, before the index of the layer
 Products = Callable[[Tensor, Tensor], Tensor]
 
 
 class Experts(nn.Module, SupportsDeferral):
-    """The SwiGLU experts of a layer, in fused tensors with the names that transformers has for them."""
+    """The SwiGLU experts of a layer, in fused tensors named as in transformers."""
 
-    # Set by `parallel/expert.py`: (rows (n, d) in the order of experts, counts (E,), products) -> rows (n, d) in the
-    # same order, computed where the experts are: `products` takes rows for this rank's own experts, and their counts.
+    # Set by `parallel/expert.py`: (rows (n, d) sorted by expert, counts (E,), products) -> rows (n, d) in the same
+    # order, computed on the ranks that have the experts: `products` takes the rows of this rank's experts, and counts.
     dispatch: Callable[[Tensor, Tensor, Products], Tensor] | None = None
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
@@ -39,16 +39,16 @@ class Experts(nn.Module, SupportsDeferral):
 
     @never_compiled
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sum of what each token's experts make of it, added up in the order of its slots.
+        """The weighted sum of the outputs of each token's experts, in the order of the token's slots.
 
         Args:
             x: (..., d); in training (b, s, d).
-            chosen, weights: (..., j), the experts of each token (int64) and what their results are multiplied by.
+            chosen, weights: (..., j), the experts of each token (int64) and the factors of their outputs.
 
         Returns (..., d), zeros for padding.
         """
         real, slots = real_tokens(x.device), chosen.shape[-1]
-        if real is not None:  # slots of padding are nobody's and lie behind all others
+        if real is not None:  # the slots of padding belong to no expert and sort last
             chosen = torch.where(real.expand(chosen.shape[:-1])[..., None], chosen, self.num_experts)
         experts, order = chosen.flatten().sort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -66,7 +66,7 @@ class Experts(nn.Module, SupportsDeferral):
 
 
 class Router(nn.Module):
-    """Scores each token's experts, in float32 at least, and chooses the best: what transformers calls `gate`."""
+    """Scores the experts for each token, in float32 or wider, and chooses the best: `gate` in transformers."""
 
     state_parameters: Sequence[str] = ()
 
@@ -87,9 +87,9 @@ class Router(nn.Module):
         """
         Args:
             score: "softmax", or "sigmoid" (DeepSeek-V3, https://arxiv.org/abs/2412.19437).
-            normalize: the weights of a token's experts are divided by their sum. scale: and multiplied by this.
+            normalize: divides the weights of a token's experts by their sum. scale: then multiplies the weights.
             bias: experts are chosen by score + `e_score_correction_bias` (https://arxiv.org/abs/2408.15664).
-            groups, groups_per_token: experts are chosen from the best groups only.
+            groups, groups_per_token: experts are chosen only from the best `groups_per_token` of `groups` groups.
         """
         super().__init__()
         self.experts_per_token, self.score, self.normalize, self.scale = experts_per_token, score, normalize, scale
@@ -118,7 +118,7 @@ class Router(nn.Module):
         return chosen, weights
 
     def _ranked(self, scores: Tensor) -> Tensor:
-        """What experts are chosen by: scores with the bias, -inf outside of the best groups."""
+        """The scores by which experts are chosen: with the bias, and -inf outside the best groups."""
         if self.e_score_correction_bias is not None:
             scores = scores + self.e_score_correction_bias
         if self.groups == 1:
@@ -131,13 +131,13 @@ class Router(nn.Module):
 
 
 class Balance(nn.Module):
-    """Terms of the loss and corrections that keep the loads of a layer's experts even, the same on every layout.
+    """Loss terms and bias corrections that balance the load of a layer's experts, the same on every layout.
 
-    For a token with the probabilities p (scores divided by their sum) and the shares f of the experts' loads, which
-    sum to 1, they are aux_loss_coef · E · j · (f · p) and z_loss_coef · logsumexp(logits)², each divided by `layers`.
-    As all attached terms they are summed over the global batch and divided by its number of valid targets.
+    For a token with the probabilities p (scores divided by their sum) and the experts' load shares f, which sum to 1,
+    the terms are aux_loss_coef · E · j · (f · p) and z_loss_coef · logsumexp(logits)², each divided by `layers`.
+    Like all attached terms they are summed over the global batch and divided by its number of valid targets.
 
-    `loads` (E,) has how many tokens of the last step's global batch each expert got: zeros before the first.
+    `loads` (E,) holds how many tokens of the last step's global batch each expert got: zeros before the first step.
     """
 
     state_parameters: Sequence[str] = ("loads",)
@@ -155,26 +155,26 @@ class Balance(nn.Module):
     ) -> None:
         """
         Args:
-            layers: how many layers of the model have experts. layer: the number of this one in the model.
-            kind: whose loads f is of: "batch": of the step before, over the whole global batch, and even ones in the
-                first; "sequence": of the token's sample (https://arxiv.org/abs/2412.19437); "none": no such term.
-            aux_loss_coef: of the term of Switch (https://arxiv.org/abs/2101.03961), as large as in transformers.
-            z_loss_coef: of the term of ST-MoE (https://arxiv.org/abs/2202.08906).
+            layers: how many layers of the model have experts. layer: the index of this one in the model.
+            kind: the tokens over which f is taken: "batch": the global batch of the previous step (uniform in the
+                first); "sequence": the token's sample (https://arxiv.org/abs/2412.19437); "none": no such term.
+            aux_loss_coef: coefficient of Switch's term (https://arxiv.org/abs/2101.03961), scaled as in transformers.
+            z_loss_coef: coefficient of ST-MoE's term (https://arxiv.org/abs/2202.08906).
             bias_speed: by how much a step moves the router's bias of each expert (https://arxiv.org/abs/2408.15664).
         """
         super().__init__()
         self.num_experts, self.layers, self.kind = num_experts, layers, kind
-        self._layer = layer  # by which layers that are alike else, as `parallel/verify.py` asks, may differ
+        self._layer = layer  # private, so that `parallel/verify.py` still finds the layers alike
         self.aux_loss_coef, self.z_loss_coef, self.bias_speed = aux_loss_coef, z_loss_coef, bias_speed
         self.loads = nn.Parameter(torch.zeros(num_experts), requires_grad=False)
-        self.sample_groups: list[AxisGroup] = []  # whose ranks have parts of the same samples; set by `parallelize`
+        self.sample_groups: list[AxisGroup] = []  # of ranks with parts of the same samples; set by `parallelize`
 
     def forward(self, weights: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor, bias: Tensor | None) -> Tensor:
-        """The weights (b, s, j) of the chosen experts, with the terms attached.
+        """Returns the weights (b, s, j) of the chosen experts, with the loss terms attached.
 
         Args:
             logits, scores: (b, s, E), before and after softmax or sigmoid. chosen: (b, s, j).
-            bias: (E,), the router's, which changes at the end of the step.
+            bias: (E,), the router's bias, which is updated at the end of the step.
         """
         if not torch.is_grad_enabled():
             return weights
@@ -182,7 +182,7 @@ class Balance(nn.Module):
         self._count(hits, bias)
         if self.kind != "none" and self.aux_loss_coef:
             shares = self._shares(hits) * chosen.shape[-1]
-            probabilities = scores / scores.sum(-1, keepdim=True)  # of a softmax: as they are
+            probabilities = scores / scores.sum(-1, keepdim=True)  # unchanged for softmax
             factor = self.aux_loss_coef * self.num_experts / self.layers
             weights = attach(weights, "balance", factor * (shares.to(scores.dtype) * probabilities).sum(-1))
         if self.z_loss_coef:
@@ -190,12 +190,12 @@ class Balance(nn.Module):
             weights = attach(weights, "router_z", factor * logits.logsumexp(-1).square())
         return weights
 
-    @never_compiled  # which would make a graph for the number of each layer
+    @never_compiled  # compiled, each layer index would need its own graph
     def _count(self, hits: Tensor, bias: Tensor | None) -> None:
         tally(f"{LOADS}{self._layer}", hits, partial(self._end_step, bias), owner=self)
 
     def _shares(self, hits: Tensor) -> Tensor:
-        """Which share of the slots each expert got, (E,) or of each sample (b, 1, E): a sum of 1."""
+        """Each expert's share of the slots, (E,), or per sample (b, 1, E): they sum to 1."""
         loads = self.loads.detach()
         if self.kind == "sequence":
             real = real_tokens(hits.device)
@@ -213,11 +213,11 @@ class Balance(nn.Module):
                 bias.add_(torch.where(bad, 0, step).to(bias.dtype))
 
 
-@never_compiled  # a recomputation sees operators between graphs, and maybe none inside of one
+@never_compiled  # selective recomputation sees the operators between graphs, but maybe not those inside one
 def choose(scores: Tensor, count: int) -> Tensor:
-    """The `count` best of the scores (..., E), best first, and of equal ones the lower index: (..., count) int64.
+    """Indices of the `count` highest scores (..., E), highest first, ties to the lower index: (..., count) int64.
 
-    torch.topk takes any of equal scores. An operator, without gradient: no recomputation chooses a second time.
+    torch.topk breaks ties arbitrarily. An operator without gradient, so that recomputation does not choose again.
     """
     return torch.ops.meshtrain.choose(scores, count)
 
@@ -226,7 +226,7 @@ def _choose(scores: Tensor, count: int) -> Tensor:
     if scores.dtype == torch.float64:
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
     bits = (scores.float() + 0.0).view(torch.int32).long()  # -0.0 becomes 0.0
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the numbers
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers that sort like the floats
     last_first = torch.arange(scores.shape[-1] - 1, -1, -1, device=scores.device)
     return ((ordered << 32) + last_first).topk(count, dim=-1).indices
 
@@ -235,8 +235,8 @@ operator("choose", _choose, lambda scores, count: scores.new_empty(*scores.shape
 
 
 def load_metrics(loads: Sequence[Tensor]) -> dict[str, float]:
-    """Fields of a step's row from the loads of each layer's experts: the largest load over the mean of its layer, and
-    how many experts of all layers got no token."""
+    """Fields of a step's metrics from the loads of each layer's experts: the largest ratio of a load to the mean of its
+    layer, and how many experts of all layers got no token."""
     if not loads:
         return {}
     largest = max(float(layer.max() / layer.mean().clamp(min=1e-9)) for layer in loads)

@@ -29,17 +29,17 @@ def generate(
     temperature: float = 0.8,
     context: ContextParallel | None = None,
 ) -> list[int]:
-    """Continues a prompt, token by token, each drawn from the model's distribution; returns all ids.
+    """Continues a prompt token by token, each sampled from the model's distribution; returns all ids.
 
-    Every rank draws the same numbers, so every rank has the same text. The model always sees `seq_len` tokens, padded
-    behind the last one where causal attention does not look: one shape, which compiles once.
+    Every rank draws the same random numbers, so every rank has the same text. The model always gets `seq_len` tokens,
+    padded on the right, where causal attention does not look: one shape, which compiles once.
 
     Args:
-        model: of (tokens, positions, documents), each (b, s) or None, to logits (b, s, v).
-        prompt, length: token ids, at least one, and how many to add.
-        seq_len: how many tokens the model sees at most; older ones are forgotten.
+        model: maps (tokens, positions, documents), each (b, s) or None, to logits (b, s, v).
+        prompt, length: at least one token id, and how many to add.
+        seq_len: how many tokens the model sees at most; older ones are dropped.
         temperature: logits are divided by it; 0 takes the likeliest token.
-        context: how sequences lie over `cp`, where the model's do.
+        context: how sequences are split over `cp`, if the model's are.
     """
     ids = list(prompt)
     draws = generator(seed, "generate")
@@ -76,18 +76,18 @@ def generate_batch(
     top_p: float = 1.0,
     tick: Callable[[int], None] = lambda done: None,
 ) -> list[list[int]]:
-    """Continues prompts of different lengths together, with a cache of keys and values: each forward takes one token of
-    each. On any layout the texts are those of `generate` without a cache; over `cp`, and between the layers of `tp`,
-    each rank has whole sequences here. A text does not depend on the others.
+    """Continues prompts of different lengths together, with a KV cache: each forward takes one new token of each. On
+    any layout the texts are those of `generate`, which has no cache; over `cp`, and between the layers of `tp`, each
+    rank has whole sequences here. A text does not depend on the other prompts.
 
-    Args, besides those of `generate`:
+    Args, in addition to those of `generate`:
         model: one with a `cp_plan`, which takes an `AttentionContext`.
-        seq_len: the most tokens that a prompt and what is added may have together.
-        top_p: a token is drawn from the likeliest ones that have this probability together
+        seq_len: the maximum number of tokens of a prompt and its continuation together.
+        top_p: a token is sampled from the likeliest ones whose total probability reaches this
             (https://arxiv.org/abs/1904.09751, section 3.1).
-        tick: is called with the number of tokens that were added to each.
+        tick: called with the number of tokens added to each prompt so far.
 
-    Raises InputError: a prompt is empty, or too long for what is to be added.
+    Raises InputError: a prompt is empty, or too long for its continuation to fit.
     """
     longest = max(map(len, prompts))
     if not all(prompts) or longest + length > seq_len:
@@ -96,7 +96,7 @@ def generate_batch(
             f"in each, and at most {seq_len} together"
         )
     rows = [list(prompt) for prompt in prompts]
-    draws = [generator(seed, "generate", *[i] * (i > 0)) for i in range(len(rows))]  # of the first: those of `generate`
+    draws = [generator(seed, "generate", *[i] * (i > 0)) for i in range(len(rows))]  # the first as in `generate`
     starts = torch.tensor([longest - len(row) for row in rows])
     tokens = torch.tensor([[row[0]] * (longest - len(row)) + row for row in rows])
     context = AttentionContext(cache=KVCache(starts.to(device)), length=seq_len)
@@ -119,14 +119,14 @@ def generate_batch(
 
 
 def _known(tokens: list[int]) -> list[int]:
-    """The tokens that were drawn, on all ranks. Raises TrainingError: one could not be."""
+    """Returns the sampled tokens. Raises TrainingError, on all ranks: one could not be sampled."""
     if min(tokens) < 0:
         raise TrainingError("the model's logits are not finite, so it writes no text: its weights have diverged")
     return tokens
 
 
 def _draw(logits: Tensor, temperature: float, draws: torch.Generator, top_p: float = 1.0) -> int:
-    """A token; -1 if the logits are no distribution."""
+    """Samples a token; -1 if the logits give no distribution."""
     if logits.softmax(-1).isnan().any():
         return -1
     if temperature == 0:
@@ -134,5 +134,5 @@ def _draw(logits: Tensor, temperature: float, draws: torch.Generator, top_p: flo
     probabilities = (logits / temperature).softmax(-1)
     if top_p < 1:
         ordered, tokens = probabilities.sort(descending=True, stable=True)
-        probabilities[tokens[ordered.cumsum(0) - ordered >= top_p]] = 0  # of those before it, so that one is left
+        probabilities[tokens[ordered.cumsum(0) - ordered >= top_p]] = 0  # sum of those before it, so that one remains
     return int(torch.multinomial(probabilities, 1, generator=draws))

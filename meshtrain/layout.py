@@ -1,10 +1,10 @@
-"""Which rank is where: the named axes of the mesh, outermost first, and the hosts under them.
+"""The placement of ranks on the named axes of the mesh, outermost first, and on hosts.
 
-Pure Python over integers. Ranks are numbered row-major over the axes as they are written: neighbours differ in the last
-one. A *group* of some axes is the set of ranks that differ in those axes only. An axis that is not named has size 1.
+Pure Python over integers. Ranks are numbered row-major over the axes in the order written: neighbours differ in the
+last one. A *group* of some axes is a set of ranks that differ only in those axes. An axis that is not named has size 1.
 
-*Derived axes* are further names for ranks: products of axes (`VIEWS`), the factors of `cp` (`CONTEXT_AXES`), and a
-second factorization of the same ranks for experts (`EXPERT_AXES`): wherever ranks are asked for, but not in a config.
+*Derived axes* are further names for sets of ranks: products of axes (`VIEWS`), the factors of `cp` (`CONTEXT_AXES`),
+and a second factorization of the same ranks for experts (`EXPERT_AXES`). Methods here accept them; a config does not.
 """
 
 import difflib
@@ -20,23 +20,23 @@ DATA_AXES = ("dp_replicate", "dp_shard")  # ranks that differ in these see diffe
 LOSS_AXES = (*DATA_AXES, "cp")  # ... see different tokens of the batch: losses and gradients are sums over these
 FSDP_AXES = ("dp_shard", "cp")  # ... share one copy of the parameters
 
-VIEWS = {"data": DATA_AXES, "loss": LOSS_AXES, "fsdp": FSDP_AXES}  # products of axes that have groups of their own
-STAGE = "stage"  # all ranks of a pipeline's stage, which together hold its parameters; a group where one is asked for
+VIEWS = {"data": DATA_AXES, "loss": LOSS_AXES, "fsdp": FSDP_AXES}  # products of axes with their own groups
+STAGE = "stage"  # all ranks of a pipeline stage, which together hold its parameters; has a group only on request
 CONTEXT_AXES = ("cp_ring", "cp_heads")  # factors of `cp`: ranks that split the sequence, neighbours that split heads
-# With `pp` a second factorization of the ranks: copies of an expert, shards of one copy, and parts of the experts.
+# With `pp`, a second factorization of the ranks: replicas of an expert, shards of one replica, subsets of the experts.
 EXPERT_AXES = ("edp_replicate", "efsdp", "ep")
 
-# A factor of the world: (stride, size), ranks that are `stride` apart. Disjoint factors of a row-major numbering are
-# disjoint intervals [stride, stride * size), and a group is a product of factors.
+# A factor of the world: (stride, size), `size` ranks that are `stride` apart. Disjoint factors of a row-major numbering
+# are disjoint intervals [stride, stride * size), and a group is a product of factors.
 Factor = tuple[int, int]
 
-# Why not both ZeRO-1 and FSDP.
+# Why ZeRO-1 and FSDP exclude each other.
 NOT_WITH_FSDP = (
     "shard_optimizer shares the optimizer among the copies of dp_replicate, and with dp_shard or cp FSDP has sharded "
     "it already: leave it false, or use dp_replicate in the place of dp_shard and cp"
 )
 
-# What these axes are called elsewhere, for "did you mean".
+# Names of these axes in other projects, for "did you mean".
 _ELSEWHERE = {
     **dict.fromkeys(("dp", "data"), DATA_AXES),
     **dict.fromkeys(("ddp", "replicate"), ("dp_replicate",)),
@@ -48,16 +48,16 @@ _ELSEWHERE = {
 
 
 class LayoutError(ValueError):
-    """A layout that cannot be, or a question about an axis, rank or host that it does not have."""
+    """A layout that cannot exist, or a query for an axis, rank or host that it does not have."""
 
 
 class WorldSizeError(LayoutError):
-    """Sizes of axes that do not multiply to the number of processes."""
+    """The product of the axes' sizes differs from the number of processes."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Ranks `start` to `start + count - 1`, which lie on the same host with local ranks from `local` on."""
+    """Ranks `start` to `start + count - 1`, which run on the same host with local ranks from `local` on."""
 
     host: int
     start: int
@@ -73,11 +73,11 @@ class Layout:
     shape: tuple[int, ...]
     hosts: tuple[str, ...] = ()  # names in order of first appearance; empty until the layout is placed with `on_hosts`
     runs: tuple[Run, ...] = ()  # in rank order
-    experts: int = 1  # ranks over which the experts of a layer are dealt out: the size of `ep`
+    experts: int = 1  # ranks over which the experts of a layer are distributed: the size of `ep`
     context_heads: int = 1  # neighbours on `cp` that split the heads of attention: the size of `cp_heads`
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
-        """`sizes`: axis -> number of ranks, outermost first. Raises LayoutError: one that no layout can have."""
+        """`sizes`: axis -> number of ranks, outermost first. Raises LayoutError: an unknown axis or a size below 1."""
         _check(sizes, free_allowed=False)
         self.__dict__.update(axes=tuple(sizes), shape=tuple(sizes.values()))
 
@@ -93,18 +93,18 @@ class Layout:
     @property
     def mesh_dims(self) -> tuple[str, ...]:
         """The dims of torch's mesh: the axes larger than 1 in the usual order, which HSDP needs. FSDP takes one dim, so
-        with `cp` it is `fsdp` that stands for `dp_shard` and `cp`."""
+        with `cp` the dim `fsdp` replaces `dp_shard` and `cp`."""
         dims = AXES if self.size("cp") == 1 else ("pp", "dp_replicate", "fsdp", "tp")
         return tuple(dim for dim in dims if self.size(dim) > 1)
 
     @property
     def expert_mesh_dims(self) -> tuple[str, ...]:
-        """The dims of torch's second mesh, over the same ranks, for what `experts` > 1 deals out; else none."""
+        """The dims of torch's second mesh, over the same ranks, for experts if `experts` > 1; otherwise none."""
         return tuple(dim for dim in ("pp", *EXPERT_AXES) if self.size(dim) > 1) if self.experts > 1 else ()
 
     @classmethod
     def resolve(cls, sizes: Mapping[str, int], world_size: int) -> "Layout":
-        """The layout of `world_size` processes; at most one size may be -1, which becomes whatever is left.
+        """The layout of `world_size` processes; at most one size may be -1, which becomes the remaining factor.
 
         Raises LayoutError: no layout has such sizes. WorldSizeError: they do not multiply to `world_size`.
         """
@@ -133,7 +133,7 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis -> size, outermost first: what `Layout(...)` was given."""
+        """Axis -> size, outermost first: the argument of `Layout(...)`."""
         return dict(zip(self.axes, self.shape, strict=True))
 
     def size(self, *axes: str) -> int:
@@ -141,12 +141,12 @@ class Layout:
         return math.prod(size for _, size in self._factors_of(axes))
 
     def coordinate(self, rank: int, *axes: str) -> dict[str, int]:
-        """The position of a rank on every axis of the layout, outermost first; or on these, derived ones too."""
+        """The position of a rank on every axis of the layout, outermost first, or on `axes`, which may be derived."""
         self._check_rank(rank)
         return {axis: _index(rank, self._factors_of((axis,))) for axis in axes or self.axes}
 
     def rank(self, **coordinate: int) -> int:
-        """The rank at a coordinate: the inverse of `coordinate`, of all axes or of derived ones in their place.
+        """The rank at a coordinate on all axes, or on derived axes that replace them: the inverse of `coordinate`.
 
         Raises LayoutError: an axis is missing or unknown, or a position lies outside its axis.
         """
@@ -156,7 +156,7 @@ class Layout:
         return self.rank_of_copy(0, **coordinate)
 
     def group(self, rank: int, *axes: str) -> list[int]:
-        """The ranks that differ from `rank` in `axes` only, ascending, itself among them, in time of their number."""
+        """The ranks that differ from `rank` only in `axes`, `rank` included, ascending. Linear in their number."""
         self._check_rank(rank)
         factors = self._factors_of(axes)
         first = rank - sum(rank // stride % size * stride for stride, size in factors)
@@ -174,12 +174,12 @@ class Layout:
         return _index(rank, self._factors_of(axes))
 
     def copy(self, rank: int, *axes: str) -> int:
-        """The position of a rank among those, ascending, that have its positions on these axes."""
+        """The position of a rank among the ranks, ascending, that share its positions on these axes."""
         self._check_rank(rank)
         return _index(rank, self._rest(self._factors_of(axes)))
 
     def rank_of_copy(self, copy: int, **coordinate: int) -> int:
-        """The rank at a coordinate on some axes whose `copy` is this one.
+        """The rank at a coordinate on some axes whose `copy(rank, *axes)` is `copy`.
 
         Raises LayoutError: an axis is unknown, two of them overlap, or a position lies outside its axis.
         """
@@ -195,7 +195,7 @@ class Layout:
 
     @cached_property
     def _named_factors(self) -> dict[str, tuple[Factor, ...]]:
-        """Axis, derived ones too -> its factors larger than 1, outermost first."""
+        """Axis (derived axes included) -> its factors larger than 1, outermost first."""
         strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
         own = zip(self.axes, strides, self.shape, strict=True)
         factors = dict.fromkeys(AXES, ()) | {axis: _outermost_first([(stride, size)]) for axis, stride, size in own}
@@ -204,7 +204,7 @@ class Layout:
         [(stride, size)] = factors["cp"] or [(1, 1)]
         context = [(stride * self.context_heads, size // self.context_heads)], [(stride, self.context_heads)]
         experts = _fold(factors, self.experts)
-        assert experts is not None  # with_experts() has refused what does not fold
+        assert experts is not None  # with_experts() has checked it
         derived = zip((*VIEWS, STAGE, *CONTEXT_AXES, *EXPERT_AXES), (*views, *context, *experts), strict=True)
         return factors | {axis: _outermost_first(product) for axis, product in derived}
 
@@ -221,7 +221,7 @@ class Layout:
         return factors
 
     def _rest(self, factors: Sequence[Factor]) -> list[Factor]:
-        """What these factors, outermost first, leave of the world; neighbouring axes make one factor."""
+        """The complement of these factors (outermost first) in the world, with adjacent axes merged into one factor."""
         rest, end = [], self.world_size
         for stride, size in (*factors, (1, 1)):
             if stride * size < end:
@@ -230,7 +230,7 @@ class Layout:
         return rest
 
     def covers(self, outer: Sequence[str], axis: str) -> bool:
-        """Whether each group of `axis` lies in one group of the axes `outer`."""
+        """Whether each group of `axis` lies within one group of the axes `outer`."""
         factors = self._factors_of(outer)
         return all(
             any(start <= stride and stride * size <= start * n for start, n in factors)
@@ -250,17 +250,17 @@ class Layout:
             raise LayoutError(f"layout {self}: there is no rank {rank!r}; ranks go from 0 to {self.world_size - 1}")
 
     def with_context_heads(self, ranks: int) -> "Layout":
-        """This layout with `cp` made of two factors: `cp_heads`, so many neighbours that split the heads of attention,
+        """This layout with `cp` split into two factors: `cp_heads`, `ranks` neighbours that split the attention heads,
         and `cp_ring`, the rest, which splits the sequence. Raises LayoutError: `ranks` does not divide `cp`."""
         if not _is_count(ranks) or self.size("cp") % ranks:
             raise LayoutError(context_heads_problem(ranks, self.size("cp")))
         return self._with(context_heads=ranks)
 
     def with_experts(self, ranks: int) -> "Layout":
-        """This layout with the experts of a layer dealt out over `ranks` ranks each.
+        """This layout with the experts of each layer distributed over `ranks` ranks.
 
-        `ep` takes whole axes from the inside, in the usual order, and a divisor of the next. What is left shards a copy
-        of the experts (`efsdp`) or holds copies (`edp_replicate`). LayoutError: no such group.
+        `ep` takes whole axes, innermost first in the usual order, and a divisor of the next. The remaining ranks shard
+        a copy of the experts (`efsdp`) or hold replicas (`edp_replicate`). Raises LayoutError: no such group exists.
         """
         if not _is_count(ranks) or not self.folds(ranks):
             fits = self.expert_sizes()
@@ -268,25 +268,25 @@ class Layout:
         return self._with(experts=ranks)
 
     def with_axes(self, sizes: Mapping[str, int]) -> "Layout":
-        """Other axes over the same ranks and hosts. Raises LayoutError: they make another number of ranks."""
+        """Other axes over the same ranks and hosts. Raises LayoutError: their product is another number of ranks."""
         changed = Layout(sizes)
         if changed.world_size != self.world_size:
             raise WorldSizeError(f"layout {changed} needs {changed.world_size} processes; there are {self.world_size}")
         return changed._with(hosts=self.hosts, runs=self.runs)
 
     def folds(self, ranks: int) -> bool:
-        """Whether experts can be dealt out over so many ranks."""
+        """Whether experts can be distributed over this number of ranks."""
         return _fold(self._named_factors, ranks) is not None
 
     def expert_sizes(self) -> list[int]:
-        """The numbers of ranks over which experts can be dealt out, ascending."""
+        """The numbers of ranks over which experts can be distributed, ascending."""
         within = self.world_size // self.size("pp")
         return [ranks for ranks in range(1, within + 1) if within % ranks == 0 and self.folds(ranks)]
 
     def on_hosts(self, counts: Sequence[int], names: Sequence[str] | None = None) -> "Layout":
         """This layout with its ranks placed on hosts, in rank order: the first `counts[0]` ranks on the first, ...
 
-        `names`: by default `host 0`, `host 1`, ...; one may come back later (a, b, a, b: SLURM's cyclic distribution).
+        `names`: by default `host 0`, `host 1`, ...; a name may recur (a, b, a, b: SLURM's cyclic distribution).
         Raises LayoutError: a count below 1, names that do not fit, or counts that do not add up to the world.
         """
         if not counts:
@@ -329,7 +329,7 @@ class Layout:
         return len(list(itertools.islice(self.hosts_of(ranks), 2))) > 1
 
     def hosts_of(self, ranks: Iterable[int]) -> Iterator[str]:
-        """The hosts of ranks, each once, in their order; in time of their runs, and little for each rank."""
+        """The hosts of the ranks, each once, in the order of the ranks. One `Run` lookup per run, not per rank."""
         hosts, start, end = set[int](), 0, 0
         for rank in ranks:
             if not start <= rank < end:
@@ -359,7 +359,7 @@ def _index(rank: int, factors: Sequence[Factor]) -> int:
 
 
 def _offset(position: int, factors: Sequence[Factor]) -> int:
-    """The other way round: how far the rank at this position is from the first."""
+    """The inverse of `_index`: the distance of the rank at this position from the first rank."""
     offset = 0
     for stride, size in reversed(factors):
         position, index = divmod(position, size)
@@ -368,7 +368,7 @@ def _offset(position: int, factors: Sequence[Factor]) -> int:
 
 
 def _fold(factors: Mapping[str, Sequence[Factor]], experts: int) -> tuple[list[Factor], ...] | None:
-    """The factors of each of the `EXPERT_AXES`; None where `experts` is no product of whole axes and a divisor."""
+    """The factors of each of the `EXPERT_AXES`; None if `experts` is not a product of whole axes and a divisor."""
     inside: list[Factor] = []
     outside: dict[str, Factor] = {}
     for axis in ("tp", "cp", "dp_shard", "dp_replicate"):
@@ -382,7 +382,7 @@ def _fold(factors: Mapping[str, Sequence[Factor]], experts: int) -> tuple[list[F
     if experts > 1:
         return None
     copies, shards = [outside.pop("dp_replicate")], list(outside.values())
-    if not (factors["dp_shard"] or factors["cp"]):  # parameters are copied and not sharded
+    if not (factors["dp_shard"] or factors["cp"]):  # parameters are replicated, not sharded
         copies, shards = copies + shards, []
     return copies, shards, inside
 
@@ -395,12 +395,12 @@ def context_heads_problem(heads: object, cp: int) -> str:
 
 
 def written(sizes: Mapping[str, int]) -> str:
-    """`{pp: 2, tp: 4}`: sizes as they stand in YAML."""
+    """`{pp: 2, tp: 4}`: sizes in YAML syntax."""
     return "{" + ", ".join(f"{axis}: {size}" for axis, size in sizes.items()) + "}"
 
 
 def _check(sizes: Mapping[str, int], free_allowed: bool) -> None:
-    """Raises a LayoutError with everything that is wrong with the sizes alone."""
+    """Raises LayoutError, listing every problem with the sizes themselves."""
     if not isinstance(sizes, Mapping):
         raise LayoutError(f"a layout names axes and their sizes, such as {{dp_shard: 4, tp: 2}}; found {sizes!r}")
     wrong = []

@@ -1,7 +1,7 @@
 """The loss of a step: the sum over all valid targets of the global batch, divided by their number.
 
-It is a sum over a count, and never an average of averages. So it does not matter which rank or microbatch has which
-sample and how many targets. Modules add terms in the same way, with `attach`, and log statistics with `record`.
+It is one sum over one count, never an average of averages. So it does not matter which rank or microbatch has which
+sample and how many targets. Modules add terms in the same way with `attach`, and log statistics with `record`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,15 +26,15 @@ def sample_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross entropy of every sample, summed over its valid targets.
 
     Args:
-        logits: (b, s, v), or (b, v) for a classifier, in any floating-point type; the sum is made in float32 at least.
-            As a DTensor split over v, as tensor-parallel models give them, they are not gathered.
+        logits: (b, s, v), or (b, v) for a classifier, in any floating-point type; summed in float32 or wider.
+            A DTensor split over v, as tensor-parallel models return, is not gathered.
         targets: (b, s) or (b,), int64; IGNORE where there is no loss.
 
     Returns:
         (b,), 0 for a sample without valid targets.
 
     Raises:
-        InputError: the model gives something else.
+        InputError: the model returned something else.
     """
     if not isinstance(logits, Tensor) or logits.shape[:-1] != targets.shape:
         output = f"a tensor {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
@@ -50,23 +50,23 @@ def sample_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def correct_predictions(logits: Tensor, targets: Tensor) -> Tensor:
-    """How many valid targets have the largest logit: a scalar."""
+    """The number of valid targets that have the largest logit: a scalar."""
     predicted = argmax(logits) if isinstance(logits, DTensor) else logits.argmax(-1)
     return ((predicted == targets) & (targets != IGNORE)).sum()
 
 
 def valid_targets(targets: Tensor) -> int:
-    """How many targets have a loss. `targets` is on the CPU."""
+    """The number of targets with a loss. `targets` is on the CPU."""
     return int((targets != IGNORE).sum())
 
 
 class GlobalCount:
-    """The number of valid targets of the global batch, which every rank's loss is divided by. The sum over the ranks
-    starts at once and is waited for when it is first needed, after the first forward."""
+    """The number of valid targets of the global batch, by which every rank's loss is divided. The all-reduce starts in
+    the constructor, and the first use waits for it, after the first forward."""
 
     def __init__(self, count: int, mesh: Mesh, device: torch.device) -> None:
         """`count`: the number of this rank's valid targets in all microbatches of the step."""
-        # Filled on the device: a copy of a host's number would wait until the device has done all work before it.
+        # Filled on the device: copying a number from the host would wait for all work queued on the device.
         self._total = torch.full((), float(count), dtype=torch.float64, device=device)
         group = mesh.group("dp_replicate", "dp_shard", "cp")
         self._work = dist.all_reduce(self._total, group=group, async_op=True) if group is not None else None
@@ -78,12 +78,12 @@ class GlobalCount:
         return self._total
 
     def value(self) -> Tensor:
-        """The same, but at least 1, to divide by: a batch without any valid target has a loss of 0."""
+        """The total, but at least 1, as a divisor: a batch without any valid target has a loss of 0."""
         return self.total().clamp(min=1)
 
 
 class _Attach(torch.autograd.Function):
-    """x, whose backward gives `term` its gradient: the factor of the loss."""
+    """Returns x; its backward gives `term` its gradient, the factor of the loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, term: Tensor, factor: Callable[[], Tensor]) -> Tensor:
@@ -97,29 +97,29 @@ class _Attach(torch.autograd.Function):
 
 @never_compiled
 def attach(x: Tensor, name: str, term: Tensor) -> Tensor:
-    """Adds a term to the loss from inside of a model, for instance a router's load balancing.
+    """Adds a term to the loss from inside a model, for instance for a router's load balancing.
 
-    The loss that is trained becomes `loss` + the sum of `term` over the global batch / its number of valid targets,
-    on every layout: the term's gradient enters where x's passes, also in a pipeline stage that has no loss, and what is
-    recomputed counts once. metrics.jsonl gets the term as `loss/NAME`; `loss` stays the cross entropy.
+    The training loss becomes `loss` + the sum of `term` over the global batch / its number of valid targets, on every
+    layout: the term's gradient enters together with the gradient of x, even in a pipeline stage without a loss, and
+    recomputation does not count it twice. metrics.jsonl has the term as `loss/NAME`; `loss` stays the cross entropy.
 
     With `tp`, attach between the tensor-parallel layers (the residual stream, norms, a router), where a rank has all
-    features of a part of the tokens, or without sequence parallelism of all of them, which then count once, and terms
-    that differ between ranks are refused in the first step. With `tp` and `cp` each number follows from its own token.
+    features of a part of the tokens, or, without sequence parallelism, of all tokens. These then count once, and terms
+    that differ between ranks raise in the first step. With `tp` and `cp` each number must depend on its own token only.
 
     Args:
-        x: what the model goes on with: its gradient has to be computed.
-        name: the same in every step; a name used in several places is one sum.
-        term: (b, ...), a number for each sample or token; samples that are padding are left out here.
+        x: a tensor that the model uses afterwards: its gradient has to be computed.
+        name: the same in every step; terms with the same name are summed.
+        term: (b, ...), one number per sample or token; padding samples are excluded here.
 
     Returns:
-        x. Outside of a training step (evaluation, generation, a loop without `StepTerms`) nothing is added.
+        x. Outside a training step (evaluation, generation, a loop without `StepTerms`) nothing is added.
 
     Raises:
-        ValueError: `term` has no number for each sample, or with `cp` not for each token.
+        ValueError: `term` does not have one number per sample, or with `cp` per token.
     """
     if _forward is None or not torch.is_grad_enabled():
-        return x.view_as(x) if x.is_meta else x  # who looks at a model there is to see that x is used
+        return x.view_as(x) if x.is_meta else x  # a trace on meta must see that x is used
     total = _forward.total(name, term)
     _forward.add(f"loss/{name}", total)
     return _Attach.apply(x, total, _forward.terms.factor)
@@ -127,14 +127,14 @@ def attach(x: Tensor, name: str, term: Tensor) -> Tensor:
 
 @never_compiled
 def record(name: str, values: Tensor, counts: Tensor | None = None) -> None:
-    """Logs a statistic over the global batch of each step: the sum of `values` as `sum/NAME`, or divided by that of
-    `counts` as `mean/NAME`. Nothing happens outside of a training step; where to call it with `tp`: see `attach`.
+    """Logs a statistic over the global batch of each step: the sum of `values` as `sum/NAME`, or, divided by the sum of
+    `counts`, as `mean/NAME`. Does nothing outside a training step. For where to call it with `tp`, see `attach`.
 
     Args:
-        values, counts: (b, ...), a number for each sample or token.
+        values, counts: (b, ...), one number per sample or token.
 
     Raises:
-        ValueError: they have no number for each sample.
+        ValueError: they do not have one number per sample, or with `cp` per token.
     """
     if _forward is None:
         return
@@ -147,17 +147,17 @@ def record(name: str, values: Tensor, counts: Tensor | None = None) -> None:
 
 @never_compiled
 def tally(name: str, values: Tensor, receive: Callable[[Tensor, Tensor], None], owner: object) -> None:
-    """Sums `values` over the real tokens of the step's global batch, for a module that needs the sum of all layouts.
+    """Sums `values` over the real tokens of the step's global batch, for a module that needs the global sum.
 
     Args:
-        name: of this module alone, the same in every step.
-        values: (b, s, n), n numbers for each token.
-        receive: called at the end of the step, on every rank that has the module, with the sums (n,) in float64 and
-            whether the step was not finite, and so made no update: a boolean scalar. Both are on the device.
-        owner: the module, to which no other may give the same name.
+        name: unique to this module, and the same in every step.
+        values: (b, s, n), n numbers per token.
+        receive: called at the end of the step on every rank that has the module, with the sums (n,) in float64 and
+            a boolean scalar: True if the step was not finite and made no update. Both are on the device.
+        owner: the module; another owner with the same name is an error.
 
     Raises:
-        ValueError: `values` has no number for each sample, or with `cp` not for each token; two modules have one name.
+        ValueError: `values` lacks a number per sample, or with `cp` per token; or two modules have the same name.
     """
     if _forward is not None:
         first, _ = _forward.terms.receivers.setdefault(f"tally/{name}", (owner, receive))
@@ -167,25 +167,25 @@ def tally(name: str, values: Tensor, receive: Callable[[Tensor, Tensor], None], 
 
 
 def real_tokens(device: torch.device) -> Tensor | None:
-    """(b, s) or (b, 1), bool: which tokens of the current forward are no padding; None: all, as outside of a step."""
+    """(b, s) or (b, 1), bool: which tokens of the current forward are not padding; None: all, as outside a step."""
     return None if _forward is None else _forward.real_tokens(device)
 
 
 class StepTerms:
-    """What `attach`, `record` and `tally` of this rank's modules come to in one step, by field."""
+    """This rank's sums of the `attach`, `record` and `tally` calls of one step, by field."""
 
     def __init__(self, count: GlobalCount, scale: Tensor | None = None) -> None:
-        """`scale`: float16's factor of the loss."""
+        """`scale`: the loss scale of float16."""
         self.count, self.scale = count, scale
-        # field -> (2,) float64 on the device, a sum and a count; of `tally` (n,)
+        # field -> (2,) float64 on the device, a sum and a count; (n,) for `tally`
         self.sums: dict[str, Tensor] = {}
-        # Of the fields of `tally`: the module, and what it is told by.
+        # field of `tally` -> the module, and its `receive`
         self.receivers: dict[str, tuple[object, Callable[[Tensor, Tensor], None]]] = {}
 
     @contextmanager
     def of_microbatch(self, size: int, real: int, tokens: Tensor | None = None) -> Iterator[None]:
-        """Around a forward and its backward, which may compute it again, of `size` samples, the first `real` of them no
-        padding. `tokens`: with `cp`, which of this rank's positions (s,) are no padding."""
+        """Encloses a forward, or its backward, which may recompute it, of `size` samples, of which all but the first
+        `real` are padding. `tokens`: with `cp`, which of this rank's positions (s,) are not padding."""
         global _forward  # noqa: PLW0603
         before, _forward = _forward, _Forward(self, size, real, tokens)
         try:
@@ -194,17 +194,17 @@ class StepTerms:
             _forward = before
 
     def factor(self) -> Tensor:
-        """What the gradient of a sum over tokens is multiplied by."""
+        """The factor of the gradient of a sum over tokens."""
         return (1 if self.scale is None else self.scale.double()) / self.count.value()
 
     def stack(self, fields: Mapping[str, int]) -> Tensor:
-        """The sums of each field one behind the other, in float64; zeros where no module of this rank has any.
-        `fields`: field -> how many numbers."""
+        """The concatenated sums of the fields, in float64; zeros for a field that no module of this rank has.
+        `fields`: field -> its number of elements."""
         zeros = self.count.total().new_zeros
         return torch.cat([zeros(0), *(self.sums.get(field, zeros(length)) for field, length in fields.items())])
 
     def receive(self, totals: Mapping[str, Tensor], bad: Tensor) -> None:
-        """Gives modules what the step came to: the sums over all ranks, by field."""
+        """Passes the modules the step's sums over all ranks, by field."""
         for field, (_, receive) in self.receivers.items():
             receive(totals[field], bad)
 
@@ -223,7 +223,7 @@ class _Forward:
         return samples if self.tokens is None else samples & self.tokens
 
     def total(self, name: str, values: Tensor, dims: int | None = None) -> Tensor:
-        """Over the samples and tokens that are no padding, in float32 at least: of the first `dims` dims."""
+        """The sum over the first `dims` dims (None: all), without padding samples and tokens, in float32 or wider."""
         if isinstance(values, DTensor) or values.dim() == 0 or values.shape[0] != self.size:
             raise ValueError(
                 f"{name} is of shape {tuple(values.shape)}: expected a plain tensor with a number for each of the "
@@ -242,7 +242,7 @@ class _Forward:
 
     def add(self, field: str, total: Tensor, count: Tensor | None = None) -> None:
         if backward_is_running():
-            return  # a block that is computed again has been counted
+            return  # a recomputed block has already been counted
         total = total.detach().double()
         if total.dim() == 0:
             total = torch.stack([total, torch.zeros_like(total) if count is None else count])
@@ -250,17 +250,17 @@ class _Forward:
         sums[field] = sums[field] + total if field in sums else total
 
 
-_forward: _Forward | None = None  # backward runs in threads of its own, so this is no thread's or context's variable
+_forward: _Forward | None = None  # not thread-local or a context variable: backward runs in its own threads
 
 
 def agree_on_fields(terms: StepTerms, mesh: Mesh, *, same_tokens: bool) -> dict[str, int]:
-    """All ranks' fields in one order (stages have different ones), and how many numbers each has. A collective.
+    """The fields of all ranks (stages have different ones) in one order, with their numbers of elements. A collective.
 
     Args:
-        same_tokens: the ranks of `tp` have seen the same tokens, and must have computed the same.
+        same_tokens: the ranks of `tp` had the same tokens, so their values must be equal.
 
     Raises:
-        AgreedError: on every rank: they have not.
+        AgreedError: on every rank, if the values differ.
     """
     own = {field: pair.tolist() for field, pair in terms.sums.items()}
     every: list[Any] = [own]

@@ -1,7 +1,7 @@
-"""From a Layout to torch's DeviceMesh and process groups. Nothing else in the project creates a group.
+"""Builds torch's DeviceMesh and process groups from a Layout. Nothing else in the project creates a group.
 
 torch accepts a mesh that does not cover the world and lets a rank call a collective of a group that it is not in; both
-are errors here. Axes of size 1 get no group and no dim: whoever asks for such a group is told None and does nothing.
+are errors here. Axes of size 1 have no group and no dim: `group` returns None, and the caller skips the collective.
 """
 
 import copy
@@ -17,18 +17,18 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from meshtrain.layout import AXES, CONTEXT_AXES, EXPERT_AXES, VIEWS, Layout, LayoutError
 
-# Devices whose backend runs all that a group sends and receives strictly one after the other (NCCL, each group on a
-# stream of its own): there neighbours on `pp` have a group for each direction, and `ep` has one of its own.
+# Devices whose backend runs all operations of a group strictly in order (NCCL, with one stream per group): there
+# neighbours on `pp` have a group for each direction, and `ep` has its own group.
 IN_TURN = ("cuda",)
-# Groups whose messages computing waits for; those of parameters and gradients come beside it.
+# Groups whose messages are on the critical path of compute; those of parameters and gradients overlap with compute.
 URGENT = ("tp", "cp", *CONTEXT_AXES, "ep", "pp_link")
 
 
 class CommBytes:
-    """Bytes that this rank sent, counted where they are sent.
+    """Bytes that this rank sent, counted at the call that sends them.
 
     An all-gather or a reduce-scatter of n bytes over t ranks sends n (t - 1) / t from each, an all-reduce twice that:
-    as much as any way to do it must (Chan et al., https://doi.org/10.1002/cpe.1206).
+    the lower bound of any algorithm (Chan et al., https://doi.org/10.1002/cpe.1206).
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class CommBytes:
         self._sent.clear()
 
     def by_axis(self) -> dict[str, int]:
-        """axis -> bytes sent over it so far, of every kind."""
+        """axis -> bytes sent over it so far, over all kinds."""
         return {axis: sum(self.by_kind(axis).values()) for axis, _ in self._sent}
 
     def by_kind(self, axis: str) -> dict[str, int]:
@@ -57,13 +57,13 @@ class Mesh:
     layout: Layout
     rank: int  # this process's global rank
     device_type: str  # "cpu" or "cuda"
-    device_mesh: DeviceMesh | None  # torch's mesh with the layout's `mesh_dims`; None in a world of one
+    device_mesh: DeviceMesh | None  # torch's mesh with the layout's `mesh_dims`; None if the world size is 1
     _groups: dict[tuple[int, ...], dist.ProcessGroup]  # by the ranks in them: one group per distinct set
-    expert_mesh: DeviceMesh | None = None  # with the `expert_mesh_dims`, over the same groups; None without such dims
-    comm_bytes: CommBytes = field(default_factory=CommBytes)  # that this rank sends over the mesh
+    expert_mesh: DeviceMesh | None = None  # with the `expert_mesh_dims`, over the same groups; None without those
+    comm_bytes: CommBytes = field(default_factory=CommBytes)  # sent by this rank
     _links: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)  # by source and target
-    _own: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # by axis, of those that share no group
-    _by_axes: dict[tuple[str, ...], dist.ProcessGroup | None] = field(default_factory=dict)  # by axes, as asked for
+    _own: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # by axis, for axes that share no group
+    _by_axes: dict[tuple[str, ...], dist.ProcessGroup | None] = field(default_factory=dict)  # by axes, a cache
     _submeshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)  # by dims
 
     def size(self, *axes: str) -> int:
@@ -77,7 +77,7 @@ class Mesh:
 
         Raises LayoutError: an axis that no layout has, or a combination for which no group was made.
         """
-        if axes not in self._by_axes:  # to find it takes a look at all its ranks
+        if axes not in self._by_axes:  # _find() lists all ranks of the group
             self._by_axes[axes] = self._find(axes)
         return self._by_axes[axes]
 
@@ -93,21 +93,21 @@ class Mesh:
         return self._groups[ranks]
 
     def make_group(self, axis: str) -> None:
-        """Makes the group over an axis that has none by itself, such as `stage`. All ranks of the job call it."""
+        """Creates the group over an axis that has none by default, such as `stage`. All ranks of the job call it."""
         if tuple(self.layout.group(self.rank, axis)) not in self._groups and self.size(axis) > 1:
             partition = self.layout.groups(axis)
             self._groups[tuple(self.layout.group(self.rank, axis))] = _make_group(partition, self.rank, axis)
 
     def link(self, source: int, target: int) -> dist.ProcessGroup | None:
-        """The group over which one rank of a pipeline sends to another, both of the job: one of their own for
-        neighbours, the last and the first included, where the backend asks for it; else that of `pp`."""
+        """The group over which one rank of a pipeline sends to another, both given as global ranks: a group of their
+        own for neighbours (also last to first), where the backend needs it; otherwise that of `pp`."""
         return self._links.get((source, target)) or self.group("pp")
 
     def submesh(self, *axes: str) -> DeviceMesh | None:
-        """torch's mesh over some axes, derived ones too: of its dims larger than 1; None if there is none. Axes of
-        experts come from `expert_mesh`, where there is one.
+        """torch's mesh over some axes, which may be derived, with the dims larger than 1; None if there is none. Axes
+        of experts come from `expert_mesh`, if it exists.
 
-        Raises LayoutError: an axis that no layout has, one that has no dim of its own, or axes of both meshes.
+        Raises LayoutError: an unknown axis, an axis without a dim of its own, or axes of both meshes.
         """
         if self.size(*axes) == 1 or self.device_mesh is None:
             return None
@@ -119,23 +119,23 @@ class Mesh:
         dims = tuple(dim for dim in mesh.mesh_dim_names if self.layout.covers(axes, dim))
         if self.size(*dims) != self.size(*axes):
             raise LayoutError(f"the mesh has the dims {', '.join(mesh.mesh_dim_names)}: none for {axes}")
-        if dims not in self._submeshes:  # torch looks at every rank of the world for each
+        if dims not in self._submeshes:  # torch goes through every rank of the world for each
             self._submeshes[dims] = mesh[dims]
         return self._submeshes[dims]
 
     @property
     def speaks_for_samples(self) -> bool:
-        """Whether it is this one, of the ranks that see the same tokens and have the same loss, that counts them."""
+        """Whether this rank, among the ranks with the same tokens and the same loss, is the one that counts them."""
         return self.index("tp") == 0
 
     @property
     def uses_fsdp(self) -> bool:
-        """Whether ranks share one copy of the parameters."""
+        """Whether parameters are sharded over several ranks."""
         return self.size("fsdp") > 1
 
     @property
     def world(self) -> dist.ProcessGroup | None:
-        """The group of all ranks; None in a world of one."""
+        """The group of all ranks; None if the world size is 1."""
         return self.group(*self.layout.axes)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ class Mesh:
         return tensor
 
     def set_timeout(self, seconds: float) -> None:
-        """From now on a collective of any group that takes longer than this fails: so a cut link is noticed."""
+        """Makes later collectives of every group fail after this time, so that a broken link is noticed."""
         for group in (*self._groups.values(), *self._links.values(), *self._own.values()):
             _set_pg_timeout(timedelta(seconds=seconds), group)
 
@@ -153,8 +153,8 @@ class Mesh:
 def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
     """The mesh of a layout over the running world; every rank calls it, with the same layout.
 
-    Works on gloo, NCCL and torch's fake backend. Without a process group it makes the mesh of a world of one.
-    `device_type` is by default what the backend serves. Raises LayoutError: the layout does not cover the world.
+    Works with gloo, NCCL and torch's fake backend. Without a process group it builds the mesh of a world of size 1.
+    `device_type` defaults to that of the backend. Raises LayoutError: the layout does not cover the world.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if layout.world_size != world_size:
@@ -174,7 +174,7 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
     for dim in dims:
         groups.setdefault(tuple(layout.group(rank, dim)), device_mesh.get_group(dim))
     own_axes = _own_axes(layout, device_type)
-    for axes in _grouped(layout, own_axes):  # in one order on every rank
+    for axes in _grouped(layout, own_axes):  # in the same order on every rank
         ranks = tuple(layout.group(rank, *axes))
         if len(ranks) > 1 and ranks not in groups:
             groups[ranks] = _make_group(layout.groups(*axes), rank, "_".join(axes))
@@ -189,11 +189,11 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
 
 
 def _own_axes(layout: Layout, device_type: str) -> list[str]:
-    """Axes of experts that have a group of their own, also over the ranks of another axis.
+    """Axes of experts that have their own group even if another axis has the same ranks.
 
-    On `ep`, messages to experts would wait behind the collectives of parameters. On `edp_replicate` there is a second
-    reducer of gradients beside that of `dp_replicate`: which of the two starts first depends on the gradients that a
-    rank has, and over one group ranks would add up different buckets.
+    On `ep`, messages to experts would otherwise wait behind the collectives of parameters. On `edp_replicate` a second
+    gradient reducer runs next to that of `dp_replicate`: which of the two starts first depends on the gradients that a
+    rank has, so over a shared group ranks could reduce different buckets together.
     """
     in_turn = ["ep"] if device_type in IN_TURN else []
     reduced = [] if layout.size("fsdp") > 1 else ["edp_replicate"]
@@ -201,14 +201,14 @@ def _own_axes(layout: Layout, device_type: str) -> list[str]:
 
 
 def _grouped(layout: Layout, own_axes: list[str]) -> list[tuple[str, ...]]:
-    """The axes, alone or together, with a group, one for one set of ranks; with experts also all ranks of a sample."""
+    """The axes, alone or combined, that have a group, one per set of ranks; with experts also all ranks of a sample."""
     single = [VIEWS.get(axis, (axis,)) for axis in (*AXES, *VIEWS, *CONTEXT_AXES)]
     experts = [(axis,) for axis in EXPERT_AXES if axis not in own_axes]
     return single if layout.experts == 1 else [*single, ("cp", "tp"), *experts]
 
 
 def _ranks_by_dim(layout: Layout, dims: tuple[str, ...]) -> torch.Tensor:
-    """The ranks as an array with these dims; along each they ascend, as in torch's groups."""
+    """The ranks as an array with these dims, ascending along each dim, as in torch's groups."""
     ranks = torch.zeros([1] * len(dims), dtype=torch.int64)
     for i, dim in enumerate(dims):
         ranks = ranks + torch.tensor(layout.group(0, dim)).view([-1 if j == i else 1 for j in range(len(dims))])
@@ -218,8 +218,8 @@ def _ranks_by_dim(layout: Layout, dims: tuple[str, ...]) -> torch.Tensor:
 def _make_group(partition: list[list[int]], rank: int, description: str) -> dist.ProcessGroup:
     """Creates groups that partition the world, and returns this rank's own.
 
-    All ranks create all groups: that is what keeps the order of creation the same on every rank. NCCL splits the world
-    into all of them at once, where it has connected; one by one each costs the whole world a round.
+    All ranks create all groups, which keeps the order of creation the same on every rank. NCCL, once connected, splits
+    the world into all of them at once; created one by one, each group costs a round over the whole world.
     """
     if _splits(dist.group.WORLD):
         of_each = [sorted(ranks) for ranks in partition]
@@ -232,8 +232,8 @@ def _make_group(partition: list[list[int]], rank: int, description: str) -> dist
 
 
 def _options(name: str) -> Any:
-    """Of a group that is split off the world: its own, and for an urgent one a stream that the GPU runs before others,
-    where the backend has such streams (NCCL). None: the world's."""
+    """Backend options of a group split off the world: for an urgent group a high-priority stream, where the backend has
+    such streams (NCCL). None: the options of the world."""
     world: Any = dist.group.WORLD
     urgent = name in URGENT and _splits(world)
     options: Any = copy.deepcopy(world._get_backend(world.bound_device_id).options) if urgent else None
@@ -244,13 +244,13 @@ def _options(name: str) -> Any:
 
 
 def _splits(world: Any) -> bool:
-    """Whether a group's backend makes groups out of it at once: torch's own condition, also for the axes of a mesh."""
+    """Whether the backend can split a group at once: torch's own condition, also for the dims of a mesh."""
     device = getattr(world, "bound_device_id", None)
     return device is not None and device.type == "cuda" and world._get_backend(device).supports_splitting
 
 
 def rounds(ranks: int) -> list[list[tuple[int, ...]]]:
-    """Every pair of neighbours on a ring, in rounds that have each rank once (some alone): two, or three if odd."""
+    """All pairs of neighbours on a ring, in rounds with each rank once (some alone): two rounds, or three if odd."""
     pairs = [(i, (i + 1) % ranks) for i in range(ranks if ranks > 2 else ranks - 1)]
     last = [pairs.pop()] if ranks % 2 and ranks > 1 else []
     of_round = [chosen for chosen in (pairs[::2], pairs[1::2], last) if chosen]
@@ -260,8 +260,8 @@ def rounds(ranks: int) -> list[list[tuple[int, ...]]]:
 def _make_links(layout: Layout, rank: int) -> dict[tuple[int, int], dist.ProcessGroup]:
     """A group for each neighbour of this rank on `pp` and each direction: 4, or 2 where `pp` is 2.
 
-    All pairs of a round are made in one call, by all ranks: 4 calls (2 where `pp` is 2, 6 where it is odd) in a job of
-    any size. Ranks without a neighbour in a round take part too, because the names of groups go by their number.
+    All ranks create all pairs of a round in one call: 4 calls (2 if `pp` is 2, 6 if it is odd) in a job of any size.
+    Ranks without a neighbour in a round take part too, because torch names groups by a running count.
     """
     links = {}
     for pairs in rounds(layout.size("pp")):

@@ -1,6 +1,6 @@
-"""Rotary positions (RoPE, https://arxiv.org/abs/2104.09864): pairs of features turn by an angle per position.
+"""Rotary positions (RoPE, https://arxiv.org/abs/2104.09864): pairs of features rotate by an angle per position.
 
-A `scaling`, for longer sequences, is a dict as in transformers: `rope_type` and its numbers, {} for none.
+A `scaling`, for longer sequences, is a dict as in transformers: `rope_type` and its parameters, {} for none.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-# rope_type -> the numbers that it needs, and the keys that it may have besides.
+# rope_type -> the numbers that it requires, and its optional keys.
 LENGTH = "original_max_position_embeddings"
 YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -23,15 +23,15 @@ ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 class Rotary:
-    """What a model hands its blocks of `cos_sin`: tensors that a block gets are cast to the type in which it computes,
-    and what this holds is not. No dataclass and no tuple: FSDP would look into those."""
+    """The result of `cos_sin`, as a model passes it to its blocks. FSDP casts the tensors that a block receives to the
+    compute dtype, but not those inside this object: it is neither a dataclass nor a tuple, into which FSDP descends."""
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos, self.sin = cos, sin
 
 
 def rope_type(scaling: dict[str, Any]) -> Any:
-    """The kind of scaling; configs from before transformers 4.43 call the key `type`."""
+    """The kind of scaling. Configs older than transformers 4.43 call the key `type`."""
     return scaling.get("rope_type", scaling.get("type", "default"))
 
 
@@ -46,9 +46,9 @@ def rotary_frequencies(
     """Angle per position of each pair of features: (width/2), float64.
 
     `linear` divides all angles by `factor` (https://arxiv.org/abs/2306.15595), `yarn` (https://arxiv.org/abs/2309.00071,
-    section 3.2) and `llama3` (https://arxiv.org/abs/2407.21783, section 3.2) those of slow pairs. `dynamic`
+    section 3.2) and `llama3` (https://arxiv.org/abs/2407.21783, section 3.2) only those of slow pairs. `dynamic`
     (2309.00071, sections 3.1 and 3.3) raises the base with `length`, the tokens of the whole sequence on all ranks.
-    `width`: features of a head that turn; `max_position_embeddings`: the length that the model was made for.
+    `width`: number of rotated features of a head; `max_position_embeddings`: the context length of the model.
     """
     kind = rope_type(scaling)
     if kind == "dynamic":
@@ -57,12 +57,12 @@ def rotary_frequencies(
     frequencies = theta ** -(torch.arange(0, width, 2, dtype=torch.float64, device=device) / width)
     if kind in ("default", "dynamic"):
         return frequencies
-    keep: Tensor | float = 0.0  # 0: divided by the factor, 1: as it was
+    keep: Tensor | float = 0.0  # 0: divided by the factor, 1: unchanged
     original = scaling.get(LENGTH) or max_position_embeddings
     if kind == "llama3":
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         keep = ((original * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-    if kind == "yarn":  # a blend between the pairs that turn so many times over the original length
+    if kind == "yarn":  # a ramp between the pairs that make `turns` rotations over the original length
         turns = scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
         first, last = (width * math.log(original / (2 * math.pi * n)) / (2 * math.log(theta)) for n in turns)
         if scaling.get("truncate", True):
@@ -74,7 +74,7 @@ def rotary_frequencies(
 
 
 def rotary_magnitude(scaling: dict[str, Any]) -> float:
-    """What cosines and sines are multiplied by: YaRN's `attention_factor` (section 3.4 there), otherwise 1."""
+    """The factor of cosines and sines: YaRN's `attention_factor` (section 3.4 of its paper), otherwise 1."""
     if rope_type(scaling) != "yarn":
         return 1.0
     mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
@@ -84,7 +84,7 @@ def rotary_magnitude(scaling: dict[str, Any]) -> float:
 
 
 def rotary_score_factor(scaling: dict[str, Any]) -> float:
-    """What DeepSeek's attention multiplies the scale of its scores by: YaRN's growth by `mscale_all_dim`, squared."""
+    """The factor of the score scale in DeepSeek's attention: YaRN's magnitude for `mscale_all_dim`, squared."""
     all_dim = scaling.get("mscale_all_dim") if rope_type(scaling) == "yarn" else None
     return (0.1 * all_dim * math.log(scaling["factor"]) + 1) ** 2 if all_dim else 1.0
 
@@ -98,10 +98,10 @@ def cos_sin(
     dtype: torch.dtype,
     length: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """What `rotate` takes for tokens at `positions` (b, s): (b, s, 1, width/2) each, computed in float64.
+    """Cosines and sines for `rotate`, of tokens at `positions` (b, s): (b, s, 1, width/2) each, computed in float64.
 
-    `dtype`: of what is turned. 16 bits would round a turn by up to 2^-9 of it, so what they are told is float32.
-    `length`: tokens of the whole sequence, where this rank has a part of it (`AttentionContext.length`); 0: s.
+    `dtype`: that of the tensors to rotate. For 16 bits the result is float32, because rounding to 16 bits would have a
+    relative error of up to 2^-9. `length`: tokens of the whole sequence, if this rank has a part of it; 0: s.
     """
     length = length or positions.shape[1]
     frequencies = rotary_frequencies(theta, scaling, width, max_position_embeddings, positions.device, length)
@@ -111,10 +111,10 @@ def cos_sin(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns pairs of features of x (b, s, h, e) by their position's angle, in the type of cos and sin if that is wider.
+    """Rotates pairs of features of x (b, s, h, e) by their position's angle, in the dtype of cos and sin if wider.
 
-    cos and sin are (b, s, 1, width/2): the pairs are (0, width/2), (1, width/2 + 1), ...; features behind the first
-    `width` stay as they are (`partial_rotary_factor`).
+    cos and sin are (b, s, 1, width/2): the pairs are (0, width/2), (1, width/2 + 1), ...; features after the first
+    `width` stay unchanged (`partial_rotary_factor`).
     """
     width = 2 * cos.shape[-1]
     if width < x.shape[-1]:
@@ -124,16 +124,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The same for pairs of neighbours (DeepSeek's `rope_interleave`); x is as wide as both halves of a pair.
+    """`rotate` for pairs of adjacent features (DeepSeek's `rope_interleave`); x has exactly `width` features.
 
-    The result has first the first features of all pairs, as in transformers: scores do not depend on the order.
+    In the result the first features of all pairs come first, as in transformers: scores do not depend on the order.
     """
     return rotate(rearrange(x, "... (pair two) -> ... (two pair)", two=2), cos, sin)
 
 
 def scaling_problems(theta: float, scaling: dict[str, Any], width: int, key: str) -> Iterator[str]:
-    """What is wrong with the scaling that stands at `key` of a config. Only the first problem counts: later checks rely
-    on earlier ones. `theta`: the base that holds; `width`: features of a head that turn."""
+    """Problems of the scaling at `key` of a config. Only the first one is meaningful: later checks rely on earlier
+    ones. `theta`: the base in effect; `width`: number of rotated features of a head."""
     kind = rope_type(scaling)
     if not is_positive(scaling.get("rope_theta", 1)):
         yield f"rope_theta is {scaling['rope_theta']!r}: expected a number above 0"
@@ -165,5 +165,5 @@ def scaling_problems(theta: float, scaling: dict[str, Any], width: int, key: str
 
 
 def is_positive(value: Any) -> bool:
-    """A number above 0 that is not infinite; `true` is none."""
+    """Whether the value is a finite number above 0; `true` is not."""
     return type(value) in (int, float) and 0 < value < math.inf

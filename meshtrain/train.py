@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node=4 -m meshtrain.train configs/quickstart.yaml train.steps=50
 
-Every rank runs this same page. Nothing on it depends on the layout: what differs between one process and a thousand
-is behind `build_mesh`, `build_model` and the groups that they made.
+Every rank runs this same code. Nothing in it depends on the layout: the differences between one process and a thousand
+are behind `build_mesh`, `build_model` and the process groups that they create.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from meshtrain.job.signals import Signals, StopKind, StopRequest, end_with_launc
 
 if __name__ == "__main__":
     end_with_launcher(os.environ)
-    signals = Signals.install(importing=True)  # torch takes seconds, and a signal that nobody hears ends the process
+    signals = Signals.install(importing=True)  # importing torch takes seconds, and an unhandled signal ends the process
 
-from torch import nn  # only now
+from torch import nn  # only after the signal handlers are installed
 
 from meshtrain.checkpoint.directory import owner_changed
 from meshtrain.checkpoint.local import LocalDisk
@@ -66,11 +66,11 @@ from meshtrain.run.status import EXIT_RESTART, RunStatus
 from meshtrain.run.step_logger import StepLogger
 from meshtrain.trainer import Trainer
 
-AGENTS_S = 10.0  # within which torchrun's agents, each on its node, all send the signal that one of them has sent
+AGENTS_S = 10.0  # time within which torchrun's agents on all nodes forward a signal, after the first of them did
 
 
 def main(arguments: Sequence[str] | None = None, signals: Signals | None = None) -> int:
-    """Trains what the command line names; returns the exit status, or raises SystemExit with it."""
+    """Trains as the command line says; returns the exit status, or raises SystemExit with it."""
     signals = signals or Signals.install()
     signals.modules_imported()
     try:
@@ -79,27 +79,27 @@ def main(arguments: Sequence[str] | None = None, signals: Signals | None = None)
         print(error, file=sys.stderr)
         return 2
     if job.rank != 0:
-        warnings.simplefilter("ignore")  # libraries warn every rank of the same, and rank 0 says it
+        warnings.simplefilter("ignore")  # libraries warn on every rank; rank 0 prints the warning
     with watched(job) as watchdog, job_exit(job):
         with job.collective_check("reading the config"):
             config = read_config(arguments, job.world_size, job.device.type, again=job.again)
         require_equal(job, *run_fingerprints(config, os.environ))
         status = run(config, job, signals, watchdog)
-    # torchrun takes every other status for a fault, ends the ranks that are still there, and may start them again.
+    # torchrun treats any other status as a failure, ends the remaining ranks, and may restart them.
     return 0 if job.environment.launcher == "torchrun" and status != EXIT_RESTART else status
 
 
 def run(config: Config, job: Job, signals: Signals | None = None, watchdog: Watchdog | None = None) -> int:
-    """One run of one config in a job that has joined; several may follow. `signals`, `watchdog`: None for neither.
+    """One run of one config in a job that has joined; more runs may follow. `signals`, `watchdog`: None for none.
 
-    Returns 0: the run is done; 75: it was asked to stop, and can be gone on with; 1: other nodes were asked alone.
-    Raises InputError: something that the user gave is wrong. TrainingError: the run could not go on.
+    Returns 0: the run is done; 75: it was asked to stop, and can be resumed; 1: only other nodes were asked to stop.
+    Raises InputError: the user's input is wrong. TrainingError: the run could not continue.
     """
     watchdog = watchdog or Watchdog(job)
     watchdog.deadlines.start_s, watchdog.deadlines.given_s = config.train.start_timeout_s, config.train.step_timeout_s
     watchdog.deadlines.save_limit_s = config.checkpoint.timeout_s
     names, counts = job.hosts()
-    assert config.resolved is not None  # it was loaded for this number of processes
+    assert config.resolved is not None  # the config was loaded for this number of processes
     job.layout = config.resolved.on_hosts(counts, names)
     choice = compile_choice(config, job.layout, job.device)
     remedy = "mend it there, or use parallel.compile=false"
@@ -135,7 +135,7 @@ def train(
     spec: RunSpec, job: Job, data: OpenData, status: RunStatus, checkpoint: Resume, stop: StopRequest,
     watchdog: Watchdog,
 ) -> None:  # fmt: skip
-    """The loop on one page."""
+    """The training loop on one page."""
     assert job.layout is not None  # run() placed this process
     config, folder = spec.config, spec.folder
     mesh, forecast = build_mesh(job.layout, job.device.type), MemoryForecast(folder, job.device, config, job.rank)
@@ -171,17 +171,17 @@ def train(
                     microbatches = next(batches)
                 with record_timeline(config, model, step, job=job, layout=mesh.layout, folder=folder, say=metrics.say):
                     trainer.forward_backward(step, microbatches)
-                logger.flush()  # of the step before: if it was not finite the run may end here, before this update
+                logger.flush()  # the previous step: if it was not finite the run may end here, before this update
                 if logger.stop_asked:
                     stop.mark_agreed()
-                    break  # on all ranks; what was accumulated is let go
+                    break  # on all ranks; the accumulated gradients are discarded
                 stop_asked = checkpointer.stop_reason() or stop.reason(monitor.slowest_s, checkpointer.seconds)
                 logger.defer(trainer.optimizer_step(step, stop_asked=bool(stop_asked)))
             if eval_set is not None and logger.evaluates_after(step):
                 logger.flush()
                 with monitor.phase("evaluation"), weights_used(config, optimizer, model):
                     result = evaluate(model, watchdog.iterate(eval_set, "evaluation"), mesh, job.device, trainer.dtype)
-                    watchdog.deadlines.warm_phases.add("evaluation")  # only now: what was read last may have compiled
+                    watchdog.deadlines.warm_phases.add("evaluation")  # only now: the last batch may have compiled
                     logger.evaluation(step, result, eval_set.samples)
             if checkpointer.due(step):
                 logger.flush()
@@ -197,7 +197,7 @@ def finish(
     spec: RunSpec, job: Job, data: OpenData, model: nn.Module, optimizer: Optimizer, status: RunStatus,
     checkpointer: Checkpointer, monitor: PhaseMonitor, stop: StopRequest,
 ) -> None:  # fmt: skip
-    """After the last step of this job: what the run leaves, or, if it was asked to stop, how it goes on."""
+    """After the last step of this job: writes the results of the run, or, if it was asked to stop, how to resume."""
     config = spec.config
     monitor.end()
     if status.step < spec.steps:
@@ -215,12 +215,12 @@ def finish(
 
 
 def weights_used(config: Config, optimizer: Optimizer, model: nn.Module) -> AbstractContextManager[None]:
-    """Around all that is done with the weights but training: they are their averages there, if that is asked."""
+    """Encloses every use of the weights other than training: inside, they are the EMA weights if `train.use_ema`."""
     return optimizer.averaged(model) if config.train.use_ema else nullcontext()
 
 
 def exit_or_restart(job: Job, status: RunStatus, stop: StopRequest) -> None:
-    """After SIGTERM: whether this node was meant too, or only another one, without which the job goes on."""
+    """After SIGTERM: decides whether it was for this node too, or only for another, without which the job continues."""
     if job.environment.launcher == "torchrun" and StopKind.SIGTERM in status.stop_kinds:
         has_signal = stop.wait_for_signal(AGENTS_S)
         if not has_signal and job.environment.restarts_left > 0:
@@ -229,7 +229,7 @@ def exit_or_restart(job: Job, status: RunStatus, stop: StopRequest) -> None:
 
 
 def read_config(arguments: Sequence[str] | None, world_size: int, device: str, *, again: bool = False) -> Config:
-    """The config that the command line names, with its overrides; `again` as in Config.load. Raises InputError."""
+    """The config named on the command line, with its overrides; `again` as in Config.load. Raises InputError."""
     options = train_parser().parse_args(arguments)
     known: dict[str, Any] = {"world_size": world_size, "device": device, "again": again}
     config = Config.load(options.config, options.overrides, for_training=True, **known)
@@ -251,7 +251,7 @@ def train_parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints all ranks hear of before any of them leaves."""
+    """A parser whose errors reach all ranks before any of them exits."""
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message}\n{self.format_usage().strip()}")

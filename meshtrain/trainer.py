@@ -1,7 +1,7 @@
 """One training step: `forward_backward` of the microbatches, then `optimizer_step`, with one all-reduce over the mesh.
 
-Nothing in it waits for the device, which decides whether it was finite; the host reads the outcome a step later. Only
-with `parallel.expert_rows` it has to know at the end of a step whether all rows found room, or the step runs again.
+Nothing in it waits for the device. The device decides whether the step was finite; the host reads the outcome a step
+later. Only with `parallel.expert_rows` the host waits at the end of a step, and repeats it if not all rows had room.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,30 +36,30 @@ from meshtrain.pipeline.engine import Pipeline, ends_of, shapes_of
 if TYPE_CHECKING:
     from meshtrain.config import Config
 
-SOURCE = "source_loss/"  # how the fields begin that are the mean loss of one source
+SOURCE = "source_loss/"  # prefix of the fields with the mean loss of one source
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step came to, over the whole global batch."""
+    """The results of a step, over the whole global batch."""
 
     step: int
     loss: float  # mean over all valid targets
     grad_norm: float  # global norm of the gradient of that loss (and of attached terms), before clipping
     num_valid_tokens: int
-    correct: int | None  # predictions that were right; None but for classifiers
+    correct: int | None  # number of correct predictions; None except for classifiers
     lr: float
-    finite: bool  # whether loss and norm were numbers; if not, there was no update
-    overflow: bool  # in float16, whether a too large loss scale was the reason
-    bad_samples: list[int]  # of this rank's samples, numbered within its share, those whose loss was not finite
+    finite: bool  # whether loss and norm were finite; if not, there was no update
+    overflow: bool  # in float16, whether too large a loss scale was the reason
+    bad_samples: list[int]  # this rank's samples with a loss that was not finite, as indices within its share
     sent: dict[str, int]  # axis -> bytes that this rank sent over it for the step
-    stop_asked: bool = False  # of some rank, when it took this step
-    terms: dict[str, float] = field(default_factory=dict)  # what modules have attached and recorded, by field
+    stop_asked: bool = False  # whether any rank had been asked to stop when it took this step
+    terms: dict[str, float] = field(default_factory=dict)  # terms and statistics of modules, by field
 
 
 class Trainer:
-    """Takes a parallelized model through steps: `forward_backward`, then `optimizer_step`, then, later, its result. For
-    a pipeline it is the source of the step's microbatches (`pipeline.engine.MicrobatchSource`)."""
+    """Trains a parallelized model step by step: `forward_backward`, then `optimizer_step`, whose result is read later.
+    For a pipeline it is the source of the step's microbatches (`pipeline.engine.MicrobatchSource`)."""
 
     def __init__(
         self,
@@ -74,33 +74,33 @@ class Trainer:
         mixture: Mixture | None = None,
     ) -> None:
         """`task`: "language", or "classification", whose correct predictions are counted. `timer` measures the step.
-        `mixture`: of several sources, each of which gets a mean of its own."""
+        `mixture`: the mixture of several data sources, for each of which a mean loss is reported."""
         self.model, self.optimizer, self.mesh, self.device, self.timer = model, optimizer, mesh, device, timer
         self.clip_norm = config.optimizer.clip_norm
         self.seed = config.train.seed
         self.sizes, self.mixture = BatchSizes.of(config.batch.global_size), mixture
-        self.share = range(0)  # of this rank among the samples of the step
+        self.share = range(0)  # this rank's samples, as positions in the global batch
         self.dtype = compute_dtype(config.train.precision)
         self.counts_correct = task == "classification"
         self.scale = LossScale(device) if config.train.precision == "float16" else None
         plan = getattr(model_file(config.model.name), "tp_plan", None)
         sequence = has_sequence_parts(config.parallel.sequence_parallel, plan)
-        self._same_tokens = mesh.size("tp") > 1 and not sequence  # between the layers, on all ranks of tp
+        self._same_tokens = mesh.size("tp") > 1 and not sequence  # between layers, on all tp ranks
         self._real_tokens: dict[int, Tensor] = {}  # by the length of a sequence; see `_tokens`
-        # Of attached terms and statistics, and how many numbers each has: known after the first step.
+        # field of attached terms and statistics -> number of elements: known after the first step
         self._fields: dict[str, int] | None = None
         self._expert_rows = config.parallel.expert_rows if mesh.size(AXIS) > 1 else None
-        self._limit: RowLimit | None = None  # under which the gradients were computed
-        self._run_again: Callable[[], None] = lambda: None  # from the same state, without a limit
+        self._limit: RowLimit | None = None  # the limit under which the gradients were computed
+        self._run_again: Callable[[], None] = lambda: None  # repeats the step from the same state, without a limit
         self._step, self._batches = 0, list[Batch]()
         self._on_device: tuple[int, Batch] | None = None  # the microbatch that was used last
-        self._request: LossRequest | None = None  # of the microbatch's forward; None: the model gives logits
-        self._losses: dict[int, Tensor] = {}  # microbatch -> of each of its samples
+        self._request: LossRequest | None = None  # of the microbatch's forward; None: the model returns logits
+        self._losses: dict[int, Tensor] = {}  # microbatch -> loss of each of its samples
         self._correct: list[Tensor] = []
 
     def forward_backward(self, step: int, microbatches: list[Batch]) -> None:
-        """Forward and backward of this rank's microbatches, which are of equal size; `step` is counted from 1."""
-        self.mesh.comm_bytes.restart()  # what an evaluation sent is no step's
+        """Forward and backward of this rank's microbatches, which have equal sizes; `step` is counted from 1."""
+        self.mesh.comm_bytes.restart()  # bytes sent by an evaluation belong to no step
         self._limit = None
         if self._expert_rows is not None:
             self._limit = RowLimit(self._expert_rows, self.device)
@@ -125,7 +125,7 @@ class Trainer:
         valid = ((b.targets != IGNORE).reshape(len(b.targets), -1).sum(1).tolist() for b in microbatches)
         self._valid = [count for counts in valid for count in counts]  # targets of each sample of this rank
         self._losses, self._correct = {}, []
-        # FSDP takes gradients in 16 bits, to which the sum would be rounded in the place of its addends.
+        # FSDP takes 16-bit gradients, to which the sum would be rounded instead of its addends.
         self._weight_grad = None if self.mesh.uses_fsdp and self.dtype.itemsize < 4 else WeightGradSum()
         self._count = GlobalCount(sum(self._valid), self.mesh, self.device)
         self._terms = StepTerms(self._count, None if self.scale is None else self.scale.value)
@@ -154,8 +154,8 @@ class Trainer:
             yield
 
     def loss(self, microbatch: int, output: Tensor) -> Tensor:
-        """A microbatch's share of the loss of the step, scaled for float16; keeps the loss of each sample. `output`:
-        logits, or that share itself, where the model's head has computed it."""
+        """A microbatch's share of the step's loss, scaled for float16; records the loss of each sample. `output`:
+        logits, or that share itself, if the model's head has computed it."""
         losses = None if self._request is None else self._request.losses_of(output)
         if losses is not None:
             self._losses[microbatch] = losses
@@ -171,7 +171,7 @@ class Trainer:
         return loss if self.scale is None else loss * self.scale.value
 
     def _factor(self) -> Tensor:
-        """What a head multiplies the sum of a microbatch's losses by."""
+        """The factor by which a head multiplies the sum of a microbatch's losses."""
         with self.timer.phase("communication"):
             return self._terms.factor()
 
@@ -182,7 +182,7 @@ class Trainer:
 
     @contextmanager
     def _microbatch(self, model: nn.Module, microbatch: int) -> Iterator[None]:
-        """Around a forward and around a backward, which may compute it again: what modules know of their samples."""
+        """Encloses a forward or a backward, which may recompute it: sets what modules know about their samples."""
         size = len(self._batches[microbatch].targets)
         first = self.share.start + microbatch * size
         set_dropout(model, seed=self.seed, step=self._step, samples=range(first, first + size))
@@ -194,7 +194,7 @@ class Trainer:
             yield
 
     def _tokens(self, batch: Batch) -> Tensor | None:
-        """With `cp`: (s,) bool on the device, which positions of this rank between the layers are no padding."""
+        """With `cp`: (s,) bool on the device, which of this rank's positions between layers are not padding."""
         context = batch.tensors.get("documents")
         if not isinstance(context, ShardedContext) or context.part is None:
             return None
@@ -205,7 +205,7 @@ class Trainer:
         return self._real_tokens[context.length]
 
     def optimizer_step(self, step: int, stop_asked: bool = False) -> Callable[[], StepResult]:
-        """The update of step `step` with the accumulated gradients, unless something was not finite. `stop_asked`: this
+        """Updates the weights with the accumulated gradients, unless the loss or norm is not finite. `stop_asked`: this
         rank was asked to stop. Returns a function that waits for the step's result."""
         losses, sums = self._reduce(stop_asked)
         overflow = sums[4]
@@ -232,7 +232,7 @@ class Trainer:
         return lambda: self._result(step, read(), losses, lr, sent)
 
     def _reduce(self, stop_asked: bool) -> tuple[Tensor, Tensor]:
-        """The losses of this rank's samples, and the sums of `_sums` over all ranks."""
+        """The losses of this rank's samples, and `_sums` summed over all ranks."""
         with self.timer.phase("optimizer"):
             in_order = [self._losses[i] for i in sorted(self._losses)]  # none on a rank without the last stage
             losses = torch.cat(in_order).double() if in_order else self._zeros(0)
@@ -245,8 +245,8 @@ class Trainer:
         return torch.zeros(shape, dtype=torch.float64, device=self.device)
 
     def _sums(self, losses: Tensor, stop_asked: bool) -> Tensor:
-        """This rank's: loss, squared norm of the gradient, correct predictions, stop requests, rows for experts without
-        room; then those of each field of `StepTerms`."""
+        """This rank's loss, squared gradient norm, number of correct predictions, of stop requests and of expert rows
+        without room; then the sums of each field of `StepTerms`."""
         if self._fields is None:
             self._fields = agree_on_fields(self._terms, self.mesh, same_tokens=self._same_tokens)
             self._fields |= {f"{SOURCE}{name}": 2 for name in self.mixture.names} if self.mixture is not None else {}
@@ -257,7 +257,7 @@ class Trainer:
         correct = torch.stack(self._correct).sum().double() if self._correct else self._zeros()
         counts_samples = self.mesh.speaks_for_samples
         loss, correct = (x if counts_samples else self._zeros() for x in (losses.sum(), correct))
-        # Filled on the device: a copy of a host's number would wait until the device has done all work before it.
+        # Filled on the device: copying a number from the host would wait for all work queued on the device.
         stop = torch.full_like(loss, float(stop_asked))
         overflow = self._zeros() if self._limit is None else self._limit.overflow
         main = torch.stack([loss, self.optimizer.squared_norm(), correct, stop, overflow])
@@ -267,7 +267,7 @@ class Trainer:
         return torch.cat([main, terms])
 
     def _source_sums(self, mixture: Mixture, losses: Tensor) -> dict[str, Tensor]:
-        """Of each source, the sum of this rank's losses and the number of its valid targets. Padding has neither."""
+        """For each source, the sum of this rank's losses and its number of valid targets. Padding counts in neither."""
         first = self.sizes.before(self._step - 1)
         own = range(first + self.share.start, first + self.share.stop)
         sources = torch.tensor(mixture.sources(own), dtype=torch.int64)
@@ -275,7 +275,7 @@ class Trainer:
         rows[sources, torch.arange(len(sources))] = 1
         counts = torch.tensor(self._valid[: len(sources)], dtype=torch.float64)
         rows[:, -1] = rows[:, : len(sources)] @ counts
-        # From pinned memory the copy waits for nothing.
+        # From pinned memory the copy does not block.
         rows = (rows.pin_memory() if losses.is_cuda else rows).to(self.device, non_blocking=True)
         sums = torch.where(rows[:, :-1] > 0, losses, 0).sum(1)
         pairs = torch.stack([sums, rows[:, -1]], 1)
@@ -289,7 +289,7 @@ class Trainer:
         loss, norm, correct, targets, scale, stop, without_room, *sums = numbers
         finite = torch.tensor([loss, norm]).isfinite().tolist()
         bad = [] if all(finite) else (~losses.isfinite()).nonzero().flatten().tolist()
-        # Where the scale is down to 1 it is not the scale that is too large.
+        # At a scale of 1 the scale cannot be too large.
         overflow = scale > 1 and finite == [True, False]
         hits = int(correct) if self.counts_correct else None
         terms, loads = {}, []
@@ -308,7 +308,7 @@ class Trainer:
 
 
 def read_later(numbers: Tensor) -> Callable[[], list[float]]:
-    """Copies numbers from the device to the host without waiting; what it returns waits for them."""
+    """Copies numbers from the device to the host without waiting; the returned function waits for them."""
     if not numbers.is_cuda:
         return numbers.tolist
     copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -325,22 +325,22 @@ def read_later(numbers: Tensor) -> Callable[[], list[float]]:
 
 
 class LossScale:
-    """The factor that lifts float16 gradients above the smallest number of that type (Micikevicius et al.,
-    https://arxiv.org/abs/1710.03740). It halves on all ranks, and the step is skipped, where the global norm is not
-    finite; after `GROWTH` good steps in a row it doubles."""
+    """The loss scale, which lifts float16 gradients above the smallest number of that type (Micikevicius et al.,
+    https://arxiv.org/abs/1710.03740). If the global norm is not finite, it halves on all ranks and the step is skipped;
+    after `GROWTH` finite steps in a row it doubles."""
 
     FIRST = 2.0**16
     GROWTH = 2000
 
     def __init__(self, device: torch.device) -> None:
         self.value = torch.tensor(self.FIRST, device=device)
-        self.good = torch.tensor(0, device=device)  # steps in a row
+        self.good = torch.tensor(0, device=device)  # finite steps in a row
 
     def update(self, overflow: Tensor) -> None:
-        """Takes the outcome of a step: a boolean scalar on the device. `value` and `good` stay on their memory."""
+        """`overflow`: the outcome of a step, a boolean scalar on the device. Updates `value` and `good` in place."""
         good = torch.where(overflow, 0, self.good + 1)
         grows = good == self.GROWTH
-        # Below 1 it would lift nothing, and from 0 it would never come back.
+        # Below 1 it would not lift gradients, and from 0 it could never grow again.
         lower, higher = (self.value / 2).clamp(min=1), torch.where(grows, self.value * 2, self.value)
         self.value.copy_(torch.where(overflow, lower, higher))
         self.good.copy_(torch.where(grows, 0, good))

@@ -1,7 +1,7 @@
 """A small image classifier, as single-device PyTorch: convolutions, group norm, average pooling, a linear head.
 
-Group norm and not batch norm: a sample's output must not depend on which others share its microbatch, or the layout
-would be part of the experiment. SiLU and not ReLU: a smooth net does not amplify rounding, so layouts can be compared.
+Group norm, not batch norm: a sample's output must not depend on the other samples of its microbatch, or the layout
+would be part of the experiment. SiLU, not ReLU: a smooth network does not amplify rounding, so layouts can be compared.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 class Config:
     image_size: int = 28  # height and width of the images in pixels
     in_channels: int = 1  # 1 for grey, 3 for colour
-    channels: tuple[int, ...] = (32, 64)  # width of each stage; after each but the last the image is halved
-    num_classes: int = 10  # classes that the model tells apart
+    channels: tuple[int, ...] = (32, 64)  # width of each stage; after each except the last the image is halved
+    num_classes: int = 10  # number of classes
 
 
 class Stage(nn.Module):
@@ -59,7 +59,7 @@ class Model(nn.Module):
         self.head = Head(widths[-1], config.num_classes)
 
     def blocks(self) -> list[nn.Module]:
-        """The modules in the order in which they run; any run of them can be a stage."""
+        """The modules in execution order; any contiguous run of them can be a pipeline stage."""
         return [*self.stages, self.head]
 
     def forward(self, images: Tensor) -> Tensor:
@@ -71,12 +71,12 @@ class Model(nn.Module):
 
 
 def groups(channels: int) -> int:
-    """The most groups, up to 8, that divide the channels."""
+    """The largest number of groups, up to 8, that divides the channels."""
     return max(n for n in range(1, 9) if channels % n == 0)
 
 
 def check(config: Config) -> list[tuple[str, str]]:
-    """Combinations of keys that make no model: (key, what is wrong and what would work)."""
+    """Invalid combinations of keys: (key, what is wrong and what would work)."""
     if not config.channels or min(config.channels) < 1:
         return [("channels", "at least one stage is needed, each at least 1 wide, for instance [32, 64]")]
     for key in ("image_size", "in_channels", "num_classes"):
@@ -90,7 +90,7 @@ def check(config: Config) -> list[tuple[str, str]]:
     return []
 
 
-# First values, by the first pattern that matches: "kaiming" is normal with variance 2 / (inputs of one output).
+# Initial values, by the first matching pattern: "kaiming" is normal with variance 2 / (inputs of one output).
 init_plan = {"*norm?.weight": "ones", "*.bias": "zeros", "*": "kaiming"}
 
 # Nothing is split over `tp`.

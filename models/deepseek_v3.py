@@ -1,8 +1,8 @@
-"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437), as single-device PyTorch: latent attention, and experts that are
-chosen by sigmoid scores and a correction bias, beside experts that compute every token.
+"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437), as single-device PyTorch: latent attention, and experts
+chosen by sigmoid scores and a correction bias, next to shared experts that compute every token.
 
-The parameters bear the names that transformers has for them in memory; `stored_as` says what files have. Nothing here
-knows of a mesh; the tables at the end say how the weights start and how they split.
+Parameters have the names that transformers uses in memory; `stored_as` has their names in files. Nothing here depends
+on a mesh; the tables at the end say how weights are initialized and split.
 """
 
 from dataclasses import dataclass
@@ -19,62 +19,62 @@ from meshtrain.experts import Balance, Experts, Router
 from meshtrain.huggingface import keys
 from meshtrain.rotary import Rotary, cos_sin, rotary_score_factor, rotate, rotate_interleaved
 
-LATENT_EPS = 1e-6  # of the norms of latents, whatever `rms_norm_eps` is
+LATENT_EPS = 1e-6  # epsilon of the norms of latents, independent of `rms_norm_eps`
 
 
 @dataclass(frozen=True)
 class Config(keys.DecoderConfig):
-    """Hugging Face's keys of a DeepSeek-V3, and their meaning there; `hidden_dropout` and the last four are ours."""
+    """Hugging Face's keys of DeepSeek-V3, with the same meaning; `hidden_dropout` and the last four are meshtrain's."""
 
     hidden_size: int = 256  # width of the model
-    intermediate_size: int = 768  # width between the two halves of the feed-forward part of a layer without experts
-    num_hidden_layers: int = 4  # layers
-    num_attention_heads: int = 8  # heads of a layer
-    num_key_value_heads: int | None = None  # the same number, or null
-    q_lora_rank: int | None = 96  # width of the latent of queries; null: there is none
+    intermediate_size: int = 768  # inner width of the feed-forward part of a layer without experts
+    num_hidden_layers: int = 4  # number of layers
+    num_attention_heads: int = 8  # attention heads per layer
+    num_key_value_heads: int | None = None  # must be num_attention_heads, or null
+    q_lora_rank: int | None = 96  # width of the latent of queries; null: none
     kv_lora_rank: int = 64  # width of the latent of keys and values
-    qk_nope_head_dim: int = 32  # width of the part of a head's query and key that does not know positions
-    qk_rope_head_dim: int = 16  # width of the part that turns with the position; all heads have one such key
+    qk_nope_head_dim: int = 32  # width of the part of a head's query and key without rotary positions
+    qk_rope_head_dim: int = 16  # width of the part with rotary positions; all heads share this key
     v_head_dim: int = 32  # width of a head's values
-    vocab_size: int = 256  # token ids that the model knows, from 0
-    max_position_embeddings: int = 2048  # the longest sequence that the model is meant for
+    vocab_size: int = 256  # number of token ids
+    max_position_embeddings: int = 2048  # the longest sequence that the model is designed for
     rope_theta: float = 10000.0  # base of the rotary angles
     rope_scaling: dict[str, Any] | None = None  # angles for longer sequences: {rope_type: yarn, factor: 4.0, ...}
-    rope_parameters: dict[str, Any] | None = None  # rope_theta and rope_scaling in one, as transformers 5 writes them
-    rope_interleave: bool = True  # whether neighbours are the pairs of features that turn, or the halves of a head
+    rope_parameters: dict[str, Any] | None = None  # rope_theta and rope_scaling in one, as in transformers 5
+    rope_interleave: bool = True  # whether adjacent features form the rotated pairs, or the two halves of a head
     rms_norm_eps: float = 1e-6  # added to the mean square in a norm
-    tie_word_embeddings: bool = False  # one matrix for the embedding and the head
-    initializer_range: float = 0.02  # standard deviation of the first weights
-    hidden_dropout: float = 0.0  # share of features dropped behind the embedding, attention and feed-forward part
-    first_k_dense_replace: int = 1  # the first layers have no experts: so many
-    n_routed_experts: int = 8  # experts of a layer of which each token has some
-    n_shared_experts: int = 1  # experts that compute every token, as one of so many times the width
-    moe_intermediate_size: int = 256  # width between the two halves of an expert
-    num_experts_per_tok: int = 2  # experts that compute each token, besides the shared ones
-    n_group: int = 1  # groups of experts, ...
-    topk_group: int = 1  # ... and from how many of them the experts of a token are
+    tie_word_embeddings: bool = False  # whether the embedding and the head share one matrix
+    initializer_range: float = 0.02  # standard deviation of the initial weights
+    hidden_dropout: float = 0.0  # dropout probability after the embedding, attention and feed-forward part
+    first_k_dense_replace: int = 1  # number of first layers without experts
+    n_routed_experts: int = 8  # routed experts per layer
+    n_shared_experts: int = 1  # shared experts, which compute every token, built as one of n times the width
+    moe_intermediate_size: int = 256  # inner width of an expert
+    num_experts_per_tok: int = 2  # routed experts per token
+    n_group: int = 1  # number of groups of experts, ...
+    topk_group: int = 1  # ... and of groups from which a token's experts are chosen
     norm_topk_prob: bool = True  # whether the scores of a token's experts are divided by their sum
-    routed_scaling_factor: float = 1.0  # what the sum of a token's experts is multiplied by
-    router_aux_loss_coef: float = 0.0001  # coefficient of the term of the loss that keeps the experts' loads even
-    router_balance: Literal["batch", "sequence", "none"] = "sequence"  # whose loads: of the last global batch, a sample
-    router_z_loss_coef: float = 0.0  # coefficient of the term that keeps the router's logits small
-    router_bias_speed: float = 0.001  # by how much a step changes the correction bias of an expert
+    routed_scaling_factor: float = 1.0  # factor of the sum of a token's experts
+    router_aux_loss_coef: float = 0.0001  # coefficient of the load-balancing loss of the router
+    router_balance: Literal["batch", "sequence", "none"] = "sequence"  # loads over the last global batch, or a sample
+    router_z_loss_coef: float = 0.0  # coefficient of the z-loss, which keeps the router's logits small
+    router_bias_speed: float = 0.001  # change of an expert's correction bias per step
 
     @property
     def head_width(self) -> int:
-        """What Hugging Face's config.json calls `head_dim`: of queries and keys, what turns with the position."""
+        """`head_dim` in Hugging Face's config.json: the width of queries and keys with rotary positions."""
         return self.qk_rope_head_dim
 
 
 class Attention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1): the keys and values of
-    all heads are made of one narrow latent, and the part of the key that knows the position is the same for all."""
+    all heads are projected from one narrow latent, and the rotary part of the key is shared by all heads."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         d, h, rope = config.hidden_size, config.num_attention_heads, config.qk_rope_head_dim
         self.num_heads = h
-        self.latent_widths = [config.kv_lora_rank, rope]  # of what each of three projections gives, in turn
+        self.latent_widths = [config.kv_lora_rank, rope]  # output widths of three projections, in turn
         self.query_widths = [config.qk_nope_head_dim, rope]
         self.kv_widths = [config.qk_nope_head_dim, config.v_head_dim]
         self.rotate = rotate_interleaved if config.rope_interleave else rotate
@@ -166,7 +166,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """What Hugging Face calls `model`: everything but the head."""
+    """Everything except the head: `model` in Hugging Face."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -186,13 +186,13 @@ class Model(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def blocks(self) -> list[nn.Module]:
-        """The modules in the order in which they run; any run of them can be a stage."""
+        """The modules in execution order; any contiguous run of them can be a pipeline stage."""
         return [self.model.embed_tokens, *self.model.layers, self.model.norm, self.lm_head]
 
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, documents: AttentionContext | Tensor | None = None
     ) -> Tensor:
-        """Tokens (b, s) to logits (b, s, v); `positions` and `documents` as those of models/llama.py."""
+        """Tokens (b, s) to logits (b, s, v); `positions` and `documents` as in models/llama.py."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         x = self.model.dropout(self.model.embed_tokens(tokens))
@@ -210,7 +210,7 @@ del _COUNTS["head_dim"]
 
 
 def check(config: Config) -> keys.Problems:
-    """Combinations of keys that make no model: (key, what is wrong and what would work)."""
+    """Invalid combinations of keys: (key, what is wrong and what would work)."""
     if problems := keys.count_problems(config, _COUNTS):
         return problems
     problems = keys.dropout_problems(config) + keys.rope_problems(config)
@@ -223,7 +223,7 @@ def check(config: Config) -> keys.Problems:
     return problems + keys.router_problems(config, "n_routed_experts")
 
 
-# A config.json of Hugging Face's has this `model_type`; a key that it leaves out has the value of transformers.
+# A Hugging Face config.json has this `model_type`; a missing key has the default of transformers.
 model_type = "deepseek_v3"
 _LEFT_OUT: dict[str, Any] = {
     "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128,
@@ -247,32 +247,32 @@ presets: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-# Keys of a config.json that change nothing here: of layers that predict further tokens, and of experts' balance.
+# Keys of a config.json that have no effect here: of multi-token prediction layers, and of load balancing.
 passed_over = keys.passed_over | {
     "output_router_logits", "num_nextn_predict_layers", "num_mtp_layers", "head_dim", "qk_head_dim", "ep_size",
     "aux_loss_alpha", "seq_aux",
 }  # fmt: skip
 
-# Keys with the one value that is built: another value would be another model.
+# Keys with the only supported value: another value would be another model.
 _ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 only = keys.only | _ROUTING | {"pretraining_tp": 1}
 
 
 def from_hugging_face(written: dict[str, Any]) -> dict[str, Any]:
-    """Our keys for those of a config.json."""
+    """The keys of `Config` for those of a config.json."""
     return keys.read_config_json(written, _LEFT_OUT)
 
 
 def to_hugging_face(config: Config) -> dict[str, Any]:
-    """A config.json that describes a model."""
+    """The config.json that describes a model."""
     return keys.write_config_json(config, "DeepseekV3ForCausalLM", model_type, only) | {"num_nextn_predict_layers": 0}
 
 
-# First values, by the first pattern that matches: "normal" has the standard deviation `initializer_range`.
+# Initial values, by the first matching pattern: "normal" has the standard deviation `initializer_range`.
 init_plan = {"*norm.weight": "ones", "*.loads": "zeros", "*bias": "zeros", "*": "normal"}
 
-# How the weights split over `tp`, in Hugging Face's words but for the last. `q_[bp]*` is q_b_proj, or q_proj without a
-# latent of queries; `mlp.*gate_proj` is also that of the shared experts.
+# How weights are split over `tp`, in Hugging Face's words except for the last. `q_[bp]*` is q_b_proj, or q_proj without
+# a latent of queries; `mlp.*gate_proj` also matches that of the shared experts.
 tp_plan = {
     "model.embed_tokens": "embedding_rowwise",
     "model.layers.*.self_attn.q_[bp]*": "colwise",
@@ -286,13 +286,13 @@ tp_plan = {
     "model.layers.*.self_attn.rotary_key": "gather_sequence",
 }
 
-# The modules in which tokens see each other. A model with this table takes an `AttentionContext` for `documents`.
+# Modules in which tokens attend to each other. A model with this table accepts an `AttentionContext` as `documents`.
 cp_plan = {"model.layers.*.self_attn": "attention"}
 
-# The experts, which `parallel.expert_parallel` deals out in whole experts.
+# The experts, which `parallel.expert_parallel` distributes over ranks as whole experts.
 ep_plan = {"model.layers.*.mlp.experts": "ep_dispatch_experts"}
 
-# What files have in the place of a tensor; `{}` counts the experts.
+# Tensor -> the tensors that files have in its place; `{}` is the index of an expert.
 stored_as: dict[str, tuple[str, ...]] = {
     "model.layers.*.mlp.experts.gate_up_proj": (
         "model.layers.*.mlp.experts.{}.gate_proj.weight",
@@ -302,5 +302,5 @@ stored_as: dict[str, tuple[str, ...]] = {
     "*.balance.loads": (),
 }
 
-# Tensors of files that are not read: of the layer that predicts one token more.
+# Tensors of files that are not read: those of the multi-token prediction layer.
 ignored = ("model.layers.61.*",)

@@ -1,8 +1,8 @@
-"""GLM-4.5 (https://arxiv.org/abs/2508.06471), as single-device PyTorch: experts that are chosen by sigmoid scores and a
-correction bias, beside experts that compute every token.
+"""GLM-4.5 (https://arxiv.org/abs/2508.06471), as single-device PyTorch: experts chosen by sigmoid scores and a
+correction bias, next to shared experts that compute every token.
 
-The parameters bear the names that transformers has for them in memory; `stored_as` says what files have. Nothing here
-knows of a mesh; the tables at the end say how the weights start and how they split.
+Parameters have the names that transformers uses in memory; `stored_as` has their names in files. Nothing here depends
+on a mesh; the tables at the end say how weights are initialized and split.
 """
 
 from dataclasses import dataclass
@@ -23,39 +23,39 @@ from meshtrain.rotary import Rotary, cos_sin, rotate
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """Hugging Face's keys of a GLM-4.5, and their meaning there; `hidden_dropout` and the last four are ours."""
+    """Hugging Face's keys of GLM-4.5, with the same meaning; `hidden_dropout` and the last four are meshtrain's."""
 
     hidden_size: int = 256  # width of the model
-    intermediate_size: int = 768  # width between the two halves of the feed-forward part of a layer without experts
-    num_hidden_layers: int = 4  # layers
-    num_attention_heads: int = 8  # query heads of a layer
-    num_key_value_heads: int | None = None  # key/value heads of a layer; null: as many as query heads
+    intermediate_size: int = 768  # inner width of the feed-forward part of a layer without experts
+    num_hidden_layers: int = 4  # number of layers
+    num_attention_heads: int = 8  # query heads per layer
+    num_key_value_heads: int | None = None  # key/value heads per layer; null: as many as query heads
     head_dim: int | None = None  # width of a head; null: hidden_size / num_attention_heads
     attention_bias: bool = False  # whether queries, keys and values have a bias
-    use_qk_norm: bool = False  # whether each head's queries and keys are normed
-    vocab_size: int = 256  # token ids that the model knows, from 0
-    max_position_embeddings: int = 2048  # the longest sequence that the model is meant for
-    partial_rotary_factor: float = 0.5  # share of a head's features that turn with the position
+    use_qk_norm: bool = False  # whether each head's queries and keys are normalized
+    vocab_size: int = 256  # number of token ids
+    max_position_embeddings: int = 2048  # the longest sequence that the model is designed for
+    partial_rotary_factor: float = 0.5  # fraction of a head's features with rotary positions
     rope_theta: float = 1000000.0  # base of the rotary angles
     rope_scaling: dict[str, Any] | None = None  # angles for longer sequences: {rope_type: yarn, factor: 4.0, ...}
-    rope_parameters: dict[str, Any] | None = None  # rope_theta and rope_scaling in one, as transformers 5 writes them
+    rope_parameters: dict[str, Any] | None = None  # rope_theta and rope_scaling in one, as in transformers 5
     rms_norm_eps: float = 1e-5  # added to the mean square in a norm
-    tie_word_embeddings: bool = False  # one matrix for the embedding and the head
-    initializer_range: float = 0.02  # standard deviation of the first weights
-    hidden_dropout: float = 0.0  # share of features dropped behind the embedding, attention and feed-forward part
-    first_k_dense_replace: int = 1  # the first layers have no experts: so many
-    n_routed_experts: int = 8  # experts of a layer of which each token has some
-    n_shared_experts: int = 1  # experts that compute every token, as one of so many times the width
-    moe_intermediate_size: int = 256  # width between the two halves of an expert
-    num_experts_per_tok: int = 2  # experts that compute each token, besides the shared ones
-    n_group: int = 1  # groups of experts, ...
-    topk_group: int = 1  # ... and from how many of them the experts of a token are
+    tie_word_embeddings: bool = False  # whether the embedding and the head share one matrix
+    initializer_range: float = 0.02  # standard deviation of the initial weights
+    hidden_dropout: float = 0.0  # dropout probability after the embedding, attention and feed-forward part
+    first_k_dense_replace: int = 1  # number of first layers without experts
+    n_routed_experts: int = 8  # routed experts per layer
+    n_shared_experts: int = 1  # shared experts, which compute every token, built as one of n times the width
+    moe_intermediate_size: int = 256  # inner width of an expert
+    num_experts_per_tok: int = 2  # routed experts per token
+    n_group: int = 1  # number of groups of experts, ...
+    topk_group: int = 1  # ... and of groups from which a token's experts are chosen
     norm_topk_prob: bool = True  # whether the scores of a token's experts are divided by their sum
-    routed_scaling_factor: float = 1.0  # what the sum of a token's experts is multiplied by
-    router_aux_loss_coef: float = 0.0001  # coefficient of the term of the loss that keeps the experts' loads even
-    router_balance: Literal["batch", "sequence", "none"] = "sequence"  # whose loads: of the last global batch, a sample
-    router_z_loss_coef: float = 0.0  # coefficient of the term that keeps the router's logits small
-    router_bias_speed: float = 0.001  # by how much a step changes the correction bias of an expert
+    routed_scaling_factor: float = 1.0  # factor of the sum of a token's experts
+    router_aux_loss_coef: float = 0.0001  # coefficient of the load-balancing loss of the router
+    router_balance: Literal["batch", "sequence", "none"] = "sequence"  # loads over the last global batch, or a sample
+    router_z_loss_coef: float = 0.0  # coefficient of the z-loss, which keeps the router's logits small
+    router_bias_speed: float = 0.001  # change of an expert's correction bias per step
 
     @property
     def rotary_factor(self) -> float:
@@ -75,7 +75,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(d, config.kv_heads * e, bias=bias)
         self.v_proj = nn.Linear(d, config.kv_heads * e, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * e, d, bias=False)
-        # Without norms there is still what the tp_plan names.
+        # nn.Identity in place of norms, because the tp_plan names them.
         self.q_norm, self.k_norm = (
             nn.RMSNorm(e, eps=config.rms_norm_eps) if config.use_qk_norm else nn.Identity() for _ in range(2)
         )
@@ -151,7 +151,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """What Hugging Face calls `model`: everything but the head."""
+    """Everything except the head: `model` in Hugging Face."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -171,13 +171,13 @@ class Model(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def blocks(self) -> list[nn.Module]:
-        """The modules in the order in which they run; any run of them can be a stage."""
+        """The modules in execution order; any contiguous run of them can be a pipeline stage."""
         return [self.model.embed_tokens, *self.model.layers, self.model.norm, self.lm_head]
 
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, documents: AttentionContext | Tensor | None = None
     ) -> Tensor:
-        """Tokens (b, s) to logits (b, s, v); `positions` and `documents` as those of models/llama.py."""
+        """Tokens (b, s) to logits (b, s, v); `positions` and `documents` as in models/llama.py."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         x = self.model.dropout(self.model.embed_tokens(tokens))
@@ -190,7 +190,7 @@ class Model(nn.Module):
 
 
 def check(config: Config) -> keys.Problems:
-    """Combinations of keys that make no model: (key, what is wrong and what would work)."""
+    """Invalid combinations of keys: (key, what is wrong and what would work)."""
     problems = keys.decoder_problems(config) or keys.router_problems(config, "n_routed_experts")
     if not problems and not 2 <= config.rotary_width <= config.head_width:
         features = f"{config.rotary_width} of the {config.head_width} features of a head would turn with the position"
@@ -214,13 +214,13 @@ presets: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-# Layers that predict tokens after the next one are not built.
+# Multi-token prediction layers are not supported.
 passed_over = keys.passed_over | {"output_router_logits", "num_nextn_predict_layers", "num_mtp_layers"}
 
-# Keys with the one value that is built: another value would be another model.
+# Keys with the only supported value: another value would be another model.
 only = {key: value for key, value in keys.only.items() if key != "attention_bias"}
 
-# A config.json of Hugging Face's has this `model_type`; a key that it leaves out has the value of transformers.
+# A Hugging Face config.json has this `model_type`; a missing key has the default of transformers.
 model_type = "glm4_moe"
 _LEFT_OUT: dict[str, Any] = {
     "hidden_size": 4096,
@@ -238,20 +238,20 @@ _LEFT_OUT: dict[str, Any] = {
 
 
 def from_hugging_face(written: dict[str, Any]) -> dict[str, Any]:
-    """Our keys for those of a config.json."""
+    """The keys of `Config` for those of a config.json."""
     return keys.read_config_json(written, _LEFT_OUT, frozenset({"rope_theta", "partial_rotary_factor"}))
 
 
 def to_hugging_face(config: Config) -> dict[str, Any]:
-    """A config.json that describes a model."""
+    """The config.json that describes a model."""
     written = keys.write_config_json(config, "Glm4MoeForCausalLM", model_type, only)
     return written | {"partial_rotary_factor": config.rotary_factor, "num_nextn_predict_layers": 0}
 
 
-# First values, by the first pattern that matches: "normal" has the standard deviation `initializer_range`.
+# Initial values, by the first matching pattern: "normal" has the standard deviation `initializer_range`.
 init_plan = {"*norm.weight": "ones", "*.loads": "zeros", "*bias": "zeros", "*": "normal"}
 
-# How the weights split over `tp`, in Hugging Face's words. `mlp.*gate_proj` is also that of the shared experts.
+# How weights are split over `tp`, in Hugging Face's words. `mlp.*gate_proj` also matches that of the shared experts.
 tp_plan = {
     "model.embed_tokens": "embedding_rowwise",
     "model.layers.*.self_attn.q_proj": "colwise",
@@ -266,13 +266,13 @@ tp_plan = {
     "lm_head": "colwise_gather_output",
 }
 
-# The modules in which tokens see each other. A model with this table takes an `AttentionContext` for `documents`.
+# Modules in which tokens attend to each other. A model with this table accepts an `AttentionContext` as `documents`.
 cp_plan = {"model.layers.*.self_attn": "attention"}
 
-# The experts, which `parallel.expert_parallel` deals out in whole experts.
+# The experts, which `parallel.expert_parallel` distributes over ranks as whole experts.
 ep_plan = {"model.layers.*.mlp.experts": "ep_dispatch_experts"}
 
-# What files have in the place of a tensor; `{}` counts the experts.
+# Tensor -> the tensors that files have in its place; `{}` is the index of an expert.
 stored_as: dict[str, tuple[str, ...]] = {
     "model.layers.*.mlp.experts.gate_up_proj": (
         "model.layers.*.mlp.experts.{}.gate_proj.weight",
@@ -282,5 +282,5 @@ stored_as: dict[str, tuple[str, ...]] = {
     "*.balance.loads": (),
 }
 
-# Tensors of files that are not read: of the layer that predicts one token more, in GLM-4.5-Air and GLM-4.5.
+# Tensors of files that are not read: those of the multi-token prediction layer, in GLM-4.5-Air and GLM-4.5.
 ignored = ("model.layers.46.*", "model.layers.92.*")

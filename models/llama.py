@@ -1,7 +1,7 @@
 """Llama, as single-device PyTorch: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-The parameters bear Hugging Face's names, so that weights need no table of names. Nothing here knows of a mesh; tables
-at the end say how the weights start (`init_plan`) and split over `tp` (`tp_plan`), and what mixes tokens (`cp_plan`).
+Parameters have Hugging Face's names, so weights need no table of names. Nothing here depends on a mesh; tables at the
+end say how weights are initialized (`init_plan`) and split over `tp` (`tp_plan`), and what mixes tokens (`cp_plan`).
 """
 
 from dataclasses import dataclass
@@ -20,23 +20,23 @@ from meshtrain.rotary import Rotary, cos_sin, rotate
 
 @dataclass(frozen=True)
 class Config(keys.DecoderConfig):
-    """Hugging Face's keys of a Llama, and their meaning there; `hidden_dropout` is ours."""
+    """Hugging Face's keys of Llama, with the same meaning; `hidden_dropout` is meshtrain's."""
 
     hidden_size: int = 256  # width of the model
-    intermediate_size: int = 768  # width between the two halves of a feed-forward part
-    num_hidden_layers: int = 4  # layers
-    num_attention_heads: int = 8  # query heads of a layer
-    num_key_value_heads: int | None = None  # key/value heads of a layer; null: as many as query heads
+    intermediate_size: int = 768  # inner width of the feed-forward part
+    num_hidden_layers: int = 4  # number of layers
+    num_attention_heads: int = 8  # query heads per layer
+    num_key_value_heads: int | None = None  # key/value heads per layer; null: as many as query heads
     head_dim: int | None = None  # width of a head; null: hidden_size / num_attention_heads
-    vocab_size: int = 256  # token ids that the model knows, from 0
-    max_position_embeddings: int = 2048  # the longest sequence that the model is meant for
+    vocab_size: int = 256  # number of token ids
+    max_position_embeddings: int = 2048  # the longest sequence that the model is designed for
     rope_theta: float = 10000.0  # base of the rotary angles
     rope_scaling: dict[str, Any] | None = None  # angles for longer sequences: {rope_type: yarn, factor: 4.0, ...}
-    rope_parameters: dict[str, Any] | None = None  # rope_theta and rope_scaling in one, as transformers 5 writes them
+    rope_parameters: dict[str, Any] | None = None  # rope_theta and rope_scaling in one, as in transformers 5
     rms_norm_eps: float = 1e-5  # added to the mean square in a norm
-    tie_word_embeddings: bool = False  # one matrix for the embedding and the head
-    initializer_range: float = 0.02  # standard deviation of the first weights
-    hidden_dropout: float = 0.0  # share of features dropped behind the embedding, attention and feed-forward part
+    tie_word_embeddings: bool = False  # whether the embedding and the head share one matrix
+    initializer_range: float = 0.02  # standard deviation of the initial weights
+    hidden_dropout: float = 0.0  # dropout probability after the embedding, attention and feed-forward part
 
 
 class Attention(nn.Module):
@@ -88,7 +88,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """What Hugging Face calls `model`: everything but the head."""
+    """Everything except the head: `model` in Hugging Face."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Model(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def blocks(self) -> list[nn.Module]:
-        """The modules in the order in which they run; any run of them can be a stage."""
+        """The modules in execution order; any contiguous run of them can be a pipeline stage."""
         return [self.model.embed_tokens, *self.model.layers, self.model.norm, self.lm_head]
 
     def forward(
@@ -118,8 +118,8 @@ class Model(nn.Module):
 
         Args:
             tokens: token ids.
-            positions: (b, s), each token's place for the rotary angles; None counts from 0.
-            documents: (b, s), the document of each token, or the record that a batch brings. None: one a row.
+            positions: (b, s), each token's position for the rotary angles; None counts from 0.
+            documents: (b, s), the document of each token, or the record of a batch. None: one per row.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
@@ -133,7 +133,7 @@ class Model(nn.Module):
 
 
 def check(config: Config) -> keys.Problems:
-    """Combinations of keys that make no model: (key, what is wrong and what would work)."""
+    """Invalid combinations of keys: (key, what is wrong and what would work)."""
     return keys.decoder_problems(config)
 
 
@@ -167,13 +167,13 @@ presets: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-# Keys of a Hugging Face config.json that change nothing here.
+# Keys of a Hugging Face config.json that have no effect here.
 passed_over = keys.passed_over
 
-# Keys with the one value that is built: another value would be another model.
+# Keys with the only supported value: another value would be another model.
 only = keys.only | {"mlp_bias": False, "pretraining_tp": 1}
 
-# A config.json of Hugging Face's has this `model_type`; a key that it leaves out has the value of transformers.
+# A Hugging Face config.json has this `model_type`; a missing key has the default of transformers.
 model_type = "llama"
 _LEFT_OUT: dict[str, Any] = {
     "hidden_size": 4096,
@@ -186,19 +186,19 @@ _LEFT_OUT: dict[str, Any] = {
 
 
 def from_hugging_face(values: dict[str, Any]) -> dict[str, Any]:
-    """Our keys for those of a config.json; each of the two values in `rope_parameters` can then be given anew."""
+    """The keys of `Config` for those of a config.json; either value in `rope_parameters` can be overridden later."""
     return keys.read_config_json(values, _LEFT_OUT)
 
 
 def to_hugging_face(config: Config) -> dict[str, Any]:
-    """A config.json that describes a model, for transformers 5 (`rope_parameters`) and those before it."""
+    """The config.json that describes a model, for transformers 5 (`rope_parameters`) and those before it."""
     return keys.write_config_json(config, "LlamaForCausalLM", model_type, only)
 
 
-# First values, by the first pattern that matches: "normal" has the standard deviation `initializer_range`.
+# Initial values, by the first matching pattern: "normal" has the standard deviation `initializer_range`.
 init_plan = {"*norm.weight": "ones", "*": "normal"}
 
-# How the weights split over `tp`, in Hugging Face's words.
+# How weights are split over `tp`, in Hugging Face's words.
 tp_plan = {
     "model.embed_tokens": "embedding_rowwise",
     "model.layers.*.self_attn.q_proj": "colwise",
@@ -211,5 +211,5 @@ tp_plan = {
     "lm_head": "colwise_gather_output",
 }
 
-# The modules in which tokens see each other. A model with this table takes an `AttentionContext` for `documents`.
+# Modules in which tokens attend to each other. A model with this table accepts an `AttentionContext` as `documents`.
 cp_plan = {"model.layers.*.self_attn": "attention"}

@@ -1,7 +1,7 @@
 """Mixtral (https://arxiv.org/abs/2401.04088), as single-device PyTorch: a Llama with experts in each layer.
 
-The parameters bear the names that transformers has for them in memory; `stored_as` says what files have. Nothing here
-knows of a mesh; the tables at the end say how the weights start and how they split.
+Parameters have the names that transformers uses in memory; `stored_as` has their names in files. Nothing here depends
+on a mesh; the tables at the end say how weights are initialized and split.
 """
 
 from dataclasses import dataclass
@@ -21,29 +21,29 @@ from meshtrain.rotary import Rotary, cos_sin, rotate
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """Hugging Face's keys of a Mixtral, and their meaning there; `hidden_dropout` and the last three are ours."""
+    """Hugging Face's keys of Mixtral, with the same meaning; `hidden_dropout` and the last two are meshtrain's."""
 
     hidden_size: int = 256  # width of the model
-    intermediate_size: int = 768  # width between the two halves of an expert
-    num_hidden_layers: int = 4  # layers
-    num_attention_heads: int = 8  # query heads of a layer
-    num_key_value_heads: int | None = None  # key/value heads of a layer; null: as many as query heads
+    intermediate_size: int = 768  # inner width of an expert
+    num_hidden_layers: int = 4  # number of layers
+    num_attention_heads: int = 8  # query heads per layer
+    num_key_value_heads: int | None = None  # key/value heads per layer; null: as many as query heads
     head_dim: int | None = None  # width of a head; null: hidden_size / num_attention_heads
-    vocab_size: int = 256  # token ids that the model knows, from 0
-    max_position_embeddings: int = 2048  # the longest sequence that the model is meant for
-    sliding_window: int | None = None  # a token sees itself and so many minus 1 before it; null: all
+    vocab_size: int = 256  # number of token ids
+    max_position_embeddings: int = 2048  # the longest sequence that the model is designed for
+    sliding_window: int | None = None  # number of tokens that a token sees, itself included; null: all
     rope_theta: float = 1000000.0  # base of the rotary angles
     rope_scaling: dict[str, Any] | None = None  # angles for longer sequences: {rope_type: yarn, factor: 4.0, ...}
-    rope_parameters: dict[str, Any] | None = None  # rope_theta and rope_scaling in one, as transformers 5 writes them
+    rope_parameters: dict[str, Any] | None = None  # rope_theta and rope_scaling in one, as in transformers 5
     rms_norm_eps: float = 1e-5  # added to the mean square in a norm
-    tie_word_embeddings: bool = False  # one matrix for the embedding and the head
-    initializer_range: float = 0.02  # standard deviation of the first weights
-    hidden_dropout: float = 0.0  # share of features dropped behind the embedding, attention and feed-forward part
-    num_local_experts: int = 8  # experts of a layer
-    num_experts_per_tok: int = 2  # experts that compute each token
-    router_aux_loss_coef: float = 0.001  # coefficient of the term of the loss that keeps the experts' loads even
-    router_balance: Literal["batch", "sequence", "none"] = "batch"  # whose loads: of the last global batch, a sample
-    router_z_loss_coef: float = 0.0  # coefficient of the term that keeps the router's logits small
+    tie_word_embeddings: bool = False  # whether the embedding and the head share one matrix
+    initializer_range: float = 0.02  # standard deviation of the initial weights
+    hidden_dropout: float = 0.0  # dropout probability after the embedding, attention and feed-forward part
+    num_local_experts: int = 8  # experts per layer
+    num_experts_per_tok: int = 2  # experts per token
+    router_aux_loss_coef: float = 0.001  # coefficient of the load-balancing loss of the router
+    router_balance: Literal["batch", "sequence", "none"] = "batch"  # loads over the last global batch, or a sample
+    router_z_loss_coef: float = 0.0  # coefficient of the z-loss, which keeps the router's logits small
 
 
 class Attention(nn.Module):
@@ -102,7 +102,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """What Hugging Face calls `model`: everything but the head."""
+    """Everything except the head: `model` in Hugging Face."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -122,13 +122,13 @@ class Model(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def blocks(self) -> list[nn.Module]:
-        """The modules in the order in which they run; any run of them can be a stage."""
+        """The modules in execution order; any contiguous run of them can be a pipeline stage."""
         return [self.model.embed_tokens, *self.model.layers, self.model.norm, self.lm_head]
 
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, documents: AttentionContext | Tensor | None = None
     ) -> Tensor:
-        """Tokens (b, s) to logits (b, s, v); `positions` and `documents` as those of models/llama.py."""
+        """Tokens (b, s) to logits (b, s, v); `positions` and `documents` as in models/llama.py."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         x = self.model.dropout(self.model.embed_tokens(tokens))
@@ -141,7 +141,7 @@ class Model(nn.Module):
 
 
 def check(config: Config) -> keys.Problems:
-    """Combinations of keys that make no model: (key, what is wrong and what would work)."""
+    """Invalid combinations of keys: (key, what is wrong and what would work)."""
     problems = keys.decoder_problems(config, keys.COUNTS | {"sliding_window": 1 << 40})
     return problems + keys.router_problems(config, "num_local_experts")
 
@@ -163,10 +163,10 @@ presets: dict[str, dict[str, Any]] = {
 
 passed_over = keys.passed_over | {"output_router_logits"}
 
-# Keys with the one value that is built: another value would be another model.
+# Keys with the only supported value: another value would be another model.
 only = keys.only | {"router_jitter_noise": 0.0}
 
-# A config.json of Hugging Face's has this `model_type`; a key that it leaves out has the value of transformers.
+# A Hugging Face config.json has this `model_type`; a missing key has the default of transformers.
 model_type = "mixtral"
 _LEFT_OUT: dict[str, Any] = {
     "hidden_size": 4096,
@@ -180,19 +180,19 @@ _LEFT_OUT: dict[str, Any] = {
 
 
 def from_hugging_face(written: dict[str, Any]) -> dict[str, Any]:
-    """Our keys for those of a config.json."""
+    """The keys of `Config` for those of a config.json."""
     return keys.read_config_json(written, _LEFT_OUT)
 
 
 def to_hugging_face(config: Config) -> dict[str, Any]:
-    """A config.json that describes a model."""
+    """The config.json that describes a model."""
     return keys.write_config_json(config, "MixtralForCausalLM", model_type, only)
 
 
-# First values, by the first pattern that matches: "normal" has the standard deviation `initializer_range`.
+# Initial values, by the first matching pattern: "normal" has the standard deviation `initializer_range`.
 init_plan = {"*norm.weight": "ones", "*.loads": "zeros", "*": "normal"}
 
-# How the weights split over `tp`, in Hugging Face's words.
+# How weights are split over `tp`, in Hugging Face's words.
 tp_plan = {
     "model.embed_tokens": "embedding_rowwise",
     "model.layers.*.self_attn.q_proj": "colwise",
@@ -202,13 +202,13 @@ tp_plan = {
     "lm_head": "colwise_gather_output",
 }
 
-# The modules in which tokens see each other. A model with this table takes an `AttentionContext` for `documents`.
+# Modules in which tokens attend to each other. A model with this table accepts an `AttentionContext` as `documents`.
 cp_plan = {"model.layers.*.self_attn": "attention"}
 
-# The experts, which `parallel.expert_parallel` deals out in whole experts.
+# The experts, which `parallel.expert_parallel` distributes over ranks as whole experts.
 ep_plan = {"model.layers.*.mlp.experts": "ep_dispatch_experts"}
 
-# What files have in the place of a tensor; `{}` counts the experts.
+# Tensor -> the tensors that files have in its place; `{}` is the index of an expert.
 stored_as: dict[str, tuple[str, ...]] = {
     "model.layers.*.mlp.experts.gate_up_proj": (
         "model.layers.*.block_sparse_moe.experts.{}.w1.weight",

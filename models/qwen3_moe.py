@@ -1,7 +1,7 @@
 """Qwen3-MoE (https://arxiv.org/abs/2505.09388), as single-device PyTorch: a Qwen3 with experts in its layers.
 
-The parameters bear the names that transformers has for them in memory; `stored_as` says what files have. Nothing here
-knows of a mesh; the tables at the end say how the weights start and how they split.
+Parameters have the names that transformers uses in memory; `stored_as` has their names in files. Nothing here depends
+on a mesh; the tables at the end say how weights are initialized and split.
 """
 
 from dataclasses import dataclass
@@ -21,33 +21,33 @@ from meshtrain.rotary import Rotary, cos_sin, rotate
 
 @dataclass(frozen=True)
 class Config(keys.DecoderConfig):
-    """Hugging Face's keys of a Qwen3-MoE, and their meaning there; `hidden_dropout` and the last two are ours."""
+    """Hugging Face's keys of Qwen3-MoE, with the same meaning; `hidden_dropout` and the last two are meshtrain's."""
 
     hidden_size: int = 256  # width of the model
-    intermediate_size: int = 768  # width between the two halves of the feed-forward part of a layer without experts
-    num_hidden_layers: int = 4  # layers
-    num_attention_heads: int = 8  # query heads of a layer
-    num_key_value_heads: int | None = None  # key/value heads of a layer; null: as many as query heads
+    intermediate_size: int = 768  # inner width of the feed-forward part of a layer without experts
+    num_hidden_layers: int = 4  # number of layers
+    num_attention_heads: int = 8  # query heads per layer
+    num_key_value_heads: int | None = None  # key/value heads per layer; null: as many as query heads
     head_dim: int | None = None  # width of a head; null: hidden_size / num_attention_heads
-    vocab_size: int = 256  # token ids that the model knows, from 0
-    max_position_embeddings: int = 2048  # the longest sequence that the model is meant for
+    vocab_size: int = 256  # number of token ids
+    max_position_embeddings: int = 2048  # the longest sequence that the model is designed for
     rope_theta: float = 10000.0  # base of the rotary angles
     rope_scaling: dict[str, Any] | None = None  # angles for longer sequences: {rope_type: yarn, factor: 4.0, ...}
-    rope_parameters: dict[str, Any] | None = None  # rope_theta and rope_scaling in one, as transformers 5 writes them
+    rope_parameters: dict[str, Any] | None = None  # rope_theta and rope_scaling in one, as in transformers 5
     rms_norm_eps: float = 1e-6  # added to the mean square in a norm
-    tie_word_embeddings: bool = False  # one matrix for the embedding and the head
-    initializer_range: float = 0.02  # standard deviation of the first weights
-    hidden_dropout: float = 0.0  # share of features dropped behind the embedding, attention and feed-forward part
-    num_experts: int = 8  # experts of a layer
-    num_local_experts: int | None = None  # the same, as transformers 5 writes it
-    num_experts_per_tok: int = 2  # experts that compute each token
-    moe_intermediate_size: int = 256  # width between the two halves of an expert
+    tie_word_embeddings: bool = False  # whether the embedding and the head share one matrix
+    initializer_range: float = 0.02  # standard deviation of the initial weights
+    hidden_dropout: float = 0.0  # dropout probability after the embedding, attention and feed-forward part
+    num_experts: int = 8  # experts per layer
+    num_local_experts: int | None = None  # the name of num_experts in transformers 5
+    num_experts_per_tok: int = 2  # experts per token
+    moe_intermediate_size: int = 256  # inner width of an expert
     norm_topk_prob: bool = False  # whether the scores of a token's experts are divided by their sum
-    decoder_sparse_step: int = 1  # every second (2), third (3), ... layer has experts, ...
-    mlp_only_layers: list[int] | None = None  # ... but for these, counted from 0
-    router_aux_loss_coef: float = 0.001  # coefficient of the term of the loss that keeps the experts' loads even
-    router_balance: Literal["batch", "sequence", "none"] = "batch"  # whose loads: of the last global batch, a sample
-    router_z_loss_coef: float = 0.0  # coefficient of the term that keeps the router's logits small
+    decoder_sparse_step: int = 1  # n: every n-th layer has experts, ...
+    mlp_only_layers: list[int] | None = None  # ... except these, counted from 0
+    router_aux_loss_coef: float = 0.001  # coefficient of the load-balancing loss of the router
+    router_balance: Literal["batch", "sequence", "none"] = "batch"  # loads over the last global batch, or a sample
+    router_z_loss_coef: float = 0.0  # coefficient of the z-loss, which keeps the router's logits small
 
     @property
     def sparse_layers(self) -> list[int]:
@@ -129,7 +129,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """What Hugging Face calls `model`: everything but the head."""
+    """Everything except the head: `model` in Hugging Face."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -149,13 +149,13 @@ class Model(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def blocks(self) -> list[nn.Module]:
-        """The modules in the order in which they run; any run of them can be a stage."""
+        """The modules in execution order; any contiguous run of them can be a pipeline stage."""
         return [self.model.embed_tokens, *self.model.layers, self.model.norm, self.lm_head]
 
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, documents: AttentionContext | Tensor | None = None
     ) -> Tensor:
-        """Tokens (b, s) to logits (b, s, v); `positions` and `documents` as those of models/llama.py."""
+        """Tokens (b, s) to logits (b, s, v); `positions` and `documents` as in models/llama.py."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         x = self.model.dropout(self.model.embed_tokens(tokens))
@@ -168,7 +168,7 @@ class Model(nn.Module):
 
 
 def check(config: Config) -> keys.Problems:
-    """Combinations of keys that make no model: (key, what is wrong and what would work)."""
+    """Invalid combinations of keys: (key, what is wrong and what would work)."""
     problems = keys.decoder_problems(config, keys.COUNTS | {"decoder_sparse_step": 1 << 12})
     experts = "num_experts" if config.num_local_experts is None else "num_local_experts"
     problems = problems or keys.router_problems(config, experts)
@@ -194,13 +194,13 @@ presets: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-# Keys of a Hugging Face config.json that change nothing here.
+# Keys of a Hugging Face config.json that have no effect here.
 passed_over = keys.passed_over | {"output_router_logits", "sliding_window", "max_window_layers"}
 
-# Keys with the one value that is built: another value would be another model.
-only = keys.only | {"use_sliding_window": False}  # without it the two keys of a window mean nothing
+# Keys with the only supported value: another value would be another model.
+only = keys.only | {"use_sliding_window": False}  # without it the two window keys have no effect
 
-# A config.json of Hugging Face's has this `model_type`; a key that it leaves out has the value of transformers.
+# A Hugging Face config.json has this `model_type`; a missing key has the default of transformers.
 model_type = "qwen3_moe"
 _LEFT_OUT: dict[str, Any] = {
     "hidden_size": 2048,
@@ -217,41 +217,41 @@ _LEFT_OUT: dict[str, Any] = {
 
 
 def from_hugging_face(values: dict[str, Any]) -> dict[str, Any]:
-    """Our keys for those of a config.json."""
+    """The keys of `Config` for those of a config.json."""
     values = keys.read_config_json(values, _LEFT_OUT)
     experts = values.pop("num_local_experts", None)
     return values if experts is None else values | {"num_experts": experts}
 
 
 def to_hugging_face(config: Config) -> dict[str, Any]:
-    """A config.json that describes a model."""
+    """The config.json that describes a model."""
     experts = config.num_local_experts or config.num_experts
     written = keys.write_config_json(config, "Qwen3MoeForCausalLM", model_type, only)
     return written | {"num_experts": experts, "num_local_experts": experts}
 
 
-# First values, by the first pattern that matches: "normal" has the standard deviation `initializer_range`.
+# Initial values, by the first matching pattern: "normal" has the standard deviation `initializer_range`.
 init_plan = {"*norm.weight": "ones", "*.loads": "zeros", "*": "normal"}
 
-# How weights split over `tp`, in Hugging Face's words. All hold the feed-forward part of layers without experts.
+# How weights are split over `tp`, in Hugging Face's words. All ranks hold dense feed-forward parts whole.
 tp_plan = {
     "model.embed_tokens": "embedding_rowwise",
     "model.layers.*.self_attn.q_proj": "colwise",
     "model.layers.*.self_attn.k_proj": "colwise",
     "model.layers.*.self_attn.v_proj": "colwise",
-    "model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",  # each rank norms its own heads
+    "model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",  # each rank normalizes its own heads
     "model.layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
     "model.layers.*.self_attn.o_proj": "rowwise",
     "lm_head": "colwise_gather_output",
 }
 
-# The modules in which tokens see each other. A model with this table takes an `AttentionContext` for `documents`.
+# Modules in which tokens attend to each other. A model with this table accepts an `AttentionContext` as `documents`.
 cp_plan = {"model.layers.*.self_attn": "attention"}
 
-# The experts, which `parallel.expert_parallel` deals out in whole experts.
+# The experts, which `parallel.expert_parallel` distributes over ranks as whole experts.
 ep_plan = {"model.layers.*.mlp.experts": "ep_dispatch_experts"}
 
-# What files have in the place of a tensor; `{}` counts the experts.
+# Tensor -> the tensors that files have in its place; `{}` is the index of an expert.
 stored_as: dict[str, tuple[str, ...]] = {
     "model.layers.*.mlp.experts.gate_up_proj": (
         "model.layers.*.mlp.experts.{}.gate_proj.weight",

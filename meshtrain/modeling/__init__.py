@@ -1,1 +1,1 @@
-"""From the YAML's model to a module with its first values, and what it costs."""
+"""Builds and initializes the model of a YAML file, and computes its costs."""

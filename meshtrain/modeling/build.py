@@ -1,4 +1,4 @@
-"""From the YAML's model section to a model that is spread over the mesh and has its first values."""
+"""Builds the model of the YAML's model section, distributed over the mesh and initialized."""
 
 from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
 
 
 def plain_model(config: "Config") -> nn.Module:
-    """A model of a config on the meta device, where it has shapes and no memory."""
+    """A config's model on the meta device, where it has shapes and no memory."""
     return spec_of(config).copy()
 
 
 def outputs(config: "Config") -> int | None:
-    """How many different targets the model of a config can name; None if its keys do not say."""
+    """The number of classes or vocabulary entries of a config's model; None if its keys do not say."""
     keys = config.model.keys
     return keys.get("vocab_size", keys.get("num_classes"))
 
@@ -69,8 +69,8 @@ def build_model(
     waiting: Waiting = nullcontext,
     sample: tuple[Tensor | None, ...] | None = None,
 ) -> nn.Module:
-    """The model of a config, parallelized, on `device`, with the first values that its seed gives on every layout. With
-    `pp`: this rank's stages, as a `Pipeline`. `sample`: see `ParallelOptions`."""
+    """A config's model, parallelized, on `device`, with initial values that depend on its seed and not on the layout.
+    With `pp`: this rank's stages, as a `Pipeline`. `sample`: see `ParallelOptions`."""
     options = options_of(config, mesh.layout, device, waiting, sample)
     if mesh.size("pp") == 1:
         if mesh.uses_fsdp or compute_dtype(options.precision) != master_dtype(options.precision):
@@ -79,10 +79,10 @@ def build_model(
     schedule, split = stages_of(config, mesh.layout)
     numbers = schedule.stages_of(mesh.index("pp"))
     splits_backward = any(action.kind is Kind.WEIGHT_GRAD for action in schedule.actions_of(mesh.index("pp")))
-    # A compiled block computes its gradients at once, and sums over data ranks begin beside a whole backward.
+    # A compiled block computes all its gradients at once, and reductions over data ranks overlap an undivided backward.
     hands_on_first = numbers[-1] > 0 and not options.compile and mesh.size(*LOSS_AXES) == 1
     later = WeightGradQueue() if splits_backward or hands_on_first else None
-    # Many microbatches are under way at once: parameters that were freed between them would be gathered for each.
+    # Many microbatches are in flight at once: parameters freed between them would be gathered again for each.
     options = replace(options, reshard_after_forward=False)
     stages = {
         number: build_stage(config, mesh, device, options, split.bounds[number], later, verified=number != numbers[0])
@@ -110,8 +110,8 @@ def options_of(
     waiting: Waiting = nullcontext,
     sample: tuple[Tensor | None, ...] | None = None,
 ) -> ParallelOptions:
-    """How a config's model is spread; `sample`: see `ParallelOptions`."""
-    others = ("expert_parallel", "expert_rows", "compile")  # the layout's, the trainer's, and decided here
+    """How a config's model is parallelized. `sample`: see `ParallelOptions`."""
+    others = ("expert_parallel", "expert_rows", "compile")  # used by the layout, by the trainer, and decided here
     keys = {key: value for key, value in vars(config.parallel).items() if key not in others}
     keys |= {"precision": config.train.precision, "linear_precision": config.train.linear_precision}
     compiles = compile_choice(config, layout, device).compiles
@@ -119,13 +119,13 @@ def options_of(
 
 
 def compile_choice(config: "Config", layout: Layout, device: torch.device) -> CompileChoice:
-    """Whether the blocks of a run are compiled, the same on all ranks of one kind of machine."""
+    """Whether the blocks of a run are compiled: the same on all ranks if their machines are of one kind."""
     splits_backward = layout.size("pp") > 1 and schedule_of(config, layout).splits_backward
     return choose_compile(config.parallel.compile, device, splits_backward)
 
 
 def schedule_of(config: "Config", layout: Layout) -> Schedule:
-    """That of the largest batch, where it changes during the run."""
+    """The pipeline schedule; where the batch size changes during the run, that of the largest batch."""
     batch = config.batch
     return load_schedule(config, layout, microbatches(batch.sizes.largest, batch.micro_size, layout.size(*DATA_AXES)))
 
@@ -136,21 +136,21 @@ def load_schedule(config: "Config", layout: Layout, microbatches: int) -> Schedu
 
 
 def stages_of(config: "Config", layout: Layout) -> tuple[Schedule, StageSplit]:
-    """The schedule of a config, and which of the model's blocks are which stage."""
+    """The schedule of a config, and the split of the model's blocks into stages."""
     costs, schedule = block_costs(spec_of(config), config.data.seq_len), schedule_of(config, layout)
     return schedule, split_blocks(costs, schedule.ranks, schedule.stages_per_rank, config.pipeline.split)
 
 
 @lru_cache(maxsize=8)
 def block_costs(spec: ModelSpec, seq_len: int) -> tuple[float, ...]:
-    """The FLOPs of the forward of each block of a model for one sample."""
+    """The forward FLOPs of each block of a model for one sample."""
     tokens = torch.zeros(1, seq_len, dtype=torch.int64)
     return tuple(block_flops(spec.meta, blocks_of(spec.meta), (tokens, torch.zeros_like(tokens), None))[0])
 
 
 def check_stages(config: "Config", split: StageSplit, inputs: Sequence[Tensor | None] | None = None) -> None:
-    """Raises InputError where stages of the model would compute something else than the model. `inputs`: what the data
-    gives it for a microbatch; None: not known here, and only a language model's are."""
+    """Raises InputError: the stages would compute something other than the whole model. `inputs`: the model's inputs
+    for a microbatch; None: not known yet; then only a language model is checked: its inputs follow from the config."""
     if inputs is None and "vocab_size" in config.model.keys:
         tokens = torch.empty(config.batch.micro_size, config.data.seq_len, dtype=torch.int64, device="meta")
         inputs = tokens, tokens, None
@@ -173,13 +173,13 @@ def build_stage(
     later: WeightGradQueue | None = None,
     verified: bool = False,
 ) -> nn.Module:
-    """The whole model or a stage of it, parallelized, with its first values: of a model file with an `init_plan` on the
+    """The whole model or a stage of it, parallelized and initialized. A model file with an `init_plan` is built on the
     meta device, so that no rank holds more than its part; any other, and one with buffers and the like (`_only_made`),
-    whole on every rank from the seed. `blocks`: from the stage's first to the one after its last;
-    None: all. `verified`: another stage has verified it."""
+    is built whole on every rank from the seed. `blocks`: the stage's first block and the one after its last; None: all
+    blocks. `verified`: another stage has already verified the model."""
     spec = spec_of(config)
     plan = getattr(spec.module, "init_plan", None)
-    traced = device.type == "meta"  # nothing has values
+    traced = device.type == "meta"  # tensors have no values
     whole = not traced and (plan is None or _only_made(spec.meta))
 
     def give_values() -> None:
@@ -191,7 +191,7 @@ def build_stage(
         if config.model.weights is not None:
             with open_weights(config.model.weights) as source:
                 names = load_weights(model, source, spec.meta)
-        if whole:  # the constructor has given the others theirs
+        if whole:  # the constructor has initialized the others
             adapters = [name for name, _ in model.named_parameters() if is_adapter(name)]
             names = adapters if names is None else [name for name in adapters if name in names]
         std = getattr(spec.config, "initializer_range", 0.02)
@@ -199,7 +199,7 @@ def build_stage(
 
     if whole:
         restore = random_state()
-        reseed(config.train.seed, 0, 0)  # numpy and Python, too
+        reseed(config.train.seed, 0, 0)  # also numpy and Python
         torch.manual_seed(config.train.seed)
         model = spec.tuned(spec.module.Model(spec.config).to(device))
         restore()
@@ -217,13 +217,13 @@ def build_stage(
     if not mesh.uses_fsdp:
         give_values()
     apply_data_parallel(model, mesh, replace(options, fuse_loss=has_loss_head(model, config)))
-    if mesh.uses_fsdp:  # FSDP splits a model that has no memory yet
+    if mesh.uses_fsdp:  # FSDP shards a model that has no memory yet
         give_values()
     return model
 
 
 def _used_outside(config: "Config", sample: tuple[Tensor | None, ...] | None, fsdp: bool) -> list[str]:
-    """See `ParallelOptions`. Raises AgreedError: a forward writes to parameters, of which FSDP gathers copies."""
+    """See `ParallelOptions`. Raises AgreedError: a forward writes to a parameter, of which FSDP gathers only a copy."""
     if sample is None and "vocab_size" in config.model.keys:
         tokens = torch.empty(1, config.data.seq_len, dtype=torch.int64, device="meta")
         sample = tokens, tokens, None
@@ -238,20 +238,20 @@ def _used_outside(config: "Config", sample: tuple[Tensor | None, ...] | None, fs
 
 
 def _only_made(model: nn.Module) -> bool:
-    """Whether a model has what only its constructor makes: buffers, tensors in attributes, hooks of parameters."""
+    """Whether a model has parts that only its constructor creates: buffers, tensors in attributes, parameter hooks."""
     attributes = [value for module in model.modules() for key, value in vars(module).items() if key[0] != "_"]
     tensors = any(isinstance(value, Tensor) for value in tree_leaves(attributes))
     return tensors or any(True for _ in model.buffers()) or any(map(has_gradient_hooks, model.parameters()))
 
 
 def has_loss_head(model: nn.Module, config: "Config") -> bool:
-    """Whether the last block of a model, whole or a stage, is the linear layer whose output is that of a language model
-    as it is. A model that does not run on the meta device, or does more with its logits, gives them as they are."""
+    """Whether the last block of a model or stage is the linear layer whose output is, unchanged, the logits of a
+    language model. False for a model that does not run on the meta device, or that changes its logits."""
     if not can_fuse(blocks_of(model)[-1]) or "vocab_size" not in config.model.keys:
         return False
     plain = cast(plain_model(config), compute_dtype(config.train.precision))
     *others, layer = blocks_of(plain)
-    for block in others[1:]:  # what they compute is not looked at, and takes seconds
+    for block in others[1:]:  # their outputs do not matter, and computing them takes seconds
         block.forward = lambda x, *unused, **named: x
     tokens = torch.zeros(1, config.data.seq_len, dtype=torch.int64, device="meta")
     return can_fuse(layer) and gives_logits(plain, layer, (tokens, torch.zeros_like(tokens), None))
@@ -263,8 +263,8 @@ def check_start(
     data: Samples | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Reads headers or a manifest, and the first sample; says what is not read of the weights. Raises InputError: the
-    weights that a run is to start from are not of its model, `pp` cannot cut it, or an adapter would do nothing."""
+    """Reads headers or a manifest, and the first sample; reports weights that are not read. Raises InputError: the
+    initial weights do not fit the model, `pp` cannot split the model, or an adapter would have no effect."""
     if layout is not None and data is not None and layout.size("pp") > 1:
         samples = data.read([(0, 0)] * config.batch.micro_size, config.batch.micro_size)
         check_stages(config, stages_of(config, layout)[1], samples.batch().inputs)
@@ -282,7 +282,7 @@ def check_start(
 
 
 def short_sample(data: "OpenData", cp: int, tp: int) -> tuple[Tensor | None, ...] | None:
-    """Two samples to verify a model with, text cut short, with `cp` to an even length. None: too short for that."""
+    """Two samples to verify a model with, text truncated, with `cp` to a length that splits evenly. None: too short."""
     batch = data.train.read([(0, 0), (0, len(data.train) - 1)], 2).batch()
     parts, least = (padded_length(1, cp, tp), 32) if cp > 1 else (tp, 8)
     length = parts * max(2, -(-least // parts))
@@ -293,6 +293,6 @@ def short_sample(data: "OpenData", cp: int, tp: int) -> tuple[Tensor | None, ...
 
 
 def parameter_count(model: nn.Module) -> int:
-    """The number of a model's parameters, tied ones counted once, as far as they are weights that files have."""
+    """The number of a model's parameters that are weights stored in files, tied ones counted once."""
     table = table_of(type(model))
     return sum(p.numel() for name, p in model.named_parameters() if is_weight(name, table))

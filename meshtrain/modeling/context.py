@@ -1,4 +1,4 @@
-"""Context parallelism before a run: the chunks of its sequences, and what attention sends and keeps of its model."""
+"""Costs of context parallelism, before a run: sequence chunks, and the traffic and memory of the model's attention."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from meshtrain.parallel.tp_plan import has_sequence_parts
 
 
 def attention_shapes(model: nn.Module) -> set[tuple[int, int, int, int]]:
-    """(query heads, key/value heads, width of keys, of values) of each call of attention; none if meta cannot run."""
+    """(query heads, key/value heads, key width, value width) of each attention call; empty if meta cannot run it."""
     calls = set()
 
     class Calls(AttentionContext):
@@ -35,21 +35,21 @@ def attention_shapes(model: nn.Module) -> set[tuple[int, int, int, int]]:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One attention on a rank, and closed forms of what it costs (docs/context-parallel.md), in numbers.
+    """One attention on a rank, and closed forms of its costs (docs/context-parallel.md), in elements.
 
-    u is `context_heads`, and `index` that of the rank on `cp`.
+    u is `context_heads`, and `index` is the rank's position on `cp`.
     """
 
-    ranks: int  # of `cp`
-    query_heads: int  # on a rank of `tp`, as key/value heads
+    ranks: int  # size of `cp`
+    query_heads: int  # on a rank of `tp`, as are key/value heads
     kv_heads: int
-    width: int  # of queries and keys
+    width: int  # width of queries and keys per head
     value_width: int
-    tokens: int  # of a microbatch on a rank, padding included
+    tokens: int  # tokens of a microbatch on a rank, padding included
 
     def messages(self, u: int, index: int | None = None, chunks: tuple[int, int] | None = None) -> tuple[int, int]:
-        """What a rank sends in forward and backward. `index` None: that which sends most. `chunks`: how many of its own
-        others see, counted for each of these, and how many of theirs it sees; None: those of one document."""
+        """Elements that a rank sends in forward, backward. `index` None: the rank that sends most. `chunks`: how many
+        of its chunks other ranks see, summed over them, and how many of theirs it sees; None: for one document."""
         if index is None:
             return max((self.messages(u, i) for i in range(self.ranks)), key=sum)
         kv = [len(head_ranges(self.query_heads, self.kv_heads, u, j)[1]) for j in range(u)]
@@ -60,11 +60,11 @@ class AttentionShape:
         return n * (queries + sum(kv) - own) + sends * chunk, n * (queries + (u - 1) * own) + (sends + sees) * chunk
 
     def memory(self, u: int, method: str, index: int = 0) -> tuple[int, int]:
-        """What a rank keeps for the backward, and what that takes on top, at most: no masks, nothing inside a kernel.
+        """Elements saved for backward, and an upper bound of what it needs in addition, without masks and kernels' own.
 
-        On top: the keys and values that a rank sees (with gather of all ranks, with ring of two and its own), those of
-        a block in one piece, their gradients and the sums of these; three and a half times the gradient of q; where
-        heads are not shared evenly, keys and values for each query head. With one document the first rank sees most.
+        In addition: the keys and values that a rank sees (gather: those of all ranks; ring: of two ranks and its own),
+        those of a block as one tensor, their gradients and the sums of these; 3.5 times the gradient of q; if heads
+        are not shared evenly, keys and values per query head. With one document the first rank sees most.
         """
         own, kv = map(len, head_ranges(self.query_heads, self.kv_heads, u, index % u))
         n, sees, ring = u * self.tokens, 2 * (self.ranks // u) - index // u, self.ranks // u
@@ -77,14 +77,14 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class ContextCosts:
-    """A microbatch over `cp`, in bytes of the layer and the rank with the most; none where heads are not known."""
+    """Costs of a microbatch over `cp`, in bytes, for the layer and rank with the most; empty if heads are unknown."""
 
     ranks: int
     length: int  # tokens of a sequence
-    padded: int  # ... and of its padding
-    sent: dict[str, tuple[int, int]]  # way -> in a layer's forward and backward; the config's way comes first
-    saved: int  # from a layer's forward to its backward: q, k, v, the output, and a number per query; or nothing
-    transient: int  # on top while the backward runs, at most; without masks and what a kernel takes inside
+    padded: int  # ... with its padding
+    sent: dict[str, tuple[int, int]]  # method -> in a layer's forward and backward; the config's method comes first
+    saved: int  # from a layer's forward to its backward: q, k, v, output and a number per query; 0 if recomputed
+    transient: int  # upper bound of the additional memory in backward, without masks and memory inside kernels
 
     def describe(self) -> str:
         """`sequence 4096 over cp 4: 1024 a rank in 2 chunks of 512, 0 % padding; attention sends ...`"""
@@ -95,7 +95,7 @@ class ContextCosts:
             return text + "what attention sends is not known: the model does not run on the meta device"
 
         def amount(way: str) -> str:
-            """Heads are swapped evenly; of keys and values some ranks send less, and with documents all may."""
+            """Heads are swapped evenly. Some ranks send fewer keys and values; with documents all ranks may."""
             return "at most " * (not way.startswith("context_heads")) + bytes_text(*self.sent[way])
 
         (own_way, sent), *others = self.sent.items()
@@ -108,7 +108,7 @@ class ContextCosts:
 
 
 def context_costs(config: Config, layout: Layout) -> ContextCosts | None:
-    """What `cp` costs a run, from closed forms (docs/context-parallel.md); None without it."""
+    """The costs of `cp` for a run, from closed forms (docs/context-parallel.md); None without `cp`."""
     ranks, tp, options, length = layout.size("cp"), layout.size("tp"), config.parallel, config.data.seq_len
     if ranks == 1:
         return None
@@ -129,18 +129,18 @@ def context_costs(config: Config, layout: Layout) -> ContextCosts | None:
         forward, backward = max((shape.messages(u) for shape in shapes), key=sum)
         way = ", ".join([method] * (u < ranks) + [f"context_heads {u}"] * (u > 1))
         sent[way] = itemsize * forward, itemsize * (backward + forward * again)
-    wider = max(4, itemsize) - itemsize  # what is summed, and the number per query, are in float32 at least
+    wider = max(4, itemsize) - itemsize  # sums, and the number per query, are in float32 or wider
     saved = transient = 0
     for shape in shapes:
         elements, more = shape.memory(options.context_heads, options.context)
         saved = max(saved, elements * itemsize + wider * tokens * shape.query_heads)
-        transient = max(transient, more * (4 * itemsize + wider) // 4)  # sums are about a quarter of it
+        transient = max(transient, more * (4 * itemsize + wider) // 4)  # sums are about a quarter of the elements
     if again:
         saved, transient = 0, saved + transient
     return ContextCosts(ranks, length, padded, sent, saved, transient)
 
 
 def kv_heads_of_rank(heads: int, kv_heads: int, tp: int) -> int:
-    """Key/value heads of a rank of `tp`, at most; those that queries do not share evenly are repeated for each."""
+    """The most key/value heads of a rank of `tp`; heads not shared evenly are repeated for each query head."""
     parts = [(heads, kv_heads, tp, i) for i in range(tp)]
     return max(len(kv_heads_of(*part)) or len(head_ranges(*part)[1]) for part in parts)

@@ -1,4 +1,4 @@
-"""Experts before a run: how they lie over the ranks, how many parameters a token meets, and what a layer sends."""
+"""Costs of experts, before a run: their placement on ranks, the active parameters per token, and a layer's traffic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,33 +16,33 @@ from meshtrain.parallel.tp_plan import expert_modules, has_sequence_parts
 
 def dispatch_bytes(out: int, answered: int, width: int, itemsize: int, foreign: int, recompute: str = "none") -> int:
     """Bytes that a rank sends over `ep` for a layer and microbatch, forward and backward: `out` rows of its tokens to
-    experts elsewhere, results for the `answered` rows of others, and their gradients; and at first how many rows go to
-    each of the `foreign` experts. `recompute: full` sends rows and results once more."""
+    experts of other ranks, results for the `answered` rows of other ranks, and the gradients of both; and first the
+    number of rows for each of the `foreign` experts. `recompute: full` sends rows and results once more."""
     passes = 3 if recompute == "full" else 2
     return passes * (out + answered) * width * itemsize + 8 * foreign
 
 
 @dataclass(frozen=True)
 class ExpertCosts:
-    """The experts of a model over a layout; bytes are of the layer with the most of them, with even loads."""
+    """The experts of a model over a layout; bytes are for the layer with the most experts, with even loads."""
 
     line: str  # `experts: 48 layers x 128, 8 a token; over ep 8: 16, over efsdp 2: 8 on a rank; 2 copies`
-    experts: int  # of a layer, the most
-    on_rank: int  # of these, that `ep` leaves to a rank, the most
-    active: int  # parameters that compute a token
-    tokens: int  # of a microbatch on a rank
-    message: int  # bytes of the rows that a rank sends on their way to experts, or from them
-    sent: int  # bytes that it sends over `ep` for a microbatch, forward and backward
+    experts: int  # the most of a layer
+    on_rank: int  # the most of these on one rank of `ep`
+    active: int  # parameters used per token
+    tokens: int  # tokens of a microbatch on a rank
+    message: int  # bytes of the rows that a rank sends to experts, or of the results that it returns
+    sent: int  # bytes that a rank sends over `ep` for a microbatch, forward and backward
 
     def describe_sent(self) -> str:
         """`with even loads a layer sends 4 x 112 MiB over ep for a microbatch of 4,096 tokens`"""
-        counts = 8 * (self.experts - self.on_rank)  # of the rows for each expert elsewhere
+        counts = 8 * (self.experts - self.on_rank)  # row counts of experts on other ranks
         ways, size = (self.sent - counts) // max(self.message, 1), bytes_text(self.message)
         return f"with even loads a layer sends {ways} x {size} over ep for a microbatch of {self.tokens:,} tokens"
 
 
 def expert_costs(config: Config, layout: Layout) -> ExpertCosts | None:
-    """What experts are to a run, from closed forms; None for a model without."""
+    """The costs of a run's experts, from closed forms; None for a model without experts."""
     spec = spec_of(config)
     plan, per_token = getattr(spec.module, "ep_plan", None), config.model.keys.get("num_experts_per_tok")
     if not plan or per_token is None:
@@ -73,7 +73,7 @@ def expert_costs(config: Config, layout: Layout) -> ExpertCosts | None:
 
 
 def _place(shape: Sequence[int], layout: Layout) -> str:
-    """Where the experts of a layer, tensors of this shape, are."""
+    """Describes which ranks hold the experts of a layer, whose weights have this shape."""
     copies, shards, ranks = map(layout.size, EXPERT_AXES)
     if ranks == 1:
         return "ep 1: every rank computes all of them"

@@ -1,9 +1,9 @@
-"""How much arithmetic a model asks for and how much the hardware could do: the two sides of MFU.
+"""The FLOPs that a model needs and the peak FLOP/s of the hardware: the two sides of MFU.
 
-Model FLOPs utilization (Chowdhery et al. 2022, "PaLM", appendix B) divides the arithmetic that the model needs by what
-the hardware could have done in that time. Recomputing activations and padding are not work the model needs, so they
-lower it; attention counts in full, also where a causal mask lets kernels skip half of it, as everyone reports it.
-`causal_flops` counts the pairs of tokens that see each other instead.
+Model FLOPs utilization (Chowdhery et al. 2022, "PaLM", appendix B) divides the FLOPs that the model needs by what the
+hardware could have done in that time. Recomputed activations and padding are not work that the model needs, so they
+lower it; attention counts in full, even where a causal mask lets kernels skip half of it, as is the convention.
+`causal_flops` counts only the visible pairs of tokens instead.
 """
 
 import re
@@ -27,9 +27,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshtrain.attention import AttentionContext, attention
 from meshtrain.parallel.mixed_precision import compute_dtype
 
-# TFLOP/s without sparsity, from NVIDIA's data sheets: the half column holds for bfloat16 and float16 on tensor cores
-# with float32 sums; float32 is without TF32, which meshtrain leaves off; float64 is that of the tensor cores where they
-# have it. None: the data sheet does not say, and it is measured. The first name that matches wins.
+# TFLOP/s without sparsity, from NVIDIA's data sheets: the half column is for bfloat16 and float16 on tensor cores with
+# float32 accumulation; float32 is without TF32, which meshtrain leaves off; float64 is on tensor cores where they have
+# it. None: not in the data sheet, so it is measured. The first name that matches wins.
 _TABLE: tuple[tuple[str, float, float | None, float | None], ...] = (
     # name                   half    float32  float64
     (r"GB200\b", 2500, 80, 40),
@@ -56,7 +56,7 @@ _TABLE: tuple[tuple[str, float, float | None, float | None], ...] = (
     (r"RTX 4090$", 165, 82.6, None),
     (r"RTX 3090$", 71, 35.6, None),
 )
-_BEFORE_BFLOAT16 = re.compile(r"\b(V100|T4)\b")  # no tensor cores for it: torch emulates bfloat16 there
+_BEFORE_BFLOAT16 = re.compile(r"\b(V100|T4)\b")  # no bfloat16 tensor cores: torch emulates it
 _MEASURE_S = 0.15
 Inputs = tuple[Tensor | None, ...]
 _LOSS = 5  # operations of the loss per logit: maximum, difference, exponential, sum, and the difference of its gradient
@@ -67,14 +67,14 @@ class Causal(NamedTuple):
 
     s: int
     window: int | None  # see `meshtrain.attention.attention`
-    packed: bool  # no token attends across documents
+    packed: bool  # whether rows hold several documents, with no attention across them
 
 
 class CausalCalls(TorchFunctionMode):
-    """Watches a model's forward for causal attention: that of `attention()`, and torch's own with `is_causal`.
+    """Intercepts causal attention in a model's forward: calls of `attention()`, and torch's own with `is_causal`.
 
     Attributes:
-        flops: of a pair of tokens in forward and backward, over all heads and samples that ran.
+        flops: call -> FLOPs per pair of tokens in forward and backward, over all heads and samples of the run.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class CausalCalls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _add(self, call: dict[str, Any], window: int | None, packed: bool) -> None:
-        """Scores and values are a product each, and one more in the backward for each side that gets a gradient."""
+        """Scores and outputs take one matrix product each, and in backward one more per operand with a gradient."""
         q, k, v = call["query"], call["key"], call["value"]
         (b, h, s, e), f = q.shape, v.shape[-1]
         if s == k.shape[2]:
@@ -104,11 +104,11 @@ class CausalCalls(TorchFunctionMode):
 
 
 def causal_flops(flops: int, attention_flops: Mapping[Causal, int], samples: int, documents: np.ndarray | None) -> int:
-    """FLOPs of so many samples, where of causal attention only pairs count of which one sees the other.
+    """FLOPs of `samples` samples, in which causal attention counts only the visible (query, key) pairs.
 
     Args:
-        flops, attention_flops: of one sample, as `sample_flops` gives them.
-        documents: the lengths of all parts of documents in these samples; None: each is one document.
+        flops, attention_flops: of one sample, as `sample_flops` returns them.
+        documents: the lengths of all document pieces in these samples; None: each sample is one document.
     """
     total = flops * samples
     for call, pair in attention_flops.items():
@@ -118,25 +118,25 @@ def causal_flops(flops: int, attention_flops: Mapping[Causal, int], samples: int
 
 
 def visible_pairs(lengths: np.ndarray, window: int | None) -> int:
-    """How many pairs (query, key) of documents of these lengths see each other: n (n + 1) / 2 without a window."""
+    """The number of visible (query, key) pairs in documents of these lengths: n (n + 1) / 2 each without a window."""
     n = lengths.astype(np.int64)
     near = n if window is None else np.minimum(n, window)
     return int((near * (near + 1) // 2 + (n - near) * near).sum())
 
 
 def sample_flops(model: nn.Module, inputs: Inputs, calls: CausalCalls | None = None) -> tuple[int | None, str]:
-    """Floating-point operations of the forward and backward of one sample, and a sentence about them.
+    """FLOPs of the forward and backward of one sample, and a sentence about them.
 
     The model runs once on the meta device, where tensors have shapes and no values, so this takes no memory and works
     for a model of any size on any device; neither the model nor its gradients change. A multiplication and an addition
-    are two operations; matrix products, convolutions and attention count, as torch's FlopCounterMode has them.
+    are two operations; matrix products, convolutions and attention count, as in torch's FlopCounterMode.
 
-    Returns None and the reason if the model cannot run without values (its forward asks for one).
+    Returns None and the reason if the model cannot run without values (its forward reads a value).
 
     Args:
-        model: a plain model, before it is spread over a mesh or compiled.
-        inputs: what `model(*inputs)` takes; the first dim of each is the batch. All samples are taken to cost the same.
-        calls: gets the FLOPs of causal attention, as if it were of one sample.
+        model: a plain model, before it is parallelized or compiled.
+        inputs: the arguments of `model(*inputs)`, with the batch as first dim. All samples are taken to cost the same.
+        calls: receives the FLOPs of causal attention, for one sample.
     """
     state, on_meta = _on_meta(model, inputs)
     trained = [tensor for tensor in state.values() if tensor.requires_grad]
@@ -145,7 +145,7 @@ def sample_flops(model: nn.Module, inputs: Inputs, calls: CausalCalls | None = N
             with calls or nullcontext():
                 output = functional_call(model, state, on_meta)
             torch.autograd.grad(output.sum(), trained, allow_unused=True)
-        except Exception as error:  # whatever a model raises that asks a tensor for its values
+        except Exception as error:  # any error of a model that reads values of a tensor
             return None, f"model FLOPs not known, so no MFU: {why_not(error)}"
     size = _batch_size(inputs)
     if calls is not None:
@@ -155,15 +155,15 @@ def sample_flops(model: nn.Module, inputs: Inputs, calls: CausalCalls | None = N
 
 
 def block_flops(model: nn.Module, blocks: Sequence[nn.Module], inputs: Inputs) -> tuple[list[float], str]:
-    """Floating-point operations of the forward of each block for one sample, and a sentence about them.
+    """FLOPs of the forward of each block for one sample, and a sentence about them.
 
-    Counted as `sample_flops` does, and one for each element that a block returns, so that an embedding is nearly free
-    and not quite. The last block has the loss on top. What runs outside of the blocks is not counted.
+    Counted as in `sample_flops`, plus one per element that a block returns, so that an embedding costs a little. The
+    last block includes the loss. Code outside the blocks is not counted.
 
-    If the model cannot run without values, two operations per weight of each block, and the sentence says so. That
-    leaves attention's products out, and the places at which a convolution is used.
+    If the model cannot run without values, the estimate is two operations per weight of each block, and the sentence
+    says so. That omits the products of attention, and the positions at which a convolution is applied.
 
-    `blocks`: in the order in which they run.
+    `blocks`: in execution order.
     """
     state, on_meta = _on_meta(model, inputs)
     costs = dict.fromkeys(blocks, 0.0)
@@ -185,7 +185,7 @@ def block_flops(model: nn.Module, blocks: Sequence[nn.Module], inputs: Inputs) -
         stack.enter_context(torch.no_grad())
         try:
             functional_call(model, state, on_meta)
-        except Exception as error:  # whatever a model raises that asks a tensor for its values
+        except Exception as error:  # any error of a model that reads values of a tensor
             return [_of_weights(block) for block in blocks], f"costs of blocks by their weights: {why_not(error)}"
     costs[blocks[-1]] += _LOSS * returned
     return [costs[block] / _batch_size(inputs) for block in blocks], "costs of blocks: FLOPs counted on the meta device"
@@ -193,15 +193,15 @@ def block_flops(model: nn.Module, blocks: Sequence[nn.Module], inputs: Inputs) -
 
 @contextmanager
 def _counting() -> Iterator[FlopCounterMode]:
-    # The math backend, because the fused backward kernels compute the scores twice and would count it.
+    # The math backend, because the fused backward kernels recompute the scores, which would be counted.
     with FlopCounterMode(display=False, custom_mapping=_varlen_counts()) as counter, sdpa_kernel(SDPBackend.MATH):
         yield counter
 
 
 def _varlen_counts() -> dict[Any, Callable[..., int]]:
-    """Of a model that calls torch's attention of variable length: in full too, as if all were as long as the longest.
+    """Counters for torch's variable-length attention: also in full, as if all documents were as long as the longest.
 
-    torch 2.11 does not count it, and later versions without values count what pads its lengths.
+    torch 2.11 does not count it, and later versions, without values, count the padding of the lengths.
     """
 
     def forward(q: Sequence[int], k: object, v: Sequence[int], *others: Any, **unused: Any) -> int:
@@ -225,14 +225,14 @@ def _batch_size(inputs: Inputs) -> int:
 
 
 def _of_weights(block: nn.Module) -> float:
-    """Two operations per element of each matrix that is multiplied with, and one per element of a row looked up."""
+    """Two operations per element of each weight matrix, and one per element of a looked-up embedding row."""
     looked_up = {module.weight: module.embedding_dim for module in block.modules() if isinstance(module, nn.Embedding)}
     matrices = {weight for weight in block.parameters() if weight.dim() > 1} - looked_up.keys()
     return float(sum(looked_up.values()) + sum(2 * weight.numel() for weight in matrices) + 1)
 
 
 def _on_meta(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Tensor], Inputs]:
-    """The model's parameters and buffers, and its inputs, as tensors without values."""
+    """The model's parameters and buffers, and its inputs, as meta tensors."""
     state = {
         name: tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
         for name, tensor in chain(model.named_parameters(), model.named_buffers())
@@ -246,10 +246,10 @@ def _on_meta(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Tensor], Input
 
 
 def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
-    """The most floating-point operations per second one process could do on `device`, and where that figure is from.
+    """The peak FLOP/s of one process on `device`, and a sentence about where that figure is from.
 
-    NVIDIA's data-centre GPUs are in a table by name. A CPU, and a GPU that is not in the table or is a part of one
-    (MIG), is measured by matrix products of the run's precision for about 0.15 s, on this process's threads.
+    NVIDIA's data-center GPUs are in a table by name. A CPU, and a GPU that is not in the table or is a MIG slice of
+    one, is measured with matrix products in the run's precision for about 0.15 s, on this process's threads.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = table_flops(name, precision)
@@ -264,7 +264,7 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
 
 
 def table_flops(name: str, precision: str) -> float | None:
-    """The peak of the GPU called `name` (as torch.cuda.get_device_name has it) in FLOP/s; None if not in the table."""
+    """The peak FLOP/s of the GPU called `name` (as in torch.cuda.get_device_name); None if not in the table."""
     if "MIG" in name or (precision == "bfloat16" and _BEFORE_BFLOAT16.search(name)):
         return None
     for pattern, half, float32, float64 in _TABLE:
@@ -283,7 +283,7 @@ def readable(number: float) -> str:
     """`number` with three digits and a unit's prefix: 6.1e10 is "61 G", to be followed by the unit."""
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= 0.9995 * size:
-            # From 1000 P on there is no larger prefix; until then three digits say it without an exponent.
+            # From 1000 P on there is no larger prefix; below, three digits need no exponent.
             digits = number / size
             return f"{digits:.0f} {prefix}" if digits >= 99.95 else f"{digits:.3g} {prefix}"
     return f"{number:.3g} "
@@ -300,12 +300,12 @@ def _measured_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, in
         remaining = deadline - time.perf_counter()
         if remaining < 1.5 * seconds:
             return fastest
-        if 16 * seconds < remaining:  # twice the size takes 8 times as long; room for two
+        if 16 * seconds < remaining:  # twice the size takes 8 times as long; leave time for two
             size *= 2
 
 
 def _matmul_seconds(size: int, device: torch.device, dtype: torch.dtype) -> float:
-    # A generator apart from the run's. Random, because a GPU multiplies zeros and ones faster than real numbers.
+    # A generator separate from the run's. Random, because a GPU multiplies zeros and ones faster than typical values.
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.rand(size, size, device=device, dtype=dtype, generator=generator) for _ in range(2))
     _settle(device)

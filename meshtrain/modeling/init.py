@@ -1,7 +1,7 @@
-"""First values of parameters, the same on every layout.
+"""Initial values of parameters, the same on every layout.
 
 A parameter's values are a function of (seed, its full name, block of rows): each rank draws the blocks that its shard
-touches and keeps its part, and no rank ever holds the whole. They are drawn on the CPU in float32, whatever the device.
+overlaps and keeps its part, and no rank ever holds the whole. They are drawn on the CPU in float32 for any device.
 """
 
 import hashlib
@@ -16,25 +16,25 @@ from torch import Tensor, nn
 from meshtrain.parallel.sharding import ParameterSpec, local_part, parameters_of
 from meshtrain.parallel.torch_private import allocate
 
-BLOCK_ELEMENTS = 2**16  # about how many values are drawn from one seed
+BLOCK_ELEMENTS = 2**16  # approximate number of values drawn from one seed
 
 
 def initialise(
     model: nn.Module, plan: Mapping[str, str], *, seed: int, std: float, names: Container[str] | None = None
 ) -> None:
-    """Gives a parallelized model its first values.
+    """Initializes a parallelized model.
 
     Args:
         model: parallelized; no longer on the meta device.
         plan: pattern of a parameter's name -> rule; the first pattern that matches counts. The rules: "ones", "zeros",
             "normal" (standard deviation `std`), "kaiming" (variance 2 / inputs of one output; He et al.,
-            https://arxiv.org/abs/1502.01852), "kaiming_uniform" (between ± 1 / sqrt(inputs), as `nn.Linear` has it).
-        seed: of the run.
+            https://arxiv.org/abs/1502.01852), "kaiming_uniform" (between ± 1 / sqrt(inputs), as in `nn.Linear`).
+        seed: the run's seed.
         std: for "normal".
-        names: of the parameters that get values; None: all do.
+        names: the parameters to initialize; None: all.
 
     Raises:
-        ValueError: a parameter that no pattern matches, or a rule that does not exist.
+        ValueError: no pattern matches a parameter, or a rule does not exist.
     """
     with torch.no_grad():
         for spec, parameter in parameters_of(model):
@@ -47,7 +47,7 @@ def initialise(
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:
-    """Gives what of a model is on the meta device memory, without values; tied parameters stay one."""
+    """Allocates the model's meta tensors on `device`, uninitialized; tied parameters stay tied."""
     shared: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -77,7 +77,7 @@ def _draw(rule: str, rows: Tensor, random: torch.Generator, std: float) -> None:
 
 
 def _fill(parameter: Tensor, spec: ParameterSpec, draw: Callable[..., None], seed: int) -> None:
-    """Draws the blocks of rows that this rank's part of the parameter touches, and keeps the part."""
+    """Draws the blocks of rows that overlap this rank's part of the parameter, and keeps the part."""
     local, (rows, *columns) = local_part(parameter)
     if local.numel() == 0:
         return
@@ -94,6 +94,6 @@ def _fill(parameter: Tensor, spec: ParameterSpec, draw: Callable[..., None], see
 
 
 def generator(*key: object) -> torch.Generator:
-    """A CPU generator whose numbers are a function of the key."""
+    """A CPU generator seeded with a hash of the key."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -1,4 +1,4 @@
-"""The optimizer protocol and its optimizers, learning-rate schedules, and the norm of gradients. Imports no torch."""
+"""The optimizer protocol, the optimizers, learning-rate schedules, and gradient norms. Does not import torch."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

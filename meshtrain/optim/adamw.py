@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101), by torch's fused kernel over all local parts."""
+"""AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101), with torch's fused kernel over all local parts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ class AdamW(UpdateRule):
             for group, filled in self._filled
         ]
         keys: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
-        # The kernel has its factor in float32, which is too few digits for other gradients.
+        # The kernel takes its factor in float32, which is not precise enough for other gradients.
         self._scales = all(p.local.dtype == torch.float32 for p in self._parameters)
         self._adamw = torch.optim.AdamW(params or [{"params": []}], **keys)
         for p in self._parameters:
@@ -38,7 +38,7 @@ class AdamW(UpdateRule):
             self._adamw.state[p.local] = {"step": step, **p.state}
 
     def update(self, skip: Tensor, factor: Tensor | None) -> None:
-        # The kernel divides gradients and skips by itself, as for torch's GradScaler: clipping is no pass of its own.
+        # The kernel itself divides gradients and skips, as for torch's GradScaler: clipping needs no separate pass.
         if not self._scales:
             scale_gradients(self._parameters, factor)
             factor = None
@@ -54,7 +54,7 @@ class AdamW(UpdateRule):
 
 
 class RoundedAdamW(UpdateRule):
-    """AdamW in torch's order, its averages kept in bfloat16 by stochastic rounding, computed in the weights' type."""
+    """AdamW in torch's order of operations and the weights' dtype; moments are rounded stochastically to bfloat16."""
 
     title, states = "AdamW in bfloat16", AdamW.states
 
@@ -62,7 +62,7 @@ class RoundedAdamW(UpdateRule):
         super().__init__(groups, config, mesh)
         self._betas, self._eps = config.betas, config.eps
         self._parameters = [(group, p) for group in groups for p in group.parameters if p.local.numel() > 0]
-        self._updates: Tensor | float = 0.0  # how many were made
+        self._updates: Tensor | float = 0.0  # number of updates made
 
     @classmethod
     def state_specs(cls, parameter: ParameterSpec) -> dict[str, ParameterSpec]:
@@ -74,7 +74,7 @@ class RoundedAdamW(UpdateRule):
         corrections = [1 - beta**update for beta in self._betas]
         for group, p in self._parameters:
             rate, decay = group.lr / corrections[0], 1 - group.lr * group.options.weight_decay
-            assert p.local.grad is not None  # `squared_norm` took it
+            assert p.local.grad is not None  # `squared_norm` has taken the gradient
             states = p.state["exp_avg"], p.state["exp_avg_sq"]
             whole = [torch.atleast_1d(x.detach()) for x in (p.local, p.local.grad, *states)]
             first, *others = p.part

@@ -1,4 +1,4 @@
-"""The global norm of gradients, and clipping by it; both count an element once, however many ranks hold it."""
+"""The global norm of gradients, and clipping by it; an element counts once, however many ranks hold it."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -20,24 +20,24 @@ from meshtrain.parallel.torch_private import from_local, to_local
 
 
 class LocalParameter:
-    """A trainable parameter, and the part of it that this rank holds, as a plain tensor on the same memory.
+    """A trainable parameter, and the part of it that this rank holds, as a plain tensor that shares its memory.
 
     Attributes:
-        copies: how many copies of each element there are in the job.
-        local: this rank's part, or of copies that share the optimizer's work the rows that this one updates; it may be
-            empty. `local.grad` is its gradient once `take_grad` was called. part: where in the whole it lies.
+        copies: number of copies of each element in the job.
+        local: this rank's part, or with ZeRO-1 the rows of it that this rank updates; it may be empty. `local.grad` is
+            its gradient once `take_grad` was called. part: its position in the whole parameter.
         stored_as: how files name and divide the model's tensors.
-        state: of the optimizer, by name: plain tensors. state_specs: how each of them lies.
+        state: the optimizer's state tensors, by name. state_specs: how each of them is sharded.
     """
 
     def __init__(
         self, spec: ParameterSpec, parameter: nn.Parameter, mesh: Mesh, stored_as: Table, shared: bool = False
     ) -> None:
-        """`shared`: among its copies, each of which updates some rows (ZeRO-1)."""
+        """`shared`: whether each copy of the parameter updates only some of its rows (ZeRO-1)."""
         self.spec, self.parameter, self.stored_as = spec, parameter, stored_as
         local = parameter.detach()
         self.local = local.to_local() if isinstance(local, DTensor) else local
-        self._rows: slice | None = None  # of what is held
+        self._rows: slice | None = None  # the rows of the held part that this rank updates
         if shared:
             self.spec = optimizer_shard(spec, mesh.layout)
             axis = self.spec.cuts[-1].axis
@@ -52,10 +52,10 @@ class LocalParameter:
         self.state_specs: dict[str, ParameterSpec] = {}
 
     def take_grad(self) -> Tensor:
-        """This rank's part of the gradient, which the next update uses: zeros where no forward used the parameter.
+        """This rank's part of the gradient, used by the next update: zeros if no forward used the parameter.
 
-        Under DDP another rank may have used it, so there it must have one; then it has one everywhere. Raises
-        InputError: it is sparse.
+        Under DDP another rank may have used the parameter, so a gradient must exist; DDP then creates it on every rank.
+        Raises InputError: the gradient is sparse.
         """
         grad = self.parameter.grad
         if grad is not None and grad.layout != torch.strided:
@@ -70,7 +70,7 @@ class LocalParameter:
         return rows if self._rows is None else torch.atleast_1d(rows)[self._rows]
 
     def whole(self, local: Tensor) -> Tensor:
-        """The whole of a tensor that lies as the parameter does: a collective of the ranks that share it."""
+        """Gathers a tensor that is sharded like the parameter: a collective of the ranks that share it."""
         local = local.detach()
         if self._rows is not None:
             rows = torch.empty_like(to_local(self.parameter.detach()), dtype=local.dtype)
@@ -82,7 +82,7 @@ class LocalParameter:
 
 
 def local_parameters(model: nn.Module, mesh: Mesh) -> list[LocalParameter]:
-    """What is trained of a model, or of the stages that this rank has of it."""
+    """The trainable parameters of a model, or of this rank's pipeline stages."""
     whole: Any = model.stages()[0] if hasattr(model, "parameter_stages") else model  # type: ignore[operator]
     table = table_of(type(whole))
     shared = {p for sync in optimizer_shards(model) for p in sync.parameters}
@@ -91,19 +91,19 @@ def local_parameters(model: nn.Module, mesh: Mesh) -> list[LocalParameter]:
 
 
 def optimizer_shards(model: nn.Module) -> list[BucketedReduceScatter]:
-    """What brings updated rows to the copies of a model, or of the stages that this rank has of it (ZeRO-1)."""
+    """The reducers that gather the updated rows (ZeRO-1) of a model, or of this rank's pipeline stages."""
     stages: Any = model.stages() if hasattr(model, "parameter_stages") else [model]  # type: ignore[operator]
     return [sync for stage in stages for sync in gradient_syncs(stage) if isinstance(sync, BucketedReduceScatter)]
 
 
 def device_of(model: nn.Module, mesh: Mesh) -> torch.device:
-    """Where a model is trained; a stage of a pipeline may have nothing to train."""
+    """The device of a model; a pipeline stage may have no parameters."""
     first = next(model.parameters(), None)
     return torch.device(mesh.device_type) if first is None else first.device
 
 
 def squared_norm(parameters: Sequence[LocalParameter], device: torch.device) -> Tensor:
-    """A rank's addend of the squared norm, to be summed over all ranks: copies of an element count once together."""
+    """A rank's contribution to the squared norm, to be summed over all ranks: copies of an element count once."""
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in parameters:
         grad = parameter.take_grad()
@@ -117,21 +117,21 @@ def squared_norm(parameters: Sequence[LocalParameter], device: torch.device) -> 
 
 
 def clip_factor(norm: Tensor, clip_norm: float | None) -> Tensor | None:
-    """What gradients of this global norm are multiplied by so that their norm is at most `clip_norm`; None for 1."""
+    """The factor that limits gradients of this global norm to at most `clip_norm`; None without clipping."""
     if clip_norm is None:
         return None
     return (clip_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def scale_gradients(parameters: Sequence[LocalParameter], factor: Tensor | None) -> None:
-    """Multiplies the gradients that `squared_norm` took by a scalar on the device; None: by 1."""
+    """Multiplies the gradients collected by `squared_norm` by a scalar on the device; None: by 1."""
     grads = [parameter.local.grad for parameter in parameters if parameter.local.grad is not None]
     if factor is not None and grads:
         torch._foreach_mul_(grads, factor.to(grads[0].dtype))
 
 
 def clip_gradients(model: nn.Module, mesh: Mesh, max_norm: float) -> Tensor:
-    """Clips the gradients of a parallelized model by their global norm, in a loop of one's own.
+    """Clips the gradients of a parallelized model by their global norm, in a training loop of your own.
 
     Returns the norm before clipping, a scalar in float64, the same on every rank.
     """
@@ -142,9 +142,9 @@ def clip_gradients(model: nn.Module, mesh: Mesh, max_norm: float) -> Tensor:
 
 
 def param_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
-    """The parameters of a model, parallelized or not, as torch's optimizers want them in a loop of one's own.
+    """Parameter groups of a model, parallelized or not, for torch's optimizers in a training loop of your own.
 
-    torch updates all tensors of a group by one kernel, which takes DTensors (split by `tp`) or plain ones, not both.
+    torch updates all tensors of a group with one kernel, which takes DTensors (split by `tp`) or plain ones, not both.
     """
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Parameter groups: which optimizer updates a parameter, at which rate and decay, by patterns of its name. Pure."""
+"""Parameter groups: a parameter's optimizer, learning rate and weight decay, by patterns of its name. Pure."""
 
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -10,23 +10,23 @@ from meshtrain.parallel.sharding import ParameterSpec
 if TYPE_CHECKING:
     from meshtrain.config.schema import Optimizer as OptimizerConfig
 
-# Names of embeddings and heads, which Muon leaves to AdamW: their rows are vectors of tokens, looked up one by one.
+# Names of embeddings and heads, which Muon leaves to AdamW: their rows are token vectors, looked up one by one.
 ENDS = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "*head.weight", "*classifier*", "output.weight")
 
-EMA = "ema"  # the name of the average among a parameter's states
+EMA = "ema"  # the name of a parameter's moving average among its states
 
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """What an update does with a parameter."""
+    """How an update treats a parameter."""
 
     weight_decay: float
-    lr_scale: float  # multiplies the rate of the schedule
-    name: str  # of the optimizer
+    lr_scale: float  # multiplies the schedule's learning rate
+    name: str  # the optimizer's name
 
 
 def group_options(config: "OptimizerConfig", spec: ParameterSpec) -> GroupOptions:
-    """By the first group whose pattern matches its name; else parameters of one dim (norms, biases) do not decay."""
+    """Options of the first group whose pattern matches the name; by default 1-D parameters have no weight decay."""
     group = next((group for group in config.groups if fnmatchcase(spec.name, group.match)), None)
     decay, scale, name = config.weight_decay if len(spec.shape) > 1 else 0.0, 1.0, config.name
     suits = suits_muon(spec)
@@ -38,14 +38,14 @@ def group_options(config: "OptimizerConfig", spec: ParameterSpec) -> GroupOption
 
 
 def suits_muon(spec: ParameterSpec) -> bool:
-    """Whether a parameter is a matrix between a model's ends, or a stack of the matrices of a layer's experts."""
+    """Whether a parameter is a matrix between embedding and head, or the stacked matrices of a layer's experts."""
     matrices = len(spec.shape) == 2 or (len(spec.shape) == 3 and "experts" in spec.name.split("."))
     return matrices and not any(fnmatchcase(spec.name, pattern) for pattern in ENDS)
 
 
 def state_specs(config: "OptimizerConfig", spec: ParameterSpec) -> dict[str, ParameterSpec]:
-    """What a run keeps for a parameter that is trained: name -> its shape, type, and how it lies. `spec`: of a copy
-    that shares the optimizer's work its `optimizer_shard`."""
+    """The optimizer state of a trainable parameter: name -> its shape, dtype and sharding. `spec`: with ZeRO-1 the
+    parameter's `optimizer_shard`."""
     specs = update_rule(group_options(config, spec).name, config.state_precision).state_specs(spec)
     average = {} if config.ema_decay is None else {EMA: replace(spec, name=f"{spec.name}.{EMA}")}
     return specs | average

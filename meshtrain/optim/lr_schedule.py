@@ -1,4 +1,4 @@
-"""Learning-rate schedules: the rate as a function of the step."""
+"""Learning-rate schedules: the learning rate as a function of the step."""
 
 import math
 from typing import TYPE_CHECKING
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 def learning_rate(config: "OptimizerConfig", step: int, total_steps: int) -> float:
     """The learning rate of update `step` (from 1) of `total_steps`.
 
-    Warm-up is linear and reaches `lr` at its last update. Then: "cosine" and "linear" fall to `min_lr` at the last
-    step, "wsd" (warm-up, stable, decay; Hu et al., https://arxiv.org/abs/2404.06395) stays and falls linearly over the
-    last `decay_steps`, "constant" stays.
+    Warm-up is linear and reaches `lr` at its last update. Then: "cosine" and "linear" decay to `min_lr` at the last
+    step, "wsd" (warm-up, stable, decay; Hu et al., https://arxiv.org/abs/2404.06395) stays constant and decays linearly
+    over the last `decay_steps`, "constant" stays constant.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps

@@ -1,4 +1,4 @@
-"""Matrices of parameters: which there are, which rank of a stage computes which, and who has what of them. Pure."""
+"""The matrices in the parameters, which rank of a stage computes each, and which ranks hold its pieces. Pure."""
 
 import heapq
 from collections.abc import Iterable, Sequence
@@ -10,12 +10,12 @@ from meshtrain.parallel.sharding import ParameterSpec, Part, Shape, is_empty, ov
 
 
 class Matrix(NamedTuple):
-    """A matrix, which is all or a part of a parameter."""
+    """A matrix, which is a whole parameter or a part of one."""
 
-    number: int  # among all
-    parameter: int  # its number
-    part: Part  # of the whole parameter
-    owner: int  # the rank that computes it, by its place in the stage
+    number: int  # index among all matrices
+    parameter: int  # index of its parameter
+    part: Part  # its position in the whole parameter
+    owner: int  # the rank that computes it, as its index in the stage
 
     @property
     def shape(self) -> Shape:
@@ -23,12 +23,12 @@ class Matrix(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What some ranks hold of a matrix."""
+    """A piece of a matrix that some ranks hold."""
 
     matrix: Matrix
-    part: Part  # of the whole parameter
+    part: Part  # its position in the whole parameter
     holders: Sequence[int]  # the ranks that hold it, ascending
-    source: int  # the one of them that sends it to the owner
+    source: int  # the holder that sends it to the owner
 
     @property
     def shape(self) -> Shape:
@@ -36,9 +36,9 @@ class Piece(NamedTuple):
 
 
 def matrices_of(spec: ParameterSpec, table: Table) -> list[Part]:
-    """The matrices of a parameter (m, n) or (E, m, n): as its model's files have them (`stored_as`), so that each
-    expert's gate and up are two, and one of each index of dim 0, where files have them in one. All are of one shape.
-    What no file has, as adapters of LoRA, is taken as it is."""
+    """The matrices of a parameter (m, n) or (E, m, n), divided as in the model's files (`stored_as`), so that each
+    expert's gate and up are two matrices. A 3-D tensor of a file gives one matrix per index of dim 0. All have the same
+    shape. A parameter that no file has, such as a LoRA adapter, is not divided further."""
     matrices = []
     for stored in stored_tensors(spec.name, spec.shape, table) or stored_tensors(spec.name, spec.shape, {}):
         first, *rest = stored.part
@@ -49,9 +49,9 @@ def matrices_of(spec: ParameterSpec, table: Table) -> list[Part]:
 
 
 def deal_out(shapes: Iterable[Shape], ranks: int) -> list[int]:
-    """Which rank computes each matrix: the costliest that is left to the rank with the least so far (LPT; Graham,
+    """Assigns each matrix to a rank: the costliest remaining one to the least loaded rank (LPT; Graham,
     https://doi.org/10.1137/0117039)."""
-    costs = [min(shape) ** 2 * max(shape) for shape in shapes]  # of products of m x n with n x m and m x m
+    costs = [min(shape) ** 2 * max(shape) for shape in shapes]  # of products m x n by n x m, and m x m by m x n
     load, owners = [(0, rank) for rank in range(ranks)], [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         least, owners[i] = load[0]
@@ -60,7 +60,7 @@ def deal_out(shapes: Iterable[Shape], ranks: int) -> list[int]:
 
 
 def holders_of(spec: ParameterSpec, layout: Layout, ranks: Sequence[int]) -> list[tuple[Part, list[int]]]:
-    """Every part of a parameter that some of the ranks hold, and their places among them; an empty one is none."""
+    """Each nonempty part of a parameter that some of the ranks hold, and the indices of these ranks in `ranks`."""
     holders: dict[tuple[tuple[int, int], ...], tuple[Part, list[int]]] = {}
     for place, rank in enumerate(ranks):
         part = spec.part({cut.axis: layout.index(rank, cut.axis) for cut in spec.cuts})
@@ -70,10 +70,10 @@ def holders_of(spec: ParameterSpec, layout: Layout, ranks: Sequence[int]) -> lis
 
 
 def piece_of(matrix: Matrix, part: Part, holders: Sequence[int], ranks: int) -> Piece | None:
-    """What those who hold a part of a parameter have of one of its matrices; None: nothing."""
+    """The piece of a matrix that the holders of a part of its parameter have; None: they have none of it."""
     common = overlap(part, matrix.part)
     if is_empty(common):
         return None
-    # The owner itself, or else one near to it: in a copy of the model as far inside as the owner is among all.
+    # The owner itself, or else a holder near it: at the same relative position among holders as the owner among all.
     source = matrix.owner if matrix.owner in holders else holders[matrix.owner * len(holders) // ranks]
     return Piece(matrix, common, holders, source)

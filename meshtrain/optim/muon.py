@@ -1,8 +1,8 @@
-"""Muon (Jordan et al., https://kellerjordan.github.io/posts/muon): momentum made orthogonal by Newton-Schulz, matrix by
-matrix, with Moonlight's scale (Liu et al., https://arxiv.org/abs/2502.16982), by which AdamW's rates and decays fit.
+"""Muon (Jordan et al., https://kellerjordan.github.io/posts/muon): momentum orthogonalized by Newton-Schulz per matrix,
+with Moonlight's scale (Liu et al., https://arxiv.org/abs/2502.16982), for which AdamW's rates and decays fit.
 
-A matrix is orthogonalized whole, and lies in shards. So each is dealt to one of the ranks of its stage, evenly by cost;
-it comes there in one exchange, and its parts go back in another. Copies take part, so nothing is computed twice.
+Matrices are stored in shards and orthogonalized whole. So each is assigned to one rank of its stage, balanced by cost;
+one exchange gathers it there, and another returns the result. Replicas share the work, so nothing is computed twice.
 """
 
 import math
@@ -24,11 +24,11 @@ from meshtrain.parallel.sharding import shape_of, within
 if TYPE_CHECKING:
     from meshtrain.config import Optimizer as OptimizerConfig
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic: steep at 0, so that five steps are enough
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial: steep at 0, so that five steps are enough
 STEPS = 5
 EPS = 1e-7
-RMS = 0.2  # of AdamW's updates, which Muon's have too
-BATCH = 2**26  # elements of matrices of one shape that are orthogonalized together
+RMS = 0.2  # typical of AdamW's updates; Muon's are scaled to it
+BATCH = 2**26  # elements, over matrices of one shape, that are orthogonalized together
 
 
 class Muon(UpdateRule):
@@ -46,9 +46,9 @@ class Muon(UpdateRule):
         skipped, steps = skip.bool(), []
         for _, p in self._parameters:
             grad, buffer = p.local.grad, p.state["momentum_buffer"]
-            assert grad is not None  # `squared_norm` took it
+            assert grad is not None  # `squared_norm` has taken the gradient
             moved = buffer.lerp(grad, 1 - self._momentum)
-            # Sent and orthogonalized in bfloat16, as everywhere, but for float64, which is there to show no rounding.
+            # Sent and orthogonalized in bfloat16, as is usual, except for float64, which must not be rounded.
             dtype = grad.dtype if grad.dtype == torch.float64 else torch.bfloat16
             steps.append((grad.lerp(moved, self._momentum) if self._nesterov else moved).to(dtype))
             buffer.copy_(torch.where(skipped, buffer, moved))
@@ -60,7 +60,7 @@ class Muon(UpdateRule):
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """(b, m, n) -> U V^T of each matrix U S V^T, nearly: its singular values become some between 0.7 and 1.2."""
+    """(b, m, n) -> approximately U V^T of each matrix U S V^T: singular values end between 0.7 and 1.2."""
     a, b, c = COEFFICIENTS
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -72,10 +72,10 @@ def orthogonalize(x: Tensor) -> Tensor:
 
 
 class MatrixExchange:
-    """Brings matrices to the ranks that compute them, and the results to all that hold a part.
+    """Sends matrices to the ranks that compute them, and the results to all ranks that hold a part.
 
     Attributes:
-        shapes: of the matrices of each parameter.
+        shapes: the shape of the matrices of each parameter.
     """
 
     def __init__(self, parameters: Sequence[LocalParameter], mesh: Mesh) -> None:
@@ -86,11 +86,11 @@ class MatrixExchange:
         self.shapes = [shape_of(parts[0])[-2:] for parts in of_each]
         all_of_them = [(i, part) for i, parts in enumerate(of_each) for part in parts]
         owners = deal_out([shape_of(part)[-2:] for _, part in all_of_them], len(ranks))
-        kinds = {(p.spec.dims, p.spec.cuts): p.spec for p in parameters}  # few, however many layers
+        kinds = {(p.spec.dims, p.spec.cuts): p.spec for p in parameters}  # few, even with many layers
         known = {kind: holders_of(spec, mesh.layout, ranks) for kind, spec in kinds.items()}
         holders = [known[p.spec.dims, p.spec.cuts] for p in parameters]
         self._own = [next((part for part, who in parts if me in who), ()) for parts in holders]
-        own, computed = list[Piece](), list[Piece]()  # of this rank
+        own, computed = list[Piece](), list[Piece]()  # pieces that this rank holds, and computes
         for number, ((i, part), owner) in enumerate(zip(all_of_them, owners, strict=True)):
             matrix = Matrix(number, i, part, owner)
             for rows, who in holders[i]:
@@ -98,7 +98,7 @@ class MatrixExchange:
                 if piece is not None:
                     own += [piece] * (me in who)
                     computed += [piece] * (owner == me)
-        # Both ends of a message have its pieces in the order of the matrices; of one matrix a rank has one piece.
+        # Both ends of a message order its pieces by matrix; a rank holds at most one piece of a matrix.
         self._outgoing = sorted((p for p in own if p.source == me), key=lambda piece: piece.matrix.owner)
         self._arriving = sorted(computed, key=lambda piece: piece.source)
         results = ((rank, piece) for piece in computed for rank in piece.holders)
@@ -106,7 +106,7 @@ class MatrixExchange:
         self._returning = sorted(own, key=lambda piece: piece.matrix.owner)
 
     def apply(self, function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """`function` (b, m, n) -> (b, m, n) of the matrices of tensors of one type that lie as the parameters do."""
+        """Applies `function`, (b, m, n) -> (b, m, n), to the matrices of tensors sharded like the parameters."""
         out = [(p.matrix.owner, self._of(tensors, p)) for p in self._outgoing]
         arrived = self._send(out, [(p.source, p) for p in self._arriving], tensors[0])
         whole = {p.matrix.number: tensors[0].new_empty(p.matrix.shape) for p in self._arriving}
@@ -126,14 +126,14 @@ class MatrixExchange:
         return results
 
     def _of(self, tensors: Sequence[Tensor], piece: Piece) -> Tensor:
-        """The piece in this rank's part of its parameter."""
+        """A view of the piece in this rank's part of its parameter."""
         i = piece.matrix.parameter
         return tensors[i][within(piece.part, self._own[i])]
 
     def _send(
         self, outgoing: Sequence[tuple[int, Tensor]], arriving: Sequence[tuple[int, Piece]], like: Tensor
     ) -> Sequence[Tensor]:
-        """What goes to which rank, and which piece comes from which -> the values of these pieces, flat."""
+        """(target rank, values) to send and (source rank, piece) to receive -> the flat values of these pieces."""
         flat = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for _, tensor in outgoing)])
         if self._axis is not None:
             send, receive = [0] * self._size, [0] * self._size

@@ -1,6 +1,6 @@
-"""The optimizer protocol: what all optimizers share, and the `UpdateRule` in which they differ.
+"""The optimizer protocol: the part that all optimizers share, and the `UpdateRule` in which they differ.
 
-A new optimizer is one class with an `UpdateRule`'s methods, and a line in `registry.py`.
+A new optimizer is one subclass of `UpdateRule`, and a line in `registry.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ParamGroup:
-    """Parameters with the same options; `lr`: of the update that is made."""
+    """Parameters with the same options; `lr`: the learning rate of the current update."""
 
     parameters: list[LocalParameter]
     options: GroupOptions
@@ -44,16 +44,16 @@ class ParamGroup:
 class UpdateRule:
     """How one optimizer updates parameters."""
 
-    title: ClassVar[str]  # for people
-    states: ClassVar[tuple[str, ...]] = ()  # what is kept for a parameter, as large as it
+    title: ClassVar[str]  # the display name
+    states: ClassVar[tuple[str, ...]] = ()  # names of the state tensors of a parameter, each of its shape
 
     def __init__(self, groups: Sequence[ParamGroup], config: "OptimizerConfig", mesh: Mesh) -> None:
-        """The state of each parameter is there: zeros, which may be changed."""
+        """The state of each parameter already exists, as zeros, which the rule may change."""
         self.groups, self.mesh = groups, mesh
 
     @classmethod
     def state_specs(cls, parameter: ParameterSpec) -> dict[str, ParameterSpec]:
-        """What is kept for a parameter: name -> its shape, type, and how it lies. A checkpoint holds these."""
+        """The state of a parameter: name -> its shape, dtype and sharding. Checkpoints store it."""
         return {name: replace(parameter, name=f"{parameter.name}.{name}") for name in cls.states}
 
     def update(self, skip: Tensor, factor: Tensor | None) -> None:
@@ -67,17 +67,17 @@ class UpdateRule:
     def update_parameter(self, parameter: LocalParameter, lr: float, weight_decay: float) -> None:
         """Changes `parameter.local` and `parameter.state` in place.
 
-        All ranks call it in the same order, also for empty parts: `parameter.whole(...)` may gather a matrix.
+        All ranks call it in the same order, even for empty parts: `parameter.whole(...)` may gather a matrix.
         """
         raise NotImplementedError
 
     def set_updates(self, updates: Tensor) -> None:
-        """The number of updates and the state were set from outside."""
+        """Called when the number of updates and the state were set from outside, as on resume."""
 
 
 @contextmanager
 def unless(skip: Tensor, *tensors: Tensor) -> Iterator[None]:
-    """Where the scalar `skip` is 1, tensors that are changed inside have their old values again after it."""
+    """If the scalar `skip` is 1, restores on exit the values that the tensors had on entry."""
     old = [tensor.detach().clone() for tensor in tensors]
     yield
     for tensor, value in zip(tensors, old, strict=True):
@@ -85,10 +85,10 @@ def unless(skip: Tensor, *tensors: Tensor) -> Iterator[None]:
 
 
 class Optimizer:
-    """Updates the parts of the parameters that this rank holds, by the rules that the config names.
+    """Updates this rank's parts of the parameters, by the rules that the config names.
 
-    Rules see plain local tensors that share memory with the shards: one kernel can then update them all, whatever mesh
-    each of them lies on. `updates`: how many were made, none skipped, a scalar on the device.
+    Rules get plain local tensors that share memory with the shards: one kernel can then update them all, whatever mesh
+    each of them is on. `updates`: the number of updates made, without skipped ones, a scalar on the device.
     """
 
     def __init__(self, model: nn.Module, config: "OptimizerConfig", mesh: Mesh, total_steps: int) -> None:
@@ -101,7 +101,7 @@ class Optimizer:
         groups: dict[GroupOptions, ParamGroup] = {}
         for local in self._parameters:
             own = group_options(config, local.spec)
-            # The state is there before the first update, so that a checkpoint can be loaded into it.
+            # The state exists before the first update, so that a checkpoint can be loaded into it.
             local.state_specs = state_specs(config, local.spec)
             local.state = {name: _zeros(spec, local, mesh) for name, spec in local.state_specs.items()}
             if config.ema_decay is not None:
@@ -115,9 +115,9 @@ class Optimizer:
         self.updates = torch.zeros((), dtype=torch.float32, device=device_of(model, mesh))
 
     def state(self, parameter: Tensor) -> dict[str, tuple[ParameterSpec, Tensor]]:
-        """What is kept for a parameter: name -> how it lies, and this rank's part of it, on the optimizer's memory.
+        """The state of a parameter: name -> its spec, and this rank's part of it, not copied.
 
-        Nothing for a tensor that updates do not change.
+        Empty for a tensor that updates do not change.
         """
         local = self._by_parameter.get(parameter)
         if local is None:
@@ -125,7 +125,7 @@ class Optimizer:
         return {name: (spec, local.state[name]) for name, spec in local.state_specs.items()}
 
     def take_updates(self) -> None:
-        """`updates` and the state were set from outside: the rules go on from there."""
+        """Makes the rules continue from `updates` and a state that were set from outside, as on resume."""
         for rule in self.rules.values():
             rule.set_updates(self.updates)
 
@@ -134,9 +134,9 @@ class Optimizer:
         return squared_norm(self._parameters, self.updates.device)
 
     def update(self, step: int, factor: Tensor | None, skip: Tensor) -> float:
-        """Update `step` (from 1) with gradients multiplied by `factor`; returns the learning rate of the schedule.
+        """Makes update `step` (from 1) with gradients multiplied by `factor`; returns the schedule's learning rate.
 
-        `factor` (None: 1) and `skip` (1: no parameter changes) are scalars on the device, for which nothing waits.
+        `factor` (None: 1) and `skip` (1: no parameter changes) are scalars on the device; the host does not wait.
         """
         lr = learning_rate(self.config, step, self.total_steps)
         for group in self.param_groups:
@@ -153,13 +153,13 @@ class Optimizer:
         return lr
 
     def _gather(self) -> None:
-        """Brings the rows that copies have changed to each other (ZeRO-1)."""
+        """All-gathers the rows that each copy has updated (ZeRO-1)."""
         for shards in self._shards:
             shards.gather_parameters()
 
     @contextmanager
     def averaged(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the model's weights are their averages (`optimizer.ema_decay`), and these are kept in their place."""
+        """Inside, the model holds the moving averages (`optimizer.ema_decay`), and the optimizer state the weights."""
         self._swap_averages(model)
         try:
             yield
@@ -175,7 +175,7 @@ class Optimizer:
         self._gather()
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # what a forward without a backward has left gathered is of the other weights
+                module.reshard()  # a forward without a backward left parameters gathered from the other weights
 
     def zero_grad(self) -> None:
         for local in self._parameters:
@@ -183,7 +183,7 @@ class Optimizer:
 
 
 def _zeros(spec: ParameterSpec, parameter: LocalParameter, mesh: Mesh) -> Tensor:
-    """This rank's part of a state tensor. One that lies as the parameter does has its memory format, too."""
+    """This rank's part of a state tensor. One with the parameter's shape and sharding also has its memory format."""
     dtype = spec.dtype or parameter.local.dtype
     if spec.shape == parameter.spec.shape and spec.cuts == parameter.spec.cuts:
         return torch.zeros_like(parameter.local, dtype=dtype, requires_grad=False)

@@ -1,9 +1,9 @@
 """Stochastic rounding to bfloat16, the same on every layout.
 
-An average that moves by less than half a step of its type stays where it is when it is rounded to the nearest number:
-bfloat16 has 8 bits, and with a decay of 0.999 the second moment could neither fall nor follow its squares. Rounding up
-or down with the probabilities that keep the mean lets it (Zamirai et al., https://arxiv.org/abs/2010.06192). The random
-bits of an element are a function of (number of the update, name of the parameter, place in the whole parameter).
+Rounding to nearest discards every change of an average by less than half the spacing of its type: bfloat16 has 8 bits
+of precision, and with a decay of 0.999 the second moment could neither fall nor follow the squared gradients. Rounding
+up or down with probabilities that preserve the mean avoids this (Zamirai et al., https://arxiv.org/abs/2010.06192). The
+random bits of an element are a function of (update number, parameter name, position in the whole parameter).
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,18 +14,18 @@ from torch import Tensor
 from meshtrain.dropout import GAMMA, hash64, mix
 from meshtrain.parallel.sharding import Part, Shape
 
-BLOCK = 2**22  # elements that are computed at once, so that no average is there in float32 as a whole
+BLOCK = 2**22  # elements computed at once, so that no whole average exists in float32
 
 
 def blocks(shape: Sequence[int]) -> Iterator[slice]:
-    """Rows of a tensor of this shape, which is not empty: about `BLOCK` elements together, or one row."""
+    """Slices of the rows of a tensor of this nonempty shape: about `BLOCK` elements each, or one row."""
     rows = max(1, BLOCK * shape[0] // torch.Size(shape).numel())
     for first in range(0, shape[0], rows):
         yield slice(first, min(first + rows, shape[0]))
 
 
 def random_bits(name: str, update: Tensor, whole: Shape, part: Part) -> Tensor:
-    """64 bits for each element of a part, int64 in its shape. `update`: its number, a scalar on the device."""
+    """64 random bits per element of a part, as int64 of its shape. `update`: its number, a scalar on the device."""
     numbers = torch.zeros((), dtype=torch.int64, device=update.device)
     for rows, size in zip(part, whole, strict=True):
         numbers = numbers[..., None] * size + torch.arange(rows.start, rows.stop, device=update.device)
@@ -33,6 +33,6 @@ def random_bits(name: str, update: Tensor, whole: Shape, part: Part) -> Tensor:
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
-    """x, which is finite, in bfloat16; `bits`: of its shape, the lowest 16 of each are used."""
-    # bfloat16 is float32's upper half. A carry leads away from zero, with the lower half's share as its probability.
+    """Rounds x, which must be finite, to bfloat16. `bits`: of the shape of x; the lowest 16 of each are used."""
+    # bfloat16 is the upper half of float32. A carry rounds away from zero, with probability lower half / 2^16.
     return ((x.float().view(torch.int32) + (bits & 0xFFFF).int()) & -0x10000).view(torch.float32).bfloat16()

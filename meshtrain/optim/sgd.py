@@ -1,4 +1,4 @@
-"""SGD with momentum, as torch has it (Sutskever et al., https://proceedings.mlr.press/v28/sutskever13.html)."""
+"""SGD with momentum, as in torch (Sutskever et al., https://proceedings.mlr.press/v28/sutskever13.html)."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ class SGD(UpdateRule):
 
     def update_parameter(self, parameter: LocalParameter, lr: float, weight_decay: float) -> None:
         local, grad, buffer = parameter.local, parameter.local.grad, parameter.state["momentum_buffer"]
-        assert grad is not None  # `squared_norm` took it
-        grad = grad.add(local.detach(), alpha=weight_decay)  # not decoupled from the momentum, as torch's is not
+        assert grad is not None  # `squared_norm` has taken the gradient
+        grad = grad.add(local.detach(), alpha=weight_decay)  # as in torch, decay enters the momentum
         buffer.mul_(self._momentum).add_(grad)
         local.add_(grad.add(buffer, alpha=self._momentum) if self._nesterov else buffer, alpha=-lr)

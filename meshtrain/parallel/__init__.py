@@ -1,1 +1,1 @@
-"""How one plain model is spread over a mesh: DDP, FSDP, HSDP, tensor parallelism, and what they are made of."""
+"""Distributes a plain model over a mesh: DDP, FSDP, HSDP, tensor parallelism, and their building blocks."""

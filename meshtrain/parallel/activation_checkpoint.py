@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a block's forward keeps for its backward, and what it computes again instead."""
+"""Activation checkpointing: what a block's forward saves for its backward, and what is recomputed instead."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,15 +9,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 aten = torch.ops.aten
 
-# Products of matrices, convolutions and attention are dear to compute and are kept; everything between them (norms,
-# activations, rotary turns, casts) costs memory traffic only and is computed again.
+# Matrix products, convolutions and attention are expensive to compute and are saved; everything between them (norms,
+# activations, rotary embeddings, casts) costs only memory traffic and is recomputed.
 _SCALED_AND_GROUPED = "_scaled_mm _scaled_mm_v2 _grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2"
 SAVED_OPERATORS = frozenset(
     [aten.linear.default, aten.convolution.default, torch.ops.higher_order.flex_attention]
     + [getattr(op, types) for op in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm) for types in ("default", "dtype")]
     + [getattr(aten, name).default for name in _SCALED_AND_GROUPED.split() if hasattr(aten, name)]
 )
-# Attention, and which argument is the dropout. With one it runs again: what draws later must draw the same.
+# Attention -> its dropout argument. With dropout it is recomputed, so that later random operators draw the same.
 ATTENTION = {
     aten._scaled_dot_product_flash_attention.default: 3,
     aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
@@ -25,25 +25,25 @@ ATTENTION = {
     aten._scaled_dot_product_cudnn_attention.default: 5,
     aten._scaled_dot_product_attention_math.default: 4,
 }
-VARLEN = "torch_attn._varlen_attn.default"  # that of packed documents on GPUs, by name: torch brings it when it is used
+VARLEN = "torch_attn._varlen_attn.default"  # packed documents on GPUs; by name, because torch registers it lazily
 
-# Where tokens go is never computed twice: other rounding would have ranks wait for messages that nobody sends.
+# Routing is never recomputed: with other rounding, ranks could wait for messages that no rank sends.
 ROUTING_OPERATORS = frozenset(f"meshtrain.{name}.default" for name in ("choose", "exchange_counts", "message_sizes"))
 
 
 def checkpoint_block(forward: Callable, recompute: str, *, routes: bool = False) -> Callable:
-    """A forward that keeps less for its backward.
+    """Wraps a forward so that it saves less for its backward.
 
     Args:
         forward: the forward of one block.
-        recompute: "none" keeps everything; "full" keeps the block's inputs only and runs it again in backward
-            (Chen et al., https://arxiv.org/abs/1604.06174), what it sends included; "selective" keeps the results of
-            `SAVED_OPERATORS`, of attention, and of all communication besides and computes the rest again.
-        routes: the block has experts, and keeps the results of `ROUTING_OPERATORS` in each of the two.
+        recompute: "none" saves everything; "full" saves only the block's inputs and reruns the block in backward
+            (Chen et al., https://arxiv.org/abs/1604.06174), including its communication; "selective" also saves the
+            results of `SAVED_OPERATORS`, of attention and of all communication, and recomputes the rest.
+        routes: the block has experts, and saves the results of `ROUTING_OPERATORS` with "full" and "selective".
     """
     if recompute == "none":
         return forward
-    # A block may draw from torch's generators (F.dropout); run again, it has to draw the same.
+    # A block may draw from torch's generators (F.dropout); the recomputation has to draw the same numbers.
     settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if recompute == "selective" or routes:
         policy = _policy if recompute == "selective" else _routing_policy
@@ -52,7 +52,7 @@ def checkpoint_block(forward: Callable, recompute: str, *, routes: bool = False)
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    # Operators of our own communicate, and most of them multiply matrices too.
+    # meshtrain's own operators communicate, and most of them also multiply matrices.
     own = getattr(operator, "namespace", None) == "meshtrain"
     must_save = operator in SAVED_OPERATORS or own or str(operator) == VARLEN
     if operator in ATTENTION:

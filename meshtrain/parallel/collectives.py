@@ -1,8 +1,8 @@
-"""All-gather, reduce-scatter, all-reduce and all-to-all of a model's forward and backward over one axis of the mesh.
+"""All-gather, reduce-scatter, all-reduce and all-to-all in a model's forward and backward over one axis of the mesh.
 
-Only here does a forward communicate; bytes are counted as they are sent. Each collective is also an operator of torch,
-which torch.compile and selective recomputation can handle. Operators get no Python objects, so they find their
-`AxisGroup` by the name of its process group. All of them work on the first dim of contiguous tensors.
+All communication of a forward goes through this module, which counts the bytes sent. Each collective is also a torch
+operator, which torch.compile and selective recomputation can handle. Operators take no Python objects, so they find
+their `AxisGroup` by the name of its process group. All of them act on the first dim of contiguous tensors.
 """
 
 import socket
@@ -21,42 +21,42 @@ from meshtrain.mesh import Mesh
 from meshtrain.parallel import gloo_collectives as gloo
 from meshtrain.parallel.torch_private import enable_symmetric_memory, nvlink_neighbours, try_symmetric_memory
 
-Waiting = Callable[[], AbstractContextManager]  # entered where a rank waits for others, to measure the time
+Waiting = Callable[[], AbstractContextManager]  # entered while a rank waits for others, to measure the time
 
-# By the process group's name, as torch itself finds one (`_name`). An entry lives as long as the layers that use it do.
+# By the process group's name (`_name`), as in torch. An entry lives as long as the layers that use it.
 _axis_groups: WeakValueDictionary[str, "AxisGroup"] = WeakValueDictionary()
 
 
 class AsyncResult:
-    """A collective under way."""
+    """A collective in progress."""
 
     def __init__(self, axis_group: "AxisGroup", works: Sequence[dist.Work], result: Callable[[], Any]) -> None:
         self.group, self._waiting = axis_group.group, axis_group.waiting
         self._works, self._result = works, result
 
     def wait(self) -> Any:
-        """The result, a tensor or a list of them, once it is there (on CUDA: once the current stream waits for it)."""
+        """Waits for the result, a tensor or a list of them, and returns it (on CUDA only the current stream waits)."""
         with self._waiting():
             gloo.wait(self._works, self.group)
             return self._result()
 
 
 class AxisGroup:
-    """This rank's group over one axis, and the collectives over it.
+    """This rank's process group over one axis, and the collectives over it.
 
     Attributes:
-        size: the number t of its ranks. index: which of them this one is.
-        name: by which operators find it.
-        fused: products and collectives by the kernels of torch's symmetric memory that do both at once (CUDA only).
-        choice: why or why not, for people, where it was to be found out.
+        size: the number t of ranks. index: this rank's position among them.
+        name: the name by which operators find it.
+        fused: whether products and collectives run as fused kernels of torch's symmetric memory (CUDA only).
+        choice: a message that says whether `fuse_if_possible` fused them, and why not.
     """
 
     def __init__(self, mesh: Mesh, axis: str) -> None:
-        """Raises ValueError if the axis has no other rank to talk to."""
+        """Raises ValueError: the axis has size 1."""
         group = mesh.group(axis)
         if group is None:
             raise ValueError(f"the axis {axis} has size 1 in {mesh.layout}: there is nobody to talk to")
-        self.axis = "cp" if axis in ("cp_heads", "cp_ring") else axis  # under which bytes are counted
+        self.axis = "cp" if axis in ("cp_heads", "cp_ring") else axis  # the axis under which bytes are counted
         self.group, self.comm_bytes = group, mesh.comm_bytes
         self.size, self.index = mesh.size(axis), mesh.index(axis)
         self.on_cpu = mesh.device_type == "cpu"
@@ -66,14 +66,14 @@ class AxisGroup:
         _axis_groups[self.name] = self
 
     def fuse(self) -> None:
-        """From now on products and collectives of sequence sharding are one kernel. Raises InputError: not on CUDA."""
+        """Enables fused kernels for the products and collectives of sequence parallelism. Raises InputError: on CPU."""
         if self.on_cpu:
             raise InputError("parallel.symmetric_memory needs GPUs: leave it false on CPUs")
         enable_symmetric_memory(self.group)
         self.fused = True
 
     def fuse_if_possible(self, device: torch.device) -> None:
-        """The same where the ranks can. All of them call it."""
+        """`fuse` if all ranks of the group support it. All of them call this."""
         endpoints: list[Any] = [None] * self.size
         own = Endpoint(socket.gethostname(), *nvlink_neighbours(device))
         dist.all_gather_object(endpoints, own, group=self.group)
@@ -87,13 +87,13 @@ class AxisGroup:
         self.fused = problem is None
 
     def gather_matmul(self, part: Tensor, factors: Sequence[Tensor], keep: bool) -> tuple[Any, Sequence[Tensor]]:
-        """(m, d) of every rank times (d, f) of each factor: all (t·m, d), or None without `keep`, and each (t·m, f)."""
+        """All-gathers (m, d), times (d, f) of each factor: all (t·m, d), or None without `keep`, and each (t·m, f)."""
         self._count("all_gather", part, times=self.size)
         fused = torch.ops.symm_mem.fused_all_gather_matmul
         return fused(part.contiguous(), list(factors), 0, self.group.group_name, return_A=keep)
 
     def matmul_scatter(self, x: Tensor, factor: Tensor) -> Tensor:
-        """x (t·m, d) times (d, f) of every rank -> the sum of this rank's part of them (m, f)."""
+        """x (t·m, d) times (d, f), summed over the ranks -> this rank's part (m, f)."""
         fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
         part = fused(x.contiguous(), factor, "sum", 0, self.group.group_name)
         self._count("reduce_scatter", part, times=self.size)
@@ -110,7 +110,7 @@ class AxisGroup:
         return AsyncResult(self, works, lambda: output)
 
     def start_reduce_scatter(self, whole: Tensor) -> AsyncResult:
-        """(t·m, ...) of every rank -> the sum of this rank's part of them (m, ...)."""
+        """(t·m, ...) of every rank -> this rank's part of their sum (m, ...)."""
         self._count("reduce_scatter", whole)
         output = whole.new_empty(whole.shape[0] // self.size, *whole.shape[1:])
         if self.on_cpu:
@@ -120,7 +120,7 @@ class AxisGroup:
         return AsyncResult(self, works, lambda: output)
 
     def start_all_reduce(self, tensor: Tensor, *, overwrite: bool = False) -> AsyncResult:
-        """The sum of a tensor over the ranks. `overwrite`: it may be written over `tensor`, which nobody else has."""
+        """The sum of a tensor over the ranks. `overwrite`: it may overwrite `tensor`, which has no other use."""
         self._count("all_reduce", tensor, times=2)
         if not self.on_cpu:
             output = tensor if overwrite else tensor.clone()
@@ -131,20 +131,20 @@ class AxisGroup:
         return AsyncResult(self, works, lambda: self._gather_sums(received, tensor))
 
     def maximum(self, tensor: Tensor) -> Tensor:
-        """The largest of each element on any rank."""
+        """The elementwise maximum over the ranks."""
         return self.start_all_gather(tensor[None]).wait().amax(0)
 
     def start_all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> AsyncResult:
-        """parts[i] (m, ...) goes to rank i, and what comes from it has the length sizes[i] -> a list of what came.
+        """Sends parts[i] (m, ...) to rank i and receives sizes[i] rows from it -> the list of received tensors.
 
-        No message where there is nothing to send. All ranks have to call it, in the same order.
+        Empty parts send no message. All ranks have to call it, in the same order.
         """
         output, works = self._exchange(parts, sizes)
         received = list(output.split(list(sizes)))
         return AsyncResult(self, works, lambda: received)
 
     def start_all_to_all_single(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> AsyncResult:
-        """The same, with what goes and what comes in one tensor each: send[i] rows of x to rank i, in order."""
+        """`start_all_to_all` from one tensor into one tensor: send[i] rows of x go to rank i, in order."""
         x = x.contiguous()
         output, works = self._exchange(x.split(list(send)), receive, x)
         return AsyncResult(self, works, lambda: output)
@@ -152,7 +152,7 @@ class AxisGroup:
     def _exchange(
         self, parts: Sequence[Tensor], sizes: Sequence[int], whole: Tensor | None = None
     ) -> tuple[Tensor, list[dist.Work]]:
-        """`whole`: the parts one behind the other, where they lie so."""
+        """`whole`: the concatenated parts, if they are already contiguous."""
         output = parts[0].new_empty(sum(sizes), *parts[0].shape[1:])
         sent = sum(part.nbytes for i, part in enumerate(parts) if i != self.index)
         self.comm_bytes.add(self.axis, "all_to_all", sent)
@@ -166,7 +166,7 @@ class AxisGroup:
         return output, _started(dist.all_to_all_single(output, whole, list(sizes), splits, self.group, async_op=True))
 
     def _gather_sums(self, received: Sequence[Tensor], tensor: Tensor) -> Tensor:
-        """The second half of an all-reduce: every rank has the sum of its part and sends it to all others."""
+        """The second half of an all-reduce: every rank sums its part and sends the sum to all others."""
         output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         parts = output.view(-1).tensor_split(self.size)
         mine = gloo.ordered_sum(received, parts[self.index])
@@ -179,15 +179,15 @@ class AxisGroup:
 
 
 class Endpoint(NamedTuple):
-    """Where a rank computes."""
+    """The host and GPU of a rank."""
 
     host: str
-    gpu: str  # by a number that no other has
-    linked: frozenset[str]  # GPUs of this host that it reaches over NVLink, as far as this rank sees them
+    gpu: str  # a unique identifier
+    linked: frozenset[str]  # GPUs of this host that it reaches over NVLink, among those visible to this rank
 
 
 def symmetric_memory_problem(ranks: Sequence[Endpoint]) -> str | None:
-    """Why ranks cannot reach each other's memory over NVLink, for people; None if they can."""
+    """A message why ranks cannot access each other's memory over NVLink; None if they can."""
     if len({rank.host for rank in ranks}) > 1:
         return "the ranks of tp are on several hosts"
     apart = [(a, b) for a in ranks for b in ranks if a != b and b.gpu not in a.linked]
@@ -199,19 +199,19 @@ def symmetric_memory_problem(ranks: Sequence[Endpoint]) -> str | None:
 
 
 def axis_group(mesh: Mesh, axis: str) -> AxisGroup:
-    """That of this rank over an axis of the mesh: the one there is, or a new one."""
+    """This rank's `AxisGroup` over an axis of the mesh: the existing one, or a new one."""
     group = mesh.group(axis)
     existing = None if group is None else _axis_groups.get(_name(group, axis))
     return existing if existing is not None and existing.comm_bytes is mesh.comm_bytes else AxisGroup(mesh, axis)
 
 
 def _name(group: dist.ProcessGroup, axis: str) -> str:
-    """Axes of experts may have the ranks, and so the process group, of another axis, and count their own bytes."""
+    """Axes of experts may share the process group of another axis with the same ranks, but count their own bytes."""
     return f"{group.group_name}/{axis}" if axis in EXPERT_AXES else group.group_name
 
 
 def axis_group_by_name(name: str) -> AxisGroup:
-    """For an operator, by the name of its process group. Raises RuntimeError: who made it is gone."""
+    """Looks up an `AxisGroup` for an operator. Raises RuntimeError: its owner no longer exists."""
     if name not in _axis_groups:
         raise RuntimeError("the ContextParallel that sharded this batch is gone: keep it as long as its batches")
     return _axis_groups[name]
@@ -223,13 +223,13 @@ def _started(work: dist.Work | None) -> list[dist.Work]:
 
 
 library = torch.library.Library("meshtrain", "DEF")
-implementations: dict[str, Callable] = {}  # operator -> what runs where tensors have values
+implementations: dict[str, Callable] = {}  # operator -> its implementation for tensors with values
 
 
 def operator(name: str, run: Callable, shapes: Callable, schema: str = "") -> None:
-    """Makes `meshtrain::NAME` of two functions: `run` on any device, `shapes` where tensors have no values.
+    """Defines the operator `meshtrain::NAME`: `run` for any device, `shapes` for tensors without values.
 
-    `schema`: that of torch's operators, `(Tensor x) -> Tensor`; by default from the annotations of `run`.
+    `schema`: a torch schema such as `(Tensor x) -> Tensor`; inferred from the annotations of `run` by default.
     """
     library.define(name + (schema or torch.library.infer_schema(run, mutates_args=())))
     library.impl(name, run, "CompositeExplicitAutograd")
@@ -256,7 +256,7 @@ ops = torch.ops.meshtrain
 
 
 class ReduceScatter(torch.autograd.Function):
-    """(t·m, ...) -> (m, ...): ranks' addends become parts of the sum; backward gathers the parts of the gradient."""
+    """(t·m, ...) -> (m, ...): this rank's part of the sum over ranks; backward all-gathers the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -269,7 +269,7 @@ class ReduceScatter(torch.autograd.Function):
 
 
 class AllGather(torch.autograd.Function):
-    """(m, ...) -> (t·m, ...): the parts of all ranks; backward gives each its part of the sum of their gradients."""
+    """(m, ...) -> (t·m, ...): the parts of all ranks; backward reduce-scatters the gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -282,7 +282,7 @@ class AllGather(torch.autograd.Function):
 
 
 class SumGradient(torch.autograd.Function):
-    """What all ranks have and each uses for its own heads stays as it is; its gradient is the sum over the ranks."""
+    """The identity, for a tensor that all ranks have and each uses for its own heads; sums the gradient over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -295,7 +295,7 @@ class SumGradient(torch.autograd.Function):
 
 
 class AllReduce(torch.autograd.Function):
-    """Ranks' addends become the sum on each; its gradient, the same on each, is that of every addend."""
+    """The sum over ranks, on each rank. The gradient, the same on each rank, passes through unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""torch.compile of blocks: whether, where its code is kept, and how a block's forward is compiled."""
+"""torch.compile of blocks: whether to compile, where compiled code is cached, and how a block's forward is compiled."""
 
 import os
 import shutil
@@ -37,8 +37,8 @@ class CompileChoice(NamedTuple):
 
 
 def choose_compile(setting: bool | str, device: torch.device, splits_backward: bool) -> CompileChoice:
-    """What `auto` stands for on a device; True and False stand. `splits_backward`: the pipeline's schedule computes
-    gradients of weights later, and a compiled block all of them at once."""
+    """Resolves `auto` for a device; True and False are kept. `splits_backward`: the pipeline's schedule computes weight
+    gradients later, but a compiled block computes all gradients at once."""
     if setting != "auto" or device.type != "cuda":
         return CompileChoice(setting is True)
     late = "the schedule computes gradients of weights later, a compiled block all at once"
@@ -47,7 +47,7 @@ def choose_compile(setting: bool | str, device: torch.device, splits_backward: b
 
 
 def missing_tools(capability: tuple[int, int]) -> str | None:
-    """What the compiler lacks to make kernels for a GPU: Triton supports it, and builds launchers in C for Python."""
+    """What the compiler lacks to build kernels for a GPU: Triton has to support it, and builds launchers in C."""
     if capability < (7, 0):
         return f"Triton needs compute capability 7.0, and this GPU has {capability[0]}.{capability[1]}"
     if find_spec("triton") is None:
@@ -59,10 +59,10 @@ def missing_tools(capability: tuple[int, int]) -> str | None:
 
 
 def keep_compiled_code(folder: Path) -> None:
-    """Has the compiler keep its code where later starts find it, unless the environment names a place, or nothing can
-    be written there: torch's own default is a temporary folder. torch finds out by itself what is out of date."""
+    """Caches compiled code where later starts find it, unless the environment names a folder or this one is not
+    writable: torch's own default is a temporary folder. torch itself detects stale entries."""
     place, named = folder / f"compiled-torch-{torch.__version__}", Path(os.environ.get(CACHE, ""))
-    # A model that imports parts of the compiler has its default in the environment by then.
+    # A model that imports parts of the compiler has already put torch's default in the environment.
     default = named.parent == Path(gettempdir()) and named.name.startswith("torchinductor_")
     if CACHE not in os.environ or default:
         with suppress(OSError):
@@ -74,17 +74,17 @@ def keep_compiled_code(folder: Path) -> None:
 def compile_block(
     block: nn.Module, forward: Callable, without: Collection[nn.Module] = (), one_graph: bool = False
 ) -> Callable:
-    """A forward of `block`, compiled at its first call.
+    """The forward of `block`, compiled at its first call.
 
-    The compiler is given what it can recompute: while the forward runs, parameters that are split appear as this rank's
-    parts, because a graph with a recomputation in it cannot hold DTensors. Autograd leads gradients back to the
-    parameters themselves. Left out are modules in `without`, which are not compiled and which FSDP gathers apart.
-    `one_graph`: its first call raises one of `breaks_graph` where it cannot be one.
+    While the forward runs, DTensor parameters are replaced by this rank's local parts, because a graph that contains a
+    recomputation cannot hold DTensors. Autograd passes gradients on to the parameters themselves. Modules in `without`
+    are skipped: they are not compiled, and FSDP gathers them separately. `one_graph`: the first call raises one of
+    `breaks_graph` if the forward is not a single graph.
     """
     mend_attention_shapes()
     compiled = torch.compile(forward, fullgraph=one_graph)
-    # Column-parallel layers hand each other what they have computed together, and are left as they were. Without leave
-    # to do that inside of a recomputation, nothing of the block would be compiled.
+    # Column-parallel layers pass each other results that they compute together, and restore their state afterwards.
+    # Unless such side effects are allowed inside a recomputation, no part of the block would be compiled.
     allowed = allow_side_effects_in_recomputation()
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -95,11 +95,11 @@ def compile_block(
 
 
 def while_one_graph(whole: Callable, plain: Callable, name: str) -> Callable:
-    """`whole`, until the compiler finds that it is not one graph, or too many kinds of layers; from then on `plain`.
-    Training and evaluation have graphs of their own: what one has too many of leaves the other compiled.
+    """Calls `whole` until the compiler finds that it is not one graph or that there are too many kinds of layers, and
+    `plain` from then on. Training and evaluation have separate graphs: if one falls back, the other stays compiled.
 
-    Pieces that run again in backward would be no way out: where the compiler gives up between the two, what is compiled
-    and what is not keep the same tensors in another order, and the checkpoint would hand out the wrong ones.
+    Compiling a recomputed forward in pieces is no alternative: if the compiler gives up between the two, compiled and
+    plain code save the same tensors in different orders, and the checkpoint would return the wrong ones.
     """
     compiles = {True: True, False: True}  # with and without gradients
 

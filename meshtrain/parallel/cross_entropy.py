@@ -1,7 +1,7 @@
-"""Cross entropy of logits, and the argmax of logits that are split over the vocabulary, which are never gathered.
+"""Cross entropy and argmax of logits that may be split over the vocabulary, without gathering them.
 
-Over `tp`, per token each rank contributes its largest logit, the sum of exponentials relative to that, and the target's
-logit if it holds it: three numbers, which one all-gather brings to all (after Megatron-LM,
+Over `tp`, per token each rank contributes its largest logit, the sum of exponentials relative to it, and the target's
+logit if it holds it: three numbers, which one all-gather sends to all ranks (after Megatron-LM,
 https://arxiv.org/abs/1909.08053).
 """
 
@@ -19,14 +19,14 @@ from meshtrain.parallel.sharding import chunk_range
 def losses_and_gradient(
     logits: Tensor, targets: Tensor, factor: Tensor | None, first: int, group: str | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Cross entropy of each token, and the gradient of its logit: (softmax - one-hot) * factor. Overwrites the logits.
+    """Cross entropy of each token, and the gradient of its logits: (softmax - one-hot) * factor. Overwrites the logits.
 
     Args:
-        logits: (n, v), or with `group` this rank's part (n, v/t), from word `first` on; sums are in float32 at least.
-        targets: (n,), IGNORE where there is no loss. factor: a scalar; None: no gradient is wanted.
+        logits: (n, v), or with `group` this rank's part (n, v/t), from token id `first` on. Sums in float32 or wider.
+        targets: (n,), IGNORE where there is no loss. factor: a scalar; None: no gradient.
 
     Returns:
-        (n,), the same on each rank; and in the type of the logits (n, v) or (n, v/t), 0 for what is ignored.
+        (n,), the same on each rank; and (n, v) or (n, v/t) in the dtype of the logits; both 0 for ignored targets.
     """
     wide = logits.float() if logits.dtype.itemsize < 4 else logits
     valid, width = targets != IGNORE, logits.shape[1]
@@ -52,7 +52,7 @@ def losses_and_gradient(
     factors = torch.where(valid, factor, 0.0)
     scale = factors / total if group is None else factors / total * (own - largest).exp()
     wide.mul_(scale[:, None])
-    at_target = wide.gather(1, index)  # before it is rounded
+    at_target = wide.gather(1, index)  # before rounding
     at_target = at_target - torch.where(mine, factors, 0.0)[:, None]
     return losses, wide.to(logits.dtype).scatter_(1, index, at_target.to(logits.dtype))
 
@@ -98,12 +98,12 @@ def argmax(logits: DTensor) -> Tensor:
 
 
 def gather_logits(logits: Tensor, *position: int | slice) -> Tensor:
-    """All of some logits (..., v) on each rank, without a gradient. `position`: indices into the first dims, which
-    given to a DTensor would remember the mesh of an earlier run in this process with the same ranks."""
+    """The full logits (..., v) on each rank, without gradient. `position`: indices into the first dims. They are not
+    applied to the DTensor, which would cache the mesh of an earlier run in this process with the same ranks."""
     if not isinstance(logits, DTensor):
         return logits[position]
     axis = axis_group_of(logits)
-    width = chunk_range(logits.shape[-1], axis.size, 0).stop  # of the largest part; others are padded to it
+    width = chunk_range(logits.shape[-1], axis.size, 0).stop  # the largest part's; others are padded to it
     part = _part_of(logits).detach()[position]
     padded = part.new_zeros(*part.shape[:-1], width)
     padded[..., : part.shape[-1]] = part
@@ -112,11 +112,11 @@ def gather_logits(logits: Tensor, *position: int | slice) -> Tensor:
 
 
 def _part_of(logits: DTensor) -> Tensor:
-    """This rank's words, also of logits that an operator of the model's own (a slice, torch.cat) has made whole."""
+    """This rank's vocabulary part, also of logits that an operator of the model (a slice, torch.cat) has gathered."""
     words = Shard(logits.dim() - 1)
     return (logits if logits.placements == (words,) else logits.redistribute(placements=[words])).to_local()
 
 
 def axis_group_of(logits: DTensor) -> AxisGroup:
-    """The ranks over which logits are split."""
+    """The group of ranks over which the logits are split."""
     return axis_group_by_name(logits.device_mesh.get_group().group_name)

@@ -1,13 +1,13 @@
-"""DDP: distributed data parallelism over `dp_replicate`, by bucketed all-reduce; ZeRO-1, by reduce-scatter.
+"""DDP: distributed data parallelism over `dp_replicate`, with bucketed all-reduce; ZeRO-1, with reduce-scatter.
 
-Gradients are *summed* over the data ranks, never averaged: the loss of a rank is its share of a sum that was divided by
-a global count before, so the sum is the gradient of the global mean whatever each rank holds.
+Gradients are *summed* over the data ranks, never averaged: a rank's loss is its share of a sum that is already divided
+by a global count, so the sum is the gradient of the global mean, however samples are distributed over ranks.
 
-With ZeRO-1 (Rajbhandari et al., https://arxiv.org/abs/1910.02054) copies share the optimizer's work: each gets the sums
-of the gradients of its rows of every parameter alone, updates these, keeps the optimizer's states of them, and has the
-other rows sent. Rows are cut as `sharding.py` cuts, so states are tensors like all others to checkpoints and plans.
+With ZeRO-1 (Rajbhandari et al., https://arxiv.org/abs/1910.02054) replicas share the optimizer's work: each receives
+the summed gradients only of its rows of every parameter, keeps the optimizer state of these rows, updates them, and
+all-gathers the others. Rows are split as in `sharding.py`, so checkpoints and plans treat states like other tensors.
 
-Not torch's wrapper, which renames parameters and allows none that are shards on other axes.
+torch's wrapper is not used, because it renames parameters and rejects parameters that are sharded over other axes.
 """
 
 from collections import deque
@@ -28,16 +28,16 @@ from meshtrain.parallel.torch_private import accumulates, at_end_of_backward, fr
 
 REPLICATE = "dp_replicate"
 NamedParameter = tuple[str, nn.Parameter]
-IN_FLIGHT = 4  # messages of ZeRO-1 at once, each as large as a bucket
+IN_FLIGHT = 4  # ZeRO-1 messages in flight at once, each as large as a bucket
 BUCKET_BYTES = 25 * 2**20  # as torch's DDP: large enough for bandwidth, small enough to start early
 
 
 class BucketedAllReduce(GradientSync):
-    """Sums gradients of a model over an axis of copies at the end of every last backward.
+    """Sums a model's gradients over an axis of replicas at the end of every last backward.
 
-    Gradients live in a few flat buckets. As soon as the last gradient of a bucket is there its all-reduce starts, and
-    the backward of earlier layers goes on meanwhile (Li et al., https://arxiv.org/abs/2006.15704). The end of the
-    backward waits for all of them, so that an ordinary loop needs no call of its own.
+    Gradients live in a few flat buckets. The all-reduce of a bucket starts as soon as its last gradient is ready, and
+    overlaps with the backward of earlier layers (Li et al., https://arxiv.org/abs/2006.15704). The end of the backward
+    waits for all of them, so that an ordinary loop needs no extra call.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class BucketedAllReduce(GradientSync):
         named: Callable[[], list[NamedParameter]],
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`named`: parameters with copies over this axis. `dtype`: of the sums of gradients; None: their own."""
+        """`named`: parameters replicated over this axis. `dtype`: that of the messages; None: the gradients' own."""
         self.axis, self.group = axis, mesh.group(axis)
         self.size, self.comm_bytes = mesh.size(axis), mesh.comm_bytes
         self.waiting = waiting
@@ -57,9 +57,9 @@ class BucketedAllReduce(GradientSync):
         self._last = True
         self._in_backward = False
         self._dtype = dtype
-        self._started = 0  # buckets of this backward
-        self._works: list[tuple[dist.Work, Tensor, Tensor]] = []  # with the gradients and the message of them
-        trained = [p for _, p in self._named() if p.requires_grad][::-1]  # in the order of the backward
+        self._started = 0  # number of buckets started in this backward
+        self._works: list[tuple[dist.Work, Tensor, Tensor]] = []  # work, gradients, message
+        trained = [p for _, p in self._named() if p.requires_grad][::-1]  # in backward order
         self._buckets = [Bucket(parameters) for parameters in _group_into_buckets(trained)]
         ready = [(p, partial(self._ready, bucket, p)) for bucket in self._buckets for p in bucket.views]
         self._accumulators = [when_accumulated(parameter, callback) for parameter, callback in ready]
@@ -70,7 +70,7 @@ class BucketedAllReduce(GradientSync):
         self._last = last
 
     def start_reduce(self) -> None:
-        """What no gradient came for is summed too, because another rank may have one."""
+        """Parameters without a gradient take part too, because another rank may have one."""
         self._in_backward = True
         self._start_full_buckets(all_of_them=True)
 
@@ -93,11 +93,11 @@ class BucketedAllReduce(GradientSync):
             self.finish_reduce()
 
     def _ready(self, bucket: "Bucket", parameter: Tensor) -> None:
-        if parameter.grad is not None:  # else it has been left for later
+        if parameter.grad is not None:  # otherwise it was deferred
             bucket.adopt(parameter)
         if not self._last:
             return
-        if not self._in_backward:  # a backward of something else than the model's output
+        if not self._in_backward:  # a backward of something other than the model's output
             self._begin()
         if parameter not in bucket.missing:
             raise RuntimeError(
@@ -117,7 +117,7 @@ class BucketedAllReduce(GradientSync):
                 )
 
     def _start_full_buckets(self, all_of_them: bool = False) -> None:
-        """Starts all-reduces, bucket by bucket in one fixed order: every rank's first is the same bucket."""
+        """Starts all-reduces, bucket by bucket in one fixed order, which is the same on every rank."""
         while self._started < len(self._buckets):
             bucket = self._buckets[self._started]
             if bucket.missing and not all_of_them:
@@ -131,7 +131,7 @@ class BucketedAllReduce(GradientSync):
         return flat.to(self._dtype) if self._dtype is not None and flat.is_floating_point() else flat
 
     def _start(self, bucket: "Bucket", flat: Tensor) -> None:
-        """Starts the sum of a bucket's gradients, which are `flat`."""
+        """Starts the reduction of a bucket's gradients `flat`."""
         message = self._in_message_type(flat)
         work = dist.all_reduce(message, group=self.group, async_op=True)
         assert work is not None  # this rank is in the group
@@ -147,8 +147,8 @@ class BucketedAllReduce(GradientSync):
         self._works.clear()
 
     def _abandon(self) -> None:
-        """After a last backward that an exception has ended: makes the sums that are left of NaN, so that all ranks go
-        on with the same sum, and those without an exception get gradients that are not finite."""
+        """After an exception in a last backward: contributes NaN to the remaining reductions, so that all ranks go on
+        with the same collectives, and ranks without an exception get gradients that are not finite."""
         if not self._in_backward:
             return
         for bucket in self._buckets[self._started :]:
@@ -159,20 +159,20 @@ class BucketedAllReduce(GradientSync):
 
 
 class Bucket:
-    """Some parameters, and one flat tensor that holds the gradients of this rank's parts, one after the other."""
+    """Some parameters, and one flat tensor with the concatenated gradients of this rank's parts."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.missing: set[Tensor] = set(parameters)  # whose gradients are not there yet in a last backward
+        self.missing: set[Tensor] = set(parameters)  # gradients not yet ready in a last backward
         parts = [to_local(p.detach()) for p in parameters]
         self.flat = torch.zeros(sum(p.numel() for p in parts), dtype=parts[0].dtype, device=parts[0].device)
         slices = zip(parameters, self.flat.split([p.numel() for p in parts]), parts, strict=True)
         self.views: dict[Tensor, Tensor] = {p: from_local(view.view_as(part), p) for p, view, part in slices}
         for parameter, view in self.views.items():
-            parameter.gradient_place = view  # type: ignore[attr-defined]  # where products begin its gradient
+            parameter.gradient_place = view  # type: ignore[attr-defined]  # where products write its first gradient
 
     def adopt(self, parameter: Tensor) -> None:
-        """Moves a gradient that autograd or the user's `zero_grad` put elsewhere into the flat tensor, to be its view:
-        so there is no second memory for gradients, and further microbatches add to it in place."""
+        """Makes the gradient a view of the flat tensor, if autograd or the user's `zero_grad` placed it elsewhere. So
+        gradients are stored once, and further microbatches add to them in place."""
         view = self.views[parameter]
         if parameter.grad is view:
             return
@@ -184,7 +184,7 @@ class Bucket:
 
 
 def _group_into_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Neighbouring parameters of one type and device, up to `BUCKET_BYTES` together."""
+    """Neighbouring parameters of the same dtype and device, up to `BUCKET_BYTES` per bucket."""
     buckets: list[list[nn.Parameter]] = []
     size = 0
     for p in parameters:
@@ -199,8 +199,8 @@ def _group_into_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Paramete
 
 
 class BucketedReduceScatter(BucketedAllReduce):
-    """Sums this rank's rows of the gradients over an axis of copies at the end of every last backward. What gradients
-    have in other rows is of no use then."""
+    """Sums this rank's rows of the gradients over an axis of replicas at the end of every last backward. Gradients in
+    other rows are meaningless after that."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, axis: str, *arguments: Any) -> None:
         super().__init__(model, mesh, axis, *arguments)
@@ -231,19 +231,19 @@ class BucketedReduceScatter(BucketedAllReduce):
 
     @torch.no_grad()
     def gather_parameters(self) -> None:
-        """Every rank has changed its rows of the parameters: brings them to all."""
+        """All-gathers the rows of the parameters that each rank has updated."""
         for rows in self._rows.values():
             with self.waiting():
                 rows.gather()
 
 
 class Rows:
-    """Which rows of some tensors are whose: of each as many, but of the last ranks fewer."""
+    """The split of the rows of some tensors over ranks: equal numbers, but fewer on the last ranks."""
 
     def __init__(self, tensors: Sequence[Tensor], copies: AxisGroup) -> None:
         self.tensors, self.copies = tensors, copies
-        self._places: list[tuple[int, int, int, int]] = []  # begin in a part, rows of a rank, all rows, width
-        self.length = 0  # of a rank's part
+        self._places: list[tuple[int, int, int, int]] = []  # offset in a part, rows per rank, all rows, width
+        self.length = 0  # elements of a rank's part
         for tensor in tensors:
             rows = tensor.shape[0] if tensor.dim() else 1
             width, chunk = tensor.numel() // max(rows, 1), -(-rows // copies.size)
@@ -251,14 +251,14 @@ class Rows:
             self.length += chunk * width
 
     def scattered(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Flat tensors as one message, (ranks x length,): the part of each rank, with zeros where it has fewer rows."""
+        """Packs flat tensors into one message (ranks x length,): each rank's part, zero-padded if it has fewer rows."""
         message = tensors[0].new_zeros(self.copies.size, self.length)
         for piece, place in self._pieces(tensors, message):
             place.copy_(piece)
         return message.view(-1)
 
     def gather(self) -> None:
-        """The rows of all ranks."""
+        """All-gathers the rows of all ranks into the tensors."""
         flat = [tensor.view(-1) for tensor in self.tensors]
         part = flat[0].new_zeros(self.length)
         for piece, place in self._own(flat, part):
@@ -279,7 +279,7 @@ class Rows:
             yield piece, part[begin : begin + piece.numel()]
 
     def _pieces(self, tensors: Sequence[Tensor], message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The rows of all ranks that have as many, together, and those of the one that has some rows less."""
+        """Pairs of views: the rows of all ranks with a full chunk, then those of the rank with a partial chunk."""
         for tensor, (begin, chunk, rows, width) in zip(tensors, self._places, strict=True):
             full, size = rows // max(chunk, 1), chunk * width
             yield tensor[: full * size].view(full, size), message[:full, begin : begin + size]

@@ -1,11 +1,11 @@
-"""Expert parallelism: whole experts are dealt out over the ranks of `ep`, and tokens travel to those that they chose.
+"""Expert parallelism: whole experts are distributed over the ranks of `ep`, and tokens are sent to their experts.
 
-Each rank routes its own tokens. Rows go to the rank that has their expert and come back as its results, one for each
-slot of a token, in the order in which they left (GShard, https://arxiv.org/abs/2006.16668). No row is dropped: who is
-over a capacity would depend on who shares a microbatch, and so on the layout. A step under a `RowLimit` in which rows
-found no room is computed again without it. An expert's gradient is a sum over all rows that it got.
+Each rank routes its own tokens. Rows, one per slot of a token, go to the rank that has their expert, and the results
+come back in the original order (GShard, https://arxiv.org/abs/2006.16668). No row is dropped: which rows exceed a
+capacity would depend on the other tokens of the microbatch, and so on the layout. A step under a `RowLimit` in which
+rows had no room is repeated without the limit. An expert's gradient is a sum over all rows that it received.
 
-What tensors hold is (n, d) rows, one behind the other: first those of the lowest expert.
+Tensors hold (n, d) rows, sorted by expert, lowest first.
 """
 
 import math
@@ -35,14 +35,14 @@ AXIS = "ep"
 
 
 def apply_expert_parallel(model: nn.Module, mesh: Mesh, options: "ParallelOptions") -> None:
-    """Leaves each rank of `ep` its experts, as DTensors, and leads rows to them. A model without `ep` stays as it is.
+    """Keeps each `ep` rank's own experts, as DTensors, and dispatches rows to them. Does nothing without `ep`.
 
-    The experts of a layer are a module that its model's `ep_plan` names, of any class: its parameters have the experts
-    as dim 0, cut as by `torch.chunk`, and it computes by its `dispatch` (`meshtrain.experts.Experts`).
+    The experts of a layer are a module, of any class, that the model's `ep_plan` names: dim 0 of its parameters is the
+    experts, split as by `torch.chunk`, and it computes through its `dispatch` (`meshtrain.experts.Experts`).
 
     Raises:
-        InputError: the model names no experts, a module that the plan names is none, layers share experts that FSDP
-            would have to shard, or ranks of `tp` see the same tokens.
+        InputError: the model names no experts, the plan names a module that has none, layers share experts that FSDP
+            would have to shard, or ranks of `tp` have the same tokens.
     """
     if mesh.size(AXIS) == 1:
         return
@@ -56,7 +56,7 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, options: "ParallelOption
         )
     group = axis_group(mesh, AXIS)
     group.waiting = options.waiting
-    sharded: dict[Tensor, nn.Parameter] = {}  # layers that shared a parameter still do
+    sharded: dict[Tensor, nn.Parameter] = {}  # keeps shared parameters shared
     for name in expert_modules(model, plan):
         module: Any = model.get_submodule(name)
         for key, parameter in list(module.named_parameters(recurse=False)):
@@ -72,18 +72,18 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, options: "ParallelOption
 
 
 def dispatched_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model, or of a stage, whose experts lie on several ranks."""
+    """The modules of a model, or of a stage, whose experts are distributed over several ranks."""
     return [module for module in model.modules() if isinstance(vars(module).get("dispatch"), ExpertDispatch)]
 
 
 class RowLimit:
-    """Room for rows in messages to experts whose sizes are fixed, so that the host has to wait for none.
+    """A capacity of rows for messages to experts: with fixed sizes, the host does not have to wait for sizes.
 
-    Rows that find no room are left out. They are counted, and who sets a limit has to compute the step again without.
+    Rows without room are left out and counted. The code that sets a limit has to repeat the step without it then.
     """
 
     def __init__(self, factor: float, device: torch.device) -> None:
-        """`factor`: of the rows that a rank sends to each where all experts get as many."""
+        """`factor`: multiple of the rows that a rank sends to each rank if the load of experts is even."""
         self.factor = factor
         self.overflow = torch.zeros((), dtype=torch.float64, device=device)  # rows of this rank without room, so far
 
@@ -95,7 +95,7 @@ def message_rows(rows: int, experts_of_rank: int, experts: int, factor: float) -
 
 @contextmanager
 def limit_rows(model: nn.Module, limit: RowLimit | None) -> Iterator[None]:
-    """Inside, forwards and backwards of a model, or of stages, send rows under this limit. None: without one."""
+    """Inside, forwards and backwards of a model, or of stages, send rows under this limit. None: no limit."""
     dispatches: list[ExpertDispatch] = [vars(module)["dispatch"] for module in dispatched_modules(model)]
     for dispatch in dispatches:
         dispatch.limit = limit
@@ -107,10 +107,10 @@ def limit_rows(model: nn.Module, limit: RowLimit | None) -> Iterator[None]:
 
 
 class ExpertDispatch:
-    """Brings rows to their experts over `ep`, and results back: the `dispatch` of a layer's `Experts`.
+    """Sends rows to their experts over `ep`, and returns the results: the `dispatch` of a layer's `Experts`.
 
-    All ranks of the axis call it together, also with no rows; nothing is sent where there are none, but under a limit,
-    for which all ranks need as many `rows`. In evaluation and generation it is the same.
+    All ranks of the axis call it together, even without rows. Empty messages are not sent, except under a limit, for
+    which all ranks need the same number of `rows`. Evaluation and generation work the same way.
     """
 
     limit: RowLimit | None = None  # see `limit_rows`
@@ -121,13 +121,12 @@ class ExpertDispatch:
     def __call__(self, rows: Tensor, counts: Tensor, products: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """
         Args:
-            rows: (n, d), this rank's slots in the order of experts; those behind the last one that is counted are
-                nobody's.
-            counts: (E,) int64, how many rows each expert gets.
-            products: of the rows of this rank's own experts and their counts, to a row of results for each.
+            rows: (n, d), this rank's slots sorted by expert; rows beyond the sum of `counts` belong to no expert.
+            counts: (E,) int64, number of rows for each expert.
+            products: (rows of this rank's experts, their counts) -> one result row per row.
 
         Returns:
-            (n, d), the results in the order of `rows`; zeros for nobody's.
+            (n, d), the results in the order of `rows`; zeros for rows without an expert.
         """
         axis, n, limit = self.axis_group, len(rows), self.limit
         table = ops.exchange_counts(counts, axis.name)
@@ -141,7 +140,7 @@ class ExpertDispatch:
             send = [room if own else 0 for own in cuts]
             receive = [send[axis.index]] * axis.size
             source, slot = _fill_messages(_rows_by_rank(counts, axis.size), n, room, sum(send), limit)
-            # What arrives from each rank: rows that found room, by expert, then those that are nobody's.
+            # Each rank sends the rows that had room, by expert, then padding rows.
             table = table.cumsum(1).clamp(max=room).diff(dim=1, prepend=table.new_zeros(axis.size, 1))
             nobodys = receive[0] - table.sum(1, keepdim=True)
             order, inverse = _sort_by_expert(torch.cat([table, nobodys], 1), sum(receive))
@@ -153,11 +152,11 @@ class ExpertDispatch:
 
 
 def _fill_messages(rows: Tensor, n: int, room: int, total: int, limit: RowLimit) -> tuple[Tensor, Tensor]:
-    """For messages of `room` rows to each rank, `total` together, of which `rows` (p,) are to be sent: which of this
-    rank's n rows each row of a message is, and which row of a message each of the n is; -1 for none."""
+    """Indices for messages of `room` rows to each rank, `total` rows in all, with `rows` (p,) rows to send to each: the
+    index among this rank's n rows of each message row, and the message row of each of the n; -1 for none."""
     ends = rows.cumsum(0)
     begins = ends - rows
-    if not backward_is_running():  # a block that is computed again has been counted
+    if not backward_is_running():  # a recomputed block has already been counted
         limit.overflow += (rows - room).clamp(min=0).sum()
     place = torch.arange(total, device=rows.device)
     target, number = place // max(room, 1), place % max(room, 1)
@@ -169,7 +168,7 @@ def _fill_messages(rows: Tensor, n: int, room: int, total: int, limit: RowLimit)
 
 
 class _GatherOrZeros(torch.autograd.Function):
-    """x[index], and zeros where it is -1. `inverse`: for each row of x which of the result it is, -1 for none."""
+    """x[index], with zeros where index is -1. `inverse`: the position of each row of x in the result, -1 for none."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
@@ -182,20 +181,20 @@ class _GatherOrZeros(torch.autograd.Function):
 
 
 def _resize(rows: Tensor, n: int) -> Tensor:
-    """The first n rows, with zeros behind them where there are fewer."""
+    """The first n rows, zero-padded if there are fewer."""
     return rows if len(rows) == n else F.pad(rows, (0, 0, 0, n - len(rows)))
 
 
 def _rows_by_rank(counts: Tensor, ranks: int) -> Tensor:
-    """(E,) -> (p,), how many rows go to each rank."""
+    """(E,) -> (p,), the number of rows that go to each rank."""
     padded = F.pad(counts, (0, ranks * chunk_lengths(len(counts), ranks)[0] - len(counts)))
     return padded.view(ranks, -1).sum(1)
 
 
 def _sort_by_expert(table: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Rows come by source, and from each by expert, `table` (p, own) of them: the permutation that orders them by
-    expert, and for each by source, and the one that leads back. No sort, and nothing that waits for a device."""
-    begins = (table.flatten().cumsum(0) - table.flatten()).view(table.shape)  # of each block of rows, as they come
+    """Rows arrive ordered by source and then by expert, with counts `table` (p, own). Returns the permutation that
+    orders them by expert and then by source, and its inverse. Needs no sort and does not wait for the device."""
+    begins = (table.flatten().cumsum(0) - table.flatten()).view(table.shape)  # of blocks of rows as they arrive
     by_expert = table.t().flatten()
     targets = (by_expert.cumsum(0) - by_expert).view(table.shape[1], table.shape[0]).t()
     index, shift = torch.arange(rows, device=table.device), begins - targets
@@ -204,11 +203,11 @@ def _sort_by_expert(table: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return order, inverse
 
 
-# Operators, so that selective recomputation keeps what has been sent -------------------------------------------------
+# Operators, so that selective recomputation saves received data ------------------------------------------------------
 
 
 def _exchange_counts(counts: Tensor, group: str) -> Tensor:
-    """(E,) -> (p, own): from whom how many rows come for each of this rank's experts."""
+    """(E,) -> (p, own): the number of rows that each rank sends to each of this rank's experts."""
     axis = axis_group_by_name(group)
     cuts = chunk_lengths(len(counts), axis.size)
     own = cuts[axis.index]
@@ -221,13 +220,13 @@ def _exchange_counts_shapes(counts: Tensor, group: str) -> Tensor:
 
 
 def _message_sizes(counts: Tensor, table: Tensor, group: str) -> Tensor:
-    """On the host, (2, p): how many rows go to each rank and come from it."""
+    """On the host, (2, p): the number of rows to send to each rank, and to receive from it."""
     axis = axis_group_by_name(group)
     sizes = torch.stack([_rows_by_rank(counts, axis.size), table.sum(1)])
     if not sizes.is_cuda:
         return sizes
-    # The one place of a step where the host waits for the device, once per layer and forward: how much memory the rows
-    # of others need, and how they are sent, are the host's to know. A recomputation keeps the sizes and does not wait.
+    # The only place in a step where the host waits for the device, once per layer and forward: the host must know the
+    # sizes to allocate memory and to send rows. Recomputation saves the sizes and does not wait.
     on_host = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=True)
     on_host.copy_(sizes, non_blocking=True)
     with axis.waiting(), waiting("the sizes of messages to experts", axis.group):

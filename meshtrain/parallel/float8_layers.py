@@ -1,6 +1,6 @@
-"""Float8 layers: which linear layers of a model multiply in 8 bits, and which splits of them over `tp` cannot be exact.
+"""Float8 layers: which linear layers multiply in 8 bits, and which splits over `tp` would change their results.
 
-The same layers on every layout, so only names and sizes of the whole model are looked at.
+The choice is the same on every layout, so it depends only on the names and sizes of the whole model.
 """
 
 import re
@@ -9,17 +9,17 @@ from typing import Any
 
 from meshtrain.parallel.tp_plan import STYLES, Split
 
-BLOCKS: dict[str, int | None] = {"float8": None, "mxfp8": 32}  # numbers along a sum that share a scale; None: all
-MIN_FEATURES = 128  # below, a product is over before its operands are rounded
+BLOCKS: dict[str, int | None] = {"float8": None, "mxfp8": 32}  # elements along the summed dim per scale; None: all
+MIN_FEATURES = 128  # below, rounding the operands takes longer than the product
 _LAYERS = ("Linear", "ColumnParallelLinear", "RowParallelLinear")
-_ROUTERS = ("gate", "router")  # as Hugging Face's models call them; a rounded score sends a token elsewhere
+_ROUTERS = ("gate", "router")  # names in Hugging Face models; a rounded score could change a token's experts
 
 
 def float8_layers(model: Any, precision: str) -> tuple[list[str], list[str]]:
     """Names of a model's linear layers, split or not: those that multiply in a precision of `BLOCKS`, and the others.
 
-    The former lie inside of the model's `blocks()` (a head is a block by itself), are no routers, and have at least
-    `MIN_FEATURES` inputs and outputs, multiples of 16 (MXFP8: 32) as the kernels take them.
+    The former are inside the model's `blocks()` (a head is a block by itself), are not routers, and have at least
+    `MIN_FEATURES` inputs and outputs, in multiples of 16 (MXFP8: 32), as the kernels require.
     """
     blocks = model.blocks() if hasattr(model, "blocks") else []
     inside = {module for block in blocks for module in block.modules() if module is not block}
@@ -34,24 +34,24 @@ def float8_layers(model: Any, precision: str) -> tuple[list[str], list[str]]:
 
 
 def name_pattern(name: str) -> str:
-    """`model.layers.3.mlp.up_proj` as `model.layers.*.mlp.up_proj`, of which a person reads one line and not eighty."""
+    """`model.layers.3.mlp.up_proj` as `model.layers.*.mlp.up_proj`, so that messages name each kind of layer once."""
     return re.sub(r"\b\d+\b", "*", name)
 
 
 def float8_problems(model: Any, precision: str, splits: Sequence[Split] = (), tp: int = 1) -> list[str]:
-    """Why a plain model, split in this way, cannot multiply in float8 as it does on one device, with ways out."""
+    """Why a plain model, split like this, cannot give the float8 results of one device, and what to do instead."""
     names, multiple = float8_layers(model, precision)[0], BLOCKS[precision]
     if not names:
         sizes = f"at least {MIN_FEATURES} inputs and outputs, multiples of {multiple or 16}"
         return [f"{type(model).__name__} has no linear layer inside of its blocks() with {sizes}: use null"]
-    heads, parts = {}, {}  # in the place of ordered sets
+    heads, parts = {}, {}  # used as ordered sets
     for split in (split for split in splits if split.layer in names):
         layer, dim, name = model.get_submodule(split.layer), STYLES[split.style].dim, name_pattern(split.layer)
-        if split.everywhere:  # each rank has its own queries' addend to the gradient of a head, and would round that
+        if split.everywhere:  # each rank would round its own queries' contribution to a head's gradient
             heads[name] = split.heads
         elif dim is not None:
             size = (layer.out_features, layer.in_features)[dim]
-            part = -(-size // tp)  # of each rank but the last ones (torch.chunk)
+            part = -(-size // tp)  # of every rank except the last ones (torch.chunk)
             if part % (multiple or 1) or part * (tp - 1) >= size:
                 parts[name] = size
     way_out = f"cannot be split over tp {tp}: use a smaller tp, or null"

@@ -1,7 +1,7 @@
-"""FSDP: fully sharded data parallelism over `dp_shard` and `cp`, HSDP if `dp_replicate` is larger than 1 too.
+"""FSDP: fully sharded data parallelism over `dp_shard` and `cp`; HSDP if `dp_replicate` is also larger than 1.
 
-It is torch's `fully_shard` (Zhao et al., https://arxiv.org/abs/2304.11277), with sums in place of means (see `ddp.py`)
-and collectives of its own on CPUs.
+Uses torch's `fully_shard` (Zhao et al., https://arxiv.org/abs/2304.11277), with sums instead of means (see `ddp.py`)
+and its own collectives on CPUs.
 """
 
 import math
@@ -33,10 +33,10 @@ from meshtrain.parallel.torch_private import (
     send_unused_as_zeros,
 )
 
-SHARD = "fsdp"  # the axis over which parameters are sharded; copies of the shards lie along REPLICATE
-EXPERT_SHARD, EXPERT_REPLICATE = "efsdp", "edp_replicate"  # the same for experts that are dealt out over `ep`
-PREFETCHED_ON = ("cuda",)  # where a gather has its own stream; elsewhere to start it early only costs memory
-MIN_UNIT_SIZE = 2**21  # a block of fewer parameters than this (4 MiB in 16 bits) is not worth a gather of its own
+SHARD = "fsdp"  # the axis over which parameters are sharded; REPLICATE has copies of the shards
+EXPERT_SHARD, EXPERT_REPLICATE = "efsdp", "edp_replicate"  # the same for experts distributed over `ep`
+PREFETCHED_ON = ("cuda",)  # devices with a separate stream for gathers; on others an early start only costs memory
+MIN_UNIT_SIZE = 2**21  # a block with fewer parameters (4 MiB in 16 bits) is not worth its own gather
 
 
 def apply_fsdp(
@@ -50,24 +50,24 @@ def apply_fsdp(
     registered_memory: bool = False,
     waiting: Waiting = nullcontext,
 ) -> None:
-    """From now on a model's parameters are sharded, and each backward of it ends with sharded sums of gradients.
+    """Shards a model's parameters, so that each backward of it ends with sharded sums of gradients.
 
-    Each block gathers its parameters itself; small blocks join the next one; what two share stays with the model.
+    Each block gathers its own parameters; small blocks join the next; blocks that share some stay with the model.
 
     Args:
-        model: on any device, meta included. blocks: its modules in the order in which they run.
-        reduce_precision: of the messages of gradients, if that is not the type in which they are added up.
+        model: on any device, meta included. blocks: its modules in execution order.
+        reduce_precision: dtype of gradient messages, if it differs from the dtype of accumulation.
         reshard_after_forward: frees a block's parameters after its forward and gathers them again for its backward.
-        registered_memory: messages lie in memory that the backend has registered (user buffer registration), if it has
-            such for this device: NCCL for GPUs that can multicast.
+        registered_memory: puts messages in memory registered with the backend (user buffer registration), if it
+            supports that for this device: NCCL on GPUs with multicast.
     """
     types = MixedPrecisionPolicy(param_dtype=compute_dtype(precision), reduce_dtype=master_dtype(precision))
-    # Experts over `ep` are units of their own, over the ranks that have the same ones; whole ones stay as they are.
+    # Experts over `ep` are separate units, over the ranks that have the same experts; unsharded ones are ignored.
     experts = dispatched_modules(model)
     shared = {parameter for module in experts for parameter in module.parameters()}
     ignored = state_parameters(model) | (shared if mesh.size(EXPERT_SHARD) == 1 else set())
     units = _group_into_units(model, blocks, shared | ignored)
-    # The last unit's backward follows its forward at once: freeing it between the two would gather it twice.
+    # The last unit's backward follows directly after its forward: freeing it in between would gather it twice.
     last = {module for block in units[-1] for module in block.modules()} if units else set()
     for module in experts if mesh.size(EXPERT_SHARD) > 1 else ():
         _shard_experts(module, mesh, types, reshard=reshard_after_forward and module not in last)
@@ -96,17 +96,17 @@ def apply_fsdp(
 
 
 def _set_prefetch(model: FSDPModule, units: list[list[nn.Module]], forward: bool) -> None:
-    """Which units are gathered ahead of their use: one block with its experts, in either direction."""
+    """Sets which units are prefetched: one block with its experts, in forward and in backward."""
     blocks: list[FSDPModule] = [unit[0] for unit in units]  # type: ignore[misc]  # the members share one state
-    # Explicit in backward, too: torch takes the last unit of the microbatch before for the one before the first. The
-    # first unit names the model, which is there, because with an empty list torch would choose.
+    # Explicit also in backward: before the first unit, torch would prefetch the last unit of the previous microbatch.
+    # The first unit names the model, which is already gathered, because with an empty list torch would choose.
     previous: FSDPModule = model
     if forward:
         model.set_modules_to_forward_prefetch(blocks[:1])
     for i, (unit, block) in enumerate(zip(units, blocks, strict=True)):
         inside = dict.fromkeys(m for member in unit for m in member.modules() if m not in unit)
         experts = [m for m in inside if isinstance(m, FSDPModule)]
-        if forward:  # all by the block, whose experts may run in the backward once more
+        if forward:  # all by the block, whose experts may be recomputed in backward
             block.set_modules_to_forward_prefetch([*experts, *blocks[i + 1 : i + 2]])
         block.set_modules_to_backward_prefetch([*experts[::-1]] or [previous])
         for module in experts:
@@ -118,31 +118,31 @@ def _shard_experts(module: nn.Module, mesh: Mesh, types: MixedPrecisionPolicy, r
     def placement(parameter: nn.Parameter) -> Shard:
         return Shard(expert_shard_dim(parameter.shape, mesh.size("ep"), mesh.size(EXPERT_SHARD)))
 
-    # The weights of a token's experts, which come in float32, are not to be rounded.
+    # The weights of a token's experts are float32 inputs that must not be rounded.
     types = replace(types, cast_forward_inputs=False)
     dims = mesh.submesh(EXPERT_REPLICATE, EXPERT_SHARD)
     fully_shard(module, mesh=dims, mp_policy=types, reshard_after_forward=reshard, shard_placement_fn=placement)
 
 
 def unmeasured_wait_phases(mesh: Mesh) -> tuple[str, ...]:
-    """The phases of a step in which torch's FSDP waits for other ranks, unseen by `waiting`."""
+    """The phases of a step in which torch's FSDP waits for other ranks without entering `waiting`."""
     if not mesh.uses_fsdp:
         return ()
     if mesh.device_type != "cpu":
-        return "forward", "backward"  # its own streams
+        return "forward", "backward"  # FSDP's own streams
     copies = mesh.size(REPLICATE) > 1 or (mesh.size(EXPERT_REPLICATE) > 1 and mesh.size(EXPERT_SHARD) > 1)
-    return ("backward",) if copies else ()  # HSDP's sum over the copies
+    return ("backward",) if copies else ()  # HSDP's all-reduce over replicas
 
 
 def _group_into_units(
     model: nn.Module, blocks: list[nn.Module], others: Collection[nn.Parameter] = ()
 ) -> list[list[nn.Module]]:
-    """`others`: parameters that are in no unit of blocks."""
+    """`others`: parameters that belong to no unit of blocks."""
     users: dict[nn.Parameter, set[int]] = {}
     inside = {module for block in blocks for module in block.modules()}
     for module in model.modules():
         for parameter in set(module.parameters(recurse=False)) if module not in inside else ():
-            users[parameter] = {-1}  # a block that shares it stays with the model
+            users[parameter] = {-1}  # a block that shares it stays in the model's unit
     for i, block in enumerate(blocks):
         for parameter in set(block.parameters()).difference(others):
             users.setdefault(parameter, set()).add(i)
@@ -156,11 +156,11 @@ def _group_into_units(
         if sum(p.numel() for member in unit for p in member.parameters() if p not in others) >= MIN_UNIT_SIZE:
             units.append(unit)
             unit = []
-    return units  # small ones at the end stay with the whole model
+    return units  # small blocks at the end stay in the model's unit
 
 
 class _AllGather(fsdp_collectives.DefaultAllGather):
-    """FSDP's all-gather, counted. On a CPU it blocks, so its time is time waited; on a GPU it has its own stream."""
+    """FSDP's all-gather, counted. On a CPU it blocks, so its time counts as waiting; on a GPU it has its own stream."""
 
     def __init__(self, mesh: Mesh, axis: str, waiting: Waiting, memory: Any) -> None:
         self._mesh, self._axis, self._waiting = mesh, axis, waiting
@@ -178,10 +178,10 @@ class _AllGather(fsdp_collectives.DefaultAllGather):
 
 
 class _ReduceScatter(fsdp_collectives.DefaultReduceScatter):
-    """FSDP's reduce-scatter, in the same way. `op` is always the sum, because `apply_fsdp` says so to FSDP.
+    """FSDP's reduce-scatter, likewise. `op` is always the sum, because `apply_fsdp` sets that.
 
-    With FSDP's own `reduce_dtype` microbatches would be added up in the type of the message. Here only what is sent is
-    cast, and the sum of it, of which HSDP makes the sum over the copies.
+    With FSDP's own `reduce_dtype`, microbatches would be accumulated in the dtype of the message. Here only the message
+    and its reduced result, which HSDP all-reduces over the replicas, have that dtype.
     """
 
     def __init__(self, mesh: Mesh, axis: str, waiting: Waiting, memory: Any, dtype: torch.dtype | None) -> None:
@@ -189,16 +189,16 @@ class _ReduceScatter(fsdp_collectives.DefaultReduceScatter):
         self._input_numel = 0
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP asks for the input of a sum, and then for its output."""
+        """FSDP allocates the input of a reduction, and then its output."""
         numel = math.prod(map(int, size))
         is_output = numel * self._mesh.size(self._axis) == self._input_numel
         self._input_numel = 0 if is_output else numel
         return self._memory.allocate(size, dtype=self._dtype or dtype if is_output else dtype, device=device)
 
-    def __call__(  # type: ignore[override]  # FSDP asks for no work where there is nothing to wait for
+    def __call__(  # type: ignore[override]  # FSDP accepts None if there is nothing to wait for
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        assert output_tensor.dtype == (self._dtype or input_tensor.dtype)  # `allocate` has told the two apart
+        assert output_tensor.dtype == (self._dtype or input_tensor.dtype)  # `allocate` has distinguished the two
         input_tensor = input_tensor.to(output_tensor.dtype)
         _count(self._mesh, self._axis, "reduce_scatter", input_tensor)
         if self._mesh.device_type != "cpu":
@@ -209,19 +209,19 @@ class _ReduceScatter(fsdp_collectives.DefaultReduceScatter):
 
 
 def _count(mesh: Mesh, axis: str, kind: str, whole: Tensor) -> None:
-    name = "dp_shard" if axis == SHARD and mesh.size("cp") == 1 else axis  # as the mesh's dim
+    name = "dp_shard" if axis == SHARD and mesh.size("cp") == 1 else axis  # the name of the mesh dim
     mesh.comm_bytes.add(name, kind, whole.nbytes * (1 - 1 / mesh.size(axis)))
 
 
 def _count_all_reduce(mesh: Mesh, axis: str, shards: Tensor) -> None:
-    """HSDP's sum over the copies, which FSDP has just made of these gradients."""
+    """Counts HSDP's all-reduce over the replicas, which FSDP has just run on these gradients."""
     mesh.comm_bytes.add(axis, "all_reduce", 2 * shards.nbytes * (1 - 1 / mesh.size(axis)))
 
 
 class FSDPGradSync(GradientSync):
-    """When FSDP and HSDP send gradients. If parameters are freed after the forward, full gradients are after every
-    backward: they are reduce-scattered in every microbatch, and HSDP sums the shards over `dp_replicate` in the last.
-    FSDP that keeps its parameters keeps its gradients as well, and sends them once a step."""
+    """When FSDP and HSDP send gradients. If parameters are freed after the forward, so are full gradients after every
+    backward: every microbatch reduce-scatters them, and in the last HSDP all-reduces the shards over `dp_replicate`.
+    If parameters stay gathered, full gradients are kept too, and sent once per step."""
 
     def __init__(self, model: FSDPModule, reshard_after_forward: bool) -> None:
         self._model = model
@@ -242,8 +242,8 @@ class FSDPGradSync(GradientSync):
         self._sent = self._last
 
     def _abandon(self, *unused: Any) -> None:
-        """After a backward that an exception has ended: lets go what FSDP has under way, or it would send no more."""
-        if self._in_backward and current_backward() < 0:  # and no forward that runs again in the backward
+        """After an exception in a backward: resets FSDP's state in progress, or it would send no more gradients."""
+        if self._in_backward and current_backward() < 0:  # and this forward is not a recomputation in backward
             self._in_backward = False
             if not hasattr(self._model, "reset_iter_state"):
                 raise RuntimeError("the FSDP of this torch cannot go on after a backward that failed: use torch 2.13")
@@ -254,24 +254,24 @@ class FSDPGradSync(GradientSync):
         if self._keeps:
             self._model.set_requires_gradient_sync(last)
             self._model.set_reshard_after_backward(last)
-            self._model.set_is_last_backward(last and self.waits)  # its end then waits for what it has sent
+            self._model.set_is_last_backward(last and self.waits)  # its end then waits for its messages
         else:
             self._model.set_requires_all_reduce(last)
 
     def start_reduce(self) -> None:
-        """Sends after backwards none of which was the last: what FSDP itself does at the end of the last one."""
-        assert self._keeps  # otherwise every backward has sent its own
+        """Sends gradients if no backward was marked as the last: what FSDP does at the end of the last backward."""
+        assert self._keeps  # otherwise every backward has sent its gradients
         if not self._sent:
             self.set_is_last_backward(True)
             end_fsdp_backward(self._model)
             self._sent = True
 
     def finish_reduce(self) -> None:
-        """The end of the last backward once more, with nothing to send."""
+        """Repeats the end of the last backward, with nothing to send."""
         self._model.set_requires_gradient_sync(False)
         self._model.set_is_last_backward(True)
         end_fsdp_backward(self._model)
 
     def accumulate(self) -> None:
-        """Adds gradients that came without a backward of the model to those in float32, as the end of one does."""
+        """Adds gradients computed outside a backward to the float32 ones, as the end of a backward does."""
         end_fsdp_backward(self._model)

@@ -1,7 +1,7 @@
-"""Gloo all-gather and reduce-scatter by send and receive, between processes on CPUs.
+"""All-gather and reduce-scatter over gloo, built on send and receive, between processes on CPUs.
 
-Each part goes straight to the rank that it is for: gloo's own cost about twice the CPU time for the same bytes.
-The parts are added in the order of the ranks, so that a sum has the same bits every time and on every rank.
+Each part goes directly to its target rank: gloo's own collectives take about twice the CPU time for the same bytes.
+Parts are added in rank order, so that a sum is bitwise the same every time and on every rank.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from meshtrain.job.pending import waiting
 
 
 def all_gather(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
-    """Fills `output` (n·m,) with the `part` (m,) of each of the n ranks of the group, in their order.
+    """Fills `output` (n·m,) with the `part` (m,) of each of the n ranks of the group, in rank order.
 
-    `part` may be this rank's slice of `output` itself, as FSDP has it.
+    `part` may be this rank's slice of `output` itself, as in FSDP.
     """
     wait(start_all_gather(output, part, group), group)
 
@@ -29,7 +29,7 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> N
 
 
 def start_all_gather(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-    """The same as `all_gather`; what it returns is to be waited for."""
+    """`all_gather` without waiting; returns the works to wait for."""
     rank, parts = group.rank(), output.chunk(group.size())
     if parts[rank].data_ptr() != part.data_ptr():
         parts[rank].copy_(part)
@@ -37,7 +37,7 @@ def start_all_gather(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> 
 
 
 def start_reduce_scatter(parts: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[list[dist.Work], list[Tensor]]:
-    """Sends parts[i] to rank i: what is to be waited for, and then what `ordered_sum` adds."""
+    """Sends parts[i] to rank i; returns the works to wait for, and the tensors for `ordered_sum` to add after that."""
     rank, mine = group.rank(), parts[group.rank()]
     received = list(mine.new_empty(len(parts) - 1, *mine.shape).unbind())
     received.insert(rank, mine)
@@ -45,7 +45,7 @@ def start_reduce_scatter(parts: Sequence[Tensor], group: dist.ProcessGroup) -> t
 
 
 def ordered_sum(received: Sequence[Tensor], output: Tensor) -> Tensor:
-    """The sum in the order of the ranks, written into `output`."""
+    """The sum in rank order, written into `output`."""
     torch.add(received[0], received[1], out=output)
     for part in received[2:]:
         output += part
@@ -53,10 +53,10 @@ def ordered_sum(received: Sequence[Tensor], output: Tensor) -> Tensor:
 
 
 def start_exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
-    """Sends outgoing[i] to rank i of the group and receives incoming[i] from it, for all ranks but this one."""
+    """Sends outgoing[i] to rank i of the group and receives incoming[i] from it, for all other ranks."""
     rank, size = group.rank(), group.size()
     works = []
-    for distance in range(1, size):  # everybody sends to another rank at a time
+    for distance in range(1, size):  # at each distance every rank has a different target
         source, target = (rank - distance) % size, (rank + distance) % size
         if incoming[source].numel() > 0:
             works.append(dist.irecv(incoming[source], group=group, group_src=source))

@@ -1,8 +1,8 @@
-"""The three products of layers of experts, where each row is multiplied with the matrix of its own expert.
+"""The three matrix products of expert layers, in which each row is multiplied by the matrix of its own expert.
 
-Rows (n, in) lie in the order of their experts, and `counts` (E,) int64 says how many are whose. Rows behind the last
-one that is counted belong to nobody, as the slots of padding do: their results are zeros. So shapes never depend on
-values, and everything works on the meta device.
+Rows (n, in) are sorted by expert, and `counts` (E,) int64 has the number of rows of each. Rows beyond the sum of
+`counts` belong to no expert, like the slots of padding: their results are zeros. So shapes never depend on values, and
+everything works on the meta device.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ def _weight_grad(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
 def _rows_times(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     if _has_kernel(x, matrices):
         y = F.grouped_mm(x, matrices, offs=_ends(counts))
-        # The kernel leaves rows that are not counted as the memory was.
+        # The kernel leaves rows beyond the counts uninitialized.
         return y.masked_fill_((torch.arange(len(x), device=x.device) >= counts.sum())[:, None], 0)
     y = x.new_empty(len(x), matrices.shape[2])
     start = 0
@@ -54,7 +54,7 @@ def _rows_times(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
 
 
 def _has_kernel(*tensors: Tensor) -> bool:
-    """Whether torch's kernel takes them: bfloat16 on GPUs, and rows of a multiple of 16 bytes."""
+    """Whether torch's kernel accepts the tensors: bfloat16 on GPUs, and rows of a multiple of 16 bytes."""
     return all(
         device_type_of(t) == "cuda" and t.dtype == torch.bfloat16 and t.shape[-1] % 8 == 0 and t.shape[-2] > 0
         for t in tensors
@@ -86,7 +86,7 @@ def _weight_flops(grad: torch.Size, x: torch.Size, *unused: Any, **named: Any) -
 
 
 class GroupedMatmul(torch.autograd.Function):
-    """x (n, in) times the matrix of each row's expert, of `weight` (E, out, in) -> (n, out)."""
+    """x (n, in) times the matrix of each row's expert in `weight` (E, out, in) -> (n, out)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, queue: WeightGradQueue | None) -> Tensor:
@@ -102,14 +102,14 @@ class GroupedMatmul(torch.autograd.Function):
         dx = ops.grouped_input_grad(grad, weight, counts) if needs_dx else None
         if not needs_dw:
             return dx, None, None, None
-        inputs = x.detach()  # a queue must not hold the graph that made x
+        inputs = x.detach()  # a queue must not keep the graph of x alive
         return dx, weight_grad(ctx, 0, lambda: ops.grouped_weight_grad(grad, inputs, counts)), None, None
 
 
 class GatherRows(torch.autograd.Function):
-    """x (n, d) -> (n·j, d): row i is that of the token that has slot `order[i]`; `inverse` is the permutation that
-    leads back. With j = `slots` = 1 it is x[order]. The gradient of a token is the sum over its slots in their order,
-    not in that in which rows arrive: the same bits each time, on GPUs too."""
+    """x (n, d) -> (n·j, d): row i is the row of the token with slot `order[i]`; `inverse` is the inverse permutation.
+    With j = `slots` = 1 the result is x[order]. The gradient of a token is summed over its slots in slot order, not in
+    order of arrival: bitwise the same each time, also on GPUs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, slots: int) -> Tensor:

@@ -1,10 +1,10 @@
-"""The loss without logits: a model's last linear layer and the cross entropy behind it, a chunk of tokens at a time.
+"""The loss without logits: a model's last linear layer fused with the cross entropy, one chunk of tokens at a time.
 
-The logits of all tokens are the largest tensor of a step, and their gradient is another. Here a chunk's logits become
-its losses and are overwritten by their gradient, from which follow the gradients of the layer's input and weight at
-once, in the forward (as Liger Kernel has it, https://arxiv.org/abs/2410.10989). They are held until the backward, which
-only hands them on: the weight's as one sum over all microbatches under way. With a pipeline schedule that splits
-backwards the gradient of this weight is therefore not put off.
+The logits of all tokens are the largest tensor of a step, and their gradient is as large. Here a chunk's logits are
+reduced to losses and overwritten by their gradient, from which the gradients of the layer's input and weight are
+computed at once, in the forward (as in Liger Kernel, https://arxiv.org/abs/2410.10989). They are kept until the
+backward, which only returns them: the weight's as one sum over all microbatches in flight. So a pipeline schedule that
+splits backwards does not defer the gradient of this weight.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +27,10 @@ from meshtrain.parallel.tensor_parallel import ColumnParallelLinear
 from meshtrain.parallel.torch_private import backward_is_running, has_gradient_hooks, parameter_of, raise_unless
 from meshtrain.parallel.tp_linear import flatten_tokens
 
-CHUNK_TOKENS = 2048  # of a chunk: enough rows for products at full speed
-CHUNK_LOGITS = 2**24  # it has more tokens while their logits are not more than this, so small ones are not cut
+CHUNK_TOKENS = 2048  # minimum tokens per chunk: enough rows for products at full speed
+CHUNK_LOGITS = 2**24  # a chunk has more tokens as long as it has at most this many logits, so small ones are not split
 Thunk = Callable[[], Tensor]
-Needs = tuple[bool, bool]  # a gradient of x, of the weight
+Needs = tuple[bool, bool]  # whether x, the weight need a gradient
 CHANGED = (
     "the model's forward computes something of the logits that it did not on the meta device, where it was looked at "
     "without what its blocks compute: make that depend on the model's keys and `training` alone, outside of blocks"
@@ -38,12 +38,12 @@ CHANGED = (
 
 
 class WeightGradSum:
-    """The gradient of the weight, over microbatches of a step whose forwards have run: the last backward gets it. So
-    nothing is where a forward without its backward could spoil it: a step that is given up takes its sum with it."""
+    """The weight's gradient, summed over microbatches of a step whose forwards have run; the last backward returns it.
+    It belongs to one step, so an abandoned step, with a forward without backward, discards its sum."""
 
     def __init__(self) -> None:
         self.total: Tensor | None = None
-        self._forwards = 0  # whose backwards have not run
+        self._forwards = 0  # forwards whose backwards have not run
 
     def put(self, total: Tensor | None) -> None:
         self.total = total
@@ -58,24 +58,24 @@ class WeightGradSum:
 
 
 class LossRequest:
-    """What the next forward's logits are for: their loss. A `LossHead` in the model computes that in their place.
+    """Asks the next forward for the loss. A `LossHead` in the model computes it instead of logits.
 
     Attributes:
-        output: what the head has given, and so the model has to give: the scalar whose backward is run, the sum of the
-            losses times the factor. None: the model has no such head, and gives logits.
-        losses: of each sample, (b,), without a gradient.
+        output: the output of the head, which the model has to return unchanged: the scalar to run backward from, the
+            sum of the losses times the factor. None: the model has no such head, and returns logits.
+        losses: the loss of each sample, (b,), without gradient.
     """
 
     def __init__(self, targets: Thunk, factor: Thunk | None = None, weight_grad: WeightGradSum | None = None) -> None:
         """`targets`: (b, s), IGNORE where there is no loss. `factor`: of the sum, on the device; None: no gradient.
-        `weight_grad`: of a step, in which forwards may run before backwards; None: of this forward alone."""
+        `weight_grad`: that of a step, in which several forwards may precede backwards; None: for this forward alone."""
         self.targets, self.factor, self.weight_grad = targets, factor, weight_grad or WeightGradSum()
         self.output: Tensor | None = None
         self.losses: Tensor | None = None
-        self.version = 0  # of the output, which a hook could change in place
+        self.version = 0  # version of the output, to detect in-place changes
 
     def losses_of(self, output: Tensor) -> Tensor | None:
-        """The losses, if the model's head has computed them. Raises RuntimeError: the model has changed its output."""
+        """The losses, if the model's head has computed them. Raises RuntimeError: the model changed its output."""
         if self.output is not None and (output is not self.output or output._version != self.version):
             raise RuntimeError(CHANGED)
         return self.losses
@@ -86,7 +86,7 @@ _request: LossRequest | None = None
 
 @contextmanager
 def request_loss(request: LossRequest) -> Iterator[LossRequest]:
-    """A forward inside gives the loss, if its model has a `LossHead`."""
+    """A forward inside returns the loss, if its model has a `LossHead`."""
     global _request  # noqa: PLW0603
     before, _request = _request, request
     try:
@@ -96,13 +96,13 @@ def request_loss(request: LossRequest) -> Iterator[LossRequest]:
 
 
 def fuse_loss(layer: nn.Module, compiled: bool) -> None:
-    """From now on a model's last layer, one of `can_fuse`, gives the loss wherever it is requested."""
+    """Makes a model's last layer, for which `can_fuse` holds, return the loss whenever it is requested."""
     layer.forward = LossHead(layer, compiled)
 
 
 def can_fuse(layer: nn.Module) -> bool:
-    """Whether a layer, plain or split over `tp`, is nothing but a product that gives logits."""
-    if "forward" in vars(layer):  # one of the model's own
+    """Whether a layer, plain or split over `tp`, only multiplies by a weight to produce logits."""
+    if "forward" in vars(layer):  # the model's own forward
         return False
     if isinstance(layer, ColumnParallelLinear):
         return layer.bias is None and layer.heads is None and not layer.use_local_output
@@ -110,16 +110,16 @@ def can_fuse(layer: nn.Module) -> bool:
 
 
 def gives_logits(model: nn.Module, layer: nn.Module, inputs: tuple[Tensor | None, ...]) -> bool:
-    """Whether a plain model's output is that of its last layer, for each token, and nothing else is computed from it.
+    """Whether a plain model's output is the output of its last layer, per token, and nothing else is computed from it.
 
     `model` and `inputs` are on the meta device; False if the model does not run there."""
     for training in (True, False):
         watch = _Watch()
-        hook = layer.register_forward_hook(watch.take, prepend=True)  # before hooks that the model has there
+        hook = layer.register_forward_hook(watch.take, prepend=True)  # before the model's own hooks
         try:
             with torch.set_grad_enabled(training), watch:
                 output = model.train(training)(*inputs)
-        except Exception:  # whatever a model raises that asks a tensor for its values
+        except Exception:  # any error of a model that reads values of a tensor
             return False
         finally:
             hook.remove()
@@ -131,7 +131,7 @@ def gives_logits(model: nn.Module, layer: nn.Module, inputs: tuple[Tensor | None
 
 
 class _Watch(TorchDispatchMode):
-    """Whether any operator gets what a layer has given."""
+    """Detects whether any operator uses the output of a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,30 +148,30 @@ class _Watch(TorchDispatchMode):
 
 
 class LossHead:
-    """The forward of a model's last layer: logits, or where it is requested their loss."""
+    """The forward of a model's last layer: returns logits, or the loss if it is requested."""
 
     def __init__(self, layer: Any, compiled: bool) -> None:
         self.layer, self.logits = layer, layer.forward
         self.axis: AxisGroup | None = layer.axis_group if isinstance(layer, ColumnParallelLinear) else None
         self.sequence = self.axis is not None and layer.sequence_parallel
-        # Static shapes: there are two, that of a chunk and that of a shorter last one.
+        # Static shapes: there are only two, that of a chunk and that of a shorter last chunk.
         self.softmax = torch.compile(losses_and_gradient, dynamic=False) if compiled else losses_and_gradient
 
-    def __call__(self, input: Tensor) -> Tensor:  # as torch calls it
+    def __call__(self, input: Tensor) -> Tensor:  # named as in torch
         request = _request
         if request is None:
             return self.logits(input)
-        if request.output is not None and not backward_is_running():  # which computes a block again
+        if request.output is not None and not backward_is_running():  # a recomputed block
             raise RuntimeError(CHANGED)
         weight = self.layer.weight if self.axis is None else self.layer.rows_of(self.layer.weight)
-        targets, dim = request.targets(), 0 if self.sequence else 1  # of the losses, along the sequence
+        targets, dim = request.targets(), 0 if self.sequence else 1  # the losses' sequence dim
         targets = targets.t() if self.sequence else targets
         arguments = flatten_tokens(input, self.sequence), weight, targets.reshape(-1)
         if request.factor is None:
             losses, _, _ = self.compute(*arguments, None, (False, False), None)
             output = losses.sum()
         else:
-            # Of a checkpoint around the head, whose first forward's is in the sum, and for a hook, which sees each.
+            # Separate in a recomputation, whose first forward is already in the sum, and for hooks, which see each one.
             alone = backward_is_running() or has_gradient_hooks(parameter_of(weight))
             weight_grad = WeightGradSum() if alone else request.weight_grad
             output, losses = LinearCrossEntropy.apply(*arguments, request.factor(), self, weight_grad)
@@ -182,11 +182,11 @@ class LossHead:
         self, x: Tensor, weight: Tensor, targets: Tensor, factor: Tensor | None, needs: Needs, dw: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The losses (n,) of tokens x (n, d), or with sequence parallelism (n/t, d), and the gradients of x and of the
-        weight, added to `dw`, so far as `needs` says; none without a factor."""
+        weight, the latter added to `dw`, each if `needs` says so; no gradients without a factor."""
         axis, first, rows = self.axis, 0, self.layer.out_features
         if axis is not None:
             first = chunk_range(rows, axis.size, axis.index).start
-            rows = chunk_range(rows, axis.size, 0).stop  # of the rank with most: all have the same chunks
+            rows = chunk_range(rows, axis.size, 0).stop  # of the rank with the most, so that all have the same chunks
         whole = axis.start_all_gather(x.contiguous()).wait() if axis is not None and self.sequence else x
         size = max(CHUNK_TOKENS, CHUNK_LOGITS // rows)
         chunks = list(zip(whole.split(size), targets.split(size), strict=True))
@@ -199,14 +199,14 @@ class LossHead:
             losses.append(of_tokens)
             if grad is not None and needs[0]:
                 parts.append(linear_input_grad(grad, weight))
-                dx = self._start_sum(parts) if len(parts) == len(chunks) else None  # beside the last weight product
+                dx = self._start_sum(parts) if len(parts) == len(chunks) else None  # overlaps the last weight product
             if grad is not None and needs[1]:
                 dw = _add_weight_grad(grad, inputs, dw)
-            del logits, grad  # or there would be two
+            del logits, grad  # otherwise two chunks would be in memory
         return _cat(losses), None if dx is None else dx(), dw
 
     def _start_sum(self, parts: Sequence[Tensor]) -> Callable[[], Tensor]:
-        """The gradient of the input, once it is there: over `tp` the sum of the ranks' ones."""
+        """Starts the sum of the input's gradient over `tp`; the returned function waits for it."""
         dx = _cat(parts)
         if self.axis is None:
             return lambda: dx
@@ -214,7 +214,7 @@ class LossHead:
 
 
 def _add_weight_grad(grad: Tensor, x: Tensor, total: Tensor | None) -> Tensor:
-    """The sum over chunks and microbatches, in float32 at least."""
+    """Accumulates over chunks and microbatches, in float32 or wider."""
     add = total is not None
     if total is None:
         total = grad.new_empty(grad.shape[1], x.shape[1], dtype=torch.promote_types(grad.dtype, torch.float32))
@@ -250,6 +250,6 @@ class LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the backward of a loss without logits runs once")
         (dx,), dw = ctx.saved_tensors, ctx.weight_grad.take()
         ctx.weight_grad = None
-        if dw is not None and dw.dtype != ctx.dtype:  # the sum of a parameter in float32 takes it as it is
+        if dw is not None and dw.dtype != ctx.dtype:  # a float32 parameter's gradient takes it uncast
             dw = add_or_compute(ctx.next_functions[1][0], partial(dw.to, ctx.dtype), partial(write_grad, dw))
         return dx, dw, None, None, None, None

@@ -1,8 +1,8 @@
-"""Mixed precision: computing in 16 bits from parameters that stay in 32; and torch's switches for exact numbers.
+"""Mixed precision: computing in 16 bits from float32 parameters; and torch's switches for exact numbers.
 
-FSDP casts the parameters that it gathers. Without FSDP nobody does, so a block's forward is wrapped to do the same:
-copies stand for parameters, floating-point inputs are cast on entry, gradients come back in float32 and are summed. One
-rule for every layout: a block computes in the 16-bit type, and all that is kept or reduced is float32.
+FSDP casts the parameters that it gathers. Without FSDP, a block's forward is wrapped to do the same: 16-bit copies
+replace parameters, floating-point inputs are cast on entry, gradients are returned and summed in float32. One rule for
+every layout: a block computes in the 16-bit type, and everything kept or reduced is float32.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from meshtrain.parallel.torch_private import (
     without_dispatch_modes,
 )
 
-ADDED_ON = ("cuda",)  # where 16-bit gradients are added without a cast of their own, which takes time on the host
+ADDED_ON = ("cuda",)  # devices where 16-bit gradients are added without a separate cast, which takes host time
 PRECISIONS = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 
 
@@ -49,7 +49,7 @@ def master_dtype(precision: str) -> torch.dtype:
 
 
 def message_dtype(precision: str, reduce_precision: str | None) -> torch.dtype | None:
-    """The type in which gradients travel between data ranks; None: as they are. Raises InputError: not in float64."""
+    """The dtype of gradient messages between data ranks; None: not cast. Raises InputError: set in float64."""
     if precision == "float64" and reduce_precision is not None:
         raise InputError(
             "reduce_precision rounds, and float64 is there to check a layout without rounding: leave it out"
@@ -58,44 +58,44 @@ def message_dtype(precision: str, reduce_precision: str | None) -> torch.dtype |
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """The type in which the squares of float32 gradients are summed for a norm, on a device."""
+    """The dtype in which the squares of float32 gradients are summed for a norm, on a device."""
     if device.type != "cuda" or torch.version.hip:
         return torch.float64
     return sum_dtype_of(torch.cuda.get_device_capability(device))
 
 
 def sum_dtype_of(capability: tuple[int, int]) -> torch.dtype:
-    """float64 on NVIDIA GPUs that compute in it at half the rate of float32; on others, at a 32nd or 64th, float32:
-    torch sums in blocks of 2**16 elements, and those sums once more, which keeps about 6 digits of a norm."""
+    """float64 on NVIDIA GPUs with float64 at half the rate of float32; float32 on others, with 1/32 or 1/64 the rate:
+    torch sums blocks of 2**16 elements, and then those sums, which keeps about 6 digits of a norm."""
     return torch.float64 if capability in {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)} else torch.float32
 
 
 def cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """Casts a model's real parameters and buffers in place: `Module.to` would take the imaginary part from others."""
+    """Casts a model's real parameters and buffers in place: `Module.to` would drop the imaginary part of others."""
     return model._apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
 def state_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that no gradient changes and that their modules name in an attribute `state_parameters`: what a step
-    counted, or a correction. They are kept whole in float32 at least, on every rank."""
+    """Parameters that gradients do not change, named in their modules' attribute `state_parameters`: counts of a step,
+    or a correction. They are kept whole, in float32 or wider, on every rank."""
     return {getattr(module, name) for module in model.modules() for name in getattr(module, "state_parameters", ())}
 
 
 def set_numerics(precision: str, deterministic: bool) -> None:
-    """Sets torch's switches for this process: float32 means float32, without TF32, which keeps 10 bits of the fraction.
-    Deterministic kernels give one layout, machine and versions the same bits; where there is none: RuntimeError."""
+    """Sets torch's switches for this process: float32 without TF32, which has only 10 bits of fraction. With
+    `deterministic`, results are bitwise reproducible; an operator without such a kernel raises RuntimeError."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cudnn.benchmark = not deterministic  # picks convolutions by a race, and so sometimes others
+    torch.backends.cudnn.benchmark = not deterministic  # picks convolution kernels by timing, so the choice can vary
     if deterministic:
-        # cuBLAS reads this when its first handle is made: two buffers of fixed size and no others.
+        # cuBLAS reads this when it creates its first handle: only workspace buffers of fixed size.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
 
 
 def reseed(seed: int, step: int, index: int) -> None:
-    """Seeds the random numbers of torch, numpy and Python for a step, by no history: a resume draws the same without
-    the state of a generator. `index`: of the rank among those that have different samples."""
+    """Seeds torch, numpy and Python for a step independently of earlier steps: a resumed run draws the same numbers
+    without a saved generator state. `index`: the rank's position among those with different samples."""
     number = int.from_bytes(hashlib.blake2b(f"{seed} {step} {index}".encode(), digest_size=8).digest())
     torch.manual_seed(number)
     np.random.seed(number % 2**32)
@@ -103,7 +103,7 @@ def reseed(seed: int, step: int, index: int) -> None:
 
 
 def random_state() -> Callable[[], None]:
-    """A function that brings torch's, numpy's and Python's random numbers back to where they are now."""
+    """Returns a function that restores the present random state of torch, numpy and Python."""
     gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     state = torch.get_rng_state(), np.random.get_state(), random.getstate()
 
@@ -120,22 +120,22 @@ def random_state() -> Callable[[], None]:
 @dataclass
 class _Copy:
     values: Tensor  # this rank's part in 16 bits
-    version: int = -1  # of the float32 part when they were written: that of a DTensor knows nothing of its part
+    version: int = -1  # of the local float32 part at the time of the copy (a DTensor's version does not track its part)
     period: int = -1
 
 
 class ComputeCopies(GradientSync):
-    """The 16-bit copies of a model's parameters, which stay: those of a block are views of one flat tensor, in order.
+    """Persistent 16-bit copies of a model's parameters: those of a block are views of one flat tensor, in order.
 
-    They are written by the first forward of a period in which nobody changes weights: from a microbatch that was said
-    not to be the last to the backward of the last, an evaluation (`weights_stay`), or else one forward of the model.
-    Never for longer: whoever changes weights then tells nobody, and a write to `.data` shows in no version.
+    They are written by the first forward of a period in which weights do not change: from a microbatch marked as not
+    the last to the backward of the last, an evaluation (`weights_stay`), or otherwise one forward of the model. Not
+    longer, because later changes of weights are not announced, and a write to `.data` does not change a version.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._copies: MutableMapping[Tensor, _Copy] = WeakTensorKeyDictionary()  # a tied parameter has one
-        self._period, self._depth = 0, 0  # the number of the period; forwards that run, one inside of another
+        self._copies: MutableMapping[Tensor, _Copy] = WeakTensorKeyDictionary()  # one for a tied parameter
+        self._period, self._depth = 0, 0  # index of the period; nesting depth of running forwards
         self._last = True
         self._stays, self.in_evaluation = False, False  # whether the period is longer than one forward
 
@@ -153,22 +153,22 @@ class ComputeCopies(GradientSync):
             self._stays = False
 
     def set_evaluation(self, begins: bool) -> None:
-        """Also where a step was given up."""
+        """Starts a new period, also after an abandoned step."""
         self._period += 1
         self._stays, self.in_evaluation = False, begins
 
     @contextmanager
     def forward(self, parameters: Iterable[Tensor]) -> Iterator[Mapping[Tensor, Tensor]]:
-        """Around a forward: the copy of each of these parameters."""
+        """Encloses a forward; yields the copy of each of these parameters."""
         if not (self._depth or self._stays or self.in_evaluation):
             self._period += 1
         keeps = torch.is_grad_enabled() or self.in_evaluation
         self._depth += 1
         try:
-            # Selective recomputation expects the same operators again, and the copies may be there by then.
+            # Selective recomputation expects the same operators again, but by then the copies may exist already.
             with without_dispatch_modes(), torch.no_grad():
                 parts = {parameter: to_local(parameter) for parameter in parameters}
-                # A forward without gradients in between leaves alone what a backward may still need.
+                # A forward without gradients must not overwrite copies that a pending backward needs.
                 copies = self._current(parts) if keeps else {p: part.to(self.dtype) for p, part in parts.items()}
             yield copies
         finally:
@@ -179,11 +179,11 @@ class ComputeCopies(GradientSync):
         for parameter, values in zip(missing, _allocate([parts[p] for p in missing], self.dtype), strict=True):
             self._copies[parameter] = _Copy(values)
         copies = {parameter: self._copies[parameter] for parameter in parts}
-        again = backward_is_running()  # a block that is computed again, with the weights that it had
+        again = backward_is_running()  # a recomputed block uses the weights of its forward
         current = zip(copies.items(), parts.values(), strict=True)
         stale = [p for (p, c), x in current if c.version != x._version or not (again or c.period == self._period)]
-        # Autograd refuses a backward whose weights have changed since its forward. To write the same values once more,
-        # as the second of two forwards before their backwards does, is no change.
+        # Autograd rejects a backward whose weights have changed since its forward. Writing the same values again, as
+        # the second of two forwards before their backwards does, must not count as a change.
         same = all(copies[parameter].version == parts[parameter]._version for parameter in stale)
         if stale:
             _write([copies[p].values for p in stale], [parts[p] for p in stale], same)
@@ -197,7 +197,7 @@ class ComputeCopies(GradientSync):
 
 
 def _allocate(parts: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Memory for copies, each from a multiple of 16 bytes on, as fast products of matrices want it."""
+    """Memory for copies, each aligned to 16 bytes, as fast matrix products require."""
     starts = [0, *accumulate(-(-part.numel() // 8) * 8 for part in parts)]
     flat = torch.empty(starts[-1], dtype=dtype, device=parts[0].device if parts else None)
     strides = [torch.empty_like(part, device="meta").stride() for part in parts]
@@ -210,8 +210,8 @@ def _write(copies: list[Tensor], parts: list[Tensor], same: bool) -> None:
 
 
 class Cast(torch.autograd.Function):
-    """A forward's own view of the copy of some parts, whose rows lie one behind the other in it: what several forwards
-    send back is summed in the parameters' type."""
+    """A forward's own view of the copy of some parts, which holds their rows contiguously: the gradients of several
+    forwards are summed in the parameters' dtype."""
 
     elementwise = True  # see `torch_private.accumulator_of`
 
@@ -225,7 +225,7 @@ class Cast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.copies.backward_begins()
-        if grad is None:  # from a layer that leaves its weight gradient for later
+        if grad is None:  # from a layer that defers its weight gradient
             return None, None, *(None for _ in ctx.next_functions)
         grads = [grad] if ctx.rows is None else grad.split(ctx.rows)
         if device_type_of(grad) not in ADDED_ON or grad.layout != torch.strided:
@@ -241,17 +241,17 @@ def cast_to_compute_dtype(
     without: Sequence[nn.Module] = (),
     cast_inputs: bool = True,
 ) -> Callable:
-    """A forward of `module` in which its parameters and floating-point inputs appear in the type of `copies`: casts, of
-    split ones of this rank's parts, through which gradients go back. Modules in `without` see to their own."""
+    """The forward of `module` with its parameters and floating-point inputs cast to the dtype of `copies`; DTensors are
+    replaced by casts of this rank's parts. Gradients pass through the casts. Modules in `without` cast their own."""
     excluded = {inner for outer in without for inner in outer.modules()}
     modules = [inner for inner in module.modules() if inner not in excluded]
     groups = [shared for inner in modules for shared in getattr(inner, "shared_inputs", ()) if shared.merges]
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        state = state_parameters(module)  # now, because memory that is given to a model makes new parameters
+        state = state_parameters(module)  # evaluated here, because materializing a meta model creates new parameters
         own: Iterable[Tensor] = [p for inner in modules for p in inner._parameters.values() if p is not None]
-        if groups:  # whose weights lie beside each other
+        if groups:  # weights of a group are kept adjacent
             own = dict.fromkeys([*(layer.weight for group in groups for layer in group.layers), *own])
         wide = [p for p in own if p.is_floating_point() and p.dtype != copies.dtype and p not in state]
         if cast_inputs:
@@ -270,7 +270,7 @@ def cast_to_compute_dtype(
 def _casts(
     groups: Sequence[SharedInput], values: Mapping[Tensor, Tensor], copies: ComputeCopies
 ) -> Iterator[Callable[[Tensor], Tensor]]:
-    """What stands for a parameter inside. Layers that read the same input have one weight, if their copies lie so."""
+    """Yields the function from a parameter to its cast. Layers of one input share one weight if copies are adjacent."""
     parts: dict[Tensor, Tensor] = {}
     for shared in groups:
         weights = [layer.weight for layer in shared.layers]
@@ -288,7 +288,7 @@ def _casts(
 
 @contextmanager
 def weights_stay(model: nn.Module) -> Iterator[None]:
-    """Inside, nobody changes the weights of a parallelized model, so that all forwards share their 16-bit copies."""
+    """Inside, the weights of a parallelized model must not change, so that all forwards share the 16-bit copies."""
     syncs = [sync for module in model.modules() for sync in gradient_syncs(module) if isinstance(sync, ComputeCopies)]
     for copies in syncs:
         copies.set_evaluation(True)

@@ -1,5 +1,5 @@
-"""Parallelization of a plain model: every kind of parallelism is a line here, in the order in which they nest: in
-`apply_tensor_parallel` if it changes layers, in `apply_data_parallel` if it changes what is around them."""
+"""Parallelization of a plain model: every kind of parallelism is a line here, in nesting order: in
+`apply_tensor_parallel` if it changes layers, in `apply_data_parallel` if it wraps them."""
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -61,55 +61,55 @@ from meshtrain.parallel.tp_plan import (
 from meshtrain.parallel.verify import verify, verify_context
 from meshtrain.pipeline.stage import OtherStageBlock, blocks_of
 
-# Where layers that read the same input compute one product, in 16 bits, compiled and without FSDP, which gathers each
-# weight into memory of its own. On CPUs it takes as long as several.
+# Devices where layers that share an input compute one product, in 16 bits, compiled and without FSDP, which gathers
+# each weight into separate memory. On CPUs one product takes as long as several.
 MERGED_ON = ("cuda",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
-    """How a model is spread over a mesh; only `precision` and `linear_precision` touch what is computed."""
+    """How a model is parallelized over a mesh; only `precision` and `linear_precision` affect the results."""
 
-    precision: str = "float32"  # what blocks compute in: "float32", "float64", "bfloat16" or "float16"
-    linear_precision: str | None = None  # of linear layers inside of blocks: "float8", "mxfp8"; see `float8.py`
-    tp_plan: Mapping[str, str] | None = None  # how layers split over `tp`; None: that in the file of the model's class
-    sequence_parallel: bool | None = None  # between these; None: if an `embedding_rowwise` layer splits sequences
-    cp_plan: Mapping[str, str] | None = None  # where tokens see each other; None: that of the model's file
-    context: str = "gather"  # over `cp`: how keys and values travel, "gather" or "ring"
+    precision: str = "float32"  # compute dtype of blocks: "float32", "float64", "bfloat16" or "float16"
+    linear_precision: str | None = None  # that of linear layers inside blocks: "float8", "mxfp8"; see `float8.py`
+    tp_plan: Mapping[str, str] | None = None  # how layers are split over `tp`; None: the plan in the model's file
+    sequence_parallel: bool | None = None  # between these layers; None: if an `embedding_rowwise` layer is in the plan
+    cp_plan: Mapping[str, str] | None = None  # modules that mix tokens; None: the plan in the model's file
+    context: str = "gather"  # how keys and values are exchanged over `cp`, "gather" or "ring"
     context_heads: int | None = None  # neighbours on `cp` that split heads instead; None: the layout's
-    ep_plan: Mapping[str, str] | None = None  # the experts of its layers; None: that of the model's file
-    regather: bool = False  # tensor-parallel layers keep their part of an input and gather it again in backward
-    # Products with their gather or scatter in one kernel; "auto": where the GPUs of `tp` are linked by NVLink. True:
-    # FSDP's messages in registered memory, too.
+    ep_plan: Mapping[str, str] | None = None  # modules that hold experts; None: the plan in the model's file
+    regather: bool = False  # tensor-parallel layers save their part of an input and gather it again in backward
+    # Fuses products with their gather or scatter; "auto": if the GPUs of `tp` are linked by NVLink. True: also puts
+    # FSDP's messages in registered memory.
     symmetric_memory: bool | Literal["auto"] = "auto"
-    recompute: str = "none"  # what blocks from the first trained one on compute again in backward
-    compile: bool = False  # each block by torch.compile
-    fuse_loss: bool = False  # the last block gives the loss where it is requested (`linear_cross_entropy.py`)
+    recompute: str = "none"  # what blocks recompute in backward, from the first trained block on
+    compile: bool = False  # compiles each block with torch.compile
+    fuse_loss: bool = False  # the last block returns the loss if it is requested (`linear_cross_entropy.py`)
     reshard_after_forward: bool = True  # see `fsdp.apply_fsdp`
-    reduce_precision: str | None = None  # in which gradients are summed over data ranks; None: as they are kept
-    used_outside: Collection[str] = ()  # blocks whose parameters others use: gathered and cast with the whole model
-    shard_optimizer: bool = False  # ZeRO-1 (`ddp.py`); for `meshtrain.optim.Optimizer` alone
-    verify: bool = True  # before anything else the split model is compared with the plain one; see `verify.py`
-    # For that: what `model(*sample)` takes, a few short samples, the same on each rank of `tp`; None: one is made up.
+    reduce_precision: str | None = None  # dtype of gradient sums over data ranks; None: the dtype of gradients
+    used_outside: Collection[str] = ()  # blocks whose parameters are used outside: gathered and cast with the model
+    shard_optimizer: bool = False  # ZeRO-1 (`ddp.py`); only for `meshtrain.optim.Optimizer`
+    verify: bool = True  # first compares the split model with the plain one; see `verify.py`
+    # For that: the arguments of `model(*sample)`, a few short samples, equal on all ranks of `tp`; None: made up.
     sample: Sequence[Tensor | None] | None = None
     waiting: Waiting = nullcontext  # a context manager entered wherever this rank waits for others, to measure it
 
 
 def parallelize(model: nn.Module, mesh: Mesh, **options: Any) -> nn.Module:
-    """Makes a plain model train under any layout of data, tensor and context parallelism; in a world of one it stays
-    plain. With `cp` it takes what `ContextParallel.shard` gives. On the mesh of a `Layout.with_experts(p)` its experts
-    are dealt out over p ranks.
+    """Parallelizes a plain model for any layout of data, tensor and context parallelism; on one rank it stays plain.
+    With `cp` its inputs are those that `ContextParallel.shard` returns. On the mesh of a `Layout.with_experts(p)` its
+    experts are distributed over p ranks.
 
-    It stays the object that it was, with the same names of parameters, and is returned. A backward of it ends with
-    gradients that are summed over the data ranks and, where each has seen a part, over the tensor ranks. What is
-    gathered, compiled or computed again together is a block of its `blocks()`; a model without these is one block.
+    Returns the same object, with the same parameter names. Its backward ends with gradients summed over the data ranks
+    and, where each has only a part, over the tensor ranks. The blocks of `blocks()` are the units that are gathered,
+    compiled or recomputed; a model without `blocks()` is one block.
 
     Args:
-        model: on the mesh's device, with the values of rank 0 taken for all ranks; or, under FSDP, on the meta device.
+        model: on the mesh's device; all ranks get the values of rank 0. Or, under FSDP, on the meta device.
         options: any of `ParallelOptions`, by name.
 
     Raises:
-        InputError: the layout has `pp`, the model cannot be split, or trains a batch norm on several data ranks.
+        InputError: the layout has `pp`, the model cannot be split, or it trains a batch norm on several data ranks.
     """
     if mesh.size("pp") > 1:
         raise InputError("parallelize spreads a model over all axes but pp: use pp: 1")
@@ -125,7 +125,7 @@ def parallelize(model: nn.Module, mesh: Mesh, **options: Any) -> nn.Module:
 
 
 def apply_context_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions, *, verified: bool = False) -> None:
-    """Refuses a plain model that cannot take parts of sequences. `verified`, raises: see `apply_tensor_parallel`."""
+    """Rejects a plain model that cannot take parts of sequences. `verified`, raises: see `apply_tensor_parallel`."""
     if mesh.size("cp") == 1:
         return
     plan = plan_of(type(model), "cp_plan", options.cp_plan)
@@ -144,8 +144,8 @@ def _context_parallel(mesh: Mesh, options: ParallelOptions) -> ContextParallel:
 
 
 def _take_only_parts(model: nn.Module, attention: Sequence[str], mesh: Mesh, options: ParallelOptions) -> None:
-    """A model then refuses whole sequences and, unverified, calls of attention elsewhere in its first forward."""
-    context = _context_parallel(mesh, options)  # whose groups are those of all that the model sees, while it lives
+    """Makes a model reject whole sequences and, if unverified, attention calls elsewhere in its first forward."""
+    context = _context_parallel(mesh, options)  # kept by the hook, so that its groups live as long as the model
     for group in context.groups.values():
         group.waiting = options.waiting
     forward = model.forward
@@ -169,7 +169,7 @@ def _take_only_parts(model: nn.Module, attention: Sequence[str], mesh: Mesh, opt
         return output
 
     model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)  # before FSDP's own
-    if not options.verify and not options.compile:  # a compiled block cannot be counted in
+    if not options.verify and not options.compile:  # calls in a compiled block cannot be intercepted
         model.forward = first
 
 
@@ -181,8 +181,8 @@ def _block_names(model: nn.Module) -> list[str]:
 def apply_tensor_parallel(
     model: nn.Module, mesh: Mesh, options: ParallelOptions, *, verified: bool = False
 ) -> ParallelOptions:
-    """The first half of `parallelize`: a model's layers become their parts over `tp`. Returns the options with those
-    decided that were left open. `verified`: the model was, for another of its stages. Raises as `parallelize`."""
+    """The first half of `parallelize`: splits a model's layers over `tp`. Returns the options with open ones resolved.
+    `verified`: the model was already verified, for another of its stages. Raises as `parallelize`."""
     if mesh.size(*LOSS_AXES) > 1:
         _refuse_batch_statistics(model)
     if mesh.uses_fsdp or mesh.size("tp") > 1 or mesh.size("ep") > 1:
@@ -227,7 +227,7 @@ def _refuse_float8(model: nn.Module, options: ParallelOptions, splits: Sequence[
 
 
 def _check_split(model: nn.Module, tp: TensorParallel, options: ParallelOptions, verified: bool) -> None:
-    """Compares the split model with the plain one; without that the plan has to name all that lies between."""
+    """Compares the split model with the plain one. If unverified, the plan must name all parameters between layers."""
     unverified = None if verified else "verify is off"
     if options.verify and not verified:
         unverified = verify(model, _block_names(model), tp, options.sample, options.precision)
@@ -248,20 +248,20 @@ def _warn_unverified(mesh: Mesh, reason: str | None) -> None:
 
 
 def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> nn.Module:
-    """The other half of `parallelize`: precision, recomputation and compilation of blocks, then DDP, FSDP or HSDP."""
+    """The second half of `parallelize`: precision, recomputation and compilation of blocks, then DDP, FSDP or HSDP."""
     last, others = blocks_of(model)[-1], [model.get_submodule(name) for name in options.used_outside]
     blocks = [block for block in blocks_of(model) if block not in others]
     attention: list[str] = []
-    if mesh.size("cp") > 1:  # asked now, because FSDP changes the model's class
+    if mesh.size("cp") > 1:  # looked up here, because FSDP changes the model's class
         cp_plan = plan_of(type(model), "cp_plan", options.cp_plan) or {}
-        # Of a stage: other patterns name blocks of other stages.
+        # In a stage, some patterns match only blocks of other stages.
         attention = [name for name, _ in model.named_modules() if any(fnmatchcase(name, key) for key in cp_plan)]
     if mesh.size("tp") > 1 and not options.sequence_parallel:
         _refuse_plain_dropout(model)
     experts = dispatched_modules(model)
-    if not mesh.uses_fsdp:  # which has its own gradients of what it gathers
-        # On CPUs torch's own layers take less time, although their gradients are added by a pass of its own. Of these
-        # layers, also, the last product of a block is not computed again.
+    if not mesh.uses_fsdp:  # FSDP has separate gradients of gathered parameters
+        # On CPUs torch's own layers are faster, although their gradients are added in a separate pass. Also, with
+        # torch's layers the last product of a block is not recomputed.
         if mesh.device_type == "cuda" and options.recompute != "full":
             use_products(model)
         let_products_accumulate(model)
@@ -296,10 +296,10 @@ def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) 
 
 
 def _merge_weights(model: nn.Module, plan: Mapping[str, str]) -> None:
-    """The layers of a module that a plan splits by columns read the same input, here as over `tp`."""
+    """Merges the layers of a module that a plan splits column-wise: they share their input, here as over `tp`."""
     columns: dict[tuple[str, int], list[nn.Linear]] = {}
     for name, module in model.named_modules():
-        plain = type(module) in (nn.Linear, Linear) and "weight" in module._parameters  # pruning makes another of it
+        plain = type(module) in (nn.Linear, Linear) and "weight" in module._parameters  # pruning replaces the weight
         if plain and style_of(plan, [name]) == Colwise.word:
             module.__class__ = Linear
             columns.setdefault((name.rpartition(".")[0], module.in_features), []).append(module)
@@ -311,7 +311,7 @@ def _merge_weights(model: nn.Module, plan: Mapping[str, str]) -> None:
 
 
 def _sum_over_copies(model: nn.Module, experts: list[nn.Module], mesh: Mesh, options: ParallelOptions) -> None:
-    """DDP, of what FSDP leaves alone: experts that are dealt out over ranks have other copies than the rest."""
+    """DDP for parameters that FSDP does not handle. Distributed experts have other replicas than the rest."""
     dtype = message_dtype(options.precision, options.reduce_precision)
     if options.shard_optimizer and mesh.uses_fsdp:
         raise InputError(NOT_WITH_FSDP)
@@ -324,13 +324,13 @@ def _sum_over_copies(model: nn.Module, experts: list[nn.Module], mesh: Mesh, opt
     copied = bool(experts) and mesh.size(EXPERT_SHARD) == 1
     for axis, of_experts, syncs in ((REPLICATE, False, not mesh.uses_fsdp), (EXPERT_REPLICATE, True, copied)):
         if syncs and mesh.size(axis) > 1:
-            for module in experts if of_experts else ():  # FSDP's have no memory yet, which buckets of gradients need
+            for module in experts if of_experts else ():  # FSDP's have no memory yet, which buckets need
                 allocate(module, torch.device(mesh.device_type))
             add_gradient_sync(model, kind(model, mesh, axis, options.waiting, partial(named, of_experts), dtype))
 
 
 def _share_samples(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> None:
-    """Tells modules that count the tokens of each sample (`sample_groups`) who else has parts of the same samples."""
+    """Sets `sample_groups` of modules that count the tokens of a sample: groups whose ranks share the same samples."""
     axes = ["cp"] * (mesh.size("cp") > 1) + ["tp"] * (mesh.size("tp") > 1 and bool(options.sequence_parallel))
     for module in model.modules():
         if hasattr(module, "sample_groups"):
@@ -347,7 +347,7 @@ def _refuse_plain_dropout(model: nn.Module) -> None:
 
 
 def _refuse_parameters(model: nn.Module, fsdp: bool) -> None:
-    """Those that others cannot take the places of, of which each rank has a part."""
+    """Rejects parameters that cannot be replaced by a part on each rank."""
     state = state_parameters(model)
     for name, parameter in model.named_parameters():
         if has_gradient_hooks(parameter):
@@ -385,7 +385,7 @@ def _refuse_batch_statistics(model: nn.Module) -> None:
 def _wrap_blocks(
     model: nn.Module, blocks: list[nn.Module], experts: list[nn.Module], mesh: Mesh, options: ParallelOptions
 ) -> None:
-    """Replaces each block's forward. No module is put around another, so names of parameters stay as they are."""
+    """Replaces each block's forward. Modules are not wrapped, so parameter names do not change."""
     dtype = compute_dtype(options.precision)
     copies = ComputeCopies(dtype)
     narrow = dtype != master_dtype(options.precision)
@@ -394,7 +394,7 @@ def _wrap_blocks(
     if casts or casts_experts:
         add_gradient_sync(model, copies)
     for module in experts if casts_experts else ():
-        # The weights of a token's experts, which come in float32, are not to be rounded.
+        # The weights of a token's experts are float32 inputs that must not be rounded.
         module.forward = never_compiled(cast_to_compute_dtype(module, module.forward, copies, cast_inputs=False))
     of_blocks = {parameter for block in blocks for parameter in block.parameters()}
     trained = any(parameter.requires_grad for parameter in set(model.parameters()) - of_blocks)
@@ -403,11 +403,11 @@ def _wrap_blocks(
             trained = trained or block.trained
             continue
         trained = trained or any(p.requires_grad for p in block.parameters())
-        run, recompute = block.forward, options.recompute if trained else "none"  # before it nothing keeps anything
-        has_layers = any(True for _ in block.children())  # a single layer has nothing to fuse or to compute again
+        run, recompute = block.forward, options.recompute if trained else "none"  # blocks before it save nothing
+        has_layers = any(True for _ in block.children())  # a single layer has nothing to fuse or recompute
         routed = [module for module in block.modules() if hasattr(module, "dispatch")]  # experts
-        # Pieces between which experts run may be compiled anew when they run again (a GPU's backward has a thread of
-        # its own, and kinds of pieces are limited), and would then not keep what the forward has kept.
+        # Graph pieces between experts may be compiled again in the recomputation (a GPU's backward has its own thread,
+        # and the number of variants is limited), and would then not save the same tensors as the forward.
         in_pieces = bool(routed) and recompute != "none"
         fused = options.compile and has_layers and not in_pieces
         if options.compile and in_pieces:
@@ -415,7 +415,7 @@ def _wrap_blocks(
             warnings.warn(f"{name} is recomputed and not compiled: its experts run between graphs", stacklevel=4)
         again_inside = fused and recompute != "none"
         around = compile_block(block, run, without=routed) if fused and not again_inside else run
-        # A block that runs again has its own casts again, so that it keeps none: they are made inside.
+        # The casts are inside the checkpoint, so that a recomputed block repeats its casts and saves none.
         around = cast_to_compute_dtype(block, around, copies) if casts else around
         around = checkpoint_block(around, recompute, routes=bool(routed)) if has_layers else around
         if again_inside:
@@ -431,13 +431,13 @@ def _wrap_blocks(
 
 
 def _refuse_copy(memo: dict[int, Any]) -> None:
-    """In the place of `copy.deepcopy`, which would leave functions as they are."""
+    """Replaces `copy.deepcopy`, which would not copy the functions that are set as forwards."""
     refers = "a copy of this model would compute with the weights of the original, to which its blocks refer"
     raise InputError(f"{refers}: copy the plain model and parallelize the copy, or copy its state_dict")
 
 
 def broadcast_parameters(model: nn.Module, mesh: Mesh) -> None:
-    """Gives all ranks the values of rank 0, in contiguous memory, as NCCL, FSDP and the optimizer need it."""
+    """Gives all ranks the values of rank 0, in contiguous memory, as NCCL, FSDP and the optimizer require."""
     group = mesh.world
     if group is None:
         return

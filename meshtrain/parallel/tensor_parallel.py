@@ -1,10 +1,10 @@
 """Tensor parallelism: each rank of `tp` holds a part of a layer's weight and computes with it.
 
 The weight is a DTensor, so FSDP, the optimizer, clipping and checkpoints see one tensor and its parts; the forward
-computes on the local part, and every communication is a line here (Shoeybi et al., https://arxiv.org/abs/1909.08053).
+computes on the local part, and every communication is explicit (Shoeybi et al., https://arxiv.org/abs/1909.08053).
 With sequence parallelism each rank has its part of the sequence between the parallel layers (Korthikanti et al.,
-https://arxiv.org/abs/2205.05198): tensors are (b, s/t, d) there, and (b, s, ...) inside. Their memory is in the order
-(s, b, d), and what a model sees is a view: so gathering the sequence, the outermost dim, copies nothing.
+https://arxiv.org/abs/2205.05198): tensors are (b, s/t, d) there, and (b, s, ...) inside. Their memory layout is
+(s, b, d), of which a model sees a transposed view: so gathering the sequence, the outermost dim, needs no copy.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,11 +33,11 @@ AXIS = "tp"
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How a model is split over the mesh's `tp`, and what makes its parallel layers (see `tp_plan.Style.apply`)."""
+    """How a model is split over the mesh's `tp`, and the factory of its parallel layers (see `tp_plan.Style.apply`)."""
 
     mesh: Mesh
     plan: Mapping[str, str]
-    splits: Sequence[Split]  # of the model's layers, by the plan
+    splits: Sequence[Split]  # the splits of the model's layers, from the plan
     sequence_parallel: bool = True
     regather: bool = False
 
@@ -55,14 +55,14 @@ class TensorParallel:
         return SequenceGather(self.mesh, self.sequence_parallel)
 
     def sum_gradients(self, module: Any, parameters: Sequence[str]) -> None:
-        """Remembers parameters that each rank uses in part, for `sum_partial_gradients`."""
+        """Marks parameters of which each rank has only a part of the gradient, for `sum_partial_gradients`."""
         vars(module).setdefault("partial_over_tp", set()).update(parameters)
 
 
 def replace_layers(model: nn.Module, tp: TensorParallel) -> None:
-    """Replaces each layer that is split by its parallel kind, under the same name, with this rank's part of its weight.
-    Layers that shared a parameter still do. Column-parallel layers with inputs of one width share a gather."""
-    sharded: dict[Tensor, nn.Parameter] = {}  # a plain parameter -> what has taken its place
+    """Replaces each split layer by its parallel version, under the same name, with this rank's part of its weight.
+    Shared parameters stay shared. Column-parallel layers of a module with inputs of equal width share a gather."""
+    sharded: dict[Tensor, nn.Parameter] = {}  # plain parameter -> its replacement
     columns: dict[tuple[nn.Module, int], list[ColumnParallelLinear]] = {}
     for split in (*styled_parameters(model, tp.plan), *tp.splits):
         plain: Any = model.get_submodule(split.layer)
@@ -87,7 +87,7 @@ def replace_layers(model: nn.Module, tp: TensorParallel) -> None:
 
 
 def sum_partial_gradients(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> None:
-    """A step's last backward then sums the gradients of `partial_parameters` over `tp`; a stage may have none."""
+    """Makes a step's last backward sum the gradients of `partial_parameters` over `tp`; a stage may have none."""
     parameters = [
         (module, name)
         for module, name in partial_parameters(model, sequence_parallel)
@@ -98,8 +98,8 @@ def sum_partial_gradients(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
 
 
 def partial_parameters(model: nn.Module, sequence_parallel: bool) -> list[tuple[nn.Module, str]]:
-    """Parameters that each rank uses in part, as module and name there: with sequence parallelism all that are not
-    split but for experts over `ep`; without it those that the plan names, between column- and row-wise layers."""
+    """(module, name) of parameters of which each rank has a part of the gradient: with sequence parallelism all unsplit
+    ones, except experts over `ep`; without it those that the plan names, between column- and row-wise layers."""
     layers = [module for module in model.modules() if isinstance(module, TensorParallelLayer)]
     split = {parameter for layer in layers for parameter in layer.parameters(recurse=False)}
     partial: dict[Tensor, tuple[nn.Module, str]] = {}
@@ -114,15 +114,15 @@ def partial_parameters(model: nn.Module, sequence_parallel: bool) -> list[tuple[
             names = [name for name, p in own if p not in split and (sequence_parallel or name in between)]
         for name in names:
             parameter = module._parameters[name]
-            assert parameter is not None  # it has just been named
+            assert parameter is not None  # the name is from this module
             partial.setdefault(parameter, (module, name))
     return list(partial.values())
 
 
 @contextmanager
 def whole_sequences(model: nn.Module) -> Iterator[None]:
-    """Inside, each rank of `tp` has whole sequences between the layers, as without sequence parallelism: a single token
-    is not to be shared. For forwards alone."""
+    """Inside, each rank of `tp` has whole sequences between layers, as without sequence parallelism, because a single
+    token cannot be split. Only for forwards without backward."""
     layers = [m for m in model.modules() if isinstance(m, TensorParallelLayer) and m.sequence_parallel]
     for layer in layers:
         layer.sequence_parallel = False
@@ -134,7 +134,7 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
 
 
 class TensorParallelLayer(nn.Module):
-    """A layer over `tp`. With `sequence_parallel` inputs and outputs are parts of the sequence or of the features."""
+    """A layer over `tp`. With `sequence_parallel`, inputs and outputs are parts of the sequence or of the features."""
 
     def __init__(self, mesh: Mesh, sequence_parallel: bool) -> None:
         super().__init__()
@@ -142,13 +142,13 @@ class TensorParallelLayer(nn.Module):
         self.sequence_parallel = sequence_parallel
 
     def partial_parameters(self) -> list[str]:
-        """Names of its own parameters that each rank holds whole and uses in part."""
+        """Names of the layer's parameters that each rank holds whole, but with only a part of their gradient."""
         return []
 
 
 class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
-    """A linear layer whose outputs are split over `tp`: (b, s, d) -> (b, s, f/t) of all f. With sequence parallelism it
-    gathers its input, (b, s/t, d). After `share_input` layers of one input (q, k and v) share gather and sum."""
+    """A linear layer whose f outputs are split over `tp`: (b, s, d) -> (b, s, f/t). With sequence parallelism it
+    gathers its input (b, s/t, d). After `share_input`, layers with the same input (q, k and v) share gather and sum."""
 
     def __init__(
         self,
@@ -162,11 +162,11 @@ class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
     ) -> None:
         """
         Args:
-            plain: the layer as one device would have it; on any device, meta included.
+            plain: the unsplit layer, on any device, meta included.
             sequence_parallel: the input is this rank's part of the sequence.
-            regather: keep only that part for the backward, and gather it again.
-            heads: of key/value heads that are too few for all ranks, which all hold the whole weight.
-            use_local_output: false: return the output as a DTensor, which stands for all of it.
+            regather: save only that part for backward, and gather it again.
+            heads: this rank's key/value heads, if there are too few to split; all ranks then hold the whole weight.
+            use_local_output: false: return the output as a DTensor that represents the whole output.
         """
         super().__init__(mesh, sequence_parallel)
         self.regather, self.use_local_output = regather, use_local_output
@@ -183,7 +183,7 @@ class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
 
     @staticmethod
     def outputs(layers: Sequence["ColumnParallelLinear"], x: Tensor, weight: Tensor | None) -> list[Tensor]:
-        """Of layers that read the same x. `weight`: those of all of them, one behind the other, if they are one."""
+        """The outputs of layers with the same input x. `weight`: their concatenated weights, if they are merged."""
         first = layers[0]
         axis, sequence = first.axis_group, first.sequence_parallel
         weights = [layer.rows_of(layer.weight) for layer in layers]
@@ -203,14 +203,14 @@ class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
         ]
 
     def rows_of(self, parameter: Tensor) -> Tensor:
-        """The rows of the weight or bias that this rank computes with."""
+        """The rows of the weight or bias that this rank uses."""
         rows = to_local(parameter)
         return rows if self.heads is None else rows[self.heads.rows]
 
     def output_of(self, product: Tensor) -> Tensor:
         y = product if self.bias is None else product + self.rows_of(self.bias)
         if self.heads is not None and self.heads.repeated is not None:
-            heads = y.unflatten(-1, (-1, self.heads.width)).unbind(-2)  # no index, which would have to be on the device
+            heads = y.unflatten(-1, (-1, self.heads.width)).unbind(-2)  # an index tensor would have to be on the device
             y = torch.stack([heads[i] for i in self.heads.repeated], dim=-2).flatten(-2)
         if self.use_local_output:
             return y
@@ -227,7 +227,7 @@ class ColumnParallelLinear(ProductsLayer, TensorParallelLayer):
 
 
 class RowParallelLinear(ProductsLayer, TensorParallelLayer):
-    """A linear layer, inputs split over `tp`: (b, s, f/t) -> sums (b, s, d), with sequence parallelism (b, s/t, d)."""
+    """A linear layer, inputs split over `tp`: (b, s, f/t) -> sum (b, s, d), with sequence parallelism (b, s/t, d)."""
 
     def __init__(self, plain: nn.Linear, mesh: Mesh, *, sequence_parallel: bool = True) -> None:
         super().__init__(mesh, sequence_parallel)
@@ -255,7 +255,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
     """An embedding with rows split over `tp`: (b, s) -> (b, s, d), or with sequence parallelism (b, s/t, d)."""
 
     def __init__(self, plain: nn.Embedding, mesh: Mesh, *, sequence_parallel: bool = True) -> None:
-        """Raises ValueError: an option that a split one does not have (`unsupported_options`)."""
+        """Raises ValueError: `plain` has an option that is not supported when split (`unsupported_options`)."""
         super().__init__(mesh, sequence_parallel)
         if problems := unsupported_options(plain):
             raise ValueError("; ".join(problems))
@@ -269,7 +269,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
         mine = (ordered >= own.start) & (ordered < own.stop)
         if weight.shape[0] > 0:
             rows = F.embedding(torch.where(mine, ordered - own.start, 0), weight)
-        else:  # more ranks than parts: nothing to look up, but the others wait for this rank's addend
+        else:  # more ranks than parts: nothing to look up, but the other ranks wait for this rank's contribution
             rows = weight.sum() * weight.new_ones(*ordered.shape, self.embedding_dim)
         rows = rows * mine[..., None].to(rows.dtype)
         if not self.sequence_parallel:
@@ -281,8 +281,8 @@ class VocabParallelEmbedding(TensorParallelLayer):
 
 
 class SequenceGather(TensorParallelLayer):
-    """What every rank needs whole for its own heads: (b, s/t, e) -> (b, s, e), the same for all. Without sequence
-    parallelism each has it already, and only its gradient is summed over the ranks."""
+    """Gathers a tensor that every rank needs whole for its own heads: (b, s/t, e) -> (b, s, e), the same on all ranks.
+    Without sequence parallelism each rank already has it, and only its gradient is summed over the ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
@@ -291,7 +291,7 @@ class SequenceGather(TensorParallelLayer):
 
 
 def shard_parameter(parameter: Tensor, mesh: Mesh, placement: Placement, axis: str = AXIS) -> nn.Parameter:
-    """A parameter of which this rank holds its part, as a DTensor; the values of a plain one are taken over."""
+    """A DTensor parameter of which this rank holds its part, with the values of the plain `parameter`."""
     submesh = mesh.submesh(axis)
     assert submesh is not None  # the axis is larger than 1
     part = parameter.data

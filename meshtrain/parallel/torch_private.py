@@ -1,4 +1,4 @@
-"""Private torch API: everything that torch does not promise to keep, as read in torch 2.11 to 2.13."""
+"""Private torch API: every use of torch without a stability promise, as of torch 2.11 to 2.13."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -23,16 +23,16 @@ __all__ = ["fsdp_collectives"]  # the rest is defined here
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """The tensor that this rank's part of a parameter or gradient lies in, with a way for gradients."""
+    """This rank's local part of a parameter or gradient, as a plain tensor; differentiable."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if torch.compiler.is_compiling():  # it knows DTensor.to_local, and leaves nothing of it in its graph
+    if torch.compiler.is_compiling():  # the compiler knows DTensor.to_local, and leaves no trace of it in its graph
         return tensor.to_local()
     return _FastToLocal.apply(tensor) if tensor.requires_grad else tensor._local_tensor
 
 
 class _FastToLocal(torch.autograd.Function):
-    """`DTensor.to_local` of a parameter, whose gradient lies where the parameter does: a third of the CPU time."""
+    """`DTensor.to_local` for a parameter, whose gradient is sharded like it: takes a third of the CPU time."""
 
     elementwise = True  # see `accumulator_of`
 
@@ -45,12 +45,12 @@ class _FastToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
-        # None from a layer that leaves its weight gradient for later.
+        # None from a layer that defers its weight gradient.
         return None if grad is None else DTensor(grad, ctx.spec, requires_grad=False)
 
 
 def from_local(local: Tensor, like: Tensor) -> Tensor:
-    """The other way, without gradients: a tensor that is sharded as `like` is, whose part on this rank is `local`."""
+    """The inverse of `to_local`, without gradients: a tensor sharded like `like`, with `local` as this rank's part."""
     if not isinstance(like, DTensor):
         return local
     mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
@@ -58,19 +58,19 @@ def from_local(local: Tensor, like: Tensor) -> Tensor:
 
 
 def as_gradient(local: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient of `parameter` whose part on this rank is `local`: `from_local` in less time."""
+    """A gradient of `parameter` whose part on this rank is `local`: a faster `from_local`."""
     return DTensor(local, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else local
 
 
 def is_plain_gradient(grad: Tensor, parameter: Tensor) -> bool:
-    """Whether a gradient is dense, has no history and lies over the ranks as its parameter does."""
+    """Whether a gradient is dense, has no autograd history and is sharded like its parameter."""
     dense = grad.layout == torch.strided and grad.dtype == parameter.dtype and not grad.requires_grad
     return dense and getattr(grad, "_spec", None) == getattr(parameter, "_spec", None)
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """`to_empty` of what is on the meta device. By `_apply` of the whole, in which FSDP learns of the new tensors: else
-    it would pad shards at the first forward, and the optimizer would have those without padding."""
+    """`to_empty` for tensors on the meta device. Through `_apply` of the whole module, by which FSDP learns of the new
+    tensors: otherwise it would pad shards at the first forward, and the optimizer would hold the unpadded ones."""
     module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
 
 
@@ -79,8 +79,8 @@ _meta = torch.library.Library("aten", "IMPL", "Meta")  # registrations last as l
 
 @cache
 def mend_attention_shapes() -> None:
-    """Before 2.13 torch takes the logsumexp that attention on a CPU keeps of float64 for one of float32, with which a
-    compiled backward fails."""
+    """Corrects a meta function: before 2.13 torch assumes that CPU attention in float64 saves a float32 logsumexp, so
+    that a compiled backward fails."""
     operator, key = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, torch._C.DispatchKey.Meta
     q = torch.empty(1, 1, 1, 1, dtype=torch.float64, device="meta")
     if operator(q, q, q)[1].dtype == q.dtype:
@@ -91,42 +91,42 @@ def mend_attention_shapes() -> None:
         out, logsumexp = shapes_of(query, *args, **kwargs)
         return out, logsumexp.double() if query.dtype == torch.float64 else logsumexp
 
-    _meta.impl(operator, shapes, allow_override=True)  # of tensors on the meta device, and of the compiler's own
+    _meta.impl(operator, shapes, allow_override=True)  # for meta tensors, and next for the compiler's
     operator.py_impl(key)(shapes)
     operator._dispatch_cache.clear()
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Called within a backward: runs `callback` at its end."""
+    """Runs `callback` at the end of the current backward, in which it must be called."""
     Variable._execution_engine.queue_callback(callback)
 
 
 def after_end_of_backward(callback: Callable[[], None]) -> None:
-    """Runs `callback` behind everything that is queued for the end of this backward, as DDP and FSDP do."""
+    """Runs `callback` after the callbacks that DDP and FSDP queue for the end of this backward."""
     at_end_of_backward(lambda: at_end_of_backward(callback))
 
 
 def current_backward() -> int:
-    """A number of the backward that runs now; -1 outside of any."""
+    """The id of the current backward; -1 outside a backward."""
     return torch._C._current_graph_task_id()
 
 
 def accumulates(parameter: Tensor) -> bool:
-    """Whether the backward that runs now adds to a parameter's gradient; one of `torch.autograd.grad` does not."""
+    """Whether the current backward adds to a parameter's gradient; one of `torch.autograd.grad` does not."""
     return runs_in_backward(_get_grad_fn_or_grad_acc(parameter))
 
 
 def runs_in_backward(node: Any) -> bool:
-    """Whether the backward that runs now comes to a node of its graph."""
+    """Whether the current backward executes a node of the graph."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # this very gradient is what `torch.autograd.grad` was asked for
+    except RuntimeError:  # `torch.autograd.grad` was called for this very gradient
         return False
 
 
 def accumulator_of(node: Any) -> Any:
-    """Where autograd adds what comes to `node` to the gradient of a parameter, its `variable`: element by element,
-    perhaps in another type. None: it adds it to a part, to several, or to nothing."""
+    """The autograd node that adds the gradient arriving at `node` to that of a parameter, its `variable`, elementwise,
+    possibly in another dtype. None: it is added to a part of a parameter, to several parameters, or to none."""
     while node is not None and not hasattr(node, "variable"):
         if not getattr(getattr(node, "_forward_cls", None), "elementwise", False) or len(node.next_functions) > 1:
             return None
@@ -135,65 +135,65 @@ def accumulator_of(node: Any) -> Any:
 
 
 def parameter_of(weight: Tensor) -> Tensor | None:
-    """The parameter all of which a tensor is, perhaps in another type."""
+    """The parameter that a tensor is the whole of, possibly in another dtype; None if there is none."""
     node = _get_grad_fn_or_grad_acc(weight) if weight.requires_grad else None
     return getattr(accumulator_of(node), "variable", None)
 
 
 def has_gradient_hooks(parameter: Tensor | None) -> bool:
-    """Whether somebody wants to see, or to change, what is added to a parameter's gradient."""
+    """Whether a hook observes, or may change, what is added to a parameter's gradient."""
     return parameter is not None and bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def when_accumulated(parameter: Tensor, callback: Callable[[], None]) -> Any:
-    """Calls back when all gradients of a backward have come to a parameter, and also where products have added them. It
-    does so while what is returned lives: a parameter does not hold this end of its graph."""
+    """Calls `callback` once a backward has accumulated all gradients of a parameter, also if products have added them.
+    The caller has to keep the returned node alive: a parameter does not hold a reference to it."""
     node = _get_grad_fn_or_grad_acc(parameter)
     node.register_hook(lambda *unused: callback())
     return node
 
 
-traced_for: str | None = None  # the type of device that the meta device stands for, where a step is traced
+traced_for: str | None = None  # the device type that the meta device stands for, while a step is traced
 
 
 def device_type_of(tensor: Tensor) -> str:
-    """The type of device by which kernels are chosen for a tensor."""
+    """The device type by which kernels are chosen for a tensor."""
     return traced_for if tensor.is_meta and traced_for is not None else tensor.device.type
 
 
 def is_traced() -> bool:
-    """Whether this code is compiled now, or transformed by `torch.func`, rather than run."""
+    """Whether this code is being compiled, or transformed by `torch.func`, rather than run."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
-never_compiled = _disable_dynamo  # of a function that compiled code may call; loads the compiler at its first call
-without_dispatch_modes = _disable_current_modes  # hides what runs inside from whoever watches operators
+never_compiled = _disable_dynamo  # decorates functions that compiled code may call; loads the compiler on first call
+without_dispatch_modes = _disable_current_modes  # hides the operators inside from dispatch modes
 
 
 def raise_unless(condition: Tensor, message: str) -> None:
-    """Of a boolean scalar; on a GPU its kernel fails, and the host waits for nothing."""
+    """Asserts a boolean scalar. On a GPU the kernel fails, and the host does not wait."""
     torch._assert_async(condition, message)
 
 
 def keep_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
-    """Autograd does not notice what is written to these tensors inside."""
+    """Inside, autograd does not notice writes to these tensors."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
 def end_fsdp_backward(model: FSDPModule) -> None:
-    """What FSDP does at the end of its own backwards: sums gradients in the reduced type, sends them after the last."""
+    """Runs FSDP's end of a backward: accumulates gradients in the reduce dtype, and sends them after the last one."""
     model._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def send_unused_as_zeros(module: FSDPModule) -> None:
-    """From now on a unit of FSDP sends a gradient for every parameter: zeros where the model did not use it. A backward
-    raises InputError where a forward has written to a parameter.
+    """Makes an FSDP unit send a gradient for every parameter: zeros if the model did not use it. A backward raises
+    InputError if a forward has written to a parameter.
 
-    FSDP sends those that are there, one after the other in one tensor: of ranks, or in HSDP of microbatches, that have
-    used different parameters it would add one's gradient to another's. In 16 bits all are of one type then.
+    FSDP concatenates only the gradients that exist: if ranks, or in HSDP microbatches, use different parameters, it
+    would add the gradient of one parameter to that of another. With 16 bits this also gives all gradients one dtype.
     """
     unit = module._get_fsdp_state()._fsdp_param_group
-    if unit is not None:  # all parameters may be in units inside
+    if unit is not None:  # None if all parameters are in inner units
         unit.post_backward = partial(_send_all, unit, unit.post_backward)  # type: ignore[method-assign]
 
 
@@ -207,9 +207,9 @@ def writes_to_parameter(name: str | None) -> str:
 def _send_all(unit: FSDPParamGroup, post_backward: Callable[[], None], *unused: Any) -> None:
     gathered = [p for p in unit.fsdp_params if hasattr(p, "_unsharded_param")]
     if not gathered:
-        return  # no forward has run of it
+        return  # its forward has not run
     for p in gathered:
-        if any(tensor._version for tensor in p.all_gather_outputs):  # of which FSDP's own writes say nothing
+        if any(tensor._version for tensor in p.all_gather_outputs):  # not increased by FSDP's own writes
             raise InputError(writes_to_parameter(p._param_fqn))
     trained = [p for p in gathered if unit.reduce_grads and p._unsharded_param.requires_grad]
     widened = any(p.unsharded_accumulated_grad is not None for p in trained)
@@ -220,15 +220,15 @@ def _send_all(unit: FSDPParamGroup, post_backward: Callable[[], None], *unused: 
             if widened:
                 p.to_accumulated_grad_if_needed()
     post_backward()
-    partial_sum = unit._partial_reduce_output  # HSDP's over microbatches, begun in the type of a message
+    partial_sum = unit._partial_reduce_output  # HSDP's sum over microbatches, in the dtype of a message
     if partial_sum is not None and partial_sum.dtype != unit._orig_dtype:
-        with unit.device_handle.stream(unit.comm_ctx.reduce_scatter_stream):  # where the next ones are added
+        with unit.device_handle.stream(unit.comm_ctx.reduce_scatter_stream):  # the stream that adds the next ones
             unit._partial_reduce_output = partial_sum.to(unit._orig_dtype)
 
 
 @contextmanager
 def replace_parameters(modules: Iterable[nn.Module], replacement: Callable[[nn.Parameter], Tensor]) -> Iterator[None]:
-    """Inside, other tensors stand in the places of these modules' parameters."""
+    """Inside, the parameters of these modules are replaced by other tensors."""
     places = [(module, name, p) for module in modules for name, p in module._parameters.items() if p is not None]
     try:
         for module, name, parameter in places:
@@ -240,17 +240,17 @@ def replace_parameters(modules: Iterable[nn.Module], replacement: Callable[[nn.P
 
 
 def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
-    """Lets a group's ranks reach each other's memory, and brings the operators that use it."""
+    """Lets a group's ranks access each other's memory, and registers the operators that use it."""
     from torch.distributed import _symmetric_memory
 
     enable = getattr(_symmetric_memory, "enable_symm_mem_for_group", None)
-    if enable is not None:  # torch 2.13 no longer asks for it, and later ones may lack it
+    if enable is not None:  # torch 2.13 no longer needs it, and later versions may lack it
         enable(group.group_name)
 
 
 def try_symmetric_memory(group: dist.ProcessGroup, together: bool) -> str | None:
-    """Why memory cannot be shared after all (a container that forbids it); None: it can. `together`: the half in which
-    ranks wait for each other, after all have come through the other one."""
+    """Why memory cannot be shared after all (a container may forbid it); None if it can. `together`: the collective
+    half of the test, which ranks may enter only after all of them have passed the other half."""
     from torch.distributed import _symmetric_memory
 
     try:
@@ -266,7 +266,7 @@ def try_symmetric_memory(group: dist.ProcessGroup, together: bool) -> str | None
 
 
 def nvlink_neighbours(device: torch.device) -> tuple[str, frozenset[str]]:
-    """The number of a GPU, and of the visible ones that it reaches over NVLink; none where the driver does not tell."""
+    """The UUID of a GPU, and those of the visible GPUs linked to it by NVLink; empty if the driver does not tell."""
     from torch._C import _distributed_c10d
     from torch._C._autograd import DeviceType
 
@@ -280,14 +280,14 @@ def nvlink_neighbours(device: torch.device) -> tuple[str, frozenset[str]]:
 
 
 def backward_is_running() -> bool:
-    """Whether this thread runs a backward; of a block that is computed again the forward runs in one."""
+    """Whether this thread runs a backward; the recomputation of a block's forward also runs in one."""
     return current_backward() >= 0
 
 
 @contextmanager
 def compile_callbacks(begins: Callable[[object], None], ends: Callable[[object], None]) -> Iterator[None]:
-    """Inside, these are called around whatever the compiler does, in the thread that waits for it: around the outermost
-    of what is nested, a cached graph included, and around a backward that is compiled when it first runs."""
+    """Inside, these are called at the begin and end of compilation, in the thread that waits for it: only for the
+    outermost of nested compilations, also for a cached graph, and for a backward that is compiled on its first run."""
     from torch._dynamo.callback import callback_handler
 
     callback_handler.register_start_callback(begins)
@@ -300,17 +300,17 @@ def compile_callbacks(begins: Callable[[object], None], ends: Callable[[object],
 
 
 def compiled_graphs() -> int:
-    """The graphs that this process has compiled."""
+    """The number of graphs that this process has compiled."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def allow_side_effects_in_recomputation() -> AbstractContextManager[object]:
-    """The compiler may recompute a forward that changes Python objects, and leaves those changes out."""
+    """Lets the compiler recompute a forward that changes Python objects; the recomputation omits those changes."""
     return torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
 
 
 def breaks_graph() -> tuple[type[Exception], ...]:
-    """What the compiler raises, before anything has run, where a function is not one graph or has too many versions."""
+    """The compiler's exceptions, before anything runs, if a function is not one graph or has too many variants."""
     from torch._dynamo import exc
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as DependsOnData
 

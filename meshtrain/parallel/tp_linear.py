@@ -1,7 +1,7 @@
-"""Column- and row-parallel matrix products with the communication between them, as operators.
+"""Column- and row-parallel matrix products with their communication, as operators.
 
 Everything is two-dimensional here: x is (n, d), a row per token. With sequence parallelism a rank has (n/t, d), and
-tokens are in the order of the sequence first, so that the parts of the ranks lie one behind the other in memory.
+tokens are ordered by sequence position first, so that the parts of the ranks are contiguous in memory.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ Flags = Sequence[bool]
 
 
 def flatten_tokens(x: Tensor, sequence_first: bool) -> Tensor:
-    """(..., s, d) -> (n, d), a row per token; the sequence varies slowest where it is what is gathered."""
+    """(..., s, d) -> (n, d), a row per token; with `sequence_first`, to gather it, the sequence dim varies slowest."""
     return (x.movedim(-2, 0) if sequence_first else x).reshape(-1, x.shape[-1])
 
 
 def unflatten_tokens(rows: Tensor, shape: Sequence[int], sequence_first: bool) -> Tensor:
-    """The way back: (n, f) -> (..., s, f), where `shape` is (..., s, any)."""
+    """The inverse of `flatten_tokens`: (n, f) -> (..., s, f), where `shape` is (..., s, any)."""
     *batch, s, _ = shape
     if not sequence_first:
         return rows.view(*batch, s, rows.shape[-1])
@@ -33,7 +33,7 @@ def unflatten_tokens(rows: Tensor, shape: Sequence[int], sequence_first: bool) -
 
 
 def _columns(x: Tensor, weights: Tensors, group: str, sequence: bool, keep: bool, products: str) -> list[Tensor]:
-    """Products of one input, with `sequence` gathered first (and given back to be kept): [gathered,] y1, y2, ..."""
+    """Products of one input, with `sequence` gathered first (and returned, with `keep`): [gathered,] y1, y2, ..."""
     forward = PRODUCTS[products].forward
     if not sequence:
         return [forward(x, weight) for weight in weights]
@@ -55,8 +55,8 @@ def _columns_shapes(x: Tensor, weights: Tensors, group: str, sequence: bool, kee
 def _columns_backward(
     grads: Tensors, x: Tensor, weights: Tensors, group: str, sequence: bool, keep: bool, products: str, needs_dw: Flags
 ) -> list[Tensor]:
-    """The gradients of the input and of each weight that is trained; the input's is summed over the ranks while the
-    weights' are computed. Without `keep` x is this rank's part of the input, which is gathered again meanwhile."""
+    """The gradients of the input and of each trainable weight; the input's is summed over the ranks while the weights'
+    are computed. Without `keep`, x is this rank's part of the input, which is gathered again in the meantime."""
     gather = sequence and not keep and any(needs_dw)
     dx, whole = _start_columns_input(grads, x, weights, group, sequence, gather, products, any(needs_dw))
     inputs = x if whole is None else whole.wait()
@@ -75,8 +75,8 @@ def _columns_backward_shapes(
 def _start_columns_input(
     grads: Tensors, x: Tensor, weights: Tensors, group: str, sequence: bool, gather: bool, products: str, hidden: bool
 ) -> tuple[AsyncResult, AsyncResult | None]:
-    """Starts the sum of the input's gradient, and before that with `gather` the gathering of the input. `hidden`: the
-    weights' gradients are computed meanwhile; otherwise one kernel may make the product and its sum."""
+    """Starts the sum of the input's gradient, and before that, with `gather`, the all-gather of the input. `hidden`:
+    weight gradients are computed in the meantime; otherwise one kernel may compute the product and its sum."""
     axis = axis_group_by_name(group)
     whole = axis.start_all_gather(x.contiguous()) if gather else None
     if not hidden and _are_fused(axis, sequence, products):
@@ -87,7 +87,7 @@ def _start_columns_input(
 
 
 def _row(x: Tensor, weight: Tensor, group: str, sequence: bool, products: str) -> Tensor:
-    """The product of all ranks' parts, summed: the whole (n, d), or with `sequence` this rank's part (n/t, d)."""
+    """The product, summed over ranks: the whole (n, d), or with `sequence` this rank's part (n/t, d)."""
     axis = axis_group_by_name(group)
     if _are_fused(axis, sequence, products):
         return axis.matmul_scatter(x, weight.t())
@@ -99,7 +99,7 @@ def _row_shapes(x: Tensor, weight: Tensor, group: str, sequence: bool, products:
 
 
 def _row_input(grad: Tensor, weight: Tensor, group: str, sequence: bool, products: str) -> list[Tensor]:
-    """The gradient of the input; and the whole of `grad`, if it had to be gathered."""
+    """The gradient of the input, and the gathered `grad`, if it had to be gathered."""
     input_grad_sum = PRODUCTS[products].input_grad_sum
     if not sequence:
         return [input_grad_sum([grad], [weight])]
@@ -118,7 +118,7 @@ def _row_input_shapes(grad: Tensor, weight: Tensor, group: str, sequence: bool, 
 
 
 def _start_sum(axis: AxisGroup, addends: Tensor, sequence: bool) -> AsyncResult:
-    """Of memory that nobody else has."""
+    """Sums `addends`, whose memory has no other use, over the ranks."""
     return axis.start_reduce_scatter(addends) if sequence else axis.start_all_reduce(addends, overwrite=True)
 
 
@@ -142,8 +142,8 @@ class ColumnParallelMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        """`inputs`: x, axis, sequence, keep, products, queue, and the weights. Not by name: without gradients the
-        compiler counts what a forward is given, and of as many as it has parameters it would leave `ctx` out."""
+        """`inputs`: x, axis, sequence, keep, products, queue, and the weights. A variadic parameter, because without
+        gradients the compiler omits `ctx` if the number of arguments equals the number of parameters."""
         x, axis, sequence, keep, products, queue, *weights = inputs
         ys = ops.columns(x, weights, axis.name, sequence, keep, products)
         saved = x
@@ -165,17 +165,17 @@ class ColumnParallelMatmul(torch.autograd.Function):
         group, sequence, keep, products = ctx.settings
         gather = sequence and not keep and any(needs_dw)
         hidden = any(needs_dw) and not (ctx.queue is not None and ctx.queue.is_recording)
-        with without_dispatch_modes():  # which see no communication, as it is inside of operators elsewhere
+        with without_dispatch_modes():  # hides communication, which elsewhere is inside operators
             dx, whole = _start_columns_input(grads, x, weights, group, sequence, gather, products, hidden)
-            inputs = (x if whole is None else whole.wait()).detach()  # a queue must not hold the graph that made x
+            inputs = (x if whole is None else whole.wait()).detach()  # a queue must not keep the graph of x alive
         dws = [product_weight_grad(ctx, i, grad, inputs) if needs_dw[i] else None for i, grad in enumerate(grads)]
         with without_dispatch_modes():
             return dx.wait(), *nothing, *dws
 
 
 class RowParallelMatmul(torch.autograd.Function):
-    """x (..., s, f/t) times a weight (d, f/t), summed over the ranks -> (n, d), or (n/t, d) with `sequence`. Keeps x as
-    it came: to copy its rows into the order of the sequence again in backward is cheaper than to hold both."""
+    """x (..., s, f/t) times a weight (d, f/t), summed over the ranks -> (n, d), or (n/t, d) with `sequence`. Saves the
+    original x: reordering its rows again in backward is cheaper than keeping both in memory."""
 
     @staticmethod
     def forward(

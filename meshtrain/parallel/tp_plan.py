@@ -1,6 +1,6 @@
-"""Tensor-parallel plans: what each layer of a model becomes over `tp`, checked against its sizes before it is done.
+"""Tensor-parallel plans: how each layer of a model is split over `tp`, checked against its sizes beforehand.
 
-Pure: it looks at the names and sizes of a model's modules and says what follows, or why it cannot be and what could.
+Pure: from the names and sizes of a model's modules it derives the splits, or says why one is impossible and what works.
 """
 
 import sys
@@ -14,15 +14,15 @@ from meshtrain.errors import InputError
 if TYPE_CHECKING:
     from meshtrain.parallel.tensor_parallel import TensorParallel
 
-ATTENTION = "attention"  # the one word of a `cp_plan`
-EXPERTS = "ep_dispatch_experts"  # the one word of an `ep_plan`, Hugging Face's
+ATTENTION = "attention"  # the only word of a `cp_plan`
+EXPERTS = "ep_dispatch_experts"  # the only word of an `ep_plan`, from Hugging Face
 REPLICATED = "replicated_with_grad_allreduce"
-LORA_A, LORA_B = "lora_A", "lora_B"  # the layers of an adapter, inside of that beside it (`linear/lora.py`)
+LORA_A, LORA_B = "lora_A", "lora_B"  # the layers of an adapter, children of the layer that it adapts (`linear/lora.py`)
 NO_SEQUENCE = "the tp_plan has no embedding_rowwise layer, which is what splits the sequence over tp"
 
 
 class SplitError(InputError):
-    """A model that cannot be split as asked. `problems` has a sentence for each reason."""
+    """A model that cannot be split as requested. `problems` has a sentence for each reason."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("; ".join(problems))
@@ -31,31 +31,31 @@ class SplitError(InputError):
 
 @dataclass(frozen=True)
 class Heads:
-    """The key/value heads that one rank computes, where there are too few for each rank to have its own."""
+    """The key/value heads that one rank computes, if there are too few for each rank to have its own."""
 
-    count: int  # of the whole layer, all of which every rank holds
-    width: int  # of a head, in rows of the weight
-    rows: slice  # of the weight, that this rank computes with: the heads that its queries look at
-    repeated: tuple[int, ...] | None  # which of these each of its queries looks at, if they do not share them evenly
+    count: int  # heads of the whole layer, which every rank holds
+    width: int  # rows of the weight per head
+    rows: slice  # the rows of the weight that this rank uses: the heads that its queries attend to
+    repeated: tuple[int, ...] | None  # index among these heads for each query head, if they are not shared evenly
 
 
 @dataclass(frozen=True)
 class Split:
-    """What becomes of one layer."""
+    """The split of one layer."""
 
     layer: str  # its name in the model
     style: str  # a word of STYLES
-    queries: int = 0  # of a layer of an attention: the query heads, its own heads, and a head's width
+    queries: int = 0  # for a layer of attention: the number of query heads, its own heads, and a head's width
     heads: int = 0
     width: int = 0
-    everywhere: bool = False  # the layer has too few heads to be cut, so every rank holds it
-    parameters: tuple[str, ...] = ()  # of a style for parameters: their names in the layer
+    everywhere: bool = False  # the layer has too few heads to be split, so every rank holds it
+    parameters: tuple[str, ...] = ()  # for a style of parameters: their names in the layer
 
     def dim_of(self, parameter: str) -> int | None:
         return None if self.everywhere else STYLES[self.style].dim_of(parameter)
 
     def heads_of(self, tp: int, index: int) -> Heads | None:
-        """What rank `index` of `tp` computes of a layer that every rank holds; None of any other."""
+        """The heads that rank `index` of `tp` computes of a layer that every rank holds; None for any other layer."""
         if not self.everywhere:
             return None
         queries = range(index * self.queries // tp, (index + 1) * self.queries // tp)
@@ -68,17 +68,17 @@ class Split:
 
 
 class Style:
-    """What a word of a plan does to the layers of its pattern. A new style is a subclass and an entry in STYLES."""
+    """The effect of a word of a plan on the layers of its pattern. A new style is a subclass and an entry in STYLES."""
 
     word: ClassVar[str]
-    becomes: ClassVar[str] = ""  # the class of the layer that takes the place of the plain one, for people
-    dim: ClassVar[int | None] = None  # of the weight, that is cut: 0 for outputs (or the vocabulary), 1 for inputs
-    kind: ClassVar[str] = "a linear layer"  # that it is for, for people
-    sizes: ClassVar[tuple[str, ...]] = ("in_features", "out_features")  # attributes by which that kind is known
-    for_parameters: ClassVar[bool] = False  # patterns name parameters, or modules around them; no layer is replaced
+    becomes: ClassVar[str] = ""  # the class of the layer that replaces the plain one, for messages
+    dim: ClassVar[int | None] = None  # the dim of the weight that is cut: 0: outputs (or vocabulary), 1: inputs
+    kind: ClassVar[str] = "a linear layer"  # the kind of layer that it applies to, for messages
+    sizes: ClassVar[tuple[str, ...]] = ("in_features", "out_features")  # attributes that identify that kind
+    for_parameters: ClassVar[bool] = False  # patterns match parameters, or modules around them; no layer is replaced
 
     def check(self, name: str, module: Any) -> list[str]:
-        """Why a layer cannot take this style, with a way out; nothing if it can. Only sizes are looked at."""
+        """Why a layer cannot have this style, and what works instead; empty if it can. Only sizes are read."""
         if all(hasattr(module, size) for size in self.sizes):
             return []
         return [self.refusal(name, module)]
@@ -87,23 +87,23 @@ class Style:
         return f"the tp_plan wants {name} {self.word}, which is for {self.kind}, and it is a {type(module).__name__}"
 
     def split(self, name: str, modules: Mapping[str, Any], plan: Mapping[str, str], tp: int) -> tuple[Split, list[str]]:
-        """What becomes of a layer of a model, which `check` has passed, and what is wrong with that on `tp` ranks."""
+        """The split of a layer that has passed `check`, and the problems of that split on `tp` ranks."""
         return Split(name, self.word), []
 
     def dim_of(self, parameter: str) -> int | None:
-        """Which dim of the layer's "weight" or "bias" is cut; None: every rank holds all of it."""
+        """The dim of the layer's "weight" or "bias" that is cut; None: every rank holds it whole."""
         return self.dim
 
     def apply(self, plain: Any, split: Split, layers: "TensorParallel") -> Any:
-        """What takes the plain layer's place, with this rank's part of its parameters; by default the layer itself."""
+        """The layer that replaces the plain one, with this rank's part of its parameters; by default the plain one."""
         return plain
 
 
 class Colwise(Style):
-    """A linear layer whose outputs are split: between heads, in a module with a `head_dim` (as Hugging Face's
-    attentions have). The most heads among its column-wise layers are those of the queries; a layer with fewer, of keys
-    or values, is cut if `tp` divides them, and held by every rank if not. In a module with `num_heads` and no
-    `head_dim` (latent attention) each layer has so many heads, of a width of its own."""
+    """A linear layer whose outputs are split: between heads, if its module has a `head_dim` (as attention modules of
+    Hugging Face have). The column-wise layer with the most heads holds the queries; one with fewer, of keys or values,
+    is split if `tp` divides its heads, and otherwise held by every rank. In a module with `num_heads` and no `head_dim`
+    (latent attention) each layer has that many heads, with its own head width."""
 
     word, becomes, dim = "colwise", "ColumnParallelLinear", 0
 
@@ -112,7 +112,7 @@ class Colwise(Style):
         width: Any = getattr(modules[parent], "head_dim", None)
         count: Any = getattr(modules[parent], "num_heads", None)
         outputs = modules[name].out_features
-        if width is None and (not isinstance(count, int) or outputs % count):  # nothing is known of heads
+        if width is None and (not isinstance(count, int) or outputs % count):  # heads are unknown
             return Split(name, self.word), []
         if width is None:
             return Split(name, self.word, count, count, outputs // count), _undivided_heads(count, tp)
@@ -135,7 +135,7 @@ class Colwise(Style):
 
 
 class ColwiseGatherOutput(Style):
-    """A linear layer whose outputs, the logits, are split, and stand as a DTensor for all of them."""
+    """A linear layer whose outputs, the logits, are split, and returned as a DTensor."""
 
     word, becomes, dim = "colwise_gather_output", "ColumnParallelLinear", 0
 
@@ -144,7 +144,7 @@ class ColwiseGatherOutput(Style):
 
 
 class Rowwise(Style):
-    """A linear layer whose inputs are split. Its bias is added to the sum over the ranks, so it is not cut."""
+    """A linear layer whose inputs are split. Its bias is added to the sum over the ranks, so it is not split."""
 
     word, becomes, dim = "rowwise", "RowParallelLinear", 1
 
@@ -156,7 +156,7 @@ class Rowwise(Style):
 
 
 class EmbeddingRowwise(Style):
-    """An embedding whose rows, one per token of the vocabulary, are split; the sequence is split behind it."""
+    """An embedding whose rows, one per token of the vocabulary, are split; its output is split along the sequence."""
 
     word, becomes, dim = "embedding_rowwise", "VocabParallelEmbedding", 0
     kind, sizes = "an embedding", ("num_embeddings",)
@@ -169,7 +169,7 @@ class EmbeddingRowwise(Style):
 
 
 class ReplicatedWithGradAllReduce(Style):
-    """Parameters that all ranks hold and use with their features each (a norm of q and k): gradients are summed."""
+    """Parameters that all ranks hold and each uses with its own features (a norm of q and k): gradients are summed."""
 
     word, for_parameters = REPLICATED, True
 
@@ -179,15 +179,15 @@ class ReplicatedWithGradAllReduce(Style):
 
 
 class Replicate(Style):
-    """Parameters beside column- and row-wise layers that all ranks hold and use with all features, as they do those
-    outside: the first halves of latent attention's projections. Only says that they lie outside."""
+    """Parameters next to column- and row-wise layers that all ranks hold and use with all features, like parameters
+    outside: the down-projections of latent attention. Only states that they are not between the split layers."""
 
     word, for_parameters = "replicate", True
 
 
 class GatherSequence(Style):
-    """An nn.Identity whose input every rank needs whole for its own heads, and that no column-wise layer gathers: the
-    one rotary key of latent attention. Its gradient is summed over the ranks."""
+    """An nn.Identity whose input every rank needs whole for its own heads, and which no column-wise layer gathers: the
+    shared rotary key of latent attention. Its gradient is summed over the ranks."""
 
     word, becomes, kind = "gather_sequence", "SequenceGather", "an nn.Identity"
 
@@ -198,7 +198,7 @@ class GatherSequence(Style):
         return layers.sequence_gather()
 
 
-STYLES: dict[str, Style] = {  # by Hugging Face's words; `gather_sequence` is ours
+STYLES: dict[str, Style] = {  # with Hugging Face's words; `gather_sequence` is meshtrain's
     style.word: style
     for style in (
         *(Colwise(), Rowwise(), ColwiseGatherOutput(), EmbeddingRowwise(), ReplicatedWithGradAllReduce()),
@@ -208,20 +208,20 @@ STYLES: dict[str, Style] = {  # by Hugging Face's words; `gather_sequence` is ou
 
 
 def plan_of(model: type, key: str, plan: Any = None) -> Any:
-    """A plan as an option gives it, else what the file of a model's class has, or of its base: FSDP derives classes."""
+    """An option's plan, or else that in the file of the model's class or of a base class: FSDP derives classes."""
     modules = (sys.modules.get(base.__module__) for base in model.__mro__)
     return next((getattr(module, key) for module in modules if hasattr(module, key)), None) if plan is None else plan
 
 
 def split_layers(model: Any, plan: Mapping[str, str], tp: int) -> list[Split]:
-    """What each layer that the plan names becomes on `tp` ranks, in the model's order.
+    """The splits of the layers that the plan names on `tp` ranks, in the model's order.
 
     Args:
-        model: a torch module; only names and sizes are looked at, so it may be on the meta device.
-        plan: pattern of layers' names -> a word of STYLES; the first that matches counts.
+        model: a torch module; only names and sizes are read, so it may be on the meta device.
+        plan: pattern of layer names -> a word of STYLES; the first match counts.
 
     Raises:
-        SplitError: a pattern that matches nothing, a word that is no style, or a layer that cannot take its style.
+        SplitError: a pattern matches nothing, a word is not a style, or a layer cannot have its style.
     """
     modules = dict(model.named_modules())
     names = [*modules, *(f"{name}.{own}".lstrip(".") for name in modules for own in _parameters(modules[name]))]
@@ -248,12 +248,12 @@ def split_layers(model: Any, plan: Mapping[str, str], tp: int) -> list[Split]:
 
 
 def context_modules(model: Any, plan: Mapping[str, str]) -> list[str]:
-    """The modules in which, by a `cp_plan`, tokens see each other. Raises SplitError: a wrong pattern or word."""
+    """The modules in which, by a `cp_plan`, tokens attend to each other. Raises SplitError: a wrong pattern or word."""
     return _planned_modules(model, "cp_plan", plan, ATTENTION)
 
 
 def expert_modules(model: Any, plan: Mapping[str, str]) -> dict[str, int]:
-    """The modules that, by an `ep_plan`, hold experts, and how many. SplitError: a wrong pattern, word or module."""
+    """The modules that hold experts by an `ep_plan`, and how many. SplitError: a wrong pattern, word or module."""
     counts: dict[str, int] = {}
     problems = []
     for name in _planned_modules(model, "ep_plan", plan, EXPERTS):
@@ -284,7 +284,7 @@ def no_context_plan(model: str) -> str:
 
 
 def styled_parameters(model: Any, plan: Mapping[str, str]) -> Iterator[Split]:
-    """Modules with parameters to which a plan gives a style for parameters, by their name or a module's around them."""
+    """Modules with parameters that a plan gives a parameter style, by their own name or that of an enclosing module."""
     for name, module in model.named_modules():
         around = [name.rsplit(".", n)[0] for n in range(name.count(".") + 1)]
         words = {own: style_of(plan, [f"{name}.{own}".lstrip("."), *around]) for own in _parameters(module)}
@@ -295,8 +295,8 @@ def styled_parameters(model: Any, plan: Mapping[str, str]) -> Iterator[Split]:
 
 
 def undecided(model: Any, plan: Mapping[str, str], splits: Sequence[Split]) -> list[str]:
-    """Parameters of which a plan does not say whether each rank uses them with a part of the features or with all:
-    not split, and in a module, or of one, beside both a column-wise and a row-wise layer."""
+    """Parameters for which a plan does not say whether each rank uses them with a part of the features or with all:
+    unsplit ones of a module that has both a column-wise and a row-wise layer, or of its children."""
     dims: dict[str, set[int | None]] = {}
     for split in splits:
         dims.setdefault(split.layer.rpartition(".")[0], set()).add(STYLES[split.style].dim)
@@ -312,17 +312,17 @@ def undecided(model: Any, plan: Mapping[str, str], splits: Sequence[Split]) -> l
 
 
 def shards_sequence(plan: Mapping[str, str]) -> bool:
-    """Whether a plan has the layer whose output is a part of the sequence on each rank."""
+    """Whether a plan has an `embedding_rowwise` layer, whose output is a part of the sequence on each rank."""
     return EmbeddingRowwise.word in plan.values()
 
 
 def has_sequence_parts(option: bool | None, plan: Mapping[str, str] | None) -> bool:
-    """Whether each rank of `tp` has a part of the sequence between the layers: by the option, else by the plan."""
+    """Whether each rank of `tp` has a part of the sequence between layers: by the option, or else by the plan."""
     return shards_sequence(plan or {}) if option is None else option
 
 
 def unsupported_options(embedding: Any) -> list[str]:
-    """What an embedding has that one split over the vocabulary does not do."""
+    """Problems of options that an embedding split over the vocabulary does not support."""
     options = ("max_norm", "scale_grad_by_freq", "sparse", "padding_idx")
     values = {option: getattr(embedding, option, None) for option in options}
     return [
@@ -346,19 +346,19 @@ def _unmatched(key: str, plan: Mapping[str, str], names: Sequence[str], kind: st
 
 
 def style_of(plan: Mapping[str, str], names: Sequence[str]) -> str | None:
-    """That of the first pattern which matches one of these names."""
+    """The style of the first pattern that matches one of these names."""
     return next((plan[pattern] for pattern in plan if any(fnmatchcase(name, pattern) for name in names)), None)
 
 
 def base_of(name: str) -> str:
-    """The layer that one of an adapter is beside, or the layer itself."""
+    """The layer that an adapter's layer adapts, or `name` itself."""
     base, _, own = name.rpartition(".")
     return base if own in (LORA_A, LORA_B, "lora_dropout") else name
 
 
 def style_of_layer(plan: Mapping[str, str], name: str) -> Style | None:
-    """That of a layer; of an adapter's that of the layer beside it, for the one whose outputs or inputs it is that are
-    cut there. The other works on features that every rank has."""
+    """The style of a layer. Of an adapter, the layer whose inputs or outputs are split in the adapted layer has its
+    style; the other works on features that every rank has."""
     style = STYLES.get(style_of(plan, [base_of(name)]) or "")
     if style is None or base_of(name) == name:
         return style
@@ -370,7 +370,7 @@ def _parameters(module: Any) -> list[str]:
 
 
 def _inconsistent_ties(splits: list[Split], modules: Mapping[str, Any]) -> list[str]:
-    """Layers that share a weight which only one of them splits, or which they split in two ways."""
+    """Problems of layers that share a weight but split it differently."""
     cut_by = {split.layer: (STYLES[split.style].dim, split.everywhere) for split in splits}
     sharing: dict[int, list[str]] = {}
     for name, module in modules.items():

@@ -1,10 +1,10 @@
 """The check before the first step: whether a model that is split over `tp`, or takes parts of sequences over `cp`,
-computes what the plain model does.
+computes the same as the plain model.
 
-Two copies take a short sample through a forward and a backward, one of them split. Values are compared wherever a block
-begins or ends; each block, and what runs between blocks, has its own backward. Weights are random, because a norm of
-ones or a layer of zeros would hide an error. They exist for one block at a time; blocks that are alike are computed
-once. Neither the model nor a generator of random numbers changes.
+Two copies, one of them split, run a forward and a backward of a short sample. Values are compared at the inputs and
+outputs of blocks; each block, and the code between blocks, has its own backward. Weights are random, because a norm of
+ones or a layer of zeros would hide an error. They exist for one block at a time; identical blocks are computed once.
+Neither the model nor the state of a random generator changes.
 """
 
 import copy
@@ -34,9 +34,9 @@ from meshtrain.parallel.tensor_parallel import AXIS, TensorParallel, partial_par
 from meshtrain.parallel.torch_private import replace_parameters, to_local
 from meshtrain.parallel.tp_plan import REPLICATED
 
-TOLERANCE = 1e-3  # of a tensor's largest value: far above the rounding of float32, far below a missing addend
+TOLERANCE = 1e-3  # relative to a tensor's largest value: far above float32 rounding, far below a missing addend
 
-OURS = ("mesh", "axis_group", "shared_input", "shared_inputs", "forward")  # in which blocks that are alike may differ
+OURS = ("mesh", "axis_group", "shared_input", "shared_inputs", "forward")  # may differ between identical blocks
 Sample = Sequence[Tensor | None]
 Named = list[tuple[str, Tensor]]
 
@@ -44,13 +44,13 @@ Named = list[tuple[str, Tensor]]
 def verify(
     model: nn.Module, blocks: Sequence[str], tp: TensorParallel, sample: Sample | None, precision: str
 ) -> str | None:
-    """Compares a plain model with the same model split over `tp`. All ranks call it together and come to one verdict.
+    """Compares a plain model with the same model split over `tp`. All ranks call it together and reach one verdict.
 
     Args:
-        model: plain, on any device, meta included; `blocks`: names of its blocks, each once.
-        sample: what `model(*sample)` takes, two short samples are enough; None: one is made up.
+        model: plain, on any device, meta included. blocks: unique names of its blocks.
+        sample: the arguments of `model(*sample)`, two short samples are enough; None: made up.
 
-    Returns None, or why the plain model takes no made-up sample. AgreedError: they differ, or `sample` is refused.
+    Returns None, or why the plain model fails on a made-up sample. AgreedError: they differ, or it fails on `sample`.
     """
     mesh, dtype, size = tp.mesh, master_dtype(precision), tp.mesh.size(AXIS)
     inputs = _made_up_sample(model, size) if sample is None else sample
@@ -84,7 +84,7 @@ def verify_context(
     sample: Sample | None, precision: str,
 ) -> str | None:  # fmt: skip
     """Compares a plain model on whole sequences with the same model on parts of them over `cp`; see `verify`.
-    `modules`: which alone call attention, once in a forward. `sample`: tokens, positions, documents, (b, s) or None."""
+    `modules`: those that call attention, once per forward. `sample`: tokens, positions, documents, (b, s) or None."""
     device, dtype = torch.device(mesh.device_type), master_dtype(precision)
     if sample is not None and (sample[0] is None or sample[0].shape[1] % (2 * context.size)):
         sample = None
@@ -122,18 +122,18 @@ def verify_context(
 
 
 def _in_training(compare: Callable[[bool], tuple[str | None, bool]]) -> str | None:
-    """What a comparison finds in training; in evaluation, if the plain model draws random numbers in training."""
+    """The problem found in training mode, or in evaluation mode if the plain model draws random numbers in training."""
     problem, draws = compare(True)
     return compare(False)[0] if draws else problem
 
 
 def _verdict(mesh: Mesh, axis: str, sample: Sample | None, difference: Callable[[], str | None]) -> str | None:
-    """Raises AgreedError for a difference, or restores random generators and returns what `verify` does."""
+    """Raises AgreedError for a difference; otherwise returns the result of `verify`. Restores random generators."""
     gpus = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=gpus), torch.enable_grad():
             problem = difference()
-    except _PlainError as error:  # on all ranks: they do the same
+    except _PlainError as error:  # on all ranks, which compute the same
         if sample is None:
             return str(error)
         raise AgreedError(
@@ -149,11 +149,11 @@ def _verdict(mesh: Mesh, axis: str, sample: Sample | None, difference: Callable[
 
 
 class _PlainError(Exception):
-    """The plain model does not take the sample."""
+    """The plain model fails on the sample."""
 
 
 def _made_up_sample(model: nn.Module, tp: int) -> list[Tensor]:
-    """Two short samples for a model's first layer that says what it takes: token ids, or features."""
+    """Two short samples of token ids or features, as the model's first embedding or linear layer takes them."""
     random, length = torch.Generator().manual_seed(0), tp * max(2, math.ceil(8 / tp))
     tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     if tables:
@@ -163,7 +163,7 @@ def _made_up_sample(model: nn.Module, tp: int) -> list[Tensor]:
 
 
 def _skeleton(model: nn.Module, dtype: torch.dtype, training: bool) -> nn.Module:
-    """A copy of a model whose parameters have no memory, and which drops nothing out."""
+    """A copy of a model with meta parameters and dropout probability 0."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
     try:
         skeleton = cast(copy.deepcopy(model, memo), dtype)
@@ -176,7 +176,7 @@ def _skeleton(model: nn.Module, dtype: torch.dtype, training: bool) -> nn.Module
 
 
 def _signature(block: nn.Module) -> str:
-    """By which blocks are alike: the same code, settings and sizes."""
+    """Equal for blocks with the same code, settings and sizes."""
 
     def describe(module: nn.Module) -> tuple[Any, ...]:
         settings = [(key, value) for key, value in vars(module).items() if key[0] != "_" and key not in OURS]
@@ -188,45 +188,45 @@ def _signature(block: nn.Module) -> str:
 
 @dataclass(eq=False)
 class _Run:
-    """A forward of a model and the backward of each of its pieces, recorded, or compared with those of a reference."""
+    """A forward of a model and the backwards of its pieces, recorded, or compared with those of a reference."""
 
     model: nn.Module
     mesh: Mesh
-    kinds: dict[str, str]  # block -> the same for blocks that are alike
-    reference: "_Run | None" = None  # the run of the plain model; None: this is it
-    axis: str = AXIS  # over which ranks share the work
-    rows: Callable[[int], list[int]] = lambda n: list(range(n))  # those of this rank in a dim of n that is shared
-    # Whether the gradient of what each rank holds whole is the sum over the ranks: with sequence parallelism and `cp`.
+    kinds: dict[str, str]  # block -> signature, equal for identical blocks
+    reference: "_Run | None" = None  # the run of the plain model; None if this is the reference
+    axis: str = AXIS  # the axis over which ranks share the work
+    rows: Callable[[int], list[int]] = lambda n: list(range(n))  # this rank's indices in a split dim of size n
+    # Whether gradients of tensors that each rank holds whole are summed over ranks: with sequence parallelism and `cp`.
     sums_shared: bool = False
-    partial: Collection[nn.Parameter | None] = ()  # whose gradients are summed (`sum_partial_gradients`)
-    places: dict[str, Part] = field(default_factory=dict)  # split parameter -> this rank's part, all of it that is kept
-    piece: str = "the model"  # that runs now
-    problem: str | None = None  # the first one: others follow from it
-    comparisons: int = 0  # tensors, until then
+    partial: Collection[nn.Parameter | None] = ()  # parameters whose gradients are summed (`sum_partial_gradients`)
+    places: dict[str, Part] = field(default_factory=dict)  # split parameter -> this rank's part; only it is recorded
+    piece: str = "the model"  # the piece that currently runs
+    problem: str | None = None  # the first problem: others may follow from it
+    comparisons: int = 0  # tensors compared up to the first problem
     draws: bool = False  # whether a forward has drawn random numbers
 
     def __post_init__(self) -> None:
         plain = self.reference
-        self.tensors: dict[str, Tensor] = {} if plain is None else plain.tensors  # the plain model's, by their names
-        # A call of a block -> the first call of one that is alike.
+        self.tensors: dict[str, Tensor] = {} if plain is None else plain.tensors  # the plain model's, by name
+        # call of a block -> the first call of an identical block
         self.first: dict[str, str] = {} if plain is None else plain.first
-        self._alike: dict[str, str] = {}  # block and inputs -> that call
+        self._alike: dict[str, str] = {}  # block signature and input shapes -> that call
         self._names = {parameter: name for name, parameter in self.model.named_parameters()}
         experts = (module for module in self.model.modules() if hasattr(module, "dispatch"))
         self._of_experts = {parameter for module in experts for parameter in module.parameters()}  # (E, out, in)
         self._calls: dict[str, int] = {}
-        self._outputs: dict[str, tuple[list[Any], Any]] = {}  # of each first call
-        self._starts: Named = []  # leaves that what runs between the blocks begins with
-        self._ends: Named = []  # and the tensors that it ends with
+        self._outputs: dict[str, tuple[list[Any], Any]] = {}  # outputs of each first call
+        self._starts: Named = []  # leaf tensors at which the code between blocks begins
+        self._ends: Named = []  # and the tensors at which it ends
 
     def compare(self, whole: Sample, inputs: Sample, others: Sequence[str] = ()) -> str | None:
-        """Runs the reference with `whole`, and this with `inputs`, which may add to `others`, further problems. Returns
-        the first problem of any rank, the same on all. Raises _PlainError: the reference fails."""
+        """Runs the reference with `whole`, and this run with `inputs`, which may append further problems to `others`.
+        Returns the first problem of any rank, the same on all ranks. Raises _PlainError: the reference fails."""
         assert self.reference is not None
         for run, arguments in ((self.reference, whole), (self, inputs)):
             try:
                 run.run(arguments)
-            except torch.OutOfMemoryError:  # maybe of this rank alone: it ends the job, and says so
+            except torch.OutOfMemoryError:  # may be on this rank alone: it ends the job, and says so
                 raise
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
@@ -259,7 +259,7 @@ class _Run:
                 self._backward("the model", self._starts, self._ends, ends, parameters)
         finally:
             self.draws = not all(map(torch.equal, states, _generator_states()))
-            for block, forward in forwards:  # nothing refers to this run any more: its memory is free when it is done
+            for block, forward in forwards:  # drops all references to this run, so that its memory is freed at its end
                 block.forward = forward
         if self.reference is not None and self._calls != self.reference._calls:
             self.differ("it calls its blocks another number of times")
@@ -268,7 +268,7 @@ class _Run:
         self.problem = self.problem or problem
 
     def _isolate(self, name: str, block: nn.Module) -> Callable:
-        """A forward of a block that hands on what autograd does not lead through."""
+        """A block's forward with detached inputs and outputs, so that autograd graphs end at the block."""
         forward = block.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -283,7 +283,7 @@ class _Run:
             if first not in self._outputs:
                 leaves = [_leaf(x) for x in inputs]
                 with self._fill(block.modules()) as parameters:
-                    clones = tree_map_only(Tensor, torch.clone, leaves)  # it may change them
+                    clones = tree_map_only(Tensor, torch.clone, leaves)  # the block may change them in place
                     args, kwargs = tree_unflatten(clones, structure)
                     outputs, form = tree_flatten(forward(*args, **kwargs))
                     ends = self._record(f"{piece}: output", outputs)
@@ -299,7 +299,7 @@ class _Run:
 
     @contextmanager
     def _fill(self, modules: Iterable[nn.Module]) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
-        """Gives parameters of these modules values inside, by their names: parameter -> the one with values."""
+        """Inside, parameters of these modules have values by their names. Yields parameter -> the one with values."""
         filled: dict[nn.Parameter, nn.Parameter] = {}
 
         def with_values(p: nn.Parameter) -> nn.Parameter:
@@ -313,7 +313,7 @@ class _Run:
             yield filled
 
     def _values(self, name: str, shape: Sequence[int], dtype: torch.dtype, first: int = 1) -> Tensor:
-        """`first`: of the dims that a product sums over; with them its result is about as large as its input."""
+        """Values that keep a product's output about as large as its input. `first`: the first dim that it sums over."""
         random = torch.Generator(self.mesh.device_type).manual_seed(zlib.crc32(name.encode()))
         options: dict[str, Any] = {"generator": random, "device": self.mesh.device_type, "dtype": dtype}
         if len(shape) < 2:
@@ -321,8 +321,8 @@ class _Run:
         return torch.randn(shape, **options) / math.sqrt(math.prod(shape[first:]))
 
     def _record(self, prefix: str, values: list[Any]) -> Named:
-        """Records or compares the tensors of these; gives back those that a backward can start from, by their names."""
-        # Clones, because the model may change its own.
+        """Records or compares the tensors in `values`; returns those that a backward can start from, with names."""
+        # Clones, because the model may change its tensors in place.
         copies = [(name, to_local(x).clone()) for name, x in _with_names(prefix, values)]
         for name, x in copies:
             self._compare(name, x)
@@ -331,8 +331,8 @@ class _Run:
     def _backward(
         self, piece: str, starts: Named, inner: Named, outer: Named, parameters: dict[nn.Parameter, nn.Parameter]
     ) -> None:
-        """The gradients of a piece's inputs and parameters. `inner`: what it hands on to other pieces; `outer`: its
-        part of the loss, which every rank computes; `parameters`: those of `_fill`."""
+        """Compares the gradients of a piece's inputs and parameters. `inner`: its outputs to other pieces; `outer`: its
+        outputs to the loss, which every rank computes; `parameters`: those of `_fill`."""
         ends = [(x, self._cotangent(name, x, self.sums_shared)) for name, x in inner]
         ends += [(x, self._cotangent(name, x, False)) for name, x in outer]
         ends = [(x, grad) for x, grad in ends if grad is not None]
@@ -361,7 +361,7 @@ class _Run:
         return x
 
     def _cotangent(self, name: str, x: Tensor, shared: bool) -> Tensor | None:
-        """This rank's part of the gradient that a tensor gets, or of a sum over the ranks that is."""
+        """This rank's part of the gradient of a tensor; if `shared` and whole, its share of a sum over the ranks."""
         if (place := self._place(name, x.shape)) is None:
             return None
         whole = self.tensors[name].shape
@@ -369,7 +369,7 @@ class _Run:
         return grad / self.mesh.size(self.axis) if shared and whole == x.shape else grad
 
     def _place(self, name: str, part: Sequence[int]) -> Any:
-        """Where in a whole tensor this rank's part lies, by their shapes; None: it is no part of it."""
+        """The index of this rank's part in the whole tensor, from their shapes; None: it is not a part of it."""
         whole = self.tensors.get(name)
         if whole is None or whole.ndim != len(part):
             return None
@@ -380,7 +380,7 @@ class _Run:
         return (*[slice(None)] * dims[0], rows) if len(dims) == 1 and len(rows) == part[dims[0]] else None
 
     def _compare(self, name: str, x: Tensor, total: Tensor | None = None, least: float = 0.0) -> None:
-        """`total`: what x would be if it were summed over the ranks."""
+        """`total`: x summed over the ranks."""
         x = x.detach()
         if self.reference is None:
             self.tensors[name] = x
@@ -402,7 +402,7 @@ def _generator_states() -> list[Tensor]:
 
 
 def _off(x: Tensor, expected: Tensor, least: float = 0.0) -> float | None:
-    """The largest difference, relative to the largest value; None within the tolerance."""
+    """The largest difference relative to the largest value; None if within the tolerance."""
     if x.numel() == 0:
         return None
     if not (x.is_floating_point() or x.is_complex()):

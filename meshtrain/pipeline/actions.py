@@ -1,10 +1,10 @@
-"""Pipeline schedules as data: for every rank, the actions that it runs, in order.
+"""Pipeline schedules as data: for every rank, the ordered list of actions that it runs.
 
-A *stage* is a piece of the model, and a rank holds one or more of them. A *microbatch* passes every stage forwards, and
-then every stage backwards. The backward of a stage is two computations that may be done at different times: its input's
-gradient, for which the stage before it waits, and its weights', for which nobody waits before the step's end.
+A *stage* is a part of the model, and a rank holds one or more stages. A *microbatch* runs the forward of every stage,
+and then the backward of every stage. The backward of a stage is two computations that may run at different times: its
+input gradient, for which the previous stage waits, and its weight gradients, which are needed only at the step's end.
 
-A `Schedule` is a plain value, as in DeepSpeed: the engine runs it, `simulate` puts it on a clock, pictures draw it.
+A `Schedule` is a plain value, as in DeepSpeed: the engine runs it, `simulate` computes its times, and it can be drawn.
 """
 
 import re
@@ -15,11 +15,11 @@ from functools import cached_property
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be made, read or run. The message says what would work."""
+    """A schedule that cannot be built, read or run. The message says what would work."""
 
 
 class Kind(StrEnum):
-    """What is computed. The letters are those of torch.distributed.pipelining's CSV form."""
+    """The kind of computation. The letters are those of torch.distributed.pipelining's CSV format."""
 
     FORWARD = "F"
     INPUT_GRAD = "I"
@@ -28,12 +28,12 @@ class Kind(StrEnum):
 
     @property
     def tensor(self) -> str:
-        """What an action of this kind takes from one neighbouring stage and makes for the other."""
+        """The kind of tensor that such an action takes from one neighbouring stage and produces for the other."""
         return "activation" if self is Kind.FORWARD else "gradient"
 
     @property
     def direction(self) -> int:
-        """From the stage of an action to the one that takes what it makes."""
+        """Offset from the stage of an action to the stage that takes its output."""
         return 1 if self is Kind.FORWARD else -1
 
     @property
@@ -42,13 +42,13 @@ class Kind(StrEnum):
 
     @property
     def gives_weight_grad(self) -> bool:
-        """After such an action nothing of the stage's forward is kept any longer."""
+        """After such an action, saved tensors of the stage's forward are freed."""
         return self in (Kind.WEIGHT_GRAD, Kind.BACKWARD)
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Action:
-    """One computation of one stage for one microbatch. `str` gives `2F7`: stage 2, forward, microbatch 7."""
+    """One computation of one stage for one microbatch. As a string `2F7`: stage 2, forward, microbatch 7."""
 
     kind: Kind
     stage: int
@@ -56,7 +56,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> "Action | None":
-        """Of what `str` gives; None: it is no action."""
+        """The inverse of `str`; None if the text is not an action."""
         match = re.fullmatch(r"(\d+)([FIWB])(\d+)", text)
         return cls(Kind(match[2]), int(match[1]), int(match[3])) if match else None
 
@@ -70,8 +70,8 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A forward and a backward of the same rank that may run at the same time, where the engine can do that. They are
-    of different microbatches, and neither waits for the other; one after the other is right as well."""
+    """A forward and a backward of the same rank that may run concurrently, if the engine supports that. They are of
+    different microbatches and independent of each other, so running them one after the other is also correct."""
 
     forward: Action
     backward: Action
@@ -86,9 +86,9 @@ class Pair:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Transfer:
-    """A tensor that goes from one rank to another, between two neighbouring stages."""
+    """A tensor sent from one rank to another, between two neighbouring stages."""
 
-    kind: str  # "activation": the input of a stage's forward; "gradient": that of its output, for its backward
+    kind: str  # "activation": input of a stage's forward; "gradient": output gradient for its backward
     stage: int  # the stage that receives it
     microbatch: int
     source: int  # rank
@@ -97,12 +97,12 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who holds which stage, and what every rank does in which order. Microbatches, stages and ranks count from 0."""
+    """The placement of stages on ranks, and the ordered actions of every rank. All numbers count from 0."""
 
     name: str
     microbatches: int
     placement: tuple[int, ...]  # stage -> rank
-    actions: tuple[tuple[Action | Pair, ...], ...] = field(repr=False)  # per rank, in the order in which it runs them
+    actions: tuple[tuple[Action | Pair, ...], ...] = field(repr=False)  # per rank, in execution order
 
     @property
     def title(self) -> str:
@@ -120,12 +120,12 @@ class Schedule:
 
     @cached_property
     def stages_per_rank(self) -> int:
-        """The most stages that a rank holds; the named schedules give each rank as many."""
+        """The most stages that a rank holds; in the named schedules all ranks hold the same number."""
         return max(len(self.stages_of(rank)) for rank in range(self.ranks))
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether gradients of weights are computed in actions of their own, on any rank."""
+        """Whether any rank computes weight gradients in separate actions."""
         every = (action for rank in range(self.ranks) for action in self.actions_of(rank))
         return any(action.kind is Kind.WEIGHT_GRAD for action in every)
 
@@ -133,22 +133,22 @@ class Schedule:
         return self.placement[stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank, in the order of the model."""
+        """The stages of a rank, in model order."""
         return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
 
     def actions_of(self, rank: int) -> tuple[Action, ...]:
-        """The actions of a rank with every pair as its two parts, one after the other."""
+        """The actions of a rank, with every pair split into its two parts."""
         return tuple(part for action in self.actions[rank] for part in action.parts)
 
     @cached_property
     def _input_grads(self) -> dict[tuple[int, int], Action]:
-        """(stage, microbatch) -> the action that gives the gradient of that stage's input."""
+        """(stage, microbatch) -> the action that computes the gradient of that stage's input."""
         every = (action for rank in range(self.ranks) for action in self.actions_of(rank))
         return {(action.stage, action.microbatch): action for action in every if action.kind.gives_input_grad}
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """The actions that have to be done before this one can start, on whatever rank they are. Where the gradient of
-        the next stage is not scheduled at all, it stands there with this action's own kind."""
+        """The actions, on any rank, that have to be done before this one can start. If no action computes the gradient
+        of the next stage, the missing action is listed with this action's own kind."""
         stage, microbatch = action.stage, action.microbatch
         if action.kind is Kind.FORWARD:
             return (Action(Kind.FORWARD, stage - 1, microbatch),) if stage > 0 else ()
@@ -161,15 +161,15 @@ class Schedule:
         return (forward, following)
 
     def sends(self, action: Action | Pair) -> tuple[Transfer, ...]:
-        """What leaves this action's rank when it is done. Stages of one rank hand over without a transfer."""
+        """The transfers from this action's rank when it is done. Stages of the same rank need no transfer."""
         return self._between_ranks((part, part.stage, part.stage + part.kind.direction) for part in action.parts)
 
     def receives(self, action: Action | Pair) -> tuple[Transfer, ...]:
-        """What has to have come from other ranks before this action can start."""
+        """The transfers from other ranks that must have arrived before this action can start."""
         return self._between_ranks((part, part.stage - part.kind.direction, part.stage) for part in action.parts)
 
     def _between_ranks(self, edges: Iterable[tuple[Action, int, int]]) -> tuple[Transfer, ...]:
-        """Of (action, stage that makes its tensor, stage that takes it). What weight gradients need and make stays."""
+        """The transfers for (action, producing stage, consuming stage). Weight gradients need none."""
         transfers = []
         for action, source, target in edges:
             if action.kind is not Kind.WEIGHT_GRAD and 0 <= source < self.stages and 0 <= target < self.stages:

@@ -1,8 +1,8 @@
-"""Pipeline engine: runs a schedule on the stages of this rank, one small interpreter for every schedule.
+"""Pipeline engine: a small interpreter that runs any schedule on the stages of this rank.
 
-It does what the schedule's lists say, action by action. A tensor from another rank is waited for when an action needs
-it; everything else (sends, the posting of receives) goes on beside the actions. What an action leaves is held until the
-schedule's last action on it: a forward's graph, and with a split backward what the weight gradients need.
+It runs the schedule's list of this rank action by action. It waits for a tensor from another rank only when an action
+needs it; sends and posted receives overlap with the actions. The autograd graph of a forward, and with a split backward
+the inputs of the weight gradients, are held until the last action that needs them.
 """
 
 import time
@@ -37,36 +37,36 @@ Number = TypeVar("Number", int, float)
 
 
 class MicrobatchSource(Protocol):
-    """A step's microbatches, and what is computed of them."""
+    """The microbatches of a step, and their loss."""
 
     def shapes(self, microbatch: int) -> tuple[tuple[int, ...] | None, ...]:
-        """Those of `inputs`, of which nothing need be on the device yet."""
+        """The shapes of `inputs`, which need not be on the device yet."""
 
     def inputs(self, microbatch: int) -> tuple[Any, ...]:
-        """What the model's forward takes, on the device: the first on the first stage alone, as others receive it."""
+        """The inputs of the model's forward, on the device; the first only on the first stage, as others receive it."""
 
     def loss(self, microbatch: int, output: Tensor) -> Tensor:
-        """From the model's output to the scalar whose backward is run."""
+        """The scalar to run backward from, computed from the model's output."""
 
     def around(self, stage: nn.Module, action: Action) -> AbstractContextManager[Any]:
-        """Entered around every action: sets what a forward depends on, measures."""
+        """Encloses every action: sets what a forward depends on, and measures time."""
 
 
-# A stage's forward of a microbatch: from the stage, the microbatch, what it has received (None: it is the first) and
-# whether it is the last.
+# A stage's forward of a microbatch: (stage, microbatch, received tensor or None on the first stage, whether the stage
+# is the last) -> output.
 StageForward = Callable[[nn.Module, Any, Tensor | None, bool], Any]
 
 
 class _SavedGraph(NamedTuple):
-    """What a stage's forward of a microbatch leaves for its backward."""
+    """The saved state of a stage's forward of a microbatch, for its backward."""
 
-    received: Tensor | None  # from the stage before; its `.grad` goes back there
-    output: Tensor | GradientEdge | None  # where the backward starts: the loss, or the graph of what was handed on
+    received: Tensor | None  # from the previous stage; its `.grad` is sent back there
+    output: Tensor | GradientEdge | None  # where the backward starts: the loss, or the graph of the stage's output
 
 
 class Pipeline(nn.Module):
-    """The stages of this rank, as one module whose parameters have the names of the whole model. `run` is a step:
-    forwards, backwards and sums of gradients. Called as a model it computes a forward only."""
+    """The stages of this rank, as one module whose parameters have the names of the whole model. `run` executes a step:
+    forwards, backwards and gradient sums. Called as a model, it only computes a forward."""
 
     def __init__(
         self,
@@ -83,19 +83,19 @@ class Pipeline(nn.Module):
     ) -> None:
         """
         Args:
-            stages: of this rank, by their number; each parallelized.
-            parameter_stages: parameter -> the stages that hold it; of a tied one several.
-            weight_grads: where the stages leave weight gradients; needed if the schedule splits backwards. With it, the
-                last backward of each stage gives its input's gradient away before it computes those of weights: the
-                stages before it wait for that one.
-            about: a line for people about the stages.
-            schedule_of: the schedule of so many microbatches, where their number changes during the run: of the same
-                stages on the same ranks.
+            stages: stage number -> parallelized stage of this rank.
+            parameter_stages: parameter name -> the stages that hold it; several for a tied parameter.
+            weight_grads: the queue where stages leave weight gradients; required if the schedule splits backwards. With
+                it, the last backward of each stage sends its input gradient, for which the previous stages wait, before
+                it computes weight gradients.
+            about: a line of text about the stages.
+            schedule_of: number of microbatches -> schedule with the same stages on the same ranks, if that number
+                changes during the run.
         """
         super().__init__()
         self.about = about
         self.parameter_stages, self._schedule_of = parameter_stages, schedule_of
-        self.recorded: list[Event] | None = None  # of the actions of the next runs, if it is a list
+        self.recorded: list[Event] | None = None  # collects the events of runs, if it is a list
         self._stages = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
         for stage in stages.values():
             defer_waits(stage)
@@ -104,15 +104,15 @@ class Pipeline(nn.Module):
         self.ends = schedule.rank_of(0) == self._rank, self._last_rank == self._rank
         self._transfers = Transfers(mesh, device, waiting)
         self._follow(schedule)
-        # By stage and microbatch; between stages of this rank by what is handed on, and the stage that takes it.
+        # (kind of tensor, consuming stage, microbatch) -> tensor between two stages of this rank.
         self._local_handoff: dict[tuple[str, int, int], Tensor] = {}
         self._saved_graphs: dict[tuple[int, int], _SavedGraph] = {}
         self._weight_grads: dict[tuple[int, int], list[DeferredWeightGrad]] = {}
-        self._tied: dict[str, Tensor] = {}  # name -> like this rank's part of a tied weight's gradient, without memory
-        self._addends: dict[tuple[str, int], tuple[dist.Work, Tensor]] = {}  # of a weight and a stage, on their way
+        self._tied: dict[str, Tensor] = {}  # tied weight -> meta tensor like this rank's part of its gradient
+        self._addends: dict[tuple[str, int], tuple[dist.Work, Tensor]] = {}  # (weight, stage) -> its receive
 
     def _follow(self, schedule: Schedule) -> None:
-        """Takes a schedule, which is run from the next step on."""
+        """Sets the schedule that is run from the next step on."""
         self.schedule = schedule
         self._order, self._confirmed = transfer_order(schedule), sends_confirmed_by(schedule, self._rank)
         self._actions = schedule.actions_of(self._rank)
@@ -129,13 +129,13 @@ class Pipeline(nn.Module):
         return list(self._stages.values())
 
     def named_parameters(self, *args: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Under the names of the whole model. A tied parameter of two stages of this rank comes twice."""
+        """With the names of the whole model. A parameter tied across two stages of this rank occurs twice."""
         for stage in self._stages.values():
             yield from stage.named_parameters(*args, **named)
 
     def run(self, source: MicrobatchSource, microbatches: int | None = None) -> None:
-        """Forwards and backwards of all microbatches of a step; the gradients are then whole. `microbatches`: how many,
-        where it is not always the schedule's number."""
+        """Runs forwards and backwards of all microbatches of a step, after which gradients are complete.
+        `microbatches`: their number, if it can differ from the schedule's."""
         if microbatches not in (None, self.schedule.microbatches) and self._schedule_of is not None:
             self._follow(self._schedule_of(microbatches))
         for stage in self._stages.values():
@@ -151,13 +151,13 @@ class Pipeline(nn.Module):
                 start_reduce(stage)
             self._receive_tied()
         self._transfers.end()
-        for stage in self._stages.values():  # in one order on all ranks of a data group
+        for stage in self._stages.values():  # in the same order on all ranks of a data group
             finish_reduce(stage)
         self._sum_tied()
 
     def _act(self, action: Action, source: MicrobatchSource) -> None:
         stage = self.stage(action.stage)
-        received = self._take(action)  # to wait for it is no part of the action
+        received = self._take(action)  # the wait is not part of the action
         if self._queue is not None:
             self._queue.used = _key(action) in self._split_passes
         with self._recording(action), source.around(stage, action):
@@ -175,7 +175,7 @@ class Pipeline(nn.Module):
             loss = source.loss(action.microbatch, output)
             self._saved_graphs[_key(action)] = _SavedGraph(received, loss)
             return
-        # The graph is held, and not the output: its memory is free when it has been sent.
+        # Only the graph is held, not the output, whose memory is freed once it has been sent.
         edge = get_gradient_edge(output) if output.requires_grad else None
         self._saved_graphs[_key(action)] = _SavedGraph(received, edge)
         self._hand_on(action, output.detach())
@@ -189,7 +189,7 @@ class Pipeline(nn.Module):
             self._weight_grads[_key(action)] = weight_grads
         else:
             _run_backward(output, grad)
-        if received is not None:  # without a gradient where a block stops it, by `detach` or `torch.no_grad`
+        if received is not None:  # it has no gradient if a block stops it, by `detach` or `torch.no_grad`
             self._hand_on(action, torch.zeros_like(received) if received.grad is None else received.grad)
         if action.kind is Kind.BACKWARD and action in self._split:
             self._run_weight_grads(action, stage)
@@ -199,8 +199,8 @@ class Pipeline(nn.Module):
         accumulate_gradients(stage)
 
     def _take(self, action: Action) -> Tensor | None:
-        """What the neighbouring stage has made for this action, once it is there. None at the two ends of the model,
-        and for weight gradients: what these need was left by their input gradient."""
+        """Waits for the neighbouring stage's tensor for this action. None at the two ends of the model, and for weight
+        gradients, whose inputs were saved by the input gradient action."""
         for transfer in self.schedule.receives(action):
             return self._transfers.receive(transfer)
         return self._local_handoff.pop((action.kind.tensor, *_key(action)), None)
@@ -212,8 +212,8 @@ class Pipeline(nn.Module):
 
     @torch.no_grad()
     def run_forwards(self, microbatches: Sequence[Any], keys: Sequence[Hashable], run: StageForward) -> list[Any]:
-        """Forwards alone, each on its way as soon as a stage is free; all ranks call it together. Returns what `run`
-        has given for the last stage, on the ranks that have it. `keys`: see `Transfers.begin`."""
+        """Runs only forwards, each as soon as a stage is free; all ranks call it together. Returns the results of `run`
+        for the last stage, on the ranks that have it. `keys`: see `Transfers.begin`."""
         actions, order, confirmed = _forwards(self.schedule.placement, len(keys), self._rank)
         self._transfers.begin(order, keys, confirmed)
         results = []
@@ -230,7 +230,7 @@ class Pipeline(nn.Module):
         return outputs[0] if outputs else None
 
     def from_last(self, numbers: list[Number]) -> list[Number]:
-        """Numbers that the ranks of the last stage have, on all ranks; the others give as many of the same kind."""
+        """Broadcasts numbers from the ranks of the last stage; the others pass as many numbers of the same type."""
         dtype = torch.float64 if isinstance(numbers[0], float) else torch.int64
         values = torch.tensor(numbers, dtype=dtype, device=self._device)
         dist.broadcast(values, group_src=self._last_rank, group=self._mesh.group(AXIS))
@@ -251,11 +251,11 @@ class Pipeline(nn.Module):
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return time.time()  # of the host, which other ranks share or have set their own by
+        return time.time()  # the host's clock, which ranks share or synchronize to
 
     def _receive_tied(self) -> None:
-        """Posts the receives of other ranks' gradients of tied weights behind all transfers, so that they come while
-        this rank computes; from the second step on, when their forms are known."""
+        """Posts the receives of other ranks' gradients of tied weights after all transfers, so that they overlap with
+        computation; from the second step on, when their shapes are known."""
         for name in self._tied:
             for stage in self.parameter_stages[name]:
                 rank = self.schedule.rank_of(stage)
@@ -271,7 +271,7 @@ class Pipeline(nn.Module):
         self._addends[name, stage] = self._transfers.start_receive(memory, rank), memory
 
     def _sum_tied(self) -> None:
-        """A weight that several stages hold has one gradient: the sum over them, in their order, on each of them."""
+        """Sums the gradient of a weight that several stages hold over these stages, in stage order, on each of them."""
         for name, stages in self.parameter_stages.items():
             ranks = [self.schedule.rank_of(stage) for stage in stages]
             if len(stages) == 1 or self._rank not in ranks:
@@ -316,7 +316,7 @@ class Pipeline(nn.Module):
 
 
 def call_stage(stage: nn.Module, inputs: tuple[Any, ...], received: Tensor | None) -> Tensor:
-    """Every stage but the first takes what it has received in the place of the first input."""
+    """Every stage except the first takes the received tensor in place of the first input."""
     return stage(*inputs if received is None else (received, *inputs[1:]))
 
 
@@ -341,5 +341,5 @@ def ends_of(model: nn.Module) -> tuple[bool, bool]:
 
 
 def shapes_of(inputs: tuple[Any, ...]) -> tuple[tuple[int, ...] | None, ...]:
-    """What the shapes of a microbatch's activations depend on: those of its inputs, tensors and records of them."""
+    """The shapes of a microbatch's inputs (tensors, or records of tensors), on which those of activations depend."""
     return tuple(None if x is None else tuple(x.shape) for x in inputs)

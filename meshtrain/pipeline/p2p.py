@@ -1,10 +1,10 @@
 """Point-to-point transfers: activations and gradients between neighbouring stages on different ranks.
 
-Nothing here waits but a receive whose tensor is needed. Sends do not block, and receives are posted ahead. What makes
-that safe is one order for all: the transfers of a step sorted by when the simulator has them made. A rank posts its own
-in that order, so both ends of every connection agree, also where a backend (NCCL) runs those of a group strictly one
-after another. There neighbours have a group for each direction (`Mesh.link`): in one for all, a receive that is posted
-ahead would hold up every later send.
+Only a receive whose tensor is needed waits. Sends do not block, and receives are posted ahead. This is safe because all
+ranks use one global order: the transfers of a step sorted by their time in the simulator. A rank posts its own
+transfers in that order, so both ends of every connection agree, even if a backend (NCCL) runs those of a group strictly
+in order. With such a backend neighbours have one group per direction (`Mesh.link`): in a shared group, a receive posted
+ahead would block every later send.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -23,13 +23,13 @@ from meshtrain.pipeline.actions import Schedule, Transfer
 from meshtrain.pipeline.simulate import simulate
 
 AXIS = "pp"
-AHEAD = 4  # receives that are posted before their tensors are needed
+AHEAD = 4  # number of receives posted before their tensors are needed
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MOST_DIMS = 8
 
 
 def transfer_order(schedule: Schedule) -> tuple[Transfer, ...]:
-    """All transfers of a schedule, in an order in which they can be made one after the other."""
+    """All transfers of a schedule, in an order in which they can be executed one after the other."""
     timeline = simulate(schedule)
     sends = [
         (event.end, event.rank, transfer)
@@ -41,14 +41,14 @@ def transfer_order(schedule: Schedule) -> tuple[Transfer, ...]:
 
 
 def sends_confirmed_by(schedule: Schedule, rank: int) -> dict[Transfer, tuple[Transfer, ...]]:
-    """Receive of this rank -> its own earlier sends that must have arrived by then.
+    """Receive of this rank -> this rank's earlier sends that must have arrived by then.
 
-    A peer that sends something has done its earlier actions, and so received what those needed: the memory of these
-    sends is free, which a backend need not tell (gloo's does not).
+    A peer that sends a tensor has done its earlier actions, and so has received their inputs: the memory of those sends
+    can be freed, which a backend need not report (gloo does not).
     """
     confirmed = {}
     for peer in range(schedule.ranks):
-        arrived: list[Transfer] = []  # from this rank at the peer, since the peer's last send to it
+        arrived: list[Transfer] = []  # sends of this rank received by the peer since the peer's last send to it
         for action in schedule.actions_of(peer):
             arrived += [transfer for transfer in schedule.receives(action) if transfer.source == rank]
             for transfer in schedule.sends(action):
@@ -59,7 +59,7 @@ def sends_confirmed_by(schedule: Schedule, rank: int) -> dict[Transfer, tuple[Tr
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """What a receiver has to know of a tensor. `order`: its dims from the one with the largest stride."""
+    """What a receiver has to know about a tensor. `order`: its dims by descending stride."""
 
     shape: tuple[int, ...]
     order: tuple[int, ...]
@@ -81,11 +81,11 @@ class TensorMeta:
         return cls(tuple(rest[:dims]), tuple(rest[MOST_DIMS : MOST_DIMS + dims]), DTYPES[kind])
 
     def lay_out(self, tensor: Tensor) -> Tensor:
-        """The tensor as contiguous memory, dims in `order`."""
+        """The tensor as contiguous memory, with dims in `order`."""
         return tensor.permute(self.order).contiguous()
 
     def empty(self, device: torch.device) -> Tensor:
-        """Memory to receive in; `view` shows it as the tensor was."""
+        """A buffer to receive into; `view` restores the tensor's shape and strides."""
         return torch.empty([self.shape[dim] for dim in self.order], dtype=self.dtype, device=device)
 
     def view(self, memory: Tensor) -> Tensor:
@@ -107,13 +107,13 @@ class Transfers:
         keys: Sequence[Hashable],
         confirmed: Mapping[Transfer, Sequence[Transfer]] | None = None,
     ) -> None:
-        """A new series of transfers.
+        """Starts a new series of transfers.
 
         Args:
             order: all of them, the same on every rank.
-            keys: of each microbatch, what the shapes of its tensors depend on, the same on every rank: before the first
-                tensor between two stages under a new key its `TensorMeta` is sent.
-            confirmed: see `sends_confirmed_by`; sends that no receive confirms are held until the end.
+            keys: for each microbatch, what the shapes of its tensors depend on, the same on every rank. Before the
+                first tensor between two stages with a new key, its `TensorMeta` is sent.
+            confirmed: see `sends_confirmed_by`; the memory of other sends is held until the end.
         """
         self._order = [transfer for transfer in order if self._rank in (transfer.source, transfer.target)]
         self._next, self._confirmed = 0, confirmed or {}
@@ -123,7 +123,7 @@ class Transfers:
         self._post()
 
     def send(self, transfer: Transfer, tensor: Tensor) -> None:
-        """Sends a tensor, when its turn has come; it may be let go of at once."""
+        """Sends a tensor when its turn comes; the caller may drop it at once."""
         self._ready[transfer] = tensor.detach()
         self._post()
 
@@ -139,14 +139,14 @@ class Transfers:
         return self._metas[self._meta_key(transfer)].view(memory)
 
     def end(self) -> None:
-        """Waits until everything that was sent has left."""
+        """Waits until all sends are complete."""
         assert self._next == len(self._order)  # the schedule was run to its end
         with self._waiting():
             for transfer in list(self._sending):
                 self._let_go(transfer)
 
     def can_receive_ahead(self, index: int) -> bool:
-        """Whether all transfers are posted, and a receive behind them holds up nothing that goes to that rank."""
+        """Whether all transfers are posted, and a receive after them would not block sends to that rank."""
         own_group = self._mesh.link(self._ranks[index], self._mesh.rank) is not self._mesh.group(AXIS)
         return self._next == len(self._order) and (own_group or self._device.type == "cpu")
 
@@ -156,12 +156,12 @@ class Transfers:
                 work.wait()
 
     def _post(self, needed: Transfer | None = None) -> None:
-        """Posts what is next, as far as possible; up to `needed` whatever it takes."""
+        """Posts the next transfers, as far as possible; those up to `needed` even if it has to wait."""
         while self._next < len(self._order):
             transfer = self._order[self._next]
             if transfer.source == self._rank:
                 if transfer not in self._ready:
-                    assert needed is None  # what was made before is sent before
+                    assert needed is None  # tensors produced earlier are sent earlier
                     return
                 self._post_send(transfer, self._ready.pop(transfer))
             else:
@@ -192,7 +192,7 @@ class Transfers:
         self._sending.setdefault(transfer, []).append((self.start_send(tensor, transfer.target), tensor))
 
     def start_send(self, tensor: Tensor, index: int) -> dist.Work:
-        """To a rank by its index on `pp`, behind all transfers that are posted."""
+        """Starts a send to a rank, by its index on `pp`, after all posted transfers."""
         target = self._ranks[index]
         work = dist.isend(tensor, target, self._mesh.link(self._mesh.rank, target))
         assert work is not None  # this rank is in the group
@@ -209,20 +209,20 @@ class Transfers:
         self._posted[transfer] = self.start_receive(memory, transfer.source), memory
 
     def start_receive(self, tensor: Tensor, index: int) -> dist.Work:
-        """From a rank by its index on `pp`, behind all transfers that are posted."""
+        """Starts a receive from a rank, by its index on `pp`, after all posted transfers."""
         source = self._ranks[index]
         work = dist.irecv(tensor, source, self._mesh.link(source, self._mesh.rank))
         assert work is not None  # this rank is in the group
         return work
 
     def _pending(self, transfer: Transfer) -> PendingWait:
-        """Around a wait for the rank at the other end of a transfer."""
+        """Encloses a wait for the rank at the other end of a transfer."""
         source, target = self._ranks[transfer.source], self._ranks[transfer.target]
         other = target if transfer.source == self._rank else source
         label = f"{transfer.kind} for stage {transfer.stage} of microbatch {transfer.microbatch}"
         return waiting(label, self._mesh.link(source, target), missing=lambda: [other])
 
     def _meta_key(self, transfer: Transfer) -> tuple[Hashable, int]:
-        """The microbatch's key, and the later of the two stages: gradients are like the activations there."""
+        """The microbatch's key, and the later of the two stages: a gradient has the shape of the activation there."""
         stage = transfer.stage if transfer.kind == "activation" else transfer.stage + 1
         return self._keys[transfer.microbatch], stage

@@ -1,7 +1,7 @@
-"""Partition of a model into pipeline stages: contiguous runs of its blocks, balanced by what they cost. Pure.
+"""Partition of a model into pipeline stages: contiguous runs of its blocks, balanced by cost. Pure.
 
-The slowest stage is what a pipeline waits for, so its cost is made as small as it can be; among the splits that reach
-it, the one whose stages differ least is taken. Costs are numbers per block (`modeling.flops.block_flops` has them).
+The slowest stage limits a pipeline, so its cost is minimized; among the splits with that minimum, the one whose stages
+differ least is chosen. Costs are numbers per block (from `modeling.flops.block_flops`).
 """
 
 import math
@@ -14,15 +14,15 @@ from meshtrain.errors import plural
 
 
 class StageSplitError(ValueError):
-    """Blocks that cannot form the stages asked for; the text says what would work."""
+    """Blocks that cannot form the requested stages; the message says what would work."""
 
 
 @dataclass(frozen=True)
 class StageSplit:
-    """Blocks in stages."""
+    """The split of blocks into stages."""
 
-    bounds: tuple[tuple[int, int], ...]  # of each stage, its first block and the one after its last
-    costs: tuple[float, ...]  # of each stage, the sum of its blocks'
+    bounds: tuple[tuple[int, int], ...]  # for each stage, its first block and the one after its last
+    costs: tuple[float, ...]  # for each stage, the sum of its blocks' costs
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -30,12 +30,12 @@ class StageSplit:
 
     @property
     def imbalance(self) -> float:
-        """How far the largest stage lies above the mean, as a share of the mean."""
+        """The excess of the largest stage over the mean, as a fraction of the mean."""
         total = math.fsum(self.costs)
         return max(self.costs) * len(self.costs) / total - 1 if total else 0.0
 
     def describe(self) -> str:
-        """One line for people: `18 blocks in 4 stages: 5 + 5 + 5 + 3, the largest stage 4 % above the mean`."""
+        """One line of text: `18 blocks in 4 stages: 5 + 5 + 5 + 3, the largest stage 4 % above the mean`."""
         stages, blocks = len(self.bounds), self.bounds[-1][1]
         line = f"{plural(blocks, 'block')} in {plural(stages, 'stage')}"
         if stages == 1:
@@ -51,8 +51,8 @@ def split_blocks(
     """Splits blocks into `ranks * stages_per_rank` stages of at least one block each.
 
     Args:
-        costs: of each block, in any unit.
-        blocks_per_stage: how many blocks each stage has; None: balanced.
+        costs: the cost of each block, in any unit.
+        blocks_per_stage: the number of blocks of each stage; None: balanced.
 
     Raises StageSplitError: more stages than blocks, or a `blocks_per_stage` that does not fit.
     """
@@ -106,13 +106,13 @@ def _check_counts(counts: Sequence[int], blocks: int, stages: int) -> None:
 
 
 def _balanced_ends(costs: Sequence[float], stages: int) -> list[int]:
-    """Where each stage ends: the smallest largest stage, and then the smallest sum of squares, found stage by stage:
-    `best[end]` is that of the blocks before `end` in the stages so far."""
-    before = list(accumulate(costs, initial=0.0))  # the cost of all blocks before this one
+    """The end of each stage: minimizes the largest stage, and then the sum of squares, by dynamic programming over
+    stages: `best[end]` is the sum of squares of the blocks before `end` in the stages so far."""
+    before = list(accumulate(costs, initial=0.0))  # the total cost of all earlier blocks
     limit = _smallest_limit(before, stages)
     first_begin = [_reach_back(before, end, limit) for end in range(len(before))]
     best = {0: 0.0}
-    begins: list[dict[int, int]] = []  # of each stage: where it ends -> where it then begins
+    begins: list[dict[int, int]] = []  # per stage: its end -> its best begin
     for _ in range(stages):
         squares: dict[int, float] = {}
         begin: dict[int, int] = {}
@@ -129,7 +129,7 @@ def _balanced_ends(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def _smallest_limit(before: Sequence[float], stages: int) -> float:
-    """The smallest cost that no stage has to be above."""
+    """The smallest limit on the cost of a stage that some split satisfies."""
     low, high = 0.0, before[-1]
     while low < (middle := (low + high) / 2) < high:
         reached = _filled(before, stages, middle)
@@ -138,7 +138,7 @@ def _smallest_limit(before: Sequence[float], stages: int) -> float:
 
 
 def _filled(before: Sequence[float], stages: int, limit: float) -> float | None:
-    """The largest stage when each takes as many blocks as the limit allows; None if blocks are left."""
+    """The cost of the largest stage if each takes as many blocks as the limit allows; None if blocks are left over."""
     end, largest = 0, 0.0
     for _ in range(stages):
         begin, end = end, _reach(before, end, limit)
@@ -147,11 +147,11 @@ def _filled(before: Sequence[float], stages: int, limit: float) -> float | None:
 
 
 def _reach(before: Sequence[float], begin: int, limit: float) -> int:
-    """The last place where a stage that begins at `begin` may end."""
+    """The largest possible end of a stage that begins at `begin`."""
     after = range(begin, len(before))
     return begin + bisect_left(after, True, key=lambda end: before[end] - before[begin] > limit) - 1
 
 
 def _reach_back(before: Sequence[float], end: int, limit: float) -> int:
-    """The first place where a stage that ends at `end` may begin."""
+    """The smallest possible begin of a stage that ends at `end`."""
     return bisect_left(range(end), True, key=lambda begin: before[end] - before[begin] <= limit)

@@ -1,8 +1,8 @@
-"""Probe of a model for pipeline stages: its own forward, in which every block hands on what it gets, must be nothing.
+"""Probe of a model for pipeline stages: its forward, with every block replaced by the identity, must be the identity.
 
-Every stage runs the model's forward. So whatever that does to the activation outside of the blocks would be done once
-in each stage, and what it computes from the activation for a block would be computed from another one. Neither fails by
-itself; both are found here, before anything runs.
+Every stage runs the model's forward. So operations on the activation outside blocks would be repeated in each stage,
+and values that it computes from the activation for a block would be computed from another activation. Neither raises an
+error by itself; both are detected here, before anything runs.
 """
 
 from collections.abc import Sequence
@@ -20,28 +20,28 @@ from meshtrain.errors import InputError
 from meshtrain.pipeline.stage import blocks_of, keep_stage, owners
 
 Shape = tuple[int, ...]
-GUESS = 8  # the width of an activation that nobody knows
+GUESS = 8  # the assumed width of an activation of unknown shape
 
 
 def check_forward(
     model: nn.Module, bounds: Sequence[tuple[int, int]], inputs: Sequence[Tensor | None], dtype: torch.dtype
 ) -> None:
-    """Runs a model's forward without its blocks on what each stage would get.
+    """Runs a model's forward, without its blocks, on an activation as each stage would receive it.
 
     Args:
-        model: whole, on the meta device; its blocks are taken out of it.
-        bounds: of each stage, its first block and the one after its last.
-        inputs: what the model takes of a microbatch, on any device; only shapes and types are looked at.
-        dtype: what blocks compute in.
+        model: whole, on the meta device; its blocks are removed.
+        bounds: for each stage, its first block and the one after its last.
+        inputs: the model's inputs for a microbatch, on any device; only shapes and dtypes are used.
+        dtype: the compute dtype of blocks.
 
-    Raises InputError: where stages of this model would compute something else than the model.
+    Raises InputError: stages of this model would compute something other than the whole model.
     """
     on_meta = tuple(None if x is None else torch.empty_like(x, device="meta") for x in inputs)
     watch = _ParametersUsed(model, [blocks_of(model)[first:end] for first, end in bounds])
     with watch:
         shapes = _received(model, [blocks_of(model)[first] for first, _ in bounds[1:]], on_meta)
     for block, parameter in watch.foreign:
-        if block:  # outside of blocks the probe itself finds it
+        if block:  # outside blocks the probe itself detects it
             raise InputError(
                 f"the model cannot be cut into stages: block {block} computes with {parameter}, which is a parameter "
                 "of a block of another stage and none of its own: register it in both (`head.weight = embed.weight`), "
@@ -60,10 +60,10 @@ def check_forward(
 
 
 def _received(model: nn.Module, blocks: Sequence[nn.Module], inputs: tuple[Tensor | None, ...]) -> list[Shape]:
-    """The shapes of what these blocks get; if the model does not run without values, one that looks like it.
-    Raises InputError: one gets what has no gradient that is sent back."""
+    """The shapes of the inputs of these blocks; if the model does not run without values, a plausible shape.
+    Raises InputError: an input is not floating-point, so that it has no gradient to send back."""
     shapes: list[Shape] = []
-    others: list[str] = []  # than real numbers
+    others: list[str] = []  # inputs that are not real numbers
 
     def record(block: nn.Module, inputs: tuple[Any, ...]) -> None:
         tensors = [x for x in inputs[:1] if isinstance(x, Tensor)]
@@ -74,7 +74,7 @@ def _received(model: nn.Module, blocks: Sequence[nn.Module], inputs: tuple[Tenso
     try:
         with torch.no_grad():
             model(*inputs)
-    except Exception:  # whatever a model raises that asks a tensor for its values: the probe itself will tell
+    except Exception:  # any error of a model that reads values of a tensor: the probe itself will report it
         assert inputs[0] is not None
         guess = inputs[0].shape if inputs[0].is_floating_point() else (*inputs[0].shape, GUESS)
         shapes = shapes or [tuple(guess)]
@@ -89,17 +89,17 @@ def _received(model: nn.Module, blocks: Sequence[nn.Module], inputs: tuple[Tenso
 
 
 def blocks_used_outside(model: nn.Module, inputs: Sequence[Tensor | None]) -> tuple[list[str], list[str]]:
-    """The blocks with whose parameters something else computes, which does not hold them (a head that is the weight of
-    the embedding), and the parameters that a forward writes to. `model`: whole, on the meta device; its blocks are
-    changed. Neither, if it does not run there."""
+    """The blocks whose parameters are used outside of them by code that does not hold them (a head that uses the weight
+    of the embedding), and the parameters that a forward writes to. `model`: whole, on the meta device; its blocks are
+    changed. Both are incomplete if it does not run there."""
     blocks, kinds = list(dict.fromkeys(blocks_of(model))), set()
-    for block in blocks:  # one of each kind: running takes seconds of a large model
+    for block in blocks:  # one of each kind: running them all takes seconds for a large model
         kind = type(block), *(parameter.shape for parameter in block.parameters())
         if kind in kinds:
             block.forward = lambda x, *others, **named: x
         kinds.add(kind)
     watch, writes = _ParametersUsed(model, [[block] for block in blocks]), _Writes(model)
-    with suppress(Exception), watch, writes, torch.no_grad():  # whatever a model raises that asks a tensor for values
+    with suppress(Exception), watch, writes, torch.no_grad():  # any error of a model that reads values of a tensor
         model(*(None if x is None else torch.empty_like(x, device="meta") for x in inputs))
     foreign = {model.get_parameter(name) for _, name in watch.foreign}
     used = [name for name, module in model.named_modules() if module in blocks and foreign & set(module.parameters())]
@@ -107,7 +107,7 @@ def blocks_used_outside(model: nn.Module, inputs: Sequence[Tensor | None]) -> tu
 
 
 class _Writes(TorchDispatchMode):
-    """Which parameters operators write to, also by their `data`, or which get other data."""
+    """Records the parameters that operators write to, also through `.data`, or whose `.data` is replaced."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -129,9 +129,9 @@ class _Writes(TorchDispatchMode):
 
 
 class _ParametersUsed(TorchFunctionMode):
-    """Which parameters of blocks something else computes with: a block of another group, or what is in no block.
+    """Records parameters of blocks that are used elsewhere: in a block of another group, or outside blocks.
 
-    `foreign`: the name of that block, or "", and that of the parameter.
+    `foreign`: (name of the using block, or "", name of the parameter).
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> None:
@@ -169,7 +169,7 @@ class _ParametersUsed(TorchFunctionMode):
 
 
 class _Passage(TorchDispatchMode):
-    """Follows one activation through a forward without blocks, and knows what was computed from it."""
+    """Follows one activation through a forward without blocks, and tracks the tensors computed from it."""
 
     def __init__(self, activation: Tensor) -> None:
         super().__init__()
@@ -177,11 +177,11 @@ class _Passage(TorchDispatchMode):
 
     def _start(self, activation: Tensor) -> None:
         self._activation, self._version = activation, activation._version
-        self._derived = {id(activation): activation}  # held, so that no other tensor gets their ids
+        self._derived = {id(activation): activation}  # kept alive, so that ids are not reused
         self._number, self._name = -1, ""
 
     def run(self, model: nn.Module, others: tuple[Tensor | None, ...]) -> None:
-        """A forward; on the CPU if the model asks for values, which the meta device has none of."""
+        """Runs a forward; on the CPU if the model reads values, which the meta device does not have."""
         try:
             self._run(model, others)
         except InputError:
@@ -207,7 +207,7 @@ class _Passage(TorchDispatchMode):
             self._refuse("it registers a hook on the activation, which would change its gradient in every stage")
 
     def through(self, name: str, number: int, block: bool, x: Any, *others: Any, **named: Any) -> Any:
-        """Stands for a module that a stage does not have: block `number`, or one that goes with it and is in none."""
+        """The forward of a module that a stage lacks: block `number`, or a module outside blocks that belongs to it."""
         module = f"{'block' if block else 'module'} {name}"
         if not self._same(x):
             position = f"between {self._name} and {module}" if self._name else f"before {module}"

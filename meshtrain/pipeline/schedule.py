@@ -1,6 +1,6 @@
-"""Pipeline schedules by name and from CSV files, and what a schedule has to keep to before it trains.
+"""Pipeline schedules by name and from CSV files, and the checks that a schedule has to pass before training.
 
-    build("1f1b", ranks=4, microbatches=8)      -> Schedule: for every rank the actions that it runs, in order
+    build("1f1b", ranks=4, microbatches=8)      -> Schedule: for every rank the ordered list of its actions
     read_csv("my_schedule.csv")                 -> Schedule, checked
 
 A new schedule is a function from (ranks, microbatches, stages per rank) to a `Schedule`, and a row of the table.
@@ -24,9 +24,9 @@ from meshtrain.pipeline.simulate import simulate
 
 @dataclass(frozen=True)
 class _ScheduleSpec:
-    make: Callable[[int, int, int], Schedule]  # of (ranks, microbatches, stages per rank)
-    stages: int  # per rank, unless other counts are asked for and allowed
-    more_stages: str | None = None  # where more stages are allowed: what one stage per rank would be
+    make: Callable[[int, int, int], Schedule]  # (ranks, microbatches, stages per rank) -> schedule
+    stages: int  # per rank, unless another number is requested and allowed
+    more_stages: str | None = None  # if more stages are allowed: the name of the schedule with one stage per rank
 
 
 _SPECS = {
@@ -43,12 +43,12 @@ _SPECS = {
     "dualpipev": _ScheduleSpec(v_schedules.dualpipev, 2),
 }
 NAMES = tuple(_SPECS)
-MOST_PASSES = 1 << 19  # of a microbatch through a stage
+MOST_PASSES = 1 << 19  # maximum number of passes of a microbatch through a stage
 
 
 def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """The named schedule. Every count of microbatches works: no multiple of the ranks, and fewer than ranks, too.
-    Raises ScheduleError: an unknown name, or counts that do not work; says which do."""
+    """The named schedule. Every number of microbatches works, even one that is not a multiple of the ranks or smaller.
+    Raises ScheduleError: an unknown name, or invalid numbers; the message says which work."""
     if name not in _SPECS:
         near = difflib.get_close_matches(name.lower(), NAMES, n=1)
         hint = f"did you mean {near[0]}? There are " if near else "there are "
@@ -67,7 +67,7 @@ def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | No
 
 
 def load(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """The schedule that a config names: one of NAMES, or a CSV file. Raises ScheduleError: it does not work here."""
+    """The schedule that a config names: one of NAMES, or a CSV file. Raises ScheduleError: it does not fit the run."""
     if not name.endswith(".csv"):
         return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
     schedule = read_csv(name, ranks=ranks, microbatches=microbatches)
@@ -91,8 +91,8 @@ def _stages_per_rank(name: str, requested: int | None) -> int:
 
 
 def check(schedule: Schedule) -> None:
-    """Every schedule that trains has passed this. Raises ScheduleError: a microbatch does not pass every stage once
-    each way, or on the wrong rank. DeadlockError: it could not finish; says which actions wait for what."""
+    """Checks a schedule before training. Raises ScheduleError: a microbatch does not pass every stage once in each
+    direction, or passes it on the wrong rank. DeadlockError: the schedule cannot finish; says which actions wait."""
     if not schedule.placement or schedule.microbatches < 1:
         raise ScheduleError(f"schedule {schedule.name} has no stages or no microbatches")
     for rank in range(schedule.ranks):
@@ -120,7 +120,7 @@ def _check_place(schedule: Schedule, rank: int, action: Action) -> None:
 
 
 def _check_passes(schedule: Schedule, stage: int, microbatch: int, counts: Counter[Action]) -> None:
-    """Once forwards, and once backwards, whole or in two."""
+    """Checks for one forward, and one backward, whole or split."""
     passes = {kind: counts[Action(kind, stage, microbatch)] for kind in Kind}
     backward = {kind: n for kind, n in passes.items() if n and kind is not Kind.FORWARD}
     whole, halves = {Kind.BACKWARD: 1}, {Kind.INPUT_GRAD: 1, Kind.WEIGHT_GRAD: 1}
@@ -136,10 +136,10 @@ _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
 def read_csv(path: str | os.PathLike[str], *, ranks: int | None = None, microbatches: int | None = None) -> Schedule:
-    """The schedule in a file as torch.distributed.pipelining writes it ("compute_only"), checked, by the file's name.
+    """The checked schedule in a file in torch.distributed.pipelining's format ("compute_only"), named after the file.
 
     A row per rank and an action per cell: `2F7` is stage 2, forward, microbatch 7. B is a whole backward, I and W are
-    its input and its weight gradients, `(0F1;3B2)OVERLAP_F_B` is a pair; empty cells say nothing.
+    its input and its weight gradients, `(0F1;3B2)OVERLAP_F_B` is a pair; empty cells are ignored.
 
     Raises ScheduleError: the file cannot be read, is for other `ranks` or `microbatches`, or does not pass `check`.
     """
@@ -156,7 +156,7 @@ def read_csv(path: str | os.PathLike[str], *, ranks: int | None = None, microbat
 
 
 def parse_csv(text: str, name: str) -> Schedule:
-    """The schedule in a file's text, checked. Raises ScheduleError: says in which row and cell."""
+    """The checked schedule in a file's text. Raises ScheduleError, with the row and cell."""
     rows = []
     for rank, cells in enumerate(csv.reader(io.StringIO(text))):
         cells_with_text = ((column, cell.strip()) for column, cell in enumerate(cells) if cell.strip())

@@ -1,7 +1,7 @@
-"""Simulation of a schedule: when every action starts and ends, who idles, how much is held, or why it cannot finish.
+"""Simulation of a schedule: start and end of every action, idle time, memory held, or why it cannot finish.
 
-As in the engine, a rank runs its list in order, one action at a time, and an action starts as soon as what it needs is
-there: its neighbours' work, and the time that a tensor takes from another rank. Sends wait for nobody.
+As in the engine, a rank runs its list in order, one action at a time, and an action starts as soon as its inputs have
+arrived: after the neighbours' actions, plus the transfer time from another rank. Sends do not wait.
 """
 
 from collections import defaultdict
@@ -11,12 +11,12 @@ from functools import cached_property
 
 from meshtrain.pipeline.actions import Action, Kind, Schedule, ScheduleError
 
-Cost = float | Sequence[float]  # of one action of any stage, or one for each stage
+Cost = float | Sequence[float]  # per action, the same for all stages or one for each stage
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An action that ran: on which rank, from when to when. The unit of time is that of the costs."""
+    """An executed action, with its rank, start and end. The unit of time is that of the costs."""
 
     rank: int
     action: Action
@@ -30,13 +30,13 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What every rank did when, of a simulation or measured in a real run. Numbers per rank are in rank order."""
+    """The events of every rank, simulated or measured in a real run. Values per rank are in rank order."""
 
-    events: tuple[tuple[Event, ...], ...] = field(repr=False)  # per rank, in the order in which they started
+    events: tuple[tuple[Event, ...], ...] = field(repr=False)  # per rank, in order of their start
 
     @classmethod
     def measured(cls, events: Iterable[Event], ranks: int) -> "Timeline":
-        """A timeline of events in any order, as a real run of that many ranks records them, on one clock."""
+        """A timeline from the recorded events of a real run of `ranks` ranks, in any order, on one clock."""
         rows: list[list[Event]] = [[] for _ in range(ranks)]
         for event in events:
             rows[event.rank].append(event)
@@ -58,12 +58,12 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Time in which a rank runs anything; where two measured actions overlap it counts once."""
+        """Time in which a rank runs actions; if two measured actions overlap it counts once."""
         return tuple(_busy_time(row) for row in self.events)
 
     @cached_property
     def idle(self) -> tuple[float, ...]:
-        """Makespan less the busy time."""
+        """Makespan minus busy time."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @cached_property
@@ -79,25 +79,25 @@ class Timeline:
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """The most stage forwards held at once, each from its forward until its weight gradient is done."""
+        """The most forwards held in memory at once, each from its forward until its weight gradient is done."""
         return tuple(_peak(row) for row in self.events)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockedRank:
-    """Why a rank cannot go on: its next action needs one that is not done."""
+    """Why a rank cannot continue: its next action needs one that is not done."""
 
     rank: int
-    action: Action  # the next one of this rank
-    position: int  # of it in the rank's list, from 0
+    action: Action  # the next action of this rank
+    position: int  # its index in the rank's list, from 0
     missing: Action
-    holder: int | None  # the rank in whose list the missing action still stands; None: in nobody's
-    missing_position: int | None  # of it in that list
+    holder: int | None  # the rank whose list still has the missing action; None: no rank's
+    missing_position: int | None  # its index in that list
 
 
 class DeadlockError(ScheduleError):
-    """A schedule that cannot finish. `waits`: one for every action that a blocked rank waits for. `cycle`: ranks each
-    of which waits for the next, and the last for the first; empty where what is missing is in nobody's list."""
+    """A schedule that cannot finish. `waits`: one for every action that a blocked rank waits for. `cycle`: ranks of
+    which each waits for the next, and the last for the first; empty if a missing action is in no rank's list."""
 
     def __init__(self, schedule: Schedule, waits: Sequence[BlockedRank]) -> None:
         self.waits, self.cycle = tuple(waits), _cycle(waits)
@@ -107,14 +107,14 @@ class DeadlockError(ScheduleError):
 def simulate(
     schedule: Schedule, forward: Cost = 1, input_grad: Cost = 1, weight_grad: Cost = 1, transfer: float = 0
 ) -> Timeline:
-    """The schedule with every action as early as it can be, in time proportional to the number of actions.
+    """The timeline with every action as early as possible, computed in time linear in the number of actions.
 
-    Costs are per action: a number, or one per stage. A whole backward costs `input_grad` and `weight_grad`, a pair both
-    parts. `transfer`: from the end of an action until another rank has what it made.
+    Costs are per action: a number, or one per stage. A whole backward costs `input_grad` + `weight_grad`, a pair the
+    sum of its parts. `transfer`: time from the end of an action until another rank has its output.
 
     Raises:
-        DeadlockError: the schedule cannot finish; says which ranks wait for what.
-        ScheduleError: costs that are negative, or are not one for each stage.
+        DeadlockError: the schedule cannot finish; the message says which ranks wait for what.
+        ScheduleError: costs are negative, or not one for each stage.
     """
     costs = {
         Kind.FORWARD: _per_stage("forward", forward, schedule.stages),
@@ -128,7 +128,7 @@ def simulate(
     rows: list[list[Event]] = [[] for _ in lists]
     done: dict[Action, Event] = {}
     waiting: dict[Action, list[int]] = defaultdict(list)  # action that is not done -> blocked ranks
-    able = list(range(schedule.ranks))  # ranks that may be able to go on
+    able = list(range(schedule.ranks))  # ranks that may be able to continue
     while able:
         rank = able.pop()
         while len(rows[rank]) < len(lists[rank]):
@@ -158,7 +158,7 @@ def _per_stage(name: str, cost: Cost, stages: int) -> tuple[float, ...]:
 
 
 def _busy_time(row: Sequence[Event]) -> float:
-    """How much time the events cover; they are in order of their starts."""
+    """The total time that the events, sorted by start, cover."""
     total: float = 0
     reach = row[0].start if row else 0
     for event in row:
@@ -179,7 +179,7 @@ def _peak(row: Sequence[Event]) -> int:
 def _deadlock(
     schedule: Schedule, lists: Sequence[Sequence[Action]], reached: Sequence[int], done: Set[Action]
 ) -> DeadlockError:
-    """`reached`: per rank, the position in its list at which it stands."""
+    """`reached`: per rank, the index of its next action in its list."""
     ahead = {
         actions[position]: (rank, position)
         for rank, actions in enumerate(lists)
@@ -197,10 +197,10 @@ def _deadlock(
 
 
 def _cycle(waits: Sequence[BlockedRank]) -> tuple[int, ...]:
-    """Ranks that wait for each other in a circle, from its lowest on; empty where there is none.
+    """Ranks that wait for each other in a cycle, starting with the lowest; empty if there is none.
 
     Every blocked rank waits for a blocked rank, or for an action that is in no list. So a walk from rank to rank ends
-    in a circle, unless it comes to one that waits for nothing else, which is then the reason.
+    in a cycle, unless it reaches a rank that waits only for actions in no list, which is then the cause.
     """
     next_rank: dict[int, int | None] = {}
     for wait in waits:

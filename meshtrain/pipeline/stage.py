@@ -1,4 +1,4 @@
-"""Pipeline stages: a stage is the whole model, in which the blocks of other stages hand on what they get.
+"""Pipeline stages: a stage is the whole model, in which the blocks of other stages return their input.
 
 So a stage runs the model's own `forward`, and its parameters keep the names that they have in the whole model.
 """
@@ -17,11 +17,11 @@ SETTINGS = (int, float, str, tuple, Enum, torch.dtype, type(None))
 
 
 class OtherStageBlock(nn.Module):
-    """Stands where another stage has a block, and returns its first input. It has the settings of the block, which a
-    model's forward may read. A weight that the block shares with one of this stage's (tied embeddings) stays here too,
-    so that the weight keeps all of its names."""
+    """Placeholder for a block of another stage, which returns its first input. It has the settings of the block, which
+    a model's forward may read. A weight that the block shares with a block of this stage (tied embeddings) stays in the
+    placeholder too, so that the weight keeps all of its names."""
 
-    trained = True  # as far as a stage knows
+    trained = True  # whether the block has trainable parameters, as far as a stage knows
 
     def __init__(self, block: nn.Module | None = None) -> None:
         super().__init__()
@@ -33,16 +33,16 @@ class OtherStageBlock(nn.Module):
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """A model's blocks in the order in which they run; the model itself if it does not name any."""
+    """A model's blocks in execution order; the model itself if it has no `blocks`."""
     blocks = getattr(model, "blocks", None)
     return [model] if blocks is None else blocks()
 
 
 def keep_stage(model: nn.Module, first: int, end: int) -> None:
-    """Takes out of a model, on any device, all blocks but those from `first` up to `end`.
+    """Removes from a model, on any device, all blocks except those from `first` up to, but not including, `end`.
 
-    A module that is in no block (the dropout behind an embedding) belongs to the block before it, in the order in
-    which the model defines its modules, or to the first. Raises InputError as `owners` does.
+    A module outside blocks (the dropout after an embedding) belongs to the preceding block, in the order in which the
+    model defines its modules, or to the first. Raises InputError as `owners` does.
     """
     own = {parameter for block in blocks_of(model)[first:end] for parameter in block.parameters()}
     for name, owner in owners(model):
@@ -57,7 +57,7 @@ def keep_stage(model: nn.Module, first: int, end: int) -> None:
 
 
 def skip_blocks(model: nn.Module, numbers: Iterable[int]) -> None:
-    """Takes out of a model blocks that share no weight with others."""
+    """Removes blocks that share no weight with others from a model."""
     blocks, names = blocks_of(model), {module: name for name, module in model.named_modules()}
     for block in [blocks[number] for number in numbers]:
         placeholder = OtherStageBlock(block)
@@ -71,8 +71,8 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def owners(model: nn.Module) -> list[tuple[str, int]]:
-    """(name, block) of every block, and of every largest module that is in no block and around none.
-    Raises InputError: the model has a parameter that is in no block, or a block that is there twice."""
+    """(name, block) of every block, and of every maximal module that neither is inside a block nor contains one.
+    Raises InputError: the model has a parameter outside blocks, or a block that occurs twice."""
     blocks = {block: i for i, block in enumerate(blocks_of(model))}
     _refuse_repeated(model, blocks)
     last = 0
@@ -93,7 +93,7 @@ def owners(model: nn.Module) -> list[tuple[str, int]]:
 
 
 def _refuse_repeated(model: nn.Module, blocks: Mapping[nn.Module, int]) -> None:
-    """One module in two places would have to be in two stages."""
+    """Rejects a module in two places, which could be needed in two stages."""
     counts = Counter(inner for block in blocks_of(model) for inner in block.modules() if inner in blocks)
     for name, module in model.named_modules():
         if counts[module] > 1:
@@ -122,11 +122,11 @@ def _register_at(placeholder: OtherStageBlock, path: str, parameter: nn.Paramete
 
 
 def stages_of_parameter(model: nn.Module, bounds: Sequence[tuple[int, int]]) -> dict[str, tuple[int, ...]]:
-    """The stages that hold each parameter of a whole model, by the first of its names: one, or several if it is tied.
-    `bounds`: of each stage, its first block and the one after its last. Raises InputError as `owners` does."""
+    """First name of each parameter of a whole model -> the stages that hold it: one, or several if it is tied.
+    `bounds`: for each stage, its first block and the one after its last. Raises InputError as `owners` does."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     blocks = blocks_of(model)
-    owners(model)  # refuses what cannot be dealt out
+    owners(model)  # raises if the model cannot be split
     parameter_stages: dict[str, tuple[int, ...]] = {}
     for stage, (first, end) in enumerate(bounds):
         for parameter in dict.fromkeys(p for block in blocks[first:end] for p in block.parameters()):

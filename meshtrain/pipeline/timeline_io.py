@@ -1,4 +1,4 @@
-"""A timeline on disk: as JSON, which meshtrain reads again, and as a trace for Perfetto or chrome://tracing."""
+"""Timelines on disk: as JSON, which meshtrain can read back, and as a trace for Perfetto or chrome://tracing."""
 
 import json
 from collections import defaultdict
@@ -19,11 +19,11 @@ _COSTS = {"forward": Kind.FORWARD, "input_grad": Kind.INPUT_GRAD, "weight_grad":
 
 @dataclass(frozen=True)
 class Record:
-    """A timeline and what people need to read it."""
+    """A timeline with its title and unit of time."""
 
     title: str  # what ran: `1f1b, 4 ranks x 8 microbatches`
     timeline: Timeline
-    unit: str = ""  # of its times: "s", or "" where they are the costs that a simulation was given
+    unit: str = ""  # of times: "s", or "" for the unit of a simulation's costs
 
     @property
     def microbatches(self) -> int:
@@ -38,7 +38,7 @@ class Record:
 
 
 def timeline_json(timeline: Timeline, title: str = "", unit: str = "") -> dict[str, Any]:
-    """The whole timeline, times in `unit`, for `read_timeline`; everything but the events follows from them."""
+    """The whole timeline, times in `unit`, for `read_timeline`; all other fields follow from the events."""
     return {
         "format": FORMAT,
         "title": title,
@@ -57,13 +57,13 @@ def timeline_json(timeline: Timeline, title: str = "", unit: str = "") -> dict[s
 
 
 def read_timeline(path: str | Path) -> Record:
-    """What `timeline_json` has written. Raises InputError: the file is not there, or is none of them."""
+    """Reads the output of `timeline_json`. Raises InputError: the file cannot be read, or is not a timeline."""
     try:
         content = json.loads(Path(path).read_text())
     except OSError as error:
         problem = f"cannot read {path} ({error.strerror})"
         raise InputError(f"{problem}: give a timeline that `--json` or a run has written") from None
-    except ValueError as error:  # of json, and of text that is none
+    except ValueError as error:  # invalid JSON, or not text
         raise InputError(f"{path} is no JSON ({error}): give a timeline that `--json` or a run has written") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f'{path} is no timeline: it wants an object with "format": "{FORMAT}", as `--json` prints')
@@ -89,8 +89,8 @@ def _event(rank: int, fields: dict[str, Any]) -> Event:
 
 
 def measured_costs(record: Record) -> dict[str, Cost]:
-    """Mean times of each stage's actions, as `simulate` takes them. A backward that was run in one piece is taken as
-    half input's and half weights' gradients. Raises InputError: a stage has no forward, or no backward."""
+    """Mean times of each stage's actions, as `simulate` takes them. A whole backward counts half as input gradient and
+    half as weight gradient. Raises InputError: a stage has no forward, or no backward."""
     durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for event in (event for row in record.timeline.events for event in row):
         durations[event.action.kind, event.action.stage].append(event.duration)
@@ -104,8 +104,8 @@ def measured_costs(record: Record) -> dict[str, Cost]:
 
 
 def trace_json(records: Sequence[Record]) -> dict[str, Any]:
-    """Chrome's trace format: a process for each record, a thread for each rank, arrows for what ranks hand over. Times
-    are microseconds; a time without a unit is taken as milliseconds."""
+    """Chrome's trace format: a process for each record, a thread for each rank, arrows for transfers between ranks.
+    Times are in microseconds; a time without a unit is taken as milliseconds."""
     events: list[dict[str, Any]] = []
     for process, record in enumerate(records):
         scale = 1e6 if record.unit == "s" else 1e3
@@ -134,7 +134,7 @@ def _slice(process: int, event: Event, scale: float) -> dict[str, Any]:
 
 
 def _arrows(process: int, record: Record, scale: float) -> list[dict[str, Any]]:
-    """From the action that makes a tensor to the one on another rank that takes it."""
+    """Arrows from the action that produces a tensor to the action on another rank that consumes it."""
     producers: dict[tuple[str, int, int], Event] = {}
     consumers: dict[tuple[str, int, int], Event] = {}
     for event in (event for row in record.timeline.events for event in row):
@@ -147,7 +147,7 @@ def _arrows(process: int, record: Record, scale: float) -> list[dict[str, Any]]:
         target = consumers.get((tensor, stage, microbatch))
         if target is None or target.rank == event.rank:
             continue
-        end = event.end - min(event.duration / 2, 0.01 / scale)  # inside of its slice: that is how arrows find it
+        end = event.end - min(event.duration / 2, 0.01 / scale)  # inside its slice, so that the arrow attaches to it
         arrow = {"name": tensor, "cat": "transfer", "pid": process, "id": f"{process}.{tensor}.{stage}.{microbatch}"}
         arrows.append({**arrow, "ph": "s", "tid": event.rank, "ts": end * scale})
         arrows.append({**arrow, "ph": "f", "bp": "e", "tid": target.rank, "ts": target.start * scale})

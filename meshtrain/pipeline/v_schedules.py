@@ -1,21 +1,21 @@
-"""V-shaped schedules (zbv, v-half, v-min, dualpipev): of 2p stages on p ranks, rank r holds stages r and 2p - 1 - r.
+"""V-shaped schedules (zbv, v-half, v-min, dualpipev): with 2p stages on p ranks, rank r holds stages r and 2p - 1 - r.
 
-A microbatch goes down through the ranks and comes up again, so that the first and the last stage are on rank 0. Its
-gradients go the same way: down through the `up` stages, then up through the `down` stages.
+A microbatch goes down through the ranks and back up, so that the first and the last stage are on rank 0. Its gradients
+take the same path: down through the `up` stages, then up through the `down` stages.
 
     rank 0   0         7      forward:  0 1 2 3 | 4 5 6 7    down, then up
     rank 1     1     6        backward: 7 6 5 4 | 3 2 1 0    down, then up
     rank 2       2 5
     rank 3       3 4
 
-The middle of the way is handed over without a transfer, and every rank holds about as much as any other: the stage
-that a rank holds long (its first forward is early, its gradient late) comes with one that it holds shortly.
+The turn in the middle needs no transfer, and all ranks hold about the same amount of activations: each rank combines a
+stage with long-lived activations (forward early, gradient late) and one with short-lived activations.
 
 `zbv`, `v-half` and `v-min` come from one *building block*: the times at which one microbatch passes each rank, with
 every action taking one unit of time (Qi et al., controllable memory, arXiv 2405.15362). A rank has six actions per
 microbatch, two of each kind. So if its times differ modulo 6, the block can be repeated every 6 units, and no rank ever
-waits. How steep the V is decides how long a microbatch is under way, so how many are: the memory. At both ends of a
-step the pattern has holes; they are squeezed out.
+waits. The slope of the V determines how long a microbatch is in flight, and so the number in flight: the memory. At
+both ends of a step the pattern has holes, which are squeezed out.
 """
 
 from collections import Counter, deque
@@ -24,20 +24,20 @@ from dataclasses import dataclass
 
 from meshtrain.pipeline.actions import Action, Kind, Pair, Schedule
 
-PERIOD = 6  # actions of a rank per microbatch: forward, input gradient and weight gradient of two stages
+PERIOD = 6  # actions per rank and microbatch: forward, input gradient and weight gradient of two stages
 
 
 @dataclass(frozen=True)
 class VShape:
-    """A building block for any number of ranks, and how far ranks may depart from its order."""
+    """A building block for any number of ranks, and how far ranks may deviate from its order."""
 
     down: int  # units of time from one rank to the next, on the way down
     up: int  # the same on the way up
     # Units of time for the three turns: at the last rank, at the loss on rank 0, at the last rank again. V-half and
-    # V-min have two triples, because what keeps a rank's actions apart depends on the number of ranks.
+    # V-min have two triples, because which one avoids collisions of a rank's actions depends on the number of ranks.
     turns: tuple[tuple[int, int, int], ...]
-    room: Callable[[int], int]  # of ranks, how many stage forwards a rank may hold
-    ahead: Callable[[int, int], int]  # of (ranks, rank), how many `down` forwards a rank may run before their turn
+    room: Callable[[int], int]  # ranks -> how many forwards a rank may hold in memory
+    ahead: Callable[[int, int], int]  # (ranks, rank) -> how many `down` forwards a rank may run before their turn
 
 
 ZBV = VShape(3, 3, ((1, 1, 1),), lambda ranks: 2 * ranks, lambda ranks, rank: 2 * (ranks - rank) - 1)
@@ -62,8 +62,8 @@ def v_min(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
 
 
 def dualpipev(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Forwards and backwards in pairs, so that what one sends travels while the other computes (DeepSeek-V3, arXiv
-    2412.19437). DualPipe sends microbatches from both ends, over two copies of the parameters; this is one half of it.
+    """Forwards and backwards in pairs, so that communication of one overlaps computation of the other (DeepSeek-V3,
+    arXiv 2412.19437). DualPipe feeds microbatches from both ends, with two copies of the parameters; this is one half.
     """
     rows = tuple(_pairs_of(ranks, rank, microbatches) for rank in range(ranks))
     return Schedule("dualpipev", microbatches, _placement(ranks), rows)
@@ -74,13 +74,13 @@ def _placement(ranks: int) -> tuple[int, ...]:
 
 
 def _block(shape: VShape, ranks: int) -> list[list[tuple[int, Kind, int]]]:
-    """Of each rank: (time, kind, stage) of the forwards and input gradients of one microbatch."""
+    """For each rank: (time, kind, stage) of the forwards and input gradients of one microbatch."""
     last = ranks - 1
     for at_last, at_loss, at_last_again in shape.turns:
         block = []
         for rank in range(ranks):
             down, up = rank, 2 * ranks - 1 - rank
-            loss = shape.down * last + at_last + shape.up * last  # the time of the forward of the last stage
+            loss = shape.down * last + at_last + shape.up * last  # time of the last stage's forward
             gradient_at_last = loss + at_loss + shape.down * last
             block.append(
                 [
@@ -92,11 +92,11 @@ def _block(shape: VShape, ranks: int) -> list[list[tuple[int, Kind, int]]]:
             )
         if all(len({time % PERIOD for time, _, _ in row}) == len(row) for row in block):
             return block
-    raise AssertionError(f"no turns of {shape} keep the actions of {ranks} ranks apart")  # one of them always does
+    raise AssertionError(f"no turns of {shape} keep the actions of {ranks} ranks apart")  # one always avoids collisions
 
 
 class _Rank:
-    """What a rank still has to do, and what it holds, while a pattern is squeezed."""
+    """A rank's remaining actions and held activations while a pattern is squeezed."""
 
     def __init__(
         self, rank: int, ranks: int, microbatches: int, shape: VShape, block: list[tuple[int, Kind, int]]
@@ -111,23 +111,23 @@ class _Rank:
         )
         self._order = deque(action for _, action in pattern)  # forwards and input gradients, in the pattern's order
         self._put_off: deque[Action] = deque()  # weight gradients
-        self._next: Counter[tuple[Kind, int]] = Counter()  # of each kind and stage, the next microbatch
+        self._next: Counter[tuple[Kind, int]] = Counter()  # (kind, stage) -> the next microbatch
         self._activations = 0
         self._room = shape.room(ranks)
         self._ahead = shape.ahead(ranks, rank)
 
     def step(self, now: int, ended: dict[Action, int]) -> None:
-        """Runs the best of what can run. `ended`: when the actions of all ranks end; the one that runs is added."""
+        """Runs the best action that can run. `ended`: end times of the actions of all ranks; updated by this action."""
         action = next((action for action in self._candidates() if self._ready(action, now, ended)), None)
         if action is not None:
             self._run(action)
             ended[action] = now + 1
 
     def _candidates(self) -> Iterator[Action]:
-        """What there is room for, the best first: the one whose turn it is; what may come early; a weight gradient.
+        """Actions that there is room for, best first: the one in turn; those that may run early; a weight gradient.
 
-        Early are, while the pipeline fills, forwards of the first stage; they leave room for one of the second, without
-        which no gradient would ever come. And while it empties, input gradients of the second, for which others wait.
+        Early actions: while the pipeline fills, forwards of the first stage, which leave room for one of the second, as
+        otherwise no gradient would ever arrive; while it drains, input gradients of the second, for which others wait.
         """
         if self._order and (self._activations < self._room or self._order[0].kind is not Kind.FORWARD):
             yield self._order[0]
@@ -141,7 +141,7 @@ class _Rank:
             yield self._put_off[0]
 
     def _ready(self, action: Action, now: int, ended: dict[Action, int]) -> bool:
-        """Whether what comes before it on the microbatch's way has ended."""
+        """Whether the preceding action of the same microbatch has ended."""
         kind, stage = action.kind, action.stage
         if kind is Kind.WEIGHT_GRAD or (kind is Kind.FORWARD and stage == 0):
             return True
@@ -164,24 +164,24 @@ class _Rank:
 
 
 def _squeeze(name: str, shape: VShape, ranks: int, microbatches: int) -> Schedule:
-    """The pattern of the shape on a clock: every rank goes on as soon as it can, and fills the time that is left over
-    with weight gradients that were put off, and with what may come before its turn."""
+    """Simulates the pattern of the shape: every rank continues as soon as it can, and fills idle time with deferred
+    weight gradients, and with actions that may run before their turn."""
     states = [_Rank(rank, ranks, microbatches, shape, block) for rank, block in enumerate(_block(shape, ranks))]
     ended: dict[Action, int] = {}
-    for now in range(PERIOD * (microbatches + ranks)):  # all of them are done by then
+    for now in range(PERIOD * (microbatches + ranks)):  # enough for all actions
         for state in states:
             state.step(now, ended)
     return Schedule(name, microbatches, _placement(ranks), tuple(tuple(state.row) for state in states))
 
 
 class _PairRow:
-    """The forwards and backwards that a rank has still to do: of each stage in the order of the microbatches. A call
-    appends one to the row. When a stage has none left, it appends nothing."""
+    """The remaining forwards and backwards of a rank, per stage in the order of the microbatches. A call appends one to
+    the row, or nothing if the stage has none left."""
 
     def __init__(self, microbatches: int) -> None:
         self.row: list[Action | Pair] = []
         self._microbatches = microbatches
-        self._done: Counter[tuple[Kind, int]] = Counter()  # a backward in two counts as a backward
+        self._done: Counter[tuple[Kind, int]] = Counter()  # a split backward counts as a backward
         self.put_off: deque[Action] = deque()  # weight gradients
 
     def remaining(self, kind: Kind, stage: int) -> int:
@@ -194,7 +194,7 @@ class _PairRow:
         self.row += self._take(Kind.BACKWARD, stage)
 
     def input_grad(self, stage: int) -> None:
-        """The first half of a backward; the second is put off."""
+        """Appends the input gradient of a backward; its weight gradient is deferred."""
         for whole in self._take(Kind.BACKWARD, stage):
             self.row.append(Action(Kind.INPUT_GRAD, stage, whole.microbatch))
             self.put_off.append(Action(Kind.WEIGHT_GRAD, stage, whole.microbatch))
@@ -204,7 +204,7 @@ class _PairRow:
             self.row.append(self.put_off.popleft())
 
     def pair(self, forward: int, backward: int) -> None:
-        """A forward and a backward of these stages together; the one that is left where the other is not."""
+        """Appends a pair of a forward and a backward of these stages, or only one if the other has none left."""
         parts = (*self._take(Kind.FORWARD, forward), *self._take(Kind.BACKWARD, backward))
         self.row += [Pair(*parts)] if len(parts) == 2 else parts
 
@@ -216,17 +216,17 @@ class _PairRow:
 
 
 def _pairs_of(ranks: int, rank: int, microbatches: int) -> tuple[Action | Pair, ...]:
-    """What a rank does in DualPipe's V: fill, pairs as long as there are forwards, empty."""
+    """The actions of a rank in DualPipe's V: fill, pairs as long as there are forwards, drain."""
     work = _PairRow(microbatches)
     down, up = rank, 2 * ranks - 1 - rank
     to_end = ranks - 1 - rank  # ranks between this one and the turn
 
-    for _ in range(2 * to_end):  # until the first microbatch is back from the turn
+    for _ in range(2 * to_end):  # until the first microbatch returns from the turn
         work.forward(down)
-    for _ in range(rank + 1):  # until it is at the loss, and its gradient here
+    for _ in range(rank + 1):  # until it reaches the loss, and its gradient this rank
         work.forward(down)
         work.forward(up)
-    for _ in range(to_end):  # until the gradient is back from the turn; the ranks behind wait for it, so it goes first
+    for _ in range(to_end):  # until the gradient returns from the turn; later ranks wait for it, so it runs first
         work.input_grad(up)
         work.weight_grad()
         work.forward(up)
@@ -238,7 +238,7 @@ def _pairs_of(ranks: int, rank: int, microbatches: int) -> tuple[Action | Pair, 
         work.backward(up)
         work.pair(up, down)
 
-    # Of the backwards that alternate, the second half are done in two, so that the last gradients go faster.
+    # Of the alternating backwards, the second half is split, so that the last gradients are sent sooner.
     alternate = [up, down] * work.remaining(Kind.BACKWARD, up)
     for stage in alternate[: len(alternate) // 2]:
         work.backward(stage)

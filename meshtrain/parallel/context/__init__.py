@@ -1,12 +1,12 @@
-"""Context parallelism: every sequence lies in parts over the ranks of `cp`, and attention brings the parts together.
+"""Context parallelism: every sequence is split over the ranks of `cp`, and attention combines the parts.
 
-Each rank has two chunks of a sequence (`meshtrain.data.sequence`). Three exact ways to attention can be combined:
+Each rank has two chunks of a sequence (`meshtrain.data.sequence`). Three exact methods of attention can be combined:
 
     gather  a rank fetches all keys and values that its queries see (Llama 3, https://arxiv.org/abs/2407.21783)
-    ring    they come from one rank at a time, while those of the one before are computed with; partial results are
-            merged by their log-sum-exp (Liu et al., https://arxiv.org/abs/2310.01889)
-    heads   u neighbours swap parts of the sequence for parts of the heads (Ulysses, Jacobs et al.,
-            https://arxiv.org/abs/2309.14509); what is left of `cp` goes one of the ways above (Fang and Zhao,
+    ring    keys and values arrive from one rank at a time, overlapped with attention to those of the previous rank;
+            partial results are merged by their log-sum-exp (Liu et al., https://arxiv.org/abs/2310.01889)
+    heads   u neighbours exchange parts of the sequence for parts of the heads (Ulysses, Jacobs et al.,
+            https://arxiv.org/abs/2309.14509); the rest of `cp` uses one of the methods above (Fang and Zhao,
             https://arxiv.org/abs/2405.07719)
 """
 
@@ -34,16 +34,16 @@ ops = torch.ops.meshtrain
 
 
 class ContextParallel:
-    """How sequences lie over the `cp` ranks of a mesh, and how attention brings them together.
+    """How sequences are split over the `cp` ranks of a mesh, and how attention combines the parts.
 
-    It has to live as long as what it has sharded is computed with. Without `cp` it leaves everything as it is.
+    It has to live as long as the batches that it has sharded are in use. Without `cp` it changes nothing.
     """
 
     def __init__(self, mesh: Mesh, *, method: str = "gather", heads: int = 1, sequence_parallel: bool = True) -> None:
-        """`method`: "gather" or "ring". `heads`: over how many neighbours on `cp` attention is split by heads instead.
-        `sequence_parallel`: whether `tp` splits the part of each rank once more.
+        """`method`: "gather" or "ring". `heads`: how many neighbours on `cp` split attention by heads instead.
+        `sequence_parallel`: whether `tp` splits the part of each rank further.
 
-        Raises InputError: there is no such method, or `heads` does not divide `cp`, or the mesh has no such groups.
+        Raises InputError: an unknown method, `heads` does not divide `cp`, or the mesh lacks the groups for `heads`.
         """
         if method not in METHODS:
             raise InputError(f"parallel.context: there is no way {method!r}: use {' or '.join(METHODS)}")
@@ -54,7 +54,7 @@ class ContextParallel:
             raise InputError(f"heads {heads}: build the mesh of layout.with_context_heads({heads}) for their groups")
         self.tp = mesh.size("tp") if sequence_parallel else 1
         self.method = method
-        self.groups: dict[str, AxisGroup] = {}  # of `ring` and `heads`, where they have more than one rank
+        self.groups: dict[str, AxisGroup] = {}  # of "ring" and "heads", if larger than 1
         if heads < self.size:
             self.groups["ring"] = axis_group(mesh, "cp" if heads == 1 else "cp_ring")
         if heads > 1:
@@ -62,20 +62,20 @@ class ContextParallel:
         self.neighbours = heads, self.index % heads
 
     def positions(self, length: int) -> Tensor:
-        """(s of this rank,) int64: which positions of the padded sequence this rank has."""
+        """(s of this rank,) int64: the positions of the padded sequence that this rank has."""
         chunks = chunks_of(length, self.size, self.index, self.tp) if self.size > 1 else (range(length),)
         return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks])
 
     def owner(self, position: int, length: int) -> tuple[int, int]:
-        """Who has a position: (its index on `cp`, the place among its own positions)."""
+        """The rank that has a position: (its index on `cp`, the index among its own positions)."""
         return owner(position, length, self.size, self.tp)
 
     def shard(self, batch: Batch) -> Batch:
-        """This rank's part of a microbatch on the CPU; the model gets a `ShardedContext` in the place of documents.
+        """This rank's part of a microbatch on the CPU; a `ShardedContext` takes the place of the documents.
 
-        Padding repeats the last token and its position, which every model can embed, and has no target.
+        Padding repeats the last token and its position, which every model can embed, and has no targets.
 
-        Raises InputError: there is not one target for each token, or the batch is a part already.
+        Raises InputError: the batch does not have one target per token, or is already sharded.
         """
         if self.size == 1:
             return batch
@@ -87,7 +87,7 @@ class ContextParallel:
         documents = record.documents if isinstance(record, AttentionContext) else None
         own = self.positions(length)
         places, more = own.clamp(max=length - 1), self.size * len(own) - length
-        if documents is not None:  # padding is one more
+        if documents is not None:  # padding becomes one more document
             documents = torch.cat([documents, (documents.amax(1, keepdim=True) + 1).expand(-1, more)], 1)
         groups: dict[str, Any] = {way: group.name for way, group in self.groups.items()}
         settings = {"method": self.method, "neighbours": self.neighbours, **groups}
@@ -102,12 +102,12 @@ class ContextParallel:
 
 
 def visible_spans(documents: Tensor | None, chunks: int) -> Tensor:
-    """(2, chunks) int64: of each chunk the first position that its queries see, and the last before its end at which a
-    document begins. Where that is no later, they see all keys from there up to themselves."""
+    """(2, chunks) int64: for each chunk the first position that its queries see, and the last before its end at which a
+    document begins. If the latter is not larger, they see all keys from there up to themselves."""
     if documents is None:
         return torch.zeros(2, chunks, dtype=torch.int64)
     length, changes = documents.shape[1], F.pad(documents.diff(dim=1), (1, 0))
-    if (changes < 0).any():  # a document may return: everything may be seen, and nothing is sure to be
+    if (changes < 0).any():  # a document may resume: every key may be visible, none is sure to be
         return torch.tensor([[0], [length]]).expand(2, chunks)
     begins = torch.where(changes > 0, torch.arange(length), 0).cummax(1).values
     step = length // chunks
@@ -116,23 +116,23 @@ def visible_spans(documents: Tensor | None, chunks: int) -> Tensor:
 
 @dataclass(eq=False, repr=False)
 class ShardedContext(AttentionContext):
-    """What attention must know where sequences are sharded: the documents of the whole sequence, padded.
+    """What attention must know for sharded sequences: the documents of the whole padded sequence.
 
-    Numbers that change from one microbatch to the next are in tensors, or each would be compiled for.
+    Numbers that change between microbatches are in tensors, so that they do not cause recompilation.
     """
 
-    spans: Tensor | None = None  # of `visible_spans`, on the CPU always
-    ring: str = ""  # the group over which keys and values travel; "": there is none
+    spans: Tensor | None = None  # from `visible_spans`, always on the CPU
+    ring: str = ""  # name of the group that exchanges keys and values; "": none
     method: str = "gather"
-    heads: str = ""  # the group over which parts of the sequence are swapped for heads
-    neighbours: tuple[int, int] = (1, 0)  # how many ranks that has, and which of them this one is
+    heads: str = ""  # name of the group that exchanges parts of the sequence for heads
+    neighbours: tuple[int, int] = (1, 0)  # size of that group, and this rank's index in it
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, soft_cap: float | None
     ) -> Tensor:
         """q (b, h, s, e), k (b, k, s, e) and v (b, k, s, f) at this rank's positions -> (b, h, s, f) there.
 
-        Raises InputError: the query heads do not divide over the ranks that swap them.
+        Raises InputError: the number of query heads is not divisible by `context_heads`.
         """
         h, kv_heads, (u, index) = q.shape[1], k.shape[1], self.neighbours
         if h % u:
@@ -145,17 +145,17 @@ class ShardedContext(AttentionContext):
         return y if u == 1 else ops.to_sequence([y], [h], self.heads)[0]
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None, non_blocking: bool = False) -> Any:
-        """On a device; the documents stay on the CPU, where no one waits for a device to know who sees whom."""
+        """A copy on a device. Documents stay on the CPU, so that their visibility is known without waiting."""
         moved = replace(self, documents=None).apply(lambda x: x.to(device, non_blocking=non_blocking))
         return replace(moved, documents=self.documents)
 
 
 @contextmanager
 def misplaced_calls(model: nn.Module, modules: Sequence[str], context: AttentionContext) -> Iterator[list[str]]:
-    """Yields a list that gets calls of attention elsewhere than in these modules, and which do not call it once."""
+    """Yields a list of problems: attention calls outside these modules, and modules that do not call it just once."""
     misplaced: list[str] = []
-    calls = [0]  # outside of these modules, and in those that run
-    kind: Any = type(context)  # and not the record itself: FSDP gives each of its units a copy
+    calls = [0]  # number of calls outside these modules, and in each running one
+    kind: Any = type(context)  # not the record itself: FSDP gives each unit a copy
     attend = kind.attend
 
     def count(*arguments: Any) -> Tensor:

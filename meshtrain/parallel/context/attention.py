@@ -1,7 +1,7 @@
-"""Attention of this rank's queries over keys and values that lie on all ranks of `cp`, as operators of torch.
+"""Attention of this rank's queries over keys and values that are split over all ranks of `cp`, as torch operators.
 
-Nothing is sent that nobody sees: which chunks a rank needs follows from the documents, which every rank has. Keys and
-values come straight from their ranks, and gradients go straight back, added in a fixed order (so in the same bits).
+Only visible chunks are sent: the chunks that a rank needs follow from the documents, which every rank has. Keys and
+values come directly from their ranks, and gradients go directly back, summed in a fixed order (bitwise reproducible).
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,13 +20,13 @@ Part = tuple[slice, bool, Tensor, Block]
 
 
 class Exchange:
-    """The keys and values that this rank's queries see, as they come, and the way back of their gradients.
+    """Receives the keys and values that this rank's queries see, and returns their gradients.
 
-    Chunks are numbered along the sequence. What is sent of one is (b, k, m, e + f): keys beside values.
+    Chunks are numbered along the sequence. A chunk is sent as (b, k, m, e + f): keys concatenated with values.
     """
 
-    gradient: Tensor  # of this rank's keys beside values, (2, b, k, m, e + f), at least in float32
-    total: Tensor  # the same of the keys that are computed with
+    gradient: Tensor  # of this rank's keys and values, (2, b, k, m, e + f), in float32 or wider
+    total: Tensor  # of the keys and values of the current block
 
     def __init__(self, q: Tensor, v: Tensor, documents: Tensor | None, spans: Tensor, *settings: Any) -> None:
         heads, ring, method, scale, window, soft_cap = settings
@@ -38,7 +38,7 @@ class Exchange:
         self.window = None if window is None or window >= length else window
         self.look = Block(scale, soft_cap, heads=heads)
         self.lower_right = kernels.choose_kernel(q, v, soft_cap, "all").lower_right
-        # Where neighbours have put their chunks together, a chunk begins with that of the first and ends with the last.
+        # If u neighbours have exchanged heads, a chunk here consists of u chunks: it spans from the first to the last.
         u = spans.shape[1] // (2 * self.size)
         self.first, self.last = spans[0, ::u].tolist(), spans[1, u - 1 :: u].tolist()
         self.batch, self.documents, ascend = len(q), documents, self.last[-1] < length
@@ -47,15 +47,15 @@ class Exchange:
             self.documents = torch.zeros(1, length, dtype=torch.int64) if documents is None else documents
         masks = self.documents is not None
         self.segmented = masks and ascend and kernels.choose_kernel(q, v, soft_cap, "documents").segmented
-        # How far down the ring the ranks are whose keys come together.
+        # Distances down the ring of the ranks whose keys arrive together.
         away = range(1, self.size)
         self.stages = [[], *([d] for d in away)] if method == "ring" else [list(away)]
         self.going_home: AsyncResult | None = None
 
     def parts(self, kv: Tensor, backward: bool = False) -> Iterator[Part]:
-        """What to compute, in turn: rows of queries, whether these are their first keys, the keys beside their values,
-        and how queries look at them. In backward their gradient is to be added to `total`; those of what has come
-        together leave when the next is asked for."""
+        """The blocks to compute, in turn: rows of queries, whether these are the first keys of the rows, keys and
+        values concatenated, and how queries see them. In backward the caller adds their gradient to `total`; gradients
+        of keys that arrived together are sent when the next part is requested."""
         arrived, coming = dict(zip(self.own, kv, strict=True)), self._start(kv, self.stages[0])
         wide = torch.promote_types(kv.dtype, torch.float32)
         for away, following in zip(self.stages, (*self.stages[1:], []), strict=True):
@@ -85,7 +85,7 @@ class Exchange:
         self._add_arrived()
 
     def _start(self, kv: Tensor, away: Sequence[int], home: dict[int, Tensor] | None = None) -> AsyncResult | None:
-        """Fetches the chunks of the ranks so far down the ring, or sends home their gradients in the type of `kv`."""
+        """Fetches the chunks of the ranks at these distances, or sends back their gradients in the dtype of `kv`."""
         if self.axis is None or not away:
             return None
         parts, sizes = [kv[:0]] * self.size, [0] * self.size
@@ -100,20 +100,20 @@ class Exchange:
         return self.axis.start_all_to_all(parts, sizes)
 
     def _halves(self, reader: int, source: int) -> slice:
-        """Which of its two chunks a rank sends another."""
+        """The slice of its two chunks that `source` sends to `reader`."""
         both = (source, 2 * self.size - 1 - source)
         halves = [n for n, x in enumerate(both) if sees_chunk(self.first, self.chunk, reader, x)]
         return slice(halves[0], halves[-1] + 1) if halves else slice(0, 0)
 
     def _visible_of(self, source: int) -> Sequence[int]:
-        """The chunks of a rank that this one's queries see."""
+        """The chunks of rank `source` that this rank's queries see."""
         return [source, 2 * self.size - 1 - source][self._halves(self.index, source)]
 
     def _pairs(self, chunks: list[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-        """Chunks of queries, and the chunks of keys that they look at together."""
+        """Chunks of queries, and the chunks of keys that they attend to in one block."""
         looks = [[x for x in chunks if x <= y and self.first[y] < (x + 1) * self.chunk] for y in self.own]
         if chunks == [*self.own] and not self._is_masked(self.own, self.own):
-            yield self.own, self.own  # causal, because both ascend
+            yield self.own, self.own  # causal, because both are in ascending order
         elif looks[0] == looks[1]:
             yield from [(self.own, looks[0])] if looks[0] else []
         else:
@@ -124,12 +124,12 @@ class Exchange:
                     yield (y,), xs
 
     def _is_masked(self, ys: Sequence[int], xs: Sequence[int]) -> bool:
-        """Whether some query of a block does not see all of its keys up to itself."""
+        """Whether some query of a block does not see all of the block's keys up to itself."""
         begin = max(self.first[ys[0]], xs[0] * self.chunk)
         return self.window is not None or not all(self.last[y] <= self.first[y] <= begin for y in ys)
 
     def _block(self, ys: Sequence[int], xs: Sequence[int], skip: int, device: torch.device) -> Block:
-        """How a block's queries look at its keys."""
+        """How a block's queries see its keys."""
         diagonal = xs[-1] == ys[-1]
         if not self._is_masked(ys, xs):
             return replace(self.look, causal=diagonal)
@@ -138,7 +138,7 @@ class Exchange:
             torch.cat([torch.arange(n * self.chunk, (n + 1) * self.chunk) for n in chunks]) for chunks in (ys, xs)
         )
         keys = keys[skip:]
-        adjacent = xs[-1] - xs[0] == len(xs) - 1  # else a window would count over a gap
+        adjacent = xs[-1] - xs[0] == len(xs) - 1  # otherwise a window would span a gap
         if self.segmented and (self.window is None or (diagonal and adjacent)):
             segments = kernels.segments_of(*(self.documents[:, x].expand(self.batch, -1) for x in (queries, keys)))
             return replace(self.look, causal=diagonal, segments=segments, window=self.window)
@@ -149,7 +149,7 @@ class Exchange:
         return replace(self.look, mask=mask[:, None])
 
     def _add_arrived(self) -> None:
-        """Adds to this rank's own gradients those that others have sent: of the ranks behind it, around the ring."""
+        """Adds the gradients that other ranks have sent to this rank's own, in ring order after this rank."""
         arrived = self.going_home.wait() if self.going_home is not None else []
         self.going_home = None
         for j in ((self.index + d) % self.size for d in range(1, self.size) if arrived):
@@ -172,7 +172,7 @@ def _context_attention(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple
 def _context_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *settings: Any
 ) -> list[Tensor]:
-    """The gradients of this rank's q, k and v. Keys and values of others are fetched again."""
+    """The gradients of this rank's q, k and v. Keys and values of other ranks are fetched again."""
     exchange, widths = Exchange(q, v, *settings), [k.shape[-1], v.shape[-1]]
     dq = torch.zeros_like(q, dtype=lse.dtype)
     for rows, _, kv, block in exchange.parts(_side_by_side(k, v), backward=True):
@@ -187,12 +187,12 @@ def _context_attention_backward(
 
 
 def _side_by_side(k: Tensor, v: Tensor) -> Tensor:
-    """(2, b, k, m, e + f): of each of the two chunks, keys beside values."""
+    """(2, b, k, m, e + f): for each of the two chunks, keys concatenated with values."""
     return torch.cat([k, v], -1).unflatten(2, (2, -1)).movedim(2, 0).contiguous()
 
 
 def _outputs(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Room for an output, heads beside each other in memory as the next layer wants them, and for its log-sum-exp."""
+    """Empty tensors for an output, with heads adjacent in memory as the next layer needs them, and its log-sum-exp."""
     b, h, s, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(b, s, h, v.shape[-1], dtype=dtype).transpose(1, 2), q.new_empty(b, h, s, dtype=wide)

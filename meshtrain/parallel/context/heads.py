@@ -1,7 +1,7 @@
-"""Parts of the sequence with all heads become parts of the heads with all of the neighbours' sequence, and back.
+"""Exchange between parts of the sequence with all heads and parts of the heads with the neighbours' whole sequence.
 
-(Ulysses, Jacobs et al., https://arxiv.org/abs/2309.14509.) Two operators, each the other's gradient. `heads`: how many
-each tensor has on all neighbours together, queries (or outputs) first.
+(Ulysses, Jacobs et al., https://arxiv.org/abs/2309.14509.) Two operators, each the other's gradient. `heads`: the
+number of heads of each tensor over all neighbours, queries (or outputs) first.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from meshtrain.parallel.collectives import AxisGroup, axis_group_by_name, differ
 
 
 def _ranges(heads: Sequence[int], axis: AxisGroup) -> list[list[range]]:
-    """Of each tensor, which heads each rank has: those that its share of the query heads looks at."""
+    """For each tensor, the heads of each rank: those that its share of the query heads attends to."""
     return [[head_ranges(heads[0], count, axis.size, j)[1] for j in range(axis.size)] for count in heads]
 
 
@@ -30,16 +30,16 @@ def _to_heads(xs: Sequence[Tensor], heads: Sequence[int], group: str) -> list[Te
     ys = []
     for x, under_way in zip(xs, coming, strict=True):
         parts = torch.stack(under_way.wait()).unflatten(3, (2, -1))  # (u, heads, b, 2, m, e)
-        # Later chunks lie the other way round: the first neighbour has the last one.
+        # Second chunks are in reverse order: the first neighbour has the last one.
         chunks = torch.cat([parts[:, :, :, 0], parts[:, :, :, 1].flip(0)])
         ys.append(chunks.permute(2, 1, 0, 3, 4).reshape(x.shape[0], -1, axis.size * x.shape[2], x.shape[3]))
     return ys
 
 
 def _to_sequence(xs: Sequence[Tensor], heads: Sequence[int], group: str) -> list[Tensor]:
-    """The way back: (b, this rank's heads, u s, e) -> (b, heads, s, e) at its positions.
+    """The inverse of `_to_heads`: (b, this rank's heads, u s, e) -> (b, heads, s, e) at this rank's positions.
 
-    Where ranks have the same head (of keys and values, and so these are gradients), it is the sum in their order.
+    If several ranks have the same head (of keys and values, so these are gradients), it is summed in rank order.
     """
     axis = axis_group_by_name(group)
     u, ranges, coming = axis.size, _ranges(heads, axis), []

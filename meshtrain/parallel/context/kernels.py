@@ -1,14 +1,14 @@
-"""One block of attention, some queries against some keys, with its log-sum-exp: so that blocks can be merged.
+"""One block of attention, some queries against some keys, with its log-sum-exp, by which blocks can be merged.
 
-    CPU                   torch's flash attention, in float64 too, with grouped heads and a mask
-    CUDA, 16 bits         cuDNN, flash, memory-efficient attention; of documents flash attention of variable length
+    CPU                   torch's flash attention, also in float64, with grouped heads and a mask
+    CUDA, 16 bits         cuDNN, flash, memory-efficient attention; for documents variable-length flash attention
     CUDA, else, or masks  memory-efficient attention; a mask is in memory, once as bool and once as numbers
     CUDA, float64         products: all scores of the block are in memory, as in torch's own attention
-    `soft_cap`, anywhere  the same, because no fused kernel has it
+    `soft_cap`, anywhere  products, because no fused kernel supports it
 
-On CUDA the first is taken that torch allows and that computes small blocks as the products do. Heads whose values have
-another width than their keys, and widths that a kernel does not take, are padded with zeros, which changes no score and
-no sum. The log-sum-exp of a query that sees no key of the block is -inf, and its output 0.
+On CUDA the first kernel is used that torch allows and whose results on small blocks equal those of products. Heads
+whose values and keys have different widths, and widths that a kernel does not support, are zero-padded, which changes
+no score and no sum. The log-sum-exp of a query that sees no key of the block is -inf, and its output is 0.
 """
 
 import warnings
@@ -29,17 +29,17 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 
 class Segments(NamedTuple):
-    """Runs of queries of one document among the b m laid end to end, and what keys each sees, if any: int64, CPU."""
+    """Runs of queries of one document among the b m packed ones, and the keys that each run sees: int64, on the CPU."""
 
-    queries: Tensor  # how many
-    keys: Tensor  # how many
-    first: Tensor  # the first of these among the b n keys laid end to end
+    queries: Tensor  # their number
+    keys: Tensor  # number of keys, may be 0
+    first: Tensor  # index of the first key among the b n packed keys
 
 
 def segments_of(queries: Tensor, keys: Tensor) -> Segments:
-    """Of the documents of a block's queries (b, m) and keys (b, n), on the CPU, neither of which descend in a row."""
+    """The segments of a block, from the documents of its queries (b, m) and keys (b, n), on the CPU and ascending."""
     both = torch.cat([queries, keys], 1)
-    apart = torch.arange(len(both))[:, None] * (both.max() - both.min() + 1)  # no document goes on in the next row
+    apart = torch.arange(len(both))[:, None] * (both.max() - both.min() + 1)  # no document continues in the next row
     flat = (keys + apart).flatten()
     documents, lengths = (queries + apart).flatten().unique_consecutive(return_counts=True)
     first, end = (torch.searchsorted(flat, documents, right=right) for right in (False, True))
@@ -48,36 +48,36 @@ def segments_of(queries: Tensor, keys: Tensor) -> Segments:
 
 @dataclass(frozen=True)
 class Block:
-    """How the queries (b, h, m, e) of a block look at its keys (b, k, n, e) and values (b, k, n, f)."""
+    """How the queries (b, h, m, e) of a block see its keys (b, k, n, e) and values (b, k, n, f)."""
 
-    scale: float  # of the scores
+    scale: float  # factor of the scores
     soft_cap: float | None = None  # see `meshtrain.attention.attention`
     causal: bool = False  # the last query sees all keys, the one before it all but the last, ...
     mask: Tensor | None = None  # bool (b or 1, 1, m, n), True where seen; not with `causal`
-    heads: Sequence[int] = ()  # the key/value head of each query head; (): they share them evenly
-    segments: Segments | None = None  # in place of a mask; `causal` and `window` hold in each of them
+    heads: Sequence[int] = ()  # the key/value head of each query head; (): shared evenly
+    segments: Segments | None = None  # instead of a mask; `causal` and `window` apply within each segment
     window: int | None = None  # with `causal` and `segments`
 
 
 class Kernel:
-    """Takes q (b, h, m, e) and k, v (b, h or fewer, n, e)."""
+    """A kernel for q (b, h, m, e) and k, v (b, h or fewer, n, e)."""
 
-    grouped = True  # whether several query heads may look at one key/value head
-    lower_right = False  # whether `causal` may come with m < n
-    segmented = False  # whether it takes segments
-    multiple = 8  # of which the width of a head has to be; 0: any, and that of values may be another
-    allowed: Callable[[cuda.SDPAParams], bool]  # by torch, on this GPU
+    grouped = True  # whether several query heads may share one key/value head
+    lower_right = False  # whether it supports `causal` with m < n
+    segmented = False  # whether it supports segments
+    multiple = 8  # the width of a head must be a multiple of this; 0: any width, and values may have another one
+    allowed: Callable[[cuda.SDPAParams], bool]  # whether torch allows it on this GPU
 
     forward: Callable[..., tuple[Tensor, Tensor]]  # block, q, k, v -> output, log-sum-exp
-    backward: Callable[..., Three]  # block, gradient of the output, q, k, v, output, log-sum-exp -> theirs of q, k, v
+    backward: Callable[..., Three]  # block, gradient of the output, q, k, v, output, log-sum-exp -> dq, dk, dv
 
 
 def forward_block(q: Tensor, k: Tensor, v: Tensor, block: Block, kernel: Kernel | None = None) -> tuple[Tensor, Tensor]:
-    """The output (b, h, m, f), in the type of q or a wider one, and the log-sum-exp (b, h, m), at least in float32."""
+    """The output (b, h, m, f), in the dtype of q or wider, and the log-sum-exp (b, h, m), in float32 or wider."""
     kernel = kernel or _kernel_of(q, v, block)
     out, lse = kernel.forward(block, *_inputs(kernel, q, k, v, block))
     out, blind = out[..., : v.shape[-1]], None
-    # Kernels differ in what they return where nothing is seen; e^0 would count in a merge.
+    # Kernels return different values for queries that see nothing; a log-sum-exp of 0 would count in a merge.
     if block.mask is not None:
         blind = ~block.mask.any(-1)
     elif block.segments is not None and not block.segments.keys.all():
@@ -89,7 +89,7 @@ def forward_block(q: Tensor, k: Tensor, v: Tensor, block: Block, kernel: Kernel 
 def backward_block(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, kernel: Kernel | None = None
 ) -> Three:
-    """The gradients of a block's q, k and v, where `out` and `lse` are those of all blocks of these queries."""
+    """The gradients of a block's q, k and v; `out` and `lse` are those over all blocks of these queries."""
     kernel = kernel or _kernel_of(q, v, block)
     inputs = *_inputs(kernel, q, k, v, block), _widened(kernel, out, q, v), lse
     dq, dk, dv = kernel.backward(block, _widened(kernel, grad, q, v), *inputs)
@@ -100,18 +100,18 @@ def backward_block(
 
 
 def merge_blocks(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The output and log-sum-exp over the keys of two blocks of the same queries, in the type of the latter.
+    """The output and log-sum-exp over the keys of two blocks of the same queries, in the dtype of the log-sum-exp.
 
-    Each query sees a key of the first. (Flash decoding; Liu et al., https://arxiv.org/abs/2310.01889, section 3.)
+    Each query must see a key of the first. (Flash decoding; Liu et al., https://arxiv.org/abs/2310.01889, section 3.)
     """
     total = torch.logaddexp(lse, more_lse)
     return out * (lse - total).exp()[..., None] + more * (more_lse - total).exp()[..., None], total
 
 
 def choose_kernel(q: Tensor, v: Tensor, soft_cap: float | None, visible: str) -> Kernel:
-    """For blocks in which queries see "all" keys up to themselves, those of their "documents", or what a "mask" says.
+    """The kernel for blocks in which queries see "all" keys up to themselves, or by their "documents" or a "mask".
 
-    It follows from the GPU and torch alone, so that ranks with the same choose the same. Raises InputError: none works.
+    Depends only on the GPU and torch, so that ranks with the same ones choose the same. Raises InputError: none works.
     """
     if soft_cap is not None or (q.device.type != "cpu" and q.dtype == torch.float64):
         return PRODUCTS
@@ -132,7 +132,7 @@ def _kernel_of(q: Tensor, v: Tensor, block: Block) -> Kernel:
 def first_correct(
     kernels: Sequence[Kernel], device: torch.device, dtype: torch.dtype, e: int, f: int, all_visible: bool
 ) -> Kernel:
-    """The first of them whose results for small blocks are those of products; a process tries each but once."""
+    """The first kernel whose results on small blocks equal those of products; a process tries each only once."""
     problems = []
     for kernel in kernels:
         try:
@@ -158,7 +158,7 @@ def _problem(kernel: Kernel, device: torch.device, dtype: torch.dtype, e: int, f
         like = _widened(kernel, q, q, kv[1]).clone().requires_grad_()
         if not kernel.allowed(cuda.SDPAParams(like, like, like, None, 0.0, False, False)):
             return NOT_ALLOWED
-    tolerance = max(4 * torch.finfo(dtype).eps, 2**-8)  # tells another result from rounding, that of TF32 too
+    tolerance = max(4 * torch.finfo(dtype).eps, 2**-8)  # distinguishes wrong results from rounding, also of TF32
     for block, written, n in _trials(kernel, e, device, all_visible):
         k, v = (x[:, :, :n] for x in kv)
         out, lse = forward_block(q, k, v, written, PRODUCTS)
@@ -173,7 +173,7 @@ def _problem(kernel: Kernel, device: torch.device, dtype: torch.dtype, e: int, f
 
 
 def _trials(kernel: Kernel, e: int, device: torch.device, all_visible: bool) -> Iterator[tuple[Block, Block, int]]:
-    """Blocks of 39 queries, as a kernel takes them and as products do, and how many keys they have."""
+    """Blocks of 39 queries, in the kernel's form and in that of products, and their numbers of keys."""
     keys = torch.tensor([[0] * 9 + [1] * 30 + [2] * 33, [3] * 50 + [5] * 22])
     if all_visible:
         for causal in (False, True):
@@ -191,19 +191,19 @@ def _trials(kernel: Kernel, e: int, device: torch.device, all_visible: bool) -> 
 
 
 def _widened(kernel: Kernel, x: Tensor, q: Tensor, v: Tensor) -> Tensor:
-    """With zeros up to the width that a kernel takes of these."""
+    """x zero-padded to the width that the kernel needs for q and v."""
     width = -(-max(q.shape[-1], v.shape[-1]) // kernel.multiple) * kernel.multiple if kernel.multiple else 0
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
 def _queries_of(q: Tensor, k: Tensor, block: Block) -> list[int]:
-    """How many query heads look at each key/value head."""
+    """The number of query heads that share each key/value head."""
     heads = k.shape[1]
     return [block.heads.count(i) for i in range(heads)] if block.heads else [q.shape[1] // heads] * heads
 
 
 def _inputs(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block) -> list[Tensor]:
-    """Queries, keys and values as a kernel takes them, the latter repeated for each query head where it needs that."""
+    """Queries, keys and values as the kernel takes them, keys and values repeated per query head if it needs that."""
     if q.shape[1] != k.shape[1] and (block.heads or not kernel.grouped):
         looks = [head for head, n in enumerate(_queries_of(q, k, block)) for _ in range(n)]
         k, v = (torch.cat([x[:, head : head + 1] for head in looks], 1) for x in (k, v))
@@ -211,7 +211,7 @@ def _inputs(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block) -> li
 
 
 def _bias(block: Block, q: Tensor) -> Tensor | None:
-    """The mask (b, h, m, n) as what is added to scores, in memory whose rows are a multiple of 16 numbers apart."""
+    """The mask (b, h, m, n) as an additive bias of scores, with a row stride of a multiple of 16 elements."""
     if block.mask is None:
         return None
     *outer, n = block.mask.shape
@@ -220,7 +220,7 @@ def _bias(block: Block, q: Tensor) -> Tensor | None:
 
 
 def _on_device(x: Tensor, device: torch.device) -> Tensor:
-    """Without waiting for the device."""
+    """Copies x to the device without waiting for it."""
     return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
@@ -237,14 +237,14 @@ class _CpuFlash(Kernel):
 
 
 class _Efficient(Kernel):
-    """Rabe and Staats, https://arxiv.org/abs/2112.05682, as xFormers has it.
+    """Rabe and Staats, https://arxiv.org/abs/2112.05682, in xFormers' implementation.
 
-    Of `out` it takes for granted that heads lie beside each other.
+    It assumes that the heads of `out` are adjacent in memory.
     """
 
     grouped = False
     allowed = staticmethod(cuda.can_use_efficient_attention)
-    rows = 32  # of which its log-sum-exp has a multiple: those behind the queries are inf
+    rows = 32  # its log-sum-exp has a multiple of this many rows: those after the queries are inf
     run = aten._scaled_dot_product_efficient_attention
 
     def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -267,7 +267,7 @@ class _Cudnn(_Efficient):
 
     def backward(self, block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Three:
         kernel, state = aten._scaled_dot_product_cudnn_attention_backward, q.new_empty((), dtype=torch.int64)
-        # torch 2.11 keeps what it has built by how q, k and v lie in memory, and takes it for any `out` and `grad`.
+        # torch 2.11 caches plans by the strides of q, k and v, and reuses them for any strides of `out` and `grad`.
         if not q.stride() == out.stride() == grad.stride():
             grad, q, out = (x.contiguous() for x in (grad, q, out))
         inputs = q, k.contiguous(), v.contiguous(), out, lse.contiguous()[..., None]
@@ -276,10 +276,10 @@ class _Cudnn(_Efficient):
 
 
 class _Flash(Kernel):
-    """Dao, https://arxiv.org/abs/2307.08691. Not asked for dropout, it does not use the state of a generator.
+    """Dao, https://arxiv.org/abs/2307.08691. Without dropout it does not use the state of a generator.
 
-    With segments all of their sequences lie end to end; keys that nobody sees are left out.
-    It reads 16 bytes at a time, for which keys cut out of wider rows may lie wrong, and of `lse` the pointer alone.
+    With segments, all sequences are packed; keys that no query sees are left out.
+    It reads 16 bytes at a time, so keys sliced from wider rows may be misaligned, and it ignores the strides of `lse`.
     """
 
     lower_right = segmented = True
@@ -309,7 +309,7 @@ class _Flash(Kernel):
 
     @staticmethod
     def _packed(block: Block, q: Tensor, k: Tensor, *others: Tensor) -> tuple[list[Tensor], Any, tuple, dict[str, Any]]:
-        """The tensors as (b, m, h, e), or with segments (b m, h, e); which keys are seen; what the operators take."""
+        """The tensors as (b, m, h, e), or with segments (b m, h, e); the index of visible keys; operator arguments."""
         options: dict[str, Any] = {"scale": block.scale}
         xs = [x.transpose(1, 2) for x in (q, k, *others)]
         if block.segments is None:
@@ -320,7 +320,7 @@ class _Flash(Kernel):
         ends = [F.pad(lengths.cumsum(0), (1, 0)) for lengths in (queries, keys)]
         index = torch.arange(int(ends[1][-1])) + (first - ends[1][:-1]).repeat_interleave(keys)
         cumulative = [_on_device(x.int(), q.device) for x in ends]
-        longest = max(2, int(queries.max())), int(keys.max())  # for single queries there is another way in the kernel
+        longest = max(2, int(queries.max())), int(keys.max())  # single queries take another path in the kernel
         settings = *cumulative, *longest, 0.0, block.causal
         return [x.flatten(0, 1) for x in xs], _on_device(index, q.device), settings, options
 
@@ -330,7 +330,7 @@ class _Flash(Kernel):
 
 
 class _Products(Kernel):
-    """Attention as it is written: the reference of the others."""
+    """Attention by its definition: the reference for the other kernels."""
 
     grouped, lower_right, multiple = False, True, 0
 
@@ -349,7 +349,7 @@ class _Products(Kernel):
 
     @staticmethod
     def _scores(q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | float]:
-        """The scores (b, h, m, n), at least in float32, and how they change with q @ k."""
+        """The scores (b, h, m, n), in float32 or wider, and their derivative with respect to q @ k^T."""
         wide = torch.promote_types(q.dtype, torch.float32)
         scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * block.scale
         slope: Tensor | float = block.scale

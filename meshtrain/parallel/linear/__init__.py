@@ -1,4 +1,4 @@
-"""Linear layers that compute by the products of `matmul.py`."""
+"""Linear layers that compute with the products of `matmul.py`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,24 +14,24 @@ from meshtrain.parallel.torch_private import device_type_of, is_traced
 
 
 class ProductsLayer(SupportsDeferral):
-    """A linear layer, plain or tensor-parallel, that computes by a record of products."""
+    """A linear layer, plain or tensor-parallel, that computes with a record of products."""
 
     products: str = PLAIN.name
 
 
 class Linear(ProductsLayer, nn.Linear):
-    """A plain one."""
+    """The plain linear layer."""
 
-    shared_input: SharedInput | None = None  # with layers that read the same
+    shared_input: SharedInput | None = None  # with layers that read the same input
 
-    def forward(self, input: Tensor) -> Tensor:  # as torch calls it
+    def forward(self, input: Tensor) -> Tensor:  # named as in torch
         if self.shared_input is not None:
             return self.shared_input.output(self, input)
         return self._output(input)
 
     @staticmethod
     def outputs(layers: Sequence["Linear"], x: Tensor, weight: Tensor | None) -> list[Tensor]:
-        """Of layers that read the same x. `weight`: those of all of them, one behind the other, if they are one."""
+        """The outputs of layers with the same input x. `weight`: their concatenated weights, if they are merged."""
         if weight is None:
             return [layer._output(x) for layer in layers]
         products = split_outputs(F.linear(x, weight), [layer.out_features for layer in layers])
@@ -39,21 +39,21 @@ class Linear(ProductsLayer, nn.Linear):
 
     def _output(self, input: Tensor) -> Tensor:
         queue = self.weight_grad_queue
-        # Nor does autocast come into our backward.
+        # Autocast, too, needs torch's own layer: it does not apply to our backward.
         torchs = is_traced() or torch.is_autocast_enabled(device_type_of(input))
-        faster = queue is not None and not queue.used and device_type_of(input) == "cpu"  # is torch's own
+        faster = queue is not None and not queue.used and device_type_of(input) == "cpu"  # torch's own is faster
         if self.products == PLAIN.name and (torchs or faster):
             return F.linear(input, self.weight, self.bias)
         return LinearMatmul.apply(input, self.weight, self.bias, self.products, queue)
 
 
 def use_products(model: nn.Module, products: Products = PLAIN, queue: WeightGradQueue | None = None) -> None:
-    """A model's linear layers, plain or tensor-parallel, compute by `products`. They, and experts, leave their weight
-    gradients in `queue` while it records; None: in the one they were given before."""
+    """Makes a model's linear layers, plain or tensor-parallel, compute with `products`. While `queue` records, they and
+    experts leave their weight gradients in it; None: keeps the queue set before."""
     for module in model.modules():
-        # Not where hooks make the weight of other parameters (pruning, weight norm): a backward uses up that graph.
+        # Not if hooks compute the weight from other parameters (pruning, weight norm): a backward frees that graph.
         if type(module) is nn.Linear and "weight" in module._parameters:
-            module.__class__ = Linear  # the same module, for whoever holds, copies or pickles it
+            module.__class__ = Linear  # still the same module object for references, copies and pickles
         if isinstance(module, ProductsLayer):
             module.products = products.name
         if isinstance(module, SupportsDeferral) and queue is not None:
@@ -70,17 +70,17 @@ class LinearMatmul(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.queue, ctx.weights, ctx.products = queue, (weight,) if queue is not None else (), PRODUCTS[products]
         y = ctx.products.forward(x, weight)
-        return y if bias is None else y + bias  # selective recomputation holds y, which is not to change
+        return y if bias is None else y + bias  # not in place: selective recomputation holds y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        grads, dx, dw = grad.reshape(-1, grad.shape[-1]), None, None  # once: it may have to be copied for that
+        grads, dx, dw = grad.reshape(-1, grad.shape[-1]), None, None  # once, because it may need a copy
         if needs_dx:
             dx = ctx.products.input_grad_sum([grads], [weight]).view(x.shape)
         if needs_dw:
-            # A queue must not hold the graph that made x, which a second derivative needs.
+            # A queue must not keep the graph of x alive, but a second derivative needs it.
             inputs = (x if torch.is_grad_enabled() else x.detach()).reshape(-1, x.shape[-1])
             dw = product_weight_grad(ctx, 0, grads, inputs)
         return dx, dw, grads.sum(0) if needs_db else None, None, None

@@ -1,10 +1,10 @@
-"""LoRA: low-rank adapters beside linear layers (https://arxiv.org/abs/2106.09685), and parameters that are frozen.
+"""LoRA: low-rank adapters of linear layers (https://arxiv.org/abs/2106.09685), and frozen parameters.
 
     y = W x + alpha / rank · B A dropout(x)
 
-A layer keeps its class and its parameters' names. `lora_A` (rank, d) and `lora_B` (f, rank), peft's names, are layers
-inside of it whose output a hook adds. Over `tp` they split as it does (`tp_plan.style_of_layer`): beside a column-wise
-layer B is column-wise and gathers rank features a token, beside a row-wise one A is row-wise and sums as many.
+A layer keeps its class and its parameter names. `lora_A` (rank, d) and `lora_B` (f, rank), peft's names, are child
+layers whose output a hook adds. Over `tp` they are split like the layer (`tp_plan.style_of_layer`): for a column-wise
+layer B is column-wise and gathers `rank` features per token, for a row-wise one A is row-wise and sums as many.
 """
 
 from collections import Counter
@@ -20,24 +20,24 @@ from meshtrain.dropout import Dropout
 from meshtrain.parallel.sharding import local_part
 from meshtrain.parallel.tp_plan import LORA_A, LORA_B
 
-# First values, peft's: those of an nn.Linear, and zeros, so that the model begins as the one that is tuned.
+# Initial values as in peft: those of an nn.Linear, and zeros, so that the model starts equal to the base model.
 INIT_PLAN: Mapping[str, str] = {f"*.{LORA_A}.weight": "kaiming_uniform", f"*.{LORA_B}.weight": "zeros"}
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """The parameters whose names match get no gradient, and no state of an optimizer; nor does a step move them."""
+    """Freezes the parameters whose names match: no gradient, no optimizer state, and no change by a step."""
     for name, module in model.named_modules(remove_duplicate=False):
         for own, parameter in module.named_parameters(recurse=False):
             if any(fnmatchcase(f"{name}.{own}".lstrip("."), pattern) for pattern in patterns):
                 parameter.requires_grad_(False)
                 balance: Any = getattr(module, "balance", None)
                 if own == "e_score_correction_bias" and balance is not None:
-                    balance.bias_speed = 0.0  # which moves it without a gradient
+                    balance.bias_speed = 0.0  # otherwise it changes without a gradient
 
 
 def adapted_layers(model: nn.Module, match: Sequence[str]) -> dict[str, nn.Linear]:
-    """The linear layers inside of a model's blocks whose names match a pattern; without patterns all of these. A layer
-    that is a block by itself, as a head is, is not inside of one; and one whose weight is tied has none of its own."""
+    """The linear layers inside a model's blocks whose names match a pattern; without patterns all of them. Excludes
+    layers that are blocks themselves, such as a head, and layers with a tied weight."""
     plain: Any = model
     blocks = plain.blocks() if hasattr(model, "blocks") else [model]
     inside = {module for block in blocks for module in block.modules()} - set(blocks)
@@ -53,7 +53,7 @@ def adapted_layers(model: nn.Module, match: Sequence[str]) -> dict[str, nn.Linea
 
 
 def add_adapters(model: nn.Module, match: Sequence[str], rank: int, alpha: float, dropout: float) -> None:
-    """Freezes a plain model and gives the layers of `adapted_layers` an adapter; `initialise` gives it values."""
+    """Freezes a plain model and adds an adapter to each layer of `adapted_layers`; `initialise` gives it values."""
     layers = adapted_layers(model, match)
     freeze(model, ["*"])
     for layer in layers.values():
@@ -63,15 +63,15 @@ def add_adapters(model: nn.Module, match: Sequence[str], rank: int, alpha: float
 
 
 def idle_adapters(model: nn.Module, inputs: Sequence[Tensor | None]) -> list[str]:
-    """The layers that have an adapter and are not called in a forward, which uses their weights by itself or not at
-    all: a hook of theirs never runs. `model`: plain, on the meta device; one that does not run there has none."""
+    """The layers with an adapter that a forward does not call, because it uses their weights directly or not at all, so
+    that their hooks never run. `model`: plain, on the meta device; empty if it does not run there."""
     adapted = {name: module for name, module in model.named_modules() if has_adapter(module)}
     called: set[nn.Module] = set()
     hooks = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in adapted.values()]
     try:
         with torch.no_grad():
             model(*(None if x is None else x.to("meta") for x in inputs))
-    except Exception:  # whatever a model raises that asks a tensor for its values
+    except Exception:  # any error of a model that reads values of a tensor
         return []
     finally:
         for hook in hooks:
@@ -80,8 +80,8 @@ def idle_adapters(model: nn.Module, inputs: Sequence[Tensor | None]) -> list[str
 
 
 def move_adapter(plain: nn.Module, layer: nn.Module, columns: slice | None = None) -> None:
-    """A layer that takes a plain one's place takes its adapter, if there is one. `columns`: of its input that this rank
-    has, if that is not all."""
+    """Moves the adapter of a plain layer, if any, to the layer that replaces it. `columns`: this rank's part of its
+    inputs, if they are split."""
     if not has_adapter(plain):
         return
     own: Any = plain
@@ -95,7 +95,7 @@ def has_adapter(module: nn.Module) -> bool:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is one of an adapter, by its name."""
+    """Whether a parameter belongs to an adapter, by its name."""
     return any(fnmatchcase(name, pattern) for pattern in INIT_PLAN)
 
 
@@ -105,19 +105,19 @@ def _attach(layer: nn.Module, lora_a: Any, lora_b: Any, dropout: Any, scale: Any
 
 
 def _add(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Not a closure: a model with hooks is copied by pickle."""
+    """A function, not a closure, because a model with hooks is copied by pickle."""
     return output + layer.lora_scale * layer.lora_B(layer.lora_A(layer.lora_dropout(inputs[0])))
 
 
 def merged(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
-    """(f, d) with the product of (f, rank) and (rank, d) added, which is rounded once."""
+    """(f, d) plus the scaled product of (f, rank) and (rank, d), rounded once."""
     return (weight.double() + scale * (lora_b.double() @ lora_a.double())).to(weight.dtype)
 
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
-    """Adds the adapters of a model, on any layout, to its weights; they are zero then. All ranks call it together."""
-    model.state_dict()  # under FSDP this lets go of what is gathered
+    """Adds the adapters of a model, on any layout, to its weights, and zeroes them. All ranks call it together."""
+    model.state_dict()  # under FSDP this frees gathered parameters
     for module in model.modules():
         if has_adapter(module):
             layer: Any = module

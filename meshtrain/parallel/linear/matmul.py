@@ -1,6 +1,6 @@
-"""The three products of a linear layer: of its forward, of its input gradient and of its weight gradient.
+"""The three products of a linear layer: its forward, its input gradient and its weight gradient.
 
-Linear layers, plain or split, compute by a record of these (`use_products`): other numbers are one more record.
+Linear layers, plain or split, compute with a record of these (`use_products`): another precision is one more record.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from meshtrain.parallel.torch_private import device_type_of
 
-Maximum = Callable[[Tensor], Tensor]  # of each element over the ranks that have parts of what a product sums
+Maximum = Callable[[Tensor], Tensor]  # elementwise, over the ranks that split a product's summed dim
 
 
 def linear_forward(x: Tensor, weight: Tensor, maximum: Maximum | None = None) -> Tensor:
-    """(..., d) and (f, d) -> (..., f). `maximum`: for products that scale; None: this rank has all of d."""
+    """(..., d) and (f, d) -> (..., f). `maximum`: for products with scales; None: this rank has all of d."""
     return x @ weight.t()
 
 
@@ -25,7 +25,7 @@ def linear_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear_input_grad_sum(grads: Sequence[Tensor], weights: Sequence[Tensor], maximum: Maximum | None = None) -> Tensor:
-    """The gradient of an x (n, d) that several layers read, from their outputs' (n, f_i). `maximum`: as above, of f."""
+    """The gradient of the input (n, d) of several layers, from their outputs' (n, f_i). `maximum`: as above, for f."""
     dx = linear_input_grad(grads[0], weights[0])
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
         dx.addmm_(grad, weight) if dx.dtype == grad.dtype else dx.add_(linear_input_grad(grad, weight))
@@ -38,7 +38,7 @@ def linear_weight_grad(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def linear_weight_grad_into(grad: Tensor, x: Tensor, into: Tensor, add: bool = True) -> None:
-    """The same in memory (f, d) of a wider type perhaps, added to what is there or in its place."""
+    """`linear_weight_grad` into a tensor (f, d), possibly of a wider dtype: added to its values, or replacing them."""
     if grad.dtype == x.dtype == into.dtype:
         into.addmm_(grad.t(), x, beta=int(add))
     elif widens(grad, x, into):
@@ -48,17 +48,17 @@ def linear_weight_grad_into(grad: Tensor, x: Tensor, into: Tensor, add: bool = T
 
 
 def widens(grad: Tensor, x: Tensor, into: Tensor) -> bool:
-    """Whether torch's product of 16-bit numbers can leave its float32 sums unrounded: on NVIDIA GPUs."""
+    """Whether torch's product of 16-bit numbers can output its float32 sums unrounded: on NVIDIA GPUs."""
     narrow = grad.dtype == x.dtype and x.dtype in (torch.bfloat16, torch.float16)
     return narrow and into.dtype == torch.float32 and device_type_of(into) == "cuda" and not torch.version.hip
 
 
 @dataclass(frozen=True)
 class Products:
-    """The numbers in which linear layers multiply for outputs and input gradients: by the functions above, or others.
-    Weight gradients are always computed in the type of the layer."""
+    """The products with which linear layers compute outputs and input gradients: the functions above, or others.
+    Weight gradients are always computed in the dtype of the layer."""
 
-    name: str  # operators are given this, and look the record up in PRODUCTS
+    name: str  # passed to operators, which look up the record in PRODUCTS
     forward: Callable[..., Tensor]
     input_grad_sum: Callable[..., Tensor]
 

@@ -1,8 +1,8 @@
-"""Linear layers that read the same input compute together: over `tp` they gather it once, and in compiled blocks of 16
-bits their weights, which lie one behind the other, are one matrix (q, k and v; gate and up).
+"""Linear layers with the same input compute together: over `tp` they gather it once, and in compiled 16-bit blocks
+their weights, which are contiguous in memory, are merged into one matrix (q, k and v; gate and up).
 
-The one product then writes and reads the input's gradient once and not for each layer. The compiler computes what is
-behind and before the layers right into and out of the one output; elsewhere that would have to be copied.
+The merged product writes and reads the input's gradient once instead of once per layer. The compiler lets the code
+around the layers read from and write to the merged output directly; without it that would need copies.
 """
 
 from collections.abc import Sequence
@@ -14,23 +14,23 @@ from torch.utils._pytree import tree_leaves
 
 
 class SharedInput:
-    """Linear layers of a module that read the same input: the first that is called computes for all of them. Where the
-    module gets two tensors of their width (as a cross attention does), and may lead some layers to one and some to the
-    other, each computes for itself. Nothing is kept when the module's forward has ended.
+    """Linear layers of a module with the same input: the first one called computes for all of them. If the module gets
+    two different tensors of their width (as cross attention does), so that layers may read different ones, each layer
+    computes for itself. Nothing is kept after the module's forward.
 
     Attributes:
-        merges: whether a forward in 16 bits may make the layers' weights one.
-        weight: that one, of the forward that runs now; the weights of the layers are then parts of it.
+        merges: whether a 16-bit forward may merge the layers' weights.
+        weight: the merged weight in the current forward; the weights of the layers are then parts of it.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
-        """`layers`: each with `in_features`, and `outputs` of several such layers."""
+        """`layers`: each has `in_features`, and `outputs` for several such layers."""
         self.layers = list(layers)
         self.merges = False
         self.weight: Tensor | None = None
         self._shares = False
-        self._input: Tensor | None = None  # of the outputs, while there are any
-        self._outputs: dict[Any, Tensor] = {}  # of layers that have not been called yet
+        self._input: Tensor | None = None  # the input of `_outputs`, while there are any
+        self._outputs: dict[Any, Tensor] = {}  # outputs of layers that have not been called yet
 
     def begin(self, arguments: Sequence[Any]) -> None:
         width = self.layers[0].in_features
@@ -51,19 +51,19 @@ class SharedInput:
             self._input = x
         y = self._outputs.pop(layer)
         if not self._outputs:
-            self._input = None  # its memory is not held until the end
+            self._input = None  # does not hold its memory until the end
         return y
 
 
 def share_input(layers: Sequence[Any], module: nn.Module) -> None:
-    """From now on these layers, which a module's forward calls, share what they compute of the same tensor."""
+    """Makes these layers, which a module's forward calls, compute together if they get the same tensor."""
     if len(layers) == 1 or ("forward" in vars(module) and not hasattr(module, "shared_inputs")):
         return
     shared = SharedInput(layers)
     for layer in layers:
         layer.shared_input = shared
     module.shared_inputs = (*getattr(module, "shared_inputs", ()), shared)  # type: ignore[assignment]
-    # Not by hooks, and the same function for all modules: a compiler would compile each block anew.
+    # Not by hooks, and with one function for all modules: otherwise the compiler would recompile for each block.
     module.forward = MethodType(_forward, module)
 
 
@@ -79,13 +79,13 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def split_outputs(product: Tensor, widths: Sequence[int]) -> list[Tensor]:
-    """Each layer's own, which a model may change in place or view as it likes. The compiler writes no copy where it is
-    read by what it makes kernels of."""
+    """Each layer's own output, which a model may change in place or view freely. The compiler makes no copy if its own
+    kernels read the output."""
     return [part.contiguous() for part in product.split(list(widths), -1)]
 
 
 def stack(parts: Sequence[Tensor]) -> Tensor | None:
-    """Matrices whose rows lie one behind the other in memory, as one; None: they do not."""
+    """One matrix of matrices that are adjacent in memory; None if they are not."""
     first, end = parts[0], parts[0].data_ptr()
     for part in parts:
         same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()

@@ -1,11 +1,11 @@
-"""Weight gradients: added where they belong by the product that makes them, and later than input gradients.
+"""Weight gradients: accumulated in place by their products, and optionally computed later than input gradients.
 
-Autograd would make each gradient of a microbatch in memory of its own and add it to the parameter's in a second pass; a
-product that adds to what is there needs neither. Wherever autograd may have to know of the gradient, it goes its way.
+Autograd would allocate each gradient of a microbatch and add it to the parameter's in a second pass; a product that
+accumulates needs neither. Wherever autograd may have to see the gradient, it takes the normal path.
 
-The backward of a linear layer computes two products, and only one of them is waited for by the stage before. A layer
-with a `WeightGradQueue` leaves the other one there, to be done when there is nothing better to do (Qi et al.,
-https://arxiv.org/abs/2401.10241). What costs little (norms, biases, embeddings) is computed at once.
+The backward of a linear layer computes two products, and the previous pipeline stage waits for only one of them. A
+layer with a `WeightGradQueue` leaves the other one there, to be computed when the rank would be idle (Qi et al.,
+https://arxiv.org/abs/2401.10241). Cheap gradients (norms, biases, embeddings) are computed at once.
 """
 
 from collections import Counter
@@ -31,29 +31,29 @@ from meshtrain.parallel.torch_private import (
 
 @dataclass(frozen=True)
 class DeferredWeightGrad:
-    """A weight's gradient that has not been computed."""
+    """A weight gradient that has not been computed yet."""
 
-    weight: Tensor  # as the layer saw it: autograd leads the gradient from there to the parameter
-    parameter: Tensor | None  # all of which the weight is, if it is of one
+    weight: Tensor  # as the layer saw it: autograd passes the gradient from there to the parameter
+    parameter: Tensor | None  # the parameter that the weight is the whole of, if any
     compute: Callable[[], Tensor]
-    write: Callable[[Tensor, bool], object] | None = None  # the same in memory that is there: added to it, or not
+    write: Callable[[Tensor, bool], object] | None = None  # computes it into a tensor, added to it or not
 
 
 class WeightGradQueue:
-    """Where the layers of a stage leave the weight gradients of a backward that computes input gradients only."""
+    """Where the layers of a stage leave the weight gradients of a backward that computes only input gradients."""
 
-    used = True  # for the microbatch whose forward or backward runs now
+    used = True  # whether the current microbatch uses the queue
 
     def __init__(self) -> None:
         self._recorded: list[DeferredWeightGrad] | None = None
 
     @property
     def is_recording(self) -> bool:
-        """Whether the backward that runs now computes input gradients only."""
+        """Whether the current backward computes only input gradients."""
         return self._recorded is not None
 
     def add(self, deferred: DeferredWeightGrad) -> None:
-        assert self._recorded is not None  # the layer has asked
+        assert self._recorded is not None  # the layer has checked `is_recording`
         self._recorded.append(deferred)
 
     @contextmanager
@@ -68,13 +68,13 @@ class WeightGradQueue:
 
 
 class SupportsDeferral:
-    """A layer that can leave its weight gradients for later."""
+    """A layer that can defer its weight gradients."""
 
-    weight_grad_queue: WeightGradQueue | None = None  # where it leaves them; None: it computes them at once
+    weight_grad_queue: WeightGradQueue | None = None  # None: computes them at once
 
 
 def let_products_accumulate(model: nn.Module) -> None:
-    """From now on products may add to the gradients of parameters, but of those that several modules share."""
+    """Lets products add directly to gradients of parameters, except of those that several modules share."""
     places = [parameter for module in model.modules() for parameter in module._parameters.values()]
     for parameter, uses in Counter(parameter for parameter in places if parameter is not None).items():
         if uses == 1:
@@ -84,9 +84,9 @@ def let_products_accumulate(model: nn.Module) -> None:
 def weight_grad(
     ctx: Any, index: int, compute: Callable[[], Tensor], write: Callable[[Tensor, bool], object] | None = None
 ) -> Tensor | None:
-    """What the backward of a layer's autograd function returns for a weight; what its forward has left in `ctx` is
-    `queue` and, where there is one, `weights`: saved ones may be copies, made by a recomputation, from which autograd
-    finds no way to the parameters. `index`: of the weight among these; the rest: see `DeferredWeightGrad`."""
+    """What the backward of a layer's autograd function returns for a weight. Its forward has set `ctx.queue` and, if
+    there is a queue, `ctx.weights`: saved weights may be copies made by a recomputation, from which autograd has no
+    path to the parameters. `index`: of the weight among these; the rest: see `DeferredWeightGrad`."""
     if torch.compiler.is_compiling():
         return compute()
     node = ctx.next_functions[1 + index][0]
@@ -99,14 +99,14 @@ def weight_grad(
 
 
 def product_weight_grad(ctx: Any, index: int, grad: Tensor, x: Tensor) -> Tensor | None:
-    """`weight_grad` of a linear layer with this output's gradient (n, f) and this input (n, d)."""
+    """`weight_grad` of a linear layer from the output's gradient (n, f) and the input (n, d)."""
     return weight_grad(ctx, index, partial(linear_weight_grad, grad, x), partial(linear_weight_grad_into, grad, x))
 
 
 def add_or_compute(
     node: Any, compute: Callable[[], Tensor], write: Callable[[Tensor, bool], object] | None
 ) -> Tensor | None:
-    """In a backward, what its next node gets: a gradient, or None if that has been added to the parameter's."""
+    """The gradient for a backward's next node, or None if it was added to the parameter's gradient directly."""
     accumulator = accumulator_of(node)
     parameter = getattr(accumulator, "variable", None)
     if write is None or not takes_products(parameter) or not runs_in_backward(accumulator):
@@ -116,8 +116,8 @@ def add_or_compute(
 
 
 def run_weight_grads(deferred: Sequence[DeferredWeightGrad]) -> None:
-    """Computes deferred gradients layer by layer, each added to its parameter's before the next one is made. Those of
-    layers that share a parameter are added up first, as a whole backward does."""
+    """Computes deferred gradients layer by layer, each added to its parameter's before the next is computed. Gradients
+    of layers that share a parameter are summed first, as in a whole backward."""
     shared: dict[Any, list[DeferredWeightGrad]] = {}
     with torch.no_grad():
         for layer in deferred:
@@ -130,7 +130,7 @@ def run_weight_grads(deferred: Sequence[DeferredWeightGrad]) -> None:
 
 
 def takes_products(parameter: Any) -> bool:
-    """Whether a product may add to a parameter's gradient, or begin it. Autograd does what could be seen otherwise."""
+    """Whether a product may add to, or create, a parameter's gradient. Autograd does if the user could observe it."""
     if not hasattr(parameter, "gradient_place") or torch.is_grad_enabled() or torch.is_anomaly_enabled():
         return False
     if parameter.grad is not None and not is_plain_gradient(parameter.grad, parameter):
@@ -139,7 +139,7 @@ def takes_products(parameter: Any) -> bool:
 
 
 def write_grad(grad: Tensor, place: Tensor, add: bool) -> None:
-    """A gradient that is there, perhaps in another type, as a product is written: in one pass over its memory."""
+    """Writes an existing gradient, possibly of another dtype, like a product: in one pass over memory."""
     place.add_(grad) if add else place.copy_(grad)
 
 
