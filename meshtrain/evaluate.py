@@ -59,10 +59,12 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside, where weights must not change; afterwards each module has its previous mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
-    with weights_stay(model):
-        yield
-    for module in training:
-        module.training = True
+    try:
+        with weights_stay(model):
+            yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 @torch.no_grad()

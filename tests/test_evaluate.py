@@ -8,7 +8,7 @@ import torch
 
 from meshtrain.data import EvalBatches, Samples
 from meshtrain.data.batch import Batch
-from meshtrain.evaluate import evaluation_set
+from meshtrain.evaluate import evaluation_mode, evaluation_set
 from tests.data.test_loader import Numbers, values
 
 
@@ -51,3 +51,12 @@ def test_a_stage_of_a_pipeline_gets_what_it_uses(first: bool, last: bool) -> Non
     devices = [batch.tensors["images"].device.type, batch.tensors["scale"].device.type, batch.targets.device.type]
     assert devices == ["meta" if first else "cpu", "meta", "meta" if last else "cpu"]
     assert (batch.tensors["scale"].dtype, batch.tensors["none"]) == (torch.float64, None)
+
+
+def test_a_model_trains_on_after_an_evaluation_that_failed() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
+    model[0].eval()
+    with pytest.raises(ValueError, match="no text"), evaluation_mode(model):
+        assert not model.training
+        raise ValueError("no text")
+    assert [module.training for module in model.modules()] == [True, False, True]
