@@ -57,6 +57,5 @@ def test_a_model_trains_on_after_an_evaluation_that_failed() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
     model[0].eval()
     with pytest.raises(ValueError, match="no text"), evaluation_mode(model):
-        assert not model.training
         raise ValueError("no text")
     assert [module.training for module in model.modules()] == [True, False, True]
