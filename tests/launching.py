@@ -162,7 +162,7 @@ def forked(processes: int, *arguments: str | Path, timeout: float = 240, cwd: Pa
     try:
         done = server.run([str(part) for part in (processes, *arguments)], timeout=timeout, cwd=cwd)
     except BaseException:
-        server.close()  # it may be in the middle of a job, whose status nobody receives any more
+        server.close()  # it may be in the middle of a job, whose status can no longer be received
         raise
     _idle_servers.append(server)
     return done

@@ -43,7 +43,7 @@ def read_shares(checkpoint: Path, manifest: Manifest, state: State, local: Mappi
     problems = differences(manifest.tensors, state.placements)
     if problems:
         raise InputError(f"{checkpoint} does not fit the model: {'; '.join(problems)}")
-    shards = {shard.name: shard for shard in reversed(state.shards)}  # of a tied weight that occurs twice, the first
+    shards = {shard.name: shard for shard in reversed(state.shards)}  # a tied weight may occur twice: the first counts
     parts = [(shard.name, shard.placement, shard.part) for shard in shards.values()]
     reads = _reads(manifest, state.layout, state.mesh.rank, parts)
     with ShardReader(checkpoint, manifest, local) as files, ThreadPoolExecutor(THREADS, "checkpoint") as pool:

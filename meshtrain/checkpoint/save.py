@@ -52,7 +52,7 @@ class Saver:
         self.problem: str | None = None  # why the last save failed, the same on all ranks; None if it did not
         self.wants_stop: str | None = None  # why the run should stop: diverged, folder taken, or `on_failure`
         self.diverged = False  # whether ranks that must hold the same values do not
-        self.last_save_s = self.last_wait_s = 0.0  # of the last save: until it was on disk; that training waited
+        self.last_save_s = self.last_wait_s = 0.0  # last save: time until on disk; time training waited
         self._state, self._folder, self._job, self._say = state, folder, job, say or job.say
         self._in_background, self._on_failure, self._makes_room = in_background, on_failure, make_room
         self._snapshot, self._slow = Snapshot(state, job.rank, job.device, streams=not in_background), False

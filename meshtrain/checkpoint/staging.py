@@ -32,7 +32,7 @@ class Snapshot:
     def __init__(self, state: State, rank: int, device: torch.device, *, streams: bool = False) -> None:
         """`streams`: copy nothing; training must not continue before `tensors` are written."""
         self._device = device
-        shards = {shard.name: shard for shard in state.shards}  # of a tied weight on two stages, one suffices
+        shards = {shard.name: shard for shard in state.shards}  # a weight tied on two stages is copied once
         self._copies: list[tuple[Entry, LocalShard, Part, Tensor | None]] = []  # the Part is that of the local shard
         self._memory = torch.empty(0 if streams else snapshot_bytes(state, rank), dtype=torch.uint8)
         self._pinned = device.type == "cuda" and self._memory.nbytes > 0

@@ -35,7 +35,7 @@ class LocalShard:
     """A tensor of which this rank holds a part."""
 
     name: str
-    placement: Placement  # of the whole
+    placement: Placement  # placement of the whole tensor
     part: Part  # its place in the whole tensor; a scalar counts as one dim of size 1
     compared: bool  # whether copies must be bit-equal, unlike running statistics, which depend on a rank's samples
     _live: Callable[[], Tensor]

@@ -47,7 +47,7 @@ class Uploads:
         except Exception as error:  # each client has error types of its own
             raise InputError(f"checkpoint.upload: {url}: {error}; expected such as s3://bucket/prefix") from error
         self.url, self.notes = url, list[str]()  # lines to print
-        self.problem: str | None = None  # of the last attempt
+        self.problem: str | None = None  # why the last attempt failed; None if it did not
         self.under_way: int | None = None  # the step whose checkpoint is being read now
         self._keep, self._evaluations = keep, dict[int, dict[str, float]]()
         self._lock, self._again = threading.Lock(), False

@@ -90,8 +90,8 @@ def python_file(path: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None  # the path names a file
-    assert spec.loader is not None  # whose name ends in .py
+    assert spec is not None  # the file exists
+    assert spec.loader is not None  # and its name ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module while the class is created
     try:

@@ -121,7 +121,7 @@ def _square(width: int, height: int, draw: random.Random | None) -> tuple[tuple[
 
 
 class ImageSource(NamedTuple):
-    """An opened source of images, not augmented."""
+    """An opened source of images, without augmentation."""
 
     train: "ArrayImages | FolderImages"
     validation: "ArrayImages | FolderImages"  # the same samples as `train` if a share of them is to be held out

@@ -16,8 +16,8 @@ class Stream:
     """Runs (contiguous ranges) of a token file, read as one sequence of tokens."""
 
     def __init__(self, corpus: Corpus, starts: np.ndarray, lengths: np.ndarray, documents: int) -> None:
-        """`starts`, `lengths`: the runs, in tokens of the file; adjacent runs are merged. `documents`: the number of
-        documents that begin in the stream."""
+        """`starts`, `lengths`: the runs, in tokens of the file; adjacent runs are merged. `documents`: how many of them
+        begin in the stream."""
         starts, lengths = _merge(starts, lengths)
         ends = np.cumsum(lengths)
         self.corpus, self.documents = corpus, documents
