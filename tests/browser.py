@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over the pipe of its DevTools protocol: pages as wide as a phone, keys, pictures."""
+"""A headless Chromium, driven over the pipe of its DevTools protocol: page widths, keys, touches, screenshots."""
 
 import base64
 import json
@@ -17,7 +17,7 @@ KEYS = {"Tab": 9, "Enter": 13, "End": 35, "Home": 36, "ArrowRight": 39, "ArrowDo
 
 
 class Page:
-    """One page. `complaints`: what its scripts threw and its console said, and requests that failed."""
+    """One page. `complaints`: exceptions of its scripts, errors of its console, and failed requests."""
 
     def __init__(self, writes: int, reads: int) -> None:
         self._writes, self._reads = os.fdopen(writes, "wb", 0), os.fdopen(reads, "rb")
@@ -59,7 +59,7 @@ class Page:
             self.requests.append(event["request"]["url"])
 
     def open(self, url: str, width: int, height: int = 900) -> None:
-        """As a screen of this width shows it, in pixels; below 600 it is a phone's."""
+        """Opens a URL on a screen of this width in pixels; below 600 it is a phone's."""
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
                    mobile=width < 600)  # fmt: skip
         self._call("Emulation.setTouchEmulationEnabled", enabled=width < 600)
@@ -67,7 +67,7 @@ class Page:
         self.until("document.readyState === 'complete'")
 
     def ask(self, expression: str) -> Any:
-        """What JavaScript says of the expression."""
+        """The value of a JavaScript expression."""
         found = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
@@ -86,25 +86,25 @@ class Page:
             self._call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
 
     def touch(self, *places: tuple[float, float]) -> None:
-        """A finger that comes down at the first place, in the window's pixels, moves to the others, and is lifted."""
+        """Touches the first place (window pixels), moves to the others, and lifts the finger."""
         for number, (x, y) in enumerate(places):
             self._call("Input.dispatchTouchEvent", type="touchMove" if number else "touchStart",
                        touchPoints=[{"x": x, "y": y}])  # fmt: skip
         self._call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
 
     def overflow(self) -> int:
-        """By how many pixels the page is wider than the screen."""
+        """The number of pixels by which the page is wider than the screen."""
         return self.ask("document.scrollingElement.scrollWidth - innerWidth")
 
     def picture(self, path: Path) -> None:
-        """The whole page, however long."""
+        """Saves a screenshot of the whole page, however long."""
         content = self._call("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(content["data"]))
 
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[Page]:
-    """Raises: nothing, but the test fails where Chromium is not installed."""
+    """Starts Chromium with a page. The test fails if Chromium is not installed."""
     program = shutil.which("chromium") or shutil.which("google-chrome")
     if program is None:
         pytest.fail("Chromium is missing: apt-get install chromium")

@@ -1,15 +1,15 @@
-"""What holds for all tests."""
+"""Settings for all tests."""
 
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-# Machines are noisy: how long an example takes says nothing.
+# No deadlines: on noisy machines the duration of an example means nothing.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
-# Of two files at a time, a long one that comes last leaves a core idle.
+# Start the longest files first: when two files run at a time, a long one at the end would leave a core idle.
 LONGEST = (
     "parity/test_parity.py",
     "checkpoint/test_matrix.py",

@@ -1,11 +1,11 @@
-"""Runs a script in a job of several processes of this machine, forked from one that has imported torch: importing it
-takes each process longer than most of what tests do.
+"""Runs a script as a job of several processes on this machine, forked from one that has imported torch: importing it
+in each process would take longer than most tests.
 
-    python tests/forked.py PROCESSES SCRIPT [ARGUMENT ...]       or -m MODULE for the script, as python has it
-    python tests/forked.py --serve DESCRIPTOR                    jobs, one after the other, asked for over a socket
+    python tests/forked.py PROCESSES SCRIPT [ARGUMENT ...]       or -m MODULE instead of the script, as for python
+    python tests/forked.py --serve DESCRIPTOR                    jobs, one after the other, requested over a socket
 
-The environment is torchrun's, and so is what happens when a process fails: the others are ended. What a user starts is
-tested under torchrun itself.
+The environment is that of torchrun, and as under torchrun, the other processes are ended when one fails. Commands for
+users are tested under torchrun itself.
 """
 
 import gc
@@ -16,20 +16,20 @@ import signal
 import socket
 import sys
 
-import torch._inductor.compile_fx  # noqa: F401  what runs and plans import later on, and with it torch
+import torch._inductor.compile_fx  # noqa: F401  imports torch, and what runs and plans import later
 
 import meshtrain.run.results
 import meshtrain.train
 from tests.launching import free_port
 
-# The picture at the end of a run takes longer than all of its steps; those of torchrun's jobs draw it.
+# The picture at the end of a run takes longer than all its steps; tests under torchrun draw it.
 meshtrain.run.results.plot_loss = lambda *_: "no picture is drawn"
 
 
 def main(processes: int, script: str, *arguments: str) -> int:
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
-    gc.freeze()  # no collection in a process looks through all of torch, which takes long and copies its memory,
-    gc.unfreeze = lambda: None  # not even when a training is done with its own freezing
+    gc.freeze()  # keeps collections in a child from traversing all of torch, which is slow and copies its memory,
+    gc.unfreeze = lambda: None  # also after training has undone its own freezing
     running = set()
     for rank in range(processes):
         pid = os.fork()
@@ -50,10 +50,10 @@ def main(processes: int, script: str, *arguments: str) -> int:
 
 
 def run(script: str, *arguments: str) -> None:
-    """What `python SCRIPT ARGUMENTS` runs."""
+    """Runs what `python SCRIPT ARGUMENTS` would run."""
     if script == "-m":
         sys.argv = list(arguments)
-        sys.modules.pop(arguments[0], None)  # it is run, as `__main__`, and not imported
+        sys.modules.pop(arguments[0], None)  # it is run as `__main__` rather than imported
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = [script, *arguments]
@@ -62,8 +62,8 @@ def run(script: str, *arguments: str) -> None:
 
 
 def serve(descriptor: int) -> list[str]:
-    """Forks a process for each job that is asked for (`launching.ForkServer`) and answers with its number and then
-    with its status. Returns in that process alone, with the arguments of the job."""
+    """Forks a process for each requested job (`launching.ForkServer`) and answers with its pid, later with its status.
+    Returns only in the forked process, with the arguments of the job."""
     with socket.socket(fileno=descriptor) as requests:
         while True:
             request, files, _, _ = socket.recv_fds(requests, 1 << 20, 2)

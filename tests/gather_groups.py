@@ -1,6 +1,6 @@
 """Run under torchrun: builds the mesh of each layout of argv[1], gathers the ranks over every group, prints them.
 
-Neighbours of a pipeline have the groups that they have on NCCL. `experts` beside the axes: over how many ranks.
+Neighbouring pipeline ranks get the groups that they have on NCCL. `experts` next to the axes: size of expert_parallel.
 """
 
 import json

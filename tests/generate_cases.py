@@ -1,4 +1,4 @@
-"""Texts on layouts of several ranks, compared with those of one process without a cache; see test_generate.py.
+"""Generates text on layouts of several ranks and compares it with one process without a cache; see test_generate.py.
 
 torchrun ... generate_cases.py        prints a JSON object: how many texts were compared
 """
@@ -32,7 +32,7 @@ LAYOUTS = {
     2: ["{tp: 2}", "{pp: 2}", "{cp: 2}", "{dp_shard: 2}"],
     4: ["{dp_shard: 2, tp: 2}", "{pp: 2, tp: 2}", "{cp: 2, tp: 2}"],
 }
-OF_LAYOUT = {  # each costs many exchanges: few cells
+OF_LAYOUT = {  # few cells, since each costs many exchanges
     "{}": tuple(MODELS),
     "{tp: 2}": ("llama", "dynamic", "latent attention"),
     "{pp: 2}": ("llama", "qwen3"),
@@ -51,7 +51,7 @@ def config_of(name: str, layout: str, world: int) -> Config:
 
 
 def texts_of(name: str) -> list[list[int]]:
-    """By one process, without a cache, each alone: greedy ones, and the first once more at a temperature."""
+    """Texts by one process without a cache, one at a time: greedy ones, and the first again at a temperature."""
     config = config_of(name, "{}", 1)
     assert config.resolved is not None
     model = build_model(config, Mesh(config.resolved, 0, "cpu", None, {}), CPU)
@@ -67,7 +67,7 @@ def compare(name: str, layout: str, world: int) -> int:
     mesh = meshtrain.build_mesh(config.resolved) if world > 1 else Mesh(config.resolved, 0, "cpu", None, {})
     model = build_model(config, mesh, CPU)
     how = {"seq_len": S, "device": CPU, "seed": 3}
-    for prompts in (PROMPTS, PROMPTS[:1]):  # what stands beside a prompt changes nothing
+    for prompts in (PROMPTS, PROMPTS[:1]):  # other prompts in a batch change nothing
         found = generate_batch(model, prompts, LENGTH, temperature=0, **how)
         assert found == expected[: len(prompts)], f"{name} on {layout}: {found} {expected}"
         drawn = generate_batch(model, prompts, LENGTH, temperature=1.5, **how)

@@ -1,4 +1,4 @@
-"""Starts jobs of several processes for tests, with a time limit, and sees that no process is left behind."""
+"""Starts jobs of several processes for tests, with a time limit, and checks that no process is left behind."""
 
 import atexit
 import json
@@ -47,7 +47,7 @@ class Finished:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The environment for a job: one thread per process, no GPU unless asked for, and nothing of a launcher's that
+    """The environment for a job: one thread per process, no GPU unless requested, and no variable of a launcher that
     runs the tests themselves."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -64,7 +64,7 @@ def run(
 def run_together(
     commands: Sequence[Sequence[str]], *, timeout: float = 240, env: Mapping[str, str] | None = None, cwd: Path = ROOT
 ) -> list[Finished]:
-    """Runs commands side by side, for instance the agents of several hosts; nothing of them lives on afterwards."""
+    """Runs commands concurrently, for instance the agents of several hosts; none of their processes survives."""
     mark = uuid.uuid4().hex
     jobs = [
         subprocess.Popen(
@@ -101,7 +101,7 @@ def torchrun(processes: int, *arguments: str, timeout: float = 240, env: Mapping
 
 
 class ForkServer:
-    """A process that has imported torch once for all jobs of the tests, and forks one after the other (forked.py)."""
+    """A process that has imported torch once, and forks the tests' jobs one after the other (forked.py)."""
 
     def __init__(self) -> None:
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -149,11 +149,11 @@ class ForkServer:
         self.process.wait()
 
 
-_idle_servers: list[ForkServer] = []  # a job that is started beside another one has its own
+_idle_servers: list[ForkServer] = []  # concurrent jobs have a server each
 
 
 def forked(processes: int, *arguments: str | Path, timeout: float = 240, cwd: Path = ROOT) -> Finished:
-    """A job on this host that starts faster than torchrun does (forked.py), for what is no test of starting."""
+    """A job on this host that starts faster than under torchrun (forked.py), for tests that do not test starting."""
     try:
         server = _idle_servers.pop()
     except IndexError:
@@ -162,14 +162,14 @@ def forked(processes: int, *arguments: str | Path, timeout: float = 240, cwd: Pa
     try:
         done = server.run([str(part) for part in (processes, *arguments)], timeout=timeout, cwd=cwd)
     except BaseException:
-        server.close()  # it may be in the midst of a job, whose status nobody waits for any more
+        server.close()  # it may be in the middle of a job, whose status can no longer be received
         raise
     _idle_servers.append(server)
     return done
 
 
 def side_by_side(*calls: Callable[[], T]) -> list[T]:
-    """What each returns: jobs of which one leaves a core idle now and then."""
+    """Calls functions concurrently and returns their results: for jobs that leave a core idle at times."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [done.result() for done in [pool.submit(call) for call in calls]]
 
@@ -201,7 +201,7 @@ def free_port() -> int:
 
 
 def marked(mark: str, session: int | None = None) -> list[int]:
-    """The processes of a job, or of a session too, that are still there (zombies are not)."""
+    """The living processes of a job or of a session (zombies do not count)."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -209,13 +209,13 @@ def marked(mark: str, session: int | None = None) -> list[int]:
             in_session = int(of_session) == session and state != "Z"
             if in_session or f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
                 found.append(int(folder.name))
-        except OSError:  # it has gone meanwhile, or is a zombie
+        except OSError:  # it has ended meanwhile, or is a zombie
             continue
     return found
 
 
 def wait_until_gone(mark: str, seconds: float = 15, session: int | None = None) -> list[int]:
-    """What is left of a job after a while; DataLoader's workers notice within seconds that their parent is gone."""
+    """The processes left of a job after a while; DataLoader's workers notice within seconds that their parent ended."""
     deadline = time.monotonic() + seconds
     while (left := marked(mark, session)) and time.monotonic() < deadline:
         time.sleep(0.1)

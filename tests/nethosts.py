@@ -1,7 +1,7 @@
-"""Several hosts on one machine, by Linux namespaces, and faults between them.
+"""Several hosts on one machine, made of Linux namespaces, and faults between them.
 
-Each host has its own network, name, processes and mounts; a bridge in a namespace of its own joins them, so that
-nothing of the machine's own network is touched and several tests may run at once. Hosts are `node1`, `node2`, ... at
+Each host has its own network, hostname, processes and mounts. A bridge in a separate namespace connects them, so that
+the machine's own network stays untouched and several tests may run at once. Hosts are `node1`, `node2`, ... at
 10.77.0.1, 10.77.0.2, ..., and each has its own /etc/hosts with all names. Needs root and iproute2.
 
     with Network(2, tmp_path) as network:
@@ -33,16 +33,16 @@ def why_not() -> str | None:
 
 
 class Network:
-    """Hosts and the bridge between them. `folder` is for their files; leaving the context kills all that runs there."""
+    """Hosts and the bridge between them. `folder` is for their files; leaving the context kills all their processes."""
 
     def __init__(self, hosts: int, folder: Path, *, second: bool = False) -> None:
-        """`second`: every host gets an interface eth1 too, which leads nowhere."""
+        """`second`: every host also gets an interface eth1, which is connected to nothing."""
         self._folder = folder
         self._count = hosts
         self._second = second
         self._holders: list[subprocess.Popen[bytes]] = []
         self._switch = 0
-        self._pids: dict[int, int] = {}  # host -> the first process of it, as the machine numbers it
+        self._pids: dict[int, int] = {}  # host -> pid of its first process, in the machine's own pid namespace
 
     def __enter__(self) -> "Network":
         try:
@@ -54,7 +54,7 @@ class Network:
 
     def __exit__(self, *raised: type[BaseException] | BaseException | TracebackType | None) -> None:
         for holder in self._holders:
-            holder.kill()  # --kill-child takes the first process of the host along, and that all others
+            holder.kill()  # --kill-child also kills the host's first process, which takes all others with it
             holder.wait()
 
     def _build(self) -> None:
@@ -86,8 +86,8 @@ class Network:
         return self._folder / f"node{host}.{name}"
 
     def _hold(self, script: str) -> int:
-        """Starts a namespace's first process; returns its number once the script has come to its last command."""
-        dies = ["setpriv", "--pdeathsig", "KILL"]  # with whoever runs the tests, however that ends
+        """Starts a namespace's first process; returns its pid once the script has reached its last command."""
+        dies = ["setpriv", "--pdeathsig", "KILL"]  # dies with the process that runs the tests, however that ends
         command = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         holder = subprocess.Popen([*dies, *command, "sh", "-c", script], stdin=subprocess.DEVNULL)
         self._holders.append(holder)
@@ -113,8 +113,8 @@ class Network:
     # Use ------------------------------------------------------------------------------------------------------------
 
     def on(self, host: int, *command: str) -> list[str]:
-        """A command line that runs a command on a host, in the folder of whoever runs it."""
-        # `sh` goes to the folder again: entering the mounts leaves it.
+        """A command line that runs a command on a host, in the caller's working directory."""
+        # `sh` changes to the directory again, since entering the mount namespace leaves it.
         enter = ["nsenter", "-t", str(self._pids[host]), "--net", "--uts", "--mount", "--pid", "--"]
         return ["sh", "-c", 'exec "$@"', "sh", *enter, "sh", "-c", 'cd "$0" && exec "$@"', os.getcwd(), *command]
 
@@ -123,43 +123,43 @@ class Network:
         subprocess.run(self.on(host, *command), check=True, capture_output=True)
 
     def names(self, host: int, lines: Sequence[str]) -> None:
-        """Writes a host's /etc/hosts anew: the first line that has a name counts."""
+        """Rewrites a host's /etc/hosts; the first line that has a name counts."""
         self._file(host, "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{line}\n" for line in lines))
 
     # Faults ---------------------------------------------------------------------------------------------------------
 
     def kill(self, host: int) -> None:
-        """The host is gone, with all that runs on it."""
+        """Kills the host with all its processes."""
         os.kill(self._pids[host], signal.SIGKILL)
 
     def cut(self, host: int) -> None:
-        """Its link is down, and nobody is told."""
+        """Takes the host's link down silently."""
         self._in_switch("ip", "link", "set", f"eth0-{host}", "down")
 
     def heal(self, host: int) -> None:
         self._in_switch("ip", "link", "set", f"eth0-{host}", "up")
 
     def slow(self, host: int, rate: str) -> None:
-        """Limits what is sent to a host, for instance to 10mbit."""
+        """Limits the rate of traffic to a host, for instance to 10mbit."""
         limit = ("tbf", "rate", rate, "burst", "64kb", "latency", "100ms")
         self._in_switch("tc", "qdisc", "replace", "dev", f"eth0-{host}", "root", *limit)
 
     def drop(self, host: int, port: int) -> None:
-        """What comes to this port of the host is dropped without a word, as firewalls do."""
+        """Silently drops traffic to this port of the host, as firewalls do."""
         self._rules(host, f"dport {port} blackhole")
 
     def drop_all_but(self, host: int, port: int) -> None:
-        """Nothing comes through to the host but connections to this port, and answers from it."""
+        """Drops all traffic to the host but that of connections to this port, and answers from this port."""
         self._rules(host, f"dport {port} lookup local", f"sport {port} lookup local", "blackhole")
 
     def open_again(self, host: int) -> None:
-        """Nothing is dropped any more: the kernel's own routing rules, and no others."""
+        """Drops nothing any more: restores the kernel's default routing rules."""
         self.do(host, "ip", "rule", "flush")
         for pref, table in (("0", "local"), ("32766", "main"), ("32767", "default")):
             self.do(host, "ip", "rule", "add", "pref", pref, "lookup", table)
 
     def _rules(self, host: int, *rules: str) -> None:
-        """Routing rules that come before the kernel's own, which finds the host's own addresses."""
+        """Installs routing rules ahead of the kernel's rule for the host's own addresses."""
         self.do(host, "ip", "rule", "add", "pref", "100", "lookup", "local")
         self.do(host, "ip", "rule", "delete", "pref", "0")
         for i, rule in enumerate(rules):

@@ -1,7 +1,7 @@
-"""torch's attention of variable length on a CPU: each document by itself, as products, in any type.
+"""torch's variable-length attention on a CPU: each document separately, by matrix products, in any dtype.
 
-torch has kernels of these operators for GPUs only. What is here stands in their place on CPUs, under torch's own
-autograd, shapes for compilers and names, and refuses what those do not take.
+torch has kernels of these operators for GPUs only. This module registers CPU kernels under torch's own operator names,
+autograd and shape functions, and refuses arguments that the GPU kernels do not accept.
 """
 
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ from torch.nn.attention.varlen import _varlen_attn, _varlen_attn_backward
 
 
 def called() -> None:
-    """For tests that count."""
+    """Called by each forward; tests patch it to count calls."""
 
 
 def _documents(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, causal: bool, window: list[int]
 ) -> Iterator[tuple[slice, Tensor, list[Tensor]]]:
-    """Where each lies, which pairs see each other, and queries, keys and values (h, n, e)."""
+    """For each document: its tokens, its mask of query-key pairs, and its queries, keys and values, (h, n, e)."""
     assert q.dtype == k.dtype == v.dtype
     assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     assert q.shape[-1] % 8 == 0

@@ -63,7 +63,7 @@ def listing() -> str:
 
 
 def design() -> str:
-    """docs/design.md with its table as it should be."""
+    """docs/design.md with its table regenerated."""
     return re.sub(BEGIN + ".*?" + END, lambda match: match[1] + table() + match[2], DESIGN.read_text(), flags=re.DOTALL)
 
 

@@ -1,13 +1,13 @@
-"""The commit protocol of one checkpoint, as a thread of each rank runs it while training goes on.
+"""The commit protocol of one checkpoint, run by a thread of each rank while training continues.
 
-The ranks talk through the job's store, so that no collective gets in the way of the training's. Up to six rounds:
+The ranks communicate through the job's store, so that no collective interferes with training's. Up to six rounds:
 
-1. prepare: all compare digests of what must be equal on several ranks;
-2. divergence, only if something was not equal: the ranks concerned give their sums, and the save has failed;
-3. local, only with local disks: each rank has written its file there, and all give their part its name;
+1. prepare: ranks compare digests of the tensors that must be equal on several ranks;
+2. divergence, only if something was not equal: the ranks concerned report their sums, and the save has failed;
+3. local, only with local disks: each rank has written its file to its local disk, and all rename theirs into place;
 4. folder: rank 0 has made the folder to write into, or could not;
-5. room, only with `make_room`: ranks whose disk was full write again if an older checkpoint could go;
-6. commit: each rank has written its file, or could not; if all have, rank 0 gives the checkpoint its name.
+5. room, only with `make_room`: ranks whose disk was full write again if an older checkpoint could be deleted;
+6. commit: each rank has written its file, or could not; if all have, rank 0 renames the checkpoint into place.
 """
 
 import errno
@@ -40,36 +40,36 @@ from meshtrain.job.store import Round
 T = TypeVar("T")
 
 DIVERGED = "what must be equal on several ranks is not"
-PER_ENTRY, PER_BLOCK, PER_FILE = 120, 11, 4096  # bytes: of a header besides names; what file systems round up to
+PER_ENTRY, PER_BLOCK, PER_FILE = 120, 11, 4096  # bytes of a header besides names; the unit file systems round up to
 
-# What the machine is to blame for: the save has failed, and the run may go on.
+# Failures of the machine: the save has failed, and the run may continue.
 FAILURES = (OSError, DamagedError, MemoryError, directory.TakenError)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass
 class CheckpointWrite:
-    """One save of this rank: what it needs, and its outcome. `run` is a thread's, all else public the main thread's."""
+    """One save of this rank: its inputs and its outcome. A thread calls `run`; the main thread all other methods."""
 
     state: State
     folder: Path
     job: Job
     step: int
-    about: Mapping[str, Any]  # the manifest's fields that only the run knows
+    about: Mapping[str, Any]  # fields of the manifest that only the run knows
     snapshot: Snapshot
     sums: Sums
     writing: Callable[[int, Path], None] | None = None  # called before this rank writes its file; may raise OSError
-    local: LocalDisk | None = None  # where it is written first
-    make_room: Callable[[], str | None] | None = None  # rank 0 deletes an older one; says which, None if there is none
-    limit_s: float = math.inf  # after which it is given up
-    given_up: bool = False  # its thread may still wait for the disk
+    local: LocalDisk | None = None  # the local disk, which is written first
+    make_room: Callable[[], str | None] | None = None  # on rank 0: deletes an older checkpoint and names it, or None
+    limit_s: float = math.inf  # seconds after which the save is given up
+    given_up: bool = False  # the save was given up; its thread may still wait for the disk
     done: threading.Event = field(default_factory=threading.Event)
     problem: str | None = None  # why there is no checkpoint, in the same words on every rank
-    diverged: bool = False  # ranks that must hold the same do not: the run has gone wrong before
+    diverged: bool = False  # ranks that must hold the same values do not: the run has gone wrong before
     taken: bool = False  # another job has taken the folder
-    error: BaseException | None = None  # what the thread died of; the job cannot go on
-    written_s: float = 0.0  # from the snapshot until all was on disk
-    waited_s: float = 0.0  # for which training waited for the snapshot
+    error: BaseException | None = None  # the error that ended the thread; the job cannot continue
+    written_s: float = 0.0  # from the snapshot until everything was on disk
+    waited_s: float = 0.0  # time that training waited for the snapshot
     nbytes: int = 0
     notes: list[str] = field(default_factory=list)  # lines for rank 0 to print
 
@@ -79,35 +79,35 @@ class CheckpointWrite:
         self._folder_round, self._room_round, self._commit_round = self.rounds[3:]
         self._written = datetime.now(UTC).isoformat(timespec="seconds")
         self._start = time.perf_counter()
-        self._outcome = threading.Lock()  # on rank 0, taken once: by the thread that decides the outcome
-        self._gathering: Round | None = None  # on rank 0: the round whose answers it waits for
-        self._file_ended = False  # this rank has written its file, or failed to
+        self._outcome = threading.Lock()  # on rank 0: acquired once, by the thread that decides the outcome
+        self._gathering: Round | None = None  # on rank 0: the round whose reports it waits for
+        self._file_ended = False  # whether this rank has written its file, or failed to
 
     @property
     def elapsed_s(self) -> float:
         return time.perf_counter() - self._start
 
     def poll(self) -> bool:
-        """Whether the outcome is known. After `limit_s` rank 0 gives the save up for all."""
+        """Whether the outcome is known. After `limit_s` rank 0 gives the save up for all ranks."""
         if self.done.is_set() or self.given_up:
             return True
         if self.elapsed_s < self.limit_s:
             return False
         if self.job.rank == 0:
             if not self._outcome.acquire(blocking=False):
-                return False  # the thread is just answering
+                return False  # the thread is just broadcasting the outcome
             self.problem = f"it took longer than {self.limit_s:g} s (checkpoint.timeout_s): {self._describe_delay()}"
-            self.given_up = True  # before any rank hears of it: what the thread does then depends on it
+            self.given_up = True  # set before any rank hears of it, since the thread then acts on it
             self._commit_round.broadcast([self.problem, False, self.diverged, True])
         elif self._file_ended or not self._commit_round.has_answer:
-            return False  # the thread hears it
+            return False  # the thread receives the outcome
         else:
             self._receive_outcome()
         self.cancel()
         return True
 
     def _describe_delay(self) -> str:
-        gathering = self._gathering  # which the thread may set to None meanwhile
+        gathering = self._gathering  # the thread may set it to None meanwhile
         late = [] if gathering is None else gathering.missing()
         missing = "has not begun to write"
         if gathering in (self._local_round, self._room_round, self._commit_round):
@@ -124,17 +124,17 @@ class CheckpointWrite:
             meeting.cancel()
 
     def forget(self) -> None:
-        """Rank 0 clears the store of what all ranks have read: they have begun another save since."""
+        """On rank 0: deletes this save's entries in the store; all ranks have read them, and begun another save."""
         for meeting in self.rounds:
             meeting.delete()
 
     def run(self, before: "CheckpointWrite | None") -> None:
-        """The whole protocol; `done` is set at its end, whatever happens."""
+        """Runs the whole protocol; sets `done` at its end, whatever happens."""
         try:
             self.waited_s += self.snapshot.wait()
             problem = self._prepare(before)
             if problem is None and self.local is not None and self.step != self.local.went_on_from:
-                self._write_local(self.local)  # first: it needs nothing of the shared folder
+                self._write_local(self.local)  # first, since it needs nothing of the shared folder
             problem = problem or self._open_folder() or self._write()
             if not self.given_up:
                 self.problem, self.written_s = problem, self.elapsed_s
@@ -149,7 +149,7 @@ class CheckpointWrite:
             self.done.set()
 
     def _prepare(self, before: "CheckpointWrite | None") -> str | None:
-        """The first round, and the second if it is needed; returns why nothing is written."""
+        """The first round, and the second if it is needed; returns why nothing is to be written, or None."""
         self._prepare_round.put([self.sums.digests(), self.sums.inconsistent_ties()])
         if self.job.rank == 0:
             reports = self._gather(self._prepare_round)
@@ -202,7 +202,7 @@ class CheckpointWrite:
         return None
 
     def _with_room(self, write: Callable[[], T]) -> T:
-        """On rank 0: what `write` returns, which is tried again when the disk was full and has room then."""
+        """On rank 0: the result of `write`, which is called once more if the disk was full and room could be made."""
         try:
             return write()
         except OSError as error:
@@ -224,12 +224,12 @@ class CheckpointWrite:
         return note is not None
 
     def _write_local(self, local: LocalDisk) -> None:
-        """A round of its own: if a rank cannot write to its local disk, there is the shared folder."""
+        """The local round. It is separate, since the shared folder remains if a rank cannot write to its local disk."""
         self._require_wanted()
         self._local_round.put(self._report_of(lambda: local.write(self.step, self.snapshot), local.own))
         if self.job.rank == 0:
             reports = self._gather(self._local_round)
-            self._require_wanted()  # else a rank may train on, and have written what is not of this step
+            self._require_wanted()  # else a rank may have trained on, and written values of a later step
             problems = [report["problem"] for report in reports if "problem" in report]
             self._local_round.broadcast([problems, None if problems else self._manifest(reports).to_json()])
         problems, text = self._local_round.receive()
@@ -249,7 +249,7 @@ class CheckpointWrite:
         return Manifest(self.step, state.layout, state.placements, files, self._written, **self.about)
 
     def _write(self) -> str | None:
-        """The last round: each rank writes its file, and when all have, rank 0 makes a checkpoint of them."""
+        """The last rounds: each rank writes its file, and when all have, rank 0 makes a checkpoint of them."""
         self._require_wanted()
         path = directory.unfinished_path(self.folder, self.step) / file_of(self.job.rank)
         report = self._report_of(lambda: self._write_file(path), path)
@@ -265,7 +265,7 @@ class CheckpointWrite:
         self._file_ended = True
         if self.job.rank == 0:
             problem = self._commit(self._gather(self._commit_round))
-            self._claim_outcome()  # if it was given up just now, there is a checkpoint all the same
+            self._claim_outcome()  # if the save was given up just now, the checkpoint exists all the same
             self._commit_round.broadcast([problem, self.taken, False, False])
         return self._receive_outcome()
 
@@ -277,7 +277,7 @@ class CheckpointWrite:
         return write_shard(path, self.snapshot.tensors())
 
     def _report_of(self, write: Callable[[], File], path: Path) -> dict[str, Any]:
-        """What this rank tells of its file: size and checksum, or why there is none, and whether a disk is full."""
+        """This rank's report on its file: size and checksum, or why there is none, and whether a disk was full."""
         try:
             return asdict(write())
         except FAILURES as error:
@@ -285,7 +285,7 @@ class CheckpointWrite:
             return {"problem": self._describe_error(error, path), "full": full}
 
     def _commit(self, reports: Sequence[Mapping[str, Any]]) -> str | None:
-        """Rank 0: the manifest and the name, or the end of what could not be written."""
+        """On rank 0: writes the manifest and renames the folder, or removes what could not be finished."""
         problems = [report["problem"] for report in reports if "problem" in report]
         try:
             if not problems and not self.given_up:
@@ -310,13 +310,13 @@ class CheckpointWrite:
             raise CancelledError("the save was given up")
 
     def _claim_outcome(self) -> None:
-        """On rank 0, in the thread, before the answer that ends the save: there is one such answer only."""
+        """On rank 0, in the thread, before the broadcast that ends the save: only one such broadcast may be made."""
         if not self._outcome.acquire(blocking=False):
             raise CancelledError("the save was given up")
 
     def _receive_outcome(self) -> str | None:
         self.problem, self.taken, self.diverged, given_up = self._commit_round.receive()
-        self.given_up = given_up  # after the problem: the main thread looks at this first
+        self.given_up = given_up  # set after the problem: the main thread reads `given_up` first
         return self.problem
 
     def _describe_error(self, error: Exception, path: Path) -> str:
@@ -330,7 +330,7 @@ class CheckpointWrite:
 
 
 def checkpoint_bytes(placements: Mapping[str, Placement], ranks: int) -> int:
-    """How many bytes a checkpoint of these tensors takes, headers included, and a little more rather than less."""
+    """Bytes that a checkpoint of these tensors takes, headers included, slightly overestimated."""
     tensors = sum(Entry(name, tensor.dtype, tensor.shape).nbytes for name, tensor in placements.items())
     header = PER_FILE + sum(2 * len(name) + PER_ENTRY for name in placements)
     return tensors + tensors // BLOCK * PER_BLOCK + ranks * header

@@ -1,4 +1,4 @@
-"""Config diff: what may differ between the run that saved a checkpoint and the one that goes on from it."""
+"""Config diff: what may differ between the run that saved a checkpoint and the run that resumes from it."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -14,28 +14,28 @@ from meshtrain.job.process import Job
 if TYPE_CHECKING:
     from meshtrain.checkpoint.resume import RunSpec
 
-DATA = "the data"  # as a whole: its fingerprint and size
+DATA = "the data"  # name of the data as a whole: its fingerprint and size
 _FIXED = ("model.", "data.", "batch.global_size", "train.seed", "train.freeze", "train.lora")
-# Of these sections: where the run began or where its data lies and how it is read, but not what it learns from what.
+# Keys of these sections that may differ: where the run started from, where its data lies, and how it is read.
 _FREE = ("model.preset", "model.weights", "data.path", "data.cache", "data.workers", "data.prefetch", "data.pin_memory")
 _UNLISTED = frozenset(
     ("checkpoint.resume", "checkpoint.path", "train.output", "train.time_limit", "train.steps", "train.chaos")
-) | {"parallel.expert_parallel"}  # as the layout: what it stood for is compared
-_FILES = ("model.name", "data.source", "data.validation", "data.tokenizer")  # names, or paths, which may have moved
+) | {"parallel.expert_parallel"}  # compared as resolved, beside the layout
+_FILES = ("model.name", "data.source", "data.validation", "data.tokenizer")  # names or paths; files may have moved
 
 
 @dataclass
 class Changes:
-    """What differs, each as `train.seed: 0 -> 1` (then, now)."""
+    """Differences, each as `train.seed: 0 -> 1` (then, now)."""
 
-    refused: list[str] = field(default_factory=list)  # what contradicts the checkpoint
-    listed: list[str] = field(default_factory=list)  # the rest
-    other_data: bool = False  # some of what is refused is of the data
+    refused: list[str] = field(default_factory=list)  # differences that contradict the checkpoint
+    listed: list[str] = field(default_factory=list)  # the other differences
+    other_data: bool = False  # whether a refused difference is one of the data
 
     def add(
         self, name: str, then: Any, now: Any, *, refuse: bool = False, words: Callable[[Any], object] = lambda x: x
     ) -> None:
-        """`words`: what people read of a value, which may be less than what is compared."""
+        """`words`: the printed form of a value, which may show less than is compared."""
         if then != now:
             line = f"{name}: {yaml_text(words(then))} -> {yaml_text(words(now))}"
             printable = "".join(c if c.isprintable() else "?" for c in line)  # a checkpoint is not trusted
@@ -46,10 +46,10 @@ class Changes:
 def compare_configs(
     then: Mapping[str, Any], now: Mapping[str, Any], *, other_data: bool = False, step: int | None = None
 ) -> Changes:
-    """Two configs as section -> key -> value, as JSON gives them back; `other_data`: the section `data` may differ.
-    `step`: of the checkpoint; what changes at later steps, lengths, batch sizes and weights, may differ.
+    """Compares two configs, section -> key -> value as read from JSON; `other_data`: the section `data` may differ.
+    `step`: the checkpoint's step; lengths, batch sizes and weights that change at later steps may differ.
 
-    Keys that only one of them has were taken away or added by another version of meshtrain, and its default stands.
+    Keys that only one config has were removed or added by another version of meshtrain; its default applies.
     """
     changes = Changes()
     before, after = dict(_keys(then, step)), dict(_keys(now, step))
@@ -68,7 +68,7 @@ def compare_configs(
 
 def _keys(config: Mapping[str, Any], step: int | None) -> Iterator[tuple[str, Any]]:
     for section, keys in config.items():
-        if section != "layout" and isinstance(keys, Mapping):  # the layout that -1 stood for is compared, not the -1
+        if section != "layout" and isinstance(keys, Mapping):  # the resolved layout is compared instead, without -1
             for key, value in keys.items():
                 name = f"{section}.{key}"
                 if name in ("batch.global_size", "data.seq_len_warmup"):
@@ -80,7 +80,7 @@ def _keys(config: Mapping[str, Any], step: int | None) -> Iterator[tuple[str, An
 
 
 def _source(source: Any, step: int | None) -> Any:
-    """What of a source is compared: its data may have moved, and its fingerprint is."""
+    """The keys of a source that are compared. Its data may have moved, and is compared by its fingerprint."""
     if not isinstance(source, Mapping):
         return source
     own = {key: value for key, value in source.items() if key not in ("path", "epochs")}
@@ -88,7 +88,7 @@ def _source(source: Any, step: int | None) -> Any:
 
 
 def _until(value: Any, step: int | None) -> Any:
-    """A value that may change at steps, as far as steps up to this one have it."""
+    """A value that may change at steps, restricted to the changes before `step`."""
     if not isinstance(value, list) or step is None:
         return value
     past = [change for change in value if isinstance(change, list) and change[0] in range(max(step, 1))]
@@ -96,12 +96,12 @@ def _until(value: Any, step: int | None) -> Any:
 
 
 def compare(manifest: Manifest, spec: "RunSpec", job: Job) -> Changes:
-    """What is different now from what the checkpoint was written with."""
+    """The differences between this run and the run that wrote the checkpoint."""
     other_data = spec.config.checkpoint.allow_other_data
     now_config = json.loads(json.dumps(spec.config.plain()))
     changes = compare_configs(manifest.config, now_config, other_data=other_data, step=manifest.step)
     then, now = _data(manifest.data), _data(spec.data)
-    if len(then[1]) == 1:  # before images had a fingerprint of the validation
+    if len(then[1]) == 1:  # written before images had a fingerprint of the validation set
         now = now[0], now[1][:1]
     changes.add(DATA, then, now, refuse=not other_data, words=_data_words)
     assert job.layout is not None
@@ -114,7 +114,7 @@ def compare(manifest: Manifest, spec: "RunSpec", job: Job) -> Changes:
 
 
 def _data(about: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """The number of samples, and the digests of the training's data and of the validation's own."""
+    """The number of training samples, and the digests of the training data and of a separate validation set."""
     return about.get("train"), str(about.get("fingerprint")).split()
 
 
@@ -123,7 +123,7 @@ def _data_words(data: tuple[Any, list[str]]) -> str:
 
 
 def check(manifest: Manifest, spec: "RunSpec", job: Job, checkpoint: Path) -> None:
-    """Raises InputError if a checkpoint is another run's: all that differs and may not is named, with both values."""
+    """Raises InputError if a checkpoint is not of this run; names every refused difference, with both values."""
     changes = compare(manifest, spec, job)
     if changes.refused:
         way = "take the values of the checkpoint, or another folder for another run with train.output=FOLDER"
@@ -140,7 +140,7 @@ def check(manifest: Manifest, spec: "RunSpec", job: Job, checkpoint: Path) -> No
 
 
 def counters_of(manifest: Manifest) -> dict[str, Any]:
-    """What a run had counted, as its step logger wrote it; InputError if it is something else."""
+    """The counters of a run as its step logger wrote them. Raises InputError: they are something else."""
     counters: Mapping[str, Any] = manifest.counters
     epoch: Any = counters.get("epoch")
     good = type(counters.get("tokens")) is int and isinstance(epoch, dict)

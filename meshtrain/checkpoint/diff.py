@@ -1,4 +1,4 @@
-"""Diff of two checkpoints, whatever layouts wrote them: whole tensors are compared, block by block, without torch."""
+"""Diff of two checkpoints written by any layouts: whole tensors are compared, block by block, without torch."""
 
 import math
 from collections.abc import Iterator
@@ -17,39 +17,39 @@ from meshtrain.huggingface.safetensors import SIZES
 from meshtrain.parallel.sharding import Part, overlap, shape_of, within
 
 BLOCK = 16 * 2**20  # bytes of a tensor that are compared at a time
-STATE = ("step", "samples", "tokens", "data", "rng")  # what a run goes on from, besides the tensors
-ABOUT = ("evaluation", "layout", "experts", "versions", "config")  # what tells how it came to that
+STATE = ("step", "samples", "tokens", "data", "rng")  # the state of a run besides its tensors
+ABOUT = ("evaluation", "layout", "experts", "versions", "config")  # how that state was reached
 _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1"}
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor that is not the same in both."""
+    """A tensor that is not the same in both checkpoints."""
 
     name: str
-    what: str  # differs, for people
-    elements: int | None = None  # that have other bits; None: the two cannot be compared
-    largest: float | None = None  # difference between two elements, as far as that is a number
-    at: tuple[int, ...] | None = None  # the index of these two
+    what: str  # the difference in words
+    elements: int | None = None  # number of elements whose bits differ; None: the tensors cannot be compared
+    largest: float | None = None  # the largest difference between two elements; inf if one of them is NaN
+    at: tuple[int, ...] | None = None  # the index of that largest difference
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Two checkpoints side by side; `state` and `about` are key -> both values, where they differ."""
+    """The differences between two checkpoints; `state` and `about` are key -> both values, where they differ."""
 
-    compared: int  # tensors that both have
-    tensors: list[TensorDifference]  # those that are not bit-equal, in the order of the first checkpoint's
-    state: dict[str, tuple[Any, Any]]  # of the rest that a run goes on from
-    about: dict[str, tuple[Any, Any]]  # of what tells how it came to that: no difference of state
+    compared: int  # number of tensors that both have
+    tensors: list[TensorDifference]  # tensors that are not bit-equal, in the order of the first checkpoint
+    state: dict[str, tuple[Any, Any]]  # differences in the rest of the state
+    about: dict[str, tuple[Any, Any]]  # differences in how the state was reached
 
     @property
     def same(self) -> bool:
-        """Whether a run goes on from both in the same way."""
+        """Whether a run continues identically from either."""
         return not self.tensors and not self.state
 
 
 def diff(a: Path, b: Path) -> Difference:
-    """Compares two checkpoints; DamagedError if one is not intact where it was read, InputError if one is none."""
+    """Compares two checkpoints. Raises DamagedError: one is damaged where it was read; InputError: not a checkpoint."""
     with ShardReader(a, open_manifest(a)[0]) as first, ShardReader(b, open_manifest(b)[0]) as second:
         names = dict.fromkeys([*first.manifest.tensors, *second.manifest.tensors])
         tensors = [difference for name in names if (difference := _compare(name, first, second)) is not None]
@@ -88,7 +88,7 @@ def _compare(name: str, first: ShardReader, second: ShardReader) -> TensorDiffer
 
 
 def _boxes(whole: Part, size: int) -> Iterator[Part]:
-    """Parts of at most BLOCK bytes: rows, and where one row is larger, parts of it."""
+    """Boxes of at most BLOCK bytes: rows, or parts of a row if one row is larger."""
     shape = shape_of(whole)
     nbytes = math.prod(shape) * size
     if nbytes == 0:
@@ -106,7 +106,7 @@ def _boxes(whole: Part, size: int) -> Iterator[Part]:
 def _bits(checkpoint: ShardReader, name: str, tensor: Placement, box: Part) -> np.ndarray:
     """A box of a tensor, flat, as unsigned integers.
 
-    A box takes all of the dims after the one that it cuts and one index of those before: one stretch of a piece.
+    A box spans all dims after the one it cuts and one index of the dims before: it is contiguous within each piece.
     """
     size = SIZES[tensor.dtype]
     bits = np.empty(shape_of(box), f"<u{size}")
@@ -121,7 +121,7 @@ def _bits(checkpoint: ShardReader, name: str, tensor: Placement, box: Part) -> n
 
 
 def _numbers(bits: np.ndarray, dtype: str) -> np.ndarray:
-    """The values of elements given by their bits, in float64."""
+    """The values in float64 of elements given by their bits."""
     if dtype == "BF16":  # the upper half of a float32
         return (bits.astype("<u4") << 16).view("<f4").astype(np.float64)
     return bits.view(_NUMPY.get(dtype, bits.dtype.str)).astype(np.float64)
@@ -131,4 +131,4 @@ def _values(a: Manifest, b: Manifest, keys: tuple[str, ...]) -> dict[str, tuple[
     fields = [vars(x) | {"layout": str(x.layout), "experts": x.layout.experts} for x in (a, b)]
     of_a, of_b = (dict(flat_items({key: field[key] for key in keys})) for field in fields)
     pairs = {name: (of_a.get(name), of_b.get(name)) for name in dict.fromkeys([*of_a, *of_b])}
-    return {name: (x, y) for name, (x, y) in pairs.items() if repr(x) != repr(y)}  # a NaN is equal to itself
+    return {name: (x, y) for name, (x, y) in pairs.items() if repr(x) != repr(y)}  # by repr, so that NaN equals NaN

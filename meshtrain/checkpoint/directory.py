@@ -1,8 +1,8 @@
-"""A directory of checkpoints: which are there, and how one appears in it whole or not at all.
+"""A directory of checkpoints: which it holds, and how a checkpoint appears in it whole or not at all.
 
-A checkpoint is written into `.step_0000100.tmp`, by all ranks. When all files are on disk, so is the manifest, and then
-COMPLETE with the manifest's checksum; only then does the folder get its name. A process that is killed anywhere on this
-way leaves a folder that no reader takes for a checkpoint.
+All ranks write a checkpoint into `.step_0000100.tmp`. When their files are on disk, the manifest is written, and then
+COMPLETE with the manifest's checksum; only then is the folder renamed to its final name. A process killed at any point
+leaves a folder that no reader takes for a checkpoint.
 """
 
 import errno
@@ -25,8 +25,8 @@ from meshtrain.job.storage import fsync_folder, warn, write_whole
 COMPLETE = "COMPLETE"
 CHECKPOINTS = "checkpoints"  # in a run's folder
 LOCK, OWNER = ".lock", ".owner"
-MOST_LAUNCHES, MOST_OF_LAUNCH = 8, 64  # that a folder remembers, and characters of each
-NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # how file systems say that they have none
+MOST_LAUNCHES, MOST_OF_LAUNCH = 8, 64  # number of launches that a folder remembers, and characters of each
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # errors of file systems without locks
 _STEP = re.compile(r"step_(\d{7,18})", re.ASCII)
 _ASIDE = re.compile(r"step_\d{7,18}\.aside-\d+", re.ASCII)
 _UNFINISHED = re.compile(r"\.step_\d{7,18}(\.aside-\d+)?\.(tmp|removed)", re.ASCII)
@@ -37,13 +37,13 @@ def name_of(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step of a checkpoint's folder; None if this is no name of one."""
+    """The step in the name of a checkpoint's folder; None if it is not such a name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and name == name_of(int(match[1])) else None
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps that have a folder, complete or not, ascending; links count for nothing."""
+    """The steps that have a folder, complete or not, ascending. Symbolic links are ignored."""
     try:
         with os.scandir(folder) as entries:
             numbers = [step_of(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False)]
@@ -53,14 +53,14 @@ def steps(folder: Path) -> list[int]:
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints that were written to their end, ascending; their bytes are not looked at."""
+    """The steps of the checkpoints that were written completely, ascending; their contents are not checked."""
     return [step for step in steps(folder) if _exists(folder / name_of(step) / COMPLETE)]
 
 
 def find_checkpoint(path: str | Path) -> Path | None:
-    """The checkpoint that a path means: its own, or the newest complete one of a run or of a folder of checkpoints.
+    """The checkpoint at a path, or the newest complete one if it is the folder of a run or of checkpoints.
 
-    What is in it is not looked at. None: the path means none. InputError: none of those in a folder is complete.
+    Contents are not checked. None: no checkpoint there. Raises InputError: the folder has only incomplete ones.
     """
     path = Path(path).expanduser()
     if (path / MANIFEST).is_file() or step_of(path.name) is not None:
@@ -75,7 +75,7 @@ def find_checkpoint(path: str | Path) -> Path | None:
 
 
 def require_checkpoint(path: str | Path) -> Path:
-    """As `find_checkpoint`, but raises InputError where the path means none."""
+    """As `find_checkpoint`, but raises InputError if there is no checkpoint."""
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
         is_there = "holds no checkpoint" if Path(path).expanduser().is_dir() else "is no folder"
@@ -87,7 +87,7 @@ def require_checkpoint(path: str | Path) -> Path:
 
 
 def _exists(path: Path) -> bool:
-    """As `os.path.lexists`, which takes any error for no; here it is an UnreadableError."""
+    """As `os.path.lexists`, but raises UnreadableError on other errors, where `lexists` returns False."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -98,11 +98,11 @@ def _exists(path: Path) -> bool:
 
 
 def open_manifest(checkpoint: Path) -> tuple[Manifest, str]:
-    """The manifest of a checkpoint and its sha256. All files that it names are there and have their sizes.
+    """The manifest of a checkpoint and its sha256. Checks that all files that it names exist and have their sizes.
 
     Raises:
         DamagedError: something is missing or is not what was written.
-        InputError: there is no such folder, or a newer meshtrain has written it.
+        InputError: there is no such folder, or it was written by a newer meshtrain.
     """
     manifest, digest = read_manifest(checkpoint)
     check_files(checkpoint, manifest)
@@ -110,7 +110,7 @@ def open_manifest(checkpoint: Path) -> tuple[Manifest, str]:
 
 
 def read_manifest(checkpoint: Path) -> tuple[Manifest, str]:
-    """As `open_manifest`, but nothing is asked of the other files."""
+    """As `open_manifest`, but without checking the other files."""
     if not checkpoint.is_dir():
         raise InputError(f"there is no checkpoint {checkpoint}: expected a folder, such as {name_of(100)}")
     if not _exists(checkpoint / COMPLETE):
@@ -129,7 +129,7 @@ def read_manifest(checkpoint: Path) -> tuple[Manifest, str]:
 
 
 def check_files(checkpoint: Path, manifest: Manifest, only: str | None = None) -> None:
-    """Raises DamagedError, which names the first file that is not there or has another size. `only`: this file."""
+    """Raises DamagedError, naming the first file that is missing or has a wrong size. `only`: check only this file."""
     for name, expected in manifest.files.items() if only is None else [(only, manifest.files[only])]:
         descriptor, size = open_plain(checkpoint / name)
         os.close(descriptor)
@@ -138,7 +138,7 @@ def check_files(checkpoint: Path, manifest: Manifest, only: str | None = None) -
 
 
 def read_plain(path: Path, most: int) -> bytes:
-    """The bytes of an untrusted file; DamagedError if it has more than `most`, or is no plain file."""
+    """The bytes of an untrusted file. Raises DamagedError: it has more than `most` bytes, or is not a regular file."""
     descriptor, size = open_plain(path)
     with open(descriptor, "rb") as file:
         if size > most:
@@ -150,21 +150,21 @@ def read_plain(path: Path, most: int) -> bytes:
 
 
 def complete_text(digest: str) -> str:
-    """What COMPLETE holds, of the sha256 of a manifest."""
+    """The content of COMPLETE for the sha256 of a manifest."""
     return dumps({"manifest_sha256": digest}) + "\n"
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty folder for a checkpoint that is to be written; what an earlier try has left is removed.
+    """Makes an empty folder to write a checkpoint into; removes what an earlier attempt left.
 
-    This, `finish` and all that renames or removes raises TakenError if another job has taken a folder of this process.
+    This, `finish` and all that rename or remove raise TakenError if another job has taken a folder of this process.
     """
     check_owner()
     return begin_local(folder, step)
 
 
 def begin_local(folder: Path, step: int) -> Path:
-    """As `begin` on a disk of this host's own, for which the folders that hosts share need not be there."""
+    """As `begin`, on a local disk: does not need the shared folders."""
     folder.mkdir(parents=True, exist_ok=True)
     abandon(folder, step)
     unfinished = unfinished_path(folder, step)
@@ -176,11 +176,11 @@ def finish(
     folder: Path, step: int, manifest_text: str, say: Callable[[str], None] | None = None, *, only: str | None = None
 ) -> Path:
     """Makes the folder of `begin` the checkpoint of its step; `say` gets a line if another folder was in the way.
-    `only`: the file that it has, on a disk of this host's own; the others lie on other hosts.
+    `only`: on a local disk, the one file that it has; the others are on other hosts.
 
     Raises:
-        DamagedError: a file of the manifest is not there.
-        OSError: the disk does not do what it should; there is no checkpoint then.
+        DamagedError: a file of the manifest is missing.
+        OSError: the disk failed; there is no checkpoint then.
     """
     if only is None:
         check_owner()
@@ -202,12 +202,12 @@ def finish(
 
 
 def abandon(folder: Path, step: int) -> None:
-    """Removes what there is of a checkpoint that will not be finished."""
+    """Removes the folder of a checkpoint that will not be finished."""
     _remove_tree(unfinished_path(folder, step))
 
 
 def clear_unfinished(folder: Path) -> list[Path]:
-    """Removes what killed jobs have left, and returns it. Only for the holder of the folder's lock."""
+    """Removes unfinished folders of killed jobs, and returns them. Only for the holder of the folder's lock."""
     check_owner()
     paths = [path for path in folder.iterdir() if _UNFINISHED.fullmatch(path.name)] if folder.is_dir() else []
     for path in paths:
@@ -216,7 +216,7 @@ def clear_unfinished(folder: Path) -> list[Path]:
 
 
 def remove(checkpoint: Path) -> None:
-    """Deletes a checkpoint; it is none from the first moment on."""
+    """Deletes a checkpoint. It is renamed first, so that no reader sees it half deleted."""
     check_owner()
     trash = checkpoint.with_name(f".{checkpoint.name}.removed")
     _remove_tree(trash)
@@ -226,7 +226,7 @@ def remove(checkpoint: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Renames what is in the way to `NAME.aside-1`, or to the next number that is free, and returns the new path."""
+    """Renames a path that is in the way to `NAME.aside-1`, or the next free number, and returns the new path."""
     check_owner()
     number = 1
     while os.path.lexists(aside := path.with_name(f"{path.name}.aside-{number}")):
@@ -245,7 +245,7 @@ def unfinished_path(folder: Path, step: int) -> Path:
 
 
 def _remove_tree(path: Path) -> None:
-    """Removes a folder, or what else has its name; what a link leads to stays."""
+    """Removes a folder, file or link; the target of a link stays."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():
@@ -260,15 +260,15 @@ class TakenError(InputError):
     """Another job has taken a folder that this process held: its file system's locks do not hold between hosts."""
 
 
-_OWNED: dict[Path, bytes] = {}  # the folders that this process holds, and what it has left in each
+_OWNED: dict[Path, bytes] = {}  # folders that this process holds -> the token that it wrote into each
 
 
 def check_owner() -> None:
-    """Raises TakenError if another job has taken a folder of this process; UnreadableError if it cannot be told."""
-    for folder, token in list(_OWNED.items()):  # a thread may look while a folder is let go of
+    """Raises TakenError if another job has taken a folder of this process; UnreadableError if it cannot find out."""
+    for folder, token in list(_OWNED.items()):  # a copy: another thread may release a folder meanwhile
         try:
             current = read_plain(folder / OWNER, 1000)
-        except MissingError:  # no other job has taken the folder by that
+        except MissingError:  # a missing token does not mean that another job has taken the folder
             continue
         if current != token:
             raise TakenError(
@@ -283,7 +283,7 @@ def _process_of(token: bytes) -> str:
 
 
 def owner_changed() -> str | None:
-    """What `check_owner` has to say, if it can tell."""
+    """The message of `check_owner` if another job has taken a folder; None if not, or if it cannot find out."""
     with suppress(OSError):
         try:
             check_owner()
@@ -294,19 +294,19 @@ def owner_changed() -> str | None:
 
 @contextmanager
 def lock_folder(folder: Path, *, takes: bool = True, launch: str | None = None, again: bool = False) -> Iterator[None]:
-    """Holds the exclusive lock of a folder while the body runs. The folder is made if there is none.
+    """Holds the exclusive lock of a folder while the body runs. Makes the folder if it does not exist.
 
-    Where a file system has no locks, or each host its own, the token in `.owner` shows whether another job has come.
+    If the file system has no locks, or locks per host only, the token in `.owner` shows whether another job has come.
 
     Args:
-        takes: leaves a token, so that a job that holds the folder on another host hears of it.
-        launch: of this job, which all of its starts have in common; None: not known.
-        again: this is not its first start.
+        takes: write a token, by which a job that holds the folder on another host notices this one.
+        launch: id of this job's launch, which all its restarts share; None: not known.
+        again: this is a restart of the job.
 
     Raises:
-        TakenError: it is started again, and another launch has taken the folder from it.
+        TakenError: this is a restart, and another launch has taken the folder since.
         InUseError: another process holds the folder; the message says which.
-        InputError: it cannot be locked.
+        InputError: the folder cannot be locked.
     """
     locks = [_lock(folder)]
 
@@ -314,23 +314,23 @@ def lock_folder(folder: Path, *, takes: bool = True, launch: str | None = None, 
         while locks:
             os.close(locks.pop())
 
-    # A process that is forked meanwhile and outlives this one for a moment must not keep the folder locked.
+    # A child that is forked meanwhile and briefly outlives this process must not keep the folder locked.
     os.register_at_fork(after_in_child=close)
     try:
         _write_owner(folder, locks[0], takes, launch, again)
         yield
     finally:
         _OWNED.pop(folder.absolute(), None)
-        with suppress(OSError):  # to close it unlocks it, too
+        with suppress(OSError):  # closing unlocks it, too
             fcntl.flock(locks[0], fcntl.LOCK_UN)
         close()
 
 
 def _write_owner(folder: Path, lock: int, takes: bool, launch: str | None, again: bool) -> None:
-    """Says in the folder who has it, and which launches had it before, the last one first: each is a line."""
+    """Writes into the folder which process holds it, and a line for each launch that held it, the latest first."""
     mine = " ".join((launch or "").encode("ascii", "backslashreplace").decode().split())[:MOST_OF_LAUNCH]
     launches: list[str] = []
-    with suppress(DamagedError):  # or no job has taken it yet
+    with suppress(DamagedError):  # damaged, or missing since no job has taken the folder yet
         launches = read_plain(folder / OWNER, 1000).decode(errors="replace").split("\n")[1:-1] if takes else []
     if again and mine and mine in launches[1:]:
         raise TakenError(

@@ -1,7 +1,7 @@
-"""Loading a checkpoint onto any layout, whatever layout wrote it: each byte is read and proved once, and then sent.
+"""Loading a checkpoint onto any layout, whatever layout wrote it: each byte is read and checked once, then exchanged.
 
-Of ranks that hold the same part each reads a share of its rows, and they exchange these over the mesh. On the layout
-that wrote the checkpoint the share is just what the rank has written: it needs no file but its own.
+Each of the ranks that hold the same part reads a share of its rows, and they exchange these over the mesh. On the
+layout that wrote the checkpoint, the share is exactly what the rank wrote: it reads only its own file.
 """
 
 import math
@@ -26,24 +26,24 @@ from meshtrain.huggingface.safetensors import SIZES
 from meshtrain.layout import Layout
 from meshtrain.parallel.sharding import Part, is_empty, overlap, shape_of, within
 
-THREADS = 4  # that read at once: neither the disk nor a checksum needs Python's lock
-AHEAD = 4 * THREADS  # reads that are asked for before the first of them is done; fewer than files stay open
-CHUNK = 32 * 2**20  # bytes of a read
+THREADS = 4  # reading threads: neither disk reads nor checksums hold the GIL
+AHEAD = 4 * THREADS  # reads in flight; fewer than the files that stay open
+CHUNK = 32 * 2**20  # bytes per read
 NOT_LOCAL: Mapping[int, Path] = {}
 
 
 def read_shares(checkpoint: Path, manifest: Manifest, state: State, local: Mapping[int, Path] = NOT_LOCAL) -> None:
-    """Fills this rank's shares of the state from a checkpoint, whose bits are those that were saved. What else the rank
-    holds comes by `exchange`, once all ranks have read. `local`: where this host has files itself, by their rank.
+    """Fills this rank's shares of the state from a checkpoint, bit for bit as saved. The other rows of its tensors come
+    by `exchange`, once all ranks have read. `local`: folders of files on this host, by the rank that wrote them.
 
     Raises:
-        InputError: the checkpoint is not that of this model; names the tensors. On all ranks, before any is read.
-        DamagedError: a file is not what was written; names file and tensor. Some of the state has been filled.
+        InputError: the checkpoint is not of this model; names the tensors. On all ranks, before any is read.
+        DamagedError: a file is not what was written; names file and tensor. Part of the state may be filled by then.
     """
     problems = differences(manifest.tensors, state.placements)
     if problems:
         raise InputError(f"{checkpoint} does not fit the model: {'; '.join(problems)}")
-    shards = {shard.name: shard for shard in reversed(state.shards)}  # of a tied weight that comes twice the first
+    shards = {shard.name: shard for shard in reversed(state.shards)}  # a tied weight may occur twice: the first counts
     parts = [(shard.name, shard.placement, shard.part) for shard in shards.values()]
     reads = _reads(manifest, state.layout, state.mesh.rank, parts)
     with ShardReader(checkpoint, manifest, local) as files, ThreadPoolExecutor(THREADS, "checkpoint") as pool:
@@ -63,7 +63,7 @@ def read_shares(checkpoint: Path, manifest: Manifest, state: State, local: Mappi
 
 @torch.no_grad()
 def exchange(state: State) -> None:
-    """Brings every rank the rows that others have read for it. All ranks call it, after `read_shares`."""
+    """Sends every rank the rows that other ranks have read for it. All ranks call it, after `read_shares`."""
     layout, rank = state.layout, state.mesh.rank
     locals_of: dict[str, list[Tensor]] = {}
     for shard in state.shards:
@@ -74,7 +74,7 @@ def exchange(state: State) -> None:
             peer = layout.group(rank, "pp")[tensor.stages[0]] if len(tensor.stages) > 1 else rank
             part = part_of_rank(tensor, layout, rank if name in locals_of else peer)
             if part is not None and not is_empty(part):
-                # A stage between two that hold a tied weight passes it on over the pipeline's group.
+                # A stage between two that hold a tied weight takes part in the broadcast over the pipeline's group.
                 target = locals_of[name][0] if name in locals_of else torch.empty(
                     shape_of(part), dtype=DTYPES[tensor.dtype], device=state.mesh.device_type
                 )  # fmt: skip
@@ -85,7 +85,7 @@ def exchange(state: State) -> None:
 
 
 def _spread(state: State, tensor: Placement, part: Part, target: Tensor, axes: list[str]) -> None:
-    """Axis by axis, the innermost first, each rank sends the rows that it has by then."""
+    """Axis by axis, the innermost first, each rank broadcasts the rows that it has so far."""
     layout, rank, known = state.layout, state.mesh.rank, 1
     for axis in [*axes, *["pp"] * (len(tensor.stages) > 1)]:
         known = known if axis != "pp" else copies(tensor, layout) // len(tensor.stages)
@@ -96,7 +96,7 @@ def _spread(state: State, tensor: Placement, part: Part, target: Tensor, axes: l
             first = copy_number(tensor, layout, source) // known * known
             rows = target[within(share_of(part, tensor, layout, first, known), part)]
             if rows.numel():
-                sent = rows.contiguous()  # itself, as a rule
+                sent = rows.contiguous()  # usually no copy
                 dist.broadcast(sent.view(-1).view(torch.uint8), source, group)
                 if sent.data_ptr() != rows.data_ptr():
                     rows.copy_(sent)
@@ -104,7 +104,7 @@ def _spread(state: State, tensor: Placement, part: Part, target: Tensor, axes: l
 
 
 def differences(stored: Mapping[str, Placement], model: Mapping[str, Placement]) -> list[str]:
-    """Why the tensors of a checkpoint are not a state's; a loss scale may be on one side only (another precision)."""
+    """Why a checkpoint's tensors do not fit a state's. Only one of them may have a loss scale (another precision)."""
     missing = [name for name in model if name not in stored and name not in LOSS_SCALE]
     unknown = [name for name in stored if name not in model and name not in LOSS_SCALE]
     both = [(name, stored[name], model[name]) for name in model if name in stored]
@@ -120,7 +120,7 @@ def differences(stored: Mapping[str, Placement], model: Mapping[str, Placement])
 
 
 def files_needed(manifest: Manifest, placements: Mapping[str, Placement], layout: Layout, rank: int) -> set[int]:
-    """The ranks whose files a rank of this layout reads."""
+    """The writing ranks whose files a rank of this layout reads."""
     parts = ((name, tensor, part_of_rank(tensor, layout, rank)) for name, tensor in placements.items())
     return {writer for writer, *_ in _reads(manifest, layout, rank, parts)}
 
@@ -128,9 +128,9 @@ def files_needed(manifest: Manifest, placements: Mapping[str, Placement], layout
 def _reads(
     manifest: Manifest, layout: Layout, rank: int, parts: Iterable[tuple[str, Placement, Part | None]]
 ) -> Iterator[tuple[int, str, Part, Part]]:
-    """Of the parts that a rank holds: whose file it reads, a tensor, its share of it, and a piece in that file."""
+    """What a rank reads for its parts: (rank that wrote the file, tensor, this rank's share, piece in the file)."""
     for name, tensor, share in parts:
-        if share is not None and replica_axes(tensor, layout) is not None:  # else there is no group to exchange it over
+        if share is not None and replica_axes(tensor, layout) is not None:  # else no group can exchange it: read all
             share = share_of(share, tensor, layout, copy_number(tensor, layout, rank))
         if name in manifest.tensors and share is not None and not is_empty(share):
             for writer, piece in pieces(manifest.tensors[name], manifest.layout, share):
@@ -138,7 +138,7 @@ def _reads(
 
 
 def _chunks(tensor: Placement, share: Part, piece: Part) -> Iterator[Part]:
-    """What is needed of a piece, as parts of the whole of at most `CHUNK` bytes, or of one row."""
+    """The overlap of a piece with a share, as parts of the whole tensor of at most `CHUNK` bytes, or one row."""
     rows, *rest = overlap(piece, share)
     width = math.prod(shape_of(piece)[1:]) * SIZES[tensor.dtype]
     step = max(1, CHUNK // max(1, width))

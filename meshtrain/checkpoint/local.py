@@ -1,8 +1,8 @@
-"""Node-local checkpoints: each rank writes its file to a disk of its host first, and reads it there when it goes on.
+"""Node-local checkpoints: each rank writes its file to a disk of its host first, and reads it from there on resume.
 
-`FOLDER/ID/rank_00003/step_0000100` holds what rank 3 has written, the manifest of all files, and COMPLETE. The ID lies
-in the shared folder of the checkpoints: a run that begins anew in a fresh folder finds nothing of an earlier one.
-A manifest with one checksum stands for one checkpoint, so files of two are never read together.
+`FOLDER/ID/rank_00003/step_0000100` holds the file of rank 3, the manifest of all files, and COMPLETE. The ID is stored
+in the shared folder of the checkpoints: a run that starts in a fresh folder finds nothing of an earlier run.
+The checksum of the manifest identifies a checkpoint, so files of two checkpoints are never mixed.
 """
 
 import errno
@@ -24,16 +24,16 @@ from meshtrain.job.storage import write_whole
 from meshtrain.layout import Layout
 
 ID = ".local_id"
-KEPT = 2  # checkpoints of a rank: one that is complete stays while the next is written on other hosts
+KEPT = 2  # checkpoints kept per rank: a complete one stays while other hosts still write the next
 
 Known = tuple[int, str]  # step of a checkpoint and sha256 of its manifest
 
 
 class LocalDisk:
-    """The disk of this host, for one run. All ranks make theirs together."""
+    """The local disk of this host, for one run. All ranks construct it together."""
 
     def __init__(self, root: Path, checkpoints: Path, job: Job) -> None:
-        """InputError, or TrainingError, on every rank: a folder cannot be used."""
+        """Raises InputError or TrainingError on every rank: a folder cannot be used."""
         known = None
         with job.collective_check("looking at the local disks"):
             if job.rank == 0:
@@ -47,13 +47,13 @@ class LocalDisk:
         self._here = [rank for rank in range(job.world_size) if job.layout.host(rank) == job.host]
         self.own = self._of(job.rank)
         self._manifests: dict[Known, Manifest] = {}
-        self.went_on_from: int | None = None  # the step of a checkpoint that is nowhere else
+        self.went_on_from: int | None = None  # step resumed from, if that checkpoint is on local disks only
         with job.collective_check("opening the local disks"):
             try:
                 self.own.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 if error.errno in (errno.EIO, errno.EROFS):
-                    raise  # this host's trouble, and not the user's
+                    raise  # a fault of this host, not of the config
                 raise InputError(
                     f"checkpoint.local: {self.own} cannot be made ({error.strerror}): "
                     "name a folder on a disk of each host"
@@ -63,12 +63,12 @@ class LocalDisk:
         return self._folder / Path(file_of(rank)).stem
 
     def write(self, step: int, snapshot: Snapshot) -> File:
-        """This rank's file, on disk. OSError: it cannot be written."""
+        """Writes this rank's file to disk. Raises OSError: it cannot be written."""
         path = directory.begin_local(self.own, step)
         return write_shard(path / file_of(self._rank), snapshot.tensors())
 
     def finish(self, step: int, manifest_text: str) -> None:
-        """All ranks have written their files: what this one has written is part of a checkpoint."""
+        """Makes this rank's file part of a checkpoint. Called when all ranks have written theirs."""
         if (self.own / name_of(step)).exists():
             directory.remove(self.own / name_of(step))
         directory.finish(self.own, step, manifest_text, only=file_of(self._rank))
@@ -78,7 +78,7 @@ class LocalDisk:
             directory.abandon(self.own, step)
 
     def prune(self) -> None:
-        """Deletes older checkpoints, and what ranks have left that are on other hosts now."""
+        """Deletes older checkpoints, and those of ranks that run on other hosts now."""
         for step in complete_steps(self.own)[:-KEPT]:
             directory.remove(self.own / name_of(step))
         if self._rank == self._here[0]:
@@ -86,25 +86,25 @@ class LocalDisk:
             oldest = complete_steps(self.own)[0]
             for folder in set(self._folder.glob("rank_*")) - own:
                 steps = complete_steps(folder)
-                if steps and steps[-1] < oldest:  # else a rank is at work there, and several hosts share this disk
+                if steps and steps[-1] < oldest:  # else that rank is active, and several hosts share this disk
                     shutil.rmtree(folder)
 
     def remove_later(self, step: int) -> None:
-        """Of the steps that will be made again, and what was not written to its end."""
+        """Deletes checkpoints of steps that will be repeated, and unfinished ones."""
         directory.clear_unfinished(self.own)
         for later in complete_steps(self.own):
             if later > step:
                 directory.remove(self.own / name_of(later))
 
     def inventory(self) -> dict[Known, dict[int, Path]]:
-        """The checkpoints of which this host has files: rank -> folder of its file. The bytes are not looked at."""
+        """The checkpoints of which this host has files -> rank -> folder of its file. Contents are not checked."""
         by_known: dict[Known, dict[int, Path]] = {}
         for folder in self._folder.glob("rank_*"):
             steps: list[int] = []
-            with suppress(OSError):  # a disk that cannot be read has nothing
+            with suppress(OSError):  # a disk that cannot be read counts as empty
                 steps = complete_steps(folder)
             for step in steps:
-                with suppress(InputError, OSError, ValueError, KeyError):  # it is damaged: then it is not there
+                with suppress(InputError, OSError, ValueError, KeyError):  # a damaged checkpoint counts as missing
                     manifest, digest = read_manifest(folder / name_of(step))
                     rank = int(folder.name.removeprefix("rank_"))
                     check_files(folder / name_of(step), manifest, file_of(rank))
@@ -113,12 +113,12 @@ class LocalDisk:
         return by_known
 
     def offers(self, layout: Layout) -> list[Known]:
-        """The checkpoints of which this host has all files that this rank needs on a layout."""
+        """The checkpoints of which this host has every file that this rank needs on a layout."""
         return [known for known, files in self.inventory().items() if self._needs(known, layout) <= files.keys()]
 
     def _needs(self, known: Known, layout: Layout) -> set[int]:
         manifest = self._manifests[known]
         old = manifest.layout
         if (old.sizes, old.experts, old.context_heads) != (layout.sizes, layout.experts, layout.context_heads):
-            return set(range(len(manifest.files)))  # how tensors will lie is not known yet
+            return set(range(len(manifest.files)))  # the placement on the new layout is not known yet
         return files_needed(manifest, manifest.tensors, layout, self._rank)

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint, manifest.json: one line per tensor and one per file, and nothing per tensor and rank.
+"""The manifest of a checkpoint, manifest.json: one line per tensor and one per file, but none per tensor and rank.
 
-Where a slice lies follows from the tensor's placement and the layout (placement.py), so the manifest of 405 billion
-parameters on 4,096 ranks is half a megabyte. Its JSON Schema is beside this file. A reader need not trust it: files
-have the names of the layout's ranks, their sizes bound those of tensors, and text that is printed is printable.
+The location of a slice follows from the tensor's placement and the layout (placement.py), so the manifest of 405
+billion parameters on 4,096 ranks takes half a megabyte. Its JSON Schema is next to this file. Parsing does not trust
+it: file names must be those of the layout's ranks, file sizes bound tensor sizes, and names must be printable.
 """
 
 import json
@@ -20,20 +20,20 @@ from meshtrain.huggingface.safetensors import MAX_DIMS, METADATA, SIZES, Entry
 from meshtrain.layout import Layout, LayoutError
 from meshtrain.parallel.sharding import shape_of
 
-FORMAT = 2  # 1 had no `experts`: they were on every rank
+FORMAT = 2  # format 1 had no `experts`: every rank had all of them
 MANIFEST = "manifest.json"
-MAX_BYTES = 2**25  # of a manifest: ten times what 131,072 ranks need
+MAX_BYTES = 2**25  # the limit of a manifest: ten times what 131,072 ranks need
 
 _CRC32 = re.compile(r"[0-9a-f]{8}")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)", re.ASCII)
 _FIELDS = ("step", "samples", "tokens", "written", "layout", "versions", "rng", "data", "evaluation", "books", "config")
 _OBJECTS = ("versions", "rng", "data", "books", "config")
-_ATTRIBUTES = {"books": "counters"}  # of Manifest, where the file has another word
+_ATTRIBUTES = {"books": "counters"}  # name in the file -> attribute of Manifest, where they differ
 
 
 @dataclass(frozen=True)
 class File:
-    """Size in bytes, and the CRC-32 of all of them as 8 hexadecimal digits."""
+    """A file's size in bytes, and its CRC-32 as 8 hexadecimal digits."""
 
     size: int
     crc32: str
@@ -41,34 +41,34 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in a checkpoint."""
+    """The contents of a checkpoint."""
 
     step: int  # optimizer updates done
-    layout: Layout  # that wrote it
-    tensors: Mapping[str, Placement]  # name -> shape, type and placement
+    layout: Layout  # the layout that wrote it
+    tensors: Mapping[str, Placement]  # name -> shape, dtype and placement
     files: Mapping[str, File]  # name -> size and checksum, one file for each rank of the layout
-    written: str  # when, in ISO 8601, UTC
-    samples: int  # used since the start of the run
-    tokens: int  # valid target tokens of these
-    config: Mapping[str, Any]  # as resolved: section -> key -> value
-    data: Mapping[str, Any]  # fingerprint and sizes
-    versions: Mapping[str, str]  # of what wrote it
-    rng: Mapping[str, Any]  # from what the random numbers of each step follow
-    counters: Mapping[str, Any]  # what the step logger goes on from; `books` in the file
-    evaluation: Mapping[str, float] | None  # of just this step, if there was one
+    written: str  # time of writing, ISO 8601, UTC
+    samples: int  # samples used since the start of the run
+    tokens: int  # valid target tokens of these samples
+    config: Mapping[str, Any]  # the resolved config: section -> key -> value
+    data: Mapping[str, Any]  # fingerprint and sizes of the data
+    versions: Mapping[str, str]  # versions of the software that wrote it
+    rng: Mapping[str, Any]  # the values from which each step's random numbers follow
+    counters: Mapping[str, Any]  # state of the step logger; `books` in the file
+    evaluation: Mapping[str, float] | None  # the evaluation of exactly this step, if there was one
 
     @property
     def total_bytes(self) -> int:
-        """Of all files with tensors."""
+        """Bytes of all files with tensors."""
         return sum(file.size for file in self.files.values())
 
     def entries(self, rank: int) -> dict[str, Entry]:
-        """What a rank's file holds: its written part of each tensor, by name."""
+        """The contents of a rank's file: the part it wrote of each tensor, by name."""
         parts = ((name, tensor, part_to_write(tensor, self.layout, rank)) for name, tensor in self.tensors.items())
         return {name: Entry(name, tensor.dtype, shape_of(part)) for name, tensor, part in parts if part is not None}
 
     def to_json(self) -> str:
-        """The text of manifest.json; DamagedError if it is none that `parse` would take."""
+        """The text of manifest.json. Raises DamagedError: `parse` would not accept it."""
         fields = {name: getattr(self, _ATTRIBUTES.get(name, name)) for name in _FIELDS}
         head = {"format": FORMAT} | fields | {"layout": self.layout.sizes, "experts": self.layout.experts}
         tensors = {name: _about(tensor) for name, tensor in self.tensors.items()}
@@ -80,7 +80,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: str | bytes, path: Path) -> "Manifest":
-        """The manifest in the text of `path`. DamagedError: it is none. InputError: it is of a newer meshtrain."""
+        """The manifest in the text of `path`. Raises DamagedError: it is not one; InputError: of a newer meshtrain."""
         fields = parse_json(text, path)
         if not isinstance(fields, dict):
             raise DamagedError(path, "is no JSON object, as a manifest is")
@@ -99,7 +99,7 @@ def file_of(rank: int) -> str:
 
 
 class _WrongError(ValueError):
-    """What is wrong with a manifest."""
+    """A fault in a manifest; the message says what it is."""
 
 
 def _about(tensor: Placement) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _parse(cls: type[Manifest], fields: dict[str, Any]) -> Manifest:
     tensors = {name: _parse_tensor(name, about, layout) for name, about in fields["tensors"].items()}
     needed = sum(Entry(name, tensor.dtype, tensor.shape).nbytes for name, tensor in tensors.items())
     stored = sum(file.size for file in files.values())
-    if needed > stored:  # no reader allocates more memory than the files have bytes
+    if needed > stored:  # so that no reader allocates more memory than the files have bytes
         raise _WrongError(f"names tensors of {needed:,} bytes and files of {stored:,} bytes")
     evaluation = fields["evaluation"]
     good = evaluation is None or (isinstance(evaluation, dict) and all(map(_is_word, evaluation)))
@@ -145,7 +145,7 @@ def _parse(cls: type[Manifest], fields: dict[str, Any]) -> Manifest:
 
 
 def _parse_files(rows: dict[str, Any], layout: Layout) -> dict[str, File]:
-    """A file for each rank and nothing else, so that no name leads anywhere."""
+    """One file for each rank and no other, so that no name can lead out of the folder."""
     if len(rows) != layout.world_size:
         raise _WrongError(f"names {len(rows)} files, and its layout {layout} has {layout.world_size} ranks")
     foreign = rows.keys() - {file_of(rank) for rank in range(layout.world_size)}
@@ -180,7 +180,7 @@ def _parse_tensor(name: str, about: Any, layout: Layout) -> Placement:
 
 
 def _is_word(value: Any) -> bool:
-    """Text that can be printed to a terminal without harm."""
+    """Whether a value is non-empty text that is safe to print to a terminal."""
     return isinstance(value, str) and value.isprintable() and value != ""
 
 
@@ -196,11 +196,11 @@ def _expect(good: bool, name: str, expected: str, value: Any) -> None:
         raise _WrongError(f"{name if _is_word(name) else ascii(name)}: expected {expected}; found {text}")
 
 
-MAX_DEPTH = 50  # of objects in objects; what was read can be walked through without care
+MAX_DEPTH = 50  # nesting depth of JSON; so recursion over a parsed value is safe
 
 
 def parse_json(text: str | bytes, path: Path) -> Any:
-    """The value of a text as `dumps` makes it; DamagedError, which names `path`, if it is another."""
+    """The value of a text written by `dumps`. Raises DamagedError, naming `path`: it is no such text."""
     try:
         text = text if isinstance(text, str) else text.decode()
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_number, parse_float=_finite)
@@ -212,12 +212,12 @@ def parse_json(text: str | bytes, path: Path) -> Any:
 
 
 def dumps(value: Any) -> str:
-    """JSON on one line. It has no infinity, which a config may hold, and no NaN, which a loss can be: `$float` here."""
+    """JSON on one line. JSON has no infinity (of a config) and no NaN (of a loss): they become `$float` objects."""
     return json.dumps(_with_floats(value), separators=(",", ":"), allow_nan=False)
 
 
 def is_count(value: object, most: int = 2**63 - 1) -> bool:
-    """Whether this is a whole number from 0 on that counts something, which True does not."""
+    """Whether this is an integer from 0 to `most`, and not a bool."""
     return type(value) is int and 0 <= value <= most
 
 

@@ -1,8 +1,8 @@
 """Where every byte of a checkpoint lies: plain arithmetic over the layout that wrote it.
 
-The manifest says of each tensor its global shape and which axes cut it. From that and the layout follows the part that
-each rank holds. Ranks that hold the same part share the work: its rows are cut once more, and each rank writes one of
-the pieces. So each byte is written once, and what a reader needs of which file is found without looking into any.
+The manifest gives each tensor's global shape and the axes that cut it. With the layout, this determines the part that
+each rank holds. Ranks that hold the same part divide the work: its rows are cut once more, and each rank writes one of
+the pieces. So each byte is written once, and a reader knows which file has what without opening any.
 """
 
 from collections.abc import Iterator
@@ -16,24 +16,24 @@ from meshtrain.parallel.sharding import Part, chunk_range, is_empty, local_slice
 class Placement:
     """A tensor of a checkpoint, and how a layout's ranks hold it."""
 
-    shape: tuple[int, ...]  # of the whole; a scalar's counts as one dim of size 1 wherever parts are meant
-    dtype: str  # in safetensors' words, "F32"
-    cuts: tuple[tuple[str, int], ...] = ()  # axis and dim of each cut, in their order
-    stages: tuple[int, ...] = (0,)  # the indices on `pp` of the ranks that hold it, ascending
+    shape: tuple[int, ...]  # the global shape; parts of a scalar have one dim of size 1
+    dtype: str  # safetensors' name, such as "F32"
+    cuts: tuple[tuple[str, int], ...] = ()  # (axis, dim) of each cut, in order
+    stages: tuple[int, ...] = (0,)  # indices on `pp` of the ranks that hold it, ascending
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The shape with a scalar as one dim."""
+        """The shape, with a scalar's as one dim of size 1."""
         return self.shape or (1,)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes whose ranks differ in what they hold."""
+        """The axes along which ranks hold different parts."""
         return ("pp", *(axis for axis, _ in self.cuts))
 
 
 def fits(tensor: Placement, layout: Layout) -> bool:
-    """Whether the layout has the axes that cut a tensor, derived ones too, and none of them twice."""
+    """Whether the layout has all axes that cut a tensor, derived ones included, and none is used twice."""
     try:
         layout.size(*tensor.axes)
     except LayoutError:
@@ -42,7 +42,7 @@ def fits(tensor: Placement, layout: Layout) -> bool:
 
 
 def part_of_rank(tensor: Placement, layout: Layout, rank: int) -> Part | None:
-    """The part of the whole that a rank holds, maybe empty; None on other stages. LayoutError: an unknown axis."""
+    """The part that a rank holds, possibly empty; None on other stages. Raises LayoutError: an unknown axis."""
     if layout.index(rank, "pp") not in tensor.stages:
         return None
     cuts = [(dim, layout.size(axis), layout.index(rank, axis)) for axis, dim in tensor.cuts]
@@ -50,20 +50,20 @@ def part_of_rank(tensor: Placement, layout: Layout, rank: int) -> Part | None:
 
 
 def part_to_write(tensor: Placement, layout: Layout, rank: int) -> Part | None:
-    """The part that a rank writes: a share of the rows of what it holds. None if there is nothing for it to write."""
+    """The part that a rank writes: a share of the rows that it holds. None if it writes nothing."""
     part = part_of_rank(tensor, layout, rank)
     piece = None if part is None else share_of(part, tensor, layout, copy_number(tensor, layout, rank))
     return None if piece is None or is_empty(piece) else piece
 
 
 def copy_number(tensor: Placement, layout: Layout, rank: int) -> int:
-    """The number of a rank among those, of all its stages, that hold the same part of a tensor."""
+    """The index of a rank among the ranks, of all the tensor's stages, that hold the same part of it."""
     stage = tensor.stages.index(layout.index(rank, "pp"))
     return stage * _copies_of_a_stage(tensor, layout) + layout.copy(rank, *tensor.axes)
 
 
 def share_of(part: Part, tensor: Placement, layout: Layout, copy: int, of: int = 1) -> Part:
-    """The rows of a part that the rank of this number writes, or the `of` ranks from this number on."""
+    """The rows of a part that copy number `copy` writes, or the `of` copies from that number on."""
     shares = [
         chunk_range(part[0].stop - part[0].start, copies(tensor, layout), number) for number in (copy, copy + of - 1)
     ]
@@ -71,7 +71,7 @@ def share_of(part: Part, tensor: Placement, layout: Layout, copy: int, of: int =
 
 
 def replica_axes(tensor: Placement, layout: Layout) -> list[str] | None:
-    """The axes over which the copies of a stage lie, innermost first; None: a part of an axis is one of them."""
+    """The axes along which a stage's copies lie, innermost first; None if one of them is only part of an axis."""
     cut = tuple(axis for axis, _ in tensor.cuts)
     uncut = [axis for axis, size in layout.sizes.items() if size > 1 and axis != "pp" and not layout.covers(cut, axis)]
     return uncut[::-1] if layout.size(*uncut) == _copies_of_a_stage(tensor, layout) else None
@@ -87,11 +87,11 @@ def _copies_of_a_stage(tensor: Placement, layout: Layout) -> int:
 
 
 def pieces(tensor: Placement, layout: Layout, part: Part) -> Iterator[tuple[int, Part]]:
-    """The pieces that a reader of a part needs, rank and part of the whole, in time for these and not for all ranks."""
+    """The pieces that a reader of a part needs, as (rank, part of the whole), in O(pieces), not O(ranks)."""
     axes = [axis for axis, _ in tensor.cuts]
     cuts = [(dim, layout.size(axis)) for axis, dim in tensor.cuts]
     in_stage = _copies_of_a_stage(tensor, layout)
-    # The parts that ranks hold are cut once more, by rows, into what each of them writes.
+    # The parts that ranks hold are cut once more, by rows, into the pieces that each of them writes.
     all_cuts = [*cuts, (0, copies(tensor, layout))]
     for (*indices, copy), piece in overlapping(all_cuts, tuple(slice(0, size) for size in tensor.dims), part):
         stage, number = divmod(copy, in_stage)

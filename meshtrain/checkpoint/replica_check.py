@@ -1,7 +1,7 @@
-"""Replica check: do ranks that must hold the same hold the same? Memory that fails silently shows here, in no loss.
+"""Replica check: whether ranks that must hold the same values do. Shows silent memory faults that no loss reveals.
 
-Each rank adds up the bits of every tensor that others hold too. Tensors with one placement lie alike, so one digest of
-all their sums is enough to compare; which tensor it is that differs is asked only where a digest does.
+Each rank sums up the bits of every tensor that other ranks hold, too. Tensors with the same placement have the same
+replicas, so one digest of all their sums suffices; only if digests differ are ranks asked which tensor differs.
 """
 
 import hashlib
@@ -18,13 +18,13 @@ from meshtrain.errors import join_some
 from meshtrain.job.pending import Resource, waiting
 from meshtrain.layout import Layout
 
-MOST_NAMED = 4  # ranks of one group that are asked for more
+MOST_NAMED = 4  # ranks of one group that are asked for their sums
 
-Kind = tuple[tuple[tuple[str, int], ...], tuple[int, ...]]  # cuts and stages of tensors that lie alike
+Kind = tuple[tuple[tuple[str, int], ...], tuple[int, ...]]  # cuts and stages of tensors with the same placement
 
 
 class Sums:
-    """The sums of a rank's tensors as they are now. The numbers are read later; nothing here waits for the device."""
+    """Bit sums of a rank's tensors at construction. They are read later; constructing does not wait for the device."""
 
     def __init__(self, state: State) -> None:
         names = Counter(shard.name for shard in state.shards)
@@ -39,19 +39,19 @@ class Sums:
         self._values: list[int] | None = None
 
     def digests(self) -> dict[str, str]:
-        """Number of a kind -> one digest of all its tensors here."""
+        """Number of a kind -> one digest of all this rank's tensors of that kind."""
         texts: dict[int, list[str]] = {}
         for number, name, value in self._all():
             texts.setdefault(number, []).append(f"{name} {value}")
         return {str(n): hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] for n, lines in texts.items()}
 
     def inconsistent_ties(self) -> list[str]:
-        """The tied weights of which two stages of this rank hold different values."""
+        """The tied weights that have different values on two stages of this rank."""
         first: dict[str, int] = {}
         return sorted({name for _, name, value in self._all() if first.setdefault(name, value) != value})
 
     def of_kind(self, number: int) -> dict[str, list[int]]:
-        """The sums of the tensors of a kind; of a tied weight of two stages there are two."""
+        """The sums of the tensors of a kind; a tied weight on two stages has two."""
         sums: dict[str, list[int]] = {}
         for other, name, value in self._all():
             if other == number:
@@ -68,18 +68,18 @@ class Sums:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Ranks that must hold the same tensors of a kind, and do not."""
+    """A group of ranks that must hold the same tensors of a kind, but do not."""
 
     kind: int
     group: tuple[int, ...]
     reporters: tuple[int, ...]  # ranks whose sums are compared
-    odd: tuple[int, ...]  # those that differ from most; with two that differ, both
+    odd: tuple[int, ...]  # ranks that differ from the majority; all of the group if there is no majority
 
 
 def find_divergence(
     placements: Mapping[str, Placement], layout: Layout, digests: Sequence[Mapping[str, str]]
 ) -> list[Divergence]:
-    """Where digests of ranks, in rank order, differ that should not."""
+    """Where digests that should be equal differ; `digests` are in rank order."""
     cuts = [axes for axes, _ in kinds_of(placements)]
     groups: dict[tuple[int, ...], dict[int, str]] = {}  # the ranks that hold the same part of tensors of a kind
     for rank, digest_of in enumerate(digests):
@@ -99,7 +99,7 @@ def _divergence(kind: int, digests: Mapping[int, str]) -> Divergence:
 def describe_divergence(
     divergence: Divergence, sums: Mapping[int, Mapping[str, Sequence[int]]], rank_names: Sequence[str]
 ) -> str:
-    """Which ranks differ and in which tensors; `sums`: of the reporters, `rank_names`: of all."""
+    """Which ranks differ, and in which tensors; `sums` of the reporters, `rank_names` of all ranks."""
     odd = [rank for rank in divergence.odd if rank in divergence.reporters]
     ranks = " and ".join(rank_names[rank] for rank in odd)
     if len(divergence.odd) > len(odd):
@@ -112,7 +112,7 @@ def describe_divergence(
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor added up 8 at a time, modulo 2^64: a scalar on its device. One changed bit changes it."""
+    """The sum of a tensor's bytes taken 8 at a time, modulo 2^64: a scalar on its device. One bit flip changes it."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % 8:
         data = data.clone()
@@ -126,5 +126,5 @@ def kind_of(tensor: Placement) -> Kind:
 
 
 def kinds_of(placements: Mapping[str, Placement]) -> list[Kind]:
-    """The different ways in which tensors lie, in an order that all ranks have."""
+    """The distinct placements (kinds) of tensors, in the same order on all ranks."""
     return list(dict.fromkeys(kind_of(tensor) for tensor in placements.values()))

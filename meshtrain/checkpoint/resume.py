@@ -1,4 +1,4 @@
-"""Resume: with which state a run begins. One rank decides, all verify that they see the same, and all is printed."""
+"""Resume: the state a run starts from. One rank decides, all verify that they see the same files, and print changes."""
 
 import hashlib
 import json
@@ -25,50 +25,50 @@ from meshtrain.job.storage import optional, warn, with_retries, write_whole
 if TYPE_CHECKING:
     from meshtrain.config import Config
 
-WENT_BACK = ".went_back"  # in the run's folder: a digest of the config with which it went back last
+WENT_BACK = ".went_back"  # in the run's folder: digest of the config with which the run last went back
 BEGUN = "checkpoint.resume names {}, with which this run began; it goes on from its own checkpoints now"
-MOST_ASKED = 4  # files that another host reads, before it is believed that they are damaged
+MOST_ASKED = 4  # files that another host is asked to read before they count as damaged
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A run, with which a checkpoint has to agree."""
+    """The run that a checkpoint has to agree with."""
 
     config: "Config"
     folder: Path
-    checkpoints: Path  # the folder of the run's own
-    data: dict[str, Any]  # fingerprint and sizes, as a manifest has them
+    checkpoints: Path  # the folder of the run's own checkpoints
+    data: dict[str, Any]  # fingerprint and sizes, as in a manifest
     versions: dict[str, str]  # of torch, Python, meshtrain and the code
-    steps: int  # the run's last one
-    local: LocalDisk | None = None  # where checkpoints are written first
-    uploads: Uploads | None = None  # on rank 0: where else they are
+    steps: int  # the run's last step
+    local: LocalDisk | None = None  # local disk, to which checkpoints are written first
+    uploads: Uploads | None = None  # on rank 0: object storage that may have checkpoints
 
 
 @dataclass
 class Candidates:
-    """Checkpoints to begin with, the best first; without any the run begins at its first step."""
+    """Checkpoints to start from, the best first; without any the run starts at its first step."""
 
     paths: list[Path] = field(default_factory=list)
-    older: bool = True  # an older one is taken where a newer one is damaged
-    back: bool = False  # the user names one of the run's own, to go back to
-    local: dict[Path, str] = field(default_factory=dict)  # those on local disks only -> sha256 of the manifest
+    older: bool = True  # fall back to an older checkpoint if a newer one is damaged
+    back: bool = False  # the user names one of the run's own checkpoints, to go back to
+    local: dict[Path, str] = field(default_factory=dict)  # checkpoints on local disks only -> sha256 of the manifest
     notes: list[str] = field(default_factory=list)  # lines for people
 
 
 class Resume:
-    """Which checkpoint a run goes on from. All ranks have the same."""
+    """The checkpoint that a run resumes from, the same on all ranks."""
 
     def __init__(self, job: Job, spec: RunSpec) -> None:
-        """Decides, by the manifests alone. InputError on every rank: there is none, or the config is another."""
+        """Decides from the manifests alone. Raises InputError on every rank: none is usable, or the configs differ."""
         self._job, self._spec = job, spec
-        self.checkpoint: Path | None = None  # None: the run begins at its first step
+        self.checkpoint: Path | None = None  # None: the run starts at its first step
         self.manifest: Manifest | None = None
-        self.back = False  # the user asked to go back to one of the run's own
+        self.back = False  # the user asked to go back to one of the run's own checkpoints
         self._candidates = Candidates()
         self._damaged: list[str] = []
-        self._digest = ""  # of the manifest
+        self._digest = ""  # sha256 of the manifest
         self._uploaded: list[int] | None = None  # on rank 0: steps in storage that were not tried yet
-        self._local_only = False  # the checkpoint is on the hosts' own disks, whole, and not in the shared folder
+        self._local_only = False  # the checkpoint is complete on the hosts' own disks, but not in the shared folder
         with job.collective_check("choosing a checkpoint"):
             if job.rank == 0:
                 self._candidates = with_retries(lambda: candidates(spec, restarted=job.again))
@@ -80,15 +80,15 @@ class Resume:
 
     @property
     def step(self) -> int:
-        """Updates done when the run begins."""
+        """Updates already done when the run starts."""
         return 0 if self.manifest is None else self.manifest.step
 
     def restore(self, state: State) -> None:
-        """Fills the state from the checkpoint; from the next older one if it is damaged, with `resume: latest`.
+        """Fills the state from the checkpoint; with `resume: latest`, from the next older one if that is damaged.
 
         Raises:
-            InputError: on every rank: there is no other one, or it is not that of this model.
-            TrainingError: on every rank: a host cannot read what another one reads.
+            InputError: on every rank: no candidate is left, or the checkpoint is not of this model.
+            TrainingError: on every rank: a host cannot read files that another host can.
         """
         while self.checkpoint is not None and self.manifest is not None:
             checkpoint, manifest, damage = self.checkpoint, self.manifest, None
@@ -99,8 +99,8 @@ class Resume:
                 except (DamagedError, UnreadableError) as error:
                     if isinstance(error, UnreadableError) and not self._local_only:
                         raise
-                    damage = [str(error), error.file.name]  # a host's own disk that stays unreadable is lost
-            # Where no rank has found damage no rank needs to know of the others.
+                    damage = [str(error), error.file.name]  # a local disk that stays unreadable counts as damaged
+            # If no rank found damage, no rank needs the reports of the others.
             report = [self._job.host, damage]
             reports = self._job.reduce("loading", report, lambda of: of if any(damage for _, damage in of) else [])
             damages = [report for _, report in reports if report is not None]
@@ -111,7 +111,7 @@ class Resume:
                     self._candidates.notes.append(f"{count} of {ranks} ranks read from their local disks")
                 break
             names = [file_of(rank) for rank in range(len(manifest.files))]
-            in_doubt = {} if self._local_only else {name: text for text, name in damages}  # nobody else has those files
+            in_doubt = {} if self._local_only else {name: text for text, name in damages}  # only one host has them
             for name, text in list(in_doubt.items())[:MOST_ASKED]:
                 blind = {host for host, report in reports if report is not None and report[1] == name}
                 of = names.index(name)
@@ -124,14 +124,14 @@ class Resume:
             self._make_way()
 
     def _add_local(self, offers: Sequence[Known]) -> None:
-        """Puts those that are on local disks only, and whole over all hosts, among the run's own candidates."""
+        """Adds checkpoints that are on local disks only, and complete over all hosts, to the run's own candidates."""
         assert self._spec.local is not None
         counts, ranks = self._job.reduce("looking at the local disks", offers, _count_offers), self._job.world_size
         candidates, checkpoints = self._candidates, self._spec.checkpoints
         if self._job.rank != 0 or candidates.back:
             return
         shared = {path.name for path in candidates.paths if path.parent == checkpoints}
-        begun = not candidates.paths or bool(shared)  # else another run is named
+        begun = not candidates.paths or bool(shared)  # else `checkpoint.resume` names another run
         for (step, digest), having in counts:
             if having == ranks:
                 candidates.local[self._spec.local.own / name_of(step)] = digest
@@ -143,10 +143,10 @@ class Resume:
             candidates.notes.append(BEGUN.format(self._spec.config.checkpoint.resume))
             candidates.paths, candidates.older = [], True
         candidates.paths += candidates.local
-        candidates.paths.sort(key=lambda path: -(step_of(path.name) or 0))  # of one step the shared one first
+        candidates.paths.sort(key=lambda path: -(step_of(path.name) or 0))  # for the same step, the shared one first
 
     def _local_files(self, manifest: Manifest, state: State) -> dict[int, Path]:
-        """What this rank reads from its host's disk: all that it needs, or nothing. MissingError: there is no other."""
+        """Files that this rank reads from its local disk: all it needs, or none. MissingError: some exist nowhere."""
         if self._spec.local is None:
             return {}
         files = self._spec.local.inventory().get((manifest.step, self._digest), {})
@@ -166,10 +166,10 @@ class Resume:
             read_shares(checkpoint, manifest, state)
 
     def _ask(self, reports: Sequence[Sequence[Any]], blind: set[str], text: str, look: Callable[[], object]) -> None:
-        """Has another host, if there is one, look at what the hosts `blind` take for damaged, as `text` says.
+        """Asks another host, if there is one, to check files that the hosts `blind` found damaged (`text` says how).
 
-        `reports`: of each rank, its host first. `look` raises InputError, or gives whether nothing is wrong.
-        TrainingError on every rank: so it is for the other host.
+        `reports`: one per rank, its host first. `look` returns whether the files are intact, or raises InputError.
+        Raises TrainingError on every rank: the files are intact for the other host.
         """
         witness = next((rank for rank, (host, _) in enumerate(reports) if host not in blind), None)
         whole = False
@@ -178,7 +178,7 @@ class Resume:
                 with suppress(InputError):
                     whole = bool(with_retries(look))
         if self._job.reduce("looking at a checkpoint from another host", whole, any):
-            assert witness is not None  # it was whole there
+            assert witness is not None  # the checkpoint was intact there
             raise TrainingError(
                 f"host {', '.join(sorted(blind))} cannot read what host {reports[witness][0]} reads: {text}. Nothing "
                 "is wrong with the checkpoint: see to the mount and the memory of that host, and start again"
@@ -186,12 +186,12 @@ class Resume:
 
     @property
     def own(self) -> bool:
-        """Whether it is a checkpoint of this run, and not that of another."""
+        """Whether the checkpoint is one of this run, and not another run's."""
         return self.checkpoint is not None and self.checkpoint.parent.resolve() == self._spec.checkpoints.resolve()
 
     @property
     def counters(self) -> dict[str, Any] | None:
-        """What was counted up to then; None where the run begins at its first step."""
+        """The counters at the checkpoint; None if the run starts at its first step."""
         return None if self.manifest is None else counters_of(self.manifest)
 
     def about(self) -> Iterator[str]:
@@ -204,7 +204,7 @@ class Resume:
             yield "changed since that checkpoint: " + "; ".join(changes.listed)
 
     def _take_first(self) -> None:
-        """Goes to the first candidate whose manifest is whole, the same one on all ranks."""
+        """Takes the first candidate whose manifest is intact, the same one on all ranks."""
         problem: str | None = ""
         while problem is not None:
             chosen = problem = None
@@ -213,7 +213,7 @@ class Resume:
                     chosen, problem = self._first()
             local_digest = self._candidates.local.get(Path(chosen)) if chosen is not None else None
             choice = [self._job.host, [chosen, problem, self._candidates.back, local_digest]]
-            # Of rank 0, and the hosts of all if they are to be asked about it.
+            # Rank 0's choice; if it found a problem, also the hosts of all ranks, to ask another host about it.
             choices = self._job.reduce("choosing a checkpoint", choice, lambda of: of if of[0][1][1] else of[:1])
             path, problem, self.back, local_digest = choices[0][1]
             if problem is not None:
@@ -239,20 +239,20 @@ class Resume:
                 check(self.manifest, self._spec, self._job, self.checkpoint)
 
     def _read_manifest(self, checkpoint: Path) -> tuple[Manifest, str]:
-        """Rank 0 has done so, and looked at the files."""
+        """Reads the manifest, which rank 0 has already read, together with checking the files."""
         try:
             return with_retries(lambda: read_manifest(checkpoint), *(() if self._job.rank == 0 else (InputError,)))
         except InputError as error:
-            if self.own and self._job.rank > 0:  # all hosts see that folder, as they have proved
+            if self.own and self._job.rank > 0:  # all hosts have been shown to see that folder
                 raise UnreadableError(checkpoint, f"{error}, and rank 0 has read it") from error
             raise
 
     def _first(self) -> tuple[str | None, str | None]:
-        """On rank 0: the first candidate, if there is one, and what is wrong with it."""
+        """On rank 0: the first candidate, or None, and what is wrong with it, or None."""
         self._fetch_newer()
         paths = self._candidates.paths
         if paths and (self._candidates.older or not self._damaged):
-            if paths[0] in self._candidates.local:  # each rank has looked at its own
+            if paths[0] in self._candidates.local:  # each rank has checked its own files
                 return str(paths[0]), None
             try:
                 with_retries(lambda: open_manifest(paths[0]), MissingError)
@@ -268,11 +268,11 @@ class Resume:
         return None, None
 
     def _require_fresh_storage(self) -> None:
-        """On rank 0. InputError: this run begins anew, and where it is to upload to another one has its checkpoints."""
+        """On rank 0. Raises InputError: this run starts anew, and its upload URL holds another run's checkpoints."""
         uploads = self._spec.uploads
         if uploads is None or self._spec.config.checkpoint.resume != "none":
             return
-        with suppress(Exception):  # each client has errors of its own; the run says it when it uploads
+        with suppress(Exception):  # each client has error types of its own; the first upload reports a failure
             self._uploaded = uploads.steps()
         if self._uploaded:
             raise InputError(
@@ -282,14 +282,14 @@ class Resume:
             )
 
     def _fetch_newer(self) -> None:
-        """On rank 0: brings the newest that is whole from where checkpoints are uploaded to, if it is newer than the
-        first candidate. InputError: that cannot be asked, and there is no candidate."""
+        """On rank 0: downloads the newest intact checkpoint from object storage, if it is newer than the first
+        candidate. Raises InputError: storage cannot be asked, and there is no candidate."""
         uploads, candidates = self._spec.uploads, self._candidates
         if uploads is None or not (self._job.again or self._spec.config.checkpoint.resume == "latest"):
             return
         try:
             self._uploaded = uploads.steps() if self._uploaded is None else self._uploaded
-        except Exception as error:  # each client has errors of its own
+        except Exception as error:  # each client has error types of its own
             text = f"{uploads.url} cannot be asked for checkpoints ({type(error).__name__}: {error})"
             if not candidates.paths:
                 raise InputError(
@@ -305,7 +305,7 @@ class Resume:
                 candidates.paths.insert(0, uploads.fetch(step, self._spec.checkpoints))
             except (DamagedError, FileNotFoundError) as error:
                 candidates.notes.append(f"{uploads.url}/{name_of(step)} is passed over: {error}")
-            except Exception as error:  # it may be whole: an older one would lose the steps in between
+            except Exception as error:  # it may be intact: taking an older one would lose steps
                 raise UnreadableError(
                     f"{uploads.url}/{name_of(step)}",
                     f"{type(error).__name__}: {error}. Start again, or name an older one with checkpoint.resume=PATH",
@@ -316,7 +316,7 @@ class Resume:
                 return
 
     def _make_way(self) -> None:
-        """The run's own checkpoints of later steps would be taken for newer ones. On rank 0 they are set aside."""
+        """Sets aside, on rank 0, the run's own checkpoints of later steps: they would be taken for newer ones."""
         if self._spec.local is not None:
             self._spec.local.remove_later(self.step)
             self._spec.local.went_on_from = self.step if self._local_only else None
@@ -325,7 +325,7 @@ class Resume:
         if self._spec.uploads is not None:
             try:
                 self._spec.uploads.set_aside_later(self.step)
-            except Exception as error:  # each client has errors of its own; the first upload does it
+            except Exception as error:  # each client has error types of its own; the first upload tries again
                 self._candidates.notes.append(f"warning: {self._spec.uploads.url}: {type(error).__name__}: {error}")
         self._candidates.notes += [f"damaged: {line}" for line in self._damaged]
         for step in complete_steps(self._spec.checkpoints):
@@ -338,9 +338,9 @@ class Resume:
 
 
 def candidates(spec: RunSpec, *, restarted: bool) -> Candidates:
-    """What `checkpoint.resume` stands for in the run's folder; a job that is `restarted` goes on, whatever it says.
+    """The candidates that `checkpoint.resume` names; a `restarted` job continues from its own, whatever the key says.
 
-    InputError: a fresh folder is asked for and this one is not, or what is named is no checkpoint.
+    Raises InputError: `none` needs a fresh folder and this one is not, or the named path is no checkpoint.
     """
     name = spec.config.checkpoint.resume
     steps = complete_steps(spec.checkpoints)
@@ -369,18 +369,18 @@ def candidates(spec: RunSpec, *, restarted: bool) -> Candidates:
 
 
 def _count_offers(offers: list[list[list]]) -> list[tuple]:
-    """Step and digest of every checkpoint that ranks offer, ascending, and how many of them do."""
+    """((step, digest), number of ranks that offer it) of every offered checkpoint, ascending."""
     return sorted(Counter((step, digest) for of in offers for step, digest in of).items())
 
 
 def _digest(spec: RunSpec) -> str:
-    """Of the config, `checkpoint.resume` with it; the next job of a chain may have another layout."""
+    """Digest of the config, `checkpoint.resume` included; without the layout, which the next job may change."""
     config = {name: value for name, value in spec.config.plain().items() if name != "layout"}
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _from_path(folder: Path, own: Candidates, checkpoints: Path) -> Candidates:
-    """What a path stands for: a checkpoint, a folder of checkpoints, or a run's folder."""
+    """The candidates of a path: a checkpoint, a folder of checkpoints, or a run's folder."""
     if step_of(folder.name) is not None:
         if folder.parent.resolve() == checkpoints.resolve():
             return Candidates([checkpoints / folder.name], older=False, back=True)

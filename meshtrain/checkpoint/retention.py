@@ -1,4 +1,4 @@
-"""Retention: which checkpoints stay, for a run as for `meshtrain checkpoint prune`, and the deletion of the others."""
+"""Retention: which checkpoints are kept, in a run and by `meshtrain checkpoint prune`, and deletion of the others."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -10,29 +10,29 @@ from shutil import disk_usage
 from meshtrain.checkpoint.directory import TakenError, complete_steps, name_of, read_manifest, remove
 from meshtrain.errors import InputError, bytes_text
 
-BEST = (("accuracy", False), ("eval_loss", True))  # the metric of an evaluation, if it has it; whether lower is better
-SAMPLES = "eval_samples"  # of how many samples an evaluation in a manifest was made; older ones do not say
+BEST = (("accuracy", False), ("eval_loss", True))  # metrics in order of preference; whether lower is better
+SAMPLES = "eval_samples"  # number of samples of an evaluation in a manifest; older manifests lack it
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: each that one of the rules keeps. The newest always stays."""
+    """Which checkpoints are kept: each that any of the rules keeps. The newest is always kept."""
 
     keep_last: int | None = 3  # how many of the newest; None keeps all
-    keep_every: int | None = None  # the multiples of this number; None keeps none for that reason
-    keep_best: bool = False  # the one with the best value, of equal ones the newest
+    keep_every: int | None = None  # keeps steps that are multiples of this number; None: no such rule
+    keep_best: bool = False  # keeps the one with the best evaluation, of equal ones the newest
 
 
 def best_metric(evaluations: Iterable[Mapping[str, float]]) -> tuple[str, bool]:
-    """The number by which the best of these evaluations is chosen, and whether lower is better."""
+    """The metric by which the best of these evaluations is chosen, and whether lower is better."""
     names = {name for values in evaluations for name in values}
     return next(((name, lower) for name, lower in BEST if name in names), BEST[-1])
 
 
 def steps_to_keep(steps: Collection[int], evaluations: Mapping[int, Mapping[str, float]], rules: Retention) -> set[int]:
-    """The steps of complete checkpoints that stay, by the evaluations that their manifests have, if any.
+    """The steps of complete checkpoints to keep, given the evaluations in their manifests, if any.
 
-    NaN and infinity are no values. Evaluations of different numbers of samples are not compared: each best one stays.
+    NaN and infinity do not count. Evaluations of different numbers of samples are not compared: each best one is kept.
     """
     if rules.keep_last is None:
         return set(steps)
@@ -43,7 +43,7 @@ def steps_to_keep(steps: Collection[int], evaluations: Mapping[int, Mapping[str,
     if rules.keep_best:
         evaluated = {step: evaluations[step] for step in ordered if step in evaluations}
         name, lower = best_metric(evaluated.values())
-        best: dict[float | None, tuple[float, int]] = {}  # samples -> value, the higher the better, and step
+        best: dict[float | None, tuple[float, int]] = {}  # samples -> (value, higher is better; step)
         for step, evaluation in evaluated.items():
             value = evaluation.get(name, math.nan)
             if math.isfinite(value):
@@ -54,20 +54,20 @@ def steps_to_keep(steps: Collection[int], evaluations: Mapping[int, Mapping[str,
 
 
 class Pruner:
-    """Rank 0 deletes what no rule keeps, and warns before the disk is full."""
+    """On rank 0: deletes checkpoints that no rule keeps, and warns before the disk is full."""
 
     def __init__(
         self, folder: Path, keep: Retention, checkpoint_bytes: int, in_use: Callable[[], int | None] = lambda: None
     ) -> None:
-        """`in_use`: the step of a checkpoint that is being read now; it stays."""
+        """`in_use`: returns the step of a checkpoint that is being read now, which is kept."""
         self.notes: list[str] = []  # lines to print
         self._folder, self._keep, self._checkpoint_bytes = folder, keep, checkpoint_bytes
         self._in_use = in_use
-        self._evaluations: dict[int, dict[str, float]] = {}  # by step; empty if there was none
+        self._evaluations: dict[int, dict[str, float]] = {}  # by step; an empty dict if there was none
         self._warned = False
 
     def prune(self, step: int, evaluation: Mapping[str, float] | None) -> None:
-        """To be called after the checkpoint of a step is complete, with the evaluation of that step."""
+        """Deletes superfluous checkpoints. Call it when the checkpoint of `step` is complete, with its evaluation."""
         self._evaluations[step] = dict(evaluation or {})
         try:
             for old in self._superfluous(step):
@@ -85,8 +85,8 @@ class Pruner:
         self._warned = short
 
     def make_room(self, step: int, evaluation: Mapping[str, float] | None) -> str | None:
-        """Deletes the oldest that will be superfluous after the checkpoint of `step`, and says so. None: there is none,
-        or only the newest. OSError: it cannot be deleted."""
+        """Deletes the oldest checkpoint that will be superfluous after that of `step`, and returns a line about it.
+        None: there is none, or only the newest. Raises OSError: it cannot be deleted."""
         self._evaluations[step] = dict(evaluation or {})
         old = min(self._superfluous(step), default=None)
         if old is None or old == complete_steps(self._folder)[-1]:
@@ -97,9 +97,9 @@ class Pruner:
     def _superfluous(self, step: int) -> set[int]:
         steps = complete_steps(self._folder)
         for old in steps if self._keep.keep_best else ():
-            if old not in self._evaluations:  # an earlier job has written it
+            if old not in self._evaluations:  # written by an earlier job
                 self._evaluations[old] = {}
-                with suppress(InputError):  # it is damaged, and so it is not the best one
+                with suppress(InputError):  # a damaged checkpoint cannot be the best one
                     self._evaluations[old] |= read_manifest(self._folder / name_of(old))[0].evaluation or {}
         retained = steps_to_keep({*steps, step}, self._evaluations, self._keep)
         return set(steps) - retained - {step, self._in_use()}

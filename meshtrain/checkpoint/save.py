@@ -1,6 +1,6 @@
-"""Saving: the step waits for a snapshot of the state, and a thread does all that concerns files while training goes on.
+"""Saving: the step waits for a snapshot of the state only, and a thread writes the files while training continues.
 
-When a run saves is decided in run/checkpointing.py; how the ranks agree on a checkpoint is commit.py.
+run/checkpointing.py decides when a run saves; commit.py is how the ranks agree on a checkpoint.
 """
 
 import math
@@ -23,14 +23,14 @@ from meshtrain.errors import bytes_text, join_some, ranges
 from meshtrain.job.pending import Resource, waiting
 from meshtrain.job.process import Job
 
-CLOSING_S = 5.0  # how long the end of a failing run waits for a thread
+CLOSING_S = 5.0  # how long the end of a failing run waits for the thread
 KEEP_LAST_3 = Retention()
-POLL_S = 0.25  # at a save that training waits for
-SLOW, SLOW_LEAST_S = 3.0, 30.0  # a save in the background is slow if it takes so many times the last one, and so long
+POLL_S = 0.25  # polling interval while training waits for a save
+SLOW, SLOW_LEAST_S = 3.0, 30.0  # a background save is slow above this multiple of the last one, and this duration
 
 
 class Saver:
-    """Writes checkpoints into a folder that all ranks see, one at a time. All ranks call the same methods in turn."""
+    """Writes checkpoints into a folder that all ranks share, one at a time. All ranks call the same methods in turn."""
 
     def __init__(
         self,
@@ -38,34 +38,34 @@ class Saver:
         folder: Path,
         job: Job,
         *,
-        in_background: bool = True,  # training goes on while a checkpoint is written, of a copy in host memory
+        in_background: bool = True,  # write from a copy in host memory while training continues
         keep: Retention = KEEP_LAST_3,
-        on_failure: str = "continue",  # or "stop": a save that failed sets `wants_stop`
-        make_room: bool = False,  # an old checkpoint goes before a save rather than after it where the disk is full
-        limit_s: float = math.inf,  # after which a save is given up, and training goes on
-        local: LocalDisk | None = None,  # where checkpoints are written first
-        uploads: Uploads | None = None,  # to where rank 0 uploads them afterwards
-        say: Callable[[str], None] | None = None,  # prints a line, on rank 0; by default the job's own
-        writing: Callable[[int, Path], None] | None = None,  # called in the thread before it writes this step's file
+        on_failure: str = "continue",  # or "stop": a failed save sets `wants_stop`
+        make_room: bool = False,  # if the disk is full, delete an old checkpoint before a save rather than after it
+        limit_s: float = math.inf,  # seconds after which a save is given up, and training continues
+        local: LocalDisk | None = None,  # local disk, to which checkpoints are written first
+        uploads: Uploads | None = None,  # object storage, to which rank 0 uploads them afterwards
+        say: Callable[[str], None] | None = None,  # prints a line, on rank 0; by default the job's `say`
+        writing: Callable[[int, Path], None] | None = None,  # called in the thread before it writes this rank's file
     ) -> None:
-        self.saved: int | None = None  # the step of the last checkpoint that this job wrote to its end
+        self.saved: int | None = None  # step of the last checkpoint that this job completed
         self.problem: str | None = None  # why the last save failed, the same on all ranks; None if it did not
-        self.wants_stop: str | None = None  # why the run should not go on: diverged, folder taken, or `on_failure`
-        self.diverged = False  # whether ranks that must hold the same do not
-        self.last_save_s = self.last_wait_s = 0.0  # of the last save: until all was on disk; training waited for it
+        self.wants_stop: str | None = None  # why the run should stop: diverged, folder taken, or `on_failure`
+        self.diverged = False  # whether ranks that must hold the same values do not
+        self.last_save_s = self.last_wait_s = 0.0  # last save: time until on disk; time training waited
         self._state, self._folder, self._job, self._say = state, folder, job, say or job.say
         self._in_background, self._on_failure, self._makes_room = in_background, on_failure, make_room
         self._snapshot, self._slow = Snapshot(state, job.rank, job.device, streams=not in_background), False
         self._limit_s, self._local, self._writing = limit_s, local, writing
-        self._current: CheckpointWrite | None = None  # under way
-        self._before: CheckpointWrite | None = None  # the last one
+        self._current: CheckpointWrite | None = None  # the save in progress
+        self._before: CheckpointWrite | None = None  # the previous save
         self._thread: threading.Thread | None = None
         self._uploads = uploads
         in_use = (lambda: None) if uploads is None else lambda: uploads.under_way
         self._pruner = Pruner(folder, keep, checkpoint_bytes(state.placements, job.world_size), in_use)
 
     def save(self, step: int, about: Mapping[str, Any], *, wait: bool = False) -> None:
-        """Saves the state after this step; with `wait` until it is written, or has failed (`problem`).
+        """Saves the state after this step; with `wait`, returns when it is written or has failed (`problem`).
 
         `about`: rank 0's fields of Manifest: samples, tokens, config, data, versions, rng, counters, evaluation.
         """
@@ -92,12 +92,12 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """Until the save that is under way has ended, or is given up; then as `poll`."""
+        """Waits until the save in progress has ended or is given up; then as `poll`."""
         self._wait_for_outcome()
         self.poll()
 
     def poll(self) -> None:
-        """Says what has ended meanwhile, without waiting; after each step. Raises what the thread of a save died of."""
+        """Reports what has ended meanwhile, without waiting; call it after each step. Raises an error of the thread."""
         write = self._current
         if write is not None and write.poll():
             self._current, self._before = None, write
@@ -109,12 +109,12 @@ class Saver:
                 self._tell(notes.pop(0))
 
     def wait_for_upload(self) -> None:
-        """All ranks, at the end of a run that has gone well: for the last upload, but not for long."""
+        """Called on all ranks at the end of a successful run: waits for the last upload, but at most `LAST_S`."""
         if self._uploads is not None:
             if self._thread is not None:
                 self._thread.join()  # old checkpoints are being deleted
             if self._uploads.wait(0.0) and self._uploads.problem is not None:
-                self._uploads.offer(self._folder)  # a last time
+                self._uploads.offer(self._folder)  # one last attempt
             if not self._uploads.wait(0.0):
                 self._tell(f"waits up to {LAST_S:.0f} s for the upload to {self._uploads.url}")
                 if not self._uploads.wait():
@@ -124,11 +124,11 @@ class Saver:
                 self._tell(f"warning: {self._uploads.url} lacks checkpoints of this run: {self._uploads.problem}")
 
     def close(self) -> None:
-        """Lets the thread end. What is still being written is given up: `wait` before, unless the run has failed."""
+        """Ends the thread. A save in progress is given up: call `wait` before, unless the run has failed."""
         if self._current is not None and not self._current.done.is_set():
             self._current.cancel()
             if self._thread is not None:
-                self._thread.join(CLOSING_S)  # a write of many bytes is not waited for
+                self._thread.join(CLOSING_S)  # do not wait for a long write
         elif self._thread is not None:
             stuck = self._before is not None and self._before.given_up
             self._thread.join(CLOSING_S if stuck else None)  # old checkpoints are being deleted
@@ -141,7 +141,7 @@ class Saver:
         self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError as error:  # the system gives no more threads
+        except RuntimeError as error:  # the system has no more threads
             self._thread = None
             write.notes.append(f"warning: training waited for the checkpoint of step {write.step}: {error}")
             for meeting in write.rounds:
@@ -149,7 +149,7 @@ class Saver:
             self._run(*arguments)
 
     def _run(self, write: CheckpointWrite, before: CheckpointWrite | None, earlier: threading.Thread | None) -> None:
-        """In the thread: the save, and after it, when no rank waits, the deletion of older checkpoints."""
+        """In the thread: the save, and afterwards, when no rank waits for it, the deletion of older checkpoints."""
         with waiting(f"the checkpoint of step {write.step}", resource=Resource.DISK):
             if earlier is not None:
                 earlier.join()
@@ -160,13 +160,13 @@ class Saver:
                 self._uploads.offer(self._folder)
 
     def _wait_for_outcome(self) -> None:
-        """In short waits, between which the main thread is seen to be alive and gives up a save that takes too long."""
+        """Waits in short intervals, so that the main thread shows that it is alive, and can give up a save."""
         write = self._current
         while write is not None and not write.done.wait(POLL_S) and not write.poll():
             self._warn_if_slow(write)
 
     def _is_stuck(self, step: int) -> bool:
-        """Whether a rank still waits for the disk in a save that was given up: then there is none after this step."""
+        """Whether a rank still waits for the disk in a save that was given up: then this step is not saved."""
         if self._before is None or not self._before.given_up:
             return False
         is_alive = self._thread is not None and self._thread.is_alive()

@@ -1,7 +1,7 @@
 """Shard file: one rank's safetensors file of a checkpoint, whose header also has the CRC-32 of each block of a tensor.
 
-A reader of some rows reads and checks only the blocks in which they lie. The manifest has the CRC-32 of the whole file,
-which follows from those of header and blocks: neither writing nor opening a file reads its tensors.
+A reader of some rows reads and checks only the blocks that contain them. The manifest has the CRC-32 of the whole file,
+which is computed from those of header and blocks: neither writing nor opening a file has to read its tensors.
 """
 
 import errno
@@ -25,18 +25,18 @@ from meshtrain.parallel.sharding import Part, shape_of
 
 FORMAT = "meshtrain checkpoint 1"
 BLOCK = 4 * 2**20  # bytes of a tensor under one checksum
-PAGE = 4096  # data begins at a multiple of it: reading at an odd place took a fifth longer
+PAGE = 4096  # data begins at a multiple of this: unaligned reads took a fifth longer
 MAX_HEADER = 2**25  # bytes; the checksums of 8 TiB take 28 million
-# A tensor may lie in hundreds of files, and to open one again takes 50 ms of arithmetic on its checksums.
+# A tensor may be spread over hundreds of files, and opening one again takes 50 ms to combine its checksums.
 MOST_OPEN = 1024
 
 
 def write_shard(path: Path, tensors: Sequence[tuple[Entry, memoryview | Iterable[memoryview]]]) -> File:
     """Writes a new file with these tensors, whose bytes are in C order, and waits until it is on disk.
 
-    A tensor may come as its blocks, of which two at a time are in use: what streams needs no more memory than that. A
-    helper thread sums the bytes up while they are written. The header holds the sums and has the same length whatever
-    they are, so it comes last. OSError: it cannot be written; what there is of it stays.
+    A tensor may be given as an iterable of its blocks, of which two are in use at a time, so streaming needs memory for
+    two. A helper thread computes checksums during the writes. The header holds them and has the same length whatever
+    they are, so it is written last. Raises OSError: it cannot be written; a partial file stays.
     """
     entries = [entry for entry, _ in tensors]
     for entry, data in tensors:
@@ -53,10 +53,10 @@ def write_shard(path: Path, tensors: Sequence[tuple[Entry, memoryview | Iterable
             for block in blocks:
                 try:
                     summing.append(helper.submit(zlib.crc32, block))
-                except RuntimeError as error:  # no thread can be started: the machine's trouble, as a full disk is
+                except RuntimeError as error:  # no thread can be started: a fault of the machine, like a full disk
                     raise OSError(errno.EAGAIN, str(error), str(path)) from error
                 write_all(file, block)
-                if len(summing) > 1:  # the memory of a block is used again for the next but one
+                if len(summing) > 1:  # a block's memory is reused for the block after the next
                     crcs.append(summing.popleft().result())
             crcs += [future.result() for future in summing]
         finally:
@@ -70,9 +70,9 @@ def write_shard(path: Path, tensors: Sequence[tuple[Entry, memoryview | Iterable
 
 
 def open_plain(path: Path) -> tuple[int, int]:
-    """Opens a file for reading: descriptor and size. A link is not followed, and nothing waits for a pipe.
+    """Opens a file for reading; returns descriptor and size. Does not follow a link or block on a pipe.
 
-    DamagedError: it is missing, or is something else than a file. UnreadableError: it cannot be read now.
+    Raises DamagedError: it is missing, or not a regular file; UnreadableError: it cannot be read now.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -92,10 +92,10 @@ def open_plain(path: Path) -> tuple[int, int]:
 
 
 class Shard(AbstractContextManager["Shard"]):
-    """One rank's file, for reading; several threads may read at once. `entries`: name -> what it holds."""
+    """One rank's file, opened for reading; several threads may read at once. `entries`: name -> Entry."""
 
     def __init__(self, path: Path, expected: File | None) -> None:
-        """Opens a file and checks all but the bytes of tensors; `expected`: by the manifest. Raises DamagedError."""
+        """Opens a file; checks all but tensor bytes. `expected`: its entry in the manifest. Raises DamagedError."""
         self.path = path
         self._file, size = open_plain(path)
         try:
@@ -110,9 +110,9 @@ class Shard(AbstractContextManager["Shard"]):
             raise
 
     def read_bytes(self, name: str, begin: int, into: memoryview) -> None:
-        """Fills `into` with the bytes of an entry from `begin` on; each block that they touch is proved as a whole.
+        """Fills `into` with the bytes of an entry from `begin` on; the checksum of every block touched is verified.
 
-        DamagedError: there are none, or a block is not what was written. UnreadableError: not readable now.
+        Raises DamagedError: no such bytes, or a block is not what was written; UnreadableError: not readable now.
         """
         entry, end = self.entries.get(name), begin + len(into)
         if entry is None:
@@ -130,7 +130,7 @@ class Shard(AbstractContextManager["Shard"]):
                 into[first - begin : last - begin] = block[first - low : last - low]
 
     def verify(self) -> list[DamagedError]:
-        """Reads every block; one problem for each tensor that is not what was written."""
+        """Reads every block; returns one error for each tensor that is not what was written."""
         problems = []
         for name, entry in self.entries.items():
             block = memoryview(bytearray(min(BLOCK, entry.nbytes)))
@@ -152,7 +152,7 @@ class Shard(AbstractContextManager["Shard"]):
         self.close()
 
     def _block(self, name: str, index: int) -> tuple[int, int]:
-        """Where a block begins and ends in the bytes of its entry."""
+        """Begin and end of a block within the bytes of its entry."""
         return index * BLOCK, min((index + 1) * BLOCK, self.entries[name].nbytes)
 
     def _prove(self, name: str, index: int, into: memoryview) -> None:
@@ -183,7 +183,7 @@ class Shard(AbstractContextManager["Shard"]):
         return bytes(header)
 
     def _whole(self, header: bytes) -> str:
-        """The CRC-32 of the file, if its blocks are what the header says."""
+        """The CRC-32 of the whole file, assuming the blocks match the checksums in the header."""
         blocks = (
             (crc, min(BLOCK, entry.nbytes - index * BLOCK))
             for name, entry in self.entries.items()
@@ -193,14 +193,14 @@ class Shard(AbstractContextManager["Shard"]):
 
 
 class ShardReader(AbstractContextManager["ShardReader"]):
-    """The files of one checkpoint. Those that were used last stay open, with their headers."""
+    """The files of one checkpoint. The most recently used ones stay open, with their headers parsed."""
 
     def __init__(self, checkpoint: Path, manifest: Manifest, local: Mapping[int, Path] | None = None) -> None:
-        """`local`: other folders, in which files of the same checkpoint lie, by their rank."""
+        """`local`: rank -> another folder that holds its file of the same checkpoint."""
         self.checkpoint = checkpoint
         self.manifest = manifest
         self._local = local or {}
-        self._open: OrderedDict[int, Shard] = OrderedDict()  # by rank, the last used one last
+        self._open: OrderedDict[int, Shard] = OrderedDict()  # by rank, the most recently used last
 
     def shard_with(self, name: str, rank: int, piece: Part) -> Shard:
         """The file of a rank, which holds this piece of a tensor (see placement.pieces). DamagedError: it does not."""
@@ -213,7 +213,7 @@ class ShardReader(AbstractContextManager["ShardReader"]):
 
     def _shard(self, rank: int) -> Shard:
         if rank not in self._open:
-            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # a job raises it when it starts
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # a job raises this limit at its start
             if len(self._open) >= (MOST_OPEN if limit == resource.RLIM_INFINITY else min(MOST_OPEN, limit // 2)):
                 self._open.popitem(last=False)[1].close()
             name = file_of(rank)
@@ -229,7 +229,7 @@ class ShardReader(AbstractContextManager["ShardReader"]):
 def _parse_header(
     path: Path, header: bytes, size: int
 ) -> tuple[dict[str, Entry], dict[str, int], dict[str, list[int]]]:
-    """What a header says of the tensors: entries, where each begins in the file, the checksums of its blocks."""
+    """Parses a header into entries, the offset of each in the file, and the checksums of its blocks."""
     tensors = parse_json(header[8:], path)
     metadata = tensors.pop(METADATA, None) if isinstance(tensors, dict) else None
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT or metadata.get("block") != str(BLOCK):
@@ -241,7 +241,7 @@ def _parse_header(
     offset = 0
     for name, about in tensors.items():
         entry, begin, _ = parse_entry(name, about) or (None, 0, 0)
-        # Stricter than the format: tensors lie one after the other, and there are no other keys and types.
+        # Stricter than the format: tensors are contiguous and in order, without other keys or dtypes.
         plain = entry is not None and begin == offset and entry.dtype in SIZES and len(about) == 3
         blocks = _parse_crcs(sums[name], -(-entry.nbytes // BLOCK)) if entry is not None and plain else None
         if entry is None or blocks is None:
@@ -262,7 +262,7 @@ def _parse_crcs(texts: Any, blocks: int) -> list[int] | None:
 
 
 def _header(entries: Sequence[Entry], crcs: Sequence[int]) -> bytes:
-    """What a file with these tensors begins with; `crcs` of all their blocks in order."""
+    """The header of a file with these tensors; `crcs`: checksums of all their blocks, in order."""
     remaining = iter(crcs)
     sums = {entry.name: [f"{next(remaining):08x}" for _ in range(-(-entry.nbytes // BLOCK))] for entry in entries}
     header = pack_header(entries, {"format": FORMAT, "block": str(BLOCK), "crc32": dumps(sums)}, PAGE)
@@ -286,23 +286,23 @@ def _block_lengths(entry: Entry) -> list[int]:
     return [min(BLOCK, entry.nbytes - at) for at in range(0, entry.nbytes, BLOCK)]
 
 
-# A CRC is a remainder of polynomials over two elements, so appending n bytes multiplies what was before by x^(8n): the
-# CRC of a file follows from those of its blocks. Numbers are as zlib has them: bit 31 is the coefficient of x^0.
-# (M. Adler's `crc32_combine` in zlib, which Python does not offer.)
+# A CRC is a polynomial remainder over GF(2), so appending n bytes multiplies the CRC before them by x^(8n), and the CRC
+# of a file follows from those of its blocks. Bits are in zlib's order: bit 31 is the coefficient of x^0.
+# (M. Adler's `crc32_combine` in zlib, which Python does not expose.)
 
 _POLYNOMIAL = 0xEDB88320
 _ONE, _X = 1 << 31, 1 << 30
 
 
 def combine(pieces: Iterable[tuple[int, int]]) -> int:
-    """The CRC-32 of pieces one after the other: (CRC-32, bytes) of each."""
+    """The CRC-32 of concatenated pieces, each given as (CRC-32, bytes)."""
     whole = 0
     for crc, size in pieces:
         whole = _times(_power(size), whole) ^ crc
     return whole
 
 
-@lru_cache(maxsize=4096)  # a checkpoint has few lengths of blocks
+@lru_cache(maxsize=4096)  # a checkpoint has few distinct block lengths
 def _power(size: int) -> int:
     """x^(8 * size)."""
     power, square = _ONE, _X

@@ -1,7 +1,7 @@
-"""Staging: what this rank writes of the state is copied to host memory, and training goes on while that is written.
+"""Staging: the part of the state that this rank writes is copied to host memory, and written while training continues.
 
-Of ranks that hold the same part each copies its share of the rows. The memory is made once and used for every save.
-Where a host has not that much, the state is streamed instead: training waits until it is written, block by block.
+Each of the ranks that hold the same part copies its share of the rows. The memory is allocated once for all saves. If
+a host has too little memory, the state is streamed instead: training waits until it is written, block by block.
 """
 
 import time
@@ -22,23 +22,23 @@ from meshtrain.job.pending import Resource, waiting
 from meshtrain.job.process import Job
 from meshtrain.parallel.sharding import Part, shape_of, within
 
-ALIGNED = 64  # bytes; where each tensor begins
-SPARE = 0.1  # of a host's memory, which snapshots leave to what else grows in it
+ALIGNED = 64  # each tensor begins at a multiple of this many bytes
+SPARE = 0.1  # share of a host's memory that snapshots leave free for other growth
 
 
 class Snapshot:
-    """Host memory for this rank's share of a checkpoint. On CUDA it is pinned, so that the copies run beside Python."""
+    """Host memory for this rank's share of a checkpoint. On CUDA it is pinned, so that copies are asynchronous."""
 
     def __init__(self, state: State, rank: int, device: torch.device, *, streams: bool = False) -> None:
-        """`streams`: nothing is copied; training must not go on before `tensors` were written."""
+        """`streams`: copy nothing; training must not continue before `tensors` are written."""
         self._device = device
-        shards = {shard.name: shard for shard in state.shards}  # of two stages with one tied weight, one is enough
-        self._copies: list[tuple[Entry, LocalShard, Part, Tensor | None]] = []  # of a part of the local shard
+        shards = {shard.name: shard for shard in state.shards}  # a weight tied on two stages is copied once
+        self._copies: list[tuple[Entry, LocalShard, Part, Tensor | None]] = []  # the Part is that of the local shard
         self._memory = torch.empty(0 if streams else snapshot_bytes(state, rank), dtype=torch.uint8)
         self._pinned = device.type == "cuda" and self._memory.nbytes > 0
-        if self._pinned:  # as it is: `Tensor.pin_memory` would round its size up to a power of two
+        if self._pinned:  # in place: `Tensor.pin_memory` would round its size up to a power of two
             pin_memory(self._memory.data_ptr(), self._memory.nbytes)
-        self._memory.zero_()  # the system gives memory when it is touched: now, and not in the first save
+        self._memory.zero_()  # the system allocates pages on first touch: now rather than in the first save
         offset = 0
         for entry, part in _entries(state, rank):
             shard, copy = shards[entry.name], None
@@ -50,7 +50,7 @@ class Snapshot:
         self.host_s = 0.0
 
     def take(self) -> None:
-        """Copies the state as it is now. On CUDA the copies are queued before whatever is computed next."""
+        """Copies the state as it is now. On CUDA the copies are queued before the next computation."""
         start = time.perf_counter()
         if self._device.type == "cuda":
             self._events = [torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2)]
@@ -63,7 +63,7 @@ class Snapshot:
         self.host_s = time.perf_counter() - start
 
     def wait(self) -> float:
-        """Until the copies are there; seconds for which training had to wait for them."""
+        """Waits until the copies are complete; returns the seconds that training had to wait for them."""
         if not self._events:
             return self.host_s
         with waiting("the copies of the state", resource=Resource.DEVICE):
@@ -71,29 +71,29 @@ class Snapshot:
         return max(self.host_s, self._events[0].elapsed_time(self._events[1]) / 1000)
 
     def tensors(self) -> Sequence[tuple[Entry, memoryview | Iterable[memoryview]]]:
-        """The copies, or else what they would be copied from, block by block; in the order of a file."""
+        """The copies, or with `streams` the state itself, block by block; in the order of a file."""
         return [
             (entry, _bytes_of(copy) if copy is not None else _stream(shard, part))
             for entry, shard, part, copy in self._copies
         ]
 
     def close(self) -> None:
-        """The memory may go; nothing is taken any more."""
+        """Unpins the memory; `take` must not be called any more."""
         if self._pinned:
             unpin_memory(self._memory.data_ptr())
             self._pinned = False
 
 
 def snapshot_bytes(state: State, rank: int) -> int:
-    """Of the host memory that the snapshot of a rank takes."""
+    """Bytes of host memory that the snapshot of a rank takes."""
     return sum(_aligned(entry) for entry, _ in _entries(state, rank))
 
 
 def find_short_hosts(state: State, job: Job) -> list[str]:
-    """The hosts that have not the memory for the snapshots of their ranks, each with what is needed and what is there.
+    """The hosts with too little memory for the snapshots of their ranks, each with the bytes needed and available.
     All ranks call it, before any snapshot is made."""
     room = None
-    with suppress(FileNotFoundError):  # a system that does not tell
+    with suppress(FileNotFoundError):  # the system does not report its memory
         most, free = memory_gib()
         room = max(0.0, free - SPARE * most) * 2**30
     report = [job.host, snapshot_bytes(state, job.rank), room]
@@ -110,7 +110,7 @@ def _short_hosts(reports: list[list]) -> list[str]:
 
 
 def _entries(state: State, rank: int) -> Iterator[tuple[Entry, Part]]:
-    """What this rank writes, in the order of a file."""
+    """The entries that this rank writes and their parts, in the order of a file."""
     names = {shard.name for shard in state.shards}
     for name, tensor in state.placements.items():
         part = part_to_write(tensor, state.layout, rank) if name in names else None
@@ -119,8 +119,8 @@ def _entries(state: State, rank: int) -> Iterator[tuple[Entry, Part]]:
 
 
 def _stream(shard: LocalShard, part: Part) -> Iterator[memoryview]:
-    """The bytes in blocks, of which the last two stay as they are."""
-    data = shard.local[part].contiguous().view(-1).view(torch.uint8)  # itself, as a rule
+    """The bytes in blocks; the two most recent blocks stay valid."""
+    data = shard.local[part].contiguous().view(-1).view(torch.uint8)  # usually no copy
     blocks = data.split(BLOCK) if data.numel() else ()
     room = None if data.is_cpu else [torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     for number, block in enumerate(blocks):

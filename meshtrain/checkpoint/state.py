@@ -1,6 +1,6 @@
-"""What a checkpoint is made of: the tensors of a run that this rank holds, and where each lies in the whole.
+"""The state in a checkpoint: the tensors of a run that this rank holds, and the part of the whole that each one is.
 
-Of each index on `pp` one rank tells all others which tensors there are and which axes cut them. The rest follows.
+One rank of each pipeline stage tells all others which tensors the stage has and which axes cut them. The rest follows.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -35,31 +35,31 @@ class LocalShard:
     """A tensor of which this rank holds a part."""
 
     name: str
-    placement: Placement  # of the whole
-    part: Part  # where in the whole it lies; a scalar counts as one dim of size 1
-    compared: bool  # copies must have the same bits, unlike running statistics, which follow from a rank's samples
+    placement: Placement  # placement of the whole tensor
+    part: Part  # its place in the whole tensor; a scalar counts as one dim of size 1
+    compared: bool  # whether copies must be bit-equal, unlike running statistics, which depend on a rank's samples
     _live: Callable[[], Tensor]
 
     @property
     def local(self) -> Tensor:
-        """The memory that training works on, in the shape of the part."""
+        """The tensor that training uses, in the shape of the part."""
         tensor = local_part(self._live().detach())[0]
         return tensor if tensor.dim() else tensor.view(1)
 
 
 class State:
-    """All that a run goes on from: the model, the optimizer, and in float16 the loss scale."""
+    """All tensors that a run resumes from: the model, the optimizer, and in float16 the loss scale."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, mesh: Mesh, job: Job, scale: "LossScale | None" = None
     ) -> None:
-        """All ranks make theirs together. InputError: a tensor has a type that files cannot hold."""
+        """All ranks construct it together. Raises InputError: a tensor has a dtype that files cannot hold."""
         self.mesh, self.layout = mesh, mesh.layout
         self._optimizer = optimizer
         tensors = [*_of_model(model, optimizer), *_of_run(optimizer, scale)]
         # Every tensor of the whole model by name, in the order of a file; the same on all ranks.
         self.placements = gather_placements([tensor.spec for tensor in tensors], job, mesh.layout)
-        # What this rank has of them, without empty parts. A tied weight of two stages of this rank comes twice.
+        # This rank's parts of them, without empty parts. A weight tied between two stages of this rank occurs twice.
         self.shards = list(self._local_shards(tensors, job.rank))
 
     def _local_shards(self, tensors: "list[_StateTensor]", rank: int) -> Iterator[LocalShard]:
@@ -68,19 +68,19 @@ class State:
             placement = self.placements[name]
             part, own = part_of_rank(placement, self.layout, rank), local_part(live)[1]
             assert part is not None, name  # this rank's stages have it
-            # One rule for training and for files.
+            # The part by DTensor's sharding and the part by the placement must agree.
             assert own == part if isinstance(live, DTensor) else shape_of(own) == shape_of(part), name
             if not is_empty(part):
                 yield LocalShard(name, placement, part, tensor.compared, tensor.live)
 
     def loaded(self) -> None:
-        """What was held has new values."""
+        """To be called when the tensors have been filled with new values."""
         self._optimizer.take_updates()
 
 
 @dataclass(frozen=True)
 class _StateTensor:
-    """A tensor of which this rank has a part: a DTensor, or the part as a plain tensor."""
+    """A tensor of which this rank has a part; `live` returns a DTensor, or the part as a plain tensor."""
 
     spec: ParameterSpec
     live: Callable[[], Tensor]
@@ -88,12 +88,12 @@ class _StateTensor:
 
 
 def _of_model(model: nn.Module, optimizer: Optimizer) -> Iterator[_StateTensor]:
-    """Parameters, the optimizer's state of those that are trained, and the buffers that are part of a model's state."""
+    """Parameters, the optimizer's state of trained ones, and the persistent buffers of the model."""
     for stage in model.stages() if isinstance(model, Pipeline) else [model]:
         for (name, *_), tensor in named_tensors(stage).items():
             spec = tensor_spec(f"{MODEL}.{name}", tensor)
             if not isinstance(tensor, nn.Parameter):
-                # A forward may put another tensor in the place of a buffer.
+                # Looked up each time: a forward may replace a buffer by another tensor.
                 yield _StateTensor(spec, partial(stage.get_buffer, name), compared=False)
                 continue
             yield _StateTensor(spec, tensor.detach)
@@ -110,9 +110,9 @@ def _of_run(optimizer: Optimizer, scale: "LossScale | None") -> Iterator[_StateT
 
 
 def gather_placements(specs: Iterable[ParameterSpec], job: Job, layout: Layout) -> dict[str, Placement]:
-    """Where all tensors of the whole model lie, in the order of their names, also those that only other ranks hold.
+    """The placements of all tensors of the whole model, sorted by name, including those that only other ranks hold.
 
-    All ranks call it together and get the same. InputError: a tensor has a type that files cannot hold.
+    All ranks call it together and get the same. Raises InputError: a tensor has a dtype that files cannot hold.
     """
     rows = None
     if not any(i for axis, i in layout.coordinate(job.rank).items() if axis != "pp"):

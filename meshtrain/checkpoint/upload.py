@@ -1,7 +1,7 @@
-"""Upload of complete checkpoints to object storage (S3, GCS) by fsspec, in the background, and the way back from there.
+"""Upload of complete checkpoints to object storage (S3, GCS) by fsspec, in the background, and download from there.
 
-`URL/step_0000100/` gets the files, the manifest and, last of all, COMPLETE: what lacks it is no checkpoint. Rank 0 does
-it from the shared folder, in a thread that nobody waits for. What fails is said, and done with the next checkpoint.
+`URL/step_0000100/` gets the files, the manifest and, last, COMPLETE: a folder without it is no checkpoint. Rank 0
+uploads from the shared folder in a background thread; a failure is reported and retried with the next checkpoint.
 """
 
 import asyncio
@@ -21,19 +21,19 @@ from meshtrain.checkpoint.retention import Retention, steps_to_keep
 from meshtrain.checkpoint.verify import problems_of
 from meshtrain.errors import DamagedError, InputError, bytes_text
 
-ASIDE = f"{COMPLETE}.aside"  # in the place of COMPLETE: it is damaged, or a run went on from an earlier step
-AT_ONCE = 8  # files under way
+ASIDE = f"{COMPLETE}.aside"  # replaces COMPLETE: it is damaged, or a run resumed from an earlier step
+AT_ONCE = 8  # files in transfer at once
 LAST_S = 300.0  # how long the end of a run waits for the last upload
-# Clients wait for some answers for ever. A call is given up after:
+# Some clients wait forever for some answers. A call is given up after:
 ANSWER_S = 100.0
-SILENCE_S = 600.0  # in which no part of a file was transferred; some clients have 4 GB of parts under way
+SILENCE_S = 600.0  # without any part of a file transferred; some clients have 4 GB of parts in flight
 
 
 class Uploads:
-    """The checkpoints of a run in object storage, for rank 0. What storage refuses raises any error of its client."""
+    """The checkpoints of a run in object storage, for rank 0. Methods may raise any error of the storage's client."""
 
     def __init__(self, url: str, keep: Retention) -> None:
-        """Connects to nothing yet. InputError: the URL is none, or the package that it needs is not installed."""
+        """Does not connect yet. Raises InputError: not a valid URL, or the package that it needs is not installed."""
         from fsspec.core import url_to_fs
 
         folder = {"auto_mkdir": True} if url.startswith("file:") or "://" not in url else {}
@@ -44,28 +44,28 @@ class Uploads:
                 f"checkpoint.upload: {url} needs a package that is not installed ({error}): "
                 "pip install 'meshtrain[s3]', or 'meshtrain[gcs]'"
             ) from error
-        except Exception as error:  # each client has errors of its own
+        except Exception as error:  # each client has error types of its own
             raise InputError(f"checkpoint.upload: {url}: {error}; expected such as s3://bucket/prefix") from error
         self.url, self.notes = url, list[str]()  # lines to print
-        self.problem: str | None = None  # of the last try
-        self.under_way: int | None = None  # the step that is read now
+        self.problem: str | None = None  # why the last attempt failed; None if it did not
+        self.under_way: int | None = None  # the step whose checkpoint is being read now
         self._keep, self._evaluations = keep, dict[int, dict[str, float]]()
         self._lock, self._again = threading.Lock(), False
         self._thread: threading.Thread | None = None
 
     def steps(self) -> list[int]:
-        """Those of complete checkpoints, ascending."""
+        """The steps of complete checkpoints in storage, ascending."""
         return [step for step in self._folders() if self._call("exists", self._path(step, COMPLETE))]
 
     def set_aside_later(self, step: int) -> None:
-        """Those of later steps than that from which this run goes on: they will be made again."""
+        """Sets aside checkpoints of later steps than the one this run resumes from: those steps will be repeated."""
         for later in self.steps():
             if later > step:
                 self._set_aside(later)
                 self.notes.append(f"{self.url}/{name_of(later)} is set aside: this run went on from before it")
 
     def offer(self, folder: Path) -> None:
-        """A checkpoint in this folder is complete: storage is to have it, and those that it lacks. Does not wait."""
+        """Starts uploading the folder's complete checkpoints that storage lacks, in the background. Does not wait."""
         with self._lock:
             self._again = True
             if self._thread is None:
@@ -73,15 +73,15 @@ class Uploads:
                 self._thread.start()
 
     def wait(self, limit_s: float = LAST_S) -> bool:
-        """Until nothing is under way; False: it takes longer than that."""
+        """Waits up to `limit_s` until no upload is in progress; returns whether that is so."""
         thread = self._thread
         if thread is not None:
             thread.join(limit_s)
         return thread is None or not thread.is_alive()
 
     def fetch(self, step: int, folder: Path) -> Path:
-        """Brings a checkpoint into a run's folder, where one of its name is set aside. DamagedError, FileNotFoundError:
-        it is not whole, and is set aside itself."""
+        """Downloads a checkpoint into a run's folder, setting aside one of the same name there. Raises DamagedError or
+        FileNotFoundError: it is not intact; then it is set aside in storage."""
         unfinished = directory.begin(folder, step)
         try:
             manifest, text = self._manifest(step)
@@ -110,7 +110,7 @@ class Uploads:
             try:
                 self._bring_up_to_date(folder)
                 self.problem = None
-            except Exception as error:  # each client has errors of its own, and none of them is the run's
+            except Exception as error:  # each client has error types of its own, and none may stop the run
                 failed_before, self.problem = self.problem is not None, f"{type(error).__name__}: {error}"
                 if not failed_before:
                     self.notes.append(
@@ -127,7 +127,7 @@ class Uploads:
         there = self.steps()
         for step in {*here, *there} - self._evaluations.keys() if self._keep.keep_best else ():
             self._evaluations[step] = {}
-            with suppress(InputError, FileNotFoundError):  # it is damaged, and so it is not the best one
+            with suppress(InputError, FileNotFoundError):  # a damaged checkpoint cannot be the best one
                 manifest, _ = read_manifest(folder / name_of(step)) if step in here else self._manifest(step)
                 self._evaluations[step] |= manifest.evaluation or {}
         keep = steps_to_keep({*here, *there}, self._evaluations, self._keep)
@@ -163,7 +163,7 @@ class Uploads:
         self._call("rm_file", self._path(step, COMPLETE))
 
     def _manifest(self, step: int) -> tuple[Manifest, str]:
-        """That of a complete checkpoint, and its text. DamagedError, FileNotFoundError: it is not whole."""
+        """The manifest of a complete checkpoint, and its text. Raises DamagedError, FileNotFoundError: not intact."""
         path = Path(self._path(step, MANIFEST))
         text = self._read(str(path), MAX_BYTES)
         if self._complete(step) != directory.complete_text(hashlib.sha256(text).hexdigest()):
@@ -177,7 +177,7 @@ class Uploads:
         return self._read(self._path(step, COMPLETE), 1000).decode(errors="replace")
 
     def _read(self, path: str, most: int) -> bytes:
-        if self._call("size", path) > most:  # a range that ends behind the file is refused by some servers
+        if self._call("size", path) > most:  # not by reading a range: some servers refuse one beyond the end
             raise DamagedError(Path(path), f"is larger than {bytes_text(most)}")
         return self._call("cat_file", path)
 
@@ -190,7 +190,7 @@ class Uploads:
         return sorted(step for step in steps if step is not None)
 
     def _transfer(self, name: str, pairs: Iterable[tuple[str, str]]) -> None:
-        """`put_file` or `get_file` of pairs of paths, from and to; TimeoutError as of `_call`."""
+        """`put_file` or `get_file` for (source, target) pairs of paths. Raises TimeoutError as `_call`."""
         if not self._storage.async_impl:
             for source, target in pairs:
                 getattr(self._storage, name)(source, target)
@@ -206,7 +206,7 @@ class Uploads:
 
         async def transfer_all() -> None:
             try:
-                async with asyncio.TaskGroup() as tasks:  # with one of them all others end
+                async with asyncio.TaskGroup() as tasks:  # if one fails, all others are cancelled
                     for pair in pairs:
                         tasks.create_task(transfer(*pair))
             except BaseExceptionGroup as errors:
@@ -215,14 +215,14 @@ class Uploads:
         self._wait(transfer_all(), SILENCE_S, last)
 
     def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
-        """What a method of the storage returns. TimeoutError: it was given up. Only clients that are not asynchronous,
-        those of folders, have all the time that they want."""
+        """The result of a storage method. Raises TimeoutError: the call was given up. Synchronous clients (of local
+        folders) have no time limit."""
         if not self._storage.async_impl:
             return getattr(self._storage, name)(*arguments, **options)
         return self._wait(getattr(self._storage, f"_{name}")(*arguments, **options), ANSWER_S, [time.monotonic()])
 
     def _wait(self, answer: Coroutine[Any, Any, Any], limit_s: float, last: Sequence[float]) -> Any:
-        """The answer, until `limit_s` after the `last` time that something moved."""
+        """The answer; waits for it until `limit_s` after the time in `last`, when something was last transferred."""
         call = asyncio.run_coroutine_threadsafe(answer, self._storage.loop)
         while (left_s := last[0] + limit_s - time.monotonic()) > 0:
             with suppress(TimeoutError):

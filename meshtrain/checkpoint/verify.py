@@ -1,4 +1,4 @@
-"""Verification of a checkpoint: every byte is read and compared with its checksum, without torch."""
+"""Verification of a checkpoint: every byte is read and checked against its checksum, without torch."""
 
 import os
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ MOST_THREADS = 8
 
 @dataclass(frozen=True)
 class Problem:
-    """What is damaged: a file of the checkpoint, and the tensor in it where that is known."""
+    """Damage in a file of a checkpoint, and in which tensor, if that is known."""
 
     file: str
     tensor: str | None
@@ -27,7 +27,7 @@ class Problem:
 
 
 def verify(checkpoint: Path) -> list[Problem]:
-    """All that is wrong with a checkpoint; nothing if it is intact. InputError: it is none, or of a newer meshtrain."""
+    """All problems of a checkpoint; [] if it is intact. Raises InputError: no checkpoint, or of a newer meshtrain."""
     try:
         manifest, _ = read_manifest(checkpoint)
     except (DamagedError, UnreadableError) as error:
@@ -45,7 +45,7 @@ def _verify_file(checkpoint: Path, manifest: Manifest, rank: int) -> list[Proble
 
 
 def problems_of(checkpoint: Path, manifest: Manifest, rank: int) -> Iterator[Problem]:
-    """What is wrong with a rank's file; UnreadableError if it cannot be read now."""
+    """The problems of a rank's file. Raises UnreadableError: it cannot be read now."""
     path = checkpoint / file_of(rank)
     try:
         shard = Shard(path, manifest.files[path.name])
@@ -58,7 +58,7 @@ def problems_of(checkpoint: Path, manifest: Manifest, rank: int) -> Iterator[Pro
 
 
 def _contradictions(path: Path, shard: Shard, manifest: Manifest, rank: int) -> Iterator[Problem]:
-    """Where an intact file does not hold what the manifest says, which is a mistake of the writer."""
+    """Where an intact file contradicts the manifest, which is an error of the writer."""
     expected = manifest.entries(rank)
     for name in sorted(expected.keys() | shard.entries.keys()):
         if name not in shard.entries:

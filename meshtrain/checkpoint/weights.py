@@ -1,4 +1,4 @@
-"""The weights alone of a checkpoint: for a plain model, and for a run that starts from them on any layout."""
+"""The weights of a checkpoint alone: for a plain model, and for a run that starts from them on any layout."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -17,16 +17,16 @@ from meshtrain.huggingface.load import DTYPES, WeightSource, open_folder
 from meshtrain.huggingface.safetensors import Entry, by_numbers
 from meshtrain.parallel.sharding import Part, overlap, shape_of, within
 
-PREFIX = "model."  # of the weights in a manifest
-AVERAGE = "optimizer.{}.ema"  # the average of a weight
+PREFIX = "model."  # prefix of the weights' names in a manifest
+AVERAGE = "optimizer.{}.ema"  # name of a weight's moving average
 
 
 @contextmanager
 def open_checkpoint(checkpoint: str | Path, *, ema: bool = False) -> Iterator[WeightSource]:
-    """The weights of a checkpoint, or of the newest of a run's folder, by the names that they have in the model.
+    """The weights of a checkpoint, or of the newest in a run's folder, by their names in the model.
 
-    Tied ones have their first name only. `ema`: the averages of those that are trained. InputError: there is no
-    checkpoint, or it has no averages. DamagedError: it or its manifest is not whole.
+    Tied weights have their first name only. `ema`: moving averages instead of trained weights. Raises InputError: no
+    checkpoint, or one without averages; DamagedError: it or its manifest is not intact.
     """
     path = require_checkpoint(checkpoint)
     manifest, _ = open_manifest(path)
@@ -48,7 +48,7 @@ def open_checkpoint(checkpoint: str | Path, *, ema: bool = False) -> Iterator[We
 
 
 def open_weights(path: str | Path) -> AbstractContextManager[WeightSource]:
-    """What `model.weights` names: a checkpoint, a run's folder, or a Hugging Face directory."""
+    """Opens a path of `model.weights`: a checkpoint, a run's folder, or a Hugging Face directory."""
     return open_folder(path) if find_checkpoint(path) is None else open_checkpoint(path)
 
 
@@ -56,20 +56,20 @@ def load_weights(checkpoint: str | Path, model: nn.Module, whole: nn.Module | No
     """Fills a model, plain or parallelized, from a checkpoint that any layout wrote; each rank reads its parts.
 
     Args:
-        checkpoint: one, or a run's folder: its newest complete one is taken.
-        model: with memory; `to_empty` gives it to one on the meta device. Its floating types need not be the stored.
-        whole: the model, on any device, of which `model` may be a stage; by default `model` itself.
+        checkpoint: a checkpoint, or a run's folder, whose newest complete one is taken.
+        model: with memory (see `to_empty` for one on the meta device). Floating dtypes may differ from the stored ones.
+        whole: the whole model, on any device, if `model` is a stage of it; by default `model` itself.
 
     Raises:
         DamagedError: the checkpoint is not what was written; names file and tensor. InputError: there is none, or its
-            tensors are not the model's: names those that are missing, too many, or of another shape or type.
+            tensors are not the model's: names those that are missing, unknown, or of another shape or dtype.
     """
     with open_checkpoint(checkpoint) as source:
         load.load_weights(model, source, whole)
 
 
 def read_part(files: ShardReader, name: str, part: Part) -> Tensor:
-    """A part of a tensor in its stored type; a scalar counts as one dim of size 1. DamagedError: a file is damaged."""
+    """A part of a tensor in its stored dtype; a scalar has one dim of size 1. Raises DamagedError: a damaged file."""
     placement = files.manifest.tensors[name]
     result = torch.empty(shape_of(part), dtype=DTYPES[placement.dtype])
     for rank, piece in pieces(placement, files.manifest.layout, part):
@@ -79,12 +79,10 @@ def read_part(files: ShardReader, name: str, part: Part) -> Tensor:
 
 @torch.no_grad()
 def read_piece(file: Shard, name: str, piece: Part, part: Part, target: Tensor, target_part: Part) -> None:
-    """Reads a part of a tensor from the file with a piece of it into `target`, of the stored type, for `target_part`.
-
-    `piece`, `part` and `target_part` are parts of the whole tensor; `part` lies in both others.
-    """
+    """Reads a part of a tensor, from the file that holds `piece`, into `target`, which has the stored dtype and holds
+    `target_part`. All three are parts of the whole tensor; `part` lies within both others."""
     inner, shape = within(part, piece), shape_of(piece)
-    # What is read is one stretch: one index of each of the first dims (an expert), rows of the next, and all columns.
+    # The read is contiguous: one index of each of the first dims (an expert), rows of the next, and all columns.
     dim = next((dim for dim, span in enumerate(inner) if span.stop - span.start > 1), len(shape) - 1)
     first = 0
     for size, span in zip(shape[: dim + 1], inner, strict=False):

@@ -1,11 +1,11 @@
-"""The YAML of a run: its sections as dataclasses, and how it is read.
+"""A run's YAML config: its sections as dataclasses, and how it is read.
 
-The dataclasses of `schema` are the schema: the checks, docs/configuration.md and configs/schema.json come from them.
+The dataclasses of `schema` are the schema: the checks, docs/configuration.md and configs/schema.json derive from them.
 
     config = Config.load("configs/quickstart.yaml", ["train.steps=50", "layout.tp=2"])
 
-reads the file, lays the overrides over it and checks everything. The files behind it: `yaml_reader` (text to nodes that
-know their line), `convert` (nodes to values), `model` (a model's own keys), `checks` (rules about several values).
+reads the file, applies the overrides and checks everything. Modules: `yaml_reader` (text to nodes with line numbers),
+`convert` (nodes to values), `model` (the model's keys), `checks` (rules about several values).
 """
 
 import os
@@ -31,7 +31,7 @@ __all__ = ["Config", "ConfigErrors", "Data", "Fault"]
 
 @dataclass(frozen=True)
 class Config:
-    """A run, checked and complete: what the file gives, what overrides it, and every default."""
+    """The checked and complete config of a run: the file's values, overrides, and defaults."""
 
     model: ModelSection
     data: Data
@@ -43,10 +43,10 @@ class Config:
     train: schema.Train
     checkpoint: schema.Checkpoint
     metrics: schema.Metrics
-    resolved: Layout | None = field(default=None, compare=False)  # of all processes; None: a size is still open
-    name: str = field(default="", compare=False)  # of the file, without its ending
-    file: str = field(default="", compare=False)  # as errors name it
-    overrides: tuple[str, ...] = field(default=(), compare=False)  # each with its origin, one line to print
+    resolved: Layout | None = field(default=None, compare=False)  # the layout of all processes; None: a size is -1
+    name: str = field(default="", compare=False)  # the file's name without its extension
+    file: str = field(default="", compare=False)  # the file's path as errors print it
+    overrides: tuple[str, ...] = field(default=(), compare=False)  # a line to print for each, with its origin
 
     @classmethod
     def load(
@@ -59,19 +59,19 @@ class Config:
         device: str | None = None,
         again: bool = False,
     ) -> "Config":
-        """Reads a config file and lays overrides over it.
+        """Reads a config file and applies overrides to it.
 
         Args:
             name: the path of a YAML file, or the name of one of meshtrain's own.
             overrides: `section.key=value`, each value YAML; the last one for a key wins.
-            world_size: the number of processes, which the layout has to make; None where that is not known yet.
-            for_training: also refuses what cannot be trained now: files that are missing.
-            device: "cpu" or "cuda"; None where that is not known yet.
-            again: the launcher has started the job again: fewer processes may be left than its faults were planted for.
+            world_size: the number of processes, which the layout must multiply to; None: not known yet.
+            for_training: also report missing files, which only training needs.
+            device: "cpu" or "cuda"; None: not known yet.
+            again: the launcher restarted the job, perhaps with fewer processes than `train.chaos` was written for.
 
         Raises:
             InputError: there is no such file.
-            ConfigErrors: everything that is wrong with the config.
+            ConfigErrors: all errors of the config.
         """
         errors: list[ConfigError] = []
         try:
@@ -86,7 +86,7 @@ class Config:
         draft = _read_sections(root, errors)
         sizes = _read_layout(draft)
         layout = None if sizes is None else _resolve_layout(draft, sizes, world_size, again)
-        if sizes is not None and (layout is not None or world_size is None):  # one of them may still be -1
+        if sizes is not None and (layout is not None or world_size is None):  # without a world size, a size may be -1
             known = sizes if layout is None else layout.sizes
             for check in OF_LAYOUT:
                 check(draft, known)
@@ -109,21 +109,21 @@ class Config:
         return cls(model, layout=sizes, resolved=layout, name=path.stem, file=file, overrides=applied, **sections)
 
     def plain(self) -> dict[str, dict[str, Any]]:
-        """The sections as a file would give them, in their order: section -> key -> value, defaults included."""
+        """The sections as a file would give them, in order: section -> key -> value, defaults included."""
         origin = {"preset": self.model.preset, "weights": self.model.weights}
         model = {"name": self.model.name, **{key: name for key, name in origin.items() if name}, **self.model.keys}
         plain = {"model": model, "data": asdict(self.data), "layout": dict(self.layout)}
         return plain | {section: asdict(getattr(self, section)) for section in NAMES if section not in plain}
 
     def to_yaml(self) -> str:
-        """The whole config as YAML, overrides and defaults included: read again, it gives an equal Config."""
+        """The whole config as YAML, overrides and defaults included; loading it gives an equal Config."""
         head = [f"The resolved config of a run, from {self.file or 'Python'}: overrides and every default included."]
         head += self.overrides
         return "".join(f"# {' '.join(line.split())}\n" for line in head) + write(self.plain())
 
 
 def _read_sections(root: Node, errors: list[ConfigError]) -> ConfigDraft:
-    """Every section but the layout, value by value."""
+    """Reads every section but the layout, value by value."""
     sections = {section: keys_of(cls) for section, cls in SECTIONS.items()}
     elsewhere = {axis: f"layout.{axis}" for axis in AXES}
     declared = [(section, key) for section, keys in sections.items() for key in keys.values()]
@@ -143,7 +143,7 @@ def _read_sections(root: Node, errors: list[ConfigError]) -> ConfigDraft:
 
 
 def _read_layout(draft: ConfigDraft) -> dict[str, int] | None:
-    """The layout as written, outermost axis first; None where something is wrong with it, which is reported."""
+    """The layout as written, outermost axis first; None, with the errors reported, if it is wrong."""
     node = draft.root.get("layout")
     if node is None or (node.value is None and not node.broken):
         return {"dp_shard": -1}
@@ -174,7 +174,7 @@ def _read_layout(draft: ConfigDraft) -> dict[str, int] | None:
 
 
 def _resolve_layout(draft: ConfigDraft, sizes: dict[str, int], world_size: int | None, again: bool) -> Layout | None:
-    """The layout of the processes; None where a size is still open, or it does not fit them, which is reported."""
+    """The layout of the processes; None if a size is still open, or, reported as an error, if it does not fit them."""
     if world_size is None:
         return None if -1 in sizes.values() else Layout(sizes)
     experts = draft.values["parallel.expert_parallel"]
@@ -197,6 +197,6 @@ def _unknown_section(section: str, elsewhere: dict[str, str]) -> str:
 
 
 def _relative(path: Path) -> str:
-    """A path as errors name it: relative where the file lies under the working directory."""
+    """A path as errors print it: relative if the file is below the working directory."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

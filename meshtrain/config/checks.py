@@ -1,6 +1,6 @@
-"""What the keys of a config must keep to together: each rule a small function of a few values.
+"""Constraints between the keys of a config: each rule is a small function of a few values.
 
-A rule yields what is wrong and a way out. It is skipped where one of its values has been reported already.
+A rule yields what is wrong and a way out. It is skipped if one of its values was already reported as wrong.
 """
 
 import re
@@ -18,15 +18,15 @@ from meshtrain.data.order import MOST_SOURCES, BatchSizes, changes_of, whole_wei
 from meshtrain.errors import InputError, any_of
 from meshtrain.huggingface import safetensors as weights
 
-_OF_TEXT = ("python-stdlib", "text", "jsonl", "parquet")  # a tokenizer reads them
+_OF_TEXT = ("python-stdlib", "text", "jsonl", "parquet")  # sources that are tokenized
 OF_TOKENS = (*_OF_TEXT, "tokens", "megatron")
-_PAIR = (".bin", ".idx")  # of the source megatron
+_PAIR = (".bin", ".idx")  # suffixes of the source megatron
 _ROPE = ("model.rope_scaling", "model.rope_parameters")
 
 
 @dataclass
 class ConfigDraft:
-    """A config while it is being read: its nodes, the values that are right so far, and the errors."""
+    """A config while it is being read: its nodes, the values converted so far, and the errors."""
 
     root: Node
     errors: list[ConfigError]
@@ -34,13 +34,13 @@ class ConfigDraft:
     values: dict[str, Any] = field(default_factory=dict)  # "train.steps" -> its value, default, or INVALID
 
     def place(self, path: str) -> Place:
-        """Where a key stands; where it is not given, where its section stands, else the top of the file."""
+        """The place of a key; if it is not given, that of its section, else the top of the file."""
         section = path.partition(".")[0]
         node = self.root.get(*path.split(".")) or self.root.get(section)
         return node.key_at if node is not None else self.root.at
 
     def place_of_any(self, paths: tuple[str, ...]) -> Place:
-        """Where an error about several keys belongs: at an override if there is one, else at the first one given."""
+        """The place for an error about several keys: an override if there is one, else the first key that is given."""
         present = [path for path in paths if self.root.get(*path.split(".")) is not None]
         overridden = [path for path in present if self.place(path).override]
         return self.place((overridden or present or list(paths))[0])
@@ -52,7 +52,7 @@ class ConfigDraft:
         self.errors.append(ConfigError(place, message))
 
     def refuse(self, key: str, *problems: object) -> None:
-        """Reports problems of a key, where it stands and by its name."""
+        """Reports problems of a key, at its place and with its name."""
         for problem in problems:
             self.report(self.place(key), f"{key}: {problem}")
 
@@ -62,7 +62,7 @@ RULES: list[tuple[tuple[str, ...], tuple[str, ...], Callable[..., Problems]]] = 
 
 
 def rule(*paths: str, optional: tuple[str, ...] = ()) -> Callable[[Callable[..., Problems]], Callable[..., Problems]]:
-    """Makes a function a rule about the values of these keys; `optional` are None where a model does not have them."""
+    """Registers a function as a rule about the values of keys; `optional` ones are None if the model lacks them."""
 
     def add(function: Callable[..., Problems]) -> Callable[..., Problems]:
         RULES.append((paths, optional, function))
@@ -189,7 +189,7 @@ def path_for_source(path: str | None, source: str, sources: tuple[Source, ...]) 
         if path is not None:
             yield "data.path is of one source, and data.sources gives several, each with a path: take data.path away"
         return
-    needed = SOURCES.get(source)  # a user's own file: its business
+    needed = SOURCES.get(source)  # None for a user's own file, which may need anything
     if source in SOURCES and needed is None and path is not None:
         others = [name for name, needs in SOURCES.items() if needs]
         yield f"data.source {source} takes no data.path: take it away, or use one of {any_of(others)}"
@@ -239,7 +239,7 @@ def images_have_a_size(image_size: int | None, source: str) -> Problems:
 
 
 def scales_dynamically(*ropes: dict[str, Any] | None) -> bool:
-    """Such scaling is for sequences above the length that the model was made for, which stays the model's key."""
+    """Whether RoPE scaling is dynamic, for sequences longer than the trained length, `max_position_embeddings`."""
     return any("dynamic" in (rope.get("rope_type"), rope.get("type")) for rope in ropes if isinstance(rope, dict))
 
 
@@ -293,7 +293,7 @@ def keep_every_is_saved(keep_every: int | None, every: int | str) -> Problems:
 
 @rule("checkpoint.keep_best", "checkpoint.every", "train.eval_every", "data.validation")
 def best_is_known(keep_best: bool, every: Any, eval_every: Any, validation: float | str) -> Problems:
-    """Each checkpoint needs an evaluation of just its step; else the best one would often be none of them."""
+    """Each checkpoint needs an evaluation of its own step; else the best evaluation would often have no checkpoint."""
     if not keep_best:
         return
     both_steps = isinstance(every, int) and isinstance(eval_every, int)
@@ -311,7 +311,7 @@ def best_is_known(keep_best: bool, every: Any, eval_every: Any, validation: floa
 
 
 def check_chaos(draft: ConfigDraft, world_size: int | None) -> None:
-    """Reports faults that no run would meet. `world_size` is None where the faults were not written for it."""
+    """Reports faults that would never happen. `world_size`: None if the faults were not written for this one."""
     faults, node = draft.values["train.chaos"], draft.root.get("train", "chaos")
     if faults is INVALID or node is None or not isinstance(node.value, list):
         return
@@ -322,7 +322,7 @@ def check_chaos(draft: ConfigDraft, world_size: int | None) -> None:
 
 
 def _problems(fault: Fault, steps: int | None, every: object, world_size: int | None) -> Iterator[tuple[str, str]]:
-    """What is wrong with a fault: key, sentence. Of a run of unknown length the last checkpoint is anywhere."""
+    """The problems of a fault, as (key, sentence). If the length of the run is unknown, any step may be its last."""
     is_saved = not isinstance(every, int) or steps in (None, fault.step) or (every > 0 and fault.step % every == 0)
     if fault.rank is None and fault.fault != "fail-save":
         yield "fault", f"{fault.fault} needs a rank: say whose, such as rank: 1"
@@ -350,7 +350,7 @@ def _problems(fault: Fault, steps: int | None, every: object, world_size: int | 
 
 
 def check_files(draft: ConfigDraft) -> None:
-    """Reports files and folders that the config names and that are not there."""
+    """Reports files and folders that the config names but that do not exist."""
     source = draft.values.get("data.source", INVALID)
     sources = draft.values.get("data.sources", ())
     if source not in SOURCES:
@@ -368,7 +368,7 @@ def check_files(draft: ConfigDraft) -> None:
     start = draft.values.get("model.weights", INVALID)
     if isinstance(start, str):
         try:
-            if find_checkpoint(start) is None:  # of a checkpoint the manifest is read where the keys are
+            if find_checkpoint(start) is None:  # a checkpoint's manifest is checked with the model's keys
                 weights.stored(Path(start).expanduser())
         except InputError as error:
             draft.refuse("model.weights", error)
@@ -389,13 +389,13 @@ def _check_export(draft: ConfigDraft, export: Any, start: Any) -> None:
 def _report_missing(
     draft: ConfigDraft, key: str, source: object = None, words: tuple[str, ...] = (), path: Any = None
 ) -> None:
-    """Reports that a path is not there, of a kind of data source or of any file; `words` and values that are no text
-    are none. `path`: in the place of the key's value."""
+    """Reports a path that does not exist; `source`: the kind of data source, if it is one. `words` and values that are
+    not strings are no paths. `path` is used instead of the key's value."""
     name = path or draft.values.get(key)
     if not isinstance(name, str) or name in words:
         return
     if source == "megatron" and name.endswith(_PAIR):
-        name = name[:-4]  # one file of the pair stands for both
+        name = name[:-4]  # either file of the pair stands for both
     for ending in _PAIR if source == "megatron" else ("",):
         file = Path(name + ending).expanduser().absolute()
         if not file.exists():

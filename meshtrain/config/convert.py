@@ -1,6 +1,6 @@
-"""Turns the nodes of a config into the values that dataclasses ask for, and says what does not fit.
+"""Converts the nodes of a config into the values of dataclass fields, and reports what does not fit.
 
-A field's annotation is its type, and `key(...)` gives its limits. Nothing is coerced but integers to floats.
+A field's annotation is its type, and `key(...)` gives its limits. The only coercion is from integers to floats.
 """
 
 import dataclasses
@@ -22,22 +22,22 @@ class _Invalid(Enum):
     INVALID = "INVALID"
 
 
-INVALID = _Invalid.INVALID  # the value of what has been reported as wrong
+INVALID = _Invalid.INVALID  # stands for a value that has been reported as wrong
 MOST_NAME, MOST_PATH = 255, 4095  # bytes of a name and of a path, on Linux
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a key's value must keep to besides its type, and every number of a list."""
+    """Constraints on a key's value besides its type; for a list, on each of its numbers."""
 
     minimum: float | None = None  # at least
     above: float | None = None  # more than
     maximum: float | None = None  # at most
     below: float | None = None  # less than
-    names: tuple[str, ...] = ()  # a text is one of these, ...
-    suffix: str | None = None  # ... or the path of a file that ends so
-    path: bool = False  # a text may be the path of a file or folder
-    instead: tuple[str, str] = ("", "")  # texts that other frameworks have, and what does it here
+    names: tuple[str, ...] = ()  # a string must be one of these, ...
+    suffix: str | None = None  # ... or the path of a file with this suffix
+    path: bool = False  # a string is the path of a file or folder
+    instead: tuple[str, str] = ("", "")  # values of other frameworks, and the equivalent here
 
     def hold(self, value: float | str) -> bool:
         if isinstance(value, str):
@@ -52,7 +52,7 @@ class Limits:
 
     @property
     def words(self) -> str:
-        """` of at least 1 and below 2`, to stand after "a number"; empty without limits."""
+        """` of at least 1 and below 2`, to follow "a number"; empty without limits."""
         known = (("at least", self.minimum), ("above", self.above), ("at most", self.maximum), ("below", self.below))
         bounds = [f"{word} {bound}" for word, bound in known if bound is not None]
         return (" of " if self.minimum is not None else " ") + " and ".join(bounds) if bounds else ""
@@ -62,11 +62,11 @@ NO_LIMITS = Limits()
 
 
 def key(default: Any = dataclasses.MISSING, *, doc: str = "", also: str = "", **limits: Any) -> Any:
-    """A field of a section: its default (none: it has to be given), and its `Limits`.
+    """A field of a section: its default (without one the key is required) and its `Limits`.
 
     Args:
-        doc: its documentation, if that is not the text below the field.
-        also: what other frameworks call it, for "did you mean".
+        doc: the field's documentation, if it is not the text below the field.
+        also: names of the key in other frameworks, for "did you mean".
     """
     metadata = {"doc": doc, "limits": Limits(**limits), "also": tuple(also.split())}
     return dataclasses.field(default=default, metadata=metadata)
@@ -77,8 +77,8 @@ class Key:
     """A key of a section, as read from a field of its dataclass."""
 
     name: str
-    hint: Any  # its annotation
-    default: Any  # dataclasses.MISSING where it has to be given
+    hint: Any  # the annotation
+    default: Any  # dataclasses.MISSING if the key is required
     limits: Limits
     doc: str
     also: tuple[str, ...]
@@ -89,9 +89,9 @@ class Key:
 
 
 def keys_of(cls: type) -> dict[str, Key]:
-    """The keys that a dataclass declares: its fields, but for those with `init=False`.
+    """The keys that a dataclass declares: its fields except those with `init=False`.
 
-    Raises TypeError: an annotation that no YAML value fits, with the name of the field.
+    Raises TypeError: an annotation that no YAML value fits; names the field.
     """
     hints = get_type_hints(cls)
     keys = {}
@@ -114,7 +114,7 @@ def keys_of(cls: type) -> dict[str, Key]:
 def read_section(
     node: Node, section: str, keys: dict[str, Key], elsewhere: dict[str, str], errors: list[ConfigError]
 ) -> dict[str, Any]:
-    """The values of a section's keys, defaults included; `INVALID` for what is wrong or missing.
+    """The values of a section's keys, defaults included; `INVALID` for wrong or missing ones.
 
     `elsewhere`: every key of every section -> its full name, for "did you mean".
     """
@@ -146,7 +146,7 @@ def read_section(
 
 
 def meant_key(name: str, keys: dict[str, Key]) -> str | None:
-    """The key that an unknown one most likely means: by its other names, else by its spelling."""
+    """The key that an unknown name most likely means: one with that alias (`also`), else the nearest spelling."""
     return next((key.name for key in keys.values() if name in key.also), None) or nearest(name, keys)
 
 
@@ -171,11 +171,11 @@ def convert(
     limits: Limits = NO_LIMITS,
     default: Any = dataclasses.MISSING,
 ) -> Any:
-    """The value of a node as its annotation asks; `INVALID`, with an error that names `default`, where it misfits."""
+    """The node's value as `hint` requires; `INVALID`, with an error that may name `default`, if it does not fit."""
     if node.broken:
         return INVALID
     if node.value == [] and default == ():
-        return ()  # as a resolved config writes it
+        return ()  # a resolved config writes the default () as []
     for option in _options(hint):
         if _fits(node.value, option):
             return _convert_to(node, option, hint, name, errors, limits)
@@ -216,7 +216,7 @@ def _convert_to(node: Node, option: Any, hint: Any, name: str, errors: list[Conf
 
 
 def path_problem(text: str) -> str | None:
-    """Why no file or folder can have this path; None: one can."""
+    """Why no file or folder can have this path; None if one can."""
     if not text:
         return "expected a path, found an empty text: write . for the working directory"
     expanded = os.path.expanduser(text)
@@ -254,7 +254,7 @@ def _convert_list(node: Node, option: Any, name: str, errors: list[ConfigError],
 
 
 def is_stepwise(option: Any) -> bool:
-    """Whether an annotation is one of values that change at steps, [[0, 64], [2000, 256]]."""
+    """Whether an annotation is a list of changes at steps, such as [[0, 64], [2000, 256]]."""
     args = get_args(option)
     return bool(args) and get_origin(args[0]) is tuple and args[1:] == (...,) and get_args(args[0])[0] is int
 
@@ -284,7 +284,7 @@ def _is_broken(node: Node) -> bool:
 
 
 def _options(hint: Any) -> list[Any]:
-    """The members of a union, exact kinds first: 3 is an integer before it is a float."""
+    """The members of a union, the most specific first: 3 is an integer before it is a float."""
     options = list(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else [hint]
     return sorted(options, key=lambda option: (option is float, option is Any, option is str))
 
@@ -298,7 +298,7 @@ def _is_supported(hint: Any) -> bool:
     if origin is dict:
         return get_args(hint)[0] in (str, Any) and _is_supported(get_args(hint)[1])
     if is_mapping(hint):
-        return True  # a mapping with keys of its own
+        return True
     return origin is Literal or hint in (None, type(None), bool, int, float, str, list, tuple, dict, Any)
 
 
@@ -318,12 +318,12 @@ def _fits(value: Any, option: Any) -> bool:
 
 
 def is_mapping(hint: Any) -> TypeGuard[type]:
-    """Whether this annotation is a dataclass: a mapping with the keys of its own that it declares."""
+    """Whether this annotation is a dataclass: a mapping with the keys that the dataclass declares."""
     return isinstance(hint, type) and dataclasses.is_dataclass(hint)
 
 
 def describe_type(hint: Any, limits: Limits = NO_LIMITS) -> str:
-    """An annotation in words, to stand after "expected": "an integer of at least 1, or `epoch`"."""
+    """An annotation in words, to follow "expected": "an integer of at least 1, or `epoch`"."""
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     return ", or ".join("null" if option is type(None) else _kind(option, limits) for option in options)
 
@@ -383,7 +383,7 @@ _LENGTH = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?\Z", re
 
 
 def seconds(length: str | float) -> float:
-    """A length of time, `3h50m`, `90s`, `2d` or a number of seconds, in seconds. Raises ValueError: it is none."""
+    """A duration (`3h50m`, `90s`, `2d` or a number of seconds) in seconds. Raises ValueError: it is not a duration."""
     if not isinstance(length, str):
         return float(length)
     match = _LENGTH.match(length.replace(" ", ""))

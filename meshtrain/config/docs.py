@@ -1,6 +1,6 @@
 """Writes docs/configuration.md and configs/schema.json from the dataclasses: `python -m meshtrain.config.docs`.
 
-The schema lets editors complete and check a config as it is typed.
+With the schema, editors complete and check a config as it is typed.
 """
 
 import ast
@@ -36,7 +36,7 @@ _SIZE = "an integer of at least 1, or -1 for whatever is left"
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema (draft 7, which editors know best) of a config."""
+    """The JSON Schema of a config (draft 7, the one that editors support best)."""
     sections: dict[str, Any] = {name: _section_schema(cls) for name, cls in SECTIONS.items()}
     sections["train"]["oneOf"] = [
         {"required": [key], "properties": {key: {"type": "integer"}}} for key in ("steps", "epochs")
@@ -84,7 +84,7 @@ def _model_schema() -> dict[str, Any]:
         if name != own["name"]["default"]:
             kind["required"] = ["name"]
         passed_over = sorted(getattr(module, "passed_over", ()))
-        if passed_over:  # as a pattern, so that editors do not offer them
+        if passed_over:  # a pattern, so that editors do not suggest these keys
             kind["patternProperties"] = {f"^({'|'.join(passed_over)})$": {}}
         kinds.append(kind)
     file = {"name": {"type": "string", "pattern": r"\.py$"}}
@@ -121,7 +121,7 @@ def value_schema(hint: Any, limits: Limits = NO_LIMITS) -> dict[str, Any]:
     if is_stepwise(hint):
         pair = [value_schema(int, Limits(minimum=0)), value_schema(get_args(args[0])[1], limits)]
         items = {"type": "array", "items": pair, "minItems": 2, "maxItems": 2}
-        return {"type": "array", "items": items}  # none: as without the key, where its default is none
+        return {"type": "array", "items": items}  # no minItems: [] is the default of some keys
     if kind in (list, tuple):
         inner = [value_schema(argument, limits) for argument in args if argument is not Ellipsis]
         fixed = {"minItems": len(args), "maxItems": len(args)} if kind is tuple and args and ... not in args else {}
@@ -137,7 +137,7 @@ def value_schema(hint: Any, limits: Limits = NO_LIMITS) -> dict[str, Any]:
 
 
 def markdown() -> str:
-    """docs/configuration.md: its text up to the first section, which is written by hand, and the sections."""
+    """docs/configuration.md: the hand-written text before the first section, and the generated sections."""
     parts = [_published().read_text(encoding="utf-8").partition("\n## model\n")[0]]
     for name in NAMES:
         parts.append(f"## {name}\n")
@@ -193,7 +193,7 @@ def _join_names(names: Any) -> str:
 
 
 def _documented(cls: type) -> dict[str, Key]:
-    """The keys of a dataclass with their documentation: the text below a field, or in model files a comment behind."""
+    """The keys of a dataclass with their docs: the string below a field, or in model files the comment after it."""
     source = inspect.getsource(cls)
     docs = dict(re.findall(r"^\s+(\w+)\s*:[^#\n]*#\s*(.+)$", source, re.MULTILINE))
     for node, below in pairwise(ast.walk(ast.parse(source))):
@@ -225,7 +225,7 @@ those.
 
 
 def main() -> None:
-    """Writes both files into the repository that this package lies in."""
+    """Writes both files into the repository that contains this package."""
     (locate.bundled("configs") / "schema.json").write_text(schema_text(), encoding="utf-8")
     _published().write_text(markdown(), encoding="utf-8")
 

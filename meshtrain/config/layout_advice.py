@@ -1,4 +1,4 @@
-"""What would work where a layout does not: the nearest sizes, the worlds that fit, and groups that cross hosts."""
+"""Advice where a layout does not work: the nearest sizes, the world sizes that fit, and groups that cross hosts."""
 
 import itertools
 import math
@@ -8,12 +8,12 @@ from typing import TypeVar
 from meshtrain.errors import any_of, join_some, short
 from meshtrain.layout import AXES, DATA_AXES, Layout, LayoutError, WorldSizeError, written
 
-Size = TypeVar("Size")  # a number of ranks, or the node of a config that says it
+Size = TypeVar("Size")  # a number of ranks, or the config node that holds it
 _BY_HOST = "host by host (srun --distribution=block)"
 
 
 def resolve(sizes: Mapping[str, int], world_size: int, experts: int = 1) -> Layout:
-    """`Layout.resolve`. Raises LayoutError: as it does, and with the nearest layouts of `world_size` ranks."""
+    """`Layout.resolve`, whose LayoutError also names the nearest layouts of `world_size` ranks."""
     try:
         return Layout.resolve(sizes, world_size)
     except WorldSizeError as error:
@@ -22,11 +22,11 @@ def resolve(sizes: Mapping[str, int], world_size: int, experts: int = 1) -> Layo
 
 
 def nearest(sizes: Mapping[str, int], world_size: int, limit: int = 2, experts: int = 1) -> list[dict[str, int]]:
-    """Layouts of exactly `world_size` ranks that are near to `sizes`, nearest first; there is always one, unless
-    `experts` ranks, over which those of a layer are dealt out, fold into none.
+    """Layouts of exactly `world_size` ranks that are near to `sizes`, nearest first. There is always one, unless expert
+    parallelism over `experts` ranks folds into none.
 
-    Fewer changed axes come first, then nearer sizes; data axes are easier to change than those that have to fit the
-    model. A size of -1 changes freely, and a layout without a data axis may get one.
+    Layouts with fewer changed axes come first, then those with nearer sizes; data axes are easier to change than axes
+    that have to fit the model. A size of -1 changes freely, and a layout without a data axis may get one.
     """
     base = dict(sizes) if any(axis in sizes for axis in DATA_AXES) else add_axis(sizes, "dp_shard", 1)
     free = tuple(axis for axis, size in base.items() if size == -1)
@@ -45,12 +45,12 @@ def nearest(sizes: Mapping[str, int], world_size: int, limit: int = 2, experts: 
         layouts += sorted(candidates, key=lambda new: _distance(base, new))
         if layouts and (changes >= 2 or len(layouts) >= limit):
             break
-    # An added axis that stayed at 1 is not worth naming.
+    # Leave out an added axis that stayed at 1.
     return [{axis: size for axis, size in new.items() if axis in sizes or size > 1} for new in layouts[:limit]]
 
 
 def add_axis(sizes: Mapping[str, Size], axis: str, size: Size) -> dict[str, Size]:
-    """`sizes` with another size of an axis, or with the axis where the usual order has it; an unknown one goes last."""
+    """`sizes` with the size of an axis changed, or the axis inserted in the usual order; an unknown axis goes last."""
     if axis in sizes:
         return {**sizes, axis: size}
     later = AXES[AXES.index(axis) + 1 :] if axis in AXES else ()
@@ -64,7 +64,7 @@ def _distance(old: Mapping[str, int], new: Mapping[str, int]) -> float:
     for axis, size in new.items():
         before = size if old[axis] == -1 else old[axis]
         step = abs(math.log2(size / before))
-        # tp: 3 instead of 2 fits few models; tp: 1 or 4 fits most.
+        # In place of tp: 2, tp: 3 fits few models; tp: 1 or 4 fits most.
         far += step if axis in DATA_AXES else 2 * step + 4 * (size % before != 0 and before % size != 0)
     return far
 
@@ -83,7 +83,7 @@ def factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def world_sizes_text(sizes: Mapping[str, int], experts: int = 1) -> str:
-    """How many processes can form a layout, into which `experts` ranks fold, for people."""
+    """Words for the numbers of processes that can form a layout into which `experts` ranks fold."""
 
     def multiples(axis: str) -> str:
         fixed = math.prod(size for other, size in sizes.items() if other != axis)
@@ -101,7 +101,7 @@ def world_sizes_text(sizes: Mapping[str, int], experts: int = 1) -> str:
 
 
 def host_warnings(layout: Layout) -> list[str]:
-    """What is allowed and probably a mistake, as sentences: groups of tp, of cp_heads or of ep that cross hosts."""
+    """Sentences about what is allowed but probably a mistake: groups of tp, cp_heads or ep that cross hosts."""
     warnings = []
     if crossing := _crossing(layout, "tp"):
         reason = f"tp communicates in every layer, forward and backward: {_why_tp_crosses(layout)}"
@@ -119,7 +119,7 @@ def host_warnings(layout: Layout) -> list[str]:
 
 
 def _within_hosts(layout: Layout) -> str:
-    """What would keep the ranks of each expert group on one host: axes in the usual order, or fewer of these ranks."""
+    """A way to keep each expert group on one host: the axes in the usual order, or a smaller expert_parallel."""
     runs = [run.count for run in layout.runs], [layout.hosts[run.host] for run in layout.runs]
     usual = {axis: layout.sizes[axis] for axis in AXES if axis in layout.sizes}
     for ranks in reversed([n for n in layout.expert_sizes() if n <= layout.experts]):
@@ -132,7 +132,7 @@ def _within_hosts(layout: Layout) -> str:
 
 
 def _crossing(layout: Layout, axis: str) -> str:
-    """`in 2 of 16 groups (the first is ranks [0, 4] on host 0 and host 1)`; empty where none crosses hosts."""
+    """`in 2 of 16 groups (the first is ranks [0, 4] on host 0 and host 1)`; empty if no group crosses hosts."""
     groups = layout.groups(axis) if layout.size(axis) > 1 and len(layout.hosts) > 1 else []
     crossing = [group for group in groups if layout.crosses_hosts(group)]
     if not crossing:
@@ -143,7 +143,7 @@ def _crossing(layout: Layout, axis: str) -> str:
 
 
 def _why_tp_crosses(layout: Layout) -> str:
-    """The reason that a tp group crosses hosts and what would keep it inside of one."""
+    """Why a tp group crosses hosts, and what would keep it within one host."""
     sizes, tp, counts = layout.sizes, layout.size("tp"), layout.host_counts()
     after = [axis for axis in layout.axes[layout.axes.index("tp") + 1 :] if sizes[axis] > 1]
     tp_last = {axis: size for axis, size in sizes.items() if axis != "tp"}
@@ -151,7 +151,7 @@ def _why_tp_crosses(layout: Layout) -> str:
     if after and all(edge % tp == 0 for edge in edges):
         apart = math.prod(sizes[axis] for axis in after)
         last = written(tp_last | {"tp": tp})
-        return f"{_first_names(after)} after tp in the layout keeps tp's ranks {apart} apart; put tp last: {last}"
+        return f"{any_of(after, 'and')} after tp in the layout keeps tp's ranks {apart} apart; put tp last: {last}"
     odd = [host for host, count in counts.items() if count % tp]
     if not odd:
         order = f", and use {written(tp_last | {'tp': tp})}" if after else ""

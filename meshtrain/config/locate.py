@@ -1,7 +1,7 @@
-"""Finds the files a run is made of: configs, models, hardware files, and a user's own Python files.
+"""Finds the files of a run: configs, models, hardware files, and a user's own Python files.
 
-Models are loaded by path, so that `models/` need not be an importable package. In the repository they lie beside the
-package; in an installed wheel they travel inside it, in `bundled/`.
+Models are loaded by path, so that `models/` need not be an importable package. In the repository it is next to the
+package; an installed wheel has it inside the package, in `bundled/`.
 """
 
 import hashlib
@@ -26,9 +26,9 @@ def names(kind: str, suffix: str) -> list[str]:
 
 
 def config_path(name: str) -> Path:
-    """The YAML file that `name` means: a path, or the name of one of the project's own configs.
+    """The YAML file of `name`: a path, or the name of one of the project's own configs.
 
-    `configs/quickstart.yaml` works outside of the repository too. Raises FileNotFoundError: with the names that exist.
+    `configs/quickstart.yaml` also works outside the repository. Raises FileNotFoundError, with the names that exist.
     """
     path = Path(name)
     if path.is_file():
@@ -57,7 +57,7 @@ def digest(path: Path) -> str:
 
 
 def model_file(name: str) -> ModuleType:
-    """The module of a model: of the project's own (`llama`), or of a user's file (a path). Raises as `python_file`."""
+    """The module of one of the project's models (`llama`), or of a user's file (a path). Raises as `python_file`."""
     own = bundled("models") / f"{name}.py"
     if own.is_file():
         return python_file(own)
@@ -70,7 +70,7 @@ def model_file(name: str) -> ModuleType:
 
 
 def raised(error: BaseException) -> str:
-    """What a user's file has raised while it was loaded, and where."""
+    """Words for an error that a user's file raised, with the line."""
     return f"it raises {type(error).__name__}: {error} ({line_of(error)})"
 
 
@@ -81,19 +81,19 @@ def line_of(error: BaseException) -> str:
 
 
 def python_file(path: Path) -> ModuleType:
-    """Loads a Python file, once. Raises FileNotFoundError: there is none; and whatever the file itself raises."""
+    """Loads a Python file, once. Raises FileNotFoundError: no such file; also whatever the file itself raises."""
     path = path.expanduser().resolve()
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    # A name of its own per path: two users' files may both be called model.py.
+    # A unique name per path: two users' files may both be called model.py.
     name = f"meshtrain_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None  # the path names a file
-    assert spec.loader is not None  # whose name ends in .py
+    assert spec is not None  # the file exists
+    assert spec.loader is not None  # and its name ends in .py
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up while the class is being made
+    sys.modules[name] = module  # dataclasses look up their module while the class is created
     try:
         spec.loader.exec_module(module)
     except BaseException:

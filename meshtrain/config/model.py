@@ -1,8 +1,8 @@
-"""The section `model`: its keys are those of the chosen model file's own `Config`, and of its presets.
+"""The section `model`: its keys are the fields of the chosen model file's `Config`; presets may supply their values.
 
-A model file may say which of Hugging Face's keys change nothing here (`passed_over`), which have one value that is
-built (`only`), and which combinations make no model (`check`). With `model.weights` the config.json beside the weights,
-or a checkpoint's manifest, gives the keys that the config does not.
+A model file may declare which Hugging Face keys have no effect here (`passed_over`), which keys are implemented for one
+value only (`only`), and which combinations are invalid (`check`). With `model.weights`, keys that the config does not
+give come from the config.json beside the weights, or from a checkpoint's manifest.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ from meshtrain.config.yaml_reader import Node, describe, read_text
 from meshtrain.errors import InputError
 from meshtrain.huggingface import safetensors as weights
 
-# What to do about a value of `only` that another value does not help.
+# Advice for keys of `only` for which using the supported value is no way out.
 _WAYS_OUT = {
     "quantization_config": "the weights beside it are quantized; convert them to bfloat16, and take this key away"
 }
 
 
 def read_model(draft: ConfigDraft, own: dict[str, Key]) -> None:
-    """Reads the section into `draft.values`: its `own` keys (`model.name`, ...), and those of the model's `Config`."""
+    """Reads the section into `draft.values`: its `own` keys (`model.name`, ...) and those of the model's `Config`."""
     node = draft.root.get("model")
     if node is None:
         draft.report(draft.root.at, "the section model is missing: add `model: {name: llama}`, and the sizes you want")
@@ -48,7 +48,7 @@ def read_model(draft: ConfigDraft, own: dict[str, Key]) -> None:
 
 
 def model_keys(module: ModuleType) -> dict[str, Key]:
-    """Those of a model file's `Config`. Raises TypeError: there is no such dataclass, or YAML cannot give a field."""
+    """The keys of a model file's `Config`. Raises TypeError: no such dataclass, or a field that YAML cannot express."""
     cls = getattr(module, "Config", None)
     if not dataclasses.is_dataclass(cls) or not isinstance(cls, type):
         raise TypeError("a model file has a dataclass `Config`, whose fields are the keys of the section model")
@@ -73,7 +73,7 @@ def _load(draft: ConfigDraft, name: Any) -> ModuleType | None:
         draft.report(place, f"model.name: {error}" + (f" (did you mean {near}?)" if near else ": mend the path"))
     except (ImportError, OSError, TypeError) as error:
         draft.report(place, f"the model file {name} cannot be used: {error}")
-    except (Exception, SystemExit) as error:  # it is the user's, and may raise anything while it is being imported
+    except (Exception, SystemExit) as error:  # a user's file may raise anything while it is imported
         draft.report(place, f"the model file {name} cannot be used: {locate.raised(error)}")
     else:
         if callable(getattr(module, "Model", None)):
@@ -93,7 +93,7 @@ def _read_keys(draft: ConfigDraft, node: Node, module: ModuleType, own: dict[str
         presets = getattr(module, "presets", {})
         out = f"give {'it' if len(missing) == 1 else 'them'}" + (f", or a preset: {', '.join(presets)}" * bool(presets))
         draft.report(node.key_at, f"the model needs {needed}: {out}")
-    # What is no YAML was reported before.
+    # Values that are not valid YAML were reported before.
     if len(draft.errors) > before or any(value is INVALID for value in explicit.values()):
         values = {name: explicit.get(name, INVALID) for name in keys}
     else:
@@ -148,7 +148,7 @@ def _preset_values(draft: ConfigDraft, module: ModuleType, keys: dict[str, Key])
 
 
 def _weights_values(draft: ConfigDraft, module: ModuleType, keys: dict[str, Key]) -> dict[str, Any]:
-    """The values beside the weights. A run's folder becomes its newest checkpoint: the resolved config names it."""
+    """The keys stored beside the weights. Replaces a run's folder by its newest checkpoint in the resolved config."""
     name = draft.values["model.weights"]
     if name is None or name is INVALID:
         return {}
@@ -175,11 +175,11 @@ def _weights_values(draft: ConfigDraft, module: ModuleType, keys: dict[str, Key]
 def _checkpoint_values(
     draft: ConfigDraft, place: Place, checkpoint: Path, module: ModuleType, keys: dict[str, Key]
 ) -> dict[str, Any]:
-    """The keys of the run that wrote a checkpoint, by the rules of those that are given."""
+    """The model keys of the run that wrote a checkpoint, checked like keys given in the config."""
     written = open_manifest(checkpoint)[0].config.get("model")
     section = written if isinstance(written, dict) else {}
     name, mine = section.get("name"), draft.values["model.name"]
-    if name != mine and {name, mine} & set(locate.names("models", ".py")):  # a file of a user's own may have moved
+    if name != mine and {name, mine} & set(locate.names("models", ".py")):  # a user's model file may have moved
         draft.report(place, f"model.weights: {checkpoint} holds the model {yaml_text(name)}, and model.name is {mine}")
         return {}
     entries = {key: value for key, value in section.items() if key not in ("name", "preset", "weights")}
@@ -191,7 +191,7 @@ def _checkpoint_values(
 def _config_json_values(
     draft: ConfigDraft, place: Place, folder: Path, module: ModuleType, keys: dict[str, Key]
 ) -> dict[str, Any]:
-    """The keys of a config.json, by the rules of those that are pasted; what is wrong names that file and its line."""
+    """The keys of a config.json, checked like keys pasted into the config; errors name that file and the line."""
     text, file, before = weights.read_config(folder), str(folder / weights.CONFIG), len(draft.errors)
     node = read_text(text.replace("\t", " "), lambda line, column: Place.in_file(file, line), draft.errors)
     if node is None or node.broken:
@@ -207,16 +207,16 @@ def _config_json_values(
 
 
 def _build_config(draft: ConfigDraft, node: Node, module: ModuleType, values: dict[str, Any]) -> dict[str, Any]:
-    """The keys as the model's Config holds them once it is made, after asking it for impossible combinations."""
+    """The keys as an instance of the model's Config holds them, after the model's check for invalid combinations."""
     try:
         config = module.Config(**values)
         problems: list[tuple[str, str]] = module.check(config) if hasattr(module, "check") else []
-    except (TypeError, ValueError, ArithmeticError) as error:  # a __post_init__ about its fields, or a division by 0
+    except (TypeError, ValueError, ArithmeticError) as error:  # __post_init__ about its fields, or a division by 0
         draft.report(node.key_at, f"the model refuses these keys: {error}")
         return dict.fromkeys(values, INVALID)
     for key, problem in problems:
         origin = next((of for of in ("preset", "weights") if draft.values[f"model.{of}"]), key)
         place = draft.place(f"model.{key if node.get(key) is not None else origin}")
         draft.report(place, f"model.{key}: {problem}")
-    wrong = {key for key, _ in problems}  # reported already: no rule, and no model, is to be made of them
+    wrong = {key for key, _ in problems}  # already reported: no rule and no model may use them
     return {name: INVALID if name in wrong else getattr(config, name) for name in values}

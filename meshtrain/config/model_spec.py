@@ -1,4 +1,4 @@
-"""The model of a config as a value, `ModelSpec`: its file, its keys, and the model on the meta device, built once."""
+"""`ModelSpec`: the model of a config as its module and keys, and the model on the meta device, built once."""
 
 import copy
 import pickle
@@ -28,32 +28,32 @@ class ModelSpec:
 
     @property
     def config(self) -> Any:
-        """A new instance of the model's `Config`, which a model may change."""
+        """A new instance of the model's `Config`, since a model may modify it."""
         return self.module.Config(**self.keys)
 
     @cached_property
     def meta(self) -> "nn.Module":
-        """The model on the meta device, shared by all who ask it: nobody may change it."""
+        """The model on the meta device. Shared by all callers: do not modify it."""
         return self._construct()
 
     def copy(self) -> "nn.Module":
-        """A copy of `meta` to change. Pickled: with `copy.deepcopy` a hook's closure would still name the original."""
+        """A copy of `meta` to modify. Pickled: closures of hooks in a `copy.deepcopy` still refer to the original."""
         try:
             return pickle.loads(pickle.dumps(self.meta))
-        except Exception:  # of many types, some of them the model's own
+        except Exception:  # pickling may raise many types, some of them the model's own
             return self._construct()
 
     def _construct(self) -> "nn.Module":
-        import torch  # a model's file has brought it; a config whose model is not asked does without
+        import torch  # imported by the model's file anyway; a config whose model is not built does without torch
 
         try:
             with torch.device("meta"):
                 return self.tuned(self.module.Model(self.config))
-        except RuntimeError:  # it may ask a tensor for its values (`torch.linspace(...).tolist()`)
+        except RuntimeError:  # it may read a tensor's values (`torch.linspace(...).tolist()`)
             return self.tuned(_without_memory(self.module.Model(self.config)))
 
     def tuned(self, model: "nn.Module") -> "nn.Module":
-        """A plain model with what `train.freeze` and `train.lora` make of it. Patterns are checked by the config."""
+        """A plain model with `train.freeze` and `train.lora` applied. Patterns were checked with the config."""
         if not self.freeze and self.lora is None:
             return model
         from meshtrain.parallel.linear.lora import add_adapters, freeze  # brings torch
@@ -65,7 +65,7 @@ class ModelSpec:
 
 
 def _without_memory(model: "nn.Module") -> "nn.Module":
-    """A copy on the meta device, in which parameters that are tied still are."""
+    """A copy on the meta device; tied parameters stay tied."""
     from torch import nn
 
     tensors: dict[int, Any] = {
@@ -81,7 +81,7 @@ _latest: list[ModelSpec] = []
 def model_spec(
     name: str, keys: Mapping[str, Any], freeze: tuple[str, ...] = (), lora: "Lora | None" = None
 ) -> ModelSpec:
-    """The spec of a model, the same one for the same model. Raises what `locate.model_file` does."""
+    """The spec of a model; equal arguments share one object. Raises what `locate.model_file` raises."""
     module = locate.model_file(name)
     about = (module, dict(keys), freeze, lora)
     alike = (spec for spec in _latest if (spec.module, spec.keys, spec.freeze, spec.lora) == about)
@@ -95,7 +95,7 @@ def spec_of(config: "Config") -> ModelSpec:
 
 
 def draft_model(draft: ConfigDraft) -> ModelSpec | None:
-    """The model of a config that is being checked; None where its keys are wrong (reported)."""
+    """The model of a config that is being checked; None, with an error reported, if its keys are wrong."""
     values = draft.section("model")
     name, *_ = (values.pop(key, INVALID) for key in ("name", "preset", "weights"))
     if name is INVALID or INVALID in values.values():
@@ -105,7 +105,7 @@ def draft_model(draft: ConfigDraft) -> ModelSpec | None:
         spec = model_spec(name, values, () if freeze is INVALID else freeze or (), None if lora is INVALID else lora)
         _ = spec.meta
         return spec
-    except Exception as error:  # the file may be the user's; torch has several for sizes that no tensor has
+    except Exception as error:  # a user's file may raise anything; torch raises several types for invalid sizes
         draft.report(draft.place("model"), f"the model {name} refuses these keys: {type(error).__name__}: {error}")
         draft.values["model.name"] = INVALID
         return None

@@ -1,6 +1,6 @@
-"""The sections of a config as dataclasses: each key once, with its type, its default, its limits and what it means.
+"""The sections of a config as dataclasses: each key once, with its type, default, limits and meaning.
 
-The text below a field is its documentation, from which docs/configuration.md and configs/schema.json are written.
+The string below a field is its documentation, from which docs/configuration.md and configs/schema.json are generated.
 """
 
 from dataclasses import dataclass, field
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]
 
-SINKS = ("prometheus", "tensorboard", "wandb")  # those that metrics/sinks.py has
-# data.source -> what data.path names, or None where there is nothing to name.
+SINKS = ("prometheus", "tensorboard", "wandb")  # the sinks of metrics/sinks.py
+# data.source -> what data.path names, or None if the source takes no path.
 SOURCES: dict[str, str | None] = {
     "python-stdlib": None,
     "text": "a text file, or a folder of .txt and .md files",
@@ -42,32 +42,32 @@ class ModelSection:
     weights: str | None = key(
         None, path=True, also="pretrained pretrained_model_name_or_path model_name_or_path checkpoint init_from"
     )
-    """A Hugging Face directory or a checkpoint to start from. Its config gives the keys that are not given here."""
-    keys: dict[str, Any] = field(default_factory=dict)  # of the model's Config: given, of preset or weights, or default
+    """A Hugging Face directory or a checkpoint to start from. Keys not given here come from its config."""
+    keys: dict[str, Any] = field(default_factory=dict)  # the model's Config: given, from preset or weights, or default
 
 
 @dataclass(frozen=True)
 class Source:
-    """One source of a mixture. Their samples are mixed by exact shares: see [data](data.md#mixtures)."""
+    """One source of a mixture. Samples of the sources are mixed in exact shares: see [data](data.md#mixtures)."""
 
     name: str = key()
-    """What it is called in metrics, and what its order of samples is drawn from."""
+    """The source's name in metrics; also seeds the order of its samples."""
     path: str | None = key(None, path=True, also="data_path file dir")
-    """As `data.path`."""
+    """Same as `data.path`, for this source."""
     weight: float | tuple[tuple[int, float], ...] = key(1.0, minimum=0, also="weights ratio share proportion")
-    """Its share of the samples, in proportion to the weights of the others."""
+    """The source's share of the samples, in proportion to the weights of the other sources."""
     epochs: int | None = key(None, minimum=1, also="max_epochs repeat")
-    """The most passes over it that a run may make: one that would make more is refused at its start."""
+    """The most passes over this source that a run may make: a run that would make more is refused at its start."""
     source: str | None = key(None, names=tuple(SOURCES), also="type kind")
-    """As `data.source`, which is the default: a source of text or tokens."""
+    """The kind of this source, one of text or tokens. null: the value of `data.source`."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """What the model learns from."""
+    """The data that the model is trained and evaluated on."""
 
     source: str = key("python-stdlib", path=True, names=tuple(SOURCES), suffix=".py", also="dataset name type")
-    """Where samples come from, or the path of a `.py` file of your own. `python-stdlib`: Python's own library."""
+    """Where samples come from, or the path of a `.py` file of your own. `python-stdlib`: Python's standard library."""
     path: str | None = key(
         None,
         doc="What the source reads: "
@@ -77,27 +77,27 @@ class Data:
         also="data_path file dataset_path dir root",
     )
     sources: tuple[Source, ...] = key((), also="mixture blend data_mixture datasets")
-    """Several sources that are mixed, in the place of `path`; the keys of each are below."""
+    """Several sources to mix, instead of `path`; the keys of each are below."""
     validation: float | str = key(0.02, path=True, minimum=0, below=1, also="val valid split validation_split")
-    """What is held out to measure the model: a share of the documents or samples, the path of another set, or 0."""
+    """The validation set: a share of the documents or samples to hold out, the path of another data set, or 0: none."""
     tokenizer: str = key("bytes", names=("bytes",), suffix=".json", path=True)
     """`bytes`, or the path of a Hugging Face `tokenizer.json`."""
     text_field: str = key("text", also="text_key text_column content_field")
-    """For `jsonl` and `parquet`: the field that is the text of a document."""
+    """For `jsonl` and `parquet`: the field that holds the text of a document."""
     seq_len: int = key(256, minimum=1, also="sequence_length seq_length context_length block_size max_seq_len")
-    """Tokens of a sample."""
+    """Tokens per sample."""
     seq_len_warmup: tuple[tuple[int, int], ...] = key((), minimum=1, also="sequence_length_warmup curriculum_learning")
-    """Lengths to which samples are cut in the first steps, up to `seq_len`: `[[0, 64], [1000, 256]]`."""
+    """Lengths to which samples are cut early in the run, up to `seq_len`: `[[0, 64], [1000, 256]]`."""
     mask_documents: bool = False
-    """Whether attention stays inside of a document where several share a sample. On GPUs in 16 bits the faster way."""
+    """Whether attention stays within a document where several share a sample. Faster on GPUs in 16 bits."""
     augment: bool = key(False, also="augmentation")
     """Whether training images are shifted and mirrored at random."""
     image_size: int | None = key(None, minimum=1)
-    """Height and width, in pixels, to which images are resized. null: as they are (`images` needs it)."""
+    """Height and width, in pixels, to which images are resized. null: as they are; required for `images`."""
     workers: int = key(2, minimum=0, also="num_workers")
-    """Processes per rank that read ahead. 0 reads in the training process."""
+    """Worker processes per rank that read data ahead. 0 reads in the training process."""
     prefetch: int = key(2, minimum=1, also="prefetch_factor")
-    """Microbatches that each worker reads ahead; all workers together at least those of the next step."""
+    """Microbatches that each worker reads ahead; raised until all workers together hold those of the next step."""
     pin_memory: bool = True
     """Whether batches are read into pinned memory, from which GPUs copy faster."""
     cache: str | None = key(None, path=True, also="cache_dir")
@@ -106,14 +106,14 @@ class Data:
 
 @dataclass(frozen=True)
 class Batch:
-    """How many samples make a step, and how many go through the model at once."""
+    """The number of samples per step, and per forward."""
 
     global_size: int | tuple[tuple[int, int], ...] = key(
         minimum=1, also="batch_size global_batch_size train_batch_size size rampup_batch_size"
     )
-    """Samples of a step, over all ranks. `[[0, 64], [2000, 256]]` is 64 in the first 2000 steps, and then 256."""
+    """Samples per step, over all ranks. `[[0, 64], [2000, 256]]` is 64 in the first 2000 steps, and then 256."""
     micro_size: int = key(minimum=1, also="micro_batch_size per_device_train_batch_size local_batch_size")
-    """Samples of one forward on one rank. The number of forwards per step follows from it."""
+    """Samples per forward on one rank; determines the number of forwards per step."""
 
     @property
     def sizes(self) -> BatchSizes:
@@ -123,54 +123,54 @@ class Batch:
 
 @dataclass(frozen=True)
 class Parallel:
-    """How the model is held and run on a rank. None of it changes what is computed; `reduce_precision` rounds."""
+    """How ranks store and run the model. No key changes what is computed, except that `reduce_precision` rounds."""
 
     sequence_parallel: bool | None = key(None, also="sequence_parallelism sp")
     """With `tp`: whether activations between parallel layers are split along the sequence. null: if the model's
-    `tp_plan` has an `embedding_rowwise` layer, which splits it."""
+    `tp_plan` has an `embedding_rowwise` layer, which makes the split."""
     regather: bool = False
-    """With `tp`: whether a layer's input is gathered again in backward instead of kept."""
+    """With `tp`: whether a layer's input is gathered again in backward instead of being kept."""
     symmetric_memory: bool | Literal["auto"] = key("auto", also="async_tp async_tensor_parallel")
-    """With `tp` and `sequence_parallel` on GPUs: whether products and the communication beside them run as one kernel.
-    `auto`: where NVLink joins all GPUs of `tp`. true also puts FSDP's messages into memory that NCCL has registered."""
+    """With `tp` and `sequence_parallel` on GPUs: whether matrix products and their communication run as one kernel.
+    `auto`: where NVLink connects all GPUs of `tp`. true also puts FSDP's messages into memory registered with NCCL."""
     context: Literal["gather", "ring"] = key(
         "gather",
         also="cp_comm_type context_parallel_method cp_method",
         instead=("ulysses a2a all_to_all a2a+p2p", "with context_heads: 4 ranks swap heads, which is Ulysses"),
     )
-    """With `cp`: how keys and values travel: `gather` brings all of them to every rank, with `ring` they go round."""
+    """With `cp`: how keys and values travel: `gather` brings all of them to every rank, `ring` passes them around."""
     context_heads: int = key(1, minimum=1, also="ulysses ulysses_size ulysses_degree sp_ulysses_degree")
-    """With `cp`: so many neighbours split the heads of attention instead. As many as `cp` is DeepSpeed's Ulysses."""
+    """With `cp`: how many neighbouring ranks split attention heads instead. If equal to `cp`, DeepSpeed's Ulysses."""
     expert_parallel: int | None = key(
         None, minimum=1, also="ep ep_size expert_parallel_size expert_parallel_degree expert_model_parallel_size"
     )
-    """Ranks of `tp`, `cp`, `dp_shard` and `dp_replicate`, the inner ones first, over which the experts of a layer are
-    dealt out. null: as many as `tp`."""
+    """The number of ranks over which the experts of a layer are distributed, taken from `tp`, `cp`, `dp_shard` and
+    `dp_replicate`, the inner ones first. null: the size of `tp`."""
     expert_rows: float | None = key(None, minimum=1, also="expert_buffer expert_buffer_size")
-    """With experts that are dealt out: messages to experts get a fixed size, room for so many times the rows of even
-    loads, and the host waits for the device at the end of a step only. No row is dropped: a step in which one finds no
-    room is computed again. null: the true sizes, for which the host waits once per layer and forward."""
+    """With expert parallelism: messages to experts get a fixed size, this multiple of the rows under an even load, so
+    that the host waits for the device only at the end of a step. No row is dropped: a step that overflows is computed
+    again. null: the exact sizes, for which the host waits once per layer and forward."""
     recompute: Literal["none", "selective", "full"] = key(
         "none", also="activation_checkpointing gradient_checkpointing checkpoint_activations"
     )
-    """What is computed again in backward: `full` the inside of every block, `selective` all but expensive products."""
+    """What is recomputed in backward: `full`: the inside of every block; `selective`: all but expensive products."""
     compile: bool | Literal["auto"] = key("auto", also="torch_compile")
     """Whether each block is compiled with `torch.compile`. `auto`: on GPUs, where Triton builds its kernels and the
     schedule computes whole backwards."""
     reshard_after_forward: bool = True
-    """FSDP: whether a block's gathered weights are let go after forward and gathered again in backward."""
+    """FSDP: whether a block's gathered weights are freed after forward and gathered again in backward."""
     shard_optimizer: bool = key(False, also="zero1 zero_1 zero_stage use_distributed_optimizer distributed_optimizer")
-    """DDP: whether the copies of `dp_replicate` share the optimizer's work and states (ZeRO-1), as FSDP's shards do."""
+    """DDP: whether the replicas of `dp_replicate` shard the optimizer's work and states (ZeRO-1), as FSDP does."""
     reduce_precision: Literal["float32", "bfloat16"] | None = key(None, also="reduce_dtype grad_reduce_dtype")
-    """The numbers in which gradients are sent and summed over the data ranks. With `bfloat16` the rounding depends on
-    the layout. null: as they are kept, in float32 or float64."""
+    """The dtype in which gradients are sent and summed over the data ranks. With `bfloat16` the rounding depends on
+    the layout. null: the dtype in which they are kept, float32 or float64."""
     verify: bool = True
-    """With `tp` or `cp`: whether the split model is compared with the plain one before the first step."""
+    """With `tp` or `cp`: whether the split model is compared with the unsplit one before the first step."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """With `pp`: how the blocks of the model form stages, and in which order a rank works on its stages."""
+    """With `pp`: how the model's blocks form stages, and in which order a rank runs its stages."""
 
     schedule: str = key(
         "1f1b",
@@ -179,27 +179,27 @@ class Pipeline:
         suffix=".csv",
         also="pipeline_schedule pp_schedule pipeline_parallel_schedule",
     )
-    """The schedule by name, or the path of a `.csv` file."""
+    """The name of a schedule, or the path of a `.csv` file."""
     stages_per_rank: int | None = key(None, minimum=1, also="virtual_stages num_virtual_stages virtual_pipeline_size")
-    """Stages that a rank holds. null: what the schedule needs, 2 for those that interleave."""
+    """Stages per rank. null: the number the schedule needs, 2 for interleaved ones."""
     split: tuple[int, ...] | None = key(None, minimum=1)
-    """Blocks of each stage, first to last. null: balanced by what the blocks cost."""
+    """The number of blocks of each stage, first to last. null: balanced by the blocks' cost."""
 
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Parameters with updates of their own. The first group whose pattern matches a name counts."""
+    """Parameters with optimizer settings of their own. A parameter is in the first group that matches its name."""
 
     match: str = key(also="pattern params parameters name_pattern")
     """A pattern of names, such as `*norm*` or `model.layers.*.self_attn.*`."""
     lr: float | None = key(None, above=0, also="learning_rate max_lr")
-    """Their highest learning rate, which follows the same course. null: `optimizer.lr`."""
+    """The group's highest learning rate, which follows the same schedule. null: `optimizer.lr`."""
     lr_scale: float = key(1.0, above=0, also="lr_mult lr_multiplier")
-    """What multiplies `optimizer.lr` for them: an `lr` that follows it."""
+    """A factor on `optimizer.lr` for the group."""
     weight_decay: float | None = key(None, minimum=0, also="wd")
-    """Their decay. null: `optimizer.weight_decay` of those with two or more dims."""
+    """The group's weight decay. null: `optimizer.weight_decay` for parameters with two or more dims."""
     name: OptimizerName | None = key(None, also="optimizer type")  # noqa: RUF009 (a Literal)
-    """Their optimizer. null: `optimizer.name`."""
+    """The group's optimizer. null: `optimizer.name`."""
 
 
 @dataclass(frozen=True)
@@ -207,36 +207,36 @@ class Optimizer:
     """The optimizer, and the learning rate over the run."""
 
     name: OptimizerName = key("adamw", also="type optimizer")  # noqa: RUF009 (a Literal)
-    """The optimizer. `muon` is for matrices: embeddings, heads and what has one dim get `adamw`."""
+    """The optimizer. `muon` is for matrices: embeddings, heads and parameters with one dim get `adamw`."""
     lr: float = key(3e-4, above=0, also="learning_rate max_lr")
     """The highest learning rate."""
     min_lr: float = key(0.0, minimum=0, also="lr_min final_lr")
     """The learning rate at the end of the run."""
     betas: tuple[float, float] = key((0.9, 0.95), minimum=0, below=1, also="beta1 beta2 adam_beta1")
-    """AdamW's two decay rates of its averages."""
+    """The decay rates of AdamW's two moving averages."""
     eps: float = key(1e-8, above=0, also="epsilon adam_eps")
-    """AdamW's term in the denominator."""
+    """AdamW's epsilon, added to the denominator."""
     state_precision: Literal["float32", "bfloat16"] = key(
         "float32", also="state_dtype exp_avg_dtype exp_avg_sq_dtype bf16_optimizer_states bf16_states"
     )
-    """The numbers in which AdamW's two averages are kept. `bfloat16`: by stochastic rounding that is the same on every
-    layout; a checkpoint fits runs with the same value. `float32`: the type of the weights."""
+    """The dtype of AdamW's two averages. `bfloat16`: with stochastic rounding that is the same on every layout; a
+    checkpoint fits only runs with the same value. `float32`: the dtype of the weights."""
     weight_decay: float = key(0.1, minimum=0)
-    """Decay of the weights with two or more dims; the others do not decay."""
+    """Weight decay of parameters with two or more dims; the others do not decay."""
     momentum: float = key(0.95, minimum=0, below=1)
-    """The decay rate of the momentum of Muon and SGD."""
+    """The decay rate of Muon's and SGD's momentum."""
     nesterov: bool = True
-    """Muon and SGD: whether a step looks ahead along the momentum."""
+    """Muon and SGD: whether to use Nesterov momentum."""
     ema_decay: float | None = key(None, above=0, below=1, also="ema ema_beta ema_alpha use_ema")
-    """The decay rate, in each update, of an average of all weights that is kept beside them. null: none is kept."""
+    """The decay rate per update of an exponential moving average (EMA) of all weights. null: no average is kept."""
     groups: tuple[ParamGroup, ...] = key((), also="param_groups parameter_groups")
-    """Parameters with a rate, a decay or an optimizer of their own; the keys of each group are below."""
+    """Parameters with a learning rate, decay or optimizer of their own; the keys of each group are below."""
     clip_norm: float | None = key(1.0, above=0, also="grad_clip max_grad_norm clip_grad gradient_clipping max_norm")
-    """The norm of all gradients together to which they are clipped. null: they are not."""
+    """The norm to which all gradients together are clipped. null: no clipping."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = key(
         "cosine", also="lr_schedule scheduler lr_scheduler lr_scheduler_type"
     )
-    """The course of the learning rate after the warm-up. `wsd` stays at `lr` and falls in the last `decay_steps`."""
+    """The learning rate schedule after the warm-up. `wsd` stays at `lr` and falls in the last `decay_steps`."""
     warmup_steps: int = key(20, minimum=0, also="warmup num_warmup_steps")
     """Update n of the warm-up has the rate `lr` * n / `warmup_steps`."""
     decay_steps: int | None = key(None, minimum=1, also="lr_decay_iters")
@@ -245,37 +245,37 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters beside linear layers, which alone are trained: docs/finetuning.md has more."""
+    """Low-rank adapters on linear layers; only the adapters are trained. See docs/finetuning.md."""
 
     rank: int = key(minimum=1, also="r lora_rank lora_r")
-    """Of the two matrices of an adapter, (rank, d) and (f, rank)."""
+    """The rank of an adapter's two matrices, (rank, d) and (f, rank)."""
     alpha: float | None = key(None, above=0, also="lora_alpha")
-    """Their product is multiplied by `alpha` / `rank`. null: by 1."""
+    """The product of the two matrices is multiplied by `alpha` / `rank`. null: by 1."""
     match: tuple[str, ...] = key((), also="target_modules targets modules")
-    """Patterns of names of linear layers inside of blocks that get one, such as `*.q_proj`. Without any: all."""
+    """Name patterns of the linear layers in blocks that get an adapter, such as `*.q_proj`. Empty: all of them."""
     dropout: float = key(0.0, minimum=0, below=1, also="lora_dropout")
     """The probability with which elements of an adapter's input are set to 0."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: what happens to which rank, and when."""
+    """One injected fault: what happens to which rank, and when."""
 
     fault: Literal["kill", "stop", "slow", "raise", "fail-save"] = key(also="kind type what")
-    """`kill` (SIGKILL) ends the process without a word, `stop` (SIGSTOP) makes it silent, `slow` makes its steps
-    longer, `raise` is an exception, and `fail-save` a disk that is full."""
+    """`kill` (SIGKILL) ends the process at once, `stop` (SIGSTOP) freezes it, `slow` prolongs its steps, `raise` raises
+    an exception, and `fail-save` simulates a full disk."""
     step: int = key(minimum=1, also="at at_step from from_step")
-    """At the beginning of this step, or in the save of its checkpoint. `slow`: the first slow step."""
+    """The step at whose beginning, or in whose checkpoint save, the fault happens. `slow`: the first slow step."""
     rank: int | None = key(None, minimum=0, also="ranks who")
-    """Whose. null is for `fail-save` alone, and means every rank."""
+    """The rank that the fault happens to. null: every rank, for `fail-save` only."""
     during: Literal["step", "save"] = key("step")
-    """`save`: while the rank writes its file of the checkpoint. `fail-save` is always then."""
+    """`save`: while the rank writes its file of the checkpoint, as `fail-save` always does."""
     seconds: float | None = key(None, above=0, also="delay sleep")
     """`slow`: how much longer each step, or the save, takes."""
     until: int | None = key(None, minimum=1, also="to last")
-    """`slow`: the last slow step. null: the last one of the run."""
+    """`slow`: the last slow step. null: the last step of the run."""
     again: bool = False
-    """Whether it is planted once more when the launcher starts the job anew."""
+    """Whether the fault is injected again when the launcher restarts the job."""
 
     @property
     def in_save(self) -> bool:
@@ -284,64 +284,64 @@ class Fault:
 
 @dataclass(frozen=True)
 class Train:
-    """The run: how long, in which numbers, and where it writes."""
+    """The run: its length, its precision, and where it writes."""
 
     steps: int | None = key(None, minimum=1, also="max_steps num_steps iterations max_iters train_iters")
-    """Updates of the run. Give this or `epochs`."""
+    """The number of updates. Give this or `epochs`."""
     epochs: int | None = key(None, minimum=1, also="num_epochs max_epochs num_train_epochs")
     """Passes over the training set. Give this or `steps`."""
     seed: int = key(0, minimum=0, maximum=2**63 - 1)
-    """Fixes the first weights and the order of the samples."""
+    """Determines the initial weights and the order of the samples."""
     freeze: tuple[str, ...] = key((), also="frozen freeze_modules freeze_layers")
-    """Patterns of names of parameters that stay as they are, for instance `model.embed_tokens.*`."""
+    """Name patterns of parameters that are not trained, for instance `model.embed_tokens.*`."""
     lora: Lora | None = key(None, also="peft adapters")  # noqa: RUF009 (a dataclass)
-    """Low-rank adapters, which alone are trained; the keys are below."""
+    """Low-rank adapters, the only parameters trained then; the keys are below."""
     precision: Literal["float32", "bfloat16", "float16", "float64"] = key(
         "float32", also="dtype torch_dtype mixed_precision bf16 fp16"
     )
-    """The numbers of forward and backward. 16 bits keep float32 weights; `float64` checks a layout without rounding."""
+    """The dtype of forward and backward. With 16 bits weights stay float32; `float64` is for checking layouts."""
     linear_precision: Literal["float8", "mxfp8"] | None = key(
         None,
         also="fp8 float8_rowwise enable_fp8 use_fp8 float8_recipe fp8_recipe",
         instead=("fp8 e4m3 hybrid tensorwise rowwise", "use float8, scaled for each token and each row of a weight"),
     )
-    """What linear layers inside of blocks multiply in forward and for the gradients of inputs: `float8` is e4m3 with a
-    scale for each token and each row of a weight, `mxfp8` with one for each 32 features; all else has `precision`. GPUs
-    need `bfloat16` beside it; CPUs and GPUs without these numbers emulate them."""
+    """The dtype in which linear layers in blocks multiply in forward and for the gradients of inputs: `float8` is e4m3
+    with a scale per token and per row of a weight, `mxfp8` e4m3 with a scale per 32 features; all else uses
+    `precision`. On GPUs it needs `precision: bfloat16`; CPUs and GPUs without these formats emulate them."""
     deterministic: bool = False
-    """Whether only kernels are used that give the same bits every time."""
+    """Whether to use only kernels that give the same bits every time."""
     output: str = key("runs/{name}", path=True, also="output_dir out_dir save_dir out")
     """The run's folder. `{name}` stands for the name of the config."""
     export: str | None = key(None, path=True, also="export_dir save_model export_path")
-    """A folder, new or of an earlier export, that gets the weights at the end as Hugging Face's transformers reads."""
+    """A folder, new or of an earlier export, for the final weights in the format of Hugging Face's transformers."""
     export_format: Literal["original", "fused"] = key("original", also="save_original_format")
-    """How an export has experts: `original`, a tensor per expert, as models are published, or `fused`, those of a layer
-    in one tensor. transformers reads both."""
+    """How an export stores experts: `original`: a tensor per expert, as models are published; `fused`: the experts of
+    a layer in one tensor. transformers reads both."""
     use_ema: bool = key(False, also="eval_ema ema_eval")
-    """With `optimizer.ema_decay`: whether evaluations, the text at the end and the export are of the average."""
+    """With `optimizer.ema_decay`: whether evaluations, the sample text at the end and the export use the average."""
     eval_every: int | Literal["epoch"] = key(50, minimum=0, also="eval_interval eval_steps")
     """Steps between evaluations, `epoch` for the end of each epoch, or 0 for never."""
     eval_samples: int | None = key(None, minimum=1, also="eval_iters eval_batches max_eval_samples limit_val_batches")
-    """At most so many held-out samples make an evaluation, always the same. null: 2,048 of tokens, all images."""
+    """The most held-out samples of an evaluation, always the same ones. null: 2,048 of tokens, or all images."""
     on_nonfinite: Literal["stop", "skip"] = key("stop")
     """What happens to a step whose loss or gradient is not finite: the run stops, or the update is skipped."""
     time_limit: str | float | None = key(
         None, above=0, also="max_time walltime timeout exit_duration_in_mins max_duration"
     )
     """How long a job of this run may take: `3h50m`, `90s`, `2d`, or seconds. It saves a checkpoint and stops before
-    that. null: no limit, but the end of a SLURM job is one."""
+    that. null: no limit other than the end of a SLURM job."""
     start_timeout_s: float = key(600.0, above=0)
-    """Seconds that ranks wait for each other while the job starts."""
+    """Seconds that ranks wait for one another while the job starts."""
     lock_timeout_s: float = key(120.0, minimum=0)
-    """Seconds that a job waits for its folders, which the one before may hold on a host that was lost."""
+    """Seconds that a job waits for the lock on its folders, which a previous job on a lost host may still hold."""
     step_timeout_s: float | None = key(None, above=0)
-    """Seconds that ranks wait for each other in a step. null: chosen from measured steps."""
+    """Seconds that ranks wait for one another in a step. null: chosen from measured steps."""
     on_exit: str | None = key(None, also="on_end callback notify")
-    """A shell command that runs once when the run ends, however it does, for 30 s: see docs/monitoring.md."""
+    """A shell command to run once when the run ends, however it ends, for at most 30 s: see docs/monitoring.md."""
     sample_tokens: int = key(200, minimum=0)
-    """Tokens of the text that a language model writes at the end; 0 for none."""
+    """Tokens of sample text that a language model generates at the end; 0 for none."""
     chaos: tuple[Fault, ...] = key((), also="faults fault_injection")
-    """Faults planted on purpose, in the first start of a job, to rehearse what happens; the keys of each are below."""
+    """Faults injected on purpose, in the first start of a job, to rehearse failures; the keys of each are below."""
 
     @property
     def time_limit_s(self) -> float | None:
@@ -350,49 +350,49 @@ class Train:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """When the state of a run is saved, which of these are kept, and with which a run begins."""
+    """When checkpoints are saved, which of them are kept, and from which a run starts."""
 
     every: int | Literal["epoch"] = key(
         100, minimum=0, also="save_steps save_interval save_every save_freq interval checkpoint_every"
     )
-    """Steps between checkpoints, `epoch`, or 0 for the end of the run alone. A run asked to stop saves one too."""
+    """Steps between checkpoints, `epoch`, or 0: only at the end of the run. A run asked to stop saves one, too."""
     keep_last: int = key(3, minimum=1, also="save_total_limit keep_latest_k max_to_keep")
-    """How many of the newest are kept."""
+    """How many of the newest checkpoints are kept."""
     keep_every: int | None = key(None, minimum=1, also="keep_period")
-    """Those of every so many steps are kept for good. null: none."""
+    """Checkpoints whose step is a multiple of this are kept for good. null: none."""
     keep_best: bool = key(False, also="save_best save_best_only load_best_model_at_end")
-    """Whether the one with the best evaluation is kept: the lowest loss, or of a classifier the highest accuracy."""
+    """Whether the checkpoint with the best evaluation is kept: the lowest loss, or a classifier's highest accuracy."""
     resume: str = key("latest", path=True, also="resume_from_checkpoint resume_from auto_resume load load_checkpoint")
-    """What a run goes on from: `latest` is the newest of its own that is whole, `none` wants a fresh folder, and
-    anything else is the path of a checkpoint, or of another run's folder."""
+    """What a run resumes from: `latest`: its newest complete checkpoint; `none`: nothing, the folder must be fresh;
+    anything else: the path of a checkpoint, or of another run's folder."""
     path: str | None = key(None, path=True, also="dir folder checkpoint_dir save_dir dump_folder")
-    """The folder of the checkpoints, which all hosts have to see. null: `checkpoints` in the run's folder."""
+    """The folder of the checkpoints, which all hosts must share. null: `checkpoints` in the run's folder."""
     local: str | None = key(None, path=True, also="local_dir node_local_dir fast_dir non_persistent_local_ckpt_dir")
-    """A folder on a disk of each host's own, to which checkpoints are written first, and from which a run goes on
-    where all hosts have theirs. null: none."""
+    """A folder on each host's own disk to which checkpoints are written first, and from which a run resumes if all
+    hosts still have theirs. null: none."""
     upload: str | None = key(None, also="remote_dir remote_folder upload_to s3_path cloud_dir")
     """Object storage, such as `s3://bucket/prefix`, to which complete checkpoints are uploaded in the background, and
-    from which a run goes on where its folder has none as new. null: none."""
+    from which a run resumes if its folder has none as new. null: none."""
     in_background: bool = key(True, also="async async_save async_mode")
-    """Whether training goes on while a checkpoint is written, and waits for a copy in memory only."""
+    """Whether training waits only for a copy in memory, and continues while the checkpoint is written."""
     on_failure: Literal["continue", "stop"] = key("continue")
-    """What the run does when a checkpoint could not be written: it goes on and says so, or it stops."""
+    """What the run does when a checkpoint could not be written: continue with a warning, or stop."""
     make_room: bool = False
-    """Whether on a full disk the oldest checkpoint that a save would drop goes before it, never the newest."""
+    """Whether, on a full disk, the oldest checkpoint that a save would drop is deleted before it; never the newest."""
     timeout_s: float = key(1800.0, minimum=900, also="save_timeout async_save_timeout")
-    """Seconds after which a save is given up, and training goes on: a file system that fails over takes minutes."""
+    """Seconds after which a save is abandoned and training continues. A file system's failover takes minutes."""
     allow_other_data: bool = key(False, also="ignore_data")
-    """Whether a run may go on with other data than those of its checkpoint."""
+    """Whether a run may resume with data other than its checkpoint's."""
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """What is written for people to watch, besides the progress line and `metrics.jsonl`."""
+    """What is recorded for monitoring, besides the progress line and `metrics.jsonl`."""
 
     sinks: tuple[str, ...] = key((), also="report_to loggers logger log_with trackers")
-    """Who gets the numbers besides: `prometheus`, `tensorboard`, `wandb`, or a class of your own, as `sink.py:Mine`."""
+    """Where else metrics are sent: `prometheus`, `tensorboard`, `wandb`, or a class of your own, as `sink.py:Mine`."""
     sink_options: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The options of each sink that has any, by its name: docs/monitoring.md has them."""
+    """Options of sinks: name of the sink -> its options, which docs/monitoring.md describes."""
     tensorboard: bool = False
     """Whether `tensorboard` is one of the sinks."""
     profile: tuple[int, int] | None = key(None, minimum=1)
@@ -400,7 +400,7 @@ class Metrics:
     timeline: int | None = key(None, minimum=1)
     """With `pp`: the step, counted from 1, whose measured timeline is written to `timeline.json`."""
     gpu_probe: int = key(0, minimum=0)
-    """Every so many steps each GPU multiplies matrices for 5 ms, which finds one that is slow; 0: never."""
+    """Steps between probes, in which each GPU multiplies matrices for 5 ms to find a slow GPU; 0: never."""
     memory_snapshot: bool = False
     """Whether a snapshot of the GPU's memory is written at the end."""
 
@@ -409,7 +409,7 @@ class Metrics:
         return tuple(dict.fromkeys((*self.sinks, *(["tensorboard"] if self.tensorboard else []))))
 
 
-# The sections that are plain dataclasses; `model` has the keys of a model besides, and `layout` the axes of the mesh.
+# The sections that are plain dataclasses. `model` also has the keys of a model, and `layout` the axes of the mesh.
 SECTIONS: dict[str, Any] = {
     "data": Data,
     "batch": Batch,

@@ -1,4 +1,4 @@
-"""Whether the model of a config can be split over `tp`, `cp` and `pp`, and its experts: asked of it, without memory."""
+"""Checks, on the meta device, that a model can be split over `tp`, `cp` and `pp`, and its experts over ranks."""
 
 import re
 from fnmatch import fnmatchcase
@@ -32,8 +32,8 @@ from meshtrain.pipeline.schedule import load
 
 
 def check_tuning(draft: ConfigDraft, sizes: dict[str, int]) -> None:
-    """Reports patterns of `train.freeze` and `train.lora` that match nothing, and a model of which nothing is left to
-    train."""
+    """Reports patterns of `train.freeze` and `train.lora` that match nothing, and a model with no trainable parameter
+    left."""
     freeze, lora = draft.values["train.freeze"], draft.values["train.lora"]
     if INVALID in (freeze, lora) or not (freeze or lora):
         return
@@ -42,7 +42,7 @@ def check_tuning(draft: ConfigDraft, sizes: dict[str, int]) -> None:
     spec = draft_model(draft)
     if spec is None:
         return
-    from meshtrain.parallel.linear.lora import adapted_layers, is_adapter  # brings torch, as the model has
+    from meshtrain.parallel.linear.lora import adapted_layers, is_adapter  # imports torch, as the model did
 
     names = [name for name, _ in spec.meta.named_parameters(remove_duplicate=False) if not is_adapter(name)]
     layers = [name for name in adapted_layers(spec.meta, ()) if base_of(name) == name]
@@ -58,7 +58,7 @@ def check_tuning(draft: ConfigDraft, sizes: dict[str, int]) -> None:
 
 
 def check_float8(draft: ConfigDraft, sizes: dict[str, int]) -> None:
-    """Reports a model that has no layer for `train.linear_precision`, or is split as that cannot be."""
+    """Reports a model without a layer for `train.linear_precision`, or with a split that it does not support."""
     name, tp = "train.linear_precision", max(sizes.get("tp", 1), 1)
     precision = draft.values[name]
     spec = draft_model(draft) if precision not in (None, INVALID) else None
@@ -66,7 +66,7 @@ def check_float8(draft: ConfigDraft, sizes: dict[str, int]) -> None:
         return
     try:
         splits = split_layers(spec.meta, getattr(spec.module, "tp_plan", None) or {}, tp) if tp > 1 else []
-    except SplitError:  # check_split has said it
+    except SplitError:  # check_split reports it
         return
     for problem in float8_problems(spec.meta, precision, splits, tp):
         draft.report(draft.place(name), f"{name} {precision}: {problem}")
@@ -140,13 +140,13 @@ def check_context(draft: ConfigDraft, sizes: dict[str, int]) -> None:
 
 
 def expert_ranks(draft: ConfigDraft, sizes: dict[str, int]) -> int:
-    """Over how many ranks the experts of a layer are dealt out: as given, or by default as many as `tp`."""
+    """The number of ranks over which the experts of a layer are dealt out: as given, or by default that of `tp`."""
     ranks = draft.values["parallel.expert_parallel"]
     return ranks or (sizes.get("tp", 1) if hasattr(model_file(draft.values["model.name"]), "ep_plan") else 1)
 
 
 def check_experts(draft: ConfigDraft, sizes: dict[str, int]) -> None:
-    """Reports what keeps experts from being dealt out. A size of -1 is not judged."""
+    """Reports what prevents expert parallelism. A size of -1 is not judged."""
     name = "parallel.expert_parallel"
     ranks, tp = draft.values[name], sizes.get("tp", 1)
     spec = draft_model(draft) if ranks is not INVALID and (ranks or tp) > 1 else None
@@ -175,7 +175,7 @@ def check_experts(draft: ConfigDraft, sizes: dict[str, int]) -> None:
 
 
 def _check_expert_ranks(draft: ConfigDraft, layout: Layout, experts: int) -> None:
-    """`experts`: of the layer with the fewest."""
+    """`experts`: the number of experts in the layer that has the fewest."""
     name = "parallel.expert_parallel"
     ranks = expert_ranks(draft, layout.sizes)
     fits = [n for n in layout.expert_sizes() if n <= experts]
@@ -192,7 +192,7 @@ def _check_expert_ranks(draft: ConfigDraft, layout: Layout, experts: int) -> Non
 
 
 def check_groups(draft: ConfigDraft) -> None:
-    """Reports groups of the optimizer that no parameter is in, and those of Muon without a matrix."""
+    """Reports optimizer groups without a parameter, and Muon groups without a matrix."""
     groups: Any = draft.values["optimizer.groups"]
     spec = draft_model(draft) if groups is not INVALID and groups else None
     if spec is None:
@@ -215,7 +215,7 @@ def check_groups(draft: ConfigDraft) -> None:
 
 
 def _names_near(pattern: str, names: list[str]) -> str:
-    """Which names have a word that is spelt nearly as the longest of the pattern's, as the end of a sentence."""
+    """The names with a word spelt like the longest word of the pattern, phrased as the end of a sentence."""
     words = {re.sub(r"\.\d+(?=\.)", ".*", name): re.split(r"[._]", name) for name in names}
     close = nearest(max(re.split(r"[^A-Za-z0-9]+", pattern), key=len), chain(*words.values()))
     near = [name for name, own in words.items() if close in own][:3]
@@ -232,7 +232,7 @@ def check_stages(draft: ConfigDraft, sizes: dict[str, int]) -> None:
     spec = draft_model(draft)
     model: Any = None if spec is None else spec.meta
     blocks = None if model is None else len(model.blocks()) if hasattr(model, "blocks") else 1
-    if blocks is not None and ranks > blocks:  # said before a schedule is made, which may be of any size
+    if blocks is not None and ranks > blocks:  # checked first, since building a schedule may be expensive
         _check_blocks(draft, blocks, ranks, per_rank or 1)
         return
     parts = Layout(sizes).size(*DATA_AXES)
@@ -270,13 +270,13 @@ def _check_blocks(draft: ConfigDraft, blocks: int, ranks: int, per_rank: int) ->
 
 
 def check_copies(draft: ConfigDraft, sizes: dict[str, int]) -> None:
-    """Reports a `parallel.shard_optimizer` beside FSDP."""
+    """Reports `parallel.shard_optimizer` in combination with FSDP."""
     if draft.values["parallel.shard_optimizer"] is True and max(sizes.get("dp_shard", 1), sizes.get("cp", 1)) > 1:
         draft.report(draft.place_of_any(("parallel.shard_optimizer", "layout")), f"parallel.{NOT_WITH_FSDP}")
 
 
 def check_device(draft: ConfigDraft, sizes: dict[str, int], device: str | None) -> None:
-    """Reports what this job's device, if it is known, cannot do or gains nothing by."""
+    """Reports options that this job's device, if known, does not support or does not profit from."""
     if sizes.get("tp", 1) > 1 and draft.values["parallel.symmetric_memory"] is True and device == "cpu":
         draft.report(
             draft.place("parallel.symmetric_memory"),

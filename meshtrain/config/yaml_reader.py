@@ -1,7 +1,7 @@
-"""Reads YAML into plain nodes that know their line, and lays overrides from the command line over them.
+"""Reads YAML into plain nodes that know their line, and applies overrides from the command line to them.
 
-PyYAML's own loaders follow YAML 1.1 (`1e-3` is a text, `no` is False), let the last of two equal keys win, and forget
-where a value stood. So only its parser is used, and plain scalars are read by the core schema of YAML 1.2
+PyYAML's own loaders follow YAML 1.1 (`1e-3` is a string, `no` is False), let the last of two equal keys win, and lose
+the position of a value. So only its parser is used, and plain scalars are read by the core schema of YAML 1.2
 (https://yaml.org/spec/1.2.2/#103-core-schema). Tags, anchors, aliases and merge keys are refused.
 """
 
@@ -19,14 +19,14 @@ from meshtrain.config.layout_advice import add_axis
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
 
-# The core schema of YAML 1.2, in the order in which it tries them.
+# The scalars of YAML 1.2's core schema, in the order in which it tries them.
 _NULL = re.compile(r"(null|Null|NULL|~|)\Z")
 _BOOL = re.compile(r"(true|True|TRUE|false|False|FALSE)\Z")
 _INT = re.compile(r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
 _INFINITE = re.compile(r"[-+]?\.(inf|Inf|INF)\Z|\.(nan|NaN|NAN)\Z")
 
-# What PyYAML says, and what people usually did.
+# Fragments of PyYAML's messages, and how to fix the usual cause.
 _HINTS = (
     ("'\\t'", "indent with spaces, not with tabs"),
     ("mapping values are not allowed here", "check the indentation, and put quotes around a value that holds ': '"),
@@ -47,8 +47,8 @@ class Node:
 
     value: Any  # None | bool | int | float | str | list[Node] | dict[str, Node]
     at: Place
-    key_at: Place  # where its key stands; as `at` for what has no key
-    broken: bool = False  # already reported: say no more about it
+    key_at: Place  # the place of its key; the same as `at` without a key
+    broken: bool = False  # already reported: report nothing more about it
 
     def get(self, *path: str) -> "Node | None":
         node: Node | None = self
@@ -58,7 +58,7 @@ class Node:
 
     @property
     def plain(self) -> Any:
-        """The value alone, in Python's own lists and dicts. (Nodes are at most `MAX_DEPTH` deep.)"""
+        """The value as plain Python lists, dicts and scalars. (Nodes are nested at most `MAX_DEPTH` deep.)"""
         if isinstance(self.value, dict):
             return {key: node.plain for key, node in self.value.items()}
         if isinstance(self.value, list):
@@ -73,7 +73,7 @@ def read_scalar(text: str) -> bool | int | float | str | None:
     if _BOOL.match(text):
         return text.lower() == "true"
     if _INT.match(text):
-        # No key wants a longer integer, and Python refuses to read integers of thousands of digits.
+        # No key needs a longer integer, and Python refuses to read integers of thousands of digits.
         return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10)) if len(text) <= 100 else text
     if _FLOAT.match(text):
         return float(text)
@@ -83,7 +83,7 @@ def read_scalar(text: str) -> bool | int | float | str | None:
 
 
 def read_file(path: Path, name: str, errors: list[ConfigError]) -> Node | None:
-    """The top of a config file, always a mapping; None where it cannot be read at all. `name`: how errors name it."""
+    """The root of a config file, always a mapping; None if it cannot be read. `name`: the file's name in errors."""
     size = path.stat().st_size
     if size > MAX_BYTES:
         message = f"a config is at most {MAX_BYTES:,} bytes and this file has {size:,}: is it another file?"
@@ -109,7 +109,7 @@ def read_file(path: Path, name: str, errors: list[ConfigError]) -> Node | None:
 
 
 def describe(value: Any) -> str:
-    """A value as it is named in "expected ..., found ...". Takes values of nodes, and plain ones."""
+    """A value in the words of "expected ..., found ...". Takes values of nodes and plain values."""
     if isinstance(value, dict):
         return "a mapping"
     if isinstance(value, list | tuple):
@@ -124,7 +124,7 @@ def describe(value: Any) -> str:
 
 
 def read_text(text: str, place: Callable[[int, int], Place], errors: list[ConfigError]) -> Node | None:
-    """The node that a YAML text stands for; None when it holds no document or cannot be read on. Column 0: none."""
+    """The root node of a YAML text; None if it is empty or cannot be parsed. `place`: (line, column or 0) -> Place."""
     try:
         return _Composer(place, errors).compose(yaml.parse(text, Loader=yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:
@@ -141,12 +141,12 @@ def read_text(text: str, place: Callable[[int, int], Place], errors: list[Config
 
 
 class _Composer:
-    """Puts PyYAML's events together. A stack and no recursion, so that deep nesting cannot exhaust Python's."""
+    """Builds nodes from PyYAML's events, with a stack of its own: deep nesting cannot exhaust Python's recursion."""
 
     def __init__(self, place: Callable[[int, int], Place], errors: list[ConfigError]) -> None:
         self.place = place
         self.errors = errors
-        self.open: list[tuple[Node, list[tuple[str | None, Place]]]] = []  # collections, each with its pending key
+        self.open: list[tuple[Node, list[tuple[str | None, Place]]]] = []  # open collections, each with its pending key
         self.root: Node | None = None
         self.aliases_refused = False
 
@@ -194,8 +194,8 @@ class _Composer:
         return {} if isinstance(event, yaml.MappingStartEvent) else []
 
     def refused(self, event: Any, at: Place) -> bool:
-        """Whether a config may not hold this, which is reported."""
-        if event.anchor is not None:  # a definition, or an alias: PyYAML gives both the name here
+        """Whether a config may not hold this node; reports the reason."""
+        if event.anchor is not None:  # an anchor or an alias: PyYAML stores the name of either here
             if not self.aliases_refused:
                 self.aliases_refused = True
                 self.report(at, "anchors (&name) and aliases (*name) are refused: write the value out where it is used")
@@ -213,7 +213,7 @@ class _Composer:
         return False
 
     def key(self, event: Any, node: Node, parent: Node) -> str | None:
-        """The name that a key of a mapping gives, or None where its value is not wanted."""
+        """The name of a mapping's key, or None if its value is to be ignored."""
         if node.broken:
             return None
         name = node.value
@@ -223,7 +223,7 @@ class _Composer:
             self.report(node.at, "merge keys (<<) are refused: write the keys out")
         elif name in parent.value:
             first = parent.value[name]
-            first.broken = True  # nobody knows which of the two is meant
+            first.broken = True  # it is unclear which of the two is meant
             self.report(node.at, f"the key {name} is given twice, first at {first.key_at}: take one of them away")
         else:
             return name
@@ -231,9 +231,9 @@ class _Composer:
 
 
 def apply_overrides(root: Node, overrides: Sequence[str], errors: list[ConfigError]) -> list[str]:
-    """Lays `key.path=value` over the file's nodes, in order: the last one wins. Values are YAML.
+    """Applies overrides `key.path=value` to the file's nodes, in order: the last one wins. Values are YAML.
 
-    Returns a line for people on each: its value, and what it replaced.
+    Returns a line for people per override: its value, and what it replaced.
     """
     applied = []
     for number, text in enumerate(overrides, start=1):
@@ -265,12 +265,12 @@ def _read_value(text: str, place: Place, errors: list[ConfigError]) -> Node:
 
 
 def _put(root: Node, keys: list[str], node: Node, errors: list[ConfigError]) -> Node | None:
-    """Sets the node under `keys`, making sections on the way; returns the node that stood there before."""
+    """Sets the node under `keys`, creating sections on the way; returns the node it replaces, or None."""
     parent = root
     for depth, key in enumerate(keys[:-1], start=1):
         child = parent.value.get(key)
         if child is None or child.value is None:
-            # A file without a layout means all processes in dp_shard; an override of one axis must not take that away.
+            # A file without a layout means all processes in dp_shard; overriding another axis must not change that.
             keys_there = {"dp_shard": Node(-1, node.at, node.at)} if keys[:depth] == ["layout"] else {}
             child = parent.value[key] = Node(keys_there, node.at, node.at)
         if not isinstance(child.value, dict):
@@ -289,15 +289,15 @@ def _put(root: Node, keys: list[str], node: Node, errors: list[ConfigError]) -> 
 
 
 def write(value: Any) -> str:
-    """YAML that `read_text` reads as the same value, and readers of YAML 1.1 too. Lists stand on one line."""
+    """YAML that `read_text` and YAML 1.1 readers read as the same value. Lists are written on one line."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
 
 
 class _Dumper(yaml.SafeDumper):
-    """A text that YAML 1.1 or 1.2 would take for something else gets quotes."""
+    """Quotes strings that YAML 1.1 or 1.2 would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        return True  # they would be refused when read
+        return True  # `read_text` refuses aliases
 
 
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))

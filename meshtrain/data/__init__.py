@@ -1,4 +1,4 @@
-"""Data: what a step trains on, the same whatever the layout. Imports no torch until a name is used."""
+"""Data: the samples that each step trains on, the same in every layout. Imports no torch until a name is used."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""What a data set gives and what a model gets: samples, and microbatches of them."""
+"""Samples, which a data set yields, and microbatches of them, which a model takes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +17,8 @@ IGNORE = -100  # the target of a position that carries no loss; torch's own defa
 Item = tuple[tuple[Tensor | None, ...], Tensor]
 Input = Tensor | AttentionContext | None
 
-LANGUAGE = ("tokens", "positions", "documents")  # what a language model takes, in its order; a classifier takes images
-SEQUENCE_DIM = {"tokens": 1, "positions": 1, "documents": 1, "targets": 1}  # the dim of named tensors along a sequence
+LANGUAGE = ("tokens", "positions", "documents")  # a language model's inputs, in order; a classifier takes images
+SEQUENCE_DIM = {"tokens": 1, "positions": 1, "documents": 1, "targets": 1}  # sequence dim of each named tensor
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Batch:
     """One microbatch: `model(*inputs)` gives logits for `targets`.
 
     Attributes:
-        tensors: what the model takes, by name and in its order. Of a language model tokens and positions (b, s), and
-            documents: (b, s), None, or their record; int64. Of a classifier images (b, c, h, w) float32.
-        targets: (b, s) or (b,) int64; IGNORE where there is no loss. A row of padding has no other.
+        tensors: the model's inputs by name, in order. For a language model tokens and positions, (b, s) int64, and
+            documents: (b, s) int64, None, or an AttentionContext. For a classifier images, (b, c, h, w) float32.
+        targets: (b, s) or (b,) int64; IGNORE where there is no loss. All targets of a padding row are IGNORE.
     """
 
     tensors: Mapping[str, Input]
@@ -36,7 +36,7 @@ class Batch:
 
     @classmethod
     def of(cls, inputs: Sequence[Input], targets: Tensor) -> "Batch":
-        """Of inputs in the model's order: those of a language model where there is a target for each token."""
+        """Names inputs given in the model's order: a language model's if targets are (b, s), else a classifier's."""
         names = LANGUAGE if targets.ndim == 2 else ("images",)
         return cls({names[i] if i < len(names) else f"input_{i}": x for i, x in enumerate(inputs)}, targets)
 
@@ -49,16 +49,16 @@ class Batch:
         return iter((self.inputs, self.targets))
 
     def apply(self, function: Callable[[Any], Any]) -> "Batch":
-        """The batch with a function of each of its tensors and records."""
+        """The batch with `function` applied to each of its tensors and AttentionContexts."""
         tensors = {name: None if x is None else function(x) for name, x in self.tensors.items()}
         return Batch(tensors, function(self.targets))
 
     def along_sequence(self, function: Callable[[Tensor, int], Tensor]) -> "Batch":
-        """The batch with a function of each tensor that lies along the sequence, and of the dim in which it does."""
+        """The batch with `function(tensor, sequence dim)` applied to each tensor that has a sequence dim."""
         length = self.targets.shape[-1]
 
         def changed(name: str, x: Input) -> Any:
-            # A further input of the targets' shape, of a user's own data, lies along the sequence as they do.
+            # An additional input of a user's data set that has the targets' shape has their sequence dim, too.
             is_text = self.targets.ndim == 2 and isinstance(x, Tensor) and x.shape == self.targets.shape
             dim = SEQUENCE_DIM.get(name, 1 if is_text else None)
             lies_along = isinstance(x, Tensor) and dim is not None and dim < x.ndim and x.shape[dim] == length
@@ -67,11 +67,11 @@ class Batch:
         return Batch({name: changed(name, x) for name, x in self.tensors.items()}, changed("targets", self.targets))
 
     def shortened(self, length: int) -> "Batch":
-        """The batch with the first tokens alone of each sample."""
+        """The batch with each sample cut to its first `length` tokens."""
         return self.along_sequence(lambda x, dim: x.narrow(dim, 0, min(length, x.shape[dim])).contiguous())
 
     def with_context(self) -> "Batch":
-        """The batch for a model that takes an `AttentionContext` in the place of documents."""
+        """The batch with an `AttentionContext` in place of documents, for a model that takes one."""
         documents = self.tensors.get("documents")
         if "documents" not in self.tensors or isinstance(documents, AttentionContext):
             return self
@@ -82,8 +82,8 @@ class Batch:
         return Batch({**self.tensors, "documents": AttentionContext(documents, lengths)}, self.targets)
 
     def to(self, device: torch.device, dtype: torch.dtype, first: bool = True, last: bool = True) -> "Batch":
-        """The batch on a device, its floating-point inputs (images) in the type that the model computes in. `first`,
-        `last`: whether the first input is used there, and the targets; else they stay where they are."""
+        """The batch on a device, floating-point inputs (images) in the model's compute dtype. `first` and `last`:
+        whether this rank uses the first input and the targets; unused ones stay where they are."""
 
         def moved(x: Any) -> Any:
             typed = not isinstance(x, Tensor) or x.is_floating_point()
@@ -97,12 +97,12 @@ class Batch:
         return self.apply(lambda x: x.pin_memory())
 
     def batch(self) -> "Batch":
-        """As of a packed one."""
+        """The batch itself, so that it can stand in for a `Packed` one."""
         return self
 
 
 class Packed(Protocol):
-    """A microbatch as it travels from a worker process: smaller than the tensors that it becomes."""
+    """A microbatch as a worker process sends it: smaller than the tensors it becomes."""
 
     def batch(self) -> Batch: ...
 
@@ -110,23 +110,23 @@ class Packed(Protocol):
 
 
 class Samples(ABC):
-    """A data set: `len(samples)` and any sample of it by (index, epoch), the same wherever and whenever it is read."""
+    """A data set: `len(samples)`, and a sample by (index, epoch), the same wherever and whenever it is read."""
 
-    name: str  # for messages: which data set, which split
+    name: str  # data set and split, for messages
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def item(self, index: int, epoch: int) -> Item:
-        """Sample `index` as epoch `epoch` sees it: (inputs, target), shaped as in `Batch` without b."""
+        """Sample `index` of epoch `epoch`: (inputs, target), shaped as in `Batch` without the batch dim."""
 
     def read(self, items: Sequence[tuple[int, int]], valid: int) -> Batch | Packed:
-        """The microbatch of these (epoch, index) pairs, of which those from `valid` on are padding.
+        """The microbatch of these (epoch, index) pairs; items from `valid` on are padding.
 
         Raises:
-            InputError: what the data holds cannot be trained on.
-            RuntimeError: reading a sample failed; says which one.
+            InputError: the data cannot be trained on.
+            RuntimeError: reading a sample failed; names the sample.
         """
         rows = [self._row(index, epoch) for epoch, index in items]
         shapes = [[None if x is None else tuple(x.shape) for x in (*inputs, target)] for inputs, target in rows]
@@ -142,7 +142,7 @@ class Samples(ABC):
         return Batch.of(inputs, targets)
 
     def document_lengths(self, indices: Sequence[int]) -> np.ndarray | None:
-        """How long the parts of documents in these samples are, in any order; None: not known without reading them."""
+        """Lengths of the document parts in these samples, in any order; None: not known without reading them."""
         return None
 
     def _row(self, index: int, epoch: int) -> Item:

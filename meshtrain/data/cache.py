@@ -1,7 +1,7 @@
-"""The cache of prepared corpora: each made once per host, by whichever process comes first, while the others wait.
+"""The cache of prepared corpora: each is made once per host, by the first process to come, while the others wait.
 
-The processes of a host agree through a lock on a file (flock), not through a collective, which would end after its time
-limit. The kernel takes the lock away from a process that dies, so the next one in line goes on in its place.
+The processes of a host synchronize through a file lock (flock) rather than a collective, which would time out. The
+kernel releases the lock of a process that dies, so that the next one takes over.
 """
 
 import errno
@@ -21,9 +21,9 @@ from meshtrain.errors import InputError
 Say = Callable[[str], None]
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-_POLL_S, _LONGEST_POLL_S = 0.1, 5.0  # the first and the longest pause between two looks: a file server has other work
+_POLL_S, _LONGEST_POLL_S = 0.1, 5.0  # first and longest polling interval; backing off spares a file server
 _SAY_EVERY_S = 10.0
-_ABANDONED_S = 3600.0  # a temporary folder of another host that nobody has written to for as long is nobody's
+_ABANDONED_S = 3600.0  # another host's temporary folder counts as abandoned if it was not written to for so long
 
 
 def cache_folder(path: str | None) -> Path:
@@ -34,11 +34,11 @@ def cache_folder(path: str | None) -> Path:
 
 
 def prepare_once(folder: Path, prepare: Callable[[], object], say: Say, *, wait: bool = True) -> Path:
-    """`folder`, made by one call of `prepare` on this host if it is not there yet, or by another process: then this
-    one waits for it, or does not.
+    """Calls `prepare` in one process of this host if `folder` does not exist yet. If another process is preparing it,
+    waits for that process, or returns at once if `wait` is false. Returns `folder`.
 
-    `prepare` puts it there by a rename, whole or not at all; what it raises passes through, and the next process tries.
-    `say` gets a line every 10 s while another process prepares. InputError: the cache cannot be used.
+    `prepare` creates it by a rename, whole or not at all; its exceptions propagate, and the next process tries again.
+    `say` gets a line every 10 s while another process prepares. Raises InputError: the cache cannot be used.
     """
     if folder.is_dir():
         return folder
@@ -56,19 +56,19 @@ def prepare_once(folder: Path, prepare: Callable[[], object], say: Say, *, wait:
             try:
                 prepare()
             except OSError as error:
-                if not folder.is_dir():  # it is: another host, whose locks a shared file system keeps apart, was first
+                if not folder.is_dir():  # if it is, another host was first: some shared file systems lock per host
                     if error.errno in NO_ROOM:
-                        error.filename = error.filename or str(folder)  # such a write names no file by itself
+                        error.filename = error.filename or str(folder)  # a failed write does not name its file
                     raise
     return folder
 
 
 def _lock_unless_there(lock: TextIO, folder: Path, say: Say, wait: bool) -> bool:
-    """Waits for the lock or for the folder, if it may; True with the lock held and no folder: it is ours to prepare."""
+    """Waits for the lock or the folder, if `wait`. True: this process holds the lock and has to prepare the folder."""
     last_message, pause = time.monotonic(), _POLL_S
     while not folder.is_dir():
         if _try_lock(lock):
-            if folder.is_dir():  # made between the look and the lock
+            if folder.is_dir():  # created between the check and the lock
                 return False
             lock.truncate(0)
             json.dump({"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}, lock)
@@ -103,13 +103,13 @@ def _holder(lock: TextIO) -> str:
         holder = json.load(lock)
         seconds = time.time() - holder["since"]
         return f"process {holder['pid']} on {holder['host']} has been preparing it for {seconds:.0f} s"
-    except (ValueError, KeyError, TypeError):  # taken a moment ago, its name not yet written
+    except (ValueError, KeyError, TypeError):  # the holder took the lock a moment ago and has not written its name yet
         return "another process begins to prepare it"
 
 
 def _clean(folder: Path) -> None:
-    """Removes what preparers of this folder left when they died. The caller holds the lock, so on this host none is at
-    work; where a shared file system keeps each host's locks apart, another host's may be."""
+    """Removes temporary folders that dead processes left for this folder. The caller holds the lock, so no process of
+    this host is preparing it; one of another host may be, where a shared file system locks per host."""
     prefix = temporary_prefix(folder)
     for leftover in folder.parent.glob(f"{prefix}*.tmp"):
         own = leftover.name.startswith(f"{prefix}{socket.gethostname()}.")
@@ -119,7 +119,7 @@ def _clean(folder: Path) -> None:
 
 
 class Progress:
-    """Says every 10 s how many documents have gone through."""
+    """Reports every 10 s how many documents have been processed."""
 
     def __init__(self, name: str, say: Say) -> None:
         self._name, self._say = name, say
@@ -127,7 +127,7 @@ class Progress:
         self._documents = self._tokens = 0
 
     def count(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """The documents, as they are."""
+        """Yields the documents unchanged."""
         for document in documents:
             yield document
             self._tokens += len(document.ids)

@@ -1,6 +1,6 @@
-"""Instruction data: conversations become text by the chat template that a tokenizer comes with, as in transformers.
+"""Instruction data: conversations become text through the tokenizer's chat template, as in transformers.
 
-A template is a program in Jinja's language. It runs in Jinja's sandbox, which gives it its variables and nothing else.
+A template is a Jinja program. It runs in Jinja's sandbox, which gives it access to its variables and nothing else.
 """
 
 import hashlib
@@ -18,23 +18,23 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """How a tokenizer's model writes conversations."""
+    """The chat template of a tokenizer: how conversations are formatted for its model."""
 
     text: str
     tokens: dict[str, str]  # the special tokens that the template may name
-    origin: str  # for messages: the file
+    origin: str  # the file it came from, for error messages
 
     @classmethod
     def beside(cls, tokenizer: Path) -> "ChatTemplate | None":
-        """Of `tokenizer_config.json` or `chat_template.jinja` beside a tokenizer.json; None: there is none.
+        """The template in `chat_template.jinja` or `tokenizer_config.json` beside a tokenizer.json, or None.
 
-        Raises InputError: a file that is none of these.
+        Raises InputError: one of the files cannot be read as such.
         """
         file, jinja = tokenizer.parent / "tokenizer_config.json", tokenizer.parent / "chat_template.jinja"
         try:
             config = json.loads(file.read_text("utf-8")) if file.is_file() else {}
             template = jinja.read_text("utf-8") if jinja.is_file() else config.get("chat_template")
-            if isinstance(template, list):  # several by name
+            if isinstance(template, list):  # several named templates
                 template = {entry["name"]: entry["template"] for entry in template}.get("default")
             values = ((name, config.get(name)) for name in _SPECIAL)
             tokens = {name: value["content"] if isinstance(value, dict) else value for name, value in values if value}
@@ -55,7 +55,7 @@ class ChatTemplate:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         class Generation(Extension):
-            """{% generation %}, by which transformers finds what the assistant says; here it changes nothing."""
+            """{% generation %}, with which transformers marks the assistant's text; here it has no effect."""
 
             tags = {"generation"}  # noqa: RUF012 (as the base class has it)
 
@@ -76,19 +76,19 @@ class ChatTemplate:
         return environment.from_string(self.text)
 
     def render(self, messages: Sequence[Any], tools: Any = None, *, prompt: bool = False) -> str:
-        """The text of a conversation, with `prompt` up to where the assistant begins. `strftime_now` is not defined: a
-        corpus does not depend on the day. Raises InputError: the template refuses it."""
+        """The text of a conversation; `prompt` adds the header of the assistant's next turn. `strftime_now` is not
+        defined: a corpus does not depend on the day. Raises InputError: the template refuses the conversation."""
         try:
             return self._compiled.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self.tokens
             )
-        except Exception as error:  # a template may do anything with messages that it does not expect
+        except Exception as error:  # a template may raise anything for messages that it does not expect
             raise InputError(f"the template of {self.origin} refuses it: {error}") from None
 
     def conversation(self, messages: Any, tools: Any = None) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and where the turns of the assistant lie in it, in characters, with what ends
-        them. Raises InputError: these are no messages, none is the assistant's, or the template writes a turn otherwise
-        when others follow, so that nobody can say where it lies."""
+        """The text of a conversation, and the character span of each of the assistant's turns, its end marker included.
+        Raises InputError: `messages` is malformed, no turn is the assistant's, or the template formats a turn in
+        another way when others follow, so that its span is undefined."""
         if not isinstance(messages, list) or not all(
             isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in messages
         ):

@@ -1,7 +1,7 @@
-"""A user's own data: a Python file that exports `dataset(config, split)`.
+"""A user's own data set: a Python file that exports `dataset(config, split)`.
 
-It returns anything with `len()` and `[index]`, whose items are pairs (inputs, target), or None where there is no such
-split, "train" or "validation". `config` is the `data` section. docs/data.md has an example.
+The function returns any object with `len()` and `[index]` whose items are pairs (inputs, target), or None if it has no
+such split ("train" or "validation"). `config` is the `data` section. docs/data.md has an example.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class CustomSamples(Samples):
-    """A map-style data set of the user's.
+    """A user's map-style data set.
 
     An item's inputs are a tensor or a tuple of tensors, its target a tensor or a number. An item whose target has one
-    dim is text, its inputs tokens, positions and documents (s,): tokens alone get their positions. A data set whose
-    items change from epoch to epoch (augmentation) has a method `item(index, epoch)`, called instead of `[index]`.
+    dim is text, with the inputs tokens, positions and documents, (s,) each; tokens alone are given positions. A data
+    set whose items differ between epochs (augmentation) has a method `item(index, epoch)`, used instead of `[index]`.
     """
 
     def __init__(self, name: str, dataset: Any, n_outputs: int | None) -> None:
@@ -71,7 +71,7 @@ def _problem(inputs: Sequence[torch.Tensor | None], target: torch.Tensor) -> str
 
 
 def open_custom(config: "Data", n_outputs: int | None) -> tuple[CustomSamples, Samples | None]:
-    """The training and the validation data of the file that `data.source` names. Raises InputError: it has none."""
+    """The training and validation sets of the file `data.source`. Raises InputError: it does not provide them."""
     try:
         module = locate.python_file(locate.Path(config.source))
     except FileNotFoundError as error:

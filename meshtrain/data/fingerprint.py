@@ -1,4 +1,4 @@
-"""Files of a data set: which there are, and digests by which large ones are known again on another host."""
+"""The files of a data set, and digests that tell whether another host has the same large files."""
 
 import hashlib
 import os
@@ -18,7 +18,7 @@ SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 
 
 class Files(NamedTuple):
-    """Files that hosts compare."""
+    """Files that hosts compare with one another."""
 
     root: Path
     names: Sequence[str]  # relative to root
@@ -30,17 +30,17 @@ class Files(NamedTuple):
 
 
 def data_path(config: "Data", meaning: str) -> Path:
-    """`data.path`, which has to be there and to be what `meaning` says."""
+    """`data.path` as a Path. Raises InputError if it is not set; `meaning` says what it should name."""
     if config.path is None:
         raise InputError(f"data.source {config.source} needs data.path: {meaning}")
     return Path(config.path)
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """The files in a folder, at any depth. A link to a folder is followed if nothing else leads there, so loops end."""
+    """The files in a folder, at any depth. Links to folders are followed, but no folder is visited twice: loops end."""
     visited: set[tuple[int, int]] = set()
     starts = [folder]
-    for start in starts:  # grows by the links on the way
+    for start in starts:  # grows by the links found on the way
         for path, folders, names in os.walk(start):
             status = os.stat(path)
             if (status.st_dev, status.st_ino) in visited:
@@ -53,11 +53,11 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def sampled_digest(files: Files, seed: str = "") -> str:
-    """16 hex digits for the sizes of files, and for samples of their bytes laid end to end.
+    """16 hex digits over the sizes of files and samples of their concatenated bytes.
 
-    The bytes are cut into 64 equal parts, and 64 KiB of each are read: the beginning of the first, the end of the last,
-    and a place in each other one that follows from `seed`. So damage to a run of 1/32 of the bytes is found for
-    certain, to a shorter run of the share x with a probability of about 64 x, and to a share x of scattered blocks with
+    The bytes are cut into 64 equal parts and 64 KiB of each are read: the beginning of the first, the end of the last,
+    and in every other part a place drawn by `seed`. Damage to a contiguous 1/32 of the bytes is always found, to a
+    shorter run of the share x with a probability of about 64 x, and to a share x of scattered blocks with
     1 - (1 - x)^64 (99 % at 7 %). Up to 4 MiB everything is read. Hosts with the same `seed` read the same places.
     """
     ends = list(accumulate(files.sizes))
@@ -72,7 +72,7 @@ def _offsets(total: int, seed: str) -> Iterator[int]:
     if total <= SAMPLES * SAMPLE_BYTES:
         yield from range(0, total, SAMPLE_BYTES)
         return
-    draw = random.Random(seed)  # a string is hashed with SHA-512, the same everywhere
+    draw = random.Random(seed)  # a string seed is hashed with SHA-512, the same everywhere
     yield 0
     for part in range(1, SAMPLES - 1):
         yield draw.randint(part * total // SAMPLES, (part + 1) * total // SAMPLES - SAMPLE_BYTES)

@@ -1,6 +1,6 @@
-"""Images to classify: scikit-learn's digits, MNIST's own files, and a folder with one folder per class.
+"""Image classification data: scikit-learn's digits, MNIST's original files, and a folder with one folder per class.
 
-Augmentation is drawn from (seed, epoch, sample), so an image looks the same to every layout.
+Augmentation is drawn from (seed, epoch, sample), so every layout sees the same images.
 """
 
 import gzip
@@ -35,7 +35,7 @@ def _generator(seed: int, epoch: int, sample: int) -> random.Random:
 
 @dataclass(frozen=True)
 class ArrayImages(Samples):
-    """Grey images that lie in memory. Augmented, they are moved by up to an eighth of their size; never mirrored."""
+    """Greyscale images in memory. Augmentation shifts them by up to an eighth of their size and never mirrors them."""
 
     channels: ClassVar = 1
     name: str
@@ -51,7 +51,7 @@ class ArrayImages(Samples):
         return len(self.labels)
 
     def item(self, index: int, epoch: int) -> Item:
-        """An image (1, image_size, image_size) float32, normalised, and its class."""
+        """A normalised image, (1, image_size, image_size) float32, and its class."""
         (images,), targets = self.read([(epoch, index)], 1)
         return (images[0],), targets[0]
 
@@ -78,7 +78,7 @@ def _shift(image: np.ndarray, draw: random.Random) -> np.ndarray:
 
 @dataclass(frozen=True)
 class FolderImages(Samples):
-    """Colour images in files: the middle square of each; augmented, a random square, mirrored half of the time."""
+    """Colour images in files: the centre square of each; augmented, a random square, mirrored half of the time."""
 
     channels: ClassVar = 3
     name: str
@@ -92,7 +92,7 @@ class FolderImages(Samples):
         return len(self.files)
 
     def item(self, index: int, epoch: int) -> Item:
-        """An image (3, image_size, image_size) float32, normalised as ImageNet's are, and its class."""
+        """An image, (3, image_size, image_size) float32, normalised with ImageNet's statistics, and its class."""
         from PIL import Image
 
         path = self.root / self.files[index]
@@ -110,7 +110,7 @@ class FolderImages(Samples):
 
 
 def _square(width: int, height: int, draw: random.Random | None) -> tuple[tuple[float, float, float, float], bool]:
-    """The part of an image to use (left, top, right, bottom), and whether to mirror it."""
+    """The crop box of an image, (left, top, right, bottom), and whether to mirror it."""
     side = float(min(width, height))
     if draw is None:
         left, top = (width - side) / 2, (height - side) / 2
@@ -121,13 +121,13 @@ def _square(width: int, height: int, draw: random.Random | None) -> tuple[tuple[
 
 
 class ImageSource(NamedTuple):
-    """What opening a source of images gives; none of it is augmented."""
+    """An opened source of images, without augmentation."""
 
     train: "ArrayImages | FolderImages"
-    validation: "ArrayImages | FolderImages"  # the same samples where a share of them is held out
+    validation: "ArrayImages | FolderImages"  # the same samples as `train` if a share of them is to be held out
     classes: int
     fingerprint: str
-    files: Mapping[str, Files] = {}  # by a name for people
+    files: Mapping[str, Files] = {}  # keyed by a name for people
 
 
 def _open_digits(config: "Data") -> ImageSource:
@@ -149,7 +149,7 @@ def _open_digits(config: "Data") -> ImageSource:
 
 
 def _open_mnist(config: "Data") -> ImageSource:
-    """MNIST's own files in a folder, as they are or with .gz; a validation path is the folder with the t10k files."""
+    """MNIST's original files in a folder, plain or .gz; a validation path is the folder with the t10k files."""
     folder = data_path(config, "the folder with MNIST's own files")
     train = _read_mnist(folder.expanduser(), "train", config.image_size)
     if not isinstance(config.validation, str):
@@ -171,7 +171,7 @@ def _read_mnist(folder: Path, stem: str, image_size: int | None) -> ArrayImages:
 
 
 def _read_idx(folder: Path, name: str, dims: int) -> np.ndarray:
-    """An idx file of bytes: two zero bytes, the type (8), the number of dims, each dim as big-endian int32, data."""
+    """Reads an idx file of bytes: two zero bytes, type (8), number of dims, each dim as big-endian int32, data."""
     plain, packed = folder / name, folder / f"{name}.gz"
     path = plain if plain.is_file() else packed
     if not path.is_file():
@@ -196,7 +196,7 @@ def _array_source(train: ArrayImages, other: ArrayImages) -> ImageSource:
 
 
 def _open_folder(config: "Data") -> ImageSource:
-    """Images as folder/class/file, classes in the order of their names; a validation path is such a folder, too."""
+    """Images as folder/class/file, classes sorted by name; a validation path is a folder of the same form."""
     path, validation = data_path(config, "a folder with one folder of images per class"), config.validation
     try:
         import PIL  # noqa: F401

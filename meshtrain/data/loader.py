@@ -1,6 +1,6 @@
-"""Reading ahead: the microbatches of one rank, through torch's DataLoader.
+"""Prefetching: the microbatches of one rank, through torch's DataLoader.
 
-The main process decides by `order.py` which samples a microbatch has; worker processes only read them.
+The main process decides with `order.py` which samples a microbatch has; worker processes only read them.
 """
 
 import os
@@ -22,16 +22,16 @@ from meshtrain.job.signals import end_with_parent
 
 
 class Reading(TypedDict, total=False):
-    """How batches are read; nothing of it but `prepare` changes what they are."""
+    """How batches are read; no option but `prepare` changes their contents."""
 
-    workers: int  # processes that read ahead; 0, the default, reads in this one
-    prefetch: int  # microbatches that each worker reads ahead (2); more where all together have less than a step
-    pin_memory: bool  # give tensors in pinned memory, where there is a GPU
-    # What a model with a `cp_plan` gets of a batch: `Batch.with_context`, or its part by `ContextParallel.shard`.
+    workers: int  # worker processes that read ahead; 0, the default, reads in this process
+    prefetch: int  # microbatches that each worker reads ahead (2); raised until all workers together hold a step
+    pin_memory: bool  # return tensors in pinned memory, if there is a GPU
+    # Turns a batch into the model's input: `Batch.with_context`, or the rank's part by `ContextParallel.shard`.
     prepare: Callable[[Batch], Batch]
 
 
-# The samples of one microbatch, each (epoch, sample); those from the number on are copies that fill it up.
+# The samples of one microbatch, each (epoch, sample), and how many of them are real: the rest are copies as padding.
 Slots = tuple[list[tuple[int, int]], int]
 
 
@@ -51,19 +51,19 @@ def train_batches(
 ) -> Iterator[list[Batch]]:
     """The microbatches of one data rank, a list for each step of range(first_step, steps).
 
-    Every rank gets lists of the same length, and every microbatch has `micro_size` rows; where a rank's share of the
-    global batch ends before that, the rows are copies of some sample with all targets IGNORE.
+    Every rank gets lists of the same length, and every microbatch has `micro_size` rows; rows beyond a rank's share of
+    the global batch are copies of some sample with all targets IGNORE.
 
     Args:
-        first_step, steps: the step to begin with (from 0) and the step to end before.
-        global_size: the samples of a step, or how they change (see `BatchSizes`).
-        rank, ranks: the position among the data ranks, and their number.
-        mixture: of a data set of several sources, which a step takes samples from.
-        lengths: the tokens to which samples are cut, [first step, tokens] each; none: they are not.
+        first_step, steps: the first step (counted from 0) and the step to end before.
+        global_size: samples per step, or how they change (see `BatchSizes`).
+        rank, ranks: this rank's index among the data ranks, and their number.
+        mixture: decides which source each sample comes from, for a data set of several sources.
+        lengths: token counts to which samples are cut, [first step, tokens] each; empty: they are not cut.
 
     Raises:
-        InputError: what the data holds cannot be trained on, wherever it was read.
-        RuntimeError: a sample could not be read; names it, with the traceback of the process that read it.
+        InputError: the data cannot be trained on, whichever process read it.
+        RuntimeError: a sample could not be read; names the sample, with the traceback of the process that read it.
     """
     sizes = BatchSizes.of(global_size)
     order = SampleOrder(seed, sizes, len(dataset), mixture)
@@ -77,7 +77,7 @@ def train_batches(
             yield from _fill(own, filler, microbatches(len(positions), micro_size, ranks), micro_size)
 
     prepare = reading.pop("prepare", Batch.batch)
-    reading["prepare"] = lambda batch: prepare(batch.shortened(length) if lengths else batch)  # of the step below
+    reading["prepare"] = lambda batch: prepare(batch.shortened(length) if lengths else batch)  # `length`: see below
     together = microbatches(sizes.largest, micro_size, ranks)
     batches = iter(_Loader(dataset, slots(), persistent=False, together=together, **reading))
     for step in range(first_step, steps):
@@ -86,10 +86,10 @@ def train_batches(
 
 
 class EvalBatches:
-    """One data rank's share of a data set, each sample once over the ranks, in the data set's order.
+    """One data rank's share of a data set, in the data set's order; over all ranks, each sample comes once.
 
-    It can be gone through again and again, and keeps its worker processes in between. The number of batches, its `len`,
-    is the same on every rank; rows that fill up the last ones have all targets IGNORE.
+    Can be iterated repeatedly, and keeps its worker processes in between. The number of batches, its `len`, is the same
+    on every rank; all targets of the padding rows of the last batches are IGNORE.
     """
 
     def __init__(self, dataset: Samples, *, micro_size: int, rank: int, ranks: int, **reading: Unpack[Reading]) -> None:
@@ -112,11 +112,11 @@ def _fill(own: Sequence[tuple[int, int]], filler: tuple[int, int], count: int, m
 
 
 class _Failure(NamedTuple):
-    """An error on its way out of a worker, as a value: torch would wrap an InputError into a page of traceback, and an
-    error that is raised out of its iterator keeps that alive, whose workers then take 5 s to end."""
+    """An error returned by a worker as a value: torch would wrap an InputError in a page of traceback, and an error
+    raised out of the DataLoader's iterator keeps the iterator alive, whose workers then take 5 s to end."""
 
     message: str
-    traceback: str | None  # None: an InputError, which needs none
+    traceback: str | None  # None: an InputError, which needs no traceback
 
     def error(self) -> Exception:
         if self.traceback is None:
@@ -125,7 +125,7 @@ class _Failure(NamedTuple):
 
 
 class _Reader(torch.utils.data.Dataset):
-    """The data set as torch's DataLoader wants it: it hands over a whole microbatch at once."""
+    """Adapts a data set to torch's DataLoader, which passes the indices of a whole microbatch at once."""
 
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
@@ -144,20 +144,20 @@ class _Loader:
         self, dataset: Samples, slots: Iterable[Slots], *, persistent: bool, together: int = 1, workers: int = 0,
         prefetch: int = 2, pin_memory: bool = False, prepare: Callable[[Batch], Batch] = Batch.batch,
     ) -> None:  # fmt: skip
-        """`together`: the microbatches of a step, which takes all of them before it begins."""
+        """`together`: microbatches per step; a step takes all of them before it begins."""
         self._prepare, self._pins = prepare, pin_memory and torch.cuda.is_available()
         prefetch = max(prefetch, -(-together // max(workers, 1)))
-        # fork: a user's own data set comes from a file loaded by path, which no other start method can send; and a
-        # worker is there at once, where a fresh Python would first import torch for seconds.
+        # fork: a user's data set comes from a module loaded by path, which cannot be pickled for other start methods;
+        # and a forked worker starts at once, while a fresh Python would first import torch for seconds.
         ahead = {"prefetch_factor": prefetch, "multiprocessing_context": "fork", "worker_init_fn": _start_worker}
         self._loader: DataLoader = DataLoader(
             _Reader(dataset),
-            batch_sampler=slots,  # type: ignore[arg-type]  # torch hands what it yields to __getitems__ as it is
+            batch_sampler=slots,  # type: ignore[arg-type]  # torch passes its items to __getitems__ unchanged
             collate_fn=lambda batch: batch,
             num_workers=workers,
             persistent_workers=persistent and workers > 0,
             pin_memory=self._pins,
-            # torch draws a seed for its workers; the run's own random numbers must not depend on how it reads.
+            # torch draws a seed for its workers; the run's own random numbers must not depend on how data is read.
             generator=torch.Generator().manual_seed(0),
             **(ahead if workers else {}),  # type: ignore[arg-type]
         )
@@ -173,14 +173,14 @@ class _Loader:
                 if isinstance(read, _Failure):
                     raise read.error()
                 batch = self._prepare(read.batch())
-                yield batch.pin_memory() if self._pins else batch  # a part is a new tensor
+                yield batch.pin_memory() if self._pins else batch  # `prepare` may have made new tensors
         finally:
-            del batches  # ends the workers now, and not when the traceback goes
+            del batches  # ends the workers now, not when the traceback is freed
 
 
 def _start_worker(_: int) -> None:
-    """Ctrl-C, torchrun and SLURM signal whole process groups. A run that is asked to stop needs its workers to finish
-    its step, so they heed SIGTERM only from their own parent, as torch's DataLoader sends it."""
+    """Ctrl-C, torchrun and SLURM signal whole process groups. A run that is asked to stop still needs its workers to
+    finish the step, so they obey SIGTERM only from their own parent, as torch's DataLoader sends it."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

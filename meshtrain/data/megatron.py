@@ -1,9 +1,9 @@
-"""Megatron-LM's indexed data sets: PREFIX.bin and PREFIX.idx, read as they are.
+"""Megatron-LM's indexed data sets: PREFIX.bin and PREFIX.idx, read in place.
 
-The .bin holds nothing but tokens. The .idx, little-endian: the nine bytes MMIDIDX\\0\\0, the version (uint64, 1), the
-code of the token type (uint8), the numbers of sequences S and of document bounds D (uint64 each), the lengths of the
-sequences (int32 x S), their places in the .bin in bytes (int64 x S), and the sequence at which each document begins,
-closed by S (int64 x D); multimodal files add modes (int8 x S). Source: megatron/core/datasets/indexed_dataset.py.
+The .bin holds tokens only. The .idx, little-endian: the nine bytes MMIDIDX\\0\\0, the version (uint64, 1), the code of
+the token type (uint8), the numbers of sequences S and of document bounds D (uint64 each), the lengths of the sequences
+(int32 x S), their offsets in the .bin in bytes (int64 x S), and the sequence at which each document begins, closed by S
+(int64 x D); multimodal files add modes (int8 x S). Source: megatron/core/datasets/indexed_dataset.py.
 """
 
 import hashlib
@@ -22,15 +22,15 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 _HEADER = struct.Struct("<9sQBQQ")
 _REMEDY = "copy the pair again, or write it anew with Megatron's preprocess_data.py"
-_HASHED_BYTES = 1 << 20  # of either end of the .bin; the .idx is hashed whole
+_HASHED_BYTES = 1 << 20  # hashed at either end of the .bin; the .idx is hashed whole
 
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronCorpus(Corpus):
-    """Documents of several sequences each, which lie anywhere in the file; `offsets`: of sequences, in bytes."""
+    """Documents of several sequences each, anywhere in the file; `offsets` are those of sequences, in bytes."""
 
-    lengths: MappedArray  # (S,) of sequences, in tokens
-    bounds: MappedArray  # (D + 1,) document d is sequences bounds[d] to bounds[d + 1]; the last bound may lack
+    lengths: MappedArray  # (S,) lengths of the sequences, in tokens
+    bounds: MappedArray  # (D + 1,) document d is sequences bounds[d] to bounds[d + 1]; the last bound may be missing
 
     def piece(self, first: int, stop: int) -> Piece:
         bounds = self.bounds.array[first : stop + 1]
@@ -51,14 +51,14 @@ class MegatronCorpus(Corpus):
         return low
 
     def _begins(self, documents: np.ndarray) -> np.ndarray:
-        sequences = self.bounds.array[documents]  # of an empty document, the one behind it
+        sequences = self.bounds.array[documents]  # for an empty document, the sequence after it
         starts = self.offsets.array[np.minimum(sequences, self.offsets.count - 1)] // self.tokens.dtype.itemsize
         return np.where(sequences < self.offsets.count, starts, self.tokens.count)
 
     @cached_property
     def _sorted(self) -> np.ndarray | None:
-        """Where documents begin, in order; None: they lie in the order of their numbers and no sequence is empty, as
-        Megatron writes them."""
+        """Where documents begin, sorted; None: documents are stored in the order of their numbers and no sequence is
+        empty, as Megatron writes them."""
         last, in_order = np.array([-1]), True
         for piece in self.pieces():
             begins = self._begins(np.arange(piece.documents.start, piece.documents.stop))
@@ -72,7 +72,7 @@ class MegatronCorpus(Corpus):
 
 
 def open_megatron(prefix: str) -> Corpus:
-    """Opens PREFIX.bin and PREFIX.idx; the tokens stay in the file. InputError: no such pair, or damaged."""
+    """Opens PREFIX.bin and PREFIX.idx; tokens stay in the file. Raises InputError: no such pair, or a damaged one."""
     if prefix.endswith((".bin", ".idx")):
         prefix = prefix[:-4]
     index, data = Path(f"{prefix}.idx").expanduser(), Path(f"{prefix}.bin").expanduser()
@@ -95,7 +95,7 @@ def open_megatron(prefix: str) -> Corpus:
     return MegatronCorpus(
         name=str(data),
         tokens=MappedArray(data, dtype, end // size),
-        documents=bounds - int(documents.array[-1] == sequences),  # else the writer was never told that the last ends
+        documents=bounds - int(documents.array[-1] == sequences),  # else the writer never ended the last document
         offsets=offsets,
         lengths=lengths,
         bounds=documents,
@@ -131,7 +131,7 @@ def _read_header(index: Path) -> tuple[str, int, int, int]:
 
 
 def _fingerprint(index: Path, data: Path, size: int) -> str:
-    """SHA-256 over the whole .idx and both ends of the .bin: a corpus of terabytes is not read to be named."""
+    """SHA-256 of the whole .idx and both ends of the .bin, so that a corpus of terabytes need not be read in full."""
     digest = hashlib.sha256(f"megatron {size}".encode())
     with open(index, "rb") as file:
         while chunk := file.read(1 << 20):

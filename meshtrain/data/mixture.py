@@ -1,6 +1,6 @@
 """Mixtures: several sources of tokens as one data set, whose samples are numbered source by source.
 
-Which source a position of the run takes its sample from is `order.Mixture`'s to say.
+`order.Mixture` decides which source each position of the run takes its sample from.
 """
 
 from bisect import bisect_right
@@ -31,7 +31,7 @@ class MixedSamples(Samples):
         return self.offsets[-1]
 
     def _place(self, index: int) -> tuple[int, int]:
-        """Which source a sample is of, and its number there."""
+        """The source of a sample, and the sample's number within that source."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {self.name}, which has {len(self)}")
         source = bisect_right(self.offsets, index) - 1
@@ -49,13 +49,13 @@ class MixedSamples(Samples):
     def document_lengths(self, indices: Sequence[int]) -> np.ndarray | None:
         lengths = [self.parts[source].document_lengths([own]) for source, own in map(self._place, indices)]
         known = [of_sample for of_sample in lengths if of_sample is not None]
-        return np.concatenate(known) if known else None  # all of them mask documents, or none
+        return np.concatenate(known) if known else None  # either all sources mask documents, or none does
 
 
 def mixture_of(config: "Data", samples: Samples, sizes: BatchSizes, steps: int | None = None) -> Mixture | None:
-    """Which source each position of a run has, where it mixes some.
+    """The mixture of a run's sources; None if the run has only one.
 
-    Raises InputError: in `steps` steps (None: not to be checked) a source would be passed over more often than it may.
+    Raises InputError: `steps` steps (None: do not check) would go through a source more often than its `epochs` allows.
     """
     if not isinstance(samples, MixedSamples):
         return None
@@ -71,13 +71,13 @@ def mixture_of(config: "Data", samples: Samples, sizes: BatchSizes, steps: int |
 
 
 def sample_order(config: "Config", train: Samples, steps: int | None = None) -> SampleOrder:
-    """Which samples the steps of a run take. InputError: see `mixture_of`."""
+    """Which samples the steps of a run take. Raises InputError: see `mixture_of`."""
     sizes = config.batch.sizes
     return SampleOrder(config.train.seed, sizes, len(train), mixture_of(config.data, train, sizes, steps))
 
 
 def about_mixture(config: "Config", train: Samples, steps: int) -> list[str]:
-    """Lines for people: what the run takes of each source; none where it mixes none."""
+    """Lines for people: how much the run takes of each source; [] without a mixture."""
     mixture = mixture_of(config.data, train, config.batch.sizes)
     if mixture is None:
         return []

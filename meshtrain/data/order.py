@@ -1,12 +1,12 @@
-"""Order of the samples: which ones a step takes, as a function of the step alone, and which rank has which.
+"""Sample order: which samples a step takes, as a function of the step alone, and which rank takes which of them.
 
-Position `p = step * global_batch + i` of the run lies in epoch `p // n_samples`, and a permutation of that epoch says
-which sample stands there. It is evaluated one index at a time, so neither a late restart nor a large corpus costs more.
+Position `p = step * global_batch + i` of the run lies in epoch `p // n_samples`, and that epoch's permutation gives the
+sample at `p`. It is evaluated one index at a time, so neither a late restart nor a large corpus costs more.
 
-Where batches grow (`BatchSizes`), `p` counts the samples of the steps before; where sources are mixed (`Mixture`), each
-has positions of its own.
+Where batches grow (`BatchSizes`), `p` counts the samples of all earlier steps; where sources are mixed (`Mixture`),
+each source has positions of its own.
 
-Pure: no torch, no numpy, no I/O, nothing of the project's.
+Pure: no torch, no numpy, no I/O, no other module of the project.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 
-# Each round mixes one half into the other. Four make a Feistel network a pseudo-random permutation (Luby and Rackoff,
-# 1988); six leave room for halves of a few values, as small data sets have them.
+# Each round mixes one half into the other. Four rounds make a Feistel network a pseudo-random permutation (Luby and
+# Rackoff, 1988); six leave a margin for the halves of small data sets, which have few values.
 _ROUNDS = 6
 _MASK = (1 << 64) - 1
 
@@ -29,7 +29,7 @@ _MASK = (1 << 64) - 1
 def batch_samples(seed: int, step: int, global_batch: int, n_samples: int) -> list[int]:
     """The samples of the global batch of `step` (counted from 0), in order; O(global_batch) whatever `n_samples` is.
 
-    Each sample comes once an epoch; a batch may reach into the next. ValueError: a size below 1, or a step below 0.
+    Each sample comes once per epoch; a batch may span two epochs. Raises ValueError: a size below 1, a step below 0.
     """
     if global_batch < 1 or step < 0:
         raise ValueError(f"a global batch of {global_batch} samples in step {step}: expected at least 1, from 0 on")
@@ -38,7 +38,7 @@ def batch_samples(seed: int, step: int, global_batch: int, n_samples: int) -> li
 
 
 def items(seed: int | str, positions: range, n_samples: int) -> list[tuple[int, int]]:
-    """The pairs (epoch, sample) at these positions of the run: what one rank needs of a batch, and no more."""
+    """The pairs (epoch, sample) at these positions of the run, so that a rank computes only its share of a batch."""
     if n_samples < 1:
         raise ValueError(f"there are {n_samples} samples to take batches from: expected at least 1")
     pairs = []
@@ -52,12 +52,12 @@ def items(seed: int | str, positions: range, n_samples: int) -> list[tuple[int, 
 
 
 class Permutation:
-    """A pseudo-random permutation of range(n), drawn by (seed, epoch) and computed per index in O(1) memory.
+    """A pseudo-random permutation of range(n), keyed by (seed, epoch) and computed per index in O(1) memory.
 
-    A generalised Feistel network on Z_a x Z_b, where a * b is the smallest such product of two near-equal factors that
-    holds n, with cycle walking over the less than a values beyond n: J. Black and P. Rogaway, "Ciphers with Arbitrary
-    Finite Domains" (CT-RSA 2002). The round function is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast
-    Splittable Pseudorandom Number Generators", OOPSLA 2014): good statistics, no claim to secrecy.
+    A generalised Feistel network on Z_a x Z_b, where a = ceil(sqrt(n)) and b = ceil(n / a), with cycle walking over the
+    fewer than a values beyond n: J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002). The
+    round function is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+    Generators", OOPSLA 2014): statistically good, not cryptographically secure.
     """
 
     def __init__(self, n: int, seed: int | str, epoch: int) -> None:
@@ -79,10 +79,10 @@ class Permutation:
                 return index
 
     def encipher(self, index: Any) -> Any:
-        """The network alone, of an integer or of a numpy array of them (uint64)."""
+        """The Feistel network without cycle walking, for an integer or a numpy array of them (uint64)."""
         left, right = divmod(index, self.right)
         keys = self.keys
-        for turn in range(0, _ROUNDS, 2):  # hashes are reduced first: in 64 bits the sum would not fit
+        for turn in range(0, _ROUNDS, 2):  # hashes are reduced first: the sum would overflow 64 bits
             left = (left + mix(right, keys[turn]) % self.left) % self.left
             right = (right + mix(left, keys[turn + 1]) % self.right) % self.right
         return left * self.right + right
@@ -100,11 +100,11 @@ def mix(value: Any, key: int) -> Any:
 class BatchSizes:
     """The samples of each step: `((0, 64), (2000, 256))` is 64 in the first 2000 steps, and 256 from then on."""
 
-    changes: tuple[tuple[int, int], ...]  # (after so many steps, samples): ascending, the first after 0
+    changes: tuple[tuple[int, int], ...]  # (first step, samples per step), ascending, the first from step 0
 
     @classmethod
     def of(cls, value: int | Sequence[Sequence[int]]) -> "BatchSizes":
-        """As a config has it: a number, or a list of changes."""
+        """From a config's value: a number, or a list of changes."""
         return cls(((0, value),) if isinstance(value, int) else tuple((step, size) for step, size in value))
 
     @property
@@ -125,22 +125,22 @@ class BatchSizes:
         return sum(max(min(end, step) - first, 0) * size for (first, size), end in zip(self.changes, ends, strict=True))
 
     def positions(self, step: int) -> range:
-        """Where the samples of `step` stand in the run."""
+        """The positions of the run that `step` takes."""
         return range(self.before(step), self.before(step + 1))
 
     def steps(self, samples: int) -> int:
-        """The least number of steps that take so many samples."""
+        """The smallest number of steps that take at least this many samples."""
         first, size = next(c for c in reversed(self.changes) if c[0] == 0 or self.before(c[0]) < samples)
         return first + -(-(samples - self.before(first)) // size)
 
 
 def value_at(changes: Sequence[tuple[int, Value]], step: int) -> Value:
-    """Of values that change at steps, (first step, value), ascending from 0, that of a step."""
+    """The value at `step`, from changes (first step, value), ascending from step 0."""
     return next(value for first, value in reversed(changes) if step >= first)
 
 
 def changes_of(values: Sequence[Any]) -> list[tuple[int, tuple[Any, ...]]]:
-    """Several values that each are a number, or a list of changes as in `BatchSizes`, as one list of changes."""
+    """Joins several values, each a number or a list of changes as in `BatchSizes`, into one list of changes."""
     lists = [value if isinstance(value, list | tuple) else ((0, value),) for value in values]
     steps = sorted({step for changes in lists for step, _ in changes})
     return [(step, tuple(value_at(own, step) for own in lists)) for step in steps]
@@ -150,10 +150,10 @@ MOST_PERIOD, MOST_SOURCES = 100_000, 256
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Weights as the smallest whole numbers of the same ratios, each taken as the decimal that it is written as.
+    """Weights as the smallest integers of the same ratios, each taken as the decimal number it is written as.
 
-    ValueError: a weight below 0, none above, or more than `MOST_PERIOD` together, the samples after which shares are
-    exact again."""
+    Raises ValueError: a weight below 0, none above 0, or a sum above `MOST_PERIOD` (the sum is the number of samples
+    after which shares are exact again)."""
     parts = [Fraction(str(weight)) for weight in weights]
     if min(parts) < 0 or sum(parts) == 0:
         raise ValueError(f"the weights {', '.join(map(str, weights))}: expected none below 0, and one above")
@@ -169,9 +169,9 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def mixture_period(weights: tuple[int, ...]) -> bytes:
-    """Which source stands at each of sum(weights) positions, after which the order of sources repeats.
+    """The source of each of the first sum(weights) positions, after which the order of sources repeats.
 
-    Of the first t positions each source has its share of t, rounded up or down, for every t: the quota method (M. L.
+    For every t, each source has its share of the first t positions, rounded up or down: the quota method (M. L.
     Balinski and H. P. Young, "The Quota Method of Apportionment", American Mathematical Monthly 82, 1975).
     """
     total, taken, period = sum(weights), [0] * len(weights), bytearray()
@@ -184,17 +184,17 @@ def mixture_period(weights: tuple[int, ...]) -> bytes:
 
 
 class Mixture:
-    """Several sources in one run: which of them stands at a position, as a function of the position alone.
+    """Several sources in one run: the source of a position is a function of the position alone.
 
-    Of every position's predecessors since the last change of weights, each source has its share to within one sample.
-    A source goes through its own samples in its own order, as if it were alone. Samples are numbered source by source.
+    Among the positions since the last change of weights, each source has its share to within one sample at any time.
+    Each source goes through its samples in its own order, as if it were alone. Samples are numbered source by source.
     """
 
     def __init__(
         self, names: Sequence[str], sizes: Sequence[int], weights: Sequence[tuple[int, Sequence[float]]]
     ) -> None:
-        """`sizes`: the samples of each source. `weights`: (position from which they hold, one for each source),
-        ascending, the first from 0. ValueError: see `whole_weights`."""
+        """`sizes`: number of samples of each source. `weights`: (position from which they hold, a weight per source),
+        ascending, the first from 0. Raises ValueError: see `whole_weights`."""
         self.names, self.sizes = tuple(names), tuple(sizes)
         self.offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         self._parts: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []  # first position, taken before, weights
@@ -206,7 +206,7 @@ class Mixture:
         return next(part for part in reversed(self._parts) if position >= part[0])
 
     def taken(self, position: int) -> tuple[int, ...]:
-        """How many samples of each source stand before a position."""
+        """The number of samples of each source before a position."""
         first, before, weights = self._part(position)
         periods, rest = divmod(position - first, sum(weights))
         period = mixture_period(weights)
@@ -223,7 +223,7 @@ class Mixture:
     def items(
         self, seed: int, positions: range, items: Callable[[str, range, int], list[tuple[int, int]]] = items
     ) -> list[tuple[int, int]]:
-        """The pairs (epoch of its source, sample) at these positions; `items` of one source, as `order.items`."""
+        """The pairs (epoch of its source, sample) at these positions. `items`: a function like `order.items`."""
         first, last = self.taken(positions.start), self.taken(positions.stop)
         own = [
             iter(items(f"{seed} {name}", range(start, stop), size) if stop > start else [])
@@ -234,9 +234,9 @@ class Mixture:
 
 
 def share(count: int, parts: int, part: int) -> range:
-    """The positions 0 <= i < count that belong to one of `parts` ranks: together all of them, each once.
+    """The positions 0 <= i < count of rank `part` out of `parts`; every position belongs to exactly one rank.
 
-    Sizes differ by at most one: 512 samples on 6 ranks are 85, 85, 86, 85, 85, 86. ValueError: no such part.
+    Sizes differ by at most one: 512 samples on 6 ranks are 85, 85, 86, 85, 85, 86. Raises ValueError: no such part.
     """
     if not 0 <= part < parts or count < 0:
         raise ValueError(f"part {part} of {count} samples in {parts} parts: expected 0 <= part < {parts}, count >= 0")
@@ -246,7 +246,7 @@ def share(count: int, parts: int, part: int) -> range:
 def microbatches(global_size: int, micro_size: int, parts: int) -> int:
     """How many forwards of `micro_size` samples a step of `global_size` samples takes on each of `parts` ranks.
 
-    The same on every rank, as collectives need it: ranks with a smaller share fill up with padding.
+    The same on every rank, as collectives require: ranks with a smaller share are filled up with padding.
     """
     if min(global_size, micro_size, parts) < 1:
         raise ValueError(f"a batch of {global_size} in microbatches of {micro_size} on {parts} ranks: all must be >= 1")
@@ -255,14 +255,14 @@ def microbatches(global_size: int, micro_size: int, parts: int) -> int:
 
 
 def samples_digest(indices: Iterable[int]) -> str:
-    """16 hex digits that name a batch: the start of SHA-256 over the indices as little-endian 64-bit integers."""
+    """16 hex digits that identify a batch: the start of SHA-256 over its indices as little-endian 64-bit integers."""
     values = list(indices)
     return hashlib.sha256(struct.pack(f"<{len(values)}q", *values)).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """A step of `global_size` samples on `data_ranks` ranks, in forwards of `micro_size`. Nothing has to divide."""
+    """A step of `global_size` samples on `data_ranks` ranks, in forwards of `micro_size`. Sizes need not divide."""
 
     global_size: int
     micro_size: int
@@ -275,7 +275,7 @@ class BatchSplit:
 
     @property
     def shares(self) -> tuple[int, int]:
-        """The samples of the rank with the fewest and of the rank with the most."""
+        """The smallest and the largest number of samples of any rank."""
         fewest, remainder = divmod(self.global_size, self.data_ranks)
         return fewest, fewest + (remainder > 0)
 
@@ -286,7 +286,7 @@ class BatchSplit:
 
 
 def describe_ramp(sizes: BatchSizes, micro_size: int, data_ranks: int) -> list[str]:
-    """`describe_batch` of each size, with the steps that have it where it changes."""
+    """`describe_batch` for each batch size, preceded by the step from which it holds if sizes change."""
     lines = [(first, describe_batch(size, micro_size, data_ranks)) for first, size in sizes.changes]
     return [f"from step {first + 1} on: " * (len(lines) > 1) + line for first, line in lines]
 
@@ -294,7 +294,7 @@ def describe_ramp(sizes: BatchSizes, micro_size: int, data_ranks: int) -> list[s
 def describe_batch(global_size: int, micro_size: int, data_ranks: int) -> str:
     """One line: `global batch 512 = 8 per rank x 32 data ranks x 2 accumulation`, 8 being the samples of a forward.
 
-    Where shares are uneven, or no multiple of `micro_size`, it says how much is padding. ValueError: a number below 1.
+    States the share of padding if shares are uneven or not a multiple of `micro_size`. Raises ValueError: a number < 1.
     """
     split = BatchSplit(global_size, micro_size, data_ranks)
     accumulation, (fewest, most) = split.accumulation, split.shares

@@ -1,4 +1,4 @@
-"""`order.items` for many positions at once: the same values by numpy, a hundredth of the time."""
+"""`order.items` for many positions at once: the same values, computed by numpy in a hundredth of the time."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from meshtrain.data.order import BatchSizes, Mixture, Permutation
 
 
 def items(seed: int | str, positions: range, n_samples: int) -> list[tuple[int, int]]:
-    """As `order.items`."""
+    """The same as `order.items`."""
     if n_samples < 1:
         raise ValueError(f"there are {n_samples} samples to take batches from: expected at least 1")
     pairs: list[tuple[int, int]] = []
@@ -26,7 +26,7 @@ def items(seed: int | str, positions: range, n_samples: int) -> list[tuple[int, 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Which samples the steps of a run take. Steps are counted from 0."""
+    """Which samples each step of a run takes. Steps are counted from 0."""
 
     seed: int
     sizes: BatchSizes
@@ -40,9 +40,9 @@ class SampleOrder:
         return self.mixture.items(self.seed, positions, items)
 
     def of_step(self, step: int) -> list[tuple[int, int]]:
-        """Of the global batch of a step."""
+        """The pairs (epoch, sample) of the global batch of a step."""
         return self.items(self.sizes.positions(step))
 
     def epoch(self, step: int) -> int:
-        """Before this step, how often as many samples were taken as there are."""
+        """Full passes taken before this step: samples taken // number of samples."""
         return self.sizes.before(step) // self.samples

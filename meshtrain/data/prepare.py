@@ -1,8 +1,8 @@
-"""Preparation of text: shards that processes of one or several hosts tokenize, merged into the token files of a run.
+"""Preparation of text: processes of one or several hosts tokenize shards, which are merged into a run's token files.
 
-Every process takes one shard after the other that nobody has a lock on, then waits for those of the others, and the
-first to find all of them merges them. One that is killed loses half a shard, which another does again. The token files
-follow from the texts and the tokenizer alone, whoever has done how much. Imports no torch.
+Every process takes one unlocked shard after the other, then waits for those of the other processes; the first to find
+all shards done merges them. A killed process loses at most the shard it was working on, which another process redoes.
+The token files depend on the texts and the tokenizer alone, not on who tokenized what. Imports no torch.
 """
 
 import shutil
@@ -23,7 +23,7 @@ from meshtrain.errors import InputError, any_of, plural
 if TYPE_CHECKING:
     from meshtrain.config import Data
 
-# data.source -> its files, by data.path and data.text_field.
+# data.source -> function of data.path and data.text_field that finds the files.
 TEXT: dict[str, Callable[[Path, str], text.TextSource]] = {
     "python-stdlib": lambda path, field: text.python_stdlib(),
     "text": lambda path, field: text.text_files(path),
@@ -34,7 +34,7 @@ TEXT: dict[str, Callable[[Path, str], text.TextSource]] = {
 
 @dataclass(frozen=True)
 class Preparation:
-    """One corpus on its way into a folder of token files."""
+    """One corpus to be prepared into a folder of token files."""
 
     source: text.TextSource
     tokenizer: Tokenizer
@@ -52,13 +52,13 @@ class Preparation:
     def missing(self) -> list[int]:
         """The shards that nobody has finished."""
         absent = [shard for shard in range(len(self.shards)) if not self._shard_folder(shard).is_dir()]
-        return [] if self.folder.is_dir() else absent  # asked in this order: shards go when the folder has come
+        return [] if self.folder.is_dir() else absent  # check the folder last: shards are removed once it exists
 
     def run(self, say: Say, host: int = 0, hosts: int = 1) -> bool:
-        """Prepares in this process, of several hosts one's share, and waits for other processes of it.
+        """Prepares the corpus in this process, or host `host`'s share of it, and waits for this host's other processes.
 
-        Returns whether the token files are there: of several hosts the last one makes them. Raises InputError: a text
-        is not what it should be; OSError: the disk does not take it. Shards that are finished stay.
+        Returns whether the token files exist: the last of several hosts makes them. Finished shards stay if this fails.
+        Raises InputError: a text is malformed; OSError: writing to the disk failed.
         """
         if self.missing():
             say(f"preparing {self.source.name}: {plural(len(self.source.files), 'file')} into {self.folder}")
@@ -71,8 +71,8 @@ class Preparation:
         return True
 
     def take_shards(self, say: Say, host: int, hosts: int, *, wait: bool) -> None:
-        """Tokenizes one shard after the other of a host's share. Those that other processes tokenize now are waited
-        for, or left to them."""
+        """Tokenizes the shards of a host's share one by one. `wait`: whether to wait for a shard that another process
+        is tokenizing, or to skip it."""
         progress = Progress(self.source.name, say)
         for shard in range(host, len(self.shards), hosts):
             prepare_once(self._shard_folder(shard), partial(self._tokenize, shard, progress), say, wait=wait)
@@ -81,7 +81,7 @@ class Preparation:
         return self.folder if len(self.shards) == 1 else self.parts / f"{shard:05d}"
 
     def _tokenize(self, shard: int, progress: Progress) -> None:
-        if not self.folder.is_dir():  # it may have come, and the shards gone, while this process waited for the lock
+        if not self.folder.is_dir():  # while this process waited for the lock, another may have merged the shards
             documents = text.documents(self.source, self.shards[shard], self.tokenizer)
             self._write(self._shard_folder(shard), progress.count(documents))
 
@@ -96,7 +96,7 @@ class Preparation:
 
 
 def each_source(config: "Data") -> "list[Data]":
-    """The section as each of its sources would have it alone; a validation set by its path is the first one's."""
+    """One `data` section per source, as if it were alone; a validation set given by a path goes to the first one."""
     alone = []
     for i, own in enumerate(config.sources):
         validation = 0.0 if i and isinstance(config.validation, str) else config.validation
@@ -106,7 +106,7 @@ def each_source(config: "Data") -> "list[Data]":
 
 
 def preparations(config: "Data") -> Iterator[Preparation]:
-    """Of the training data, and of the validation set if it is a path. Raises InputError: anything wrong with them."""
+    """Preparations of the training data, and of the validation set if it is a path. Raises InputError: invalid data."""
     if config.sources:
         for own in each_source(config):
             if own.source in TEXT:

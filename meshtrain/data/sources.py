@@ -1,4 +1,4 @@
-"""From the `data` section of a config to the data sets of a run: every source has its function here."""
+"""Opens the data sets of a run from the `data` section of its config: one function for each kind of source."""
 
 import difflib
 import hashlib
@@ -37,24 +37,24 @@ class OpenData:
     validation: Samples | None
     task: Task
     about: list[str]  # lines for people
-    fingerprint: str  # of all the data, the same on every host that has the same
-    tokenizer: Tokenizer | None = None  # to read what the model writes; None where the data does not say which
-    bytes_per_target: float | None = None  # of the validation: loss / ln 2 / this = bits per byte
-    files: Mapping[str, Files] = field(default_factory=dict)  # by a name for people
+    fingerprint: str  # of all data: equal on hosts that have the same data
+    tokenizer: Tokenizer | None = None  # decodes generated text; None where the data does not name its tokenizer
+    bytes_per_target: float | None = None  # of the validation set: loss / ln 2 / this = bits per byte
+    files: Mapping[str, Files] = field(default_factory=dict)  # keyed by a name for people
 
     @property
     def identity(self) -> dict[str, Any]:
-        """By which it is known again: on another host, or when a run goes on later."""
+        """Identifies the data: compared between hosts, and when a run is resumed."""
         held_out = None if self.validation is None else len(self.validation)
         return {"fingerprint": self.fingerprint, "train": len(self.train), "validation": held_out}
 
     def sampled(self) -> dict[str, str]:
-        """Name -> digest of samples of the files as they lie on this host; a fingerprint may be what a header says."""
+        """Name -> digest of sampled bytes of this host's files; a fingerprint may only be what a header claims."""
         return {name: sampled_digest(files, self.fingerprint) for name, files in self.files.items()}
 
 
 def prepare_data(config: "Data", *, say: Say) -> None:
-    """What `open_data` would do first: one process of a host calls it while the others wait, away from the files."""
+    """The preparation step of `open_data`: one process per host runs it, while the others wait off the file system."""
     for preparation in preparations(config) if config.sources or config.source in TEXT else ():
         preparation.run(say)
 
@@ -63,11 +63,11 @@ def open_data(config: "Data", *, n_outputs: int | None, seed: int, say: Say) -> 
     """Opens what `data.source` names, preparing it first where that has not been done on this host.
 
     Args:
-        n_outputs: the size of the model's vocabulary, or its number of classes; None: not to be checked.
-        seed: of the augmentation of images; the order of samples is `train_batches`'s.
-        say: gets a line at a time while this waits or prepares.
+        n_outputs: the size of the model's vocabulary, or its number of classes; None: do not check.
+        seed: seed of the image augmentation; `train_batches` has the seed of the sample order.
+        say: called with progress lines while this waits or prepares.
 
-    Raises InputError: anything wrong with the section or the data.
+    Raises InputError: the section or the data is invalid.
     """
     if config.sources:
         return _open_mixture(config, n_outputs, say)
@@ -86,7 +86,7 @@ def open_data(config: "Data", *, n_outputs: int | None, seed: int, say: Say) -> 
 
 
 def _open_mixture(config: "Data", n_outputs: int | None, say: Say) -> OpenData:
-    """Of several sources. What is held out is one data set, too."""
+    """The data of several sources; their held-out parts form one validation set."""
     parts = [_open_language(own, n_outputs, say) for own in each_source(config)]
     named = list(zip([own.name for own in config.sources], parts, strict=True))
     tokenizers = {part.tokenizer.identity for part in parts if part.tokenizer is not None}
@@ -107,7 +107,7 @@ def _open_mixture(config: "Data", n_outputs: int | None, say: Say) -> OpenData:
 
 
 def _bytes_per_target(parts: Sequence[OpenData]) -> float | None:
-    """Of the validation of several sources together."""
+    """Bytes of text per target over the validation parts of several sources together."""
     targets = [p.validation.stream.targets() for p in parts if isinstance(p.validation, TokenSamples)]
     known = [part.bytes_per_target for part in parts if part.bytes_per_target is not None]
     if not targets or len(known) < len(parts) or sum(targets) == 0:
@@ -116,7 +116,7 @@ def _bytes_per_target(parts: Sequence[OpenData]) -> float | None:
 
 
 def _open_language(config: "Data", n_outputs: int | None, say: Say) -> OpenData:
-    """Of one corpus, or of two if `data.validation` is a path."""
+    """The data of one corpus, or of two if `data.validation` is a path."""
     if config.source in TEXT:
         tokenizer: Tokenizer | None = open_tokenizer(config.tokenizer)
         assert tokenizer is not None
@@ -144,7 +144,7 @@ def _open_language(config: "Data", n_outputs: int | None, say: Say) -> OpenData:
 
 
 def _file_tokenizer(config: "Data", corpora: Sequence[Corpus]) -> Tokenizer | None:
-    """That of the files, as far as it is known; `bytes` is what a config has that says nothing."""
+    """The tokenizer of the files, None if unknown. `bytes`, the key's default, counts only if the files agree."""
     tokenizer = open_tokenizer(config.tokenizer)
     for corpus in corpora:
         if config.tokenizer != "bytes" and corpus.tokenizer not in (None, tokenizer.identity):
@@ -231,7 +231,7 @@ def _open_custom(config: "Data", n_outputs: int | None) -> OpenData:
 def _sample_data(
     config: "Data", task: Task, split: tuple[Samples, Samples | None, str], about: str, fingerprint: str
 ) -> OpenData:
-    """`split`: to train on, for validation, and how that was chosen."""
+    """`split`: the training samples, the validation samples, and how those were chosen."""
     train, validation, selection = split
     required = isinstance(config.validation, str) or config.validation > 0
     held_out = 0 if validation is None else len(validation)

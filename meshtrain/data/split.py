@@ -1,4 +1,4 @@
-"""What is held out for validation: a function of the data alone, never of the seed of a run."""
+"""Which data is held out for validation: a function of the data alone, never of a run's seed."""
 
 from typing import NamedTuple
 
@@ -12,23 +12,23 @@ from meshtrain.errors import InputError
 
 
 class Split(NamedTuple):
-    """A corpus in two."""
+    """A corpus split into training and validation."""
 
     train: Stream
     validation: Stream | None
     held_out: np.ndarray  # (D,) bool: the documents that the validation is taken from
-    selection: str  # how it was chosen
+    selection: str  # how the validation was chosen
 
 
 def held_out_mask(share: float, count: int) -> np.ndarray:
     """Which of `count` documents or samples are held out, (count,) bool: those whose hash falls below `share`.
 
-    A hash of the position alone (SplitMix64): appending documents moves none of the others. Where there are two or
-    more and `share` is above 0, at least one is held out and at least one is left. InputError: not 0 <= `share` < 1.
+    The hash depends on the position alone (SplitMix64): appending documents moves no other. If `share` is above 0 and
+    `count` above 1, at least one is held out and at least one is kept. Raises InputError: not 0 <= `share` < 1.
     """
     _check_share(share)
     mask, limit = np.empty(count, bool), np.uint64(int(share * 2**53) << 11)
-    lowest, highest = (1 << 64, 0), (-1, 0)  # value, which
+    lowest, highest = (1 << 64, 0), (-1, 0)  # (hash, position)
     for first in range(0, count, PIECE):
         value = mix(np.arange(first, min(first + PIECE, count), dtype=np.uint64), 0x6D657368747261)
         mask[first : first + len(value)] = value < limit
@@ -49,13 +49,13 @@ def _check_share(share: float) -> None:
 
 
 def split_by_hash(corpus: Corpus, share: float) -> Split:
-    """Holds documents out by a hash of their number; a single document is split at its end instead."""
+    """Holds out documents by a hash of their number; a single document is split near its end instead."""
     held_out = held_out_mask(share, corpus.documents)
     return _split(corpus, share, held_out, "chosen by a hash of the document's number")
 
 
 def split_at_end(corpus: Corpus, share: float) -> Split:
-    """Holds the last documents out, as is usual for token files that come from elsewhere."""
+    """Holds out the last documents, as is usual for token files made elsewhere."""
     _check_share(share)
     last = min(max(1, round(share * corpus.documents)), corpus.documents - 1) if share > 0 else 0
     return _split(corpus, share, np.repeat([False, True], [corpus.documents - last, last]), "the last of the file")
@@ -77,7 +77,7 @@ def _split(corpus: Corpus, share: float, held_out: np.ndarray, selection: str) -
 
 
 def split_samples(train: Samples, other: Samples, share: float) -> tuple[Samples, Samples | None, str]:
-    """The samples of `train` that are not held out, those of `other` that are, and how they were chosen."""
+    """The samples of `train` that are not held out, the held-out samples of `other`, and how those were chosen."""
     mask, selection = held_out_mask(share, len(train)), "chosen by a hash of the sample's number"
     if not mask.any():
         return train, None, selection
@@ -86,7 +86,7 @@ def split_samples(train: Samples, other: Samples, share: float) -> tuple[Samples
 
 
 def bytes_per_target(corpus: Corpus, selected: np.ndarray) -> float | None:
-    """Bytes of text per predicted token in the selected documents, (D,) bool; None where the file does not say."""
+    """Bytes of text per target in the selected documents, (D,) bool; None where the file does not say."""
     targets = Stream.of(corpus, selected).targets()
     if corpus.text_bytes is None or targets == 0:
         return None

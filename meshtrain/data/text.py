@@ -1,4 +1,4 @@
-"""Where documents of text come from: the running Python's standard library, text files, JSONL, Parquet."""
+"""Sources of text documents: the running Python's standard library, text files, JSONL, Parquet."""
 
 import codecs
 import gzip
@@ -23,30 +23,30 @@ from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.data.tokens import FORMAT, Document
 from meshtrain.errors import InputError, any_of
 
-# Of the standard library: tests, tables, what is not always installed, and what a build writes.
+# Folders of the standard library to skip: tests, tables, optional parts, and build outputs.
 _PASSED_OVER = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "distutils"}
     | {"encodings", "pydoc_data", "__phello__", "__pycache__"}
 )
-_BATCH_CHARACTERS = 1 << 20  # a tokenizer works on several texts at once, and on no more of a long one
-_MOST_WHOLE = 1 << 26  # characters in which a tokenizer must find a place to cut: it takes some 150 bytes for each
-_LEAST_SHARD, _SHARDS = 1 << 24, 2048  # bytes that a shard has at least, and about how many shards there are at most
-_ROWS = 64  # of a Parquet file that are in memory at once
+_BATCH_CHARACTERS = 1 << 20  # characters tokenized at once: several short texts, or a part of a long one
+_MOST_WHOLE = 1 << 26  # characters within which a tokenizer must find a cut: it takes some 150 bytes for each
+_LEAST_SHARD, _SHARDS = 1 << 24, 2048  # minimum bytes of a shard, and the approximate maximum number of shards
+_ROWS = 64  # rows of a Parquet file that are in memory at once
 _PACKED = (".jsonl.gz", ".jsonl.zst")
 
 
 class Text(NamedTuple):
     """The text of one document, or a part of it."""
 
-    chunks: Iterable[str]  # one after the other; gone through once
-    source: object  # for messages: the file, or the file and line
-    loss: bool = True  # whether its tokens carry one
-    ends: bool = True  # whether the document ends with it
-    record: dict[str, Any] | None = None  # with `messages`: a conversation, in the place of chunks
+    chunks: Iterable[str]  # the text in consecutive pieces; iterated once
+    source: object  # the file, or the file and line, for error messages
+    loss: bool = True  # whether its tokens carry a loss
+    ends: bool = True  # whether it ends its document
+    record: dict[str, Any] | None = None  # an object with `messages`, a conversation, instead of chunks
 
 
 class Piece(NamedTuple):
-    """A file, or the documents of it that begin in some of its bytes."""
+    """The documents of a file that begin in a range of its bytes, [begin, end)."""
 
     path: Path
     begin: int
@@ -54,7 +54,7 @@ class Piece(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line of a file, counted from the first that begins at a byte: earlier ones are counted when it is printed."""
+    """A line of a file, counted from byte `begin`; the lines before that are counted only when this is printed."""
 
     path: Path
     begin: int
@@ -68,27 +68,27 @@ class Line(NamedTuple):
         return f"{self.path}:{before + self.number}"
 
 
-Part = tuple[str, int, Text]  # what a tokenizer gets at once, the characters before it, and the Text that it is of
+Part = tuple[str, int, Text]  # a string to tokenize at once, the number of characters before it, and its Text
 
 
 class TextSource(NamedTuple):
-    """Files of text and how to read documents out of one."""
+    """Text files and how to read the documents of one."""
 
     name: str  # for messages
-    kind: str  # what the files are, and which of their fields is read
+    kind: str  # the file format and the field that is read
     files: list[Path]
     read: Callable[[Piece], Iterator[Text]]
-    cut: tuple[str, ...] = ()  # endings of files that may be read in pieces
+    cut: tuple[str, ...] = ()  # suffixes of files that may be read in pieces
 
     def key(self, tokenizer: Tokenizer) -> str:
-        """Names what preparing would give, without reading the files: 16 hex digits."""
+        """16 hex digits that identify the prepared token files, without reading the text files."""
         state = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self.files]
         chat = () if tokenizer.chat is None else (tokenizer.chat.digest,)
         names = (FORMAT, self.name, self.kind, tokenizer.identity, state, *chat)
         return hashlib.sha256(repr(names).encode()).hexdigest()[:16]
 
     def shards(self) -> list[list[Piece]]:
-        """What is tokenized at once, in order; it follows from the sizes of the files alone."""
+        """The units of tokenization, in order; they depend on the sizes of the files alone."""
         sizes = [path.stat().st_size for path in self.files]
         most = max(_LEAST_SHARD, sum(sizes) // _SHARDS)
         shards: list[list[Piece]] = [[]]
@@ -105,7 +105,7 @@ class TextSource(NamedTuple):
 
 
 def python_stdlib() -> TextSource:
-    """The .py files of the running Python's own standard library, each a document: some 8 MB on every machine."""
+    """The .py files of the running Python's standard library, each a document: some 8 MB on every machine."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(_modules(root))
     if not files:
@@ -123,12 +123,12 @@ def _modules(folder: Path) -> Iterator[Path]:
 
 
 def _read_module(piece: Piece) -> Iterator[Text]:
-    with suppress(UnicodeDecodeError):  # a few old modules declare another encoding; the corpus is what is UTF-8
+    with suppress(UnicodeDecodeError):  # a few old modules declare another encoding; they are left out
         yield Text([piece.path.read_text("utf-8")], piece.path)
 
 
 def text_files(path: Path) -> TextSource:
-    """A file, or a folder's .txt and .md files at any depth, sorted; each is a document. Raises InputError: none."""
+    """A file, or a folder's .txt and .md files at any depth, sorted; each is a document. Raises InputError: no file."""
     return TextSource(str(path), "text", _files(path, (".txt", ".md"), "text"), _read_text)
 
 
@@ -136,8 +136,8 @@ def jsonl_files(path: Path, field: str = "text") -> TextSource:
     """A file, or a folder's .jsonl files at any depth, sorted; each line is a document.
 
     A line is an object with `field`, with `prompt` (without loss) and `completion`, or with `messages`, of which the
-    assistant's have a loss. Where there is no .jsonl file, .jsonl.gz or .jsonl.zst files are read; beside one they may
-    be the same lines. Raises InputError: none, or both kinds of these.
+    assistant's carry a loss. .jsonl.gz or .jsonl.zst files are read only where there is no .jsonl file, since they may
+    hold the same lines. Raises InputError: no file, or both compressed kinds.
     """
     files = _files(path, (".jsonl", *_PACKED), "jsonl")
     packed = [[file for file in files if file.name.lower().endswith(ending)] for ending in _PACKED]
@@ -152,7 +152,7 @@ def jsonl_files(path: Path, field: str = "text") -> TextSource:
 
 def parquet_files(path: Path, field: str = "text") -> TextSource:
     """A file, or a folder's .parquet files at any depth, sorted; each row is a document: the column `field`, or
-    `prompt` (without loss) and `completion`. Raises InputError: none, or pyarrow is not installed."""
+    `prompt` (without loss) and `completion`. Raises InputError: no file, or pyarrow is not installed."""
     _require_pyarrow(path)
     files = _files(path, (".parquet",), "parquet")
     return TextSource(str(path), f"parquet {field}", files, partial(_read_parquet, field=field), (".parquet",))
@@ -185,7 +185,7 @@ def _decode(path: Path) -> Iterator[str]:
     with open(path, "rb") as file:
         while True:
             raw = file.read(_BATCH_CHARACTERS)
-            before = read - len(decoder.getstate()[0])  # a character may begin in one piece and end in the next
+            before = read - len(decoder.getstate()[0])  # a character may begin in one block and end in the next
             try:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as error:
@@ -201,9 +201,9 @@ def _decode(path: Path) -> Iterator[str]:
 
 def _read_jsonl(piece: Piece, field: str) -> Iterator[Text]:
     path, at, number = piece.path, piece.begin, 0
-    packed = path.suffix.lower() in (".gz", ".zst")  # its bytes are not those of its lines
+    packed = path.suffix.lower() in (".gz", ".zst")  # offsets of lines are not offsets in the file
     lines = _lines(path, at)
-    if at:  # a line that begins before is of the piece before
+    if at:  # a line that begins before `at` belongs to the piece before
         at += len(next(lines)) - 1
     begin = at
     while (packed or at < piece.end) and (line := next(lines)):
@@ -212,7 +212,7 @@ def _read_jsonl(piece: Piece, field: str) -> Iterator[Text]:
             source = Line(path, begin, number)
             try:
                 text = line.decode("utf-8-sig")
-                del line  # which may be long, as what comes of it
+                del line  # may be long, and so may `text`: hold only one of them
                 record = json.loads(text)
             except (ValueError, RecursionError) as error:
                 raise InputError(f"{source}: not JSON in UTF-8 ({error}); expected one object a line") from None
@@ -224,7 +224,7 @@ def _read_jsonl(piece: Piece, field: str) -> Iterator[Text]:
 
 
 def _lines(path: Path, begin: int) -> Iterator[bytes]:
-    """The lines of a file, unpacked, from the byte before `begin` on; an empty one at the end."""
+    """The lines of a file, decompressed, from the byte before `begin` on; yields b"" at the end."""
     file: Any
     if path.suffix.lower() == ".zst":
         import pyarrow
@@ -238,16 +238,16 @@ def _lines(path: Path, begin: int) -> Iterator[bytes]:
         for number in count():
             try:
                 line = [file.readline()]
-            except (EOFError, OSError, ValueError, zlib.error) as error:  # pyarrow's own are OSError and ValueError
-                if isinstance(error, OSError) and error.errno:  # of the disk, and not of what is in the file
+            except (EOFError, OSError, ValueError, zlib.error) as error:  # pyarrow raises OSError and ValueError
+                if isinstance(error, OSError) and error.errno:  # a disk error, not damaged content
                     raise
                 damage = f"truncated or damaged after line {number:,} ({error})"
                 raise InputError(f"{path} is {damage}; fetch it again") from None
-            yield line.pop()  # which may be long: nothing of it stays here
+            yield line.pop()  # may be long: no reference stays here
 
 
 def _read_parquet(piece: Piece, field: str) -> Iterator[Text]:
-    """The rows of the groups that begin in the piece."""
+    """The rows of the row groups that begin in the piece."""
     import pyarrow
     from pyarrow import parquet
 
@@ -302,10 +302,10 @@ def _slices(text: str) -> Iterator[str]:
 
 
 def documents(source: TextSource, shard: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Document]:
-    """The documents of a shard as tokens, each ended by the tokenizer's end-of-document token; empty ones left out.
+    """The documents of a shard as tokens, each ended by the tokenizer's end-of-document token, without empty documents.
 
-    Of a long document no more is in memory at once than the tokenizer needs to find a place where it can be cut.
-    InputError: a file is not what it should be; names it and the place in it.
+    Holds no more of a long document in memory than the tokenizer needs to find a place to cut it.
+    Raises InputError: a file is malformed; names the file and the place in it.
     """
     waiting: list[Part] = []
     size = 0
@@ -337,7 +337,7 @@ def _conversation(record: dict[str, Any], source: object, tokenizer: Tokenizer) 
         raise InputError(f"{source}: {error}") from None
     ids, loss = tokenizer.encode_spans(content, spans)
     size = sum(len(content[first:last].encode()) for first, last in spans)
-    ends_with_loss = np.append(loss, loss[-1:])  # the end of the document is learned where the assistant's turn is last
+    ends_with_loss = np.append(loss, loss[-1:])  # the end token carries a loss if the last token does
     return Document(np.append(ids, ids.dtype.type(tokenizer.end)), ends_with_loss, size)
 
 

@@ -11,7 +11,7 @@ from meshtrain.data.chat import ChatTemplate
 from meshtrain.data.tokens import smallest_dtype
 from meshtrain.errors import InputError
 
-_LOOK, _AROUND = 4096, 256  # characters in which a cut is looked for, and that are compared on both sides of one
+_LOOK, _AROUND = 4096, 256  # characters searched for a cut, and characters compared on each side of a candidate
 _END_NAMES = (
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|endofdocument|>", "<|im_end|>", "<|eot_id|>",
     "[EOS]", "[SEP]",
@@ -19,37 +19,37 @@ _END_NAMES = (
 
 
 class Tokenizer(Protocol):
-    """What the rest of the project uses of a tokenizer."""
+    """The part of a tokenizer that the rest of the project uses."""
 
-    identity: str  # names the tokenizer and its content: the same identity, the same ids
+    identity: str  # names the tokenizer and its content: equal identities give equal ids
     vocab_size: int  # ids lie in [0, vocab_size)
     end: int  # the id that ends a document
-    chat: ChatTemplate | None  # how it writes conversations; None: it does not say
+    chat: ChatTemplate | None  # how the tokenizer formats conversations; None: it has no chat template
 
     def problem(self, text: str, start: int) -> str | None:
-        """Why what stands at `start` of a document cannot be encoded, as the end of a sentence; None: it can."""
+        """Why `text`, from character `start` of a document on, cannot be encoded, as the end of a sentence; or None."""
 
     def cut(self, text: str) -> int:
-        """Where to cut a part of a document, near its end: the ids of both sides are those of the whole. 0: nowhere."""
+        """The last place to cut `text` so that the ids of the two sides are those of the whole; 0: there is none."""
 
     def encode(self, text: str) -> list[int]: ...
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
-        """The ids of each text, in the type that they have in a token file."""
+        """The ids of each text, in the dtype of a token file."""
 
     def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of a text, and which of them begin inside of these spans of characters: (n,) 1, others 0."""
+        """The ids of a text, (n,), and a mask, (n,): 1 for ids that begin within one of these character spans, or 0."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or the path of a tokenizer.json. Raises InputError: it is neither, or `tokenizers` is not installed."""
+    """Opens `bytes` or the path of a tokenizer.json. Raises InputError: neither, or `tokenizers` is not installed."""
     return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(name).expanduser())
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8, and byte 0, which does not occur in text, at the end of a document."""
+    """UTF-8 bytes as token ids; byte 0, which does not occur in text, ends a document."""
 
     identity = "bytes"
     vocab_size = 256
@@ -75,10 +75,10 @@ class ByteTokenizer:
         return (np.frombuffer(text.encode(), np.uint8) for text in texts)
 
     def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        raise NotImplementedError  # without a chat template nobody asks
+        raise NotImplementedError  # never called for a tokenizer without a chat template
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Ends of documents become blank lines; ids that are no bytes, and bytes that are no UTF-8, become U+FFFD."""
+        """Ends of documents become blank lines; ids above 255 and bytes that are not valid UTF-8 become U+FFFD."""
         parts = (b"\n\n" if token == self.end else bytes([token]) if token < 256 else b"\xff" for token in ids)
         return b"".join(parts).decode("utf-8", "replace")
 
@@ -123,9 +123,9 @@ class FileTokenizer:
         return None
 
     def cut(self, text: str) -> int:
-        """Between two words of the tokenizer's own, whose ids are the same with and without what is on the other side.
+        """Cuts between two words of the pre-tokenizer whose ids do not depend on the text beyond the cut.
 
-        A model merges nothing over the end of a word, and what finds words looks at few characters around it.
+        Merges never cross a word boundary, and the pre-tokenizer looks at only a few characters around one.
         """
         base = max(0, len(text) - _LOOK)
         (tail,) = self._encode([text[base:]])

@@ -1,13 +1,13 @@
 """Token files: the prepared form of a corpus, a folder of flat files that are memory-mapped and read in place.
 
     tokens.bin      every token of every document, one after the other (uint8, uint16 or uint32, little-endian)
-    documents.bin   int64, one more than there are documents: document d is tokens documents[d] to documents[d + 1]
-    bytes.bin       int64 per document: the bytes of text its predicted tokens stand for (not where it is unknown)
-    loss.bin        uint8 per token: 0 where the token, as a target, carries no loss (only where there is such a token)
-    checksums.json  the CRC-32 of every 4 MiB of each of them (an older meshtrain wrote none)
-    header.json     what the others hold; written last
+    documents.bin   int64, number of documents + 1: document d is tokens documents[d] to documents[d + 1]
+    bytes.bin       int64 per document: bytes of the text behind its predicted tokens (absent where that is unknown)
+    loss.bin        uint8 per token: 0 where the token, as a target, carries no loss (absent if all tokens carry one)
+    checksums.json  the CRC-32 of every 4 MiB of each file above (older versions of meshtrain wrote none)
+    header.json     describes the other files; written last
 
-A folder appears whole or not at all: it is written under another name, brought to the disk, and renamed.
+A folder appears whole or not at all: it is written under a temporary name, synced to disk, and renamed.
 """
 
 import hashlib
@@ -35,20 +35,20 @@ FORMAT = 1
 BLOCK = 4 << 20  # bytes under one checksum
 CHECKSUMS = "checksums.json"
 _DTYPES = ("uint8", "uint16", "uint32")
-_FIRST_LOOK_BYTES = 4 << 20  # of a file that does not say its largest id
-_PART = 1 << 20  # values that are read or written at once
-PIECE = 1 << 16  # documents whose places are read at once
+_FIRST_LOOK_BYTES = 4 << 20  # bytes of the token file in which `Corpus.check_ids` looks for wrong ids
+_PART = 1 << 20  # values read or written at once
+PIECE = 1 << 16  # documents whose offsets are read at once
 _ONE = np.uint8(1)
 _INT64 = struct.Struct("<q")
 
 
 class Document(NamedTuple):
-    """One document, or a part of one, on its way into a token file."""
+    """One document, or a part of one, to be written to a token file."""
 
     ids: np.ndarray  # (n,) token ids, the end-of-document token included
-    loss: np.ndarray | None = None  # (n,) 0 where the token carries no loss as a target; None: all of them do
-    text_bytes: int | None = None  # bytes of the text that the tokens with a loss stand for
-    ends: bool = True  # False: what comes next goes on with this document
+    loss: np.ndarray | None = None  # (n,) 0 where the token, as a target, carries no loss; None: all tokens carry one
+    text_bytes: int | None = None  # bytes of the text behind the tokens with a loss
+    ends: bool = True  # False: the next part continues this document
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class Header:
     largest_id: int
     text_bytes: int | None
     loss_mask: bool
-    fingerprint: str  # SHA-256 over the other files: the same corpus and tokenizer, the same fingerprint, anywhere
+    fingerprint: str  # SHA-256 of tokens, losses and offsets: the same on every host for the same corpus and tokenizer
     tokenizer: str
     source: str
 
 
 class MappedArray:
-    """A one-dimensional array in a file: mapped when first used, in whichever process uses it. Pickled as its path."""
+    """A one-dimensional array in a file, memory-mapped on first use in each process. Pickled without its data."""
 
     def __init__(self, path: Path, dtype: str, count: int, offset: int = 0) -> None:
         self.path, self.dtype, self.count, self.offset = path, np.dtype(dtype).newbyteorder("<"), count, offset
@@ -77,8 +77,8 @@ class MappedArray:
     @property
     def array(self) -> np.ndarray:
         if self._array is None:
-            self._array = np.empty(0, self.dtype)  # nothing cannot be mapped
-            if self.count:  # as a plain array: slices of a memmap cost more
+            self._array = np.empty(0, self.dtype)  # an empty file cannot be mapped
+            if self.count:  # a plain array: slicing a np.memmap costs more
                 self._array = np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, (self.count,)))
         return self._array
 
@@ -87,29 +87,29 @@ class MappedArray:
 
 
 class Piece(NamedTuple):
-    """Some neighbouring documents of a corpus."""
+    """Consecutive documents of a corpus."""
 
-    documents: slice  # their numbers
-    starts: np.ndarray  # (S,) where each of their sequences begins in the file, in tokens
-    lengths: np.ndarray  # (S,) in tokens
-    counts: np.ndarray  # how many sequences each of them has
+    documents: slice  # the document numbers
+    starts: np.ndarray  # (S,) where each sequence of the documents begins in the file, in tokens
+    lengths: np.ndarray  # (S,) length of each sequence, in tokens
+    counts: np.ndarray  # number of sequences of each document
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """A token file and where its D documents lie, which is read piece by piece from a mapped file that all ranks of a
-    host share: nothing of it grows with the number of documents."""
+    """A token file and the offsets of its D documents, which are read piece by piece from a mapped file that all ranks
+    of a host share: memory does not grow with the number of documents."""
 
     name: str
     tokens: MappedArray
     loss: MappedArray | None = None  # 0 where a token, as a target, carries no loss
     documents: int
     offsets: MappedArray  # (D + 1,) document d is tokens offsets[d] to offsets[d + 1]
-    text_bytes: MappedArray | None = None  # (D,) bytes of text that the tokens with a loss stand for
+    text_bytes: MappedArray | None = None  # (D,) bytes of the text behind each document's tokens with a loss
     largest_id: int | None = None  # None: the file does not say
-    tokenizer: str | None = None  # its identity; None: the file does not say
+    tokenizer: str | None = None  # identity of the tokenizer; None: the file does not say
     fingerprint: str
-    files: tuple[Files, ...] = ()  # one each
+    files: tuple[Files, ...] = ()  # one entry per file
 
     def pieces(self) -> Iterator[Piece]:
         for first in range(0, self.documents, PIECE):
@@ -121,15 +121,15 @@ class Corpus:
         return Piece(slice(first, stop), offsets[:-1], np.diff(offsets), np.ones(stop - first, np.int64))
 
     def begins(self, documents: np.ndarray) -> np.ndarray:
-        """Where documents begin in the file, by their numbers in the order in which they lie there."""
+        """Where documents begin in the file, in tokens; `documents` are numbers in file order."""
         return self.offsets.array[documents]
 
     def first_from(self, places: np.ndarray) -> np.ndarray:
-        """The number, in that order, of the first document that begins at each place or after it."""
+        """The number, in file order, of the first document that begins at or after each of these tokens."""
         return np.searchsorted(self.offsets.array, places)
 
     def check_ids(self, n_outputs: int | None) -> None:
-        """Raises InputError if the file has an id outside the vocabulary, as far as its header or beginning shows."""
+        """Raises InputError if the header or the beginning of the file shows an id outside the vocabulary."""
         if n_outputs is not None and self.largest_id is not None and self.largest_id >= n_outputs:
             raise outside_vocabulary(self.name, self.largest_id, n_outputs, None)
         first = self.tokens.array[: _FIRST_LOOK_BYTES // self.tokens.dtype.itemsize]
@@ -138,7 +138,7 @@ class Corpus:
                 raise outside_vocabulary(self.name, token, n_outputs, self.largest_id)
 
     def limit(self, n_outputs: int | None) -> float:
-        """Ids of whole files lie below it: the vocabulary's size, or less where the header knows better."""
+        """Exclusive upper bound of the ids of an undamaged file: the vocabulary size, or less if the header says so."""
         limit = math.inf if self.largest_id is None else self.largest_id + 1
         return limit if n_outputs is None else min(limit, n_outputs)
 
@@ -166,17 +166,17 @@ def smallest_dtype(vocab_size: int) -> str:
 def write(
     folder: Path, documents: Iterable[Document], *, vocab_size: int, tokenizer: str, source: str, empty: bool = False
 ) -> Header:
-    """Writes a folder of token files, whole or not at all. No more is in memory than a part that `documents` gives.
+    """Writes a folder of token files, whole or not at all. Holds no more in memory than one `Document` at a time.
 
     Args:
-        vocab_size: ids lie in [0, vocab_size); it decides how many bytes a token takes.
-        tokenizer, source: names, for people; `bytes` is the byte tokenizer.
-        empty: whether there may be no tokens.
+        vocab_size: ids lie in [0, vocab_size); determines how many bytes a token takes.
+        tokenizer, source: the tokenizer's identity (`bytes`: the byte tokenizer), and the source's name for messages.
+        empty: whether zero tokens are allowed.
 
     Raises:
         InputError: no tokens, or an id outside the vocabulary.
-        ValueError: the last document does not end.
-        OSError: the folder exists, or the disk does not take it. Nothing is left behind.
+        ValueError: the last document is not ended.
+        OSError: the folder exists, or the write failed. Nothing is left behind.
     """
     temporary = folder.parent / f"{temporary_prefix(folder)}{socket.gethostname()}.{os.getpid()}.tmp"
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -195,12 +195,12 @@ def write(
 
 
 def temporary_prefix(folder: Path) -> str:
-    """How the names of the folders begin that are to become `folder`; the host and the pid follow."""
+    """Prefix of the names of temporary folders that will be renamed to `folder`; host and pid follow."""
     return f".{folder.name}."
 
 
 class _BlockFile:
-    """A file that is written from its beginning to its end, and the CRC-32 of each block of it."""
+    """A file written sequentially, with the CRC-32 of each of its blocks."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self.path = path
@@ -209,7 +209,7 @@ class _BlockFile:
 
     def write(self, data: memoryview | bytes) -> memoryview | bytes:
         self._file.write(data)
-        for start in range(-(self._size % BLOCK), len(data), BLOCK):  # of each block that the data reaches into
+        for start in range(-(self._size % BLOCK), len(data), BLOCK):  # each block that overlaps the data
             part = data[max(start, 0) : start + BLOCK]
             self.crc32[len(self.crc32) - (start < 0) :] = [zlib.crc32(part, self.crc32[-1] if start < 0 else 0)]
         self._size += len(data)
@@ -224,7 +224,7 @@ def _write_files(folder: Path, documents: Iterable[Document], vocab_size: int, t
     dtype = np.dtype(smallest_dtype(vocab_size)).newbyteorder("<")
     number = written = tokens_seen = size_seen = all_bytes = 0
     largest, masked, sized = -1, False, True
-    losses_so_far: list[np.ndarray] = []  # of the document
+    losses_so_far: list[np.ndarray] = []  # loss masks of the current document's parts
     digest = hashlib.sha256(dtype.name.encode())
     with ExitStack() as stack:
         names = ("tokens.bin", "loss.bin", "documents.bin", "bytes.bin")
@@ -279,8 +279,8 @@ def read_blocks(path: Path) -> Iterator[bytes]:
 
 
 def read_documents(folder: Path) -> Iterator[Document]:
-    """The documents of a folder in parts, as `write` takes them. Its files are read and not mapped: they may be larger
-    than the memory of the process. Raises InputError: the folder is none, or damaged."""
+    """The documents of a folder in parts, as `write` takes them. Files are read, not mapped, since they may be larger
+    than the process's memory. Raises InputError: not a prepared folder, or a damaged one."""
     header = _read_header(folder)
     dtype, start = np.dtype(header.dtype).newbyteorder("<"), 0
     with ExitStack() as stack:
@@ -300,8 +300,8 @@ def read_documents(folder: Path) -> Iterator[Document]:
 
 
 def verify(folder: Path, n_outputs: int | None = None) -> tuple[list[str], bool]:
-    """Reads all of a prepared folder: what is wrong with it, and whether it has checksums. Without them only sizes,
-    offsets and the range of ids are looked at. Raises InputError: it is no prepared folder."""
+    """Reads a whole prepared folder. Returns its problems and whether it has checksums; without them only sizes,
+    offsets and the range of ids are checked. Raises InputError: it is not a prepared folder."""
     if not (folder / "header.json").is_file():
         _read_header(folder)
     sums = folder / CHECKSUMS
@@ -327,7 +327,7 @@ def verify(folder: Path, n_outputs: int | None = None) -> tuple[list[str], bool]
 
 
 def open_tokens(folder: Path) -> Corpus:
-    """Opens a prepared folder; only the small files are read. Raises InputError: it is none, newer, or damaged."""
+    """Opens a prepared folder; reads the header and offsets only. Raises InputError: not one, too new, or damaged."""
     header = _read_header(folder)
     if header.tokens < 1:
         raise InputError(f"{folder} is damaged: by its header it holds no tokens; prepare the folder again")

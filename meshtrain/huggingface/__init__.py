@@ -1,1 +1,1 @@
-"""Hugging Face's folders of weights: to start from them, and to write them."""
+"""Hugging Face weight folders: starting from them, and writing them."""

@@ -1,5 +1,5 @@
-"""Adapters of LoRA in files: merged into the weights beside them, or by themselves, as peft reads them
-(https://huggingface.co/docs/peft): `adapter_config.json`, and `adapter_model.safetensors`, its names with a prefix."""
+"""LoRA adapters in files: merged into the weights, or alone in peft's format
+(https://huggingface.co/docs/peft): `adapter_config.json`, and `adapter_model.safetensors` with prefixed names."""
 
 import json
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ from meshtrain.parallel.tp_plan import LORA_A, LORA_B
 if TYPE_CHECKING:
     from meshtrain.config.schema import Lora
 
-PREFIX = "base_model.model."  # of names in peft's files
+PREFIX = "base_model.model."  # prefix of names in peft's files
 
 
 def merged_source(source: WeightSource, lora: Any) -> WeightSource:
-    """Weights with the adapters that lie beside them merged in, and without these. `lora`: a run's `train.lora`."""
+    """The source with its adapters merged into the weights and removed. `lora`: the run's `train.lora`."""
     entries = {name: entry for name, entry in source.entries.items() if not is_adapter(name)}
     if len(entries) == len(source.entries):
         return source
@@ -41,7 +41,7 @@ def merged_source(source: WeightSource, lora: Any) -> WeightSource:
 
 
 def adapter_source(source: WeightSource) -> WeightSource:
-    """The adapters alone, by their names in peft's files. Raises InputError: there is none."""
+    """The adapters alone, by their names in peft's files. Raises InputError: the source has no adapters."""
     entries = {
         PREFIX + name: Entry(PREFIX + name, entry.dtype, entry.shape)
         for name, entry in source.entries.items()
@@ -53,7 +53,7 @@ def adapter_source(source: WeightSource) -> WeightSource:
 
 
 def adapter_config(source: WeightSource, lora: Any, base: str | None) -> str:
-    """The text of adapter_config.json. `source`: the adapters. `base`: the weights that the run has started from."""
+    """The text of adapter_config.json. `source`: the adapters. `base`: the weights that the run started from."""
     rank, alpha = rank_and_alpha(lora)
     layers = [name.removesuffix(f".{LORA_A}.weight").removeprefix(PREFIX) for name in source.entries if LORA_A in name]
     config = {
@@ -72,7 +72,7 @@ def adapter_config(source: WeightSource, lora: Any, base: str | None) -> str:
 
 
 def check_scale(source: WeightSource, lora: "Lora | None") -> None:
-    """Raises InputError: adapters that a run starts from counted otherwise where they were trained."""
+    """Raises InputError: the adapters a run starts from were trained with another scale, alpha / rank."""
     if lora is None or not any(map(is_adapter, source.entries)):
         return
     rank, alpha = rank_and_alpha(source.lora)
@@ -84,7 +84,7 @@ def check_scale(source: WeightSource, lora: "Lora | None") -> None:
 
 
 def rank_and_alpha(lora: Any) -> tuple[int, float]:
-    """Of a `train.lora` as a checkpoint has it. Raises InputError: it cannot be one."""
+    """The rank and alpha of a checkpoint's `train.lora`. Raises InputError: it is not a valid one."""
     rank, alpha = (lora.get("rank"), lora.get("alpha")) if isinstance(lora, Mapping) else (None, None)
     alpha = rank if alpha is None else alpha
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):

@@ -1,4 +1,4 @@
-"""Writing a Hugging Face directory: made beside its place, which it takes when it is complete and on disk."""
+"""Writing a Hugging Face directory: written under a temporary name, and renamed when it is complete and on disk."""
 
 import json
 import shutil
@@ -17,13 +17,13 @@ from meshtrain.huggingface.safetensors import Entry
 from meshtrain.huggingface.stored_names import StoredTensor, Table, stored_tensors
 from meshtrain.job.storage import fsync_file, fsync_folder, write_all, write_whole
 
-# These stay as exact as they are in training: a bias moves in steps of less than 16 bits resolve. As in transformers.
+# Exported in float32, as transformers does: a bias moves in steps smaller than 16 bits can resolve.
 FLOAT32 = ("*.e_score_correction_bias",)
 
 
 @contextmanager
 def as_input_errors(path: Path) -> Iterator[None]:
-    """Turns an OSError into an InputError: the disk is the user's to mend."""
+    """Turns an OSError into an InputError, since the user has to fix the disk."""
     try:
         yield
     except OSError as error:
@@ -33,11 +33,11 @@ def as_input_errors(path: Path) -> Iterator[None]:
 def plan_export(
     tensors: Iterable[Entry], dtype: torch.dtype, file_bytes: int = weights.FILE_BYTES, stored_as: Table | None = None
 ) -> tuple[dict[str, list[Entry]], dict[str, tuple[str, StoredTensor]]]:
-    """The files of an export of a model's tensors, and for each entry the tensor of which it is a part.
+    """The files of an export of a model's tensors, and for each entry the model's tensor of which it is a part.
 
-    Floating tensors become `dtype`. `stored_as`: see `stored_names`.
+    Floating-point tensors become `dtype`. `stored_as`: see `stored_names`.
 
-    Raises ValueError: the table does not fit, or gives two tensors one name.
+    Raises ValueError: the table does not fit, or maps two tensors to one name.
     """
     entries: list[Entry] = []
     parts: dict[str, tuple[str, StoredTensor]] = {}
@@ -58,22 +58,22 @@ def _kind(tensor: Entry, dtype: torch.dtype) -> str:
 
 
 def config_text(config: Mapping[str, Any] | None, dtype: torch.dtype) -> str | None:
-    """The text of config.json. transformers 5 reads `dtype`, and older ones `torch_dtype`."""
+    """The text of config.json. transformers 5 reads `dtype`, older versions `torch_dtype`."""
     word = str(dtype).removeprefix("torch.")
     return None if config is None else json.dumps({**config, "dtype": word, "torch_dtype": word}, indent=2) + "\n"
 
 
 class ExportFolder:
-    """Where an export goes. One process calls its methods; several may write files in `making`."""
+    """The target folder of an export. One process calls its methods; several may write files in `making`."""
 
     def __init__(self, folder: str | Path) -> None:
         self.target = Path(folder).expanduser().absolute()
         self.making = self.target.with_name(f".{self.target.name}.tmp")
 
     def make(self) -> None:
-        """Makes the folder to write in; InputError if something that no export has written is in the place."""
+        """Makes the folder to write in. Raises InputError: the target holds something that no export has written."""
         self._refuse()
-        self.drop()  # of a job that was ended while it wrote
+        self.drop()  # left by a job that was ended while it wrote
         self.making.mkdir(parents=True)
 
     def drop(self) -> None:
@@ -87,7 +87,7 @@ class ExportFolder:
         tokenizer: str | None,
         adapter: str | None = None,
     ) -> None:
-        """Writes the small files, whose texts are given; the folder gets its name. What stood there goes last."""
+        """Writes the small files with these texts and renames the folder into place; deletes an earlier export last."""
         texts = {
             weights.CONFIG: config,
             weights.INDEX: weights.index(files) if len(files) > 1 else None,
@@ -98,7 +98,7 @@ class ExportFolder:
             if text is not None:
                 write_whole(self.making / name, text)
         fsync_folder(self.making)
-        self._refuse()  # something else may have been put there meanwhile; it stays
+        self._refuse()  # the target may have been changed meanwhile: do not delete what is not an export
         before = self.target.with_name(f".{self.target.name}.old")
         if before.exists():
             shutil.rmtree(before)
@@ -116,7 +116,7 @@ class ExportFolder:
 
 
 class WeightFiles(AbstractContextManager["WeightFiles"]):
-    """Files of weights that are written tensor by tensor, in the order of a plan (`plan_export`)."""
+    """Writes weight files tensor by tensor, in the order of a plan (`plan_export`)."""
 
     def __init__(self, folder: Path, plan: Mapping[str, Sequence[Entry]]) -> None:
         self.folder = folder
@@ -129,7 +129,7 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
             file.close()
 
     def write(self, name: str, entry: Entry, data: Iterable[memoryview]) -> None:
-        """Appends a tensor, in any number of pieces, to its file, which is on disk after its last. Raises OSError."""
+        """Appends a tensor, in any number of pieces, to its file, which is synced after its last. Raises OSError."""
         try:
             if name not in self._files:
                 self._files[name] = (self.folder / name).open("xb", buffering=0)

@@ -1,6 +1,6 @@
-"""What the config.json of Hugging Face's decoders have in common: keys, their checks, the way in and the way out.
+"""Common parts of the config.json of Hugging Face decoders: keys, their checks, and conversion in both directions.
 
-A model file says by these functions what is its own, and takes the rest from here.
+A model file builds on these functions and adds only what is specific to its model.
 """
 
 import math
@@ -12,7 +12,7 @@ from meshtrain.rotary import is_positive, rope_type, scaling_problems
 
 Problems = list[tuple[str, str]]  # key, what is wrong with it and what would work
 
-COUNTS = {  # at least 1, and at most what no model comes near to: a mistyped number is told at once
+COUNTS = {  # from 1 to a maximum that no model approaches, so that a mistyped number is reported at once
     "hidden_size": 1 << 22,
     "intermediate_size": 1 << 22,
     "num_hidden_layers": 1 << 12,
@@ -23,7 +23,7 @@ COUNTS = {  # at least 1, and at most what no model comes near to: a mistyped nu
     "max_position_embeddings": 1 << 40,
 }
 
-# Keys of a Hugging Face config.json that change nothing here.
+# Keys of a Hugging Face config.json that have no effect here.
 passed_over = frozenset(
     {
         "architectures", "auto_map", "model_type", "transformers_version", "_name_or_path", "torch_dtype", "dtype",
@@ -33,7 +33,7 @@ passed_over = frozenset(
     }
 )  # fmt: skip
 
-# Keys with the one value that is built: another value would be another model.
+# Keys with the only value that is implemented: another value would be another model.
 only: dict[str, Any] = {
     "attention_bias": False,
     "hidden_act": "silu",
@@ -43,7 +43,7 @@ only: dict[str, Any] = {
 
 
 class DecoderConfig:
-    """What follows from the keys that all decoders have. A model's `Config` is a dataclass that has them as fields."""
+    """Values derived from the keys that all decoders have. A model's `Config` is a dataclass with them as fields."""
 
     hidden_size: int
     num_attention_heads: int
@@ -64,24 +64,24 @@ class DecoderConfig:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
-    def rotary_width(self) -> int:  # features of a head that turn with the position
+    def rotary_width(self) -> int:  # features of a head that are rotated by the position
         return self.head_width
 
     @property
     def rope(self) -> tuple[float, dict[str, Any]]:
-        """The base of the rotary angles and their scaling, whichever way they were written."""
+        """The base of the rotary angles and their scaling, from whichever keys give them."""
         if self.rope_parameters is None:
             return self.rope_theta, self.rope_scaling or {}
         return self.rope_parameters.get("rope_theta", self.rope_theta), self.rope_parameters
 
 
 def decoder_problems(config: DecoderConfig, counts: Mapping[str, int] = COUNTS) -> Problems:
-    """All that is wrong with the common keys; with wrong counts these alone."""
+    """All problems of the common keys; if counts are wrong, only those."""
     return count_problems(config, counts) or dropout_problems(config) + head_problems(config) + rope_problems(config)
 
 
 def count_problems(config: Any, counts: Mapping[str, int]) -> Problems:
-    """Of keys that are a number from 1 to `counts[key]`, or null."""
+    """Problems of keys that must be a number from 1 to `counts[key]`, or null."""
     values = {key: getattr(config, key) for key in counts}
     return [
         (key, f"{key} is {value}: use at {'least 1' if value < 1 else f'most {counts[key]:,}'}")
@@ -127,7 +127,7 @@ def rope_problems(config: DecoderConfig) -> Problems:
 
 
 def router_problems(config: Any, experts: str) -> Problems:
-    """Of the keys of a mixture of experts, as far as the config has them. `experts`: the key of their number."""
+    """Problems of the keys of a mixture of experts that the config has. `experts`: the key for their number."""
     counts = (experts, "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "n_group", "topk_group")
     if problems := count_problems(config, {key: 1 << 22 for key in counts if hasattr(config, key)}):
         return problems
@@ -135,7 +135,7 @@ def router_problems(config: Any, experts: str) -> Problems:
     groups, best = getattr(config, "n_group", 1), getattr(config, "topk_group", 1)
     working = [count for count in _divisors(n) if count == 1 or n // count > 1]
     inside = n // groups * best
-    if groups not in working:  # a group is as good as its two best experts
+    if groups not in working:  # a group is scored by its two best experts, so it needs two
         way_out = f"use {nearest(working, groups)}"
         problems.append(("n_group", f"{n} experts do not divide into {groups} groups of two or more: {way_out}"))
     elif best > groups:
@@ -157,7 +157,7 @@ def router_problems(config: Any, experts: str) -> Problems:
 
 
 def nearest(working: list[int], value: int) -> str:
-    """The one or two numbers that work and lie next to the one that does not."""
+    """The nearest valid numbers below and above a value that is not valid."""
     below = [n for n in working if n < value][-1:]
     above = [n for n in working if n > value][:1]
     return " or ".join(str(n) for n in below + above)
@@ -170,10 +170,10 @@ def _divisors(number: int) -> list[int]:
 def read_config_json(
     keys: dict[str, Any], defaults: dict[str, Any], rope_keys: frozenset[str] = frozenset({"rope_theta"})
 ) -> dict[str, Any]:
-    """Our keys for those of a config.json: `rope_parameters` is taken apart, so that each value can be given anew.
+    """Converts a config.json's keys to ours: `rope_parameters` is split up, so that each value can be overridden.
 
-    `defaults`: what transformers takes for keys that are left out. `rope_keys`: those of `rope_parameters` that are
-    keys of the model; the others are the scaling.
+    `defaults`: transformers' values for keys that are left out. `rope_keys`: keys of `rope_parameters` that are keys
+    of the model; the others are the scaling.
     """
     keys = defaults | keys
     rope = keys.pop("rope_parameters", None)
@@ -185,7 +185,7 @@ def read_config_json(
 
 
 def write_config_json(config: Any, architecture: str, model_type: str, only: dict[str, Any]) -> dict[str, Any]:
-    """A config.json that describes a model, for transformers 5 (`rope_parameters`) and those before it."""
+    """A config.json that describes a model, for transformers 5 (`rope_parameters`) and older versions."""
     theta, rope = config.rope
     scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "type")}
     scaling["rope_type"] = rope_type(rope)
@@ -199,6 +199,6 @@ def write_config_json(config: Any, architecture: str, model_type: str, only: dic
         "rope_theta": theta,
         "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
         "rope_parameters": {**scaling, "rope_theta": theta},
-        "bos_token_id": None,  # a run knows no special tokens
+        "bos_token_id": None,  # training uses no special tokens
         "eos_token_id": None,
     }

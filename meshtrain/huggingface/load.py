@@ -1,6 +1,6 @@
 """Loading weights into a model on any layout, from a Hugging Face directory or another source.
 
-What does not fit is known from headers, before a weight is read. Then a rank reads only the part that it holds.
+Mismatches are found from the headers, before any weight is read. Then each rank reads only the parts that it holds.
 """
 
 import json
@@ -21,8 +21,8 @@ from meshtrain.huggingface.stored_names import StoredTensor, stored_tensors, tab
 from meshtrain.parallel.sharding import Part, is_empty, local_part, overlap, shape_of, within
 from meshtrain.parallel.tp_plan import plan_of
 
-HARMLESS = ("*rotary_emb.inv_freq",)  # older files have them, though they follow from the config
-NAMED = 40  # tensors that a message names of each problem
+HARMLESS = ("*rotary_emb.inv_freq",)  # stored in older files, although they follow from the config
+NAMED = 40  # tensors that a message names per problem
 KINDS = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -40,22 +40,22 @@ DTYPES = {word: dtype for dtype, word in KINDS.items()}
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Stored weights of which any part can be read: of a Hugging Face directory, or of a checkpoint."""
+    """Stored weights, of a Hugging Face directory or a checkpoint, of which any part can be read."""
 
-    path: Path  # of their folder
-    entries: Mapping[str, Entry]  # by name, in the order in which they are best read
-    keys: Callable[[], Mapping[str, Any]]  # those of the model's Config that stand beside the weights
-    read: Callable[[str, Part], Tensor]  # a part of a tensor in the stored type; a scalar is one dim of size 1
-    lora: Any = None  # `train.lora` of the run that wrote them
+    path: Path  # the folder
+    entries: Mapping[str, Entry]  # by name, in the order in which they are read best
+    keys: Callable[[], Mapping[str, Any]]  # returns the keys of the model's Config that are stored with the weights
+    read: Callable[[str, Part], Tensor]  # returns a part of a tensor in the stored dtype; a scalar has one dim, size 1
+    lora: Any = None  # `train.lora` of the run that wrote the weights
 
 
 @contextmanager
 def open_folder(folder: str | Path) -> Iterator[WeightSource]:
-    """The weights of a Hugging Face directory; InputError if it is none, or its files are broken."""
+    """The weights of a Hugging Face directory. Raises InputError: it is not one, or its files are damaged."""
     folder = Path(folder).expanduser()
     files = stored(folder)
     entries = {name: (path, entry) for path, of_file in files.items() for name, entry in of_file.items()}
-    opened: dict[Path, Any] = {}  # one at a time: the entries come file by file
+    opened: dict[Path, Any] = {}  # one at a time: entries are ordered by file
 
     def keys() -> Mapping[str, Any]:
         return json.loads(read_config(folder)) if (folder / CONFIG).is_file() else {}
@@ -73,25 +73,25 @@ def open_folder(folder: str | Path) -> Iterator[WeightSource]:
 
 
 def named_tensors(model: nn.Module) -> dict[tuple[str, ...], Tensor]:
-    """A model's parameters and persistent buffers, each with all its names: tied ones have several."""
+    """A model's parameters and persistent buffers, keyed by all their names: tied ones have several."""
     names: dict[int, list[str]] = {}
-    tensors = model.state_dict(keep_vars=True)  # under FSDP it also lets go of what is gathered
+    tensors = model.state_dict(keep_vars=True)  # under FSDP, this also frees gathered weights
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
     return {tuple(several): tensors[several[0]] for several in names.values()}
 
 
-# Where the values of a stored tensor go: all names of the model's tensor, itself, and the part.
+# Where a stored tensor goes: all names of the model's tensor, the tensor, and the part of it that is stored.
 _Destination = tuple[tuple[str, ...], Tensor, StoredTensor]
 
 
 def _destinations(model: nn.Module, entries: Mapping[str, Entry]) -> tuple[dict[str, _Destination], list[str]]:
-    """By the names of stored tensors; and the names of those that are missing. Of tied names one is enough."""
+    """Destinations by names of stored tensors, and the names of missing ones. One name of a tied tensor suffices."""
     table = table_of(type(model))
     destinations: dict[str, _Destination] = {}
     missing: list[str] = []
     for names, tensor in named_tensors(model).items():
-        # A file may also have the tensor as the model has it: checkpoints do, and some newer files.
+        # Checkpoints, and some newer files, store the tensor as the model has it.
         forms = [stored_tensors(name, tuple(tensor.shape), {} if name in entries else table) for name in names]
         present = [form for form in forms if any(piece.name in entries for piece in form)]
         missing += [piece.name for form in present or forms[:1] for piece in form if piece.name not in entries]
@@ -108,11 +108,11 @@ def check_weights(
     keys: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Raises InputError, which names all that differs, unless stored tensors are those of a model; none is read.
+    """Raises InputError, naming all differences, unless the stored tensors fit the model. Reads none of them.
 
     Args:
-        keys: of the model's Config, if the message is to name the sizes in which those beside the weights differ.
-        say: is given a line about stored tensors that the model's file says are ignored (patterns in `ignored`).
+        keys: keys of the model's Config; if given, the message names sizes that differ from those with the weights.
+        say: called with a line about stored tensors that the model's file declares as `ignored` (patterns).
     """
     destinations, missing = _destinations(model, source.entries)
     unknown = [name for name in source.entries if name not in destinations and not _matches(name, HARMLESS)]
@@ -164,21 +164,21 @@ def _problems(
 
 
 def _differing(keys: Mapping[str, Any], stored_keys: Mapping[str, Any]) -> str:
-    """The sizes that stand otherwise beside the weights: `vocab_size (there 256, here 300)`."""
+    """The sizes that differ from those stored with the weights: `vocab_size (there 256, here 300)`."""
     sizes = {name: value for name, value in keys.items() if isinstance(value, int)}
     differ = {name: n for name, n in sizes.items() if stored_keys.get(name, n) not in (n, None)}
     return join_some([f"{name} (there {stored_keys[name]}, here {n})" for name, n in differ.items()])
 
 
 def load_weights(model: nn.Module, source: WeightSource, whole: nn.Module | None = None) -> list[str]:
-    """Fills a model, plain or parallelized, and casts to the parameters' types. Of tied names one is enough.
+    """Fills a model, plain or parallelized, casting to the parameters' dtypes. One name of a tied tensor suffices.
 
     Args:
-        model: with memory; `to_empty` gives it to one on the meta device.
-        whole: the model, on any device, of which `model` may be a stage; by default `model` itself.
+        model: with memory (see `to_empty` for one on the meta device).
+        whole: the whole model, on any device, if `model` is a stage of it; by default `model` itself.
 
-    Returns the names of the tensors that stay as they are, because files do not have them: see `stored_names`.
-    Raises InputError: the weights do not fit the model; tensors that the model ties differ where they are stored.
+    Returns the names of the tensors that are left unchanged, because files do not store them: see `stored_names`.
+    Raises InputError: the weights do not fit the model, or tensors that the model ties are stored with other values.
     """
     check_weights(model if whole is None else whole, source)
     tensors = named_tensors(model)
@@ -186,11 +186,11 @@ def load_weights(model: nn.Module, source: WeightSource, whole: nn.Module | None
     if without:
         raise InputError(f"{join_some(without)} of the model have no memory: model.to_empty(device=...) gives it")
     destinations, _ = _destinations(model, source.entries)
-    filled: set[tuple[Any, ...]] = set()  # parts of tensors: tied ones may be stored twice
+    filled: set[tuple[Any, ...]] = set()  # parts that were filled: tied tensors may be stored twice
     with torch.no_grad():
         for name in source.entries:
             if name not in destinations:
-                continue  # a harmless one, or another stage's
+                continue  # a HARMLESS tensor, or one of another stage
             names, tensor, piece = destinations[name]
             local, own = local_part(tensor)
             common = overlap(piece.part, own)

@@ -1,7 +1,7 @@
-"""The safetensors format, and folders of such files as Hugging Face lays them out. Torch is not needed.
+"""The safetensors format, and folders of such files in Hugging Face's layout. Does not need torch.
 
-A file is 8 bytes with the length of its header, a JSON header (name -> dtype, shape, where its bytes lie), and the
-bytes (https://huggingface.co/docs/safetensors). A checkpoint's files have the same format (checkpoint/shard_file.py).
+A file is 8 bytes with the length of its header, a JSON header (name -> dtype, shape, data offsets), and the data
+(https://huggingface.co/docs/safetensors). A checkpoint's files have the same format (checkpoint/shard_file.py).
 """
 
 import json
@@ -16,19 +16,19 @@ from typing import Any
 from meshtrain.errors import InputError, join_some
 
 CONFIG, SINGLE, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's
-METADATA = "__metadata__"  # the key of a header that is no tensor
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's file names
+METADATA = "__metadata__"  # the one key of a header that is not a tensor
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 MAX_DIMS = 64  # as in torch
-FILE_BYTES = 2 * 2**30  # of an exported file, unless one tensor is larger
-WRITER = "meshtrain"  # in the header of what we write, by which an earlier export is known
+FILE_BYTES = 2 * 2**30  # maximum size of an exported file, unless one tensor is larger
+WRITER = "meshtrain"  # in the header of exported files, by which an earlier export is recognized
 SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a file: its name there, its type in safetensors' words, and its shape."""
+    """A tensor of a file: its name there, its dtype as safetensors names it, and its shape."""
 
     name: str
     dtype: str
@@ -40,12 +40,12 @@ class Entry:
 
 
 def by_numbers(name: str) -> list[tuple[int, str]]:
-    """The key by which names are sorted into the order of a file: layer 2 comes before layer 10."""
+    """The sort key for the order of names in a file: layer 2 comes before layer 10."""
     return [(int(word), "") if word.isdecimal() else (-1, word) for word in name.split(".")]
 
 
 def pack_header(entries: Sequence[Entry], metadata: Mapping[str, str], align: int = 8) -> bytes:
-    """The length and header of a file with these tensors in a row; the data begins at a multiple of `align` bytes."""
+    """The length and header of a file with these tensors in order; the data begins at a multiple of `align` bytes."""
     about: dict[str, Any] = {METADATA: dict(metadata)}
     offset = 0
     for entry in entries:
@@ -60,7 +60,7 @@ def pack_header(entries: Sequence[Entry], metadata: Mapping[str, str], align: in
 
 
 def header_length(prefix: bytes, file_bytes: int, most: int = MAX_HEADER) -> int:
-    """Bytes of the header that follows the first 8 bytes of a file; ValueError if there can be none such."""
+    """Length of the header that follows the first 8 bytes of a file. Raises ValueError: an impossible length."""
     length = struct.unpack("<Q", prefix.ljust(8, b"\0"))[0]
     if not 2 <= length <= min(most, file_bytes - 8):
         raise ValueError(f"its header would have {length:,} bytes, and the file has {file_bytes:,}")
@@ -68,7 +68,7 @@ def header_length(prefix: bytes, file_bytes: int, most: int = MAX_HEADER) -> int
 
 
 def parse_entry(name: str, about: Any) -> tuple[Entry, int, int] | None:
-    """An entry of a header, and where its bytes begin and end in the data; None if the header cannot mean one."""
+    """An entry of a header, and where its bytes begin and end in the data; None if it is not a valid entry."""
     try:
         entry = Entry(name, about["dtype"], tuple(about["shape"]))
         begin, end = about["data_offsets"]
@@ -80,7 +80,7 @@ def parse_entry(name: str, about: Any) -> tuple[Entry, int, int] | None:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file; InputError if it is missing, broken, or cut short."""
+    """The tensors of a safetensors file. Raises InputError: it is missing, damaged, or truncated."""
     header, data_bytes = _read_json(path)
     entries, spans = {}, []
     for name, about in header.items():
@@ -121,7 +121,7 @@ def _read_json(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def read_config(folder: Path) -> str:
-    """The text of a folder's config.json, which is a JSON object; InputError if it is not there or something else."""
+    """The text of a folder's config.json. Raises InputError: it is missing, or not a JSON object."""
     path = folder / CONFIG
     try:
         text = path.read_text(encoding="utf-8")
@@ -136,9 +136,9 @@ def read_config(folder: Path) -> str:
 
 
 def stored(folder: Path) -> dict[Path, dict[str, Entry]]:
-    """The tensors of a folder by file: of `model.safetensors`, or of the files that its index names.
+    """The tensors of a folder by file: `model.safetensors`, or the files that its index names.
 
-    InputError: there is no such file, or one that is broken or leads out of the folder.
+    Raises InputError: there is no such file, one is damaged, or a name leads out of the folder.
     """
     if (folder / SINGLE).is_file():
         return {folder / SINGLE: read_header(folder / SINGLE)}
@@ -170,7 +170,7 @@ def _expected_files(folder: Path) -> str:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Name of a tensor -> name of the file that it is in."""
+    """Name of a tensor -> name of the file that holds it."""
     try:
         files = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"].items())
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
@@ -203,7 +203,7 @@ def index(files: Mapping[str, Sequence[Entry]]) -> str:
 
 
 def export_problem(folder: Path) -> str | None:
-    """Why an export cannot go there; None if it can: nothing is there, an empty folder, or an earlier export."""
+    """Why an export cannot be written to `folder`; None if it can: it is new, empty, or an earlier export."""
     folder = folder.absolute()
     above = next(parent for parent in folder.parents if parent.exists())
     if not folder.exists() and not folder.is_symlink():

@@ -1,4 +1,4 @@
-"""How files of weights name and divide the tensors of a model: the table `stored_as` of a model file. Pure.
+"""How weight files name and split the tensors of a model: the table `stored_as` of a model file. Pure.
 
     stored_as = {
         "model.layers.*.mlp.experts.gate_up_proj": (
@@ -8,9 +8,9 @@
         "*.balance.loads": (),
     }
 
-The first pattern that matches a tensor's name counts. `*` stands for the same text in the pattern and in the stored
-names. `{}` counts the tensor's dim 0 (the experts), which stored tensors do not have. Several names lie one behind the
-other along the rows, the next dim, in equal shares. An empty tuple: files do not have the tensor.
+The first pattern that matches a tensor's name applies. `*` stands for the same text in the pattern and in the stored
+names. `{}` is the index along the tensor's dim 0 (the experts), which stored tensors lack. Several names are equal
+shares of the rows, the next dim, in order. An empty tuple: the tensor is not stored.
 """
 
 import re
@@ -21,25 +21,25 @@ from typing import NamedTuple
 from meshtrain.parallel.sharding import Part, Shape, local_slice, shape_of, within
 from meshtrain.parallel.tp_plan import LORA_A, LORA_B, plan_of
 
-ADAPTERS: Mapping[str, Sequence[str]] = {f"*.{own}.weight": () for own in (LORA_A, LORA_B)}  # those of LoRA
-FORMATS = ("original", "fused")  # in which transformers writes experts: its `save_original_format`
+ADAPTERS: Mapping[str, Sequence[str]] = {f"*.{own}.weight": () for own in (LORA_A, LORA_B)}  # LoRA's adapters
+FORMATS = ("original", "fused")  # formats in which transformers writes experts (`save_original_format`)
 Table = Mapping[str, Sequence[str]]
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a file, and the part of a tensor of the model that it holds."""
+    """A tensor of a file, and the part of a model's tensor that it holds."""
 
     name: str
     shape: Shape
     part: Part  # of the model's tensor; a scalar counts as one dim of size 1
 
     def slices(self, part: Part) -> Part:
-        """Where a part of its part lies in the stored tensor."""
+        """Where `part`, which lies within `self.part`, is in the stored tensor."""
         return within(part, self.part)[len(part) - max(1, len(self.shape)) :]
 
 
 def stored_tensors(name: str, shape: Shape, table: Table) -> list[StoredTensor]:
-    """What files have in the place of a model's tensor; together the parts cover each of its elements once.
+    """The stored tensors that make up a model's tensor; together their parts cover each of its elements once.
 
     Raises ValueError: the table does not fit the tensor.
     """
@@ -52,7 +52,7 @@ def stored_tensors(name: str, shape: Shape, table: Table) -> list[StoredTensor]:
     if {stored.count("{}") for stored in names} not in (set(), {0}, {1}):
         raise ValueError(f"stored_as: all of {list(names)} have to count with one '{{}}', or none")
     counted = any("{}" in stored for stored in names)
-    dims, rows = shape or (1,), int(counted)  # the dim along which several names lie
+    dims, rows = shape or (1,), int(counted)  # rows: the dim that several names divide
     if len(dims) <= rows or (names and dims[rows] % len(names)):
         raise ValueError(f"stored_as: {pattern!r} does not divide a tensor of the shape {list(shape)}")
     words = ["".join(chain(*zip(stored.split("*"), (*texts, ""), strict=True))) for stored in names]
@@ -65,13 +65,13 @@ def stored_tensors(name: str, shape: Shape, table: Table) -> list[StoredTensor]:
 
 
 def is_weight(name: str, table: Table) -> bool:
-    """Whether files have a tensor of the model: what is stored nowhere counts as none of its parameters either."""
+    """Whether files store a tensor of the model; one that is not stored does not count as a parameter either."""
     rule = _rule(name, table)
     return rule is None or bool(rule[1])
 
 
 def _rule(name: str, table: Table) -> tuple[str, Sequence[str], Sequence[str]] | None:
-    """The first pattern that matches, the stored names, and the texts that its '*' stand for."""
+    """The first pattern that matches, its stored names, and the texts that its '*' stand for."""
     for pattern, names in table.items():
         if match := re.fullmatch("(.*)".join(map(re.escape, pattern.split("*"))), name):
             return pattern, names, match.groups()
@@ -79,8 +79,8 @@ def _rule(name: str, table: Table) -> tuple[str, Sequence[str], Sequence[str]] |
 
 
 def table_of(model: type, file_format: str = "original") -> Table:
-    """The table of a model's class: `original`, as the files have it that the model is published with, or `fused`, each
-    tensor as in memory, but for those that are stored nowhere. transformers reads both."""
+    """The table of a model's class: `original`, as in the model's published files, or `fused`, tensors as in memory,
+    except those that are not stored. transformers reads both."""
     table: Table = {**ADAPTERS, **(plan_of(model, "stored_as") or {})}
     if file_format == "original":
         return table

@@ -1,4 +1,4 @@
-"""Checkpoints as the ranks of any layout write them, made by one process without any of these ranks."""
+"""Checkpoints as the ranks of any layout would write them, made by one process."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ def write_checkpoint(
     config: Mapping[str, Any] | None = None,
     **about: Any,
 ) -> Path:
-    """A checkpoint in the folder `where`, of these tensors by name; `about`: other fields of the manifest."""
+    """Writes a checkpoint of these tensors into the folder `where`; `about`: other fields of the manifest."""
     layout = Layout(sizes or {"dp_shard": 1})
     placements = {
         name: Placement(tuple(one.shape), KINDS[one.dtype], cuts(name, one), stages(name))

@@ -1,4 +1,4 @@
-"""For all tests of checkpoints: what is missing is missing, and not waited for."""
+"""For all checkpoint tests: missing files are reported at once, without retries over time."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A job of 4 ranks: parameters that lie over `fsdp`, `efsdp` or `ep`, which are no axes of the layout; prints what
+"""A job of 4 ranks with parameters sharded over `fsdp`, `efsdp` or `ep`, which are not axes of the layout; prints what
 failed.
 
 ... -m tests.checkpoint.derived_cases FOLDER
@@ -34,7 +34,7 @@ LAYOUTS = {
     "FSDP": {"dp_shard": 4},
     "DDP": {"dp_replicate": 4},
 }
-EXPERTS = {  # the same, and over how many ranks experts are dealt out
+EXPERTS = {  # (sizes, expert_parallel)
     "experts, FSDP": ({"dp_shard": 4}, 2),
     "experts over FSDP": ({"dp_shard": 4}, 4),
     "experts, HSDP over cp": ({"dp_replicate": 2, "cp": 2}, 2),
@@ -70,7 +70,7 @@ class Derived(Ranks):
         return state
 
     def matrix(self) -> None:
-        """Each layout loads what each has written, to the bit."""
+        """Each layout loads what each layout has written, bit for bit."""
         states = {kind: self.state_on(kind) for kind in (*LAYOUTS, *EXPERTS)}
         for kind, state in states.items():
             fill(state)

@@ -1,4 +1,4 @@
-"""Runs that are interrupted and gone on with: in the tests' own process, or one after another in a job:
+"""Runs that are interrupted and resumed: in the tests' own process, or one after another in a job:
 
     python tests/forked.py PROCESSES tests/checkpoint/going_on.py CASES.json RESULTS.json
 
@@ -30,7 +30,7 @@ from meshtrain.job.exit import job_exit
 from meshtrain.job.process import Job, join
 from meshtrain.job.signals import Signals
 
-# A model and its data so small that a step takes milliseconds. It draws random numbers of all three kinds.
+# A model and data so small that a step takes milliseconds. It draws from the generators of torch, numpy and Python.
 MODEL = """
 import random
 from dataclasses import dataclass
@@ -68,10 +68,10 @@ class Case:
     """A job of a run.
 
     Attributes:
-        interrupt: what happens in the update of step `at` on rank `rank`: a signal by its name, `STOP` for the file,
-            or a failure: `crash`, or `end`, which all ranks find.
-        record: a folder into which each rank writes what it has seen: a line of the step and the tokens per sample.
-        again: whether the launcher has started the job anew.
+        interrupt: what happens in the update of step `at` on rank `rank`: the name of a signal, `STOP` for the file, or
+            a failure: `crash`, or `end`, a TrainingError that all ranks agree on.
+        record: a folder into which each rank writes a line per sample that it has seen: the step and the tokens.
+        again: whether the launcher has restarted the job.
     """
 
     config: str
@@ -101,7 +101,7 @@ def small_run(folder: Path) -> Path:
 
 
 def run_case(case: Case, job: Job, signals: Signals | None = None) -> dict[str, Any]:
-    """Its exit status, or what was said when it was refused or failed."""
+    """Runs a case; returns its exit status, with the message if it was refused or failed."""
     try:
         config = Config.load(case.config, case.overrides, world_size=job.world_size, for_training=True)
         with interrupted(case, job.rank, Path(config.train.output)):
@@ -111,7 +111,7 @@ def run_case(case: Case, job: Job, signals: Signals | None = None) -> dict[str, 
 
 
 def alone(case: Case) -> dict[str, Any]:
-    """In this process, a world of one on its CPU."""
+    """Runs a case in this process, as a world of one on the CPU."""
     job = join(Environment("none", 0, 1, 0, "here", None, restarts=int(case.again)))
     job.device = torch.device("cpu")
     before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
@@ -119,18 +119,18 @@ def alone(case: Case) -> dict[str, Any]:
     try:
         return run_case(case, job, signals)
     finally:
-        signals.restore()  # else its alarm rings in the next run
+        signals.restore()  # else its alarm goes off in the next run
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-class Crash(Exception):  # noqa: N818  it stands for any
-    """What nobody has foreseen."""
+class Crash(Exception):  # noqa: N818  it stands for any exception
+    """An unexpected error."""
 
 
 @contextmanager
 def interrupted(case: Case, rank: int, output: Path) -> Iterator[None]:
-    """Around a run: its trainer does what the case says."""
+    """While active, the trainer of a run does what the case says."""
     plain = meshtrain.train.Trainer
 
     class Interrupted(plain):
@@ -164,7 +164,7 @@ def interrupt(how: str, output: Path) -> None:
 
 
 def write_down(file: Path, step: int, batches: Sequence[Batch]) -> None:
-    """The samples of a step that are no copies to fill up a batch."""
+    """Records the samples of a step, without copies that fill up a batch."""
     file.parent.mkdir(exist_ok=True)
     with file.open("a") as lines:
         for batch in batches:
@@ -174,12 +174,12 @@ def write_down(file: Path, step: int, batches: Sequence[Batch]) -> None:
 
 
 def written_down(folder: Path) -> list[str]:
-    """What all ranks have seen, sorted: `step tokens`."""
+    """The samples that all ranks have seen, as sorted lines `step tokens`."""
     return sorted(line for file in folder.iterdir() for line in file.read_text().splitlines())
 
 
 def faster() -> None:
-    """What a run does once, because it is long, is left out; and a file STOP is looked for in each step."""
+    """Leaves out what a run does only once because it takes long; and looks for a file STOP in each step."""
     meshtrain.run.step_logger.sample_flops = lambda *_: (None, "FLOPs are not counted")  # type: ignore[assignment]
     meshtrain.run.step_logger.peak_flops = lambda *_: (1.0, "a peak of 1 FLOP/s")  # type: ignore[assignment]
     meshtrain.run.results.plot_loss = lambda *_: "no picture is drawn"  # type: ignore[assignment]

@@ -1,16 +1,16 @@
-"""Kills a run again and again, at any moment, and sees that it ends as if nothing had happened.
+"""Kills a run again and again, at any moment, and checks that it ends as if nothing had happened.
 
     python tests/checkpoint/kill.py [--kills 50] [--seed 0] [--ranks 3] [--forked]
 
-A job of a small model saves its state in the background after every few steps. It is ended with SIGKILL, one rank of it
-or all processes, launcher included, and started again: while it starts or loads, in the middle of training, when a
-snapshot is taken, while files are written, and when the folder gets its name. Looked at are:
+A job of a small model saves its state in the background every few steps. One rank or all processes, launcher included,
+are ended with SIGKILL, and the job is started again: while it starts or loads, in the middle of training, when a
+snapshot is taken, while files are written, and when the folder is renamed. Checked are:
 
-- after each kill: no process is left, and the newest complete checkpoint is at most two intervals old (one may be under
-  way); the next start goes on from just that one
-- at the end: losses and norms of all steps, and the last checkpoint, have the bits of a run that nobody has killed
+- after each kill: no process is left, and the newest complete checkpoint is at most two intervals old (one may be in
+  progress); the next start resumes from exactly that one
+- at the end: losses and norms of all steps, and the last checkpoint, are bit-equal to those of a run never killed
 
-The second half of the kills is of a run that writes its checkpoints to local disks first.
+The second half of the kills is for a run that writes its checkpoints to local disks first.
 """
 
 import argparse
@@ -40,23 +40,23 @@ from tests.checkpoint.going_on import small_run  # noqa: E402
 from tests.launching import MARK, TORCHRUN, environment, kill_marked, wait_until_gone  # noqa: E402
 
 EVERY = 4  # steps between checkpoints
-AHEAD = 16  # the most steps that a job makes beyond those of the job before it until it is aimed at
-STEPS = 30  # of the run, for each kill: what is left behind the last of them is not killed
-LIMIT_S = 400.0  # for anything that is waited for, on a machine that does much else
-SHORT_S = 0.0003  # between two looks for files that exist for a moment
+AHEAD = 16  # the most steps beyond those of the previous job after which a job is killed
+STEPS = 30  # steps of the run per kill; those after the last kill run undisturbed
+LIMIT_S = 400.0  # for each wait, on a busy machine
+SHORT_S = 0.0003  # polling interval for files that exist for a moment
 MOMENTS = ("starting", "training", "snapshot", "writing", "rename")
 
 
 @dataclass(frozen=True)
 class Killed:
-    """What a kill met.
+    """The state in which a kill left the run.
 
     Attributes:
-        moment: at which it was aimed.
+        moment: the moment at which the kill was aimed.
         whom: "all", or the rank.
-        step: of the last row of metrics.jsonl; 0: there is none.
+        step: step of the last row of metrics.jsonl; 0: there is none.
         newest: the step of the newest complete checkpoint afterwards; 0: there is none.
-        left: what is there of an unfinished checkpoint.
+        left: the remains of unfinished checkpoints.
         local: whether checkpoints are written to local disks first.
     """
 
@@ -69,7 +69,7 @@ class Killed:
 
 
 class Job:
-    """A job under way."""
+    """A running job."""
 
     def __init__(self, command: list[str], log: Path) -> None:
         self.mark, self.log = uuid.uuid4().hex, log
@@ -85,7 +85,7 @@ class Job:
             )
 
     def until(self, there: Callable[[], bool], every_s: float) -> None:
-        """Looks again and again."""
+        """Polls until `there()` is true."""
         deadline = time.monotonic() + LIMIT_S
         while not there():
             assert self.process.poll() is None, f"the job ended before it was killed:\n{self.log.read_text()}"
@@ -93,12 +93,12 @@ class Job:
             time.sleep(every_s)
 
     def workers(self) -> list[int]:
-        """The processes of the ranks that have started, in their order: the launcher starts one after the other."""
+        """The pids of the ranks that have started, in rank order, since the launcher starts one after the other."""
         lists = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         return sorted(int(pid) for children in lists for pid in children.read_text().split())
 
     def kill(self, rank: int | None) -> str:
-        """Kills a rank, or everything; says what it was."""
+        """Kills a rank, or everything; returns which."""
         workers = self.workers()
         if rank is not None and rank < len(workers):
             os.kill(workers[rank], signal.SIGKILL)
@@ -108,7 +108,7 @@ class Job:
         return "all"
 
     def ended(self) -> int:
-        """The exit status, and no process of the job is there any more."""
+        """The exit status; asserts that no process of the job is left."""
         try:
             status = self.process.wait(LIMIT_S)
             left = wait_until_gone(self.mark)
@@ -137,7 +137,7 @@ class Run:
         return Job(self._command, self.folder.with_name(f"{self.folder.name}_{self._jobs}.log"))
 
     def step(self) -> int:
-        """Of the last row that is written to its end."""
+        """The step of the last complete row of metrics.jsonl."""
         try:
             with (self.folder / metrics.FILE).open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 4000))
@@ -147,7 +147,7 @@ class Run:
         return json.loads(lines[-1])["step"] if lines else 0
 
     def newest(self) -> int:
-        """The step of the newest complete checkpoint, local ones counted that all ranks have; 0: there is none."""
+        """The step of the newest complete checkpoint, including local ones that all ranks have; 0: there is none."""
         found = set(complete_steps(self.checkpoints)) if self.checkpoints.is_dir() else set()
         by_rank: list[set[tuple[int, str]]] = []
         for rank in self.local.glob("*/rank_*"):
@@ -162,7 +162,7 @@ class Run:
         return sorted(self.checkpoints.glob(".step_*.tmp"))
 
     def killed(self, moment: str, rng: random.Random) -> Killed:
-        """Starts a job, kills it, and looks at what is there then."""
+        """Starts a job, kills it, and checks what is left."""
         before, newest = self.step(), self.newest()
         job = self.start()
         try:
@@ -178,17 +178,17 @@ class Run:
         return found
 
     def _aim(self, job: Job, moment: str, target: int, rng: random.Random) -> None:
-        """Returns at the moment."""
+        """Waits for the moment."""
         if moment == "starting":
             job.until(lambda: len(job.workers()) == self._ranks, 0.02)
             time.sleep(rng.uniform(0.0, 0.5 if self._forked else 3.0))
             return
-        if moment == "snapshot":  # it follows on the row of its step
+        if moment == "snapshot":  # it follows the row of its step
             target += -target % EVERY
         job.until(lambda: self.step() >= target, 0.005)
         if moment == "writing":
             job.until(lambda: bool(self.unfinished()), SHORT_S)
-        if moment == "rename":  # the two last files are written, and then the folder is renamed
+        if moment == "rename":  # after the last two files are written, the folder is renamed
             newest = self.newest()
             last = rng.choice(("manifest.json", "COMPLETE", "none: when it has its name"))
 
@@ -200,25 +200,25 @@ class Run:
             time.sleep(rng.uniform(0.0, 0.01))
 
     def _check(self, job: Job, newest: int, found: Killed) -> None:
-        """What the job began with, and what it has lost."""
+        """Checks what the job started from, and what it has lost."""
         self.began_with(job, newest)
         assert found.newest >= newest, "a complete checkpoint is lost"
         assert found.step - found.newest <= 2 * EVERY, f"too many steps are lost: {found}"
 
     def began_with(self, job: Job, newest: int) -> None:
-        """As far as the job has come to say so, it went on from this step."""
+        """Asserts that the job, if it got so far as to say so, resumed from this step."""
         said = re.findall(r"goes on from \S+/step_(\d+): step (\d+)", job.log.read_text())
         assert all(int(step) == newest for pair in said for step in pair), f"{said}, not {newest}"
 
 
 def rows(folder: Path) -> list[tuple]:
-    """Of each step what must have the same bits."""
+    """The values of each step that must be bit-equal."""
     found = metrics.read(folder / metrics.FILE)
     return [(row["step"], row["loss"], row["grad_norm"], row["samples_digest"], row["tokens"]) for row in found]
 
 
 def compare(run: Run, whole: Run, steps: int) -> None:
-    """The run that was killed and the one that was not."""
+    """Compares the run that was killed with the one that was not."""
     assert [row[0] for row in rows(whole.folder)] == list(range(1, steps + 1))
     for row, expected in zip(rows(run.folder), rows(whole.folder), strict=True):
         assert row == expected, f"{row} where the run that was not killed has {expected}"
@@ -231,7 +231,7 @@ def compare(run: Run, whole: Run, steps: int) -> None:
 
 
 def go(folder: Path, *, kills: int, seed: int, ranks: int = 3, forked: bool = False) -> list[Killed]:
-    """Kills two runs, in `folder`, half as often each, and returns what each kill met."""
+    """Kills two runs in `folder`, each half of the times, and returns the outcome of each kill."""
     rng, config = random.Random(seed), small_run(folder)
     moments = [MOMENTS[i % len(MOMENTS)] for i in range(kills)]
     rng.shuffle(moments)

@@ -1,4 +1,4 @@
-"""Models on any layout whose state has known values: of each tensor they follow from its name alone."""
+"""Models on any layout whose state has known values, which depend on each tensor's name alone."""
 
 import zlib
 from pathlib import Path
@@ -23,7 +23,7 @@ from meshtrain.trainer import LossScale
 from tests.parity.experiments import QUICKSTART
 
 CPU = torch.device("cpu")
-# Sizes that 4 does not divide, an embedding that several stages hold, and blocks for 8 stages.
+# Sizes not divisible by 4, an embedding that several stages hold, and blocks for 8 stages.
 MODEL = (
     "model={name: llama, hidden_size: 24, intermediate_size: 30, num_hidden_layers: 6, num_attention_heads: 4, "
     "num_key_value_heads: 2, vocab_size: 42, tie_word_embeddings: true}",
@@ -56,7 +56,7 @@ ABOUT: dict[str, Any] = {
 
 
 def restore(checkpoint: Path, manifest: Manifest, state: State) -> None:
-    """As a run does it. All ranks call it."""
+    """Loads a checkpoint as a run does. All ranks call it."""
     read_shares(checkpoint, manifest, state)
     exchange(state)
 
@@ -77,14 +77,14 @@ def on(job: Job, layout: dict[str, int], *overrides: str, kind: str = "") -> Sta
 
 
 def whole(name: str, tensor: Placement) -> Tensor:
-    """The value of a tensor."""
+    """The known value of a tensor."""
     draws = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     values = torch.randn(tensor.dims, generator=draws, dtype=torch.float64)
     return (1000 * values).to(DTYPES[tensor.dtype])
 
 
 def fill(state: State) -> None:
-    """Gives all tensors their values."""
+    """Sets all tensors to their known values."""
     for held in state.shards:
         held.local.copy_(whole(held.name, held.placement)[held.part])
     state.loaded()
@@ -97,7 +97,7 @@ def clear(state: State) -> None:
 
 
 def wrong(state: State) -> list[str]:
-    """The tensors of this rank that do not have their values, to the bit."""
+    """This rank's tensors that are not bit-equal to their known values."""
     names = [
         held.name
         for held in state.shards

@@ -1,4 +1,4 @@
-"""A job of 2 ranks on two hosts, each with a disk of its own, that fails again and again; prints what each start found.
+"""A job of 2 ranks on two hosts with local disks that fails again and again; prints what each start found.
 
 python tests/forked.py 2 tests/checkpoint/local_cases.py CONFIG FOLDER
 """
@@ -35,11 +35,11 @@ class Start:
     """A start of a run.
 
     Attributes:
-        at: the step in which it fails; 0: in none.
-        harm: what happens then, as `what step`, with commas between.
-        refused: steps that the shared folder does not take from rank 1.
-        full: steps for which the shared folder has no room from the first.
-        own_full: whether the disk of rank 1 is full.
+        at: the step in which it fails; 0: it does not fail.
+        harm: damage done afterwards, as comma-separated `what step`.
+        refused: steps for which rank 1 cannot write to the shared folder.
+        full: steps for which the shared folder has no room at all.
+        own_full: whether the local disk of rank 1 is full.
     """
 
     run: str
@@ -57,13 +57,13 @@ STARTS = [
     Start("run", 17, own_full=True),
     Start("run", 19, "cut 18", refused=(18,)),
     Start("run", 0),
-    # Three copies of each: on the local disks, in the shared folder, in storage.
+    # Three copies of each checkpoint: on the local disks, in the shared folder, in object storage.
     Start("stored", 7, "manifest 6"),
     Start("stored", 11, "lost 0, shared 10"),
     Start("stored", 15, "file 14, storage 14"),
     Start("stored", 17, "lost 0, folder 16, storage 16"),
     Start("stored", 0),
-    # It begins with a checkpoint of another run, and the shared folder has none of its own.
+    # Starts from a checkpoint of another run; the shared folder has none of its own.
     Start("branch", 19, full=(18, 20)),
     Start("branch", 0),
 ]
@@ -87,7 +87,7 @@ def full(steps: Iterable[int]) -> Any:
 
 
 def harm(what: str, disk: Path, run: Path, store: Path, rank: int) -> None:
-    """Rank 1 spoils its own disk, and rank 0 the rest."""
+    """Rank 1 damages its local disk, rank 0 everything else."""
     kind, _, number = what.partition(" ")
     step = f"step_{int(number):07d}"
     if rank == 1 and kind == "lost":

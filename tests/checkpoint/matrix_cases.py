@@ -1,4 +1,4 @@
-"""Trains one run after another in one job; a run that goes on from a checkpoint first saves what it has loaded.
+"""Trains one run after another in one job; a run that resumes from a checkpoint first saves what it has loaded.
 
 python tests/forked.py PROCESSES tests/checkpoint/matrix_cases.py CELLS.json        [[config, [override, ...]], ...]
 """
@@ -19,7 +19,7 @@ from tests.checkpoint.going_on import faster
 
 
 class SavingAtOnce(Checkpointer):
-    """Writes the state with which a run goes on, as this layout holds it, before the first step."""
+    """Saves the state that a run resumes from, as this layout holds it, before the first step."""
 
     def __enter__(self) -> Checkpointer:
         if self._monitor.finished_step > 0:
@@ -31,7 +31,7 @@ class SavingAtOnce(Checkpointer):
 def main() -> None:
     faster()
     meshtrain.train.Checkpointer = SavingAtOnce  # type: ignore[misc]
-    fsdp.MIN_UNIT_SIZE = 0  # FSDP gathers each block by itself, as it does with larger ones
+    fsdp.MIN_UNIT_SIZE = 0  # FSDP gathers each block separately, as it does for larger ones
     job = join(read_environment(os.environ))
     with job_exit(job):
         for name, overrides in json.loads(Path(sys.argv[1]).read_text()):

@@ -1,8 +1,8 @@
-"""A job of 4 ranks that tests run: states on every layout of 4 ranks, saving together, loading; prints what failed.
+"""A job of 4 ranks for tests: states on every layout of 4 ranks, joint saves, loading; prints what failed.
 
 ... -m tests.checkpoint.ranks FOLDER state | save | load | killed
 
-For `load` there is a checkpoint of one process in FOLDER/one; those of 4 are left in FOLDER.
+`load` needs a checkpoint of one process in FOLDER/one, and leaves those of 4 ranks in FOLDER.
 """
 
 import errno
@@ -58,7 +58,7 @@ class Ranks(Cases):
     # state.py
 
     def parts(self, kind: str, layout: dict[str, int]) -> None:
-        """What is held is what the layout says, on the memory that is trained; all ranks list the same tensors."""
+        """Each rank holds the parts that the layout says, in the memory that is trained; all list the same tensors."""
         state = on(self.job, layout, "train.precision=float16", kind=kind)
         listed = self.job.gather(
             "comparing", [[name, *map(str, vars(one).values())] for name, one in state.placements.items()]
@@ -86,7 +86,7 @@ class Ranks(Cases):
     # rounds.Round
 
     def rounds(self) -> None:
-        """Whoever has given a value may go on; a thread may wait for the answer, or give up."""
+        """A rank that has put its value may go on; a thread may wait for the answer, or give up."""
         first, second, third = (self.job.round() for _ in range(3))
         answers: list[Any] = []
 
@@ -124,7 +124,7 @@ class Ranks(Cases):
     # save.py
 
     def training_goes_on(self) -> None:
-        """One rank's disk is slow: all go on with their collectives, and what is saved is the state as it was."""
+        """One rank's disk is slow: all go on with their collectives, and the saved state is that of the snapshot."""
         state = on(self.job, OF_4["HSDP"])
         fill(state)
         saver = self.saver(state, "slow")
@@ -146,7 +146,7 @@ class Ranks(Cases):
         self.load(state, "slow", 7)
 
     def one_rank_fails(self) -> None:
-        """The folder vanishes for one rank: no checkpoint, said with rank and path, and the one before stays."""
+        """The folder vanishes for one rank: no checkpoint, a message with rank and path, and the previous one stays."""
         own = self.place / f"way_of_rank_{self.job.rank}"
         target = self.place / "vanishing"
         target.mkdir(exist_ok=True)
@@ -184,7 +184,7 @@ class Ranks(Cases):
             self.job.gather("cleaning up", None)
 
     def full_disk(self) -> None:
-        """The disk of one rank is full: it writes again when the oldest checkpoint has gone, and the others do not."""
+        """The disk of one rank is full: only it writes again when the oldest checkpoint has been deleted."""
         state, written = on(self.job, OF_4["FSDP"]), []
         fill(state)
         saver = self.saver(state, "full", keep=Retention(keep_last=1), make_room=True)
@@ -213,7 +213,7 @@ class Ranks(Cases):
         self.load(state, "full", 3)
 
     def differ(self, kind: str, rank: int, name: str, names: str, others: str) -> None:
-        """One bit of one rank's copy is another: nothing is saved, and the rank and the tensor are named."""
+        """One bit of one rank's copy differs: nothing is saved, and the rank and the tensor are named."""
         state = on(self.job, OF_4[kind], kind=kind)
         fill(state)
         where = f"diverged_{kind}"
@@ -235,7 +235,7 @@ class Ranks(Cases):
         saver.close()
 
     def buffers_may_differ(self) -> None:
-        """Running statistics follow from a rank's own samples."""
+        """Running statistics depend on a rank's own samples, so they may differ."""
         import meshtrain
         from meshtrain.config.schema import Optimizer as Keys
         from meshtrain.optim.optimizer import Optimizer
@@ -243,7 +243,7 @@ class Ranks(Cases):
         torch.manual_seed(0)
         norm = nn.BatchNorm1d(5).eval()
         model = meshtrain.parallelize(nn.Sequential(nn.Linear(3, 5), norm), self.mesh)
-        norm.train()  # which parallelize would have refused
+        norm.train()  # afterwards, since parallelize would refuse it
         state = State(model, Optimizer(model, Keys(), self.mesh, 1), self.mesh, self.job)
         model(torch.full((4, 3), float(self.job.rank)))
         means = self.job.gather("comparing", model[1].running_mean.tolist())
@@ -254,7 +254,7 @@ class Ranks(Cases):
         saver.close()
 
     def too_late(self, rank: int, stage: str) -> None:
-        """One rank hangs on its disk: all give the save up in the same words, and the next one when it is back."""
+        """One rank hangs on its disk: all give up the save with the same message; when it is back, saves work again."""
         go = threading.Event()
 
         def hang(*arguments: Any) -> Any:
@@ -295,7 +295,7 @@ class Ranks(Cases):
         self.equal(wrong(state), [], f"{where} -> {state.layout}")
 
     def matrix(self) -> None:
-        """Each layout loads what each has written, and what one process has, to the bit."""
+        """Each layout loads what each layout and one process have written, bit for bit."""
         states = {kind: on(self.job, layout, kind=kind) for kind, layout in OF_4.items()}
         for kind, state in states.items():
             fill(state)
@@ -308,7 +308,7 @@ class Ranks(Cases):
                 self.load(state, where, 4)
 
     def streamed(self) -> None:
-        """Without a copy in host memory the files have the same bytes."""
+        """Without a copy in host memory, the files have the same bytes."""
         for kind in ("HSDP", "V", "pp x tp"):
             state = on(self.job, OF_4[kind], kind=kind)
             fill(state)
@@ -321,7 +321,7 @@ class Ranks(Cases):
             self.that(both[0] == both[1], f"{kind}: the same file")
 
     def only_what_is_needed(self) -> None:
-        """The bytes that all ranks together read are those of the checkpoint, whatever copies the layout has."""
+        """All ranks together read each byte of the checkpoint once, however many copies the layout has."""
         read, counted = Shard.read_bytes, [0]
 
         def counting(shard: Shard, name: str, begin: int, into: memoryview) -> None:
@@ -334,13 +334,13 @@ class Ranks(Cases):
                 self.load(state, "DDP", 4)
             total = sum(self.job.gather("counting", counted[0]))
             sizes = sum(Entry(name, x.dtype, x.shape).nbytes for name, x in state.placements.items())
-            if "tp" in kind:  # it reads columns of rows that were written whole, in stretches
+            if "tp" in kind:  # ranks read whole contiguous rows to get their columns
                 self.that(total >= sizes, f"{kind}: {total} of {sizes} bytes")
                 continue
             self.equal(total, sizes, f"bytes read by {kind}")
 
     def killed(self) -> None:
-        """The last case: a rank dies while it writes."""
+        """A rank dies while it writes. Must be the last case."""
         state = on(self.job, OF_4["FSDP"])
         saver = self.saver(state, "killed")
         saver.save(1, ABOUT, wait=True)

@@ -1,4 +1,4 @@
-"""A job of 2 ranks on two hosts of its own making, of which one reads a checkpoint badly; prints what each start said.
+"""A job of 2 ranks on two simulated hosts, one of which misreads a checkpoint; prints what each start reported.
 
 python tests/forked.py 2 tests/checkpoint/reading_cases.py CONFIG FOLDER
 """
@@ -26,7 +26,7 @@ NEWEST = "step_0000004"
 
 @contextmanager
 def badly(rank: int, how: str, times: int) -> Iterator[None]:
-    """This process opens its file of the newest checkpoint so often in vain, or sees other bytes of it."""
+    """This process fails `times` times to open its file of the newest checkpoint, or reads wrong bytes of it."""
     plain_open, plain_read, left = os.open, os.preadv, [times]
 
     def opened(path: Any, *rest: Any) -> int:
@@ -74,7 +74,7 @@ def main(config: str, folder: str) -> None:
             Path(folder, "results.json").write_text(json.dumps(results))
 
 
-# The rank on whose host it happens, what, how often.
+# (rank on whose host it happens, what happens, how often)
 CASES = [
     (1, "stale", 1),
     (1, "stale", 99),

@@ -1,6 +1,6 @@
-"""Run under torchrun with configs and one layout for each: prints what every rank holds of each parameter.
+"""Run under torchrun with configs and one layout for each: prints which part of each parameter every rank holds.
 
-Of each parameter a list: two stages of a rank may both hold a tied one.
+Each parameter has a list of parts, since two stages of a rank may both hold a tied parameter.
 """
 
 import json

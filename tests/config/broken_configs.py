@@ -1,7 +1,7 @@
-"""Broken configs, and what has to be said about each: every error with its line, what is wrong, and a way out.
+"""Broken configs, and the errors to be reported for each: with the line, what is wrong, and a way out.
 
-`MODEL` stands for the path of the model file below. `plus(...)` puts a text behind the three lines that every config
-needs, so the text begins at line 4. A line of 0 is the command line.
+`MODEL` stands for the path of the model file below. `plus(...)` appends a text to the three lines that every config
+needs, so the text begins at line 4. Line 0 is the command line.
 """
 
 from pathlib import Path
@@ -46,7 +46,7 @@ def check(config):
     return []
 """
 
-# Behind the model file: a model with one layer, and plans for it.
+# Appended to the model file: a model with one layer, and plans for it.
 ONE_LAYER = """
 class Layer:
     in_features = out_features = 8
@@ -786,7 +786,7 @@ MANY = Broken(
 
 LONG, ZEROS = "x" * 256, "1" + "0" * 50
 LLAMA = "{name: llama, rope_scaling: {rope_type: llama3, factor: 2, %s}}"
-# Each of these was a traceback, a hang, a folder called ~, or another experiment.
+# Each of these used to cause a traceback, a hang, a folder called ~, or another experiment.
 HOSTILE = [
     one(
         "a key twice in rope_scaling",

@@ -8,7 +8,7 @@ from hypothesis import settings
 from meshtrain.config import Data
 from meshtrain.data import OpenData, open_data
 
-# A busy machine is no failure.
+# No deadlines: a busy machine is not a failure.
 settings.register_profile("data", deadline=None)
 settings.load_profile("data")
 

@@ -1,4 +1,4 @@
-"""Doctors one after the other on one host of the tests, without importing torch for each: a JSON line in, one out."""
+"""Runs doctors one after the other on a test host, importing torch only once: a JSON line in, a JSON line out."""
 
 import argparse
 import importlib
@@ -16,7 +16,7 @@ from meshtrain.doctor.torchrun_options import read_place
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_arguments(parser)
-    importlib.import_module("torch")  # so that both hosts are as quick from now on
+    importlib.import_module("torch")  # so that both hosts are equally fast from now on
     print("ready", flush=True)
     for line in sys.stdin:
         task = json.loads(line)

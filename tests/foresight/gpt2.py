@@ -1,4 +1,4 @@
-"""A user's own model with a GPT-2's blocks: LayerNorm, biases, one projection for q, k and v, learned positions."""
+"""A user's model with GPT-2's blocks: LayerNorm, biases, one projection for q, k and v, learned positions."""
 
 from dataclasses import dataclass
 

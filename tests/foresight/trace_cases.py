@@ -1,8 +1,8 @@
-"""Steps of real processes with real CPU tensors, whose live bytes a trace has to equal.
+"""Steps of real processes with real CPU tensors, whose live bytes the trace must match.
 
     torchrun ... trace_cases.py CASES.json FOLDER        {name: [config, [override, ...]], ...}
 
-Each rank writes what it has seen of every case.
+Each rank writes its measurements of every case.
 """
 
 import json
@@ -29,7 +29,7 @@ to = Batch.to
 
 
 def copied(self: Batch, device: torch.device, dtype: torch.dtype, first: bool, last: bool) -> Batch:
-    """As to a GPU: the batch on the device is another one than that of the host."""
+    """Copies a batch as to a GPU, where the device's batch is another one than the host's."""
 
     def copy(x: torch.Tensor | AttentionContext | None) -> torch.Tensor | AttentionContext | None:
         return x.clone() if isinstance(x, torch.Tensor) else x and x.apply(torch.clone)
@@ -42,13 +42,13 @@ def copied(self: Batch, device: torch.device, dtype: torch.dtype, first: bool, l
 
 
 def in_turn(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Experts that are equally loaded, as a trace takes them to be."""
+    """Chooses experts round-robin: equally loaded, as a trace assumes."""
     slots = torch.arange(scores.shape[:-1].numel() * count)
     return (slots % scores.shape[-1]).view(*scores.shape[:-1], count)
 
 
 def of_host(step: TracedStep, x: torch.Tensor | AttentionContext) -> None:
-    """What of a GPU's run would be on the host does not count."""
+    """Excludes tensors from the count that would be on the host in a GPU run."""
     for tensor in (x,) if isinstance(x, torch.Tensor) else vars(x).values():
         if isinstance(tensor, torch.Tensor):
             step.live._alive[tensor.untyped_storage()._cdata] = None, 0, "host"

@@ -1,4 +1,4 @@
-"""What steps are traced of, and compared with."""
+"""Small configs whose steps are traced and compared with real ones."""
 
 BATCH = ("batch.global_size=8", "batch.micro_size=2", "parallel.verify=false")
 LLAMA = (
@@ -10,7 +10,7 @@ LLAMA = (
     "data.seq_len=32",
     *BATCH,
 )
-# The configs in the small.
+# The configs, with overrides that make them small.
 SMALL = {
     "configs/quickstart.yaml": LLAMA,
     "configs/moe.yaml": ("model.num_hidden_layers=2", "data.seq_len=32", *BATCH),

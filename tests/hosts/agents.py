@@ -1,4 +1,4 @@
-"""torchrun on several hosts that are namespaces of this machine, and a small run for it."""
+"""torchrun on several hosts that are namespaces of this machine, and a small run to train."""
 
 import subprocess
 import time
@@ -12,7 +12,7 @@ from tests.launching import ROOT, TORCHRUN, environment
 from tests.nethosts import Network, why_not
 
 REASON = why_not()
-# What every test here needs; starting torch on 3 hosts takes a while on 2 cores, and longer on busy ones.
+# Marks of every test here; starting torch on 3 hosts takes a while on 2 cores, and longer on busy ones.
 needs_hosts = [
     pytest.mark.cluster,
     pytest.mark.timeout(420),
@@ -52,7 +52,7 @@ class Model(nn.Module):
 
 
 def small_run(folder: Path) -> Path:
-    """A config in a folder, with a model and a text of its own; steps take milliseconds, or what `model.pace` says."""
+    """A config in a folder, with a model and a text of its own; a step takes milliseconds, or as `model.pace` says."""
     (folder / "model.py").write_text(MODEL)
     (folder / "text.txt").write_text(
         "".join(f"{i * i} and {i**3 % 1009} make {i * 7919 % 10007}.\n" for i in range(400))
@@ -89,11 +89,11 @@ class Agent:
 
     @property
     def torchrun(self) -> int:
-        """The number of torchrun itself: nsenter, which has started it in the host's processes, is its parent."""
+        """The pid of torchrun itself; its parent is nsenter, which started it in the host's namespaces."""
         return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text())
 
     def ends(self, seconds: float = 180) -> int:
-        """Its exit status, within so many seconds."""
+        """Waits up to `seconds` for its exit status."""
         return self.process.wait(seconds)
 
 
@@ -106,7 +106,7 @@ class Agents:
         self.agents: list[Agent] = []
 
     def start(self, host: int, launch: str, *run: str, variables: Mapping[str, str] | None = None) -> Agent:
-        """torchrun with the options `launch` on a host, to train what the words `run` say into the folder `run`."""
+        """Starts torchrun with the options `launch` on a host, to train with the arguments `run` into `self.run`."""
         log = self.folder / f"agent_{len(self.agents)}_on_node{host}.log"
         command = [*TORCHRUN, *launch.split(), "-m", "meshtrain.train", *run, f"train.output={self.run}"]
         self.agents.append(Agent(self.network, host, log, command, variables or {}))
@@ -118,18 +118,18 @@ class Agents:
 
     @property
     def printed(self) -> str:
-        """Everything, for messages of tests too."""
+        """The output of all agents, also for messages of tests."""
         return "\n".join(f"--- node{agent.host}\n{agent.printed}" for agent in self.agents)
 
     def wait(self, what: Callable[[], bool], seconds: float = 180) -> None:
-        """Until something has come true while all agents still run."""
+        """Waits until `what()` is true."""
         deadline = time.monotonic() + seconds
         while not what():
             assert time.monotonic() < deadline, f"did not happen within {seconds} s\n{self.printed}"
             time.sleep(0.05)
 
     def end(self, *agents: Agent, seconds: float = 240) -> None:
-        """All these agents end well."""
+        """Asserts that all these agents exit with status 0."""
         deadline = time.monotonic() + seconds
         for agent in agents:
             try:
@@ -140,7 +140,7 @@ class Agents:
 
 
 class Pace:
-    """A file that says how many seconds the model takes for a forward, also for one that is under way."""
+    """A file that says how many seconds a forward of the model takes, also for one in progress."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "pace"
@@ -163,7 +163,7 @@ def rows(run: Path) -> list[dict]:
 
 
 def same_as(run: Path, reference: Path, tolerance: float = 1e-9) -> None:
-    """The same losses, gradients and samples in the same steps."""
+    """Asserts the same losses, gradient norms and samples in the same steps."""
     many, one = rows(run), rows(reference)
     assert [row["step"] for row in many] == [row["step"] for row in one]
     assert [row["samples_digest"] for row in many] == [row["samples_digest"] for row in one]

@@ -1,7 +1,7 @@
-"""Run under torchrun: weights read and written by several ranks, layout after layout; prints what failed.
+"""Run under torchrun: several ranks read and write weights, layout after layout; prints what failed.
 
-    huggingface_cases.py FOLDER: NAME/weights there are models, whose logits for tokens.pt are in NAME/logits.pt,
-    and NAME/checkpoints checkpoints of the same weights
+    huggingface_cases.py FOLDER, which holds models in NAME/weights, their logits for tokens.pt in NAME/logits.pt, and
+    checkpoints of the same weights in NAME/checkpoints
 
 Each cell loads a model, compares its logits, writes it in several files and compares tensor by tensor; then it loads
 the checkpoint and compares again.
@@ -35,7 +35,7 @@ from meshtrain.parallel.sharding import local_part
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.run import weights_export as export
 
-LAYOUTS: dict[int, list[tuple[dict[str, int], str]]] = {  # with the schedule of a pipeline
+LAYOUTS: dict[int, list[tuple[dict[str, int], str]]] = {  # (sizes, pipeline schedule)
     2: [({"dp_shard": 2}, ""), ({"dp_replicate": 2}, ""), ({"tp": 2}, ""), ({"pp": 2}, "1f1b"), ({"pp": 2}, "zbv")],
     3: [({"dp_shard": 3}, ""), ({"tp": 3}, "")],
     4: [
@@ -49,7 +49,7 @@ LAYOUTS: dict[int, list[tuple[dict[str, int], str]]] = {  # with the schedule of
         ({"dp_replicate": 2, "pp": 2}, "1f1b"),
     ],
 }
-OF_EXPERTS: dict[int, list[tuple[dict[str, int], str, int]]] = {  # and the ranks over which they are dealt out
+OF_EXPERTS: dict[int, list[tuple[dict[str, int], str, int]]] = {  # (sizes, schedule, expert_parallel)
     2: [({"dp_shard": 2}, "", 1), ({"dp_replicate": 2}, "", 2), ({"tp": 2}, "", 2), ({"pp": 2}, "zbv", 1)],
     3: [],
     4: [
@@ -80,7 +80,7 @@ class Counted:
 
 
 def read(name: str, schedule: str, job: Job, origin: str = "weights") -> Config:
-    """A run that starts from the weights of a folder."""
+    """The config of a run that starts from the weights of a folder."""
     kind = json.loads((folder / name / "weights" / "config.json").read_text())["model_type"]
     text = f"model: {{name: {kind}, weights: {folder / name / origin}}}\nbatch: {{global_size: 8, micro_size: 1}}\n"
     text += f"train: {{steps: 1}}\ndata: {{seq_len: 32}}\npipeline: {{schedule: {schedule or '1f1b'}}}\n"
@@ -96,7 +96,7 @@ def parts(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
 
 
 def read_their_parts_only(models: list[nn.Module], whole: nn.Module, name: str) -> bool:
-    """Loads once more, with every file counted."""
+    """Loads again, counting the values read from every file."""
     files: list[Counted] = []
     really = huggingface.safe_open
 
@@ -117,13 +117,13 @@ def read_their_parts_only(models: list[nn.Module], whole: nn.Module, name: str) 
 
 
 def values_to_read(models: list[nn.Module]) -> int:
-    """This rank's parts of all that files have."""
+    """The number of values in this rank's parts of all stored tensors."""
     tensors = [item for model in models for item in huggingface.named_tensors(model).items()]
     return sum(local_part(tensor)[0].numel() for (name, *_), tensor in tensors if not name.endswith(".loads"))
 
 
 def checkpoint_read(config: Config, mesh: Mesh, job: Job) -> tuple[nn.Module, bool]:
-    """The model of a checkpoint's weights, and whether each rank reads the parts that it holds and no more."""
+    """The model of a checkpoint's weights, and whether this rank read exactly the parts that it holds."""
     values = 0
     really = checkpoint_weights.read_part
 
@@ -153,7 +153,7 @@ def logits_agree(model: nn.Module, name: str) -> bool:
 
 
 def exports(model: nn.Module, config: Config, name: str, mesh: Mesh, job: Job) -> bool:
-    """Writes in several files, over an export of another layout, and compares all with what was loaded."""
+    """Exports to several files, replacing an export of another layout, and compares with what was loaded."""
     out = folder / name / "export"
     module = model_file(config.model.name)
     described = module.to_hugging_face(module.Config(**config.model.keys))
@@ -162,12 +162,12 @@ def exports(model: nn.Module, config: Config, name: str, mesh: Mesh, job: Job) -
     wanted = {k: v for path in (folder / name / "weights").glob("*.safetensors") for k, v in load_file(path).items()}
     several = len(list(out.glob("*.safetensors"))) > 1
     same = found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
-    job.gather("comparing", str(mesh.layout))  # nobody writes the next one before all have looked
+    job.gather("comparing", str(mesh.layout))  # no rank writes the next export before all have compared
     return several and same
 
 
 def fails_on_all(model: nn.Module, mesh: Mesh, job: Job) -> bool:
-    """One writer's disk is full."""
+    """Whether an export fails on all ranks, and leaves nothing, if one writer's disk is full."""
     really = export_folder.write_all
 
     def full(file: Any, data: Any) -> None:

@@ -1,4 +1,4 @@
-"""A classifier of the digits with a batch norm, whose result depends on which samples are together."""
+"""A classifier of the digits with a batch norm, whose output depends on which samples share a batch."""
 
 from dataclasses import dataclass
 

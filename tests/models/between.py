@@ -1,4 +1,4 @@
-"""A llama with parameters between its column-wise and row-wise layers: norms of q and k, and a scale in the MLP."""
+"""A Llama with parameters between its column-wise and row-wise layers: norms of q and k, and a scale in the MLP."""
 
 from dataclasses import dataclass
 

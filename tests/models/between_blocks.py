@@ -1,5 +1,5 @@
-"""A llama with something of its own around the blocks: Gemma's scale of the embedding and its soft cap of the logits,
-and the like, in the model's forward or inside of its blocks, as `tweak` says.
+"""A Llama with extra operations between its blocks, such as Gemma's scaling of the embedding and soft cap of the
+logits, in the model's forward or inside its blocks, as `tweak` says.
 """
 
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ class Model(llama.Model):
 
 
 class RotaryEmbedding(nn.Module):
-    """As Hugging Face has it: a module without parameters, in no block."""
+    """As in Hugging Face's models: a module without parameters that belongs to no block."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()

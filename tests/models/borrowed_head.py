@@ -1,4 +1,4 @@
-"""A llama without a head of its own: its forward computes the logits with the embedding's weight."""
+"""A Llama without a head of its own: its forward computes the logits with the embedding's weight."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""A llama whose layers look at the embedding's output too: keys and values read another tensor than queries."""
+"""A Llama whose layers also attend to the embedding's output: keys and values come from another tensor than queries."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""A llama of which some blocks, or single layers, are frozen: matched by name, as `frozen` says."""
+"""A Llama in which some blocks or single layers are frozen: those whose names match the patterns `frozen`."""
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

@@ -1,4 +1,4 @@
-"""A small language model that drops in every way but meshtrain's: functions, attention's own, torch's modules."""
+"""A small language model with every kind of dropout but meshtrain's: functional, in attention, torch's modules."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""A llama that keeps gate and up in one weight: its rows cannot be split as if they were one layer's."""
+"""A Llama with gate and up fused in one weight, whose rows cannot be split like those of a single layer."""
 
 from dataclasses import dataclass
 

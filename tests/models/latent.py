@@ -1,4 +1,4 @@
-"""A DeepSeek-V3 without experts, which tensor parallelism without sequence parallelism does not take."""
+"""A DeepSeek-V3 without experts, since tensor parallelism without sequence parallelism does not support experts."""
 
 from meshtrain.config.locate import model_file
 

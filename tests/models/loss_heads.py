@@ -1,4 +1,4 @@
-"""A llama that does something of its own with its head or with its logits, as `tweak` says."""
+"""A Llama with an unusual treatment of its head or its logits, as `tweak` says."""
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ class Model(between_blocks.Model):
     def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
         logits = super().forward(tokens, positions, documents)
         match self.tweak:
-            case "loss":  # which is attached in a step alone
+            case "loss":  # attached in training steps only
                 logits = attach(logits, "z", logits.logsumexp(-1).square())
             case "twice":
                 self.lm_head(torch.zeros_like(logits[..., : self.config.hidden_size]))

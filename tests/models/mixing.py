@@ -1,5 +1,5 @@
-"""A model that mixes tokens outside of its parallel layers (each sees the mean of those before it) and has learned
-positions: with a part of the sequence on each rank it would be another model."""
+"""A model that mixes tokens outside its parallel layers (each sees the mean of the tokens before it) and has learned
+positions: with a part of the sequence on each rank it would compute something else."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ init_plan = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
 
 
 @dataclass(frozen=True)
-class Config(model_file("llama").Config):  # whose keys the configs have
+class Config(model_file("llama").Config):  # the configs have Llama's keys
     learned_positions: int = 48  # 0: none
 
 

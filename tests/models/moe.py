@@ -1,4 +1,4 @@
-"""A llama of whose layers all but the first have experts: with a sigmoid, a corrected bias and groups, or a softmax."""
+"""A Llama with experts in all layers but the first: sigmoid routing with a bias correction and groups, or softmax."""
 
 from dataclasses import dataclass
 

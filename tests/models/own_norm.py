@@ -1,4 +1,4 @@
-"""A llama whose feed-forward has a norm of its own input: beside both layers of the plan, and not between them."""
+"""A Llama whose feed-forward normalizes its own input: the norm is before both layers of the plan, not between them."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn

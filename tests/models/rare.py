@@ -1,4 +1,4 @@
-"""A classifier of the digits in which a layer works on bright images only, and is not run where there are none."""
+"""A classifier of the digits with a layer for bright images only, which is not run for a batch without any."""
 
 from dataclasses import dataclass
 

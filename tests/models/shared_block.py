@@ -1,4 +1,4 @@
-"""A llama of three layers, of which the first and the last are one module, or two with the same parameters."""
+"""A Llama of three layers; the first and the last are the same module, or two modules with the same parameters."""
 
 from dataclasses import dataclass
 

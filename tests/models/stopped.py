@@ -1,4 +1,4 @@
-"""A llama whose second layer hands no gradient back, and of whose last layer one weight is made of two parameters."""
+"""A Llama whose second layer passes no gradient back, and whose last layer computes one weight from two parameters."""
 
 import warnings
 from typing import Any
@@ -21,5 +21,5 @@ class Model(llama.Model):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.model.layers[1] = Stopped(config)
-        with warnings.catch_warnings(action="ignore"):  # of the older one, which works by hooks
+        with warnings.catch_warnings(action="ignore"):  # the deprecated version, which works by hooks
             nn.utils.weight_norm(self.model.layers[-1].mlp.up_proj)

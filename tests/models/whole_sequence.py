@@ -1,4 +1,4 @@
-"""A llama whose embedding and head are not split: nothing gives a rank its part of the sequence."""
+"""A Llama whose embedding and head are not split, so that nothing splits the sequence over ranks."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Run under torchrun: torch's optimizers in one's own loop, on `tp` with and without `dp_shard`; tells failures."""
+"""Run under torchrun: torch's optimizers in a user's loop, on `tp` with and without `dp_shard`; prints failures."""
 
 import json
 from typing import Any
@@ -15,7 +15,7 @@ from meshtrain.optim import clip_gradients, param_groups
 from meshtrain.parallel import fsdp
 from tests.parallel.tensor_parallel_cases import small_llama
 
-fsdp.MIN_UNIT_SIZE = 0  # each block by itself
+fsdp.MIN_UNIT_SIZE = 0  # make each block an FSDP unit
 KINDS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.AdamW, {"foreach": True}),
     (torch.optim.AdamW, {"fused": True}),

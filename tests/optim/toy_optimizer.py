@@ -1,4 +1,4 @@
-"""meshtrain.train with an optimizer of one's own, which needs whole matrices and keeps more than one kind of state."""
+"""meshtrain.train with a user's optimizer, which needs whole matrices and keeps several kinds of state."""
 
 import sys
 from dataclasses import replace
@@ -12,7 +12,7 @@ from meshtrain.parallel.sharding import ParameterSpec
 
 
 class NormalizedMomentum(UpdateRule):
-    """Matrices move by their momentum over the largest norm that it ever had; vectors by their gradient."""
+    """Updates matrices by their momentum divided by its largest norm so far, and vectors by their gradient."""
 
     title = "normalized momentum"
 
@@ -38,6 +38,6 @@ class NormalizedMomentum(UpdateRule):
 
 if __name__ == "__main__":
     OPTIMIZERS["normalized"] = "tests.optim.toy_optimizer:NormalizedMomentum"
-    from meshtrain.train import main  # which reads the names of optimizers
+    from meshtrain.train import main  # after the registration: reads the names of optimizers
 
     sys.exit(main(sys.argv[1:]))

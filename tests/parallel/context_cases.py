@@ -1,4 +1,4 @@
-"""Run as a job: attention over sharded sequences against one process's attention; prints what failed."""
+"""Run as a job: attention over sharded sequences against attention in one process; prints what failed."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ from meshtrain.parallel.context.attention import _context_attention_backward
 from meshtrain.parallel.context.kernels import Block
 
 B, H, E = 2, 12, 8
-# Lengths of documents, row by row; the last goes on to the end.
+# Lengths of documents per row; the last one extends to the end.
 DOCUMENTS: dict[str, list[list[int]] | None] = {
     "causal": None,
     "documents": [[3, 11, 2, 1, 1, 17], [25, 4]],
@@ -35,14 +35,14 @@ DOCUMENTS: dict[str, list[list[int]] | None] = {
     "ends at chunks": [[4] * 25, [8] * 13],
     "short": [[5] * 20, [7] * 15],
     "halves": [[24, 99], [24, 99]],
-    "returning": [[5, 9, 4, 20], [11, 3, 9, 2]],  # the first again, and the second
+    "returning": [[5, 9, 4, 20], [11, 3, 9, 2]],  # documents 0 and 1 alternate
 }
-# Against float32 16 bits may be off by ten of their roundings: of scores, of probabilities, and of what blocks return.
+# In 16 bits, results may be off by ten roundings from float32: of scores, of probabilities, and of blocks' results.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 10 * 2**-8, torch.float16: 10 * 2**-11}
 
 
 class SegmentBySegment(kernels._Flash):
-    """Flash attention of variable length as it is written: on any device, in any type."""
+    """Variable-length flash attention, written out segment by segment: on any device, in any dtype."""
 
     def run(self, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
         q, k, v = inputs[:3]
@@ -95,7 +95,7 @@ class Cases:
         self.failures: list[str] = []
 
     def close(self, actual: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
-        """By the largest difference, as a share of the largest value if that is above 1."""
+        """Compares by the largest difference, relative to the largest value if that is above 1."""
         self.checked += 1
         off = largest(actual.double() - expected.double()) if actual.shape == expected.shape else torch.inf
         if not off <= tolerance * max(1.0, largest(expected)):
@@ -107,18 +107,18 @@ class Cases:
             self.failures.append(f"rank {self.mesh.rank}: {what}: {actual} and not {expected}")
 
     def tell(self) -> None:
-        """One line for the test that started this job."""
-        row = {"checked": self.checked, "failures": self.failures[:20]}  # a line that a pipe takes in one piece
+        """Prints one line for the test that started this job."""
+        row = {"checked": self.checked, "failures": self.failures[:20]}  # short enough for one atomic write to a pipe
         print(json.dumps(row) + "\n", end="", flush=True)
 
 
 def largest(x: Tensor) -> float:
-    """Of no numbers (a rank may have padding alone) 0."""
+    """The largest absolute value; 0 for an empty tensor, since a rank may have only padding."""
     return float(x.abs().max()) if x.numel() > 0 else 0.0
 
 
 def documents_of(name: str, s: int) -> Tensor | None:
-    """(b, s) int64."""
+    """The document numbers, (b, s) int64; None for a purely causal mask."""
     rows = DOCUMENTS[name]
     if rows is None:
         return None
@@ -128,7 +128,7 @@ def documents_of(name: str, s: int) -> Tensor | None:
 
 
 class Sent:
-    """Bytes that this rank sends meanwhile over `cp`: as they are counted, and as they are sent."""
+    """Bytes that this rank sends over `cp` while active: as counted, and as really sent."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh, self._send, self.sent = mesh, dist.isend, 0
@@ -148,7 +148,7 @@ class Sent:
 
 
 class Case:
-    """Queries, keys and values of a whole sequence, the same on every rank, and what one process makes of them."""
+    """Queries, keys and values of a whole sequence, the same on every rank, and the results of one process."""
 
     device = torch.device("cpu")
 
@@ -171,8 +171,8 @@ class Case:
         return Batch.of((tokens, tokens, self.documents), tokens + 1)
 
     def traveling(self, parts: int, index: int) -> tuple[int, int]:
-        """By the rules of `meshtrain.data.sequence`: how often others of `parts` ranks see a chunk of this one, and how
-        many of theirs it sees. Where documents return, all are taken to be seen."""
+        """By the rules of `meshtrain.data.sequence`: how often other ranks of `parts` see a chunk of this rank, and how
+        many of theirs it sees. If documents return, all chunks count as seen."""
         padded = padded_length(self.s, dist.get_world_size())
         chunk = padded // (2 * parts)
         first = [0] * (2 * parts)
@@ -189,7 +189,7 @@ class Case:
         )
 
     def sharded(self, cp: ContextParallel) -> tuple[list[Tensor], Tensor, ShardedContext]:
-        """This rank's leaves, the gradient of its output, and the record; zeros where there is padding."""
+        """This rank's q, k and v as leaves, the gradient of its output, and its context; padding is zero."""
         own = cp.positions(self.s)
         longer = padded_length(self.s, cp.size, cp.tp) - self.s
         *qkv, grad = (torch.nn.functional.pad(x, (0, 0, 0, longer))[:, :, own] for x in (*self.qkv, self.grad))
@@ -200,8 +200,8 @@ class Case:
 
 
 def check(cases: Cases, case: Case, *, as_on_gpus: bool = False, **way: Any) -> None:
-    """One rank's part of a case: its numbers, what it sends and what it keeps. `as_on_gpus`: by collectives, which
-    gloo has too."""
+    """Checks one rank's part of a case: values, bytes sent, and memory kept. `as_on_gpus`: with collectives, which gloo
+    has, too."""
     cp = ContextParallel(cases.mesh, **way)
     by_messages = case.device.type == "cpu" and not as_on_gpus
     for group in cp.groups.values():
@@ -240,7 +240,7 @@ def check(cases: Cases, case: Case, *, as_on_gpus: bool = False, **way: Any) -> 
 
 
 def shards(cases: Cases) -> None:
-    """What a model gets of a batch: its own positions, targets shifted before, padding without a target."""
+    """A rank's shard of a batch: its own positions, targets shifted before sharding, padding without targets."""
     mesh = cases.mesh
     cp = ContextParallel(mesh)
     s = 8 * mesh.size("cp") - 3
@@ -288,7 +288,7 @@ class Mixer(nn.Module):
 
 
 def recomputed_and_compiled(cases: Cases, way: dict[str, Any]) -> None:
-    """Gradients are the same to the bit, or compiled to rounding; only `full` sends again; one graph serves all."""
+    """Gradients are bit-equal, or equal up to rounding if compiled; only `full` sends again; one graph serves all."""
     cp = ContextParallel(cases.mesh, **way)
     torch.manual_seed(0)
     block = Mixer().double()
@@ -322,7 +322,7 @@ def recomputed_and_compiled(cases: Cases, way: dict[str, Any]) -> None:
 
 
 class Peak(TorchDispatchMode):
-    """The most memory, in bytes, that tensors made meanwhile take at a time."""
+    """The peak memory, in bytes, of tensors made while active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -344,7 +344,7 @@ class Peak(TorchDispatchMode):
 
 
 def memory(cases: Cases, way: dict[str, Any]) -> None:
-    """What a backward takes on top, by the formula: never more, and not much less."""
+    """The additional memory of a backward: never more than the formula says, and not much less."""
     case, cp = Case(48 * cases.mesh.size("cp"), 3, "causal", torch.float64), ContextParallel(cases.mesh, **way)
     (q, k, v), grad, context = case.sharded(cp)
     looks = kv_heads_of(H, 3, *cp.neighbours)
@@ -361,7 +361,7 @@ def memory(cases: Cases, way: dict[str, Any]) -> None:
 
 
 def ways(cp: int) -> list[dict[str, Any]]:
-    """Every way there is: all divisors u of cp, and with u = cp no difference between the methods."""
+    """All combinations: every divisor u of cp; with u = cp the methods do not differ."""
     return [
         {"method": method, "heads": u}
         for u in range(1, cp + 1)
@@ -378,7 +378,7 @@ def main() -> None:
         for way in ways(job.world_size):
             cases.mesh = meshtrain.build_mesh(layout.with_context_heads(way["heads"]))
             exact(cases, way)
-            if Case.device.type == "cpu":  # where kernels are the same in all types, and copy nothing inside
+            if Case.device.type == "cpu":  # kernels are the same in all dtypes, without internal copies
                 in_segments(cases, way)
                 memory(cases, way)
             recomputed_and_compiled(cases, way)
@@ -410,7 +410,7 @@ def exact(cases: Cases, way: dict[str, Any]) -> None:
 
 
 def in_segments(cases: Cases, way: dict[str, Any]) -> None:
-    """Documents by segments in place of masks, as GPUs do in 16 bits."""
+    """Documents as segments instead of masks, as on GPUs in 16 bits."""
     chosen, choices = kernels.choose_kernel, []
 
     def choose(q: Tensor, v: Tensor, soft_cap: float | None, visible: str) -> kernels.Kernel:

@@ -1,4 +1,4 @@
-"""Run as a job of 2 or 4 processes: whole models on parts of sequences in a loop of one's own, and what is refused."""
+"""Run as a job of 2 or 4 processes: whole models with context parallelism in a user's loop, and what is refused."""
 
 import sys
 from collections.abc import Callable
@@ -43,7 +43,7 @@ SIZES = {
 
 
 def fresh(cls: type[nn.Module] = llama.Model, **keys: Any) -> nn.Module:
-    """The same weights at each call."""
+    """A new model, with the same weights at each call."""
     torch.manual_seed(0)
     return cls(llama.Config(**SIZES | keys))
 
@@ -57,7 +57,7 @@ def batch_of(step: int) -> Batch:
 
 
 def train(mesh: Mesh | None, *, method: str = "gather", dtype: torch.dtype = torch.float64, **options: Any) -> Tensor:
-    """(steps, 2): loss and gradient norm of each step, on one process if there is no mesh."""
+    """Trains; returns loss and gradient norm of each step, (steps, 2). In one process if `mesh` is None."""
     model, one = fresh(hidden_dropout=0.1), mesh or Mesh(Layout({}), 0, "cpu", None, {})
     context = ContextParallel(one, method=method, heads=one.layout.context_heads)
     if mesh is None:
@@ -88,7 +88,7 @@ def loops(cases: Cases, sizes: dict[str, int], heads: int = 1, **options: Any) -
 
 
 def compiled(cases: Cases, mesh: Mesh) -> None:
-    """One graph for all layers and microbatches, whatever the documents. No code is generated: that takes long."""
+    """One graph for all layers and microbatches, whatever the documents. Without slow code generation."""
     counters.clear()
     with patch("torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition")):
         cases.close(train(mesh, method="ring", compile=True), cases.alone, 1e-12, "compiled")
@@ -99,7 +99,7 @@ Built = tuple[nn.Module, Mesh, ContextParallel | None]
 
 
 def build(layout: str, world: int, *overrides: str) -> Built:
-    """A run's model with its first weights."""
+    """A run's model with its initial weights, its mesh, and its context parallelism."""
     keys = [*SMALL, "train.precision=float64", "data.seq_len=22", "model.num_hidden_layers=2", *overrides]
     config = Config.load(QUICKSTART, [*keys, f"layout={layout}"], world_size=world)
     assert config.resolved is not None
@@ -108,7 +108,7 @@ def build(layout: str, world: int, *overrides: str) -> Built:
 
 
 def results(model: nn.Module, mesh: Mesh, context: ContextParallel | None) -> tuple[list[int], float]:
-    """A text, and the loss over held-out samples."""
+    """A generated text, and the loss over held-out samples."""
     where: dict[str, Any] = {"seq_len": S, "device": CPU, "seed": 5, "context": context}
     text = generate(model, [1, 2, 3], 2 * S, **where)
     data, ranks = mesh.index("data"), mesh.size("data")
@@ -118,7 +118,7 @@ def results(model: nn.Module, mesh: Mesh, context: ContextParallel | None) -> tu
 
 
 def builds(cases: Cases, layout: str, *overrides: str) -> None:
-    """Texts are longer than the window that the model sees."""
+    """Compares text and evaluation with one process; texts are longer than the model's window."""
     alone, found = results(*build("{}", 1)), results(*build(layout, cases.mesh.layout.world_size, *overrides))
     cases.equal(found[0], alone[0], f"text on {layout}, {overrides}")
     cases.close(torch.tensor(found[1]), torch.tensor(alone[1]), 1e-12, f"evaluation on {layout}, {overrides}")
@@ -140,7 +140,7 @@ def exports(cases: Cases, job: Job, folder: Path) -> None:
 
 
 class OwnLayers(llama.Model):
-    """A llama with a part of its own in each layer."""
+    """A Llama with a user's part in each layer."""
 
     layer: type[nn.Module]
 
@@ -151,7 +151,7 @@ class OwnLayers(llama.Model):
 
 
 class Shift(llama.Layer):
-    """Each token sees half of the features of the one before."""
+    """Each token sees half of the features of the token before."""
 
     def forward(self, x: Tensor, *others: Any) -> Tensor:
         before = F.pad(x, (0, 0, 1, -1))
@@ -168,7 +168,7 @@ class Convolution(llama.Layer):
 
 
 class OwnAttention(llama.Attention):
-    """Does not ask meshtrain's."""
+    """Attention that does not call meshtrain's `attention`."""
 
     def forward(self, x: Tensor, rotary: Any, context: AttentionContext) -> Tensor:
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for project in self.projections())
@@ -188,7 +188,7 @@ class Twice(OwnAttention):
 
 
 class KeyBias(OwnAttention):
-    """Softmax does not see a bias of keys without rotary angles: its gradient is rounding."""
+    """Without rotary angles, softmax is invariant to a bias of keys: the gradient of the bias is rounding only."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -205,7 +205,7 @@ class Gated(Mixer):
 
 
 class Handing(nn.Module):
-    """Its blocks hand on a number for each feature: every rank has all of it, and a part of its gradient."""
+    """Its blocks pass on a vector over features: every rank has all of it, and a part of its gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class Between(llama.Model):
 
 
 class Counted(llama.Model):
-    """Counts positions for itself."""
+    """Computes positions itself."""
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Any = None) -> Tensor:
         return super().forward(tokens, None, documents)
@@ -275,7 +275,7 @@ PLAN = llama.cp_plan
 
 
 def message(action: Callable[[], Any]) -> str:
-    """Of the error that the user's input has caused."""
+    """The message of the error that `action` raises."""
     try:
         action()
     except (AgreedError, InputError, ValueError) as error:

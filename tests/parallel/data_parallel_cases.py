@@ -1,4 +1,4 @@
-"""Run under torchrun: gradients of a small model under DDP, FSDP and HSDP against sums made by hand; tells failures."""
+"""Run under torchrun: gradients of a small model under DDP, FSDP and HSDP against sums by hand; prints failures."""
 
 import json
 from collections import Counter
@@ -22,13 +22,13 @@ from meshtrain.parallel import ddp, fsdp
 from meshtrain.parallel.grad_sync import set_is_last_backward
 from meshtrain.parallel.linear import use_products
 
-fsdp.MIN_UNIT_SIZE = 0  # each block by itself
+fsdp.MIN_UNIT_SIZE = 0  # make each block an FSDP unit
 ddp.BUCKET_BYTES = 200  # several buckets
 
-# (rank, microbatch) -> whether the second block is used, and whether the gain of the third
+# (rank, microbatch) -> (whether the second block is used, whether the gain of the third is)
 Use = Callable[[int, int], tuple[bool, bool]]
 
-# What is used where. Under FSDP all ranks gather a block together, so all of them must use the same blocks.
+# Patterns of use. Under FSDP all ranks gather a block together, so all of them must use the same blocks.
 USES: dict[str, Use] = {
     "all": lambda rank, microbatch: (True, True),
     "none": lambda rank, microbatch: (False, False),
@@ -40,7 +40,7 @@ BLOCK_OF_ONE_RANK: dict[str, Use] = {"block of a rank": lambda rank, microbatch:
 
 
 class Failing(torch.autograd.Function):
-    """Has no backward, as when there is no memory for it."""
+    """A function whose backward fails, as if out of memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Copies(TorchDispatchMode):
-    """Copies of matrices."""
+    """Counts copies of matrices."""
 
     matrices = 0
 
@@ -149,7 +149,7 @@ class Cases:
         self.checked += 1
         found = gradients(model)
         for name, parameter in model.named_parameters():
-            grad = wanted.get(name, torch.zeros(parameter.shape, dtype=torch.float64))  # zeros of what none has used
+            grad = wanted.get(name, torch.zeros(parameter.shape, dtype=torch.float64))  # zeros if unused on all ranks
             if name not in found:
                 self.failures.append([*case, name, "none"] if name in wanted else [])
             elif not torch.allclose(found[name].double(), grad, rtol=tolerance, atol=tolerance):
@@ -161,13 +161,13 @@ class Cases:
         for name, use in uses.items():
             for microbatches, set_to_none in ((1, True), (3, True), (3, False)):
                 model = meshtrain.parallelize(fresh(), mesh, precision="float64", reshard_after_forward=reshard)
-                step(model, mesh, microbatches, USES["all"])  # what it leaves behind must not matter
+                step(model, mesh, microbatches, USES["all"])  # must leave nothing behind that affects the next step
                 step(model, mesh, microbatches, use, set_to_none)
                 wanted = expected(mesh.layout.world_size, microbatches, use)
                 self.same(model, wanted, str(mesh.layout), name, microbatches, set_to_none, reshard)
 
     def sixteen_bits(self, mesh: Mesh, reshard: bool) -> None:
-        """What only some microbatches use is added to what others have in float32 already."""
+        """Gradients of parameters that only some microbatches use are added to those in float32."""
         for name in ("none", "first", "last"):
             model = meshtrain.parallelize(fresh(), mesh, precision="bfloat16", reshard_after_forward=reshard)
             step(model, mesh, 3, USES[name], dtype=torch.bfloat16)
@@ -175,7 +175,7 @@ class Cases:
             self.same(model, wanted, str(mesh.layout), name, "bfloat16", reshard, tolerance=0.1)
 
     def half_messages(self, mesh: Mesh, reshard: bool) -> None:
-        """Gradients that travel in bfloat16: half the bytes, rounded sums, and float32 before and after."""
+        """Gradients sent in bfloat16: half the bytes, rounded sums, and float32 before and after."""
         sums = ("all_reduce", "reduce_scatter")
         for precision in ("float32", "bfloat16"):
             bytes_of, found = [], []
@@ -197,7 +197,7 @@ class Cases:
                 self.failures.append(
                     [str(mesh.layout), "half messages", precision, reshard, str(bytes_of), float(error)]
                 )
-        if mesh.uses_fsdp:  # the last model; what microbatches are added up in
+        if mesh.uses_fsdp:  # on the last model: the dtype in which microbatches accumulate
             set_is_last_backward(model, False)
             model(inputs(mesh.rank, 0).bfloat16(), True, True).sum().backward()
             groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
@@ -210,8 +210,8 @@ class Cases:
         self.checked += 1
 
     def registered(self, mesh: Mesh) -> None:
-        """FSDP's messages in memory of the process group: all of them, with the same sums and counted bytes. Where the
-        backend has none, as here, they are where they were."""
+        """FSDP's messages in memory of the process group: all of them, with the same sums and counted bytes. If the
+        backend has no such memory, as here, they stay in ordinary memory."""
         taken: list[int] = []
 
         def take(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -235,7 +235,7 @@ class Cases:
             self.failures.append([str(mesh.layout), "registered memory", sum(taken), str(bytes_of)])
 
     def recomputed(self, mesh: Mesh) -> None:
-        """A whole model whose forward runs again inside of the backward."""
+        """A whole model whose forward runs again within the backward."""
         model = meshtrain.parallelize(fresh(), mesh, precision="float64")
         for _ in range(2):
             model.zero_grad()
@@ -281,7 +281,7 @@ class Cases:
                 self.same(model, wanted, str(mesh.layout), "exception", microbatches, set_to_none, reshard)
 
     def exception_of_one_rank(self, mesh: Mesh) -> None:
-        """The others learn of it by gradients that are no numbers, and the next step is whole again."""
+        """Other ranks notice a failing rank by NaN gradients, and the next step is correct again."""
         model = meshtrain.parallelize(fresh(), mesh, precision="float64")
         model.fails = mesh.rank == 1
         try:
@@ -294,7 +294,7 @@ class Cases:
         self.same(model, expected(mesh.layout.world_size, 2, USES["all"]), "exception of one rank")
 
     def gradients_asked_for(self, mesh: Mesh) -> None:
-        """`torch.autograd.grad` through the model, of any rank and at any time, is no backward of the step."""
+        """`torch.autograd.grad` through the model, on any rank and at any time, is no backward of the step."""
         model = meshtrain.parallelize(fresh(), mesh, precision="float64")
         for microbatch in range(2):
             set_is_last_backward(model, microbatch == 1)
@@ -308,8 +308,8 @@ class Cases:
             torch.autograd.grad(model(x, True, True).sum(), [x, model.b.weight])
 
     def state(self, mesh: Mesh) -> None:
-        """What a module says that it counts is whole and in float32 on each rank, also while a block computes in 16
-        bits."""
+        """Parameters that a module declares in `state_parameters` are whole and in float32 on each rank, also while a
+        block computes in 16 bits."""
         model, kinds = fresh(), []
         model.a.register_parameter("counts", nn.Parameter(torch.ones(3), requires_grad=False))
         model.a.state_parameters = ("counts",)
@@ -323,7 +323,7 @@ class Cases:
         self.checked += 1
 
     def unfrozen(self, mesh: Mesh) -> None:
-        """What nobody would sum is refused."""
+        """Unfreezing a parameter after `parallelize`, whose gradient would not be reduced, is refused."""
         model = fresh()
         model.b.weight.requires_grad_(False)
         meshtrain.parallelize(model, mesh, precision="float64")
@@ -348,14 +348,14 @@ class Cases:
         self.checked += 1
 
     def reentrant(self, mesh: Mesh) -> None:
-        """Of torch's older checkpointing, whose backward is one inside of another."""
+        """With torch's reentrant checkpointing, which runs a backward within the backward."""
         model = meshtrain.parallelize(fresh(), mesh, precision="float64")
         model.reentrant = True
         step(model, mesh, 2, USES["all"])
         self.same(model, expected(mesh.layout.world_size, 2, USES["all"]), "reentrant")
 
     def products(self, mesh: Mesh) -> None:
-        """Layers whose products add to the gradients, of which one has a hook and one is called twice."""
+        """Layers whose products accumulate into the gradients; one has a hook, and one is called twice."""
         for name, use in (USES | BLOCK_OF_ONE_RANK).items():
             model = fresh()
             use_products(model)  # as on GPUs
@@ -365,13 +365,13 @@ class Cases:
             for _ in range(2):
                 with Copies() as copies:
                     step(model, mesh, 3, use)
-                # What autograd makes: of the biases and the gain, once, and where there is a hook.
+                # Gradients that autograd makes: of the biases and the gain, once, and of the weight with a hook.
                 if name == "all" and copies.matrices > 1:
                     self.failures.append(["gradients of products are copied", copies.matrices])
             self.same(model, expected(mesh.layout.world_size, 3, use, twice=True), name, "products")
 
     def memory(self, mesh: Mesh) -> None:
-        """Gradients lie in memory as large as the parameters, at any time of any step."""
+        """Gradients take as much memory as the parameters, at any time of any step."""
         model = fresh()
         use_products(model)
         meshtrain.parallelize(model, mesh, precision="float64")

@@ -1,5 +1,5 @@
-"""Run by forked.py: layers of experts over ranks against one process: outputs, gradients, loads, and bytes that every
-rank sends against closed forms; tells failures."""
+"""Run by forked.py: layers of experts over ranks against one process: outputs, gradients, loads, and the bytes that
+every rank sends against closed forms; prints failures."""
 
 import json
 import re
@@ -27,7 +27,7 @@ from meshtrain.parallel.expert import RowLimit, limit_rows
 from meshtrain.parallel.grad_sync import set_is_last_backward
 from meshtrain.parallel.sharding import chunk_range, local_part
 
-fsdp.MIN_UNIT_SIZE = 0  # each block by itself
+fsdp.MIN_UNIT_SIZE = 0  # make each block an FSDP unit
 ddp.BUCKET_BYTES = 2000  # several buckets
 
 S, V, D, WIDE, LAYERS = 5, 11, 7, 4, 2
@@ -47,12 +47,12 @@ class Case:
     experts: int = 4
     per_token: int = 2
     samples: int = 7
-    router: float = 1.0  # what its weights are multiplied by: 0 makes all scores equal
+    router: float = 1.0  # factor on the router's weights: 0 makes all scores equal
     recompute: str = "none"
     reshard: bool = True
     precision: str = "float64"
-    room: float | None = None  # of messages of a fixed size
-    meta: bool = False  # whether it gets its memory when it lies over the ranks
+    room: float | None = None  # `expert_rows`, for messages of a fixed size
+    meta: bool = False  # whether it is built on the meta device and materialized after sharding
 
 
 def cases(world: int) -> Iterator[Case]:
@@ -77,14 +77,14 @@ def cases(world: int) -> Iterator[Case]:
             yield replace(case, experts=3, samples=2, recompute="full")  # ranks without experts, or with padding only
             yield replace(case, experts=2, per_token=1, router=0.0, reshard=False)  # all tokens to the first expert
             yield replace(case, precision="bfloat16")
-            if len(sizes) == 2 and ep == 2:  # copies of experts that FSDP leaves alone
+            if len(sizes) == 2 and ep == 2:  # replicas of experts that FSDP does not shard
                 yield replace(case, meta=True)
 
 
 class Layer(nn.Module):
     def __init__(self, case: Case, number: int) -> None:
         super().__init__()
-        # Sums over samples where a layer has whole ones, which all do here.
+        # Per-sample sums, since every layer here has whole samples.
         balance = Balance(
             case.experts,
             LAYERS,
@@ -127,11 +127,11 @@ class Model(nn.Module):
 class Step:
     losses: Tensor  # of each sample of this rank
     gradients: dict[str, Tensor]
-    sums: Tensor  # of the attached terms and the loads, over all ranks
+    sums: Tensor  # sums of the attached terms and the loads over all ranks
 
 
 def take_step(model: nn.Module, tokens: Tensor, mine: Sequence[tuple[list[int], int]], mesh: Mesh) -> Step:
-    """`mine`: this rank's microbatches, each its samples and how many of them are no padding."""
+    """`mine`: this rank's microbatches, each as (samples, number of samples that are not padding)."""
     model.zero_grad()
     mesh.comm_bytes.restart()
     targets = tokens.roll(-1, 1)
@@ -162,13 +162,13 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def microbatches(case: Case, data: int, index: int) -> list[tuple[list[int], int]]:
-    """One sample each; a rank with fewer than another has padding."""
+    """Microbatches of one sample each; a rank with fewer samples than another has padding."""
     own, most = share(case.samples, data, index), -(-case.samples // data)
     return [([own[i]], 1) if i < len(own) else ([0], 0) for i in range(most)]
 
 
 def bytes_sent(case: Case, mesh: Mesh, chosen: list[Tensor]) -> int:
-    """The closed form, by the routing of one process: `chosen` of each layer (samples, s, j)."""
+    """The closed form, given the routing in one process: `chosen` experts of each layer, (samples, s, j)."""
     ranks, data = mesh.layout.group(mesh.rank, "ep"), mesh.size(*DATA_AXES)
     every = [microbatches(case, data, mesh.layout.index(rank, *DATA_AXES)) for rank in ranks]
     owner = [
@@ -176,7 +176,7 @@ def bytes_sent(case: Case, mesh: Mesh, chosen: list[Tensor]) -> int:
     ]
     me, sent = ranks.index(mesh.rank), 0
     own = owner.count(me)
-    if case.room is not None:  # all find room: a message has the rows of all slots of a microbatch
+    if case.room is not None:  # room for all: a message has the rows of all slots of a microbatch
         most = S * case.per_token
         out, answered = most * (len(set(owner)) - (own > 0)), most * (case.ep - 1) * (own > 0)
         return LAYERS * len(every[0]) * dispatch_bytes(out, answered, D, 8, case.experts - own, case.recompute)
@@ -238,7 +238,7 @@ def fill(model: nn.Module, values: dict[str, Tensor]) -> None:
 
 
 def weights_stay_wide(model: nn.Module, tokens: Tensor, mesh: Mesh) -> list[str]:
-    """In 16 bits the weights of experts and the loads are in float32, whoever casts the parameters."""
+    """In 16 bits, the routing weights and the loads stay in float32, whoever casts the parameters."""
     types: set[tuple[torch.dtype, ...]] = set()
     for layer in model.layers:
         products = layer.experts._products
@@ -269,9 +269,9 @@ def shared_experts_are_refused(world: int) -> list[str]:
 
 
 def gathered_ahead() -> list[str]:
-    """A layer gathers its experts and the next layer, and in the backward the one before, whatever runs once more."""
+    """A layer prefetches its experts and the next layer, in backward the previous one, whatever is recomputed."""
     mesh, tokens = meshtrain.build_mesh(Layout({"dp_shard": 4}).with_experts(2)), torch.arange(S)[None]
-    # Of the whole model, of layers and of experts; the last layer stays from its forward to its backward.
+    # Gathers of the whole model, layers and experts; the last layer stays gathered from its forward to its backward.
     forward, problems = "all layer experts layer run0 experts run1 ", []
     for recompute, reshard, expected in (
         ("none", True, forward + "back1 layer back0 experts"),

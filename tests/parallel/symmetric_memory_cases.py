@@ -1,4 +1,4 @@
-"""Run under torchrun on GPUs: tensor-parallel layers by the fused kernels of torch's symmetric memory against
+"""Run under torchrun on GPUs: tensor-parallel layers with the fused kernels of torch's symmetric memory against
 plain collectives; prints what failed."""
 
 import torch
@@ -10,14 +10,14 @@ from meshtrain.layout import Layout
 from meshtrain.loss import sample_losses
 from tests.parallel.tensor_parallel_cases import Cases, small_llama
 
-# Sums of a few hundred products in float32, made in another order.
+# Tolerance for sums of a few hundred products in float32, in another order.
 ROUNDING = 1e-4
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 256}
 
 
 class Fused(Cases):
     def near(self, found: Tensor, expected: Tensor, what: str) -> None:
-        """Equal but for the order of sums: by the largest difference, relative to the largest number."""
+        """Equal up to the order of sums: by the largest difference, relative to the largest number."""
         self.equal(float((found - expected).abs().max() / expected.abs().max()) < ROUNDING, True, what)
 
     def step(self, model: nn.Module, device: torch.device) -> dict[str, Tensor]:
@@ -31,7 +31,7 @@ class Fused(Cases):
 
     def compare(self, device: torch.device) -> None:
         found = []
-        # The plain one first: ranks that have been made to share memory go on sharing it.
+        # The plain model first: ranks that have set up shared memory keep sharing it.
         for fused in (False, True):
             model = meshtrain.parallelize(small_llama(**SIZES).to(device), self.mesh, symmetric_memory=fused)
             self.equal({layer.axis_group.fused for layer in layers_of(model)}, {fused}, "which kernels are used")

@@ -1,4 +1,4 @@
-"""Run under torchrun: tensor-parallel layers against plain ones, and what a step sends; prints what failed."""
+"""Run under torchrun: tensor-parallel layers against plain ones, and the bytes a step sends; prints what failed."""
 
 import gc
 import itertools
@@ -52,7 +52,7 @@ class Cases:
             self.failures.append(f"rank {self.mesh.rank}: {what}: {found} and not {expected}")
 
     def tell(self) -> None:
-        """One line for the test that started this job."""
+        """Prints one line for the test that started this job."""
         print(json.dumps({"checked": self.checked, "failures": self.failures}) + "\n", end="", flush=True)
 
     def part(self, x: Tensor, dim: int) -> Tensor:
@@ -67,7 +67,7 @@ class Cases:
         self.same(grad, plain.grad[local_part(parameter)[1]], what)  # type: ignore[index]
 
     def layers(self, sequence: bool, regather: bool) -> None:
-        """Embedding, two columns that read the same input, a row, and logits with their loss."""
+        """Embedding, two column-parallel layers with the same input, a row-parallel one, and logits with their loss."""
         how = f"sequence_parallel={sequence}, regather={regather}: "
         torch.manual_seed(0)
         words, gate, up = nn.Embedding(V, D), nn.Linear(D, 7), nn.Linear(D, 7)
@@ -112,7 +112,7 @@ class Cases:
         self.gradient(d.bias, down.bias, how + "bias of a row")
 
     def loss_without_logits(self, sequence: bool, vocabulary: int, factor: float | None) -> None:
-        """In chunks that divide nothing; of a vocabulary of 5 the last of 4 ranks has no part."""
+        """In chunks of a size that divides nothing; of a vocabulary of 5, the last of 4 ranks has no part."""
         how = f"loss without logits, sequence_parallel={sequence}, {vocabulary} words, factor {factor}: "
         torch.manual_seed(0)
         head, x0 = nn.Linear(D, vocabulary, bias=False), torch.randn(B, S, D, requires_grad=True)
@@ -141,8 +141,8 @@ class Cases:
         self.equal(sum(self.mesh.comm_bytes.by_kind("tp").values()), round(8 * sent), how + "bytes")
 
     def float8(self, sequence: bool) -> None:
-        """Features of very different sizes, on ranks of their own: what a rank's scale would keep, that of all rounds
-        away."""
+        """Features of very different magnitudes, on different ranks: a rank's own scale would keep what a common scale
+        rounds away."""
         torch.manual_seed(0)
         gate, down = nn.Linear(D, 7, bias=False), nn.Linear(7, D, bias=False)
         sizes = torch.logspace(0, -14, 7, base=2)
@@ -165,7 +165,7 @@ class Cases:
         self.same(x.grad, self.part(whole.grad, 1) if sequence else whole.grad, "float8: input of a column")
 
     def losses_of_large_logits(self) -> None:
-        """Logits whose exponentials no floating-point number holds."""
+        """Logits whose exponentials overflow."""
         torch.manual_seed(0)
         head, x, targets = nn.Linear(D, V, bias=False), torch.randn(B, S, D), torch.randint(V, (B, S))
         head.weight.data *= 10_000
@@ -174,7 +174,7 @@ class Cases:
         self.same(sample_losses(logits, targets), expected, "losses of large logits")
 
     def bytes_of_a_step(self, **options: Any) -> None:
-        """What two microbatches of a small Llama send, by the counter, by torch, and by the formulas of the docs."""
+        """Bytes that two microbatches of a small Llama send: by the counter, by torch, and by the docs' formulas."""
         model = meshtrain.parallelize(small_llama(num_hidden_layers=3), self.mesh, precision="float64", **options)
         self.mesh.comm_bytes.restart()
         tokens = torch.randint(V, (B, S))
@@ -200,11 +200,11 @@ class Cases:
         self.equal(
             abs(total - expected) <= 8, True, f"{options}: bytes by the counter {total}, by the formula {expected}"
         )
-        # A tensor that does not divide is sent in parts that differ by an element: the counter takes their mean.
+        # A tensor that does not divide is sent in parts that differ by an element: the counter uses their mean.
         self.equal(abs(sent.bytes - total) <= 64, True, f"{options}: bytes by torch {sent.bytes}, counted {total}")
 
     def bytes_of_latent_attention(self, sequence: bool) -> None:
-        """Latents and the rotary key take the place of the block's input, each of them once."""
+        """Latents and the rotary key are sent, once each, instead of the block's input."""
         d, r = 24, 8 + 10 + 2
         options = {"sequence_parallel": sequence, "precision": "float64", "verify": False}
         model = meshtrain.parallelize(latent_attention(), self.mesh, **options)
@@ -221,7 +221,7 @@ class Cases:
         self.equal(abs(sent.bytes - total) <= 64, True, f"latent attention: bytes by torch {sent.bytes}, not {total}")
 
     def saved_tensors(self, recompute: str, regather: bool, k: int) -> None:
-        """What the forward of a block of a small Llama keeps for its backward, in float32, in elements."""
+        """The number of float32 elements that the forward of a block of a small Llama keeps for its backward."""
         plain = small_llama(num_hidden_layers=1, num_key_value_heads=k)
         model = meshtrain.parallelize(plain, self.mesh, recompute=recompute, regather=regather)
         t, n, d, f, h, e = self.mesh.size("tp"), B * S, 24, 40, 4, 6
@@ -231,14 +231,14 @@ class Cases:
             inputs = [x * 1, Rotary(angles.cos(), angles.sin())]
             y = model.model.layers[0](*inputs, None)
             del inputs
-        of_next = y.untyped_storage().nbytes()  # the output is what the next block keeps as its input
+        of_next = y.untyped_storage().nbytes()  # the output, which the next block keeps as its input
         found = (created.held() - of_next) / 4
 
         block_input = n * d // t
-        norms = 2 * (2 * n * d + n) // t  # of each: its input, the same normalised, and a number per token
-        products = n * ((h + 2 * max(k, t)) * e + 2 * f) // t  # q, k, v, gate and up; a head for each rank at least
+        norms = 2 * (2 * n * d + n) // t  # of each norm: input, normalised input, and a number per token
+        products = n * ((h + 2 * max(k, t)) * e + 2 * f) // t  # q, k, v, gate and up; at least one head per rank
         attended = n * (h * e + h) // t  # the output, and a number per query
-        gathered = 2 * n * d if t > 1 and not regather else 0  # what the ranks' parts of two inputs make together
+        gathered = 2 * n * d if t > 1 and not regather else 0  # two gathered inputs
         scaled = 2 * n * d // t  # the norms' outputs
         expected = (
             2 * S * e // 2
@@ -252,7 +252,7 @@ class Cases:
 
 
 def small_llama(**keys: Any) -> nn.Module:
-    """A plain Llama with nothing large in it; the same weights at each call."""
+    """A small plain Llama, with the same weights at each call."""
     sizes = {
         "hidden_size": 24,
         "intermediate_size": 40,
@@ -266,7 +266,7 @@ def small_llama(**keys: Any) -> nn.Module:
 
 
 def latent_attention() -> nn.Module:
-    """A plain DeepSeek-V3 of one layer, which has no experts."""
+    """A plain DeepSeek-V3 of one layer, without experts."""
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "vocab_size": V, "v_head_dim": 6}
     sizes |= {"q_lora_rank": 8, "kv_lora_rank": 10, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2}
     torch.manual_seed(0)
@@ -274,10 +274,10 @@ def latent_attention() -> nn.Module:
 
 
 class Created(TorchDispatchMode):
-    """Watches the memory of all tensors that are made meanwhile, whoever holds it in the end."""
+    """Tracks the memory of all tensors made while active, whoever holds it in the end."""
 
     def __init__(self, besides: Iterable[Tensor]) -> None:
-        """`besides`: tensors whose memory does not count, of which views may be made."""
+        """`besides`: tensors whose memory, also through views, does not count."""
         super().__init__()
         self._known = {local_part(tensor)[0].untyped_storage()._cdata for tensor in besides}
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -292,13 +292,13 @@ class Created(TorchDispatchMode):
         return made
 
     def held(self) -> int:
-        """The bytes of it that are still held."""
+        """The bytes that are still held."""
         gc.collect()
         return sum(size for storage, size in self._made.values() if not storage.expired())
 
 
 class Sent(TorchDispatchMode):
-    """Bytes that this rank really sends to others; any other communication is stray."""
+    """Bytes that this rank really sends to others; any other communication is an error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ class Sent(TorchDispatchMode):
         return self._send(tensor, **to)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func).startswith("c10d."):  # what is inside of an operator of ours is not seen here, but counted
+        if str(func).startswith("c10d."):  # calls inside our own operators are not seen here, but counted
             raise RuntimeError(f"a stray collective: {func}")
         return func(*args, **(kwargs or {}))
 

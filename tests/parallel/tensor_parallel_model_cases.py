@@ -1,6 +1,6 @@
-"""Run under torchrun: whole models that are split over `tp` against plain ones; prints what failed.
+"""Run under torchrun: whole models split over `tp` against plain ones; prints what failed.
 
-tensor_parallel_model_cases.py FOLDER: trains a small run in each precision into FOLDER/PRECISION besides
+tensor_parallel_model_cases.py FOLDER: also trains a small run in each precision into FOLDER/PRECISION
 """
 
 import os
@@ -57,7 +57,7 @@ COMPILED: tuple[dict[str, Any], ...] = (
 
 
 class Biased(nn.Module):
-    """A user's own model, with a bias in every layer that can have one."""
+    """A user's model, with a bias in every layer that can have one."""
 
     plan: ClassVar = {
         "words": "embedding_rowwise",
@@ -93,7 +93,7 @@ class Models(Cases):
             self.gradient(parameter, known, f"{what}: {name}")
 
     def losses(self, model: nn.Module, plain: nn.Module, what: str) -> None:
-        """Losses of the same tokens, compared, and their backward."""
+        """Compares the losses of the same tokens, and runs their backward."""
         tokens = self.tokens()
         found, expected = (sample_losses(one(tokens), tokens) for one in (model, plain))
         found.sum().backward()
@@ -101,15 +101,15 @@ class Models(Cases):
         self.same(found, expected, f"{what}: losses")
 
     def steps(self, make: Callable[..., nn.Module], keys: dict[str, Any], **options: Any) -> None:
-        """Two steps of two microbatches: what one leaves behind must not matter to the next. All data ranks have the
-        same samples, so gradients are as many times those of one."""
+        """Two steps of two microbatches: the first must leave nothing behind that affects the second. All data ranks
+        have the same samples, so gradients are those of one times their number."""
         model, plain = self.split(make(**keys), **options), make(**keys).double()
         what = f"{self.mesh.layout}, {type(plain).__name__}, {keys}, {options}"
         copies = self.mesh.size("dp_replicate") > 1 and not self.mesh.uses_fsdp
         for step in (1, 2, 3) if copies else (1, 2):
             model.zero_grad()
             plain.zero_grad()
-            if step == 3:  # as a pipeline has it: the sums over tp take those over the data ranks
+            if step == 3:  # as in a pipeline: reductions over tp follow those over the data ranks
                 defer_waits(model)
             for last in (False, True):
                 set_is_last_backward(model, last)
@@ -123,8 +123,8 @@ class Models(Cases):
             self.gradients(model, plain, f"{what}, step {step}")
 
     def compiled(self) -> None:
-        """A compiled block computes and sends what it does without, and is compiled: one graph for all layers, and one
-        for evaluation. Kernels, which take long to build, are made of one kind on one rank."""
+        """A compiled block computes and sends the same as an eager one, with one graph for all layers and one for
+        evaluation. Kernels, which take long to build, are generated for one option on one rank only."""
         for options in COMPILED:
             sent, generates = [], options.get("recompute") == "selective" and self.mesh.rank == 0
             backend = "inductor" if generates else "aot_eager_decomp_partition"
@@ -142,13 +142,13 @@ class Models(Cases):
                 with torch.no_grad():
                     self.same(*(sample_losses(one(self.tokens()), self.tokens()) for one in (model, plain)), what)
                 self.equal(counters["stats"]["unique_graphs"], 2 * compiled, f"{what}: graphs with an evaluation")
-            # The compiler sees that nobody needs the last sum of a block that runs again.
+            # The compiler sees that the last reduction of a recomputed block is not needed.
             spared = 2 * 8 * 2 * S * 24 // 2 if options.get("recompute") == "full" else 0
             self.equal(sent[1], sent[0] - spared, f"{options}: bytes that a compiled model sends")
 
     def merged(self) -> None:
-        """A compiled block in 16 bits, as on GPUs: a rank's rows of q, k and v are one weight, and of gate and up. Here
-        computed in float64 and added up in float32."""
+        """A compiled block in 16 bits, as on GPUs: a rank's rows of q, k and v form one weight, as do those of gate and
+        up. Here computed in float64 and accumulated in float32."""
         for options in ({}, {"recompute": "selective", "regather": True}):
             torch._dynamo.reset()
             products: list[int] = []
@@ -169,7 +169,7 @@ class Models(Cases):
                 self.equal(close, True, f"{what}: gradients")
 
     def logits(self, vocabulary: int) -> None:
-        """What `full_tensor` gives, and the gradients that go through it."""
+        """The result of `full_tensor`, and the gradients through it."""
         model, plain = self.split(small_llama(vocab_size=vocabulary)), small_llama(vocab_size=vocabulary).double()
         tokens = self.tokens(vocabulary)
         logits, expected = model(tokens), plain(tokens)
@@ -181,7 +181,7 @@ class Models(Cases):
         self.gradients(model, plain, what)
 
     def cross_entropy_of_torch(self) -> None:
-        """Nothing takes logits in parts for all logits."""
+        """torch's cross entropy must not mistake split logits for whole ones."""
         model, tokens = self.split(small_llama()), self.tokens()
         for how, loss in {
             "flat": lambda: F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()),
@@ -190,7 +190,7 @@ class Models(Cases):
             self.equal(raises(RuntimeError, loss), True, f"cross entropy of split logits, {how}, raises")
 
     def text(self, make: Callable[[], nn.Module], temperature: float, sequence: bool) -> None:
-        """Every rank writes what one process does, longer than the window that the model sees."""
+        """Every rank generates the same text as one process, longer than the model's window."""
         prompt, found = [1, 2, 3], []
         for model in (self.split(make(), sequence_parallel=sequence), make().double()):
             settings: dict[str, Any] = {"seq_len": S, "device": self.device, "seed": 5, "temperature": temperature}
@@ -199,9 +199,9 @@ class Models(Cases):
         self.equal(len(set(found[1])) > 3, True, "the text is worth comparing")
 
     def copies(self) -> None:
-        """In 16 bits microbatches share copies of the parts, and each step casts those that the one before has changed
-        (which no version of a DTensor tells): the same bits as where each forward casts for itself. A backward behind a
-        forward with changed parts, whose weights are gone, is refused."""
+        """In 16 bits, microbatches share cast copies of the parts, and each step casts those that the previous one has
+        changed (which a DTensor's version does not show): the same bits as if each forward cast its own. A backward
+        after a forward whose weights have changed since, and are gone, is refused."""
         keys, tokens, found = Config.load(QUICKSTART, list(SMALL)).optimizer, self.tokens(), []
         for shared in (True, False):
             model = meshtrain.parallelize(small_llama(), self.mesh, precision="bfloat16")
@@ -227,7 +227,7 @@ class Models(Cases):
         self.equal(raises(RuntimeError, early.backward), True, "weights that changed before their backward")
 
     def snippet(self) -> None:
-        """The layers of the docs, with the shapes that stand beside them."""
+        """The layers in the docs' snippet, with the shapes stated there."""
         (text,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE)
         names = {"nn": nn, "mesh": self.mesh, **vars(tensor)}
         exec(text, names)
@@ -241,7 +241,7 @@ class Models(Cases):
         self.equal(refused, True, "symmetric memory is refused on CPUs")
 
     def fused(self) -> None:
-        """The fused kernels, by torch's references of them: where they stand, what comes out, and bytes."""
+        """The fused kernels, through torch's reference implementations: how often they run, results, and bytes."""
         counts: Counter[str] = Counter()
 
         def counted(name: str, reference: Callable) -> Callable:
@@ -251,8 +251,8 @@ class Models(Cases):
         for name in ("all_gather_matmul", "matmul_reduce_scatter"):
             reference = getattr(_symmetric_memory, f"_fused_{name}_fallback")
             library.impl(f"fused_{name}", counted(name, reference), "CPU")
-        # Two layers with two gathers and two scatters each, and the head; the rows' input gradients gather too. Those
-        # of columns are summed beside the weights' gradients, or in one kernel where these are frozen.
+        # Two layers with two gathers and two scatters each, and the head; input gradients of row-parallel layers gather
+        # too. Those of column-parallel layers are reduced during the weight gradients, or fused if weights are frozen.
         for frozen, expected in (([], (9, 4)), (["q_proj", "k_proj", "v_proj"], (9, 6))):
             for options in ({}, {"regather": True}):
                 what, sent = f"fused, {frozen} frozen, {options}", []
@@ -274,7 +274,7 @@ class Models(Cases):
                 found = counts["all_gather_matmul"], counts["matmul_reduce_scatter"]
                 self.equal(found, expected, f"{what}: products with their gather, and with their scatter")
                 self.equal(sent[1], sent[0], f"{what}: bytes")
-        # As a schedule that puts weight gradients off asks for them: while its queue records.
+        # With deferred weight gradients, as in a schedule that splits backwards: while its queue records.
         queue, found = WeightGradQueue(), []
         for fused in (False, True):
             model = self.split(small_llama())
@@ -302,7 +302,7 @@ def raises(kind: type[Exception], action: Callable[[], Any]) -> bool:
 
 
 def train(job: Job, folder: str, layout: str) -> None:
-    """A few steps in each precision, as the command trains; rotary angles come to every block in float32."""
+    """A few steps in each precision, as the command trains; rotary angles must reach every block in float32."""
     llama, types = model_file("llama"), set()
     rotate = llama.rotate
     llama.rotate = lambda x, cos, sin: types.add((x.dtype, cos.dtype, sin.dtype)) or rotate(x, cos, sin)
@@ -318,12 +318,12 @@ def main() -> None:
     with job_exit(job):
         job.connect(300)
         cases = Models(meshtrain.build_mesh(Layout({"tp": job.world_size})), job.device)
-        for vocabulary in (V, 5):  # of 5 tokens the last of 4 ranks has none
+        for vocabulary in (V, 5):  # of 5 tokens, the last of 4 ranks has none
             cases.logits(vocabulary)
         cases.cross_entropy_of_torch()
         for sequence in (True, False):
             cases.steps(small_llama, {"tie_word_embeddings": True}, sequence_parallel=sequence)
-            few = {"num_attention_heads": 12, "num_key_value_heads": 3}  # no multiple of 2 or 4 ranks
+            few = {"num_attention_heads": 12, "num_key_value_heads": 3}  # 3 is not a multiple of 2 or 4 ranks
             cases.steps(small_llama, few, sequence_parallel=sequence)
             cases.steps(Biased, {}, tp_plan=Biased.plan, sequence_parallel=sequence)
             for temperature in (0.8, 0.0):
@@ -336,7 +336,7 @@ def main() -> None:
         if job.world_size == 2:
             cases.compiled()
             cases.merged()
-        else:  # what tensor ranks sum comes after what data ranks sum
+        else:  # reductions over tensor ranks follow those over data ranks
             for axis in DATA_AXES:
                 cases.mesh = meshtrain.build_mesh(Layout({axis: 2, "tp": 2}))
                 cases.steps(small_llama, {})

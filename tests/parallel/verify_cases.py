@@ -1,4 +1,4 @@
-"""Run under torchrun, on 2 processes: what the check of a split model finds, and what it leaves alone."""
+"""Run under torchrun, on 2 processes: errors that the check of a split model finds, and what it must not change."""
 
 import gc
 import warnings
@@ -32,7 +32,7 @@ NORMS = {"inner.[qk]_norm": REPLICATED}
 
 
 class Attention(nn.Module):
-    """With norms of q and k: of each head, of all heads together, or none."""
+    """Attention with norms of q and k: per head, over all heads together, or none."""
 
     def __init__(self, norm: str) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Fused(nn.Module):
 
 
 class Vector(nn.Module):
-    """A number for each feature between up and down: it would have to be split."""
+    """A scale per feature between the column-wise and the row-wise layer, which would have to be split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Vector(nn.Module):
 
 
 class Around(nn.Module):
-    """A model around one part, of one block."""
+    """A model with one block around a given part."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Around(nn.Module):
 
 
 class Noisy(nn.Module):
-    """In training it draws numbers, or takes the mean of what each rank has a part of."""
+    """In training, draws random numbers, or takes a mean over features of which each rank has a part."""
 
     def __init__(self, draws: bool) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Noisy(nn.Module):
 
 
 class Cut(Around):
-    """Logits that its own operators make whole."""
+    """A model whose own operators make logits whole."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits = super().forward(tokens)
@@ -113,14 +113,14 @@ class Output:
 
 
 class Wrapping(Around):
-    """Gives an object that holds its logits."""
+    """Returns an object that holds its logits."""
 
     def forward(self, tokens: Tensor) -> Any:
         return Output(super().forward(tokens))
 
 
 class Mixture(nn.Module):
-    """A layer of experts; `centred`: chosen by what is special about a token of its sample."""
+    """A layer of experts; `centred`: tokens are routed by their difference from the mean of their sample."""
 
     def __init__(self, centred: bool, width: int = 4) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Pooled(Around):
 
 
 class Normed(nn.Module):
-    """One input, and three readings of it."""
+    """One input that three layers read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Cross(nn.Module):
 
 
 class Changing(nn.Module):
-    """A block with a buffer, named arguments and several outputs, which changes tensors in place."""
+    """A block with a buffer, keyword arguments and several outputs, which modifies tensors in place."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Changing(nn.Module):
 
 
 class Unusual(nn.Module):
-    """Blocks like that, one of them run twice, tied weights, complex numbers, and a parameter outside of all blocks."""
+    """`Changing` blocks, one of them run twice, tied weights, complex numbers, and a parameter outside all blocks."""
 
     plan: ClassVar = {**AROUND, "layers.*.up": "colwise", "layers.*.down": "rowwise"}
 
@@ -200,7 +200,7 @@ class Unusual(nn.Module):
 
 
 class Rows(nn.Sequential):
-    """A model of features, and not of sequences of them."""
+    """A model of features without a sequence dim."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert x.dim() == 2
@@ -213,7 +213,7 @@ class Verified(Cases):
         return meshtrain.parallelize(make(), self.mesh, precision="float64", tp_plan=plan, **options)
 
     def refused(self, what: str, words: list[str], make: Callable[[], nn.Module], plan: Any, **options: Any) -> None:
-        """Every rank is told the same; and it is the check that says so, unless that is off."""
+        """Asserts that a split is refused with these words, by the check on all ranks unless `verify` is off."""
         said = ""
         try:
             self.split(make, plan, **options)
@@ -293,7 +293,7 @@ class Verified(Cases):
         whole = {"sequence_parallel": False}
         self.exact("experts, held by all", lambda: Around(Mixture(False)), AROUND)
         self.exact("experts, held by all, whole samples", lambda: Around(Mixture(False)), AROUND, **whole)
-        for mixture in (Mixture(True), Mixture(True, 4096)):  # also of what wide experts add
+        for mixture in (Mixture(True), Mixture(True, 4096)):  # also with the sums of wide experts
             self.refused("a sum over a part of a sample", ["output 0 differs by"], partial(Around, mixture), AROUND)
         dealt_out = Verified(meshtrain.build_mesh(self.mesh.layout.with_experts(self.mesh.size("tp"))))
         ep_plan = {"inner.experts": "ep_dispatch_experts"}
@@ -326,7 +326,7 @@ class Verified(Cases):
         self.equal("the plain model does not take" in said, True, f"a given sample is taken: {said}")
 
     def faults(self) -> None:
-        """One rank that computes something else is enough, and the others hear of it; so is a sum that is not made."""
+        """One rank that computes something else suffices, and the others are told; so does a missing sum."""
         row, rank = tensor.RowParallelLinear.forward, self.mesh.rank
         tensor.RowParallelLinear.forward = lambda layer, x: row(layer, x) * (1 + 0.01 * rank)  # type: ignore[method-assign]
         said = raised(lambda: self.split(small_llama, llama.tp_plan))
@@ -339,10 +339,10 @@ class Verified(Cases):
         verify.partial_parameters = known
 
     def leaves_all_alone(self) -> None:
-        """No generator, no weight; blocks that are alike run once in each of the two models."""
+        """The check changes no generator and no weight; identical blocks run once in each of the two models."""
         calls: list[int] = []
         torch.manual_seed(7)
-        gc.collect()  # what earlier refusals hold
+        gc.collect()  # objects held by earlier refusals
         gc.disable()
         forward, before = llama.Layer.forward, torch.get_rng_state()
         llama.Layer.forward = lambda *args: (calls.append(1), forward(*args))[1]
@@ -360,7 +360,7 @@ class Verified(Cases):
             self.equal(value.grad, None, f"gradient of {name}")
 
     def shared_inputs(self) -> None:
-        """Layers that read two tensors: a product for each, nothing kept; and none of a forward without gradients."""
+        """Layers that read two tensors: one product each, nothing cached; nor by a forward without gradients."""
         made: list[int] = []
         counted = replace(PLAIN, forward=lambda *of: made.append(1) or PLAIN.forward(*of))
         PRODUCTS[PLAIN.name] = counted
@@ -395,7 +395,7 @@ class Verified(Cases):
         PRODUCTS[PLAIN.name] = PLAIN
 
     def uneven_heads(self) -> None:
-        """No tensor is made from numbers of the host in a forward."""
+        """A forward makes no tensor from host data, which would synchronize."""
         few = {"num_attention_heads": 12, "num_key_value_heads": 3}
         model = meshtrain.parallelize(small_llama(**few), self.mesh, precision="float64")
         attention: Any = model.model.layers[0].self_attn

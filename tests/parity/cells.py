@@ -23,7 +23,7 @@ def train(
 ) -> list[str]:
     """Trains (experiment, folder, layout, more overrides) one after another in one job of `world` processes.
 
-    Returns what each run has printed about its parameters.
+    Returns the line that each run printed about its parameters.
     """
     cells = [
         [e.config, [*e.overrides, *more, f"layout={layout}", f"train.output={folder / where}"], small(e)]
@@ -34,7 +34,7 @@ def train(
     path = Path(__file__).parent / script
     if env is None:
         done = forked(world, path, str(file), timeout=1500).check()
-    else:  # GPUs, of which a process that is forked must not know anything
+    else:  # on GPUs, since a process must not initialize CUDA before it forks
         done = torchrun(world, str(path), str(file), timeout=1500, env=env).check()
     printed = [line for line in done.out.splitlines() if re.fullmatch(r"model \S+: [\d,]+ parameters(, .*)?", line)]
     assert len(printed) == len(runs)
@@ -42,12 +42,12 @@ def train(
 
 
 def small(experiment: Experiment) -> int:
-    """FSDP as it is for models of this size, in float32; in all others every block is gathered by itself."""
+    """FSDP's minimum unit size: the default for the experiment in float32; 0 for others, to gather each block alone."""
     return MIN_UNIT_SIZE if experiment.name == "float32" else 0
 
 
 def assert_same(rows: list[dict], reference: list[dict], tolerance: float) -> None:
-    """The same samples in every step, and losses and norms that differ by rounding only."""
+    """Asserts the same samples in every step, and losses and norms that differ by rounding only."""
     assert [row["step"] for row in rows] == [row["step"] for row in reference]
     for row, expected in zip(rows, reference, strict=True):
         for same in ("samples_digest", "samples", "tokens", "epoch", "lr"):

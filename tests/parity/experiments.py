@@ -1,4 +1,4 @@
-"""What the parity tests train, and on which layouts: an experiment is all of a config but its layout."""
+"""What the parity tests train, and on which layouts: an experiment is a whole config except its layout."""
 
 import json
 import random
@@ -15,7 +15,7 @@ QUICKSTART = "configs/quickstart.yaml"
 STEPS, SLOW_STEPS = 4, 8
 SLOW = ("mixing", "frozen layers", "a frozen tied embedding", "a norm beside both layers")
 
-# The quickstart in the small, with a batch that 3, 4 and 6 ranks do not divide, and a share that micro_size does not.
+# A small quickstart, with a batch size that 3, 4 and 6 ranks do not divide, and shares that micro_size does not divide.
 SMALL = (
     "model.hidden_size=48",
     "model.intermediate_size=112",
@@ -32,7 +32,7 @@ SMALL = (
     "train.sample_tokens=0",
 )
 
-# Models of a user's own, with what each needs.
+# Users' models, with the overrides that each needs.
 MODELS = Path(__file__).parents[1] / "models"
 OWN_MODELS: dict[str, tuple[str, ...]] = {
     "between": ("parallel.recompute=full",),
@@ -42,7 +42,7 @@ OWN_MODELS: dict[str, tuple[str, ...]] = {
 }
 TP_MODELS = ("attached", *OWN_MODELS)
 
-# Blocks for 8 stages that are not of one size, and microbatches that cost next to nothing: there are many of them.
+# Blocks of different sizes for 8 stages, and microbatches that cost next to nothing, since there are many.
 STAGED = (
     "model.hidden_size=32",
     "model.intermediate_size=48",
@@ -54,7 +54,7 @@ STAGED = (
 ATTACHED_EVEN = "attached, even"
 ATTACHED = ("model.name=tests/models/attached.py",)  # the first layer adds a term to the loss, and statistics
 
-# A small model with experts, and sequences that nothing divides.
+# A small model with experts, and sequences of a length that nothing divides.
 EXPERTS = {
     "experts": ("parallel.recompute=full",),
     "experts, sigmoid": (
@@ -64,18 +64,18 @@ EXPERTS = {
         "parallel.recompute=selective",
     ),
 }
-# The query's latent is as wide as that of keys and values, which is not to be taken for it.
+# The latent of queries is as wide as that of keys and values; the two must not be confused.
 _LATENT = (
     *("model.num_key_value_heads=null", "model.q_lora_rank=16", "model.kv_lora_rank=16", "model.v_head_dim=8"),
     *("model.qk_nope_head_dim=10", "model.qk_rope_head_dim=6"),
 )
-# Without experts, which `tp` without sequence parallelism does not take.
+# Without experts, which `tp` without sequence parallelism does not support.
 LATENT = (
     *("model.name=tests/models/latent.py", *_LATENT, "model.first_k_dense_replace=2", "model.rope_interleave=false"),
     "model.rope_scaling={rope_type: yarn, factor: 4.0, mscale_all_dim: 1.5, original_max_position_embeddings: 12}",
     "parallel.recompute=selective",
 )
-# The models that come with the project. A key/value head with a bias is on both ranks of tp.
+# The project's models. Both ranks of tp hold the same key/value head with a bias.
 EXPERT_MODELS = {
     "qwen3_moe": (
         *("model.name=qwen3_moe", "model.num_experts=6", "model.moe_intermediate_size=24", "data.seq_len=48"),
@@ -103,7 +103,7 @@ BORROWED = "the embedding as head"
 MUON, MUON_EXPERTS = "muon", "muon, experts"
 EXPERTS[MUON_EXPERTS] = (*EXPERT_MODELS["qwen3_moe"], "optimizer.name=muon")
 
-# Longer than the model was made for. The length of a part of a sequence, or a padded one (50 over cp), is another.
+# Sequences longer than the trained length. The length of a rank's part, or a padded one (50 over cp), is another.
 ROPE = {
     "dynamic rope": (
         "data.seq_len=50",
@@ -113,15 +113,15 @@ ROPE = {
     "yarn rope": ("model.rope_scaling={rope_type: yarn, factor: 4.0, original_max_position_embeddings: 12}",),
 }
 
-# Layers wide enough for products in 8 bits, beside keys and values, which are not, and of which each of many ranks has
-# all. What three ranks have of 208 features is of different sizes.
+# Layers wide enough for 8-bit products, except those of keys and values, which are whole on each rank if there are many
+# ranks. The parts of 208 features on three ranks have different sizes.
 _WIDE = (
     *("model.hidden_size=128", "model.num_attention_heads=12", "model.head_dim=16", "data.seq_len=24"),
     "parallel.recompute=selective",
 )
 FLOAT8 = {"float8": (*_WIDE, "model.intermediate_size=208"), "mxfp8": (*_WIDE, "model.intermediate_size=192")}
 
-# Models of one's own over pp, and what they have that llama does not.
+# Users' models over pp, with features that llama lacks.
 _FROZEN = "model.name=tests/models/frozen.py"
 STAGED_MODELS = {
     "scaled and capped in blocks": (
@@ -136,12 +136,12 @@ STAGED_MODELS = {
         _FROZEN,
         'model.frozen=["*embed*"]',
         "model.tie_word_embeddings=true",
-        "optimizer.lr=0.05",  # of 0.1 a step's loss bends so much that rounding grows to 1e-9 in the next
+        "optimizer.lr=0.05",  # at 0.1 the loss is so curved that rounding grows to 1e-9 within a step
     ),
     "a frozen stage": (_FROZEN, 'model.frozen=["*embed*", "*layers*"]', "optimizer.lr=0.03"),
 }
-# Adapters beside frozen layers: dropout before them, also of the features that ranks of tp share; layers of every kind
-# that attention and experts have; and a model of which other parts stay as they are.
+# Adapters on frozen layers: with dropout before them, also of features split over tp; layers of every kind in attention
+# and experts; and a model with other parts frozen.
 _ADAPTERS = ("optimizer.lr=0.02", "optimizer.eps=1e-3", "train.lora={rank: 4, alpha: 32, dropout: 0.1}")
 TUNED = {
     "lora": _ADAPTERS,
@@ -154,16 +154,16 @@ TUNED = {
     "frozen by name": ('train.freeze=["*embed*", "*.layers.0.*", "*.norm.weight"]', "optimizer.lr=0.01"),
 }
 
-# And over pp and tp.
+# Users' models over pp and tp.
 CROSSED_MODELS = {"a norm beside both layers": ("model.name=tests/models/own_norm.py",)}
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A run but for its layout.
+    """A run except its layout.
 
     Attributes:
-        tolerance: the largest relative difference from one process, by what the precision allows.
+        tolerance: the largest relative difference from one process that the precision allows.
     """
 
     name: str
@@ -173,10 +173,10 @@ class Experiment:
 
 
 def experiments(folder: Path) -> dict[str, Experiment]:
-    """All experiments; data that they need is written into `folder`."""
+    """All experiments; writes the data that they need into `folder`."""
     cache = f"data.cache={folder / 'cache'}"
-    # Whatever makes a layout wrong shows in the first steps, at this tolerance; rounding adds up over more,
-    # which "float32" shows in 20.
+    # An error of a layout shows in the first steps at this tolerance; rounding accumulates over more steps, which
+    # "float32" shows in 20.
     precise = (cache, "train.precision=float64", "optimizer.warmup_steps=2")
     exact, slow = ((*precise, f"train.steps={steps}") for steps in (STEPS, SLOW_STEPS))
     digits = ("train.epochs=null", *exact, "data.workers=0", f"train.eval_every={STEPS}", "batch.global_size=21")
@@ -196,15 +196,15 @@ def experiments(folder: Path) -> dict[str, Experiment]:
 
 
 def texts(folder: Path) -> dict[str, tuple[str, ...]]:
-    """What is trained in float64 on text: the plain model, other data, other models."""
-    held_out = folder / "held_out.txt"  # an evaluation is a few batches: many more would cost more than the training
+    """The experiments on text in float64: the plain model, other data, other models."""
+    held_out = folder / "held_out.txt"  # small: a longer evaluation would cost more than the training
     held_out.write_text("A text that no sample of the training has in it. " * 50)
     ragged = (
         "data.source=jsonl",
         f"data.path={write_ragged(folder / 'ragged.jsonl')}",
         "data.validation=0.03",
         f"train.eval_every={STEPS}",
-        "train.eval_samples=9",  # of more: the same ones on all layouts
+        "train.eval_samples=9",  # fewer than there are, the same ones on all layouts
         "batch.global_size=7",
     )
     tied = (*ragged, "model.tie_word_embeddings=true", "data.mask_documents=true", "parallel.recompute=full")
@@ -219,14 +219,14 @@ def texts(folder: Path) -> dict[str, tuple[str, ...]]:
         "tied, masked, recomputed": tied,
         "dropout": ("model.hidden_dropout=0.1",),
         "uneven": (*uneven, f"data.validation={held_out}", f"train.eval_every={STEPS}"),
-        # Sequences that nothing divides, so that over `cp` some tokens are padding: these add nothing to a term either.
+        # Sequences that nothing divides, so over `cp` some tokens are padding, which must add nothing to a term either.
         "padded": (
             *(*ATTACHED, *uneven, "data.seq_len=47", "data.mask_documents=true"),
             *(f"data.validation={held_out}", f"train.eval_every={STEPS}"),
         ),
-        # 3 key/value heads on 4 ranks: the three queries of a rank look at one or two of them.
+        # 3 key/value heads on 4 ranks: the three query heads of a rank use one or two of them.
         "few heads": ("model.num_attention_heads=12", "model.num_key_value_heads=3"),
-        # For the many schedules: they differ in the order of a step's work, which shows in the first steps or never.
+        # Few steps for the many schedules: they differ in the order of a step's work, which shows at once or never.
         "staged": (*STAGED, "train.steps=4", "optimizer.warmup_steps=0"),
         "staged, tied": (*STAGED, *tied, "model.hidden_dropout=0.1"),
         **{name: (*two_layers, *keys) for name, keys in {**STAGED_MODELS, **CROSSED_MODELS}.items()},
@@ -239,7 +239,7 @@ def texts(folder: Path) -> dict[str, tuple[str, ...]]:
         **{name: (*moe, *keys) for name, keys in EXPERTS.items()},
         **{name: (*(moe if "experts" in name or "latent" in name else ()), *keys) for name, keys in TUNED.items()},
         **{name: (f"train.linear_precision={name}", *keys) for name, keys in FLOAT8.items()},
-        # Each rank of tp norms its own heads; over tp 4 two of them have the same key/value head.
+        # Each rank of tp normalizes its own heads; over tp 4, two ranks have the same key/value head.
         "qwen3": ("model.name=qwen3",),
         BORROWED: ("model.name=tests/models/borrowed_head.py",),
         EMA: (*ragged, "optimizer.ema_decay=0.8", "train.use_ema=true", "train.eval_every=2"),
@@ -249,7 +249,7 @@ def texts(folder: Path) -> dict[str, tuple[str, ...]]:
 
 
 def write_ragged(path: Path) -> Path:
-    """Prompts without loss and completions with it, of very different lengths: many samples have no valid target."""
+    """Prompts without and completions with a loss, of very different lengths: many samples have no valid target."""
     rng = random.Random(0)
     words = ["mesh", "rank", "loss", "shard", "step", "group", "axis", "host", "norm", "batch"]
 
@@ -262,7 +262,7 @@ def write_ragged(path: Path) -> Path:
     return path
 
 
-# World size -> layouts, each with the experiments that it is compared in.
+# World size -> layouts, each with its experiments.
 LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
     2: [
         ("{dp_replicate: 2}", ("float32", "float64", "ragged", "frozen by name", MUON)),
@@ -372,11 +372,11 @@ LAYOUTS: dict[int, list[tuple[str, tuple[str, ...]]]] = {
 
 SHARED = "parallel.shard_optimizer=true"
 EP = "parallel.expert_parallel={}".format
-# Where experts are dealt out: layout -> experiment -> over how many ranks, and what else differs.
+# Expert parallelism: layout -> experiment -> its size, and other overrides.
 EXPERT_PARALLEL: dict[str, dict[str, list[tuple[str, ...]]]] = {
     "{dp_replicate: 4}": {
         "experts": [(EP(4),), (EP(2), SHARED)]
-    },  # over the copies of the rest; one rank has none of six experts
+    },  # over replicas of the other parameters; one rank has none of the six experts
     "{dp_shard: 4}": {
         "experts": [()],
         "experts, sigmoid": [(EP(2),)],
@@ -402,7 +402,7 @@ EXPERT_PARALLEL: dict[str, dict[str, list[tuple[str, ...]]]] = {
 
 
 def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
-    """More overrides under which a cell is trained again, because they lead through code of their own."""
+    """Sets of further overrides with which a cell is trained, since they exercise code of their own."""
     sizes = yaml.safe_load(layout)
     if (name in EXPERTS or name == "lora, experts") and layout in EXPERT_PARALLEL:
         return EXPERT_PARALLEL[layout][name]
@@ -413,12 +413,12 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
     if "pp" in sizes:
         return [(f"pipeline.schedule={schedule}", *more) for schedule, *more in pipelines(sizes, name)]
     if "tp" not in sizes:
-        # FSDP that keeps its parameters sends gradients at another time.
+        # FSDP that keeps its parameters reduces gradients at another time.
         if list(sizes) == ["dp_replicate"] and name in ("float64", MUON):
             return [(SHARED,)] if name == MUON else [(), (SHARED,)]
         kept = name == "float64" and layout in ("{dp_shard: 2}", "{dp_replicate: 2, dp_shard: 2}")
         return [(), ("parallel.reshard_after_forward=false",)] if kept else [()]
-    # Two microbatches in every step: one process has more of them, and each costs many exchanges here.
+    # Two microbatches per step: one process has more of them, and here each costs many exchanges.
     samples = 7 if name in ("ragged", "tied, masked, recomputed", "attached", *ROPE, *EXPERTS) else 14
     share = -(-samples * sizes["tp"] // world)
     own = f"batch.micro_size={-(-share // 2)}"
@@ -439,8 +439,8 @@ def variants(world: int, layout: str, name: str) -> list[tuple[str, ...]]:
 
 
 def attached(sizes: dict[str, int]) -> list[tuple[str, ...]]:
-    """How terms of the loss are trained besides: in compiled blocks, with gradients of weights that are computed later,
-    and from activations that all ranks of tp have whole."""
+    """Variants for terms of the loss: compiled blocks, deferred weight gradients, and activations that are whole on all
+    ranks of tp."""
     compiled, whole = "parallel.compile=true", "parallel.sequence_parallel=false"
     if "pp" not in sizes:
         return [("batch.micro_size=7", compiled, whole)] if "tp" in sizes else [(compiled,)]
@@ -451,7 +451,7 @@ def attached(sizes: dict[str, int]) -> list[tuple[str, ...]]:
 
 
 RING, TWO = "parallel.context=ring", "parallel.context_heads=2"
-# With `cp`: layout -> experiment -> the ways over it, and what else differs. Each costs many exchanges: few cells.
+# With `cp`: layout -> experiment -> methods and other overrides. Few cells, since each costs many exchanges.
 CONTEXTS: dict[str, dict[str, list[tuple[str, ...]]]] = {
     "{cp: 2}": {
         "float64": [(), (RING,), (TWO,)],
@@ -486,7 +486,7 @@ CONTEXTS: dict[str, dict[str, list[tuple[str, ...]]]] = {
 
 
 def contexts(layout: str, name: str) -> list[tuple[str, ...]]:
-    """The same for a layout with `cp`: two microbatches in every step, and with `pp` three."""
+    """`variants` for a layout with `cp`: two microbatches per step, and with `pp` three."""
     sizes = yaml.safe_load(layout)
     samples = {"staged": 15}.get(name, 14)
     samples = 7 if name in ("ragged", "tied, masked, recomputed", "staged, tied", *ROPE) else samples
@@ -496,13 +496,13 @@ def contexts(layout: str, name: str) -> list[tuple[str, ...]]:
 
 
 def pipelines(sizes: dict[str, int], name: str) -> list[tuple[str, ...]]:
-    """What a layout with `pp` is trained with: (schedule, more overrides ...)."""
+    """The variants of a layout with `pp`: (schedule, more overrides ...)."""
     p, data = sizes["pp"], sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
     samples = {"float32": 14, "float64": 14, "digits": 21}.get(name, 15)
     samples = 7 if name in ("staged, tied", "attached, recomputed", *ROPE, *EXPERTS) or "latent" in name else samples
 
     def cut(microbatches: int) -> str:
-        """A `micro_size` that gives so many, or fewer where there are not that many samples."""
+        """A `micro_size` that gives this many microbatches, or fewer if there are fewer samples."""
         return f"batch.micro_size={-(-samples // (data * microbatches))}"
 
     if name == "digits":  # three blocks
@@ -518,11 +518,11 @@ def pipelines(sizes: dict[str, int], name: str) -> list[tuple[str, ...]]:
     if "dp_replicate" in sizes or "dp_shard" in sizes or "tp" in sizes:
         return crossed(sizes, name, cut(2 * p), cut(2 * p - 1))
     if name != "staged":
-        # The five blocks of float32 are stages of four ranks, and not of a V over them.
+        # The five blocks of float32 suffice for stages of four ranks, but not for the 8 stages of a V over them.
         return [("1f1b", cut(2 * p)), ("zb-h2" if name == "float32" and p > 2 else "zbv", cut(2 * p - 1))]
     counts = (2 * p, p + 1) if p == 2 else (p + 1,)
     found = [(schedule, cut(microbatches)) for schedule in NAMES for microbatches in counts]
-    if p == 2:  # more stages a rank, stages of one's own choice, and a recomputation where gradients are split
+    if p == 2:  # more stages per rank, a user's split, and recomputation with split backwards
         four = "pipeline.stages_per_rank=4"
         found += [("interleaved-1f1b", cut(3), four), ("interleaved-zb", cut(3), four)]
         found += [("1f1b", cut(3), "pipeline.split=[2, 7]"), ("zbv", cut(3), "parallel.recompute=selective")]
@@ -530,12 +530,12 @@ def pipelines(sizes: dict[str, int], name: str) -> list[tuple[str, ...]]:
 
 
 def crossed(sizes: dict[str, int], name: str, even: str, odd: str) -> list[tuple[str, ...]]:
-    """The same for a layout with other axes, by what is new in it. Many processes on few cores are dear: few cells."""
+    """`pipelines` for a layout with other axes. Few cells, since many processes on few cores are expensive."""
     if len(sizes) > 2 or sizes["pp"] > 2:
         return [("1f1b", odd)] if name == "staged, tied" else [("zbv", even)]
-    if name == "float64":  # a stage for each block: one of them has the last norm alone
+    if name == "float64":  # a stage per block: one of them has only the last norm
         return [("interleaved-1f1b", even, "pipeline.split=[2, 1, 1, 1]")]
-    if name in CROSSED_MODELS:  # several stages a rank
+    if name in CROSSED_MODELS:  # several stages per rank
         return [("interleaved-1f1b", even, "parallel.sequence_parallel=false")]
     if name != "staged":
         shared = [("1f1b", even, SHARED)] if "dp_replicate" in sizes else []

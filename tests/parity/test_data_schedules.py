@@ -1,4 +1,4 @@
-"""Mixtures of sources and batches that grow: the same curve on every layout, and after a resume the same bits."""
+"""Mixtures of sources and growing batches: the same curve on every layout, and the same bits after a resume."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def known(folder: Path) -> dict[str, Experiment]:
     rng = np.random.default_rng(0)
     (folder / "text.txt").write_text("one two three four five six seven eight nine ten. " * 60)
     ids = (Document(rng.integers(1, 200, 50)) for _ in range(40))
-    write(folder / "tokens", ids, vocab_size=300, tokenizer="bytes", source="random")  # of two bytes each
+    write(folder / "tokens", ids, vocab_size=300, tokenizer="bytes", source="random")  # two bytes per token
     ragged = write_ragged(folder / "ragged.jsonl")
     sources = (
         f"data.sources=[{{name: ragged, source: jsonl, path: {ragged}, weight: [[0, 0.5], [3, 0.05]], epochs: 2}}, "
@@ -73,7 +73,7 @@ def alone(folder: Path, known: dict[str, Experiment]) -> dict[str, list[dict]]:
 
 @pytest.fixture(scope="module")
 def two(folder: Path, known: dict[str, Experiment]) -> Path:
-    """All runs of two processes, resumed ones among them."""
+    """All runs of two processes, including resumed ones."""
     runs = [(known[name], f"2/{i}", layout, more) for i, (name, layout, more) in enumerate(CELLS[2])]
     for name in ("mixture", "ramp", "length"):
         resume = f"checkpoint.resume={folder / name / 'checkpoints/step_0000003'}"
@@ -124,7 +124,7 @@ def test_a_decay_branch_is_the_run_that_had_its_keys_from_the_beginning(two: Pat
 
 
 def test_rows_have_the_samples_of_the_order(alone: dict[str, list[dict]]) -> None:
-    """And the losses of the sources come to that of the step."""
+    """The losses of the sources, too, must be consistent with that of the step."""
     rows = alone["ramp"]
     assert [row["samples"] for row in rows] == [5, 10, 24, 38, 52, 55]
     assert np.diff([0, *(row["tokens"] for row in alone["length"])]).tolist() == [

@@ -1,4 +1,4 @@
-"""Messages to experts of a fixed size decide nothing: a run with them is one without, also where rows find no room."""
+"""Fixed-size messages to experts change nothing: a run with them equals one without, even if rows overflow."""
 
 import json
 from pathlib import Path
@@ -33,11 +33,11 @@ CELLS = {
 
 @pytest.mark.parametrize("world", CELLS)
 def test_expert_rows_change_nothing(tmp_path: Path, world: int) -> None:
-    """Room for an even share, which some row of every step does not find; and room for all rows. A step that runs
-    again draws, scales and counts as the first time."""
+    """Room for an even share, which overflows in every step, and room for all rows. A step that runs again draws random
+    numbers, scales and counts as in its first run."""
     known = experiments(tmp_path)
     cells = [(layout, known[name], [*more, *FEW]) for layout, name, more in CELLS[world]]
-    rooms = {"null": None, "1.0": True, f"{world}": False}  # whether rows are left without
+    rooms = {"null": None, "1.0": True, f"{world}": False}  # whether rows overflow
     runs = [
         (e, f"{i}_{room}", layout, (*more, f"parallel.expert_rows={room}"))
         for i, (layout, e, more) in enumerate(cells)

@@ -1,5 +1,5 @@
 """The promise: the same loss curve on every layout. Each cell is compared with one process: 20 steps in float32, and 4
-in float64, where no error hides in rounding."""
+in float64, where rounding hides no error."""
 
 import re
 import sys
@@ -72,7 +72,7 @@ def references(alone: dict[str, Trained]) -> dict[str, list[dict]]:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path, known: dict[str, Experiment]) -> dict[tuple, Trained]:
-    """Every cell of the table, one job per world size, that of 4 processes beside all others."""
+    """Every cell of the table, one job per world size; that of 4 processes runs concurrently with the others."""
 
     def cells_of(*worlds: int) -> dict[tuple, Trained]:
         found = {}
@@ -100,7 +100,7 @@ def test_same_curve_as_one_process(
 def test_every_layout_prints_the_same_number_of_parameters(
     trained: dict[tuple, Trained], alone: dict[str, Trained]
 ) -> None:
-    """Weights that stages share, too, are counted once."""
+    """Weights shared by stages are counted once, too."""
     for cell, one in trained.items():
         assert one.parameters == alone[cell[2]].parameters, cell
     assert any("pp" in layout and "tied" in name for _, layout, name, _ in trained)
@@ -110,7 +110,7 @@ def test_every_layout_prints_the_same_number_of_parameters(
 
 @pytest.mark.timeout(4000)
 def test_what_cp_sends_has_its_name(trained: dict[tuple, Trained]) -> None:
-    """Keys and values go over `cp`, and parameters over all that share them."""
+    """Keys and values are sent over `cp`, parameters over `fsdp`, all ranks that shard them."""
     rows = [one.rows[-1] for (_, layout, _, _), one in trained.items() if "cp" in layout]
     assert rows
     assert all(row["sent_bytes_cp"] > 0 and row["sent_bytes_fsdp"] > 0 for row in rows)
@@ -118,12 +118,12 @@ def test_what_cp_sends_has_its_name(trained: dict[tuple, Trained]) -> None:
 
 
 def test_the_loss_falls(references: dict[str, list[dict]]) -> None:
-    """Parity of runs that learn nothing would prove little."""
+    """The parity of runs that learn nothing would prove little."""
     expected = {"float32": (20, 0.8), **dict.fromkeys(SLOW, (SLOW_STEPS, 0.95))}
     for name, rows in references.items():
         steps, share = expected.get(name, (STEPS, 0.97))
         if name in ("a frozen tied embedding", "gradients that stop") or name.startswith("lora"):
-            share = 0.985  # the head stays as it was drawn, or what is before the stop
+            share = 0.985  # the head, or everything before the stop, keeps its initial values
         assert len(rows) == steps
         assert rows[-1]["loss"] < share * rows[0]["loss"]
 
@@ -137,7 +137,7 @@ def test_averages_are_what_is_evaluated(references: dict[str, list[dict]]) -> No
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_schedule_has_its_microbatches(ranks: int, schedule: str, known: dict[str, Experiment]) -> None:
-    """A number that ranks do not divide, and on two ranks twice as many as these."""
+    """A number that the ranks do not divide, and on two ranks also twice the number of ranks."""
     counts = set()
     for world, layout, name, more in CELLS:
         if (world, layout, name) == (ranks, f"{{pp: {ranks}}}", "staged") and f"pipeline.schedule={schedule}" in more:

@@ -1,4 +1,4 @@
-"""The parity table over NCCL, where there are GPUs. Where there is one, several ranks share it if NCCL allows that:
+"""The parity table over NCCL, on machines with GPUs. Several ranks share a single GPU if NCCL allows that:
 NCCL_MULTI_RANK_GPU_ENABLE=1, from NCCL 2.30."""
 
 import os
@@ -20,7 +20,7 @@ ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 NAMES = ("float32", "float64", "ragged", "tied, masked, recomputed", "selective", "digits")
-SPLIT = tuple(name for name in NAMES if name != "digits")  # whose model has a tp_plan and a cp_plan
+SPLIT = tuple(name for name in NAMES if name != "digits")  # experiments whose model has a tp_plan and a cp_plan
 LAYOUTS = {
     2: {"{dp_replicate: 2}": NAMES, "{dp_shard: 2}": NAMES, "{tp: 2}": SPLIT, "{cp: 2}": SPLIT, "{pp: 2}": NAMES},
     4: {
@@ -37,7 +37,7 @@ LAYOUTS = {
 CELLS = [
     (world, layout, name) for world, layouts in LAYOUTS.items() for layout, names in layouts.items() for name in names
 ]
-# Computing in 16 bits rounds each product: layouts then differ by the order of sums in 16 bits, not only in float32.
+# In 16 bits each product is rounded: layouts then also differ by the order of sums in 16 bits, not only in float32.
 SIXTEEN_BITS = 2e-2
 
 
@@ -83,7 +83,7 @@ def test_same_curve_as_one_gpu(
 
 @pytest.mark.timeout(1800)
 def test_the_gpu_follows_the_cpu(folder: Path, known: dict[str, Experiment], references: dict[str, list[dict]]) -> None:
-    """The first weights do not depend on the kind of device, and float64 does not hide behind rounding."""
+    """The initial weights do not depend on the kind of device, and in float64 rounding hides no error."""
     train(folder, 1, [(known["float64"], "cpu", "{dp_shard: -1}", ())], {"CUDA_VISIBLE_DEVICES": ""})
     assert_same(references["float64"], read(folder / "cpu/metrics.jsonl"), 1e-9)
 

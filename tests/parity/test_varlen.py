@@ -1,4 +1,4 @@
-"""Packed documents by attention of variable length, as on GPUs: runs have the losses that the mask gives."""
+"""Packed documents with variable-length attention, as on GPUs: runs have the same losses as with a mask."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from tests.parity.experiments import QUICKSTART, SMALL, Experiment
 
 
 def test_runs_with_lengths_have_the_losses_of_runs_with_masks(tmp_path: Path) -> None:
-    texts = [f"{i} " * (1 + i * i % 17) for i in range(400)]  # a few of them, or a part of one, in each sample of 48
+    texts = [f"{i} " * (1 + i * i % 17) for i in range(400)]  # each sample of 48 tokens has a few texts, or part of one
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     data = ("data.source=jsonl", f"data.path={tmp_path / 'texts.jsonl'}", "data.mask_documents=true")
     keys = (*data, f"data.cache={tmp_path / 'cache'}", "train.precision=float64", "train.steps=3", "train.eval_every=3")

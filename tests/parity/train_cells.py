@@ -1,15 +1,14 @@
-"""Trains one run after another in one job, through the function that the command calls: starting torch costs more
+"""Trains one run after another in one job, through the function that the command calls, since starting torch costs more
 than many small steps.
 
     torchrun ... train_cells.py CELLS.json        [[config, [override, ...], small], ...]
 
-`small` is what FSDP takes for a small block: 0 gathers each block by itself, which no model of a test's size would do.
-The loss is computed in chunks of 50 tokens, for the same reason.
+`small` is the size below which FSDP merges blocks: 0 gathers each block separately, which FSDP would not do for models
+as small as in tests. The loss is computed in chunks of 50 tokens for the same reason.
 
-What a run does only once, because it is long, costs more than 20 steps of a test's model. Nothing that is compared
-depends on it, and other tests have it: the picture and the count of FLOPs are left out here, the costs of a model's
-blocks are counted once for all cells that train it, and no code is generated for the graphs of compiled blocks, but on
-GPUs.
+What a run does only once because it takes long costs more than 20 steps of a test's model. Nothing that is compared
+depends on it, and other tests cover it: the picture and the FLOP count are left out here, the costs of a model's blocks
+are counted once for all cells that train it, and code for compiled blocks is generated on GPUs only.
 """
 
 import json
@@ -37,7 +36,7 @@ counted: dict[tuple, tuple[list[float], str]] = {}
 
 
 def counted_once(model: nn.Module, blocks: Sequence[nn.Module], inputs: tuple[Tensor | None, ...]) -> tuple:
-    """`block_flops`; a plain model's text has the sizes of all of its weights."""
+    """`block_flops`, cached by the model's text, which has the sizes of all its weights."""
     key = (str(model), *(None if value is None else value.shape for value in inputs))
     if key not in counted:
         counted[key] = block_flops(model, blocks, inputs)

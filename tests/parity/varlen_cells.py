@@ -1,4 +1,4 @@
-"""`train_cells.py` on CPUs that have attention of variable length, in all types."""
+"""`train_cells.py` on CPUs with variable-length attention, in all dtypes."""
 
 import runpy
 from functools import partial
@@ -14,7 +14,7 @@ from meshtrain.attention import AttentionContext
 
 
 def to(self: AttentionContext, *args: Any, **kwargs: Any) -> Any:
-    """Documents without values: whoever made a mask of them would fail."""
+    """Moves documents to the meta device, without values: building a mask from them would fail."""
     moved = plain_to(self, *args, **kwargs)
     return moved if moved.kernel is None else AttentionContext(moved.documents.to("meta"), moved.lengths, moved.kernel)
 

@@ -1,6 +1,6 @@
-"""Run under torchrun: the engine against one process, what it sends, keeps and frees; prints what failed.
+"""Run under torchrun: the engine against one process, and what it sends, keeps and frees; prints what failed.
 
-engine_cases.py FOLDER        2 or 4 processes; a schedule of one's own is written into FOLDER
+engine_cases.py FOLDER        2 or 4 processes; a user's schedule is written into FOLDER
 """
 
 import os
@@ -65,14 +65,14 @@ ALONE = Mesh(Layout({}), 0, "cpu", None, {})
 
 
 def config(layout: dict[str, int], schedule: str, microbatches: int, *more: str) -> Config:
-    """`microbatches` of two samples on each data rank."""
+    """A config with `microbatches` of two samples on each data rank."""
     samples = 2 * microbatches * layout.get("dp_replicate", 1) * layout.get("dp_shard", 1)
     batch = (f"batch.global_size={samples}", "batch.micro_size=2", f"pipeline.schedule={schedule}")
     return Config.load(QUICKSTART, [*MODEL, f"layout={layout}", *batch, *more])
 
 
 class Step:
-    """A step's microbatches of (b, s) tokens, or of each of several s in turn; keeps the losses that it has seen."""
+    """A step's microbatches of (b, s) tokens, with several s in turn if given; keeps the losses that it has seen."""
 
     def __init__(self, microbatches: int, b: int = 2, s: int | Sequence[int] = 12, seed: int = 0) -> None:
         draws, lengths = torch.Generator().manual_seed(seed), [s] if isinstance(s, int) else s
@@ -84,7 +84,7 @@ class Step:
 
     def inputs(self, microbatch: int) -> tuple[Tensor | None, ...]:
         tokens = self.tokens[microbatch]
-        return tokens, torch.arange(tokens.shape[1])[None], None  # of which a later stage may have a part of the first
+        return tokens, torch.arange(tokens.shape[1])[None], None  # a later stage may have only a part of the tokens
 
     def loss(self, microbatch: int, output: Tensor) -> Tensor:
         self.losses[microbatch] = sample_losses(output, self.tokens[microbatch]).sum()
@@ -96,7 +96,7 @@ class Step:
 
 
 class Watched(Step):
-    """Says besides how many graphs of stage forwards, and how many outputs that were sent, live after each action."""
+    """A step that also counts the live graphs of stage forwards, and live outputs that were sent, after each action."""
 
     def __init__(self, microbatches: int, schedule: Schedule) -> None:
         super().__init__(microbatches)
@@ -116,7 +116,7 @@ class Watched(Step):
         self.seen.append((action, graphs, outputs))
 
     def _watch(self, stage: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        """An operation that keeps a tensor of its own for as long as its graph lives."""
+        """Adds an operation that keeps a tensor of its own alive as long as its graph."""
         mark = torch.ones(output.shape[0], *[1] * (output.dim() - 1), dtype=output.dtype)
         self.graphs.append(StorageWeakRef(mark.untyped_storage()))
         marked = output * mark
@@ -125,7 +125,7 @@ class Watched(Step):
 
 
 class Sums(Step):
-    """Writes down when sums of gradients start, when they are waited for, and when a parameter has its gradient."""
+    """Logs when reductions of gradients start, when they are waited for, and when a parameter has its gradient."""
 
     def __init__(self, microbatches: int, group: Any) -> None:
         super().__init__(microbatches)
@@ -161,11 +161,11 @@ class Sums(Step):
 
 
 class Sent:
-    """Counts the bytes of tensors that are sent to single ranks, and knows over which groups they went."""
+    """Counts the bytes of tensors sent point to point, and records the groups over which they were sent."""
 
     def __enter__(self) -> "Sent":
         self.bytes, self._send = 0, dist.isend
-        self.groups: dict[int, set[Any]] = {}  # of each target
+        self.groups: dict[int, set[Any]] = {}  # by target rank
         dist.isend = self._count
         return self
 
@@ -174,7 +174,7 @@ class Sent:
 
     def _count(self, tensor: Tensor, *to: Any, **named: Any) -> Any:
         self.bytes += tensor.nbytes
-        if to:  # between stages: to a rank of the job, and over which group
+        if to:  # between stages: (rank of the job, group)
             self.groups.setdefault(to[0], set()).add(to[1])
         return self._send(tensor, *to, **named)
 
@@ -206,7 +206,7 @@ class Engine(Cases):
         self.equal(seen > 0, True, f"{what}: there are gradients")
 
     def steps(self, schedule: str, *more: str, shapes: Sequence[tuple[int, int]] = ((2, 12), (3, 7), (2, 12))) -> None:
-        """Steps one after another: in the second other shapes, in the third the first ones again; then a forward."""
+        """Consecutive steps: the second with other shapes, the third with the first shapes again; then a forward."""
         p = dist.get_world_size()
         m = p + 1
         model = self.pipeline({"pp": p}, schedule, m, *more)
@@ -225,7 +225,7 @@ class Engine(Cases):
                 self.same(found, self.plain(*more)(*inputs).detach(), f"{schedule}: forward of {shape}")
 
     def ragged(self, schedule: str) -> None:
-        """Microbatches of different lengths in one step, and in the next step others in the same places."""
+        """Microbatches of different lengths in one step, and other lengths in the same places in the next step."""
         p = dist.get_world_size()
         model = self.pipeline({"pp": p}, schedule, p + 3)
         for lengths in ((12, 7, 12, 5), (7, 12, 9)):
@@ -235,8 +235,8 @@ class Engine(Cases):
             self.gradients(model, self.expected(work), f"{schedule}, microbatches of {lengths} tokens")
 
     def evaluated(self, schedule: str) -> None:
-        """An evaluation of batches of two lengths: the loss of one process, no last stage before the first has had
-        three batches, and inputs and targets only copied where they are used."""
+        """An evaluation of batches of two lengths: the loss of one process; the last stage starts only after the first
+        has had three batches; and inputs and targets are copied only where they are used."""
         p = dist.get_world_size()
         model, work, key = self.pipeline({"pp": p}, schedule, p), Step(4 * p + 3, s=(12, 7)), f"evaluated {schedule}"
         batches = [Batch.of(work.inputs(i), tokens) for i, tokens in enumerate(work.tokens)]
@@ -269,11 +269,11 @@ class Engine(Cases):
         self.equal((found.targets, len(first or last)), (expected.targets, count), f"{schedule}: batches")
 
     def memory(self, schedule: str) -> None:
-        """Graphs live from a forward to its input gradient, outputs until they are sent, and nothing is left over."""
+        """Graphs live from a forward to its input gradient, outputs until they are sent, and nothing remains."""
         p = dist.get_world_size()
         m = 3 * p
         model = self.pipeline({"pp": p}, schedule, m)
-        model.run(Step(m))  # gradients have their memory
+        model.run(Step(m))  # allocates the gradients
         work = Watched(m, model.schedule)
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         with Created(besides=(*model.parameters(), *grads, *work.tokens)) as created:
@@ -293,7 +293,7 @@ class Engine(Cases):
         self.equal(created.held(), 0, f"{schedule}: bytes that outlive the step")
 
     def bytes_sent(self, layout: dict[str, int], schedule: str, *more: str) -> None:
-        """Over pp: for each microbatch an activation and a gradient at every boundary between ranks."""
+        """Sent over pp: for each microbatch, an activation and a gradient at every boundary between ranks."""
         m = 4
         model = self.pipeline(layout, schedule, m, *more)
         work = Step(m)
@@ -312,7 +312,7 @@ class Engine(Cases):
             self.equal(sent.bytes, own, f"{schedule}: bytes by torch")
 
     def links(self, schedule: str) -> None:
-        """As on NCCL: a group for each neighbour and direction, and nothing is sent over another."""
+        """As on NCCL: a group per neighbour and direction; nothing is sent over another group."""
         p = dist.get_world_size()
         with patch("meshtrain.mesh.IN_TURN", ("cpu",)):
             model = self.pipeline({"pp": p}, schedule, p + 1)
@@ -330,7 +330,7 @@ class Engine(Cases):
             self.equal(groups, {self.mesh.link(rank, target)}, f"{schedule}: over which group {target} gets its own")
 
     def data_ranks(self, axis: str, schedule: str) -> None:
-        """DDP sums once per step, FSDP gathers and reduces each stage once per step, whatever the microbatches."""
+        """DDP reduces once per step, FSDP gathers and reduces each stage once per step, however many microbatches."""
         model = self.pipeline({"pp": 2, axis: 2}, schedule, 6)
         work = Step(6)
         for _ in range(2):
@@ -346,8 +346,8 @@ class Engine(Cases):
         self.gradients(model, twice, f"{axis} {schedule}")
 
     def sums(self, axis: str, schedule: str) -> None:
-        """A stage's sums start within its last backward, or right behind its last weight gradients, in one order on all
-        data ranks; nothing waits for them before the last action of the rank."""
+        """A stage's reductions start within its last backward, or right after its last weight gradients, in the same
+        order on all data ranks; nothing waits for them before the last action of the rank."""
         with patch.object(ddp, "BUCKET_BYTES", 2000):
             model = self.pipeline({"pp": 2, axis: 2}, schedule, 3)
         work, what = Sums(3, self.mesh.group(axis)), f"{axis} {schedule}"
@@ -385,7 +385,7 @@ class Engine(Cases):
     def trained(
         self, layout: dict[str, int], schedule: str, *more: str, alone: Sequence[str] = ()
     ) -> tuple[Pipeline, nn.Module]:
-        """Steps of the optimizer: the losses and norms of one process, which gets the keys of `alone` besides."""
+        """Optimizer steps: the same losses and norms as in one process, which also gets the keys of `alone`."""
         more = (*more, "optimizer.warmup_steps=0", "optimizer.lr=0.01")
         work = Step(3)
         model = self.pipeline(layout, schedule, 3, *more)
@@ -408,7 +408,7 @@ class Engine(Cases):
         return model, plain
 
     def tied(self, layout: dict[str, int], schedule: str) -> None:
-        """Copies of the weight stay the same bits, and it counts once in the norm."""
+        """Copies of a tied weight stay bit-equal, and it counts once in the norm."""
         model, alone = self.trained(layout, schedule, "model.tie_word_embeddings=true")
         name = "model.embed_tokens.weight"
         copies = [p for n, p in model.named_parameters() if n == name]
@@ -421,7 +421,7 @@ class Engine(Cases):
         if copies:
             mine = local_part(copies[0])[0].detach()
             self.equal(all(torch.equal(mine, local_part(c)[0]) for c in copies), True, f"tied {schedule}: here")
-        if first != last:  # of the last stage's rank, on all
+        if first != last:  # compare with the copy of the last stage's rank
             other = torch.zeros(local_shape(self.mesh, model, name), dtype=torch.float64)
             if self.mesh.index("pp") == last:
                 other.copy_(mine)
@@ -430,8 +430,8 @@ class Engine(Cases):
                 self.equal(torch.equal(mine, other), True, f"tied {layout} {schedule}: the same bits on both ranks")
 
     def tied_ahead(self, schedule: str) -> None:
-        """What another stage makes of a tied weight is received while this rank computes, from the second step on; each
-        sends its gradient once."""
+        """The gradient of a tied weight from another stage is received while this rank computes, from the second step
+        on; each stage sends its gradient once."""
         p = dist.get_world_size()
         model = self.pipeline({"pp": p}, schedule, p + 1, "model.tie_word_embeddings=true")
         own, log, receive = self.mesh.index("pp"), [], dist.irecv
@@ -451,7 +451,7 @@ class Engine(Cases):
             what = f"tied ahead, {schedule}, step {step}"
             self.gradients(model, self.expected(work, "model.tie_word_embeddings=true"), what)
             tied = own in (model.schedule.rank_of(0), model.schedule.rank_of(model.schedule.stages - 1))
-            if own == model.schedule.rank_of(0):  # whose last action sends nothing
+            if own == model.schedule.rank_of(0):  # its last action sends nothing
                 self.equal(log[-1], "receive" if step == 1 else "act", f"{what}: what comes last")
         transfers = sum(len(model.schedule.sends(action)) for action in model._actions)
         self.equal(
@@ -461,8 +461,8 @@ class Engine(Cases):
         )
 
     def early_gradients(self, schedule: str, *more: str) -> None:
-        """The last backward of a stage sends its input's gradient before it computes those of weights; other
-        microbatches, and the first stage, keep torch's own layers and one backward."""
+        """The last backward of a stage sends its input gradient before it computes weight gradients; other
+        microbatches, and the first stage, keep torch's own layers and a single backward."""
         p = dist.get_world_size()
         model = self.pipeline({"pp": p}, schedule, p + 1, *more)
         log: list[Any] = []
@@ -488,7 +488,7 @@ class Engine(Cases):
         self.gradients(model, self.expected(work, *more), f"{schedule} {more}: the last one split")
 
     def compiled(self) -> None:
-        """Compiled blocks that run again, several microbatches under way; no code is generated: that takes long."""
+        """Compiled blocks with recomputation and several microbatches in flight; without slow code generation."""
         more = ("model.hidden_dropout=0.2", "model.num_hidden_layers=2", "parallel.compile=true")
         with patch("torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition")):
             for recompute in ("full", "selective"):
@@ -505,7 +505,7 @@ class Engine(Cases):
         self.equal(len(set(found[1])) > 3, True, "the text is worth comparing")
 
     def own_schedule(self, folder: Path) -> None:
-        """A CSV file: an interleaved zero-bubble schedule by another name."""
+        """A CSV file with a zero-bubble schedule under another name."""
         p = dist.get_world_size()
         path = folder / "mine.csv"
         if dist.get_rank() == 0:
@@ -516,7 +516,7 @@ class Engine(Cases):
         self.equal((model.schedule.name, model.schedule.stages_per_rank), ("mine", 2), "the schedule of the file")
 
     def later(self, kv: int, precision: str, frozen: bool = False, **how: Any) -> None:
-        """The layers of tensor parallelism leave the same bits for later; nothing is left of frozen weights."""
+        """Tensor-parallel layers defer weight gradients with the same bits; nothing is deferred for frozen weights."""
         self.mesh = build_mesh(Layout({"tp": 2}))
         what, found = f"later, {kv} key/value heads, {precision}, frozen {frozen}, {how}", []
         for split in (False, True):
@@ -557,7 +557,7 @@ class Engine(Cases):
 def split_and_deferred(
     mesh: Mesh, keys: Sequence[str], how: ParallelOptions, later: WeightGradQueue | None
 ) -> nn.Module:
-    """A model over tp as `build_model` makes a stage of it."""
+    """A model over tp, made like a stage in `build_model`."""
     cfg = config({}, "1f1b", 1, *keys)
     model = plain_model(cfg)
     model.to(master_dtype(how.precision))
@@ -570,7 +570,7 @@ def split_and_deferred(
 
 
 def local_shape(mesh: Mesh, model: Pipeline, name: str) -> tuple[int, ...]:
-    """Of this rank's part of a parameter, also where the rank's stages do not have it."""
+    """The shape of this rank's part of a tied weight, also if the rank's stages do not have it."""
     return V // mesh.size("tp") // mesh.size("dp_shard"), D
 
 
@@ -633,7 +633,7 @@ def main() -> None:
     job = join(read_environment(os.environ))
     with job_exit(job):
         job.connect(300)
-        fsdp.MIN_UNIT_SIZE = 0  # every block is gathered by itself
+        fsdp.MIN_UNIT_SIZE = 0  # every block is gathered separately
         torch.set_num_threads(1)
         cases = Engine(build_mesh(Layout({"pp": job.world_size})))
         (two if job.world_size == 2 else four)(cases, Path(sys.argv[1]))

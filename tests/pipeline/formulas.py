@@ -1,11 +1,11 @@
-"""What the papers say of the memory of each schedule, for the tests that hold schedules and docs to it; CSV files."""
+"""The memory of each schedule according to the papers, for tests that check schedules and docs; and CSV files."""
 
 from collections.abc import Callable
 
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.schedule import build
 
-# Of p ranks, m microbatches, v stages per rank and groups of g: the stage forwards that a rank holds at most, each from
+# For p ranks, m microbatches, v stages per rank and groups of g: the most stage forwards that a rank holds, each from
 # its forward until its weight gradient is done.
 PEAKS: dict[str, Callable[[int, int, int, int], int]] = {
     "gpipe": lambda p, m, v, g: m,
@@ -27,18 +27,18 @@ def default_stages(name: str) -> int:
 
 
 def largest_group(microbatches: int, ranks: int) -> int:
-    """The most microbatches that go through one stage of a rank before any goes through its next one: `ranks` to
-    2 * `ranks` - 1, or all where there are fewer than ranks."""
+    """The most microbatches that go through one stage of a rank before any goes through its next stage: `ranks` to
+    2 * `ranks` - 1, or all if there are fewer than ranks."""
     groups = max(1, microbatches // ranks)
     return -(-microbatches // groups)
 
 
 def peak_bound(name: str, ranks: int, microbatches: int, stages: int | None = None) -> int:
-    """The stage forwards that any rank of a schedule holds at most."""
+    """The most stage forwards that any rank of a schedule may hold."""
     v = default_stages(name) if stages is None else stages
     return min(v * microbatches, PEAKS[name](ranks, microbatches, v, largest_group(microbatches, ranks)))
 
 
 def csv_text(schedule: Schedule) -> str:
-    """A schedule as torch.distributed.pipelining writes it, "compute_only"."""
+    """A schedule in the CSV format of torch.distributed.pipelining, "compute_only"."""
     return "".join(",".join(map(str, row)) + "\n" for row in schedule.actions)

@@ -1,5 +1,5 @@
-"""Run under torchrun on 4 processes: pipelines with split backwards in 16 bits, whose stages are sharded, against those
-whose stages are copied: the same bits. Prints what failed."""
+"""Run under torchrun on 4 processes: pipelines with split backwards in 16 bits give the same bits with sharded stages
+as with replicated ones. Prints what failed."""
 
 import os
 
@@ -22,14 +22,14 @@ from tests.pipeline.engine_cases import CPU, Engine, Step, config
 
 SCHEDULES = {name: build(name, ranks=2, microbatches=2) for name in NAMES}
 SPLIT = [name for name, one in SCHEDULES.items() if any(a.kind is Kind.WEIGHT_GRAD for a in one.actions_of(0))]
-# Weight gradients that all come after the last input gradient of their stage, and several in a row between two of them.
+# All weight gradients follow the last input gradient of their stage, or several in a row come between two of them.
 CASES = (("float16", 2), ("bfloat16", 5))
 LAYERS = "model.num_hidden_layers=3"
 
 
 class Sharded(Engine):
     def trained(self, axis: str, schedule: str, m: int, precision: str) -> tuple[dict, list[float]]:
-        """This rank's parameters' gradients in the first of three steps, and the loss of each."""
+        """The gradients of this rank's parameters in the first of three steps, and the loss of each step."""
         more = (f"train.precision={precision}", "optimizer.clip_norm=null", "optimizer.warmup_steps=0", LAYERS)
         layout = {"pp": 2, axis: 2}
         model = self.pipeline(layout, schedule, m, *more)
@@ -62,7 +62,7 @@ def main() -> None:
     job = join(read_environment(os.environ))
     with job_exit(job):
         job.connect(300)
-        fsdp.MIN_UNIT_SIZE = 0  # every block is gathered by itself
+        fsdp.MIN_UNIT_SIZE = 0  # every block is gathered separately
         torch.set_num_threads(1)
         cases = Sharded(build_mesh(Layout({"pp": job.world_size})))
         for schedule in SPLIT:

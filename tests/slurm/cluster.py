@@ -4,11 +4,11 @@
         job = cluster.sbatch("tools/slurm/train.sbatch", "configs/quickstart.yaml")
         cluster.wait(job)
 
-The hosts are those of `tests/nethosts.py`; SLURM's nodes have their names. Each has 4 CPUs and 2 GPUs, as far as SLURM
-knows. Jobs of the partition `high` take the nodes away from those of `main`, the default. Nothing of the machine's own
-is touched: key, socket, state and logs lie in the cluster's folder, and all processes end with it. Needs root, and
-slurmctld, slurmd, slurm-client and munge, as Debian packages them; `python -m tests.slurm.cluster` starts a cluster and
-a shell in it.
+The hosts are those of `tests/nethosts.py`; SLURM's nodes have their names. To SLURM, each has 4 CPUs and 2 GPUs. Jobs
+of the partition `high` preempt those of `main`, the default. The machine's own SLURM and munge stay untouched: key,
+socket, state and logs are in the cluster's folder, and all processes end with the cluster. Needs root, and slurmctld,
+slurmd, slurm-client and munge, as Debian packages them; `python -m tests.slurm.cluster` starts a cluster and a shell in
+it.
 """
 
 import os
@@ -27,7 +27,7 @@ from tests.nethosts import Network
 from tests.nethosts import why_not as why_no_hosts
 
 PROGRAMS = {"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"}
-GPUS = 2  # of each node: empty files take the place of devices
+GPUS = 2  # per node; empty files stand in for devices
 
 CONF = """
 ClusterName=test
@@ -71,7 +71,7 @@ def why_not() -> str | None:
 
 
 class Cluster:
-    """Nodes node1, node2, ..., and the commands with which people use them."""
+    """Nodes node1, node2, ..., and the commands of users."""
 
     def __init__(
         self, folder: Path, *, nodes: int = 2, lost_after_s: int = 60, gpus: Mapping[int, int] | None = None
@@ -79,8 +79,8 @@ class Cluster:
         """`folder` is for the files of the cluster.
 
         Args:
-            lost_after_s: so long a node may be silent before SLURM takes it to be lost.
-            gpus: of a node, where it does not have what the others have.
+            lost_after_s: how long a node may be silent before SLURM considers it lost.
+            gpus: node -> number of GPUs, for nodes that differ from the others.
         """
         self.folder = folder.resolve()
         socket = f"{self.folder}/spool.node{nodes}/node{nodes}_99.4294967291"
@@ -124,11 +124,11 @@ class Cluster:
             f"NodeName=node{node} Name=gpu File={self.folder}/gpu[0-{have - 1}]" for node, have in self._gpus.items()
         ]
         (self.folder / "gres.conf").write_text("\n".join(lines) + "\n")
-        # Named, because slurmd looks for the kind of cgroups otherwise and does not start where none are mounted.
+        # Set explicitly: otherwise slurmd detects the cgroup version and does not start where none is mounted.
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 
     def _authenticate(self) -> subprocess.Popen[bytes]:
-        """munge with a key of its own. It demands folders into which nobody else may write."""
+        """Starts munge with a key of its own. It requires folders that nobody else may write to."""
         key = self.folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
@@ -141,7 +141,7 @@ class Cluster:
         return daemon
 
     def _start(self, node: int, *daemon: str) -> None:
-        """Ends with the host on which it runs."""
+        """Starts a daemon on a node; it ends with the node."""
         with (self.folder / f"{daemon[0]}.node{node}.log").open("wb") as log:
             subprocess.Popen(
                 self._network.on(node, *daemon),
@@ -178,14 +178,14 @@ class Cluster:
     # Use ------------------------------------------------------------------------------------------------------------
 
     def on(self, *command: str, cwd: Path = ROOT) -> list[str]:
-        """A command line that runs a command on node1, in that folder."""
+        """A command line that runs a command on node1, in the folder `cwd`."""
         return self._network.on(1, "sh", "-c", 'cd "$0" && exec "$@"', str(cwd), *command)
 
     def ask(self, *command: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None) -> str:
-        """What a command prints on node1.
+        """The output of a command on node1.
 
         Raises:
-            RuntimeError: it failed; with what it printed.
+            RuntimeError: it failed; with its output.
         """
         done = subprocess.run(
             self.on(*command, cwd=cwd), env=self.variables(**(env or {})), capture_output=True, text=True, check=False
@@ -199,16 +199,16 @@ class Cluster:
         return self.ask("sbatch", "--parsable", *words, env=env).strip()
 
     def job(self, job: str) -> dict[str, str]:
-        """What SLURM knows of it: JobState, Restarts, ExitCode, ..."""
+        """What SLURM knows about a job: JobState, Restarts, ExitCode, ..."""
         return dict(word.split("=", 1) for word in self.ask("scontrol", "show", "job", job).split() if "=" in word)
 
     def wait(
         self, job: str, until: Callable[[dict[str, str]], bool] | None = None, seconds: float = 400
     ) -> dict[str, str]:
-        """What SLURM knows of a job once that is so; by default once it has ended for good.
+        """Waits until `until` is true of a job, by default until it has ended for good; returns what SLURM knows of it.
 
         Raises:
-            AssertionError: it was not so in time, or will not be, because the job has ended; with what SLURM knows.
+            AssertionError: it did not become true in time, or the job has ended before; with what SLURM knows.
         """
         deadline = time.monotonic() + seconds
         while not (until or _ended)(found := self.job(job)):
@@ -218,20 +218,20 @@ class Cluster:
         return found
 
     def end(self, job: str) -> None:
-        """Ends a job without a word, if it has not ended."""
+        """Cancels and kills a job, unless it has ended."""
         if not _ended(self.job(job)):
             self.ask("scancel", job)
             subprocess.run(self.on("scancel", "--signal=KILL", "--full", job), env=self.variables(), check=False)
             self.wait(job)
 
     def lose(self, node: int) -> None:
-        """A node is gone, with all that runs on it."""
+        """Kills a node with all its processes."""
         self._network.kill(node)
 
     def start_again(self, job: str, restarts: int) -> None:
-        """Waits until a job is back in the queue, this often now, and starts it, which would take two minutes more."""
+        """Waits until a job has been requeued `restarts` times, and starts it, which would take two more minutes."""
         self.wait(job, lambda found: found["Restarts"] == str(restarts) and found["JobState"] == "PENDING")
-        time.sleep(3)  # in the same second the nodes take it for the start that is over, and refuse it
+        time.sleep(3)  # within the same second, nodes mistake it for the previous start and refuse it
         self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
 
 

@@ -1,10 +1,10 @@
-"""What checkpoints cost: saving beside plain writes of the same bytes, loading beside plain reads, and the time that
-training loses to a save in the background.
+"""The cost of checkpoints: saving compared with plain writes of the same bytes, loading compared with plain reads, and
+the time that training loses to a save in the background.
 
     python tools/bench/checkpoint.py [--size 768] [--ranks 1] [--pairs 10] [--folder FOLDER] [--json]
 
-The plain sides are the shortest way to move the bytes: each rank writes one file from memory and waits until it is on
-disk (fsync), or reads one file block by block and sums it up (crc32). All sides take turns on the same disk.
+The plain sides move the bytes in the most direct way: each rank writes one file from memory and waits until it is on
+disk (fsync), or reads one file block by block and computes its checksum (crc32). All sides take turns on the same disk.
 """
 
 import argparse
@@ -42,9 +42,9 @@ from meshtrain.layout import Layout
 from meshtrain.optim.optimizer import Optimizer
 from pipeline_idle import start
 
-WIDTH = 1024  # of the model: layers of 4 MiB, and as much for each of AdamW's averages
-SAMPLES = 64  # of a step
-AT_LEAST = 0.8  # of the plain throughput
+WIDTH = 1024  # width of the model: layers of 4 MiB, and as much for each of AdamW's averages
+SAMPLES = 64  # samples per step
+AT_LEAST = 0.8  # the goal: share of the plain throughput
 ABOUT: dict[str, Any] = {
     **{"samples": 0, "tokens": 0, "evaluation": None},
     **{name: {} for name in ("config", "data", "versions", "rng", "counters")},
@@ -53,7 +53,7 @@ ABOUT: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Ratio:
-    """Two sides that moved the same bytes: seconds of each, and the throughput of the first by that of the second."""
+    """Two sides that moved the same bytes: seconds of each, and the ratio of the first's throughput to the second's."""
 
     side: str
     to: str
@@ -67,7 +67,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Lost:
-    """What one save in the background takes from training: seconds for all steps that ran beside it."""
+    """The cost of one background save for training: seconds, over all steps that ran during it."""
 
     step_s: float
     save_s: float
@@ -94,7 +94,7 @@ class Bench:
         self.saver = Saver(self.state, place, job, keep=Retention(keep_last=None), say=lambda line: None)
         self.inputs = torch.randn(SAMPLES, WIDTH)
         self.saves = 0
-        self.save()  # memory is touched, and there is something to load
+        self.save()  # touches the memory, and makes a checkpoint to load
         self.checkpoint = place / folders.name_of(1)
         self.manifest: Manifest = folders.open_manifest(self.checkpoint)[0]
         self.own = self.checkpoint / file_of(job.rank)
@@ -122,14 +122,14 @@ class Bench:
         self._sum(0, self.own.stat().st_size)
 
     def read_by_threads(self) -> None:
-        """As many as loading has."""
+        """As `read`, with as many threads as loading uses."""
         size = self.own.stat().st_size
         each = math.ceil(size / BLOCK / THREADS) * BLOCK
         with ThreadPoolExecutor(THREADS) as threads:
             list(threads.map(lambda at: self._sum(at, min(at + each, size)), range(0, size, each)))
 
     def _sum(self, begin: int, end: int) -> int:
-        """The checksum of some of the file, read into the memory where its bytes are wanted."""
+        """The checksum of a range of the file, read into its place in memory."""
         view, crc = self.memory.data, 0
         with self.own.open("rb", buffering=0) as file:
             file.seek(begin)
@@ -146,10 +146,10 @@ class Bench:
             self.optimizer.squared_norm()
             self.optimizer.update(1, None, torch.tensor(0.0))
 
-    # How
+    # How it is measured
 
     def tidy(self) -> None:
-        """Removes what a turn has written."""
+        """Removes the files that a turn has written."""
         self._meet()
         (self.place / f"plain_{self.job.rank}").unlink(missing_ok=True)
         if self.job.rank == 0:
@@ -159,13 +159,13 @@ class Bench:
         self._meet()
 
     def forget(self) -> None:
-        """The next read comes from the disk."""
+        """Drops the file from the page cache, so that the next read comes from the disk."""
         with self.own.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def timed(self, act: Callable[[], object]) -> tuple[float, float]:
-        """Seconds until the last rank is done, and CPU seconds of all of them."""
+        """Seconds until the last rank is done, and CPU seconds of all ranks."""
         self._meet()
         begun, cpu = time.perf_counter(), time.process_time()
         act()
@@ -181,7 +181,7 @@ class Bench:
 
 
 def compare(bench: Bench) -> Iterator[Ratio]:
-    """All sides in turns, in an order that is turned round each time."""
+    """All sides in turns, in an order that is reversed each time."""
     files: tuple[tuple[str, Callable[[], None], Callable[[], None]], ...] = (
         ("save", bench.save, bench.tidy),
         ("plain write", bench.write, bench.tidy),
@@ -211,11 +211,11 @@ def compare(bench: Bench) -> Iterator[Ratio]:
 
 
 def lost(bench: Bench) -> Lost:
-    """Steps beside a save and as many without one, in turns."""
+    """Steps during a save and as many without one, in turns."""
     bench.steps(2)
     step_s = bench.timed(lambda: bench.steps(3))[0] / 3
     save_s = bench.timed(bench.save)[0]
-    # So that the save has ended when they have; as many on every rank, whose clocks differ.
+    # Enough steps to outlast the save; the same number on every rank, whose clocks differ.
     count = bench.job.gather("counting steps", math.ceil(3 * save_s / step_s) + 1)[0]
 
     def beside() -> None:
@@ -237,7 +237,7 @@ def lost(bench: Bench) -> Lost:
 
 
 def table(ratios: Sequence[Ratio], taken: Lost, nbytes: int, options: argparse.Namespace, load: float) -> str:
-    """The answers for people."""
+    """The results as text."""
     lines = [
         f"{os.cpu_count()} cores, torch {torch.__version__}; load {load:.1f} before, {os.getloadavg()[0]:.1f} after; "
         f"{nbytes / 2**20:.0f} MiB of {options.ranks} rank{'s' * (options.ranks > 1)}, {options.pairs} pairs",

@@ -1,4 +1,4 @@
-"""What meshtrain's step costs beside plain PyTorch, in CPU time: one process, DDP and FSDP on two processes.
+"""The cost of meshtrain's step compared with plain PyTorch, in CPU time: one process, DDP and FSDP on two processes.
 
     python tools/bench/data_parallel.py [--pairs 20] [--steps 2] [--json] [key.path=value ...]
 

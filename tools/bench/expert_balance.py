@@ -1,10 +1,10 @@
-"""Which way of balancing the loads of experts does best: trains configs/moe.yaml with each, and a dense model beside.
+"""Compares methods of balancing the loads of experts: trains configs/moe.yaml with each, and a dense model.
 
     python tools/bench/expert_balance.py runs/expert-balance [--ranks 2] [--steps 500] [--seeds 2] [--picture FILE]
 
-Every run is a run of `meshtrain.train` in a folder of its own, so a second call goes on where the first was ended, and
-one of a finished folder only reads it. The dense model has as many parameters active for a token. About half an hour on
-2 cores.
+Every run is a run of `meshtrain.train` in a folder of its own, so a second call resumes where the first ended, or only
+reads the results if it finished. The dense model has as many active parameters per token. Takes about half an hour on 2
+cores.
 """
 
 import argparse
@@ -35,7 +35,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def train(folder: Path, name: str, seed: int, ranks: int, steps: int) -> Rows:
-    """The rows of one run, which is trained as far as it has not been."""
+    """The metrics of one run, which is first trained to its end if it was not yet."""
     output = folder / f"{name}-{seed}"
     overrides = (*BALANCES[name], f"train.seed={seed}", f"train.steps={steps}", f"train.output={output}")
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
@@ -45,7 +45,7 @@ def train(folder: Path, name: str, seed: int, ranks: int, steps: int) -> Rows:
 
 
 def table(runs: Mapping[str, Sequence[Rows]]) -> str:
-    """A line for each balance, in Markdown: held-out loss of each seed, and how even the loads are at the end."""
+    """A Markdown table with a line per method: held-out loss of each seed, and how even the loads are at the end."""
     lines = ["| balance | held-out loss | largest load / mean | experts without a token |", "| --- | --- | --- | --- |"]
     for name, seeds in runs.items():
         losses = ", ".join(f"{[row['eval_loss'] for row in rows if 'eval_loss' in row][-1]:.4f}" for rows in seeds)
@@ -68,7 +68,7 @@ def draw(runs: Mapping[str, Sequence[Rows]]) -> Figure:
             label = name if rows is seeds[0] else None
             for axes, field, reach in ((loss, "loss", 20), (load, "expert_load_max", 5)):
                 if field in rows[0]:
-                    inside = slice(reach, max(reach + 1, len(rows) - reach))  # a mean of few steps near the ends jumps
+                    inside = slice(reach, max(reach + 1, len(rows) - reach))  # means of few steps at the ends jump
                     values = smooth([row[field] for row in rows], reach)[inside]
                     axes.plot(
                         range(reach + 1, reach + 1 + len(values)), values, color=COLOURS[name], lw=1.2, label=label

@@ -1,10 +1,10 @@
-"""What a step of meshtrain's experts costs beside a loop over experts in plain PyTorch, in CPU time.
+"""The cost of a step of meshtrain's experts compared with a loop over experts in plain PyTorch, in CPU time.
 
     python tools/bench/experts.py [--pairs 20] [--steps 2] [--json] [key.path=value ...]
 
-All sides train the same small Qwen3-MoE (experts.yaml) on the same samples: a loop written by hand (plain_experts.py),
-and meshtrain's own command in one process and with experts dealt out over two, `expert_parallel=2`, where FSDP keeps
-the parameters that both share over a step.
+All sides train the same small Qwen3-MoE (experts.yaml) on the same samples: a hand-written loop (plain_experts.py), and
+meshtrain's own command in one process and with experts distributed over two, `expert_parallel=2`, where FSDP keeps its
+gathered parameters for a whole step.
 """
 
 import sys

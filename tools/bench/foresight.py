@@ -1,10 +1,10 @@
-"""Whether a step takes what was foreseen, on a CPU that was calibrated on another layout.
+"""Whether a step takes the predicted time, on a CPU that was calibrated on other layouts.
 
     python tools/bench/foresight.py [--seen LAYOUT ...] [--foreseen LAYOUT ...] [--rounds 3] [--json] [key=value ...]
 
-The quickstart trains on processes that talk over gloo, in the layouts to calibrate hardware/cpu.yaml by and in those to
-foresee, whose steps no fit has seen. A machine is not as fast in one minute as in the next: all layouts take turns, and
-what counts is the median of their rounds.
+The quickstart trains on processes that communicate over gloo, in the layouts used to calibrate hardware/cpu.yaml and in
+those to predict, which the fit does not use. Since a machine's speed varies from minute to minute, all layouts take
+turns, and the median of their rounds counts.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from statistics import median
 from meshtrain.foresight.calibrate import PHASES, MeasuredRun, against, as_yaml, calibrate
 from meshtrain.foresight.hardware import load
 
-GOAL = 0.25  # share of the measured step that the predicted one may be off
+GOAL = 0.25  # relative error allowed for the predicted step time
 SHORT = ("train.eval_every=0", "train.sample_tokens=0", "optimizer.warmup_steps=2", "parallel.compile=false")
 
 
 def train(folder: Path, layout: str, processes: int, overrides: Sequence[str]) -> None:
-    """Raises CalledProcessError, after the run has said why."""
+    """Trains one run. Raises CalledProcessError: it failed; its own output says why."""
     launcher = ("torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "meshtrain.train")
     run = (sys.executable, "-m", *launcher, "configs/quickstart.yaml", f"layout={layout}", f"train.output={folder}")
     alone = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -35,7 +35,7 @@ def train(folder: Path, layout: str, processes: int, overrides: Sequence[str]) -
 
 
 def typical(runs: Sequence[MeasuredRun]) -> MeasuredRun:
-    """Runs of one layout as one, with the median of each phase."""
+    """One run for several of the same layout, with the median time of each phase."""
     return replace(runs[0], seconds={name: median(run.seconds[name] for run in runs) for name in PHASES})
 
 

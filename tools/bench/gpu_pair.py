@@ -1,13 +1,13 @@
-"""meshtrain's own command beside torchtitan on one GPU, in turns: time, memory, model FLOPs utilization and losses.
+"""meshtrain's own command against torchtitan on one GPU, in turns: time, memory, model FLOPs utilization and losses.
 
     python tools/bench/gpu_pair.py A1 [--against T-none ...] [--pairs 8] [--json [FILE]] [key.path=value ...]
 
-Both train the same Llama from the same first weights on the same tokens in the same order. A side beside meshtrain is
-one of torchtitan's baselines (gpu_titan.py), or meshtrain itself with another setting, which shows what a switch is
-worth (`--against parallel.compile=false`). Sides take turns of about six seconds in the order A B B A. They stay on the
-GPU where its memory is enough for all, and otherwise start anew for each visit. The GPU is waited for at the ends of a
-turn only. FLOPs are counted here from the sizes of the model, for all sides alike. Ends with 2 without a GPU or
-torchtitan, with 1 if losses differ by more than 1 %.
+Both train the same Llama from the same initial weights on the same tokens in the same order. The other sides are
+torchtitan's baselines (gpu_titan.py), or meshtrain itself with another setting, which shows the gain of that setting
+(`--against parallel.compile=false`). Sides take turns of about six seconds in the order A B B A. They stay on the GPU
+if its memory suffices for all, and otherwise start anew for each visit. The GPU is synchronized only at the ends of a
+turn. FLOPs are computed from the model's sizes, the same for all sides. Exits with 2 without a GPU or torchtitan, with
+1 if losses differ by more than 1 %.
 """
 
 import argparse
@@ -48,10 +48,10 @@ from side import overridden
 
 OURS = "meshtrain"
 COMPARED = 20  # first steps whose losses are compared
-TOLERANCE = 0.01  # of a loss in bfloat16
+TOLERANCE = 0.01  # relative difference of losses in bfloat16
 WARM_UP_TURNS = 3
-ROOM = 0.92  # of a GPU's memory that sides may take
-ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # unless set
+ROOM = 0.92  # share of a GPU's memory that sides may take
+ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # unless already set
 # Bits of clocks_event_reasons.active, as nvml.h has them.
 REASONS = {
     0x1: "idle",
@@ -71,11 +71,11 @@ class Workload(NamedTuple):
     seq_len: int
     global_size: int
     micro_size: int
-    steps: int  # of a turn of about six seconds on an H100
+    steps: int  # steps of a turn of about six seconds on an H100
 
 
-_1B = {"name": "llama", "preset": "llama-3.2-1b", "tie_word_embeddings": False}  # torchtitan 0.2 ties nothing
-_8B = {"name": "llama", "preset": "llama-3.1-8b", "num_hidden_layers": 8}  # the shape of 8B, as deep as a GPU holds
+_1B = {"name": "llama", "preset": "llama-3.2-1b", "tie_word_embeddings": False}  # torchtitan 0.2 does not tie weights
+_8B = {"name": "llama", "preset": "llama-3.1-8b", "num_hidden_layers": 8}  # 8B's layers, as many as a GPU holds
 WORKLOADS = {
     "A1": Workload(_1B, 8192, 4, 4, 10),
     "A4": Workload(_1B, 8192, 16, 4, 3),
@@ -86,7 +86,7 @@ WORKLOADS = {
 
 
 def values_of(workload: Workload) -> dict[str, Any]:
-    """The YAML of a workload: what both sides read. Weights do not decay, because torchtitan's norms would too."""
+    """A workload's YAML, which both sides read. Without weight decay, since torchtitan would apply it to norms, too."""
     return {
         "model": dict(workload.model),
         "data": {"source": "tokens", "path": "tokens", "validation": 0, "seq_len": workload.seq_len, "workers": 2},
@@ -106,11 +106,11 @@ def values_of(workload: Workload) -> dict[str, Any]:
     }
 
 
-# What the model asks for ----------------------------------------------------------------------------------------------
+# The model's demands --------------------------------------------------------------------------------------------------
 
 
 class Sizes(NamedTuple):
-    """What FLOPs and bytes of a Llama follow from."""
+    """The sizes that determine the FLOPs and bytes of a Llama."""
 
     layers: int
     width: int
@@ -121,22 +121,22 @@ class Sizes(NamedTuple):
 
     @property
     def products(self) -> int:
-        """Weights that are multiplied with: linear layers and the head, not the embedding."""
+        """Number of weights in matrix products: linear layers and the head, not the embedding."""
         d = self.width
         return self.layers * (2 * d * self.heads + 2 * d * self.kv + 3 * d * self.hidden) + d * self.vocabulary
 
     @property
     def parameters(self) -> int:
-        """Of a model whose head is not tied."""
+        """Number of parameters of a model whose head is not tied."""
         return self.products + self.width * (self.vocabulary + 2 * self.layers + 1)
 
     def flops(self, length: int, causal: bool) -> int:
-        """Of the forward and backward of one token; attention counts in full, or the half that a causal row needs."""
+        """FLOPs of one token's forward and backward; attention in full, or the half that a causal mask needs."""
         attention = 12 * self.layers * self.heads * length
         return 6 * self.products + (attention // 2 if causal else attention)
 
     def activation_bytes(self, tokens: int) -> int:
-        """Saved for the backward in 16 bits by compiled blocks, and float32 logits with what their loss keeps."""
+        """Bytes saved for backward: 16-bit values of compiled blocks, and float32 logits with what the loss keeps."""
         saved = 8 * self.width + 4 * self.kv + 4 * self.hidden
         return tokens * (self.layers * saved + 12 * self.vocabulary)
 
@@ -149,18 +149,18 @@ def sizes_of(values: Mapping[str, Any]) -> Sizes:
 
 
 def fit_together(values: Mapping[str, Any], sides: int, memory: float, graphs: int = 0) -> bool:
-    """Whether weights, gradients and moments (18 bytes a parameter) of all sides fit beside the activations of one, and
-    those of sides whose CUDA graphs hold on to them."""
+    """Whether weights, gradients and moments (18 bytes per parameter) of all sides fit with the activations of one side
+    and of each side whose CUDA graphs keep them."""
     sizes = sizes_of(values)
     activations = sizes.activation_bytes(values["batch"]["micro_size"] * values["data"]["seq_len"])
     return sides * 18 * sizes.parameters + (1 + graphs) * activations < ROOM * memory
 
 
-# The card -------------------------------------------------------------------------------------------------------------
+# The GPU --------------------------------------------------------------------------------------------------------------
 
 
 def ask(fields: str) -> list[str]:
-    """What nvidia-smi says of the first GPU; OSError or CalledProcessError: nothing."""
+    """The values that nvidia-smi reports for the first GPU. Raises OSError or CalledProcessError: it failed."""
     command = ["nvidia-smi", "--id=0", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     return [value.strip() for value in done.stdout.strip().splitlines()[0].split(",")]
@@ -181,7 +181,7 @@ class Sample(NamedTuple):
 
 @contextmanager
 def watching(file: Path) -> Iterator[None]:
-    """Clocks, power, temperature and what holds clocks down, twice a second into a file."""
+    """Logs clocks, power, temperature and clock throttle reasons to a file, twice a second."""
     fields = "timestamp,clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
     command = ["nvidia-smi", "--id=0", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-lms", "500"]
     with file.open("w") as out:
@@ -194,7 +194,7 @@ def watching(file: Path) -> Iterator[None]:
 
 
 def read_samples(text: str) -> list[Sample]:
-    """The lines of nvidia-smi that are whole; a card that does not say a number says [N/A], which is nan here."""
+    """The complete lines of nvidia-smi's log. A value that the GPU does not report, [N/A], becomes nan."""
     samples = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -207,7 +207,7 @@ def read_samples(text: str) -> list[Sample]:
 
 
 def clocks(samples: Sequence[Sample], turns: Sequence[Turn]) -> dict[str, Any]:
-    """What the card did while a side had its turns; empty: nobody looked."""
+    """The GPU's clocks, power, temperature and throttling during a side's turns; empty without samples."""
     during = [s for s in samples if any(turn.began <= s.time <= turn.began + turn.wall_s for turn in turns)]
     if not during:
         return {}
@@ -225,7 +225,7 @@ def clocks(samples: Sequence[Sample], turns: Sequence[Turn]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of each side, by its name: turns, and the loss of each step."""
+    """The turns and the loss of each step, by the name of the side."""
 
     turns: dict[str, list[Turn]]
     losses: dict[str, list[float]]
@@ -233,7 +233,7 @@ class Measured:
 
 
 def make_sides(against: Sequence[str]) -> list[Side]:
-    """meshtrain, and beside it torchtitan's baselines and meshtrain with other settings. SystemExit: neither."""
+    """meshtrain, and the sides to compare it with: torchtitan's baselines, or overrides. Raises SystemExit: neither."""
     sides = [Side(OURS, "meshtrain")]
     for name in against:
         if name in gpu_titan.BASELINES:
@@ -246,7 +246,7 @@ def make_sides(against: Sequence[str]) -> list[Side]:
 
 
 def run(sides: Sequence[Side], values: dict[str, Any], options: argparse.Namespace, folder: Path) -> Measured:
-    """Lets all sides take their turns; what they need lies in `folder`, an empty one."""
+    """Lets all sides take their turns; writes their inputs into the empty folder `folder`."""
     options.workload = folder / "workload.yaml"
     options.workload.write_text(yaml.safe_dump(values))
     prepare(folder, options.workload)
@@ -277,7 +277,7 @@ def summary(
     samples: Sequence[Sample] = (),
     peak: float | None = None,
 ) -> dict[str, Any]:
-    """What is printed. `peak`: FLOP/s of the card in 16 bits, dense; None: not known."""
+    """The results to print. `peak`: dense 16-bit FLOP/s of the GPU; None: not known."""
     tokens = values["batch"]["global_size"] * values["data"]["seq_len"]
     sizes, length = sizes_of(values), values["data"]["seq_len"]
     sides = {}
@@ -303,14 +303,14 @@ def summary(
         "steps": steps,
         "together": measured.together,
         "sides": sides,
-        # Of tokens per second: above 1, meshtrain is faster.
+        # Ratios of tokens per second: above 1, meshtrain is faster.
         "ratios": {name: ratio_of(times, walls[OURS]) for name, times in walls.items() if name != OURS},
         "losses": {name: losses[:COMPARED] for name, losses in measured.losses.items()},
     }
 
 
 def difference(losses: Sequence[float], to: Sequence[float]) -> float:
-    """The largest relative one among the first steps."""
+    """The largest relative difference among the first steps."""
     return max(abs(x - y) / abs(y) for x, y in list(zip(losses, to, strict=False))[:COMPARED])
 
 
@@ -372,7 +372,7 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
 
 
 def missing(sides: Sequence[Side]) -> str | None:
-    """Why nothing can be measured here, in one line."""
+    """Why nothing can be measured on this machine, in one line; None if it can."""
     if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
         return "gpu_pair.py needs an NVIDIA GPU and nvidia-smi: there is none here"
     baselines = [side.name for side in sides if side.kind == "gpu_titan"]
@@ -406,7 +406,7 @@ def main() -> int:
     if not fit_together(values, 1, gpu["memory"]):
         print("a side alone may need more memory than there is: halve batch.micro_size", file=sys.stderr)
     environment = {key: os.environ.get(key, value) for key, value in ENVIRONMENT.items()}
-    shared, options.overrides = options.overrides, []  # they are in the workload already
+    shared, options.overrides = options.overrides, []  # already applied to the workload
     vars(options).update(warm_up=WARM_UP_TURNS * options.steps, environment=environment, one_by_one=True)
     with tempfile.TemporaryDirectory(prefix="meshtrain-gpu-pair-") as name:
         folder = Path(name)
@@ -434,7 +434,7 @@ def main() -> int:
 
 
 def write(result: Mapping[str, Any], name: str) -> Path:
-    """Into this file, or where results lie."""
+    """Writes the result to this file, or by default into results/; returns the path."""
     stamp = result["time"].replace(":", "").replace("+0000", "")
     card = result["card"]["name"].replace("NVIDIA ", "").replace(" ", "-")
     file = Path(name) if name else HERE / "results" / f"{result['workload']}-{card}-{stamp}.json"

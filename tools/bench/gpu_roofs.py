@@ -1,12 +1,12 @@
-"""How fast the parts of a step can be on this GPU: its roofs.
+"""How fast the parts of a step can be on this GPU: its roofline.
 
     python tools/bench/gpu_roofs.py [--preset NAME ...] [--tokens 16384] [--only PATTERN] [--json FILE]
 
-Each line is a part alone, with random numbers, the median of a few measurements by the GPU's own clock: products at
-8192^3 and at a model's shapes (forward, input gradient, weight gradient, plain and summed in float32; float8 by rows
-and by tensors), copies, attention by each back end and by documents, and the head with its loss in every way that there
-is here. The model of docs/performance.md is fitted to these. A part that this GPU or this torch does not have says why.
-Ends with 2 without a GPU.
+Each line is one part in isolation, on random numbers, the median of a few measurements by GPU events: matrix products
+at 8192^3 and at a model's shapes (forward, input gradient, weight gradient, plain and accumulated in float32; float8
+with row-wise and tensor-wise scales), copies, attention with each backend and with documents, and the head with its
+loss in every available implementation. The model of docs/performance.md is fitted to these. A part that this GPU or
+this torch does not support says why. Exits with 2 without a GPU.
 """
 
 import argparse
@@ -35,13 +35,13 @@ PRESETS = ("llama-3.2-1b", "llama-3.1-8b")
 MEMORY = ((r"H200", 4.8e12), (r"H100 PCIe", 2.0e12), (r"H100 NVL", 3.9e12), (r"H100", 3.35e12), (r"A100", 2.0e12))
 ROUNDS = 5
 ROUND_S = 0.05
-DOCUMENT = 1500  # tokens, on average
+DOCUMENT = 1500  # average tokens per document
 FLOAT8 = torch.float8_e4m3fn
 Timed = Callable[[], object]
 
 
 class Roof(NamedTuple):
-    """One part: what it computes and moves, and what makes it ready to be run."""
+    """One part: its FLOPs and bytes, and a function that prepares it and returns the call to time."""
 
     name: str
     flops: float
@@ -50,7 +50,7 @@ class Roof(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What all parts are measured with."""
+    """The tokens, device and dtype with which all parts are measured."""
 
     tokens: int
     seq_len: int
@@ -121,7 +121,7 @@ def copies(shape: Shape, size: int = 2**28) -> Iterator[Roof]:
 
 
 def backward(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Timed:
-    """The backward alone, of a graph that is kept."""
+    """The backward alone, on a retained graph."""
     for tensor in inputs:
         tensor.requires_grad_()
     output = function(*inputs)
@@ -130,9 +130,9 @@ def backward(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Timed
 
 
 def attention(name: str, heads: int, kv_heads: int, width: int, shape: Shape) -> Iterator[Roof]:
-    """By each back end of torch's SDPA, causal, and by documents; FLOPs are those that the masks leave."""
+    """Causal attention with each backend of torch's SDPA, and with documents; FLOPs are those that the masks leave."""
     b, s = max(1, shape.tokens // shape.seq_len), shape.seq_len
-    flops = 2.0 * b * heads * s * s * width  # two products of which a causal mask leaves half
+    flops = 2.0 * b * heads * s * s * width  # two products, of which a causal mask leaves half
 
     def inputs(*dims: int) -> list[Tensor]:
         return [shape.random(*dims[:1], h, *dims[1:], width) for h in (heads, kv_heads, kv_heads)]
@@ -164,7 +164,7 @@ def attention(name: str, heads: int, kv_heads: int, width: int, shape: Shape) ->
 
 
 def document_ends(tokens: int, seq_len: int) -> list[int]:
-    """Where documents of about 1500 tokens end that fill rows of this length; they never cross a row's end."""
+    """Ends of documents of about 1500 tokens that fill rows of this length; none crosses the end of a row."""
     draw = np.random.default_rng(0)
     ends, end = [], 0
     while end < tokens:
@@ -182,7 +182,7 @@ def varlen(ends: Sequence[int], longest: int, device: str) -> Callable[..., Tens
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         output = varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0), **gqa)
-        assert isinstance(output, Tensor)  # alone, unless more is asked for
+        assert isinstance(output, Tensor)  # a single tensor unless more outputs are requested
         return output
 
     return call
@@ -240,7 +240,7 @@ def all_roofs(presets: Sequence[str], shape: Shape) -> Iterator[Roof]:
 
 
 def gpu_seconds(function: Timed, times: int) -> float:
-    """Of so many calls one after the other, by the GPU's clock."""
+    """Seconds of `times` consecutive calls, by GPU events."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     for _ in range(times):
@@ -252,13 +252,13 @@ def gpu_seconds(function: Timed, times: int) -> float:
 
 def measure(function: Timed, seconds: Callable[[Timed, int], float]) -> float:
     """Seconds of one call, the median of a few rounds, each long enough for the clock."""
-    seconds(function, 1)  # loads, compiles, chooses
+    seconds(function, 1)  # loads, compiles, and selects kernels
     times = max(1, min(1000, int(ROUND_S / max(seconds(function, 2) / 2, 1e-9))))
     return float(np.median([seconds(function, times) / times for _ in range(ROUNDS)]))
 
 
 def row_of(roof: Roof, seconds: Callable[[Timed, int], float]) -> dict[str, Any]:
-    """What one part took, or why it does not run here."""
+    """The measurement of one part, or why it does not run here."""
     row: dict[str, Any] = {"name": roof.name}
     try:
         took = measure(roof.make(), seconds)
@@ -268,7 +268,7 @@ def row_of(roof: Roof, seconds: Callable[[Timed, int], float]) -> dict[str, Any]
 
 
 def line(row: dict[str, Any], peak: float | None, memory: float | None) -> str:
-    """`peak`: FLOP/s of 16-bit products; `memory`: bytes per second."""
+    """A row as text. `peak`: FLOP/s of 16-bit products; `memory`: bytes per second."""
     if "not_here" in row:
         return f"{row['name']:<52} not here: {row['not_here'][:90]}"
     is_copy = row["tflops"] == 0

@@ -1,12 +1,12 @@
-"""torchtitan's own trainer on the tokens, the order and the first weights of meshtrain's side: gpu_pair.py's baselines.
+"""torchtitan's own trainer with the tokens, order and initial weights of meshtrain's side: gpu_pair.py's baselines.
 
-Of torchtitan it uses the Trainer, the Llama 3 model, FSDP, compilation, recomputation and the loss as they are; only
-the loader of samples and the pauses between turns are ours. On one GPU torchtitan 0.2.2 computes under autocast with a
-float32 residual stream; its later versions wrap the model in FSDP on a mesh of one. Three baselines:
+It uses torchtitan's Trainer, Llama 3 model, FSDP, compilation, recomputation and loss unchanged; only the sample loader
+and the pauses between turns are ours. On one GPU torchtitan 0.2.2 computes under autocast with a float32 residual
+stream; later versions wrap the model in FSDP on a mesh of one. Three baselines:
 
-    T-none  FSDP on a mesh of one, parameters gathered once in a step, no recomputation: torchtitan as one would tune it
-    T-sac   the same with its selective recomputation, which computes every second matrix product again: its own recipe
-    T-amp   0.2.2 untouched: autocast
+    T-none  FSDP on a mesh of one, parameters gathered once per step, no recomputation: torchtitan as one would tune it
+    T-sac   the same with its selective recomputation, which recomputes every second matrix product: its own recipe
+    T-amp   0.2.2 unchanged: autocast
 """
 
 import contextlib
@@ -43,7 +43,7 @@ WHEELS = {
 
 
 def needed(baselines: Sequence[str]) -> str | None:
-    """What is in the way of these baselines, in one line; None: nothing."""
+    """What these baselines lack, in one line; None: nothing."""
     old = (installed() or ("0.2" if torch.__version__.startswith("2.11.") else "0.3")).startswith("0.2")
     names = NEEDED if old else NEEDED + NEEDED_0_3
     if missing := [name for name in names if importlib.util.find_spec(name) is None]:
@@ -56,7 +56,7 @@ def needed(baselines: Sequence[str]) -> str | None:
 
 
 def installed() -> str | None:
-    """torchtitan's version."""
+    """torchtitan's version; None if it is not installed."""
     try:
         return importlib.metadata.version("torchtitan")
     except importlib.metadata.PackageNotFoundError:
@@ -69,9 +69,9 @@ def train(
     """Trains in this process; at the end it writes a line with each step's loss.
 
     Args:
-        config: the YAML as it is read; `titan.baseline` is one of `BASELINES`.
-        tokens: the bare tokens of a token file, as narrow as the vocabulary lets them be.
-        weights: the first weights under Hugging Face's names, a safetensors file.
+        config: the parsed YAML; `titan.baseline` is one of `BASELINES`.
+        tokens: the tokens.bin of a token file, in the smallest dtype that holds the vocabulary.
+        weights: a safetensors file with the initial weights under Hugging Face's names.
         before_step: called with the number of each step, from 1, before it begins.
     """
     alone()
@@ -96,7 +96,7 @@ def train(
 
 
 def alone() -> None:
-    """The environment of a job of one process."""
+    """Sets the environment variables of a job of one process."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -105,7 +105,7 @@ def alone() -> None:
 
 
 def stub(name: str, *functions: str) -> dict[str, ModuleType]:
-    """A module in the place of one that torchtitan imports for its own loaders, which nobody calls here."""
+    """A stand-in for a module that torchtitan imports for its own loaders, which are not used here."""
     module = ModuleType(name)
     for function in functions:
         setattr(module, function, None)
@@ -113,7 +113,7 @@ def stub(name: str, *functions: str) -> dict[str, ModuleType]:
 
 
 class Samples:
-    """The microbatches of a run in meshtrain's order, as torchtitan's trainer takes them."""
+    """The microbatches of a run in meshtrain's order, in the form that torchtitan's trainer takes."""
 
     def __init__(self, config: dict[str, Any], tokens: Path) -> None:
         vocabulary = model_of(config)[1].vocab_size
@@ -145,7 +145,7 @@ class Samples:
 
 
 def paced(before_step: Callable[[int], None]) -> Callable[[type], type]:
-    """A subclass of a Trainer that stops between turns and keeps its losses on the device."""
+    """Makes a subclass of a Trainer that stops between turns and keeps its losses on the device."""
 
     def subclass(trainer: type) -> type:
         class PacedTrainer(trainer):
@@ -165,7 +165,7 @@ def paced(before_step: Callable[[int], None]) -> Callable[[type], type]:
 
 
 def put(config: Any, sections: dict[str, dict[str, Any]]) -> Any:
-    """Sets attributes of attributes, all of which have to be there."""
+    """Sets nested attributes, all of which must exist already."""
     for name, values in sections.items():
         section = getattr(config, name)
         for key, value in values.items():
@@ -175,7 +175,7 @@ def put(config: Any, sections: dict[str, dict[str, Any]]) -> Any:
 
 
 def rope_scaling(model: Any) -> dict[str, float]:
-    """Llama 3's scaling of rotary angles; without one a factor of 1, which is none. ValueError: another kind."""
+    """Llama 3's RoPE scaling; without one, a factor of 1 (no scaling). Raises ValueError: another kind of scaling."""
     scaling = model.rope_scaling or {"rope_type": "llama3", "factor": 1.0}
     if scaling.get("rope_type") != "llama3":
         raise ValueError(
@@ -189,7 +189,7 @@ def rope_scaling(model: Any) -> dict[str, float]:
 
 
 def sections_0_2(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """torchtitan 0.2's JobConfig of a workload, by section."""
+    """The values of torchtitan 0.2's JobConfig for a workload, by section."""
     optimizer, baseline = config["optimizer"], config["titan"]["baseline"]
     recompute = {"mode": "selective", "selective_ac_option": "op"} if baseline == "T-sac" else {"mode": "none"}
     return {
@@ -222,7 +222,7 @@ def sections_0_2(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def arguments_0_2(model: Any) -> dict[str, Any]:
     """Fields of torchtitan 0.2's TransformerModelArgs."""
-    hidden = int(2 * 4 * model.hidden_size / 3)  # torchtitan multiplies it, rounds down, then up to the multiple
+    hidden = int(2 * 4 * model.hidden_size / 3)  # torchtitan multiplies this, rounds down, then up to `multiple_of`
     return {
         "dim": model.hidden_size,
         "n_layers": model.num_hidden_layers,
@@ -264,7 +264,7 @@ def trainer_0_2(config: dict[str, Any], samples: Samples, weights: dict[str, Ten
 
 
 def fully_sharded_0_2(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
-    """What torchtitan 0.2 does on several GPUs, on a mesh of one: recomputation, compilation, FSDP's 16-bit weights."""
+    """What torchtitan 0.2 does on several GPUs, on a mesh of one: recomputation, compilation, FSDP in 16 bits."""
     from torch.distributed.device_mesh import init_device_mesh
     from torchtitan.config import TORCH_DTYPE_MAP
     from torchtitan.models.llama3.infra import parallelize
@@ -295,8 +295,8 @@ def fully_sharded_0_2(model: nn.Module, parallel_dims: Any, job_config: Any) -> 
 
 
 def trainer_0_3(config: dict[str, Any], samples: Samples, weights: dict[str, Tensor], wrap: Callable) -> Any:
-    """Its defaults (FSDP always, q, k and v as one product, loss in chunks, CUDA graphs) but for attention: by torch's
-    SDPA, which it keeps for models without documents, and which is faster than its masks where rows are whole."""
+    """torchtitan 0.3 with its defaults (always FSDP, fused q, k and v, chunked loss, CUDA graphs), except for attention
+    by torch's SDPA, which it has for models without documents, and which is faster than its masks for whole rows."""
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.components.optimizer import default_adamw
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -332,7 +332,7 @@ def trainer_0_3(config: dict[str, Any], samples: Samples, weights: dict[str, Ten
         tokenizer=SimpleNamespace(build=lambda **_: None),
         dataloader=SimpleNamespace(build=lambda **_: samples),
     )
-    if not hasattr(torch.distributed, "set_timeout"):  # of a later torch than its other parts need
+    if not hasattr(torch.distributed, "set_timeout"):  # needs a later torch than the rest of torchtitan
         from torchtitan.distributed import utils
 
         utils.set_pg_timeouts = lambda **_: None
@@ -343,7 +343,7 @@ def trainer_0_3(config: dict[str, Any], samples: Samples, weights: dict[str, Ten
 
 
 def config_0_3(model: Any, length: int) -> Any:
-    """torchtitan 0.3's Llama3Model.Config of these sizes."""
+    """torchtitan 0.3's Llama3Model.Config for the sizes of `model`."""
     from torchtitan.models import llama3
     from torchtitan.models.common import ComplexRoPE
     from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -373,7 +373,7 @@ def config_0_3(model: Any, length: int) -> Any:
 
 
 def load(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Puts whole tensors into a model that may be compiled and sharded."""
+    """Loads whole tensors into a model that may be compiled and sharded."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     parts = {}

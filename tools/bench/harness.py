@@ -1,8 +1,8 @@
-"""The room in which a benchmark is made: sides train the same model in turns, and their times make ratios.
+"""The benchmark harness: sides train the same model in turns, and their times are compared as ratios.
 
-A benchmark is a file beside this one. It names its sides and its goals and calls `command`. All sides are started at
-once and then take turns of a few steps, one side at a time and in alternating order, so that whatever else the machine
-does hits all of them alike. Each ratio is a median over the pairs of turns that lie next to each other in time.
+A benchmark is a file next to this one, which names its sides and goals and calls `command`. All sides are started at
+once and then take turns of a few steps, one side at a time and in alternating order, so that other load on the machine
+affects all of them equally. Each ratio is a median over pairs of turns that are adjacent in time.
 README.md says how to read the result.
 """
 
@@ -35,20 +35,20 @@ from meshtrain.modeling.init import initialise
 
 HERE = Path(__file__).resolve().parent
 WORKLOAD = HERE / "workload.yaml"
-WARM_UP = 2  # steps: allocations, and DDP makes its buckets anew in the second
-START_S = 600.0  # how long a side may take for its start, or for a turn
-# One thread per process, as torchrun has it; a GPU would compare two other things.
+WARM_UP = 2  # steps for allocations; DDP rebuilds its buckets in the second
+START_S = 600.0  # time limit for a side's start, and for a turn
+# One thread per process, as under torchrun, and no GPU: CPU time is what is compared.
 ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-SAMPLES = 2000  # of the token file
+SAMPLES = 2000  # samples in the token file
 
 
 @dataclass(frozen=True)
 class Side:
     name: str
-    kind: str  # "meshtrain", or the file beside this one that trains: "plain_ddp" or another with a `train`
+    kind: str  # "meshtrain", or a module next to this one with a function `train`, such as "plain_ddp"
     layout: Mapping[str, int] = field(default_factory=dict)  # empty: one process
-    overrides: tuple[str, ...] = ()  # of workload.yaml, key.path=value
-    actions: int = 0  # of a pipeline, in a step on all ranks: what the side takes beyond the first one is told for each
+    overrides: tuple[str, ...] = ()  # key.path=value, of workload.yaml
+    actions: int = 0  # pipeline actions of a step on all ranks; CPU time beyond the first side's is reported per action
 
     @property
     def ranks(self) -> int:
@@ -57,18 +57,18 @@ class Side:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the steps of one turn of a side have cost."""
+    """The cost of the steps of one turn of a side."""
 
-    cpu_s: float  # of all ranks together
-    wall_s: float  # of the rank that took longest
-    allocated: int = 0  # bytes of a GPU's memory at their peak, of the rank with the most; 0: on a CPU
+    cpu_s: float  # sum over all ranks
+    wall_s: float  # of the slowest rank
+    allocated: int = 0  # peak bytes of GPU memory, of the rank with the highest peak; 0: on a CPU
     reserved: int = 0
     began: float = 0.0  # time.time()
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A ratio of two sides, by their names, and what it is to be at most."""
+    """A ratio of two sides, given by name, and its upper limit, if any."""
 
     side: str
     to: str
@@ -76,7 +76,7 @@ class Goal:
 
 
 def command(sides: Sequence[Side], goals: Sequence[Goal], description: str, workload: Path = WORKLOAD) -> int:
-    """The whole of a benchmark's command line; the exit status does not depend on the goals."""
+    """Runs a benchmark's whole command line; the exit status does not depend on the goals."""
     options = read_arguments(description, workload)
     sides, goals = chosen(sides, goals, options.only)
     before = os.getloadavg()[0]
@@ -112,7 +112,7 @@ def positive(text: str) -> int:
 
 
 def chosen(sides: Sequence[Side], goals: Sequence[Goal], only: Sequence[str]) -> tuple[Sequence[Side], Sequence[Goal]]:
-    """The sides of these names and the first one, with the goals between them; all of them if no name is given."""
+    """The first side and those named in `only`, with the goals between them; all of them if `only` is empty."""
     names = {side.name for side in sides}
     if unknown := [name for name in only if name not in names]:
         raise SystemExit(f"no side is called {unknown[0]!r}; there are: " + "; ".join(side.name for side in sides))
@@ -125,7 +125,7 @@ def chosen(sides: Sequence[Side], goals: Sequence[Goal], only: Sequence[str]) ->
 
 
 def prepare(folder: Path, workload: Path) -> None:
-    """What both sides begin with: tokens (their values do not matter for the time) and the first weights."""
+    """Writes the inputs of all sides: tokens (their values do not matter for the time) and the initial weights."""
     values = yaml.safe_load(workload.read_text())
     module, config = model_of(values)
     vocabulary, length = config.vocab_size, SAMPLES * values["data"]["seq_len"] + 1
@@ -137,7 +137,7 @@ def prepare(folder: Path, workload: Path) -> None:
 
 
 def model_of(values: Mapping[str, Any]) -> tuple[ModuleType, Any]:
-    """The module of a workload's model and its Config; keys that the file gives go before those of its preset."""
+    """The module of a workload's model and its Config; keys in the file override those of its preset."""
     module = model_file(values["model"]["name"])
     preset = module.presets[values["model"]["preset"]] if "preset" in values["model"] else {}
     keys = {key: value for key, value in values["model"].items() if key not in ("name", "preset")}
@@ -145,14 +145,14 @@ def model_of(values: Mapping[str, Any]) -> tuple[ModuleType, Any]:
 
 
 class Running:
-    """The processes of one side: their sockets, in the order of their ranks."""
+    """The processes of one side, with a socket for each rank."""
 
     def __init__(self, side: Side, process: subprocess.Popen, log: Path) -> None:
         self.side, self.process, self.log = side, process, log
         self.ranks: dict[int, TextIO] = {}
 
     def turn(self) -> Turn:
-        """Lets the side make one turn."""
+        """Lets the side take one turn."""
         began = time.time()
         self.go()
         return replace(self.wait(), began=began)
@@ -163,7 +163,7 @@ class Running:
             rank.flush()
 
     def wait(self) -> Turn:
-        """Until every rank stands before its next turn; what the last one has cost."""
+        """Waits until every rank is ready for its next turn; returns the cost of the last one."""
         ranks = [Turn(**json.loads(self._line(rank))) for rank in self.ranks.values()]
         allocated, reserved = max(rank.allocated for rank in ranks), max(rank.reserved for rank in ranks)
         return Turn(sum(rank.cpu_s for rank in ranks), max(rank.wall_s for rank in ranks), allocated, reserved)
@@ -184,12 +184,12 @@ class Running:
 
 @contextmanager
 def running(sides: Sequence[Side], folder: Path, options: argparse.Namespace) -> Iterator[list[Running]]:
-    """All sides, started and waiting before their first turn; they end with the steps that they have left.
+    """All sides, started and waiting for their first turn; at the end they run their remaining steps and exit.
 
-    `options.one_by_one`: a side starts when the one before it has warmed up, and ends before the next one does, because
+    `options.one_by_one`: a side starts when the one before it has warmed up, and exits before the next one does, since
     they share a GPU's memory.
     """
-    total = options.warm_up + options.pairs * options.steps + 1  # the last one takes place after the last turn
+    total = options.warm_up + options.pairs * options.steps + 1  # the last step runs after the last turn
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(folder / "socket"))
         server.listen()
@@ -213,7 +213,7 @@ def running(sides: Sequence[Side], folder: Path, options: argparse.Namespace) ->
         finally:
             for one in started:
                 for rank in one.ranks.values():
-                    rank.close()  # a side that waits for its turn ends
+                    rank.close()  # a side that waits for its turn then exits
                 if one.process.poll() is None:
                     one.process.terminate()  # torchrun ends its ranks
             for one in started:
@@ -221,7 +221,7 @@ def running(sides: Sequence[Side], folder: Path, options: argparse.Namespace) ->
 
 
 def start(number: int, side: Side, folder: Path, steps: int, options: argparse.Namespace) -> Running:
-    """Starts one side: as `python` for a world of one, under torchrun for more."""
+    """Starts one side: with `python` for a world of one, otherwise under torchrun."""
     turns = {"address": str(folder / "socket"), "side": number, "warm_up": options.warm_up, "steps": options.steps}
     overrides = [f"train.steps={steps}", *side.overrides]
     if side.layout:
@@ -249,7 +249,7 @@ def start(number: int, side: Side, folder: Path, steps: int, options: argparse.N
 
 
 def meet(server: socket.socket, sides: Sequence[Running]) -> None:
-    """Until every rank of every side has connected."""
+    """Waits until every rank of every side has connected."""
     deadline = time.monotonic() + START_S
     while any(len(side.ranks) < side.side.ranks for side in sides):
         for side in sides:
@@ -265,7 +265,7 @@ def meet(server: socket.socket, sides: Sequence[Running]) -> None:
 
 
 def measure(sides: Sequence[Running], pairs: int) -> list[list[Turn]]:
-    """Every turn of every side. The order is turned round each time: none is always the first."""
+    """Every turn of every side. The order is reversed each time, so that no side is always first."""
     turns: list[list[Turn]] = [[] for _ in sides]
     order = list(enumerate(sides))
     for pair in range(pairs):
@@ -278,7 +278,7 @@ def measure(sides: Sequence[Running], pairs: int) -> list[list[Turn]]:
 
 
 def read_losses(sides: Sequence[Side], folder: Path) -> list[list[float]]:
-    """The losses of every side, which show that all did the same."""
+    """The losses of every side, which show that all did the same work."""
     files = [
         folder / str(i) / "metrics.jsonl" if side.kind == "meshtrain" else folder / f"{i}.jsonl"
         for i, side in enumerate(sides)
@@ -287,11 +287,11 @@ def read_losses(sides: Sequence[Side], folder: Path) -> list[list[float]]:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """An interval that holds the median of what these values are drawn from, and with which probability.
+    """A confidence interval of the median of the values' distribution, and its coverage.
 
-    The narrowest pair of order statistics, the same number from both ends, that reaches 95 %; it assumes no
-    distribution (binomial; Conover, Practical Nonparametric Statistics, 3.2). Fewer than 6 values never reach 95 %:
-    they give their smallest and largest.
+    The narrowest pair of order statistics, equally far from both ends, with a coverage of at least 95 %; it assumes no
+    distribution (binomial; Conover, Practical Nonparametric Statistics, 3.2). Fewer than 6 values never reach 95 %: the
+    interval is then their smallest and largest.
     """
     ordered, n = sorted(values), len(values)
     outside = [2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n for k in range((n + 1) // 2)]
@@ -304,7 +304,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def ratio_of(values: Sequence[float], to: Sequence[float]) -> dict[str, float]:
-    """The median of the ratios of neighbouring turns, and the interval that holds it."""
+    """The median of the ratios of adjacent turns, and its confidence interval."""
     ratios = [x / y for x, y in zip(values, to, strict=True)]
     low, high, coverage = median_interval(ratios)
     return {"median": _median(ratios), "low": low, "high": high, "coverage": coverage}
@@ -317,7 +317,7 @@ def summary(
     options: argparse.Namespace,
     load: tuple[float, float],
 ) -> dict[str, Any]:
-    """Everything that is printed. Times are seconds per step of a turn: of CPUs, over all ranks, and on the wall."""
+    """All results to print. Times are seconds per step: CPU time over all ranks, and wall time."""
     apart = max(abs(x - y) / abs(y) for side in losses[1:] for x, y in zip(side, losses[0], strict=True))
     cpu, wall = (
         {name: [getattr(turn, clock) / options.steps for turn in made] for name, made in turns.items()}
@@ -346,7 +346,7 @@ def summary(
 
 
 def overheads(sides: Sequence[Side], times: dict[str, list[float]]) -> dict[str, float]:
-    """Of the sides with actions: CPU time beyond that of the first side, in milliseconds for each action."""
+    """For sides with actions: CPU time beyond that of the first side, in milliseconds per action."""
     base = times[sides[0].name]
     return {
         side.name: 1000 * _median([x - y for x, y in zip(times[side.name], base, strict=True)]) / side.actions
@@ -356,7 +356,7 @@ def overheads(sides: Sequence[Side], times: dict[str, list[float]]) -> dict[str,
 
 
 def table(result: dict[str, Any]) -> str:
-    """The summary for people."""
+    """The summary as text."""
     overhead = result["overhead_ms_per_action"]
     labels = [f"{ratio['side']} / {ratio['to']}" for ratio in result["ratios"]]
     width = max([50, *map(len, labels)])

@@ -1,10 +1,10 @@
-"""Where a GPU's time goes, by kinds of kernels: reads traces of torch.profiler, as `metrics.profile` writes them.
+"""Where a GPU's time goes, by classes of kernels: reads traces of torch.profiler, as `metrics.profile` writes them.
 
     python tools/bench/kernel_classes.py runs/NAME/profile/rank_00000.json [--steps 2] [--json]
 
-A kernel's class follows from its name. The time of a class is that in which at least one of its kernels runs; `alone`
-is the part of it in which no other class runs, so what communication costs is in that column. `idle` is the time from
-the first kernel's start to the last one's end in which none runs. Ends with 2 for a file without kernels.
+A kernel's class follows from its name. The time of a class is the time in which at least one of its kernels runs;
+`alone` is the part of it in which no other class runs, which for communication is its exposed cost. `idle` is the time
+between the first kernel's start and the last one's end in which none runs. Exits with 2 for a file without kernels.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from harness import positive
 
-KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events that a GPU runs
-# The first pattern that a name has decides. What a fused kernel computes is in the name that inductor gives it.
+KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events that run on a GPU
+# The first pattern that matches a name decides. Inductor's names of fused kernels say what they compute.
 CLASSES = (
     ("communication", r"nccl|multimem|symm_mem|one_shot_all|two_shot_all|nvshmem"),
     ("attention", r"flash|fmha|sdpa|attention|attn|cudnn_generated"),
@@ -43,7 +43,7 @@ class Kernel(NamedTuple):
 
 
 class Class(NamedTuple):
-    """Microseconds and kernels of one class; `largest` are the names with the most time."""
+    """Microseconds and number of kernels of one class; `largest` are the names with the most time."""
 
     name: str
     busy: float
@@ -57,7 +57,7 @@ def class_of(name: str) -> str:
 
 
 def read_kernels(trace: dict[str, Any]) -> list[Kernel]:
-    """What ran on the GPU. Of a trace with several GPUs the one with the most kernels counts."""
+    """The kernels that ran on the GPU; in a trace with several GPUs, on the one with the most kernels."""
     by_device: dict[Any, list[Kernel]] = defaultdict(list)
     for event in trace["traceEvents"]:
         if event.get("ph") == "X" and event.get("cat") in KERNELS:
@@ -68,7 +68,7 @@ def read_kernels(trace: dict[str, Any]) -> list[Kernel]:
 
 
 def covered(kernels: Iterable[Kernel]) -> float:
-    """Microseconds in which at least one of these runs; they are in the order of their beginnings."""
+    """Microseconds in which at least one of these kernels runs; they are sorted by their begin."""
     total, until = 0.0, float("-inf")
     for _, begin, end in kernels:
         total += max(0.0, end - max(begin, until))
@@ -94,12 +94,12 @@ def summarise(kernels: Sequence[Kernel]) -> list[Class]:
 
 
 def span(kernels: Sequence[Kernel]) -> float:
-    """Microseconds from the first beginning to the last end."""
+    """Microseconds from the first kernel's begin to the last one's end."""
     return max(kernel.end for kernel in kernels) - kernels[0].begin
 
 
 def table(classes: Sequence[Class], whole: float, steps: int) -> str:
-    """`whole`: the microseconds that shares are of."""
+    """The classes as text. `whole`: microseconds that correspond to a share of 100 %."""
     rows = [f"{'class':<14} {'ms':>9} {'share':>7} {'alone ms':>9} {'kernels':>8}  longest"]
     for name, busy, alone, kernels, largest in classes:
         longest = largest[0][:48] if largest else ""

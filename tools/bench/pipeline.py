@@ -1,4 +1,4 @@
-"""What meshtrain's pipeline-parallel step costs beside torch's own and beside one process, in CPU time.
+"""The cost of meshtrain's pipeline-parallel step compared with torch's own and with one process, in CPU time.
 
     python tools/bench/pipeline.py [--pairs 20] [--steps 2] [--json] [key.path=value ...]
 
@@ -13,12 +13,12 @@ from harness import Goal, Side, command
 from meshtrain.pipeline.schedule import build
 
 PP2, PP4, ALL = {"pp": 2}, {"pp": 4}, {"pp": 2, "dp_shard": 2, "tp": 2}
-MICROBATCHES = 8  # of a step, without other axes
+MICROBATCHES = 8  # per step, without other axes
 ONE = "meshtrain, 1 process"
 
 
 def pipeline(who: str, kind: str, schedule: str, layout: dict[str, int]) -> Side:
-    """A side with its number of actions, of which every one of the other axes' ranks makes its own."""
+    """A side with its number of pipeline actions, summed over the ranks of all axes."""
     others = Side("", "", layout).ranks // layout["pp"]
     shares = layout.get("dp_shard", 1)
     made = build(schedule, ranks=layout["pp"], microbatches=MICROBATCHES // shares)

@@ -1,10 +1,10 @@
-"""Whether ranks of a pipeline idle as much as the simulator says, for every schedule.
+"""Whether the ranks of a pipeline idle as much as the simulator says, for every schedule.
 
     python tools/bench/pipeline_idle.py [--ranks 4] [--microbatches 8] [--unit 0.08] [--runs 3] [--json] [SCHEDULE ...]
 
-The engine runs each schedule on processes that talk over gloo, and before each action's computation, of next to
-nothing, it sleeps: one unit for a forward, an input gradient and a weight gradient, two for a whole backward. So ranks
-need no core of their own, and the time that a rank does not spend in its actions is what it has waited for others.
+The engine runs each schedule on processes that communicate over gloo. Each action computes next to nothing, but sleeps
+first: one unit for a forward, an input gradient or a weight gradient, two for a whole backward. So ranks need no core
+of their own, and the time that a rank does not spend in its actions is the time it waited for others.
 """
 
 import argparse
@@ -32,18 +32,18 @@ from meshtrain.pipeline.engine import Pipeline
 from meshtrain.pipeline.schedule import NAMES, build
 from meshtrain.pipeline.simulate import Event, Timeline, simulate
 
-WIDTH = 16  # of the model: a linear layer for each stage
-POINTS = 5.0  # that the measured idle share may differ by
+WIDTH = 16  # width of the model, a linear layer per stage
+POINTS = 5.0  # percentage points by which the measured idle share may differ
 
 
 @dataclass(frozen=True)
 class Found:
-    """What came of one schedule; shares of the ranks' time, 0 to 1.
+    """The result of one schedule; idle shares of the ranks' time, 0 to 1.
 
     Attributes:
         measured: the median over the runs.
-        time: that of a step by the simulator's, the median over the runs.
-        computation: the most CPU time that an action took beside its sleep, as a share of the sleep.
+        time: the measured time of a step divided by the simulated, the median over the runs.
+        computation: the most CPU time of an action, as a share of its sleep.
     """
 
     schedule: str
@@ -58,12 +58,12 @@ class Found:
 
 
 class Sleeping:
-    """The microbatches of a step: a few numbers each, and an action takes its time by sleeping."""
+    """The microbatches of a step: a few numbers each. An action takes its time by sleeping."""
 
     def __init__(self, microbatches: int, unit: float) -> None:
         self._inputs = torch.ones(microbatches, 2, WIDTH)
         self._unit = unit
-        self.computed_s = 0.0  # the most CPU time of an action, for each unit that it slept
+        self.computed_s = 0.0  # the most CPU time of an action per unit that it slept
 
     def shapes(self, microbatch: int) -> tuple[tuple[int, ...] | None, ...]:
         return (self._inputs[microbatch].shape,)
@@ -83,15 +83,15 @@ class Sleeping:
 
 
 def units(action: Action) -> int:
-    """How long an action sleeps; what `simulate` takes it to cost by itself."""
+    """The units that an action sleeps, equal to its cost in `simulate` by default."""
     return 2 if action.kind is Kind.BACKWARD else 1
 
 
 def measure(name: str, mesh: Mesh, options: argparse.Namespace) -> Found:
-    """Runs one schedule; every rank gets the same answer."""
+    """Runs one schedule; every rank returns the same result."""
     schedule = build(name, ranks=options.ranks, microbatches=options.microbatches)
     pipeline = stages_of_linears(schedule, mesh)
-    pipeline.run(Sleeping(options.microbatches, 0))  # forms of tensors are told, connections made
+    pipeline.run(Sleeping(options.microbatches, 0))  # exchanges tensor shapes and makes connections
     simulated = simulate(schedule)
     idle, times, computed = [], [], torch.zeros(())
     for _ in range(options.runs):
@@ -108,7 +108,7 @@ def measure(name: str, mesh: Mesh, options: argparse.Namespace) -> Found:
 
 
 def stages_of_linears(schedule: Schedule, mesh: Mesh) -> Pipeline:
-    """The smallest stages there are."""
+    """A pipeline with minimal stages: a small linear layer each."""
     stages: dict[int, nn.Module] = {
         stage: nn.Linear(WIDTH, WIDTH, bias=False) for stage in schedule.stages_of(mesh.index("pp"))
     }
@@ -121,7 +121,7 @@ def stages_of_linears(schedule: Schedule, mesh: Mesh) -> Pipeline:
 
 
 def gathered(schedule: Schedule, events: Sequence[Event]) -> Timeline:
-    """The events of all ranks. Ranks know each other's actions, so only times are sent."""
+    """The timeline of all ranks. Ranks know one another's actions, so only times are sent."""
     actions = [schedule.actions_of(rank) for rank in range(schedule.ranks)]
     times = torch.zeros(max(map(len, actions)), 2, dtype=torch.float64)
     times[: len(events)] = torch.tensor([[event.start, event.end] for event in events], dtype=torch.float64)
@@ -136,7 +136,7 @@ def gathered(schedule: Schedule, events: Sequence[Event]) -> Timeline:
 
 
 def table(found: Sequence[Found], options: argparse.Namespace, load: float) -> str:
-    """The answers for people."""
+    """The results as text."""
     within = sum(abs(one.points) <= POINTS for one in found)
     least = 1 / max(one.computation for one in found)
     lines = [
@@ -168,18 +168,18 @@ def read_arguments() -> argparse.Namespace:
 
 
 def start(ranks: int) -> int:
-    """This file again, once for each rank."""
+    """Runs this command again under torchrun, once for each rank."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run([*launcher, *sys.argv], env=environment, check=False).returncode
 
 
 def on_ranks(options: argparse.Namespace, schedules: Sequence[str], measure: Callable, table: Callable) -> int:
-    """Measures every schedule on `options.ranks` processes, and prints what came of it; the exit status."""
+    """Measures every schedule on `options.ranks` processes and prints the results; returns the exit status."""
     if "RANK" not in os.environ:
         return start(options.ranks)
     load = os.getloadavg()[0]
-    with meshtrain.start() as job:  # as training does: among other things, ranks give way to each other on few cores
+    with meshtrain.start() as job:  # as in training: among other things, ranks yield to one another on few cores
         mesh = build_mesh(Layout({"pp": options.ranks}))
         found = [measure(name, mesh, options) for name in schedules]
         said = json.dumps([asdict(one) for one in found], indent=1) if options.json else table(found, options, load)

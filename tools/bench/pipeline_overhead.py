@@ -1,11 +1,11 @@
-"""What running an action of a pipeline costs, beside torch's engine, where the action itself computes next to nothing.
+"""The cost of running a pipeline action, compared with torch's engine, if the action itself computes next to nothing.
 
     python tools/bench/pipeline_overhead.py [--ranks 2] [--microbatches 8] [--pairs 20] [--steps 10] [--json]
 
 The same processes run the same stages, a small linear layer each, in turns: some steps under meshtrain's engine, some
-under torch.distributed.pipelining's schedule of the same name. What is measured is the CPU time of all ranks: that of
-the engine, of its messages over gloo, and of autograd. The processes join as those of a training do, so both engines
-run under meshtrain's way of sharing few cores, which makes torch's messages cheaper as well.
+under torch.distributed.pipelining's schedule of the same name. Measured is the CPU time of all ranks: of the engine, of
+its messages over gloo, and of autograd. The processes start as in training, so both engines profit from meshtrain's
+sharing of few cores, which makes torch's messages cheaper as well.
 """
 
 import argparse
@@ -35,7 +35,7 @@ WARM_UP = 3  # steps
 
 @dataclass(frozen=True)
 class Found:
-    """What came of one schedule: microseconds of CPU time for each action, and meshtrain's by torch's."""
+    """The result of one schedule: microseconds of CPU time per action, and the ratio of meshtrain's to torch's."""
 
     schedule: str
     meshtrain: float
@@ -65,7 +65,7 @@ class Numbers:
 
 
 def measure(name: str, mesh: Mesh, options: argparse.Namespace) -> Found:
-    """Runs one schedule under both engines; every rank gets the same answer."""
+    """Runs one schedule under both engines; every rank returns the same result."""
     ours, theirs, actions = engines(name, mesh, options.microbatches)
     for engine in (ours, theirs):
         cpu_s(engine, WARM_UP)
@@ -79,7 +79,7 @@ def measure(name: str, mesh: Mesh, options: argparse.Namespace) -> Found:
 
 
 def engines(name: str, mesh: Mesh, microbatches: int) -> tuple[Callable[[], None], Callable[[], None], int]:
-    """A step under meshtrain's engine, one under torch's, and the number of actions of either on all ranks."""
+    """A step under meshtrain's engine, a step under torch's, and the number of actions of either on all ranks."""
     schedule = build(name, ranks=mesh.size("pp"), microbatches=microbatches)
     pipeline = stages_of_linears(schedule, mesh)
     inputs = torch.ones(2 * microbatches, WIDTH)
@@ -101,7 +101,7 @@ def engines(name: str, mesh: Mesh, microbatches: int) -> tuple[Callable[[], None
 
 
 def cpu_s(engine: Callable[[], None], steps: int) -> float:
-    """CPU seconds of some steps, all threads of all ranks."""
+    """CPU seconds of `steps` steps, over all threads of all ranks."""
     dist.barrier()
     start = time.process_time()
     for _ in range(steps):
@@ -112,7 +112,7 @@ def cpu_s(engine: Callable[[], None], steps: int) -> float:
 
 
 def table(found: Sequence[Found], options: argparse.Namespace, load: float) -> str:
-    """The answers for people."""
+    """The results as text."""
     lines = [
         f"{os.cpu_count()} cores, torch {torch.__version__}; load {load:.1f} before, {os.getloadavg()[0]:.1f} after; "
         f"{options.ranks} processes x {options.microbatches} microbatches, "

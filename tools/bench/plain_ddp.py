@@ -1,10 +1,10 @@
-"""Data-parallel training as one writes it by hand: torch's DDP around a plain model, or no wrapper in a world of one.
+"""Hand-written data-parallel training: torch's DDP around a plain model, or no wrapper in a world of one.
 
-It is what meshtrain is measured against, so it does the same work on the same samples in the shortest way there is:
-gradients are summed in the last microbatch only, into DDP's own buckets; samples come straight from the memory map;
-every target counts, so the number to divide by is known without asking the other rank.
+The baseline of meshtrain's data parallelism: it does the same work on the same samples in the most direct way.
+Gradients are reduced in the last microbatch only, in DDP's own buckets; samples come straight from the memory map;
+every target counts, so the divisor of the loss is known without communication.
 
-Of meshtrain it uses the plain model and the order of the samples.
+From meshtrain it uses the plain model and the order of the samples.
 """
 
 import json
@@ -32,9 +32,9 @@ def train(
     """Trains on this rank; rank 0 writes a line with each step's loss.
 
     Args:
-        config: the YAML as it is read.
+        config: the parsed YAML.
         tokens: a file of uint16 tokens.
-        weights: the first weights, a safetensors file.
+        weights: a safetensors file with the initial weights.
         before_step: called with the number of each step, from 1, before it begins.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -82,6 +82,6 @@ def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def read(data: np.memmap, samples: list[int], s: int) -> tuple[Tensor, Tensor]:
-    """The tokens (b, s) of these samples, and their targets, the same shifted by one."""
+    """The tokens (b, s) of these samples, and their targets, the tokens shifted by one."""
     rows = torch.from_numpy(np.stack([data[i * s : i * s + s + 1] for i in samples]).astype(np.int64))
     return rows[:, :-1], rows[:, 1:]

@@ -1,9 +1,8 @@
-"""Training a mixture of experts in one process as one writes it by hand: a loop over the experts of a layer, each of
-which computes those tokens that chose it and adds its results to theirs, as transformers' plain way has it.
+"""Hand-written training of a mixture of experts in one process: a loop over the experts of a layer, each of which
+processes the tokens that chose it and adds its results to theirs, as in transformers' eager implementation.
 
-It is what meshtrain's experts are measured against. It does the same work on the same samples in the shortest way
-there is, the balance of the loads included. Of meshtrain it uses the plain model but for its experts, and the order of
-the samples.
+The baseline of meshtrain's experts. It does the same work on the same samples, load balancing included, in the most
+direct way. From meshtrain it uses the plain model except for its experts, and the order of the samples.
 """
 
 import json
@@ -23,17 +22,17 @@ from plain_ddp import adamw, read
 
 
 class PlainExperts(nn.Module):
-    """A router and its experts. `terms` gets the term of the loss of each forward."""
+    """A router and its experts. Each forward appends its balancing loss to `terms`."""
 
     def __init__(self, layer: nn.Module, experts_per_token: int, factor: float, terms: list[Tensor]) -> None:
-        """`layer`: whose weights it takes. `factor`: of the term of the loss, for one layer."""
+        """`layer`: the layer whose weights it takes. `factor`: the weight of the balancing loss of one layer."""
         super().__init__()
         weights = dict(layer.named_parameters())
         self.gate, self.gate_up, self.down = (
             weights[name] for name in ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
         )
         self.experts_per_token, self.factor, self.terms = experts_per_token, factor, terms
-        self.shares = torch.full((len(self.gate),), 1 / len(self.gate))  # of the loads, in the step before
+        self.shares = torch.full((len(self.gate),), 1 / len(self.gate))  # of the loads in the previous step
         self.counts = torch.zeros(len(self.gate))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,7 +58,7 @@ class PlainExperts(nn.Module):
 def train(
     config: dict[str, Any], tokens: Path, weights: Path, log: Path, before_step: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Trains, and writes a line with each step's loss; for the arguments see plain_ddp.py."""
+    """Trains, and writes a line with each step's loss; see plain_ddp.py for the arguments."""
     module = model_file(config["model"]["name"])
     keys = module.Config(**{key: value for key, value in config["model"].items() if key != "name"})
     model = module.Model(keys)

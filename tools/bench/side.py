@@ -1,8 +1,8 @@
-"""One rank of one side of a benchmark: runs meshtrain's command or a script beside it, a few steps at a time.
+"""One rank of one side of a benchmark: runs meshtrain's command or a baseline script, a few steps at a time.
 
-Between its turns it waits on a socket and takes no CPU time. What is measured is the process's own clock of CPU time,
-all threads included, and that of the processes that read data for it; the clock on the wall; and, on a GPU, the most
-memory. A GPU is waited for at both ends of a turn and nowhere in between.
+Between its turns it waits on a socket and takes no CPU time. Measured are the CPU time of the process, all threads
+included, and of its data workers; the wall time; and, on a GPU, the peak memory. The GPU is synchronized at both ends
+of a turn and nowhere in between.
 """
 
 import importlib
@@ -24,15 +24,15 @@ from meshtrain import train as command
 
 
 class Turns:
-    """Stops before the first step of every turn until it is told to go on, and tells what the turn before has cost."""
+    """Stops before the first step of every turn until told to continue, and reports what the previous turn cost."""
 
     def __init__(self, address: str, side: int, warm_up: int, steps: int) -> None:
         """
         Args:
-            address: the socket at which harness.py listens.
-            side: the number of this side there.
+            address: the socket on which harness.py listens.
+            side: the number of this side in harness.py.
             warm_up: steps before the first turn.
-            steps: of a turn.
+            steps: steps per turn.
         """
         self._warm_up, self._steps = warm_up, steps
         connection = socket.socket(socket.AF_UNIX)
@@ -42,21 +42,21 @@ class Turns:
         self._cpu, self._wall, self._readers = 0.0, 0.0, 0.0
 
     def before_step(self, step: int) -> None:
-        """Step `step`, counted from 1, is about to begin."""
+        """Called before step `step`, counted from 1."""
         done = step - 1 - self._warm_up
         if done < 0 or done % self._steps:
             return
         memory = self._settle()
         cpu, wall = time.process_time() - self._cpu, time.perf_counter() - self._wall
         before, self._readers = self._readers, _readers_cpu_s()
-        # Readers go on for a moment when a turn is over, and are then idle: they count from turn's end to turn's end.
+        # Workers go on for a moment after a turn and are then idle, so they are measured from end to end of turns.
         self._say({"cpu_s": cpu + self._readers - before, "wall_s": wall, **memory})
         if not self._lines.readline():
-            os._exit(1)  # another side has failed, and nobody measures any more
+            os._exit(1)  # another side has failed, and the harness is gone
         self._cpu, self._wall = time.process_time(), time.perf_counter()
 
     def _settle(self) -> dict[str, int]:
-        """Waits for the GPU, if there is one: the most bytes of it since the last turn; what is free goes to others."""
+        """Synchronizes the GPU, if any; returns the peak memory since the last turn, and frees the cache for others."""
         if not torch.cuda.is_initialized():
             return {}
         torch.cuda.synchronize()
@@ -71,14 +71,14 @@ class Turns:
 
 
 def _readers_cpu_s() -> float:
-    """The CPU time of the processes that this one has started."""
+    """The CPU time of this process's children, the data workers."""
     clocks = [(~child.pid << 3) | 2 for child in multiprocessing.active_children() if child.pid]  # clock_getcpuclockid
     return sum(time.clock_gettime(clock) for clock in clocks)
 
 
 def run_meshtrain(arguments: list[str], before_step: Callable[[int], None]) -> int:
-    """meshtrain's own command, whole; only what it does between two steps is preceded by `before_step`, and the last
-    state is not saved: of a model that fills a GPU that takes longer than the turns."""
+    """Runs meshtrain's whole command, but calls `before_step` before each step and does not save the final state, which
+    would take longer than the turns for a model that fills a GPU."""
 
     class PacedMonitor(command.PhaseMonitor):
         @contextmanager
@@ -97,7 +97,7 @@ def run_meshtrain(arguments: list[str], before_step: Callable[[int], None]) -> i
 
 
 def overridden(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """The YAML's values with `key.path=value` in their places."""
+    """The YAML's values with `key.path=value` overrides applied."""
     for text in overrides:
         path, _, value = text.partition("=")
         *sections, key = path.split(".")
@@ -109,14 +109,14 @@ def overridden(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Called by harness.py: a JSON object of `Turns`, then the kind of side, then its arguments."""
+    """Called by harness.py with the arguments of `Turns` as a JSON object, the kind of side, and its arguments."""
     turns = Turns(**json.loads(sys.argv[1]))
     kind, *arguments = sys.argv[2:]
     if kind == "meshtrain":
         return run_meshtrain(arguments, turns.before_step)
     config, tokens, weights, log, *overrides = arguments
     values = overridden(yaml.safe_load(Path(config).read_text()), overrides)
-    script = importlib.import_module(kind)  # this folder is on the path, because this file is run by its path
+    script = importlib.import_module(kind)  # this folder is on sys.path, since this file is run by its path
     script.train(values, Path(tokens), Path(weights), Path(log), before_step=turns.before_step)
     return 0
 

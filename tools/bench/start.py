@@ -1,12 +1,12 @@
-"""What the start of a large job takes, by fake ranks that meet at a real store, over the size of its world.
+"""The cost of starting a large job, measured by fake ranks that meet at a real store, over the world size.
 
     python tools/bench/start.py [--ranks 64 256 1024 4096] [--picture start.png] [--json]
 
-Each fake rank has its own connection to a TCPStore, which is a process of its own. Those of the first two hosts are
-threads that do what `meshtrain.train` does until its first step, but for what needs a whole process: the data are
-opened once, the watchdog listens nowhere, nothing is computed. The others are played by one thread: each tells the
-store, in its own name, what the last of the first two hosts tells it, and fetches each answer. Groups are made in a
-world of torch's fake backend, in the way of NCCL: split off the world. Calls, bytes and groups are exact.
+Each fake rank has its own connection to a TCPStore, which is a separate process. The ranks of the first two hosts are
+threads that do what `meshtrain.train` does up to its first step, except for what needs a whole process: the data are
+opened once, the watchdog does not listen, nothing is computed. One thread plays all other ranks: for each, it sends the
+store what the last rank of the first two hosts sends, under the rank's own name, and fetches each answer. Groups are
+made in a world of torch's fake backend as with NCCL, by splitting the world. Calls, bytes and groups are exact.
 """
 
 import argparse
@@ -50,7 +50,7 @@ from meshtrain.run import setup
 from meshtrain.run.rank_table import layout_text
 
 ROOT = Path(meshtrain.__file__).parents[1]
-GPUS = 8  # of a host
+GPUS = 8  # per host
 CPU = torch.device("cpu")
 LAYOUT = {"pp": 2, "dp_replicate": 2, "dp_shard": -1, "tp": 2}
 IMPORTS = """
@@ -70,7 +70,7 @@ print(store.port, flush=True)
 sys.stdin.read()
 print(time.process_time() - begun)
 """
-PLACEHOLDERS: dict[str, Callable] = {  # of what needs a process of its own, or is the same in a world of any size
+PLACEHOLDERS: dict[str, Callable] = {  # for what needs a process of its own, or does not depend on the world size
     "run.setup.prepare_data": lambda *_, **__: None,
     "run.setup.build.check_start": lambda *_: None,
     "train.set_numerics": lambda *_: None,
@@ -84,7 +84,7 @@ def place(rank: int, ranks: int) -> Environment:
 
 
 class CountingStore:
-    """A rank's store. Counts calls, each a round trip to the store's one thread, and the bytes that it answers."""
+    """A rank's store. Counts calls, each a round trip to the store's only thread, and the bytes of its answers."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store, self.calls, self.polls, self.answers = store, 0, 0, Counter[str]()
@@ -96,7 +96,7 @@ class CountingStore:
         def call(*arguments: Any) -> Any:
             answer = method(*arguments)
             if name == "check" or (name == "add" and arguments[1] == 0):
-                self.polls += 1  # as many as it takes until the others have come
+                self.polls += 1  # their number depends on how long the other ranks take
             else:
                 self.calls += 1
             if name == "append":
@@ -110,18 +110,18 @@ class CountingStore:
 
 @dataclass
 class Start:
-    """What a start asks of the store, and what groups it makes. Polls are not among the calls."""
+    """The load of a start on the store, and the groups it makes. `calls` do not include polls."""
 
     ranks: int
-    rounds: int  # in which all ranks meet
-    calls: int  # of the rank, of all but rank 0, that makes the most
+    rounds: int  # number of rounds in which all ranks meet
+    calls: int  # the most calls of any rank but rank 0
     calls_of_rank_0: int
-    polls: int  # as of calls
-    bytes: int  # that such a rank is answered
-    largest: int  # of these answers: the addresses of all ranks
+    polls: int  # the most polls of any rank but rank 0
+    bytes: int  # the most bytes answered to any rank but rank 0
+    largest: int  # the largest of these answers: the addresses of all ranks
     wall_s: float
-    groups: int = 0  # calls that make them, on one rank
-    groups_s: float = 0.0  # CPU time of that
+    groups: int = 0  # calls that make groups, on one rank
+    groups_s: float = 0.0  # CPU time of these calls
     store_s: float = 0.0  # CPU time of the store
 
 
@@ -134,8 +134,8 @@ def read_config(ranks: int, folder: str) -> Config:
 
 
 def meet(ranks: int, connect: Callable[[], Any], real: int | None = None) -> Start:
-    """Has so many ranks start a run, each with what `connect` returns as its store. `real`: how many of them are
-    threads, whole hosts; the others are played."""
+    """Starts a run of `ranks` ranks, each with the store that `connect` returns. `real`: the number of ranks that are
+    threads, a multiple of a host's; the others are played."""
     real = real or ranks
     problems: list[BaseException] = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -145,7 +145,7 @@ def meet(ranks: int, connect: Callable[[], Any], real: int | None = None) -> Sta
         for name, value in {"run.setup.open_data": lambda *_, **__: data, "train.train": _rest, **PLACEHOLDERS}.items():
             stack.enter_context(mock.patch(f"meshtrain.{name}", value))
         topics = list(run_fingerprints(config, os.environ))
-        with ThreadPoolExecutor(64) as pool:  # a name server that is slow holds some of them up for seconds
+        with ThreadPoolExecutor(64) as pool:  # in parallel, since a slow name server may delay some of them by seconds
             stores = [CountingStore(store) for store in pool.map(lambda _: connect(), range(ranks))]
         rounds = [0] * real
 
@@ -186,7 +186,7 @@ def meet(ranks: int, connect: Callable[[], Any], real: int | None = None) -> Sta
 
 
 def play(stores: Sequence[CountingStore], real: int) -> None:
-    """Does for all ranks from `real` on what the rank before them does at the store."""
+    """Repeats, for all ranks from `real` on, what rank `real - 1` does at the store."""
     played = range(real, len(stores))
     for rank in played:
         stores[rank].set(f"hello/{rank}", f"token{rank}")
@@ -208,7 +208,7 @@ def play(stores: Sequence[CountingStore], real: int) -> None:
 
 
 def _rest(spec: Any, job: Job, data: Any, status: Any, checkpoint: Any, *_: Any) -> None:
-    """What of `train.train` meets at the store before the first step."""
+    """The meetings at the store in `train.train` before the first step."""
     assert job.layout is not None
     checkpoint.restore(None)
     gather_placements([], job, job.layout)
@@ -220,7 +220,7 @@ def _rest(spec: Any, job: Job, data: Any, status: Any, checkpoint: Any, *_: Any)
 
 @contextmanager
 def served() -> Iterator[tuple[int, list[float]]]:
-    """A store in a process of its own: its port, and afterwards a list with its CPU time."""
+    """A store in a process of its own: yields its port, and a list that gets its CPU time afterwards."""
     used: list[float] = []
     with subprocess.Popen(
         [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -233,7 +233,7 @@ def served() -> Iterator[tuple[int, list[float]]]:
 
 
 def make_groups(ranks: int) -> tuple[int, float]:
-    """The calls that make the groups of a rank in the middle of the world, and their CPU time in seconds."""
+    """The number of calls that make the groups of a rank in the middle of the world, and their CPU seconds."""
     own, calls, new_group = ranks // 2, [0], dist.new_group
 
     def split_group(*_: Any, split_ranks: Sequence[Sequence[int]], **__: Any) -> object:

@@ -1,12 +1,12 @@
-"""What meshtrain's tensor-parallel step costs beside torch's own and beside one process, in CPU time.
+"""The cost of meshtrain's tensor-parallel step compared with torch's own and with one process, in CPU time.
 
     python tools/bench/tensor_parallel.py [--pairs 20] [--steps 2] [--json] [key.path=value ...]
 
 Eight sides train the same model on the same samples: meshtrain's own command in one process and as `tp=2`, `tp=4` and
-`dp_shard=2` x `tp=2`, and the same three layouts as torch has them, `parallelize_module` and `fully_shard` around the
-same plain model (torch_parallel.py). FSDP keeps its parameters over a step on both sides. meshtrain's activations are
-shards of the sequence between the parallel regions; torch's are whole, because over gloo that is its faster form, and
-once, for `tp=2`, shards too.
+`dp_shard=2` x `tp=2`, and the same three layouts with torch's `parallelize_module` and `fully_shard` around the same
+plain model (torch_parallel.py). FSDP keeps its parameters for a whole step on both sides. Between the parallel regions,
+meshtrain's activations are shards of the sequence; torch's are whole, since that is faster for it over gloo, and for
+`tp=2` there is also a side with shards.
 """
 
 import sys

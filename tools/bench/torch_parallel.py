@@ -1,10 +1,10 @@
-"""Tensor-parallel training with what torch brings: `parallelize_module` by a plan, and `fully_shard` over `dp_shard`.
+"""Tensor-parallel training with torch's own tools: `parallelize_module` with a plan, and `fully_shard` over `dp_shard`.
 
-It is what meshtrain's tensor parallelism is measured against. The plan is the field's usual one for a Llama (as in
-torchtitan): one input serves q, k and v, and one gate and up; the logits stay shards of the vocabulary, and the loss is
-taken from them (`loss_parallel`). FSDP keeps its parameters over a step and sends gradients in the last microbatch.
+The baseline of meshtrain's tensor parallelism. The plan is the usual one for a Llama (as in torchtitan): q, k and v
+share one gathered input, as do gate and up; the logits stay sharded by vocabulary, and the loss is computed from the
+shards (`loss_parallel`). FSDP keeps its parameters for a step and reduces gradients in the last microbatch.
 
-Of meshtrain it uses the plain model and the order of the samples.
+From meshtrain it uses the plain model and the order of the samples.
 """
 
 import json
@@ -44,10 +44,10 @@ def train(
     """Trains on this rank; rank 0 writes a line with each step's loss.
 
     Args:
-        config: the YAML as it is read; `layout` has `tp` and may have `dp_shard`, and `parallel.sequence_parallel` is
-            whether activations between the parallel regions are shards of the sequence.
+        config: the parsed YAML; `layout` has `tp` and may have `dp_shard`; `parallel.sequence_parallel` is whether
+            activations between the parallel regions are shards of the sequence.
         tokens: a file of uint16 tokens.
-        weights: the first weights, a safetensors file.
+        weights: a safetensors file with the initial weights.
         before_step: called with the number of each step, from 1, before it begins.
     """
     dist.init_process_group("gloo")
@@ -87,14 +87,14 @@ def train(
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Splits the parameters of a Llama over `tp`, and those parts over `dp_shard`."""
+    """Splits the parameters of a Llama over `tp`, and the parts over `dp_shard`."""
     parallelize_module(model, mesh["tp"], plan(Shard(1) if sequence_parallel else Replicate()))
     if mesh.size(0) > 1:
-        fully_shard(model, mesh=mesh["dp_shard"], reshard_after_forward=False)  # in units of a layer it takes longer
+        fully_shard(model, mesh=mesh["dp_shard"], reshard_after_forward=False)  # a unit per layer takes longer
 
 
 def plan(between: Placement) -> dict[str, ParallelStyle]:
-    """How each layer splits, when activations (b, s, d) are placed so between the parallel regions."""
+    """How each layer is split. `between`: placement of activations (b, s, d) between the parallel regions."""
     attention = PrepareModuleInput(input_layouts=(between, None, None), desired_input_layouts=(Replicate(), None, None))
     styles: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
@@ -107,14 +107,14 @@ def plan(between: Placement) -> dict[str, ParallelStyle]:
         "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=between),
         "lm_head": ColwiseParallel(input_layouts=between, use_local_output=False),
     }
-    if between.is_shard():  # else every rank of tp has the whole norm and the whole gradient, as in one process
+    if between.is_shard():  # else each rank of tp has the whole norm and its whole gradient, as in one process
         norms = ("model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm", "model.norm")
         styles |= {name: SequenceParallel() for name in norms}
     return styles
 
 
 def last_microbatch(model: nn.Module, last: bool) -> None:
-    """FSDP keeps whole parameters and gradients until the last backward of a step."""
+    """Makes FSDP keep whole parameters and gradients until the last backward of a step."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
@@ -122,7 +122,7 @@ def last_microbatch(model: nn.Module, last: bool) -> None:
 
 
 def clip(model: nn.Module, largest: float, mesh: DeviceMesh) -> Tensor:
-    """Scales gradients so that their norm is at most `largest`; returns what it was, by one all-reduce."""
+    """Clips gradients to a norm of at most `largest` with one all-reduce; returns the norm before."""
     squares = torch.zeros(())
     parts: list[Tensor] = []
     for parameter in model.parameters():
@@ -130,7 +130,7 @@ def clip(model: nn.Module, largest: float, mesh: DeviceMesh) -> Tensor:
         assert gradient is not None
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
             if gradient.placements != parameter.placements:
-                # The embedding's is whole on every rank; a norm's, under sequence_parallel, is still to be summed.
+                # The embedding's is whole on every rank; a norm's under sequence_parallel is still a partial sum.
                 gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
             gradient = gradient.to_local()
         squares += gradient.square().sum() / copies(parameter, mesh)
@@ -145,6 +145,6 @@ def copies(parameter: Tensor, mesh: DeviceMesh) -> int:
     """How many ranks of the mesh hold the same part of a parameter."""
     if not isinstance(parameter, DTensor):
         return mesh.size()
-    # Where FSDP splits what tp has split, a placement is no plain Shard.
+    # Where FSDP splits what tp has already split, a placement is not a plain Shard.
     parts = [parameter.device_mesh.size(i) for i, place in enumerate(parameter.placements) if not place.is_replicate()]
     return mesh.size() // math.prod(parts)

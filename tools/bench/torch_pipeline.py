@@ -1,10 +1,10 @@
-"""Pipeline-parallel training as one writes it with torch's tools: `PipelineStage` and a schedule around a plain model.
+"""Pipeline-parallel training with torch's own tools: `PipelineStage` and a schedule around a plain model.
 
-It is what meshtrain's pipeline is measured against: the same stages, split at the same blocks, under torch's schedule
-of the same name. Logits are not kept (`return_outputs=False`), and the loss is divided by the number of targets, so
-that no gradient is scaled afterwards.
+The baseline of meshtrain's pipeline: the same stages, split at the same blocks, under torch's schedule of the same
+name. Logits are not kept (`return_outputs=False`), and the loss is divided by the number of targets, so that no
+gradient is scaled afterwards.
 
-Of meshtrain it uses the plain model and what cuts it into stages, and the order of the samples.
+From meshtrain it uses the plain model, its split into stages, and the order of the samples.
 """
 
 import json
@@ -44,9 +44,9 @@ def train(
     """Trains on this rank; the rank of the last stage writes a line with each step's loss.
 
     Args:
-        config: the YAML as it is read; `layout` is `pp`, and `pipeline.schedule` one of SINGLE and DOUBLE.
+        config: the parsed YAML; `layout` is `pp`, and `pipeline.schedule` one of SINGLE and DOUBLE.
         tokens: a file of uint16 tokens.
-        weights: the first weights, a safetensors file.
+        weights: a safetensors file with the initial weights.
         before_step: called with the number of each step, from 1, before it begins.
     """
     dist.init_process_group("gloo")
@@ -90,7 +90,7 @@ def scheduled(name: str, stages: Sequence[PipelineStage], **how: Any) -> Any:
 
 
 def own_stages(config: dict[str, Any], weights: Path) -> list[PipelineStage]:
-    """The stages that the schedule gives to this rank, in the order of the model."""
+    """The stages that the schedule assigns to this rank, in model order."""
     name, rank, ranks = config["pipeline"]["schedule"], dist.get_rank(), dist.get_world_size()
     each = 2 if name in DOUBLE else 1
     tokens = torch.zeros(1, config["data"]["seq_len"], dtype=torch.int64)
@@ -108,7 +108,7 @@ def own_stages(config: dict[str, Any], weights: Path) -> list[PipelineStage]:
 
 
 def own_numbers(name: str, rank: int, ranks: int) -> list[int]:
-    """The stages of a rank."""
+    """The numbers of a rank's stages."""
     if name in SINGLE:
         return [rank]
     return [rank, 2 * ranks - 1 - rank if name == "zbv" else rank + ranks]
@@ -120,7 +120,7 @@ def whole_model(config: dict[str, Any]) -> Any:
 
 
 def clip(model: nn.Module, largest: float) -> Tensor:
-    """Scales the gradients of all stages so that their norm is at most `largest`; returns what it was."""
+    """Clips the gradients of all stages to a norm of at most `largest`; returns the norm before."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     square = torch.stack(torch._foreach_norm(gradients)).square().sum()
     dist.all_reduce(square)

@@ -1,8 +1,8 @@
-"""A data set of one's own: images of a bar that lies, stands or leans, drawn when they are asked for.
+"""A data set of your own: images of a horizontal, vertical or diagonal bar, drawn on access.
 
 configs/own-dataset.yaml trains on it. A file for `data.source` exports `dataset(config, split)`, where `config` is the
-`data` section and `split` "train" or "validation"; it returns anything with `len()` and `[index]`, or None. An item is
-a pair (inputs, target). It should depend on its index alone, so that every layout and every restart sees the same.
+`data` section and `split` is "train" or "validation". It returns an object with `len()` and `[index]`, or None. An item
+is a pair (inputs, target) and should depend on its index alone, so that every layout and restart sees the same samples.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Bars:
-    """`n` images (1, 16, 16) float32 of three classes, those from number `first` on."""
+    """`n` images, (1, 16, 16) float32, of three classes: numbers `first` to `first + n`."""
 
     def __init__(self, first: int, n: int) -> None:
         self.first, self.n = first, n
@@ -35,5 +35,5 @@ class Bars:
 
 
 def dataset(config: Any, split: str) -> Bars:
-    """3,000 images to train on, and 300 others."""
+    """3,000 training images, and 300 others for validation."""
     return Bars(0, 3000) if split == "train" else Bars(3000, 300)

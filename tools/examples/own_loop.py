@@ -1,9 +1,9 @@
-"""A training loop of your own, on any layout. Nothing of it but the functions of meshtrain's rooms.
+"""A training loop of your own, on any layout, built from meshtrain's functions.
 
     torchrun --standalone --nproc-per-node=4 tools/examples/own_loop.py dp_replicate=2,dp_shard=2
     torchrun --standalone --nproc-per-node=4 tools/examples/own_loop.py dp_shard=2,tp=2
 
-The last line is the same for every layout: the model is a plain one, and the batch is shared by its samples.
+The last line it prints is the same for every layout: the model is plain, and ranks divide the batch by samples.
 """
 
 import sys
@@ -19,7 +19,7 @@ from meshtrain.optim import clip_gradients, param_groups
 
 SIZES = dict(item.split("=") for item in sys.argv[1].split(",")) if len(sys.argv) > 1 else {"dp_shard": "-1"}
 BATCH, STEPS = 64, 50
-TP_PLAN = {"0": "colwise", "2": "rowwise"}  # how the model's layers split over `tp`
+TP_PLAN = {"0": "colwise", "2": "rowwise"}  # how the model's layers are split over `tp`
 
 with meshtrain.start() as job:
     layout = Layout.resolve({axis: int(size) for axis, size in SIZES.items()}, job.world_size)
@@ -33,7 +33,7 @@ with meshtrain.start() as job:
     optimizer = torch.optim.AdamW(param_groups(model), lr=1e-2)
 
     for step in range(STEPS):
-        samples = batch_samples(0, step, BATCH, len(inputs))  # of the global batch
+        samples = batch_samples(0, step, BATCH, len(inputs))  # the global batch
         mine = [samples[i] for i in share(BATCH, mesh.size(*DATA_AXES), mesh.index(*DATA_AXES))]
         count = GlobalCount(valid_targets(targets[mine]), mesh, job.device)
         losses = sample_losses(model(inputs[mine].to(job.device)), targets[mine].to(job.device))
@@ -42,5 +42,5 @@ with meshtrain.start() as job:
         norm = clip_gradients(model, mesh, max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()
-    seen = loss.detach() * mesh.speaks_for_samples  # ranks of `tp` see the same samples: one of them counts
+    seen = loss.detach() * mesh.speaks_for_samples  # ranks of `tp` see the same samples: count only one of them
     job.say(f"{layout}: loss {mesh.sum(seen).item():.9f}, gradient norm {norm.item():.9f} after {STEPS} steps")

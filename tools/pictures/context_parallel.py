@@ -2,7 +2,7 @@
 
     python tools/pictures/context_parallel.py docs/images/context-parallel.png
 
-A tensor is a box: the sequence runs to the right, heads run down. Which rank has what is asked of `data/sequence.py`.
+A tensor is a box: the sequence runs to the right, heads run down. `data/sequence.py` says which rank has which chunks.
 """
 
 import io
@@ -18,7 +18,7 @@ from PIL import Image
 
 from meshtrain.data.sequence import chunks_of, sees_chunk
 
-INK, QUIET, PANEL, OUTLINE = "#1f2430", "#7a8194", "#f4f5f9", "#bcc2cf"  # those of tensor-parallel.png
+INK, QUIET, PANEL, OUTLINE = "#1f2430", "#7a8194", "#f4f5f9", "#bcc2cf"  # as in tensor-parallel.png
 RANKS = ("#3b6fe0", "#e2603b", "#2a9d8f", "#d9a21b")
 CP, LENGTH = len(RANKS), 64
 CHUNK = LENGTH // (2 * CP)
@@ -34,13 +34,13 @@ Point = tuple[float, float]
 
 
 class Page:
-    """Drawn from top to bottom; `y` is how far it has come."""
+    """The page, drawn from top to bottom; `y` is the current position."""
 
     def __init__(self, axes: Axes) -> None:
         self.axes, self.y = axes, 0.0
 
     def mask(self, start: Point, title: str, documents: list[int], text: str) -> None:
-        """Who looks at whom: queries run down, keys to the right; a row has the colour of the rank that has it."""
+        """The attention mask: queries run down, keys to the right; a row has the colour of the rank that owns it."""
         x, y = start
         size, one = 2 * CP * SQUARE, 2 * CP * SQUARE / LENGTH
         self.box(x, y, size, size, facecolor="white", edgecolor=OUTLINE)
@@ -61,7 +61,7 @@ class Page:
             self.write(x + size + 0.2, y + (i + 0.5) * LINE, line, QUIET, 10)
 
     def boxes(self, text: str, cells: dict[int, dict[int, range]]) -> None:
-        """A tensor on each rank: rank -> chunk -> the heads of it."""
+        """A tensor on each rank; `cells`: rank -> chunk -> heads."""
         for i, line in enumerate(text.split("\n")):
             self.write(LEFT, self.y + BOX / 2 + LINE * (i - text.count("\n") / 2), line, INK if i == 0 else QUIET)
         for rank, lane in enumerate(LANES):
@@ -75,7 +75,7 @@ class Page:
         self.y += BOX
 
     def call(self, name: str, groups: Sequence[Sequence[int]]) -> None:
-        """Every rank of a group sends to every other one."""
+        """A collective: every rank of a group sends to every other one."""
         for group in groups:
             for i, j in ((i, j) for i in group for j in group):
                 self.arrow(i, j)
@@ -83,7 +83,7 @@ class Page:
         self.y += GAP
 
     def panel(self, start: float, name: str, bill: list[str]) -> None:
-        """The ground under a way, its name, and what a rank sends."""
+        """The background of a method, its name, and what a rank sends."""
         x, y, width, height = LEFT - 0.15, start - 0.12, RIGHT - LEFT + 0.3, self.y - start + 0.24
         self.rounded(x, y, width, height, facecolor=PANEL, edgecolor="none", zorder=0)
         for i, line in enumerate([name, *bill]):
@@ -116,17 +116,17 @@ class Page:
 
 
 def needed_chunks(first: Sequence[int]) -> list[list[int]]:
-    """For each rank: the chunks of others that its queries see, where those of each chunk see from `first` on."""
+    """For each rank, the chunks of other ranks that its queries see; queries of chunk y see from `first[y]` on."""
     return [[x for x in OWNER if OWNER[x] != i and sees_chunk(first, CHUNK, i, x)] for i in range(CP)]
 
 
 def tint(colour: str, strength: float) -> tuple[float, ...]:
-    """The colour on white."""
+    """A colour blended with white."""
     return tuple(1 - strength * (1 - part) for part in to_rgb(colour))
 
 
 def draw(output: str) -> None:
-    """The sequence in chunks and the mask above, then the ways to bring queries and keys together."""
+    """The chunked sequence and the masks on top, then the methods of bringing queries and keys together."""
     figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, facecolor="white")
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, WIDTH), ylim=(HEIGHT, 0))
@@ -150,12 +150,12 @@ def draw(output: str) -> None:
 
 
 def ways(page: Page) -> None:
-    """What each rank has, before and after messages. With one document it needs the chunks up to its last one."""
+    """What each rank has before and after communication, for one document: it needs all chunks up to its last one."""
     ranks, heads, u = range(CP), range(CP), 2
     own = {rank: dict.fromkeys(CHUNKS[rank], heads) for rank in ranks}
 
     def needed(rank: int, sources: Iterable[int], heads: range) -> dict[int, range]:
-        """Chunks of these ranks that a rank of the ring gets, and its own."""
+        """The chunks of these ranks that a rank needs."""
         return {x: heads for x in needed_chunks([0] * 2 * CP)[rank] if OWNER[x] in sources}
 
     start = page.y

@@ -1,9 +1,9 @@
-"""Draws docs/images/experts.png: where the rows of four ranks go in a layer of experts, and which experts a rank holds.
+"""Draws docs/images/experts.png: where four ranks send their rows in a layer of experts, and who holds which experts.
 
     python tools/pictures/experts.py docs/images/experts.png
 
-A cell is a row, a token on its way to one of its experts, in the colour of the rank that has the token; its number is
-that of the expert. Who holds what is asked of `layout.py` and of how DTensors are cut.
+A cell is a row, which is a token routed to one of its experts, in the colour of the rank that has the token; its number
+is that of the expert. `layout.py` and the sharding of DTensors say which rank holds which expert.
 """
 
 import io
@@ -20,10 +20,10 @@ from PIL import Image
 from meshtrain.layout import EXPERT_AXES, Layout
 from meshtrain.parallel.sharding import chunk_lengths, chunk_range
 
-INK, QUIET, PANEL, OUTLINE = "#1f2430", "#7a8194", "#f4f5f9", "#bcc2cf"  # those of context-parallel.png
+INK, QUIET, PANEL, OUTLINE = "#1f2430", "#7a8194", "#f4f5f9", "#bcc2cf"  # as in context-parallel.png
 RANKS = ("#3b6fe0", "#e2603b", "#2a9d8f", "#d9a21b")
 P, EXPERTS, TOKENS = len(RANKS), 8, 3
-# The experts of each rank's tokens, the better one first. Expert 4 is nobody's choice, and expert 2 a favourite.
+# The experts chosen by each rank's tokens, the best first. No token chooses expert 4; many choose expert 2.
 CHOSEN = (
     ((2, 5), (0, 2), (7, 3)),
     ((6, 2), (1, 0), (2, 7)),
@@ -47,7 +47,7 @@ Row = tuple[int, int]  # the rank that has the token, and the expert
 
 
 class Page:
-    """Drawn from top to bottom; `y` is how far it has come."""
+    """The page, drawn from top to bottom; `y` is the current position."""
 
     def __init__(self, axes: Axes) -> None:
         self.axes, self.y = axes, 0.0
@@ -63,7 +63,7 @@ class Page:
         self.y += BOX + 0.26
 
     def rows(self, rows: Sequence[Sequence[Row]], *text: str, experts: bool = False) -> None:
-        """The rows that each rank has, by expert. `experts`: they are where these are, with a line under each."""
+        """The rows that each rank has, by expert. `experts`: the rows are at their experts; underline those of each."""
         self.label(*text)
         for rank, lane in enumerate(LANES):
             gaps = len({expert for _, expert in rows[rank]}) - 1 if experts else 0
@@ -81,8 +81,8 @@ class Page:
         self.y += BOX + 0.1 * experts
 
     def call(self, name: str, counts: Sequence[Sequence[int]], *, back: bool = False) -> None:
-        """`counts[i][j]`: how many rows of rank i rank j has the experts of. An arrow is the wider the more there are.
-        `back`: they return."""
+        """A collective. `counts[i][j]`: the number of rows of rank i whose experts are on rank j, shown by the width of
+        an arrow. `back`: the rows return."""
         for i, j in ((i, j) for i in range(P) for j in range(P) if counts[i][j]):
             ends = (j, i) if back else (i, j)
             self.arrow(*ends, RANKS[i], counts[i][j])
@@ -90,7 +90,7 @@ class Page:
         self.y += GAP
 
     def fold(self, sizes: Mapping[str, int], experts: int, note: str) -> None:
-        """Which of the experts each rank keeps, and which it has while it computes, in a lighter colour."""
+        """The experts that each rank keeps, and in a lighter colour those that it gathers to compute."""
         layout = Layout(sizes).with_experts(experts)
         [(axis, size)] = sizes.items()
         self.label(f"expert_parallel: {experts}", f"layout: {{{axis}: {size}}}")
@@ -114,7 +114,7 @@ class Page:
         self.y += BOX + 0.28
 
     def dense(self) -> None:
-        """What FSDP leaves each rank of the other parameters."""
+        """The shard of the other parameters that FSDP leaves each rank."""
         self.label("other parameters", f"layout: {{dp_shard: {P}}}")
         for rank, lane in enumerate(LANES):
             width = LANE / P
@@ -125,7 +125,7 @@ class Page:
         self.y += BOX + 0.28
 
     def panel(self, start: float, *bill: str) -> None:
-        """The ground under what was drawn since, and what a rank sends."""
+        """The background of everything drawn since `start`, and what a rank sends."""
         x, y, width, height = LEFT - 0.15, start - 0.22, RIGHT - LEFT + 0.3, self.y - start + 0.44
         self.rounded(x, y, width, height, facecolor=PANEL, edgecolor="none", zorder=0)
         for i, line in enumerate(bill):
@@ -169,12 +169,12 @@ def centred(lane: float, width: float) -> float:
 
 
 def tint(colour: str, strength: float) -> tuple[float, ...]:
-    """The colour on white."""
+    """A colour blended with white."""
     return tuple(1 - strength * (1 - part) for part in to_rgb(colour))
 
 
 def draw(output: str) -> None:
-    """A layer of experts over the four ranks of `ep` above, then who holds which experts."""
+    """A layer of experts over four ranks of `ep` on top, then which rank holds which experts."""
     figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, facecolor="white")
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, WIDTH), ylim=(HEIGHT, 0))

@@ -1,4 +1,4 @@
-"""Draws docs/images/layouts.png: the loss of one YAML under several layouts, and how far they are from one process.
+"""Draws docs/images/layouts.png: the loss of one YAML under several layouts, and its difference to that of one process.
 
     SMALL="train.steps=100 optimizer.lr=1e-3 model.hidden_size=96 model.intermediate_size=256 data.seq_len=64"
     python -m meshtrain.train configs/quickstart.yaml $SMALL layout='{}' train.output=runs/one
@@ -6,8 +6,8 @@
         layout='{pp: 2, tp: 2}' train.output=runs/pp-tp
     python tools/pictures/layouts.py docs/images/layouts.png runs/one runs/pp-tp ...
 
-Of each precision there is a run of one process, with which the others of that precision are compared. The curves are
-those of float32; runs in float64 (train.precision=float64) show by their distance that rounding is what differs.
+For each precision, one run must be of one process; the others of that precision are compared with it. The curves are
+those of float32; the differences in float64 (train.precision=float64) show that only rounding differs.
 """
 
 import math
@@ -26,19 +26,19 @@ INK, QUIET, GRID, BAND = "#1f2430", "#7a8194", "#e6e8ee", "#c9d3ea"
 COLOURS = ("#e2603b", "#2a9d8f", "#3b6fe0", "#9a6fb0", "#d9a21b", "#5b6472")
 DATA = {(True, False): "DDP", (False, True): "FSDP", (True, True): "HSDP", (False, False): ""}
 KINDS = {"pp": "pipeline", "cp": "context parallel", "tp": "tensor parallel"}
-DASH = 3  # its length, in widths of the line
+DASH = 3  # length of a dash, in line widths
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: the sizes of its axes larger than 1, its precision, and the loss of every step."""
+    """A finished run: the sizes of its layout's axes above 1, its precision, and the loss of every step."""
 
     sizes: dict[str, int]
     precision: str
     losses: list[float]
 
     def label(self) -> str:
-        """What the layout is, for people: `4 processes, FSDP + tensor parallel: dp_shard 2 x tp 2`."""
+        """The layout in words: `4 processes, FSDP + tensor parallel: dp_shard 2 x tp 2`."""
         if not self.sizes:
             return "one process"
         axes = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
@@ -48,7 +48,7 @@ class Run:
 
 
 def read(folder: Path) -> Run:
-    """A run's folder. Its layout has to be written with sizes, without -1."""
+    """Reads a run's folder. Raises ValueError: its layout has a size of -1."""
     config = yaml.safe_load((folder / "config.yaml").read_text())
     if -1 in config["layout"].values():
         raise ValueError(f"{folder}: give the layout with its sizes, for instance layout='{{dp_shard: 4}}'")
@@ -65,13 +65,13 @@ def draw(output: str, runs: list[Run]) -> None:
     colours = {str(run.sizes): COLOURS[i] for i, run in enumerate(others)}
     top.plot(steps(one), one.losses, color=BAND, linewidth=9, solid_capstyle="round", label=one.label())
     for i, run in enumerate(others):
-        # Dashes in turn: all of them can be seen where they lie on one another.
+        # Interleaved dashes: all curves stay visible where they coincide.
         dashes: dict[str, Any] = {"linewidth": 2.6, "linestyle": (DASH * i, (DASH, DASH * (len(others) - 1)))}
         top.plot(steps(run), run.losses, color=colours[str(run.sizes)], label=run.label(), **dashes)
     top.set_ylabel("loss (nats per byte)")
     legend = top.legend(frameon=False, labelcolor=INK, fontsize=10)
     for line in legend.get_lines()[1:]:
-        line.set_linestyle("solid")  # a dash of the curve may lie outside of the legend's short line
+        line.set_linestyle("solid")  # the dash may fall outside the legend's short line
     for precision in sorted({run.precision for run in runs}):
         draw_differences(bottom, [run for run in runs if run.precision == precision], colours)
     bottom.set(ylabel="relative difference\nto one process", xlabel="step", yscale="log")

@@ -2,7 +2,7 @@
 
     python tools/pictures/memory.py docs/images/memory.png
 
-It is the trace of `meshtrain plan`, a step on PyTorch's meta device, so no GPU is asked.
+Uses the trace of `meshtrain plan`, a step on PyTorch's meta device, so it needs no GPU.
 """
 
 import sys
@@ -16,7 +16,7 @@ from meshtrain.foresight.trace import META, TracedStep, fake_world
 from meshtrain.layout import Layout
 
 INK, QUIET, GRID = "#1f2430", "#7a8194", "#e6e8ee"
-PARTS = {  # of the trace -> colour; the others are "activations", too, for who looks at a picture
+PARTS = {  # part of the trace -> colour; all other parts are shown as "activations", too
     "weights": "#3b6fe0",
     "optimizer state": "#2a9d8f",
     "gradients": "#d9a21b",
@@ -25,11 +25,11 @@ PARTS = {  # of the trace -> colour; the others are "activations", too, for who 
 }
 MODEL = "model.hidden_size=256 model.intermediate_size=768 model.num_attention_heads=8 model.num_key_value_heads=4"
 BATCH = "batch.global_size=8 batch.micro_size=2 data.seq_len=128 parallel.compile=false"
-STEPS = 3  # of a trace; in the last one all that is kept is there
+STEPS = 3  # of a trace; in the last one, everything that persists between steps is allocated
 
 
 def step_memory(layout: Layout, recompute: str) -> tuple[list[str], dict[str, list[float]]]:
-    """The phase of each operator of a step, and part -> MiB after it, of rank 0."""
+    """On rank 0: the phase of each operator of a step, and part -> MiB after each operator."""
     config = Config.load("configs/quickstart.yaml", [*MODEL.split(), *BATCH.split(), f"parallel.recompute={recompute}"])
     phases: list[str] = []
     rows: list[dict[str, int]] = []

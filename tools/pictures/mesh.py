@@ -1,8 +1,8 @@
-"""Draws docs/images/mesh.png: which rank is where in a layout, and what it has of the model and of a batch.
+"""Draws docs/images/mesh.png: each rank's position in a layout, and its part of the model and of a batch.
 
     python tools/pictures/mesh.py docs/images/mesh.png
 
-`Layout` is asked for every number.
+All numbers come from `Layout`.
 """
 
 import sys
@@ -24,11 +24,11 @@ LAYOUTS: tuple[tuple[str, dict[str, int], list[int]], ...] = (
     ("FSDP and tensor parallel", {"dp_shard": 4, "tp": 2}, [8]),
     ("all three on two hosts", {"pp": 2, "dp_shard": 2, "tp": 2}, [4, 4]),
 )
-BOX, MODEL = 1.55, 0.62  # inches: a rank's box, and the model in it
+BOX, MODEL = 1.55, 0.62  # widths in inches: a rank's box, and the model in it
 
 
 def rank_box(axes: Axes, layout: Layout, rank: int, x: float, y: float) -> None:
-    """The model is a square, blocks from top to bottom: what the rank keeps of it is filled."""
+    """A rank's box. The model is a square with blocks from top to bottom; the part that the rank keeps is filled."""
     at = layout.coordinate(rank)
     axes.add_patch(
         FancyBboxPatch((x, y), BOX - 0.12, 1.08, boxstyle="round,pad=0,rounding_size=0.05", fc="white", ec=OUTLINE)

@@ -1,9 +1,9 @@
-"""Draws docs/images/schedules.png: every pipeline schedule on 4 ranks with 8 microbatches, on one scale of time.
+"""Draws docs/images/schedules.png: every pipeline schedule on 4 ranks with 8 microbatches, on a common time scale.
 
     python tools/pictures/schedules.py docs/images/schedules.png
 
-The forward of a stage, its input's gradient and its weights' gradients take one unit of time each. So that the scale
-is one, stages of schedules with one stage per rank take two: they are twice as large.
+A stage's forward, input gradient and weight gradients take one unit of time each. Stages of schedules with one stage
+per rank take two units, since they are twice as large.
 """
 
 import io
@@ -20,7 +20,7 @@ RANKS, MICROBATCHES = 4, 8
 
 
 def record(name: str) -> Record:
-    """A schedule on the clock."""
+    """The simulated timeline of a schedule."""
     schedule = build(name, ranks=RANKS, microbatches=MICROBATCHES)
     each = schedule.stages_per_rank
     return Record(f"{name}: {each} stage{'s' * (each > 1)} per rank", simulate(schedule, *[2 / each] * 3))

@@ -2,7 +2,7 @@
 
     python tools/pictures/tensor_parallel.py docs/images/tensor-parallel.png
 
-A tensor is a box: the sequence runs down, features run to the right, and what a rank does not hold is an empty outline.
+A tensor is a box: the sequence runs down, features run to the right, and parts that a rank does not hold are outlined.
 The amounts are those of docs/tensor-parallel.md, with t ranks and n = b·s tokens.
 """
 
@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import ArrowStyle, FancyArrowPatch, FancyBboxPatch, Rectangle
 from PIL import Image
 
-INK, QUIET, PANEL, OUTLINE = "#1f2430", "#7a8194", "#f4f5f9", "#bcc2cf"  # those of layouts.png, and lighter ones
+INK, QUIET, PANEL, OUTLINE = "#1f2430", "#7a8194", "#f4f5f9", "#bcc2cf"  # as in layouts.png, and lighter ones
 RANKS = ("#3b6fe0", "#e2603b")
 CALLS = {"all-gather": "#2a9d8f", "reduce-scatter": "#9a6fb0"}
 OPPOSITE = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}
@@ -24,19 +24,19 @@ OPPOSITE = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}
 # Lengths are inches, and y runs down.
 WIDTH, HEIGHT, DPI = 10.0, 11.75, 160
 LEFT, LANES, LANE, BILL, RIGHT = 0.25, (2.3, 4.75), 1.9, 7.25, 9.8
-TENSOR, STEP, CALL = 0.48, 0.4, 0.76  # heights: of a tensor, of what is computed between two, of what is sent
+TENSOR, STEP, CALL = 0.48, 0.4, 0.76  # heights of a tensor, of a computation, and of a collective
 LINE, TEXT, SMALL = 0.23, 11.5, 10.5
 
 
 class Block:
-    """A block is drawn from top to bottom; `y` is how far it has come."""
+    """A block, drawn from top to bottom; `y` is the current position."""
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
         self.y = 0.8
 
     def tensor(self, kind: str, shape: str, *lines: str, caption: str = "") -> None:
-        """What each rank holds: a part of the sequence, of the features, all (gathered), or an addend of all."""
+        """What each rank holds: a part of the sequence or of the features, the whole (gathered), or an addend of it."""
         self.lines(self.y + TENSOR / 2, *lines, caption=caption)
         for i, lane in enumerate(LANES):
             x, y, width, height = lane, self.y, LANE, TENSOR
@@ -59,7 +59,7 @@ class Block:
         self.y += TENSOR
 
     def step(self, *lines: str, above: str, below: str) -> None:
-        """What each rank computes on its own."""
+        """A local computation of each rank."""
         self.lines(self.y + STEP / 2, *lines)
         for i, lane in enumerate(LANES):
             start, end = self.ends(i, i, STEP, above, below)
@@ -67,11 +67,11 @@ class Block:
         self.y += STEP
 
     def call(self, forward: str, *notes: str, above: str, below: str) -> None:
-        """What goes from lane to lane, with its two entries in the bill at the right."""
+        """A collective between the lanes, with its two entries in the list at the right."""
         middle, centre = self.y + CALL / 2, (LANES[0] + LANES[1] + LANE) / 2
         for i, j in ((0, 0), (1, 1), (0, 1), (1, 0)):
             start, end = self.ends(i, j, CALL, above, below)
-            off = 0.6 if i == j else -0.25  # of the middle of its lane, away from the other lane
+            off = 0.6 if i == j else -0.25  # offset from the middle of the lane, away from the other lane
             xs = [LANES[rank] + LANE / 2 + off * (-1, 1)[rank] for rank in (i, j)]
             self.arrow((xs[0], start), (xs[1], end), RANKS[i])
         self.rounded(centre - 0.8, middle - 0.17, 1.6, 0.34, facecolor=CALLS[forward], edgecolor="white", zorder=6)
@@ -87,12 +87,12 @@ class Block:
         self.y += CALL
 
     def ends(self, i: int, j: int, height: float, above: str, below: str) -> tuple[float, float]:
-        """Where an arrow from rank i's tensor above to rank j's below starts and ends: at what they hold."""
+        """Where an arrow from rank i's tensor above to rank j's below starts and ends: at the parts that they hold."""
         start = self.y - (TENSOR / 2 if above == "sequence" and i == 0 else 0)
         return start, self.y + height + (TENSOR / 2 if below == "sequence" and j == 1 else 0)
 
     def residual(self, start: float) -> None:
-        """The way around, from the arrow at `start` to the tensor that comes next."""
+        """The residual connection, from the arrow at `start` to the next tensor."""
         for i, (edge, out) in enumerate(((LANES[0], -0.2), (LANES[1] + LANE, 0.2))):
             end = self.y + TENSOR / 4 + i * TENSOR / 2
             xs = [LANES[i] + LANE / 2, edge + out, edge + out, edge]
@@ -101,13 +101,13 @@ class Block:
             self.axes.plot(edge, end, "+", color="white", markersize=8, markeredgewidth=1.8, zorder=6)
 
     def panel(self, start: float) -> None:
-        """The ground of what lies between a gather and its scatter."""
+        """The background of the region between an all-gather and its reduce-scatter."""
         left, right, over = LEFT - 0.12, LANES[1] + LANE + 0.35, 0.1
         height = self.y - start + 2 * over
         self.rounded(left, start - over, right - left, height, facecolor=PANEL, edgecolor="none")
 
     def lines(self, middle: float, *lines: str, caption: str = "") -> None:
-        """The left column: what is computed, and how the tensor beside it is split."""
+        """The left column: what is computed, and how the tensor next to it is split."""
         shown = [(line, INK) for line in lines] + ([(caption, QUIET)] if caption else [])
         for i, (line, colour) in enumerate(shown):
             self.write(LEFT, middle + LINE * (i - (len(shown) - 1) / 2), line, colour)
@@ -131,12 +131,12 @@ class Block:
 
 
 def tint(colour: str, strength: float) -> tuple[float, ...]:
-    """The colour on white."""
+    """A colour blended with white."""
     return tuple(1 - strength * (1 - part) for part in to_rgb(colour))
 
 
 def draw(output: str) -> None:
-    """The block between the names of its columns and the sum of what it sends."""
+    """The block, with column headings above and the total communication below."""
     figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, facecolor="white")
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, WIDTH), ylim=(HEIGHT, 0))
@@ -162,7 +162,7 @@ def draw(output: str) -> None:
 
 
 def half(block: Block, computed: tuple[str, str], width: str, split: str, last: str, weights: str) -> None:
-    """Attention or the feed-forward part, up to where its output is added."""
+    """The attention or the feed-forward half, up to its residual addition."""
     start = block.y + STEP / 3
     block.step("norm", above="sequence", below="sequence")
     block.tensor("sequence", "b, s/t, d")

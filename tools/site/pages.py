@@ -1,4 +1,4 @@
-"""What mkdocs adds to docs/ when it makes the site: links into the repository, the pages of commands and of the API."""
+"""mkdocs hooks that add to docs/ what the site needs: links into the repository, pages of the commands and the API."""
 
 import argparse
 import importlib
@@ -47,9 +47,9 @@ What happened is in `exit.json` of the run's folder, for scripts ([What people w
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """What lies beside docs/ is not on the site: it is linked in the repository. README is the site's first page.
+    """Links to files outside docs/, which are not on the site, go to the repository. README is the site's first page.
 
-    A link whose text is the name of a file gets the title of its page."""
+    A link whose text is the name of a file gets the title of its page as its text."""
     markdown = re.sub(r"\[(?:docs/)?([\w-]+)\.md\](?=\()", lambda match: f"[{title(match[1])}]", markdown)
     markdown = markdown.replace("](../README.md", "](index.md")
     return re.sub(r"\]\(\.\./(?!metrics)([^)]+)\)", rf"]({SOURCE}\1)", markdown)
@@ -75,7 +75,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def home() -> str:
-    """README, with its links as they are seen from docs/."""
+    """README, with its links rewritten relative to docs/."""
     text = (DOCS.parent / "README.md").read_text()
     text = text.replace("[docs/](docs/README.md)", "the pages beside this one")
     return re.sub(r"\]\((docs/)?(?!http|#)", lambda match: "](" if match[1] else "](../", text)

@@ -1,17 +1,17 @@
-"""The data: sums of two numbers below 100, `12+7=19`, as tokens. Take this file apart for data of your own."""
+"""The data: sums of two numbers below 100, `12+7=19`, as tokens. Replace it by data of your own."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-SYMBOLS = "0123456789+=. "  # a token is the place of its symbol in here
+SYMBOLS = "0123456789+=. "  # a token is the index of its symbol in this string
 LENGTH = 10
 IGNORE = -100  # a target that carries no loss
 
 
 class Sums:
-    """`n` sums, of which number i is always the same: every layout and every restart then sees the same samples."""
+    """`n` sums. Sum number i is always the same, so every layout and every restart sees the same samples."""
 
     def __init__(self, first: int, n: int) -> None:
         self.first, self.n = first, n
@@ -20,7 +20,7 @@ class Sums:
         return self.n
 
     def __getitem__(self, index: int) -> tuple[tuple[Tensor, Tensor, None], Tensor]:
-        """((tokens, positions, documents), targets): (LENGTH,) int64 each. The loss is of the result alone."""
+        """((tokens, positions, documents), targets), (LENGTH,) int64 each. Only digits of the result carry a loss."""
         draw = torch.Generator().manual_seed(self.first + index)
         a, b = torch.randint(0, 100, (2,), generator=draw).tolist()
         text = f"{a}+{b}={a + b}.".ljust(LENGTH + 1)

@@ -1,4 +1,4 @@
-"""A small decoder: the whole model in plain PyTorch, for one device. meshtrain spreads it over a layout."""
+"""A small decoder: the whole model in plain PyTorch, for one device. meshtrain parallelizes it for a layout."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ class Embedding(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention over the tokens before, then a feed-forward net: (b, s, width) -> (b, s, width)."""
+    """Causal attention, then a feed-forward net: (b, s, width) -> (b, s, width)."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
-        # With tp a rank has some of the heads: their number follows from the tensor, not from the config.
+        # With tp a rank has only some of the heads: take their number from the tensor, not from the config.
         q, k, v = (part(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
         x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -63,7 +63,7 @@ class Model(nn.Module):
         self.head = Head(config)
 
     def blocks(self) -> list[nn.Module]:
-        """What FSDP gathers one after the other, and of which pp makes stages."""
+        """The blocks that FSDP gathers one at a time, and of which pp makes stages."""
         return [self.embedding, *self.layers, self.head]
 
     def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
@@ -74,7 +74,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-# How the layers split over tp. A model without this table trains on every layout but tp.
+# How the layers are split over tp. A model without this table trains on every layout without tp.
 tp_plan = {
     "layers.*.q": "colwise",
     "layers.*.k": "colwise",
