@@ -36,7 +36,7 @@ EXIT = f"""# Exit statuses
 | {EXIT_RESTART} | a fault, or another node's; torchrun makes {EXIT_RESTART} of every status but 0 |
 | other | a fault; 128 + n: ended by signal n |
 
-What happened is in `exit.json` of the run's folder, for scripts ([What people watch](../metrics.md#goodput)).
+What happened is in `exit.json` of the run's folder, for scripts ([Metrics](../metrics.md#goodput)).
 
 | status | of the commands, `meshtrain ...` |
 | --- | --- |
