@@ -1,7 +1,7 @@
 """The manifest of a checkpoint, manifest.json: one line per tensor and one per file, but none per tensor and rank.
 
 The location of a slice follows from the tensor's placement and the layout (placement.py), so the manifest of 405
-billion parameters on 4,096 ranks takes half a megabyte. Its JSON Schema is next to this file. Parsing does not trust
+billion parameters on 4,096 ranks takes 0.7 megabytes. Its JSON Schema is next to this file. Parsing does not trust
 it: file names must be those of the layout's ranks, file sizes bound tensor sizes, and names must be printable.
 """
 
