@@ -90,7 +90,12 @@ def test_an_axis_is_added_where_the_usual_order_has_it() -> None:
             ["tp: 4 does not divide the 6 processes of host 0 and 1 other host; use {dp_shard: 8, tp: 2}"],
         ),
         ({"tp": 2, "dp_shard": 2}, (2, 2), None, ["dp_shard after tp", "2 apart; put tp last: {dp_shard: 2, tp: 2}"]),
-        (dict.fromkeys(("tp", "pp", "dp_replicate", "dp_shard", "cp"), 2), (8,) * 4, None, ["dp_shard and cp after tp"]),
+        (
+            dict.fromkeys(("tp", "pp", "dp_replicate", "dp_shard", "cp"), 2),
+            (8,) * 4,
+            None,
+            ["dp_shard and cp after tp"],
+        ),
         ({"tp": 16}, (8, 8), None, ["tp: 16 does not divide the 8 processes of host 0", "use {dp_shard: 2, tp: 8}"]),
         ({"dp_shard": 2, "tp": 2}, (1, 1, 1, 1), "abab", ["dealt out over the hosts in turn", "--distribution=block"]),
         ({"tp": 2, "dp_shard": 2}, (1, 2, 1), "aba", ["--distribution=block), and use {dp_shard: 2, tp: 2}"]),
