@@ -1,11 +1,14 @@
 """Activation checkpointing: what a block's forward keeps for its backward, and what it computes again instead."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from meshtrain.parallel.torch_private import KeepsBeforeWrites
 
 aten = torch.ops.aten
 
@@ -47,8 +50,13 @@ def checkpoint_block(forward: Callable, recompute: str, *, routes: bool = False)
     settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if recompute == "selective" or routes:
         policy = _policy if recompute == "selective" else _routing_policy
-        settings["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+        settings["context_fn"] = partial(_contexts, policy)
     return partial(checkpoint, forward, **settings)
+
+
+def _contexts(policy: Callable) -> tuple[KeepsBeforeWrites, AbstractContextManager]:
+    saving, loading = create_selective_checkpoint_contexts(policy)
+    return KeepsBeforeWrites(policy, saving.storage), loading
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
