@@ -18,7 +18,7 @@ from meshtrain.dropout import SequencePart, bind_dropout
 from meshtrain.errors import AgreedError, InputError
 from meshtrain.layout import LOSS_AXES, NOT_WITH_FSDP
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.activation_checkpoint import checkpoint_block
+from meshtrain.parallel.activation_checkpoint import checkpoint_block, refuse_writes
 from meshtrain.parallel.collectives import Waiting, axis_group
 from meshtrain.parallel.compile import compile_block, while_one_graph
 from meshtrain.parallel.context import ContextParallel, ShardedContext, misplaced_calls
@@ -423,7 +423,7 @@ def _wrap_blocks(
             whole = compile_block(block, checkpoint_block(run, recompute), one_graph=True)
             whole = cast_to_compute_dtype(block, whole, copies) if casts else whole
             around = while_one_graph(whole, around, type(block).__name__)
-        block.forward = around
+        block.forward = refuse_writes(block, around) if has_layers and recompute != "none" else around
         if casts or fused:
             block.__deepcopy__ = _refuse_copy  # type: ignore[assignment]
     if casts and model not in blocks:
