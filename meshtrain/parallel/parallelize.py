@@ -43,7 +43,7 @@ from meshtrain.parallel.mixed_precision import (
     state_parameters,
 )
 from meshtrain.parallel.tensor_parallel import TensorParallel, replace_layers, sum_partial_gradients
-from meshtrain.parallel.torch_private import allocate, has_gradient_hooks, never_compiled
+from meshtrain.parallel.torch_private import allocate, has_accumulation_hooks, has_gradient_hooks, never_compiled
 from meshtrain.parallel.tp_plan import (
     NO_SEQUENCE,
     REPLICATED,
@@ -185,6 +185,7 @@ def apply_tensor_parallel(
     decided that were left open. `verified`: the model was, for another of its stages. Raises as `parallelize`."""
     if mesh.size(*LOSS_AXES) > 1:
         _refuse_batch_statistics(model)
+        _refuse_accumulation_hooks(model)
     if mesh.uses_fsdp or mesh.size("tp") > 1 or mesh.size("ep") > 1:
         _refuse_parameters(model, mesh.uses_fsdp)
     part = SequencePart(cp=mesh.size("cp"), cp_index=mesh.index("cp"))
@@ -359,6 +360,16 @@ def _refuse_parameters(model: nn.Module, fsdp: bool) -> None:
             raise AgreedError(
                 f"the parameter {name} has no dim that dp_shard or cp could cut: give it one, torch.zeros(1), or use "
                 "dp_replicate"
+            )
+
+
+def _refuse_accumulation_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if has_accumulation_hooks(parameter):
+            raise AgreedError(
+                f"the parameter {name} has a hook behind the accumulation of its gradient, which with several data "
+                "ranks would act on a part of the sum: use optimizer.clip_norm, an autograd function in the forward, "
+                "a hook by register_hook that is linear, or one data rank"
             )
 
 

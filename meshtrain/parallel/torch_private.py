@@ -147,6 +147,11 @@ def has_gradient_hooks(parameter: Tensor | None) -> bool:
     return parameter is not None and bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def has_accumulation_hooks(parameter: Tensor) -> bool:
+    """Whether somebody waits for each accumulation of a parameter's gradient, and may change the sum so far."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
 def when_accumulated(parameter: Tensor, callback: Callable[[], None]) -> Any:
     """Calls back when all gradients of a backward have come to a parameter, and also where products have added them. It
     does so while what is returned lives: a parameter does not hold this end of its graph."""
