@@ -111,11 +111,17 @@ def differences(stored: Mapping[str, Placement], model: Mapping[str, Placement])
     shapes = [
         f"{name} (there {list(x.shape)}, the model's {list(y.shape)})" for name, x, y in both if x.shape != y.shape
     ]
-    types = [f"{name} (there {x.dtype}, the model's {y.dtype})" for name, x, y in both if x.dtype != y.dtype]
+    other = {name: (x, y) for name, x, y in both if x.dtype != y.dtype}
+    types = [f"{name} (there {x.dtype}, the model's {y.dtype})" for name, (x, y) in other.items()]
     lists = {"missing": missing, "the model has no": unknown, "other shapes": shapes, "other types": types}
     lines = [f"{text}{':' * text.startswith('other')} {join_some(names)}" for text, names in lists.items() if names]
     if missing and all(name.endswith(".ema") for name in missing):
         lines.append("it was written without optimizer.ema_decay, which begins with a run: model.weights begins one")
+    elif lines and not shapes and all(name.startswith("optimizer.") for name in (*missing, *unknown, *other)):
+        lines.append(
+            "it was written with another optimizer (optimizer.name, state_precision or groups): take those of its "
+            "config.yaml, or begin another run from its weights with model.weights=CHECKPOINT train.output=FOLDER"
+        )
     return lines
 
 

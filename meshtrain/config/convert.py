@@ -7,6 +7,7 @@ import dataclasses
 import math
 import os
 import re
+import struct
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class Limits:
             return not self.names or value in self.names or (self.suffix is not None and value.endswith(self.suffix))
         return (
             math.isfinite(value)
+            and (isinstance(value, int) or in_float32(value))
             and (self.minimum is None or value >= self.minimum)
             and (self.above is None or value > self.above)
             and (self.maximum is None or value <= self.maximum)
@@ -210,9 +212,19 @@ def _convert_to(node: Node, option: Any, hint: Any, name: str, errors: list[Conf
         out = _did_you_mean(value, limits.names)
         if isinstance(value, float) and not math.isfinite(value):
             out = "give a finite number"
+        elif isinstance(value, float) and not in_float32(value):
+            out = "give a number that float32 can hold, 1e-45 to 3.4e38"
         _report_misfit(node, hint, name, errors, limits, out)
         return INVALID
     return value
+
+
+def in_float32(value: float) -> bool:
+    """Whether a finite number is neither infinite nor zero in float32, in which torch computes with it."""
+    try:
+        return value == 0 or struct.unpack("<f", struct.pack("<f", value))[0] != 0
+    except OverflowError:
+        return False
 
 
 def path_problem(text: str) -> str | None:

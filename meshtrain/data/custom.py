@@ -11,6 +11,7 @@ import torch
 
 from meshtrain.config import locate
 from meshtrain.data.batch import IGNORE, Batch, Item, Packed, Samples
+from meshtrain.data.tokens import outside_vocabulary
 from meshtrain.errors import InputError
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ class CustomSamples(Samples):
     set whose items differ between epochs (augmentation) has a method `item(index, epoch)`, used instead of `[index]`.
     """
 
-    def __init__(self, name: str, dataset: Any, n_outputs: int | None) -> None:
-        self.name, self.n_outputs = name, n_outputs
+    def __init__(self, name: str, dataset: Any, n_outputs: int | None, vocab_size: int | None = None) -> None:
+        self.name, self.n_outputs, self.vocab_size = name, n_outputs, vocab_size
         self._dataset = dataset
         self._by_epoch = hasattr(dataset, "item")
 
@@ -59,6 +60,12 @@ class CustomSamples(Samples):
                 f"{self.name}: the target {int(batch.targets[wrong][0])} of sample {items[row][1]} is outside of the "
                 f"model's {self.n_outputs} outputs: expected 0 to {(self.n_outputs or 0) - 1}, or {IGNORE} for no loss"
             )
+        tokens = batch.tensors.get("tokens")
+        if self.vocab_size is not None and isinstance(tokens, torch.Tensor):
+            wrong = (tokens < 0) | (tokens >= self.vocab_size)
+            if bool(wrong.any()):
+                place = f"{self.name}: sample {items[int(wrong.nonzero()[0, 0])][1]}"
+                raise outside_vocabulary(place, int(tokens[wrong][0]), self.vocab_size, None)
         return batch
 
 
@@ -70,7 +77,9 @@ def _problem(inputs: Sequence[torch.Tensor | None], target: torch.Tensor) -> str
     return None
 
 
-def open_custom(config: "Data", n_outputs: int | None) -> tuple[CustomSamples, Samples | None]:
+def open_custom(
+    config: "Data", n_outputs: int | None, vocab_size: int | None = None
+) -> tuple[CustomSamples, Samples | None]:
     """The training and validation sets of the file `data.source`. Raises InputError: it does not provide them."""
     try:
         module = locate.python_file(locate.Path(config.source))
@@ -94,7 +103,8 @@ def open_custom(config: "Data", n_outputs: int | None) -> tuple[CustomSamples, S
                 f"{config.source}: dataset(config, {split!r}) gave {type(dataset).__name__}; expected an object with "
                 "len() and [index], or None"
             )
-        samples[split] = None if dataset is None else CustomSamples(f"{config.source} ({split})", dataset, n_outputs)
+        name = f"{config.source} ({split})"
+        samples[split] = None if dataset is None else CustomSamples(name, dataset, n_outputs, vocab_size)
     train = samples["train"]
     if train is None or len(train) == 0:
         raise InputError(f"{config.source}: dataset(config, 'train') has no samples: there is nothing to train on")

@@ -59,20 +59,21 @@ def prepare_data(config: "Data", *, say: Say) -> None:
         preparation.run(say)
 
 
-def open_data(config: "Data", *, n_outputs: int | None, seed: int, say: Say) -> OpenData:
+def open_data(config: "Data", *, n_outputs: int | None, seed: int, say: Say, vocab_size: int | None = None) -> OpenData:
     """Opens what `data.source` names, preparing it first where that has not been done on this host.
 
     Args:
         n_outputs: the size of the model's vocabulary, or its number of classes; None: do not check.
         seed: seed of the image augmentation; `train_batches` has the seed of the sample order.
         say: called with progress lines while this waits or prepares.
+        vocab_size: upper bound of the token ids that a user's own data set gives; None: do not check.
 
     Raises InputError: the section or the data is invalid.
     """
     if config.sources:
         return _open_mixture(config, n_outputs, say)
     if config.source.endswith(".py"):
-        return _open_custom(config, n_outputs)
+        return _open_custom(config, n_outputs, vocab_size)
     if config.source in (*TEXT, "tokens", "megatron"):
         return _open_language(config, n_outputs, say)
     if config.source in images.SOURCES:
@@ -215,8 +216,8 @@ def _open_images(config: "Data", n_outputs: int | None, seed: int) -> OpenData:
     return replace(_sample_data(config, "classification", split, about, fingerprint), files=files)
 
 
-def _open_custom(config: "Data", n_outputs: int | None) -> OpenData:
-    samples, validation = open_custom(config, n_outputs)
+def _open_custom(config: "Data", n_outputs: int | None, vocab_size: int | None) -> OpenData:
+    samples, validation = open_custom(config, n_outputs, vocab_size)
     split: tuple[Samples, Samples | None, str] = samples, validation, f"as {config.source} gives it"
     if validation is None and not isinstance(config.validation, str):
         split = split_samples(samples, samples, config.validation)

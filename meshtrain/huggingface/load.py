@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from meshtrain.errors import InputError, fold_names, join_some, plural
@@ -56,6 +56,9 @@ def open_folder(folder: str | Path) -> Iterator[WeightSource]:
     files = stored(folder)
     entries = {name: (path, entry) for path, of_file in files.items() for name, entry in of_file.items()}
     opened: dict[Path, Any] = {}  # one at a time: entries are ordered by file
+    for path in files:  # fail now, and not when weights are read
+        with _open(path):
+            pass
 
     def keys() -> Mapping[str, Any]:
         return json.loads(read_config(folder)) if (folder / CONFIG).is_file() else {}
@@ -65,11 +68,19 @@ def open_folder(folder: str | Path) -> Iterator[WeightSource]:
         if path not in opened:
             stack.close()
             opened.clear()
-            opened[path] = stack.enter_context(safe_open(path, framework="pt"))
+            opened[path] = stack.enter_context(_open(path))
         return opened[path].get_slice(name)[part] if entry.shape else opened[path].get_tensor(name)
 
     with ExitStack() as stack:
         yield WeightSource(folder, {name: entry for name, (_, entry) in entries.items()}, keys, read)
+
+
+def _open(path: Path) -> Any:
+    """With the safetensors library, which refuses headers that `read_header` takes."""
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise InputError(f"{path} is no safetensors file: {error}: copy it anew") from error
 
 
 def named_tensors(model: nn.Module) -> dict[tuple[str, ...], Tensor]:

@@ -265,6 +265,8 @@ def check_start(
 ) -> None:
     """Reads headers or a manifest, and the first sample; reports weights that are not read. Raises InputError: the
     initial weights do not fit the model, `pp` cannot split the model, or an adapter would have no effect."""
+    if layout is not None:
+        check_gradient_hooks(config, layout)
     if layout is not None and data is not None and layout.size("pp") > 1:
         samples = data.read([(0, 0)] * config.batch.micro_size, config.batch.micro_size)
         check_stages(config, stages_of(config, layout)[1], samples.batch().inputs)
@@ -279,6 +281,21 @@ def check_start(
         with open_weights(start) as source:
             check_weights(spec_of(config).meta, source, config.model.keys, say)
             check_scale(source, config.train.lora)
+
+
+def check_gradient_hooks(config: "Config", layout: Layout) -> None:
+    """A hook on a parameter's gradient acts on that of one microbatch, which are the same samples on every layout whose
+    ranks have whole microbatches. Raises InputError: these would be others."""
+    names = [name for name, p in spec_of(config).meta.named_parameters() if has_gradient_hooks(p)]
+    ranks = layout.size("dp_replicate")  # the others refuse every hook
+    whole = config.batch.micro_size * ranks
+    if names and ranks > 1 and any(size % whole for size in config.batch.sizes.sizes):
+        raise InputError(
+            f"the parameter {names[0]} has a hook on its gradient, which acts on that of one microbatch, and "
+            f"batch.global_size {config.batch.global_size} is no multiple of batch.micro_size times the "
+            f"{ranks} data ranks, {whole}: microbatches would have other samples than on one "
+            f"process. Use a multiple of {whole}, one data rank, or optimizer.clip_norm in the place of the hook"
+        )
 
 
 def short_sample(data: "OpenData", cp: int, tp: int) -> tuple[Tensor | None, ...] | None:

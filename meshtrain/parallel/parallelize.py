@@ -18,7 +18,7 @@ from meshtrain.dropout import SequencePart, bind_dropout
 from meshtrain.errors import AgreedError, InputError
 from meshtrain.layout import LOSS_AXES, NOT_WITH_FSDP
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.activation_checkpoint import checkpoint_block
+from meshtrain.parallel.activation_checkpoint import checkpoint_block, refuse_writes
 from meshtrain.parallel.collectives import Waiting, axis_group
 from meshtrain.parallel.compile import compile_block, while_one_graph
 from meshtrain.parallel.context import ContextParallel, ShardedContext, misplaced_calls
@@ -43,7 +43,7 @@ from meshtrain.parallel.mixed_precision import (
     state_parameters,
 )
 from meshtrain.parallel.tensor_parallel import TensorParallel, replace_layers, sum_partial_gradients
-from meshtrain.parallel.torch_private import allocate, has_gradient_hooks, never_compiled
+from meshtrain.parallel.torch_private import allocate, has_accumulation_hooks, has_gradient_hooks, never_compiled
 from meshtrain.parallel.tp_plan import (
     NO_SEQUENCE,
     REPLICATED,
@@ -185,6 +185,7 @@ def apply_tensor_parallel(
     `verified`: the model was already verified, for another of its stages. Raises as `parallelize`."""
     if mesh.size(*LOSS_AXES) > 1:
         _refuse_batch_statistics(model)
+        _refuse_accumulation_hooks(model)
     if mesh.uses_fsdp or mesh.size("tp") > 1 or mesh.size("ep") > 1:
         _refuse_parameters(model, mesh.uses_fsdp)
     part = SequencePart(cp=mesh.size("cp"), cp_index=mesh.index("cp"))
@@ -362,6 +363,16 @@ def _refuse_parameters(model: nn.Module, fsdp: bool) -> None:
             )
 
 
+def _refuse_accumulation_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if has_accumulation_hooks(parameter):
+            raise AgreedError(
+                f"the parameter {name} has a hook behind the accumulation of its gradient, which with several data "
+                "ranks would act on a part of the sum: use optimizer.clip_norm, an autograd function in the forward, "
+                "a hook by register_hook that is linear, or one data rank"
+            )
+
+
 def _refuse_batch_statistics(model: nn.Module) -> None:
     for name, module in model.named_modules():
         options = [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, key, None)]
@@ -423,7 +434,7 @@ def _wrap_blocks(
             whole = compile_block(block, checkpoint_block(run, recompute), one_graph=True)
             whole = cast_to_compute_dtype(block, whole, copies) if casts else whole
             around = while_one_graph(whole, around, type(block).__name__)
-        block.forward = around
+        block.forward = refuse_writes(block, around) if has_layers and recompute != "none" else around
         if casts or fused:
             block.__deepcopy__ = _refuse_copy  # type: ignore[assignment]
     if casts and model not in blocks:

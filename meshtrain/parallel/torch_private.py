@@ -16,6 +16,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collec
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _CachingTorchDispatchMode, _is_compiling, _VersionWrapper
 
 from meshtrain.errors import InputError
 
@@ -145,6 +147,11 @@ def has_gradient_hooks(parameter: Tensor | None) -> bool:
     return parameter is not None and bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def has_accumulation_hooks(parameter: Tensor) -> bool:
+    """Whether somebody waits for each accumulation of a parameter's gradient, and may change the sum so far."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
 def when_accumulated(parameter: Tensor, callback: Callable[[], None]) -> Any:
     """Calls `callback` once a backward has accumulated all gradients of a parameter, also if products have added them.
     The caller has to keep the returned node alive: a parameter does not hold a reference to it."""
@@ -168,6 +175,25 @@ def is_traced() -> bool:
 
 never_compiled = _disable_dynamo  # decorates functions that compiled code may call; loads the compiler on first call
 without_dispatch_modes = _disable_current_modes  # hides the operators inside from dispatch modes
+
+
+class KeepsBeforeWrites(_CachingTorchDispatchMode):
+    """The forward's half of selective checkpointing: what it keeps is copied before the forward writes to it in place.
+    torch would refuse it in backward or, where the write goes through `unsafe_chunk` (nn.GRU), take what was written.
+    The compiler makes of a write a tensor of its own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable and not _is_compiling(func, args, kwargs):
+            values = {a.name: x for a, x in zip(schema.arguments, args, strict=False)} | (kwargs or {})
+            written = [values.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+            memory = {x.untyped_storage()._cdata for x in tree_leaves(written) if isinstance(x, Tensor)}
+            for entry in tree_leaves(list(self.storage.values())):
+                is_tensor = isinstance(entry, _VersionWrapper) and isinstance(entry.val, Tensor)
+                if is_tensor and entry.val.untyped_storage()._cdata in memory:
+                    entry.val = entry.val.clone()
+                    entry.version = entry.val._version
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def raise_unless(condition: Tensor, message: str) -> None:

@@ -40,7 +40,8 @@ def load_data(config: Config, job: Job) -> OpenData:
         if first_of_host:
             prepare_data(config.data, say=job.say)
     with job.collective_check("opening the data"):
-        data = open_data(config.data, n_outputs=build.outputs(config), seed=config.train.seed, say=job.say)
+        model = {"n_outputs": build.outputs(config), "vocab_size": config.model.keys.get("vocab_size")}
+        data = open_data(config.data, seed=config.train.seed, say=job.say, **model)
         samples = with_retries(data.sampled) if first_of_host else None
     with job.collective_check("comparing the weights and the layout with the model"):
         build.check_start(config, job.layout, data.train, job.say)

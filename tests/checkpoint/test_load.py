@@ -127,6 +127,11 @@ def test_differences_are_told_in_lists() -> None:
     assert differences({"a": f32}, {"a": Placement((2, 3), "F32", (("tp", 0),), (1,))}) == [], "layouts may differ"
     assert differences({"a": f32}, {"a": f64}) == ["other types: a (there F32, the model's F64)"]
     assert differences({"a": f32}, {}) == ["the model has no a"]
+    adam, sgd = {"model.a": f32, "optimizer.a.exp_avg": f32}, {"model.a": f32, "optimizer.a.momentum_buffer": f32}
+    told = "it was written with another optimizer (optimizer.name, state_precision or groups): take those of its config"
+    assert differences(adam, sgd)[-1].startswith(told)
+    assert differences(adam, adam | {"optimizer.a.exp_avg": Placement((2, 3), "BF16")})[-1].startswith(told)
+    assert not differences(adam, sgd | {"model.b": f32})[-1].startswith("it was")
     many = {f"t{i}": f32 for i in range(6)}
     assert differences({}, many) == ["missing t0, t1, t2, t3 and 2 more"]
     scale = {"loss_scale.value": Placement((), "F32"), "loss_scale.good": Placement((), "I64")}

@@ -301,6 +301,11 @@ def test_a_users_own_data_that_is_wrong(opened: Opener, own: str, tmp_path: Path
     data = opened(source=own, path="both", n_outputs=4)
     with pytest.raises(InputError, match=r"the target 4 of sample 4 .* outside of the model's 4 outputs"):
         data.train.read([(0, 3), (0, 4)], 2)
+    data = opened(source=own, path="text", validation=0, vocab_size=12)  # sample i of epoch e begins with i + e
+    with pytest.raises(InputError, match=r"sample 3 holds the token id 12, but model\.vocab_size is 12: set it to at"):
+        data.train.read([(1, 3), (2, 3)], 2)
+    with pytest.raises(InputError, match=r"sample 3 holds the token id -1: expected ids from 0 on"):
+        data.train.read([(1, 3), (-4, 3)], 2)
     (tmp_path / "empty.py").touch()
     with pytest.raises(InputError, match=r"exports no function `dataset"):
         opened(source=str(tmp_path / "empty.py"))

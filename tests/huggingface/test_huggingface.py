@@ -235,6 +235,12 @@ def test_folders_that_are_refused(plain: Path) -> None:
         text = json.dumps({name: {"dtype": "F32", "shape": [1], "data_offsets": span} for name, span in both}).encode()
         single.write_bytes(struct.pack("<Q", len(text)) + text + bytes(offsets[-1][-1]))
         refused("do not lie one behind the other")
+    about = {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+    for other in ({"__metadata__": 5}, {"__metadata__": {"a": 5}}, {"a": about["a"] | {"dtype": "Q7"}}):
+        text = json.dumps(about | other).encode()
+        single.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+        with pytest.raises(InputError, match=r"is no safetensors file: .*: copy it anew"), open_folder(plain):
+            pass
     single.unlink()
     refused("has neither model.safetensors nor model.safetensors.index.json")
     (plain / "pytorch_model.bin").touch()

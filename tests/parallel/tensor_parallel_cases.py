@@ -4,6 +4,7 @@ import gc
 import itertools
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -92,6 +93,10 @@ class Cases:
         (losses * torch.tensor([1.0, 3.0])).sum().backward()
 
         self.same(x, self.part(x0, 1) if sequence else x0, how + "embedding")
+        for token in (-1, V):
+            with suppress(RuntimeError):
+                e(torch.where(tokens == tokens[0, 0], token, tokens))
+                self.equal(token, "refused", how + "a token without a row")
         self.same(y, self.part(y0, 1) if sequence else y0, how + "row")
         self.equal(tuple(logits.shape), (B, S, V), how + "shape of the logits")
         self.same(gather_logits(logits), logits0.detach(), how + "logits")

@@ -80,6 +80,75 @@ def test_recomputation_in_a_pipeline_draws_the_same(tmp_path: Path) -> None:
     assert others == [none, none]
 
 
+class WritingBlock(nn.Module):
+    """Writes to results of products: where torch notices, through views of which it knows nothing (a GRU), or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.relu, self.gru = nn.ReLU(inplace=True), nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.b(self.relu(self.a(x)))
+        y[..., ::2].mul_(2)
+        y += x
+        return x + self.gru(y.sigmoid_())[0]
+
+
+class CountingBlock(nn.Module):
+    """Keeps numbers in buffers, or changes what it was given."""
+
+    def __init__(self, write: str) -> None:
+        super().__init__()
+        self.layer, self.write = nn.Linear(4, 4), write
+        self.register_buffer("n", torch.zeros(()))
+        self.norm = nn.BatchNorm1d(3, track_running_stats=write == "norm")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.write == "place":
+            self.n.add_(1)
+        if self.write == "other":
+            self.n = self.n + 1
+        if self.write == "input":
+            x.relu_()
+        return self.norm(self.layer(x))
+
+
+def block_gradients(block: nn.Module, recompute: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), block)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    model.blocks = lambda: list(model)
+    parallelize(model, build_mesh(Layout({})), precision="float64", recompute=recompute)
+    model(torch.randn(2, 3, 4, dtype=torch.float64)).square().sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_a_recomputed_block_may_write_to_its_activations(recompute: str) -> None:
+    known = block_gradients(WritingBlock(), "none")
+    for found, expected in zip(block_gradients(WritingBlock(), recompute), known, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("write", "what"),
+    [
+        ("place", "its buffer n"),
+        ("other", "its buffer n"),
+        ("norm", "its buffer norm.num_batches_tracked"),
+        ("input", "its input 0"),
+    ],
+)
+def test_a_recomputed_block_that_changes_what_it_starts_from_is_refused(write: str, what: str) -> None:
+    block_gradients(CountingBlock(write), "none")
+    block_gradients(CountingBlock("nothing"), "full")
+    for recompute in ("full", "selective"):
+        with pytest.raises(InputError, match=f"CountingBlock changes {what}, and when it runs again"):
+            block_gradients(CountingBlock(write), recompute)
+
+
 def test_attention_that_draws_is_run_again() -> None:
     """A GPU's kernel draws inside; were its result kept, the dropouts behind it would draw from another state."""
     for operator, position in ATTENTION.items():

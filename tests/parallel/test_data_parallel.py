@@ -64,6 +64,7 @@ def test_batch_norm_is_refused_on_several_data_ranks(tmp_path: Path) -> None:
     ("layout", "said"),
     [
         ({"dp_replicate": 2}, "table is an embedding with max_norm, which goes by the tokens that a rank happens to"),
+        ({"dp_replicate": 3}, "the parameter gain has a hook behind the accumulation of its gradient"),
         ({"dp_shard": 2}, "the parameter gain has no dim that dp_shard or cp could cut"),
         (
             {"tp": 2},
@@ -74,7 +75,9 @@ def test_batch_norm_is_refused_on_several_data_ranks(tmp_path: Path) -> None:
 def test_parameters_that_copies_or_parts_would_change_are_refused(layout: dict[str, int], said: str) -> None:
     model: Any = nn.Module()
     model.gain, model.layer = nn.Parameter(torch.ones(())), nn.Linear(2, 2)
-    model.table = nn.Embedding(4, 2, max_norm=1.0 if "dp_replicate" in layout else None)
+    model.table = nn.Embedding(4, 2, max_norm=1.0 if layout == {"dp_replicate": 2} else None)
+    if layout == {"dp_replicate": 3}:
+        model.gain.register_post_accumulate_grad_hook(lambda parameter: None)
     if "tp" in layout:
         model.layer.weight.register_hook(lambda grad: grad / 2)
     mesh = Mesh(Layout(layout), 0, "cpu", None, {})
