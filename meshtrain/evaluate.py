@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from meshtrain.data import OpenData
-from meshtrain.data.batch import Batch, Samples, Subset
+from meshtrain.data.batch import IGNORE, Batch, Samples, Subset
 from meshtrain.data.order import Permutation
-from meshtrain.errors import AgreedError
+from meshtrain.errors import AgreedError, InputError
 from meshtrain.loss import correct_predictions, sample_losses, valid_targets
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.linear_cross_entropy import LossRequest, request_loss
@@ -21,6 +21,7 @@ from meshtrain.pipeline.engine import Pipeline, call_stage, ends_of, shapes_of
 
 UNDER_WAY = 4  # batches in flight in a pipeline, per rank of `pp`
 TOKEN_SAMPLES = 2048  # samples of a language model's evaluation, unless the config sets a number
+NO_TARGET = "the validation data has no target with a loss: use other data, or train.eval_every=0"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,13 @@ def evaluation_set(data: OpenData, most: int | None) -> Samples | None:
         return held_out
     permutation = Permutation(len(held_out), seed=0, epoch=0)
     return Subset(held_out.name, held_out, sorted(permutation[i] for i in range(limit)))
+
+
+def require_targets(samples: Samples) -> None:
+    """Raises InputError: no target of an evaluation set has a loss. Reads up to the first that has one."""
+    rows = (samples.read([(0, index)], 1).batch().targets for index in range(len(samples)))
+    if all(bool((row == IGNORE).all()) for row in rows):
+        raise InputError(NO_TARGET)
 
 
 @contextmanager
@@ -101,5 +109,5 @@ def evaluate(
         sums.zero_()
     loss, targets_seen, correct = mesh.sum(sums).tolist()
     if targets_seen == 0:
-        raise AgreedError("the validation data has no target with a loss: use other data, or train.eval_every=0")
+        raise AgreedError(NO_TARGET)
     return Evaluation(loss / targets_seen, int(targets_seen), int(correct))

@@ -108,3 +108,13 @@ def test_the_sample_at_the_end_is_as_long_as_the_data_and_of_tokens_alone() -> N
         train = CustomSamples("mine", [(inputs, text)], None)
         data = OpenData(train, None, "language", [], "", ByteTokenizer())
         assert says in sample_text(config, job, mesh, data, Places())  # type: ignore[arg-type]
+
+
+def test_the_sample_at_the_end_is_one_text() -> None:
+    """What a tokenizer writes between two tokens stands between the prompt and what is added, too."""
+    config, job, mesh = Config.load("quickstart"), SimpleNamespace(device=torch.device("cpu")), build_mesh(Layout({}))
+    text = torch.full((8,), 65)
+    words = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
+    data = OpenData(CustomSamples("mine", [((text,), text)], None), None, "language", [], "", words)  # type: ignore[arg-type]
+    sample = sample_text(config, job, mesh, data, Places()).splitlines()[-1]  # type: ignore[arg-type]
+    assert len(sample.split(" ")) == 8 + config.train.sample_tokens

@@ -80,6 +80,29 @@ def test_a_world_that_the_layout_does_not_make(small: tuple[str, ...]) -> None:
     assert "{dp_replicate: 3, dp_shard: 1}" in done.err or "{dp_replicate: 1, dp_shard: 3}" in done.err
 
 
+def test_prompts_that_are_longer_than_a_batch(tmp_path: Path) -> None:
+    """A step without a target has no loss, which is no 0; held-out samples without any are refused before the first."""
+    path, output = tmp_path / "long.jsonl", tmp_path / "run"
+    path.write_text(5 * (json.dumps({"prompt": 240 * "p", "completion": 24 * "c"}) + "\n"))
+    small = (QUICKSTART, *SMALL, f"data.cache={tmp_path}", "data.source=jsonl", f"data.path={path}", "data.seq_len=16")
+    small += (
+        "batch={global_size: 1, micro_size: 1}",
+        "train.steps=6",
+        "train.sample_tokens=0",
+        f"train.output={output}",
+    )
+    one_document = tmp_path / "held.jsonl"
+    one_document.write_text(json.dumps({"prompt": 40 * "p", "completion": "c"}) + "\n")
+    refused = forked(1, *MAIN, *small, f"data.validation={one_document}", "train.eval_every=5")
+    assert refused.status == 2
+    assert "the validation data has no target with a loss" in refused.err
+    forked(1, *MAIN, *small, "data.validation=0", "train.eval_every=0").check()
+    rows = read(output / "metrics.jsonl")
+    assert None in [row["loss"] for row in rows]
+    targets = [row["tokens"] - before for row, before in zip(rows, [0, *(row["tokens"] for row in rows)], strict=False)]
+    assert [row["loss"] is None for row in rows] == [count == 0 for count in targets]
+
+
 def test_usage_errors_are_input_errors() -> None:
     done = forked(1, *MAIN)
     assert done.status == 2

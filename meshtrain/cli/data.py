@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshtrain.config import Config
-from meshtrain.data.prepare import each_source, preparations
+from meshtrain.data.prepare import TEXT, each_source, preparations
 from meshtrain.data.tokens import verify
 from meshtrain.errors import InputError, plural
 
@@ -47,8 +47,12 @@ def _folders(arguments: argparse.Namespace) -> Iterator[tuple[Path, int | None]]
     for own in each_source(data):
         if own.source == "tokens":
             paths += [Path(path).expanduser() for path in (own.path, own.validation) if isinstance(path, str)]
+        elif data.sources and own.source not in TEXT:
+            print(f"{own.path}: left out, as {own.source} is read as it is and has no checksums", flush=True)
         else:
             paths += [preparation.folder for preparation in preparations(own)]
+    if not paths:
+        raise InputError(f"{arguments.path} has no source of which token files are made: there is nothing to verify")
     for path in paths:
         if not path.is_dir():
             raise InputError(f"there is no folder {path} yet: `meshtrain prepare {arguments.path}` makes it")

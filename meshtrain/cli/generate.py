@@ -42,8 +42,7 @@ def run(options: argparse.Namespace) -> None:
             top_p=options.top_p,
             tick=progress(options.length, len(prompts)) if job.rank == 0 else lambda done: None,
         )
-        for prompt, row in zip(prompts, rows, strict=True):
-            text = tokenizer.decode(prompt) + tokenizer.decode(row[len(prompt) :])
+        for text in map(tokenizer.decode, rows):
             job.say(printable(text) if sys.stdout.isatty() else text)
 
 

@@ -20,11 +20,12 @@ from meshtrain.metrics.sink_threads import SinkThreads
 FILE = "metrics.jsonl"
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a `metrics.jsonl`, even while it is being written; an incomplete last line is left out.
 
     Raises InputError: a line is not a JSON object with a step.
     """
+    path = Path(path)
     with path.open("rb") as file:
         return [row for _, _, row in _rows(file, path)]
 

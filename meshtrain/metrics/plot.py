@@ -22,10 +22,11 @@ _POINTS = 3000  # more than the picture has columns would only cost time
 Rows = list[dict[str, Any]]
 
 
-def plot_loss(folder: Path, name: str) -> str:
+def plot_loss(folder: str | Path, name: str) -> str:
     """Draws `loss.png` in the run's folder; returns a sentence about it, even if it could not be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         return "no loss plot: matplotlib is not installed (pip install 'meshtrain[plot]')"
+    folder = Path(folder)
     path = folder / metrics.FILE
     try:
         rows = metrics.read(path) if path.exists() else []

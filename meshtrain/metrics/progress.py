@@ -179,7 +179,7 @@ def duration(seconds: float) -> str:
 def _fixed(value: float | None, digits: int) -> str:
     """Fixed point, except for values that it would show as 0 or as a long row of digits."""
     if value is None:
-        return "nan"
+        return "none"
     if math.isfinite(value) and value and not 10**-digits <= abs(value) < 1e6:
         return f"{value:.{digits}e}"
     return f"{value:.{digits}f}"

@@ -46,8 +46,8 @@ def sample_text(config: Config, job: Job, mesh: Mesh, data: OpenData, model: nn.
         seed=config.train.seed,
         context=context_parallel(config, mesh) if mesh.size("cp") > 1 else None,
     )
-    first, rest = data.tokenizer.decode(prompt), data.tokenizer.decode(ids[len(prompt) :])
-    return f"\na sample, going on from {first!r}:\n{printable(first + rest)}\n"
+    first, whole = map(data.tokenizer.decode, (prompt, ids))
+    return f"\na sample, going on from {first!r}:\n{printable(whole)}\n"
 
 
 def write_export(config: Config, job: Job, mesh: Mesh, model: nn.Module, folder: str) -> None:

@@ -14,6 +14,7 @@ from meshtrain.config.locate import model_file
 from meshtrain.data import Batch, EvalBatches, OpenData, Samples, open_data, prepare_data, train_batches
 from meshtrain.data.mixture import about_mixture, sample_order
 from meshtrain.data.order import describe_ramp
+from meshtrain.evaluate import evaluation_set, require_targets
 from meshtrain.job.consistency import Fingerprint, flat, require_equal
 from meshtrain.job.process import Job
 from meshtrain.job.storage import with_retries
@@ -45,6 +46,9 @@ def load_data(config: Config, job: Job) -> OpenData:
         samples = with_retries(data.sampled) if first_of_host else None
     with job.collective_check("comparing the weights and the layout with the model"):
         build.check_start(config, job.layout, data.train, job.say)
+        held_out = evaluation_set(data, config.train.eval_samples)
+        if job.rank == 0 and held_out is not None and config.train.eval_every:
+            require_targets(held_out)
     files = "every host must have the same files, and the same Python for python-stdlib"
     require_equal(job, Fingerprint("the data", flat(data.identity), files))
     damaged = "copy or prepare them anew where they are damaged"

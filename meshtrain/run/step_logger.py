@@ -118,7 +118,7 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         return {
             "step": result.step,
             "epoch": (positions.stop - 1) // self._order.samples + 1,
-            "loss": result.loss,
+            "loss": result.loss if result.num_valid_tokens else None,
             "grad_norm": result.grad_norm,
             "lr": result.lr,
             "tokens": self.tokens,

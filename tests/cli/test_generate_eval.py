@@ -1,6 +1,7 @@
 """The commands that run a checkpoint's model: the same text and the same scores on every layout, and lm-eval's."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +76,17 @@ def test_text_from_the_command_line(run: Path) -> None:
     assert "\nevery" in done.out
     assert "8/8 tokens" in done.err
     assert command(2, *common, "--layout", "{tp: 2}") == done.out
+
+
+def test_a_text_goes_on_as_its_tokenizer_writes_words(run: Path) -> None:
+    """A decoder of words leaves out the space before the first: there is one between the prompt and what follows."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"</s>": 0} | {f"\u2581w{i}": i for i in range(1, 300)}, unk_token="</s>"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    words.save(str(run / "words.json"))
+    arguments = ["--tokenizer", run / "words.json", "--prompt", "w1 w2", "--length", "4", "--temperature", "0"]
+    assert re.fullmatch(r"w1 w2( (w\d+|</s>)){4}\n", command(1, "generate", run / "runs", *arguments))
 
 
 def test_perplexity_of_a_file(run: Path) -> None:

@@ -270,3 +270,15 @@ def test_folders_of_an_older_meshtrain_are_read_and_looked_at(
     assert "holds the token id 255, and its header says that" in capsys.readouterr().out
     assert main(["data", "verify", str(corpus)]) == 2
     assert "is not a folder of prepared tokens" in capsys.readouterr().err
+
+
+def test_of_a_mixture_what_has_token_files_is_verified(
+    corpus: Path, whole: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    megatron = "{name: theirs, source: megatron, path: theirs}"
+    ours = f"{{name: ours, path: {corpus}}}"
+    command = ["data", "verify", *arguments(corpus, "whole"), "data.path=null"]
+    assert main([*command, f"data.sources=[{ours}, {megatron}]"]) == 0
+    assert re.fullmatch(r"theirs: left out, as megatron .*\n.*whole/.*: intact\n", capsys.readouterr().out)
+    assert main([*command, f"data.sources=[{megatron}]"]) == 2
+    assert "there is nothing to verify" in capsys.readouterr().err

@@ -73,7 +73,7 @@ def test_an_evaluation_may_be_done_again(path: Path) -> None:
     file.amend(1, {"eval_loss": 1.23456789012345})
     file.amend(1, {"eval_loss": 1.0})  # shorter than what stood there
     file.row(row(2))
-    assert read(path) == [row(1, eval_loss=1.0), row(2)]
+    assert read(str(path)) == [row(1, eval_loss=1.0), row(2)]
 
 
 def test_a_writer_killed_at_any_byte(path: Path) -> None:

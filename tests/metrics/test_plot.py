@@ -53,7 +53,7 @@ def test_smoothing_passes_over_what_is_not_finite() -> None:
 )
 def test_any_run_gives_a_picture(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     write(tmp_path, rows)
-    assert plot_loss(tmp_path, "a run") == f"loss plot: {tmp_path / 'loss.png'}"
+    assert plot_loss(str(tmp_path), "a run") == f"loss plot: {tmp_path / 'loss.png'}"
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -47,7 +47,7 @@ def test_what_a_row_does_not_have_is_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("loss", "text"),
-    [(None, "nan"), (math.nan, "nan"), (math.inf, "inf"), (0.0, "0.0000"), (0.00001234, "1.2340e-05"),
+    [(None, "none"), (math.nan, "nan"), (math.inf, "inf"), (0.0, "0.0000"), (0.00001234, "1.2340e-05"),
      (12.0, "12.0000"), (3.2e9, "3.2000e+09")],
 )  # fmt: skip
 def test_odd_losses(loss: float | None, text: str) -> None:
