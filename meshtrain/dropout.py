@@ -54,7 +54,8 @@ class Dropout(nn.Module):
         self.keys: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (b, s, ...); where a rank has whole sequences, any (b, ...).
+        """x: (b, s, ...); where a rank has whole sequences, any (b, ...). A second dim of 1 is for the whole
+        sequence, as where whole samples are dropped (b, 1, 1), and no part of it.
 
         Raises RuntimeError: nobody said which samples of which step these are, or what of them this rank has.
         """
@@ -71,7 +72,7 @@ class Dropout(nn.Module):
         if x.dim() < 3 and self.part != SequencePart():
             raise RuntimeError(f"dropout of {tuple(x.shape)} on a part of each sequence: expected (b, s, d)")
         rows = x.shape[1] if x.dim() > 2 else 1
-        part, shape = self.part, x.shape
+        part, shape = self.part if rows > 1 else SequencePart(), x.shape
         if self.columns is not None:  # between parallel layers every rank of tp has all that it has of a sequence
             part, shape = part._replace(tp=1, tp_index=0), torch.Size((*x.shape[:-1], self.columns[0]))
         mask = keep_mask(self.keys.to(x.device), shape, part.positions(rows, x.device), self.p)
