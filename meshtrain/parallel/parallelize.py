@@ -43,7 +43,7 @@ from meshtrain.parallel.mixed_precision import (
     state_parameters,
 )
 from meshtrain.parallel.tensor_parallel import TensorParallel, replace_layers, sum_partial_gradients
-from meshtrain.parallel.torch_private import allocate, has_gradient_hooks, never_compiled
+from meshtrain.parallel.torch_private import allocate, has_backward_hooks, has_gradient_hooks, never_compiled
 from meshtrain.parallel.tp_plan import (
     NO_SEQUENCE,
     REPLICATED,
@@ -409,10 +409,11 @@ def _wrap_blocks(
         # Pieces between which experts run may be compiled anew when they run again (a GPU's backward has a thread of
         # its own, and kinds of pieces are limited), and would then not keep what the forward has kept.
         in_pieces = bool(routed) and recompute != "none"
-        fused = options.compile and has_layers and not in_pieces
-        if options.compile and in_pieces:
-            name = type(block).__name__
-            warnings.warn(f"{name} is recomputed and not compiled: its experts run between graphs", stacklevel=4)
+        hooked = any(has_backward_hooks(module) for module in block.modules() if module is not block)
+        fused = options.compile and has_layers and not in_pieces and not hooked
+        if options.compile and (in_pieces or hooked):
+            reason = "its experts run between graphs" if in_pieces else "a graph leaves hooks of its backward out"
+            warnings.warn(f"{type(block).__name__} is not compiled: {reason}", stacklevel=4)
         again_inside = fused and recompute != "none"
         around = compile_block(block, run, without=routed) if fused and not again_inside else run
         # A block that runs again has its own casts again, so that it keeps none: they are made inside.

@@ -145,6 +145,10 @@ def has_gradient_hooks(parameter: Tensor | None) -> bool:
     return parameter is not None and bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 def when_accumulated(parameter: Tensor, callback: Callable[[], None]) -> Any:
     """Calls back when all gradients of a backward have come to a parameter, and also where products have added them. It
     does so while what is returned lives: a parameter does not hold this end of its graph."""
