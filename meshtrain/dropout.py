@@ -54,7 +54,8 @@ class Dropout(nn.Module):
         self.keys: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (b, s, ...), or any (b, ...) where a rank has whole sequences.
+        """x: (b, s, ...), or any (b, ...) where a rank has whole sequences. A second dim of 1 stands for the whole
+        sequence, as where whole samples are dropped, (b, 1, 1), and not for a part of it.
 
         Raises RuntimeError: `set_dropout` was not called for these samples, or parts of sequences are not (b, s, d).
         """
@@ -71,7 +72,7 @@ class Dropout(nn.Module):
         if x.dim() < 3 and self.part != SequencePart():
             raise RuntimeError(f"dropout of {tuple(x.shape)} on a part of each sequence: expected (b, s, d)")
         rows = x.shape[1] if x.dim() > 2 else 1
-        part, shape = self.part, x.shape
+        part, shape = self.part if rows > 1 else SequencePart(), x.shape
         if self.columns is not None:  # between parallel layers all ranks of tp have the same positions
             part, shape = part._replace(tp=1, tp_index=0), torch.Size((*x.shape[:-1], self.columns[0]))
         mask = keep_mask(self.keys.to(x.device), shape, part.positions(rows, x.device), self.p)

@@ -86,7 +86,7 @@ def test_masks_have_nothing_to_do_with_each_other(p: float) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(
-    rows=st.integers(1, 4),
+    rows=st.integers(2, 4),
     width=st.integers(1, 7),
     parts=st.integers(1, 4),
     micro=st.integers(1, 4),
@@ -103,8 +103,16 @@ def test_parts_and_microbatches_make_the_whole(rows: int, width: int, parts: int
         assert torch.equal(torch.cat([torch.cat([piece[i] for piece in row], 1) for row in pieces]), whole[i])
 
 
+@pytest.mark.parametrize("shape", [(5, 1, 1), (5, 1, 4)])
+def test_ranks_that_share_a_sample_drop_all_of_it_together(shape: tuple[int, ...]) -> None:
+    """Stochastic depth: one number for a sample, or for each of its features."""
+    whole = masks(shape)[0]
+    for part in (SequencePart(2, 1), SequencePart(2, 1, 2, 0), SequencePart(2, 1, 2, 1)):
+        assert torch.equal(masks(shape, part=part)[0], whole)
+
+
 @settings(deadline=None, max_examples=50)
-@given(cp=st.integers(1, 5), tp=st.integers(1, 3), chunks=st.integers(1, 3), width=st.integers(1, 4))
+@given(cp=st.integers(1, 5), tp=st.integers(1, 3), chunks=st.integers(2, 3), width=st.integers(1, 4))
 def test_ranks_that_share_sequences_over_cp_and_tp_have_the_positions_of_their_parts(
     cp: int, tp: int, chunks: int, width: int
 ) -> None:

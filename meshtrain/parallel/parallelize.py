@@ -43,7 +43,13 @@ from meshtrain.parallel.mixed_precision import (
     state_parameters,
 )
 from meshtrain.parallel.tensor_parallel import TensorParallel, replace_layers, sum_partial_gradients
-from meshtrain.parallel.torch_private import allocate, has_accumulation_hooks, has_gradient_hooks, never_compiled
+from meshtrain.parallel.torch_private import (
+    allocate,
+    has_accumulation_hooks,
+    has_backward_hooks,
+    has_gradient_hooks,
+    never_compiled,
+)
 from meshtrain.parallel.tp_plan import (
     NO_SEQUENCE,
     REPLICATED,
@@ -420,10 +426,11 @@ def _wrap_blocks(
         # Graph pieces between experts may be compiled again in the recomputation (a GPU's backward has its own thread,
         # and the number of variants is limited), and would then not save the same tensors as the forward.
         in_pieces = bool(routed) and recompute != "none"
-        fused = options.compile and has_layers and not in_pieces
-        if options.compile and in_pieces:
-            name = type(block).__name__
-            warnings.warn(f"{name} is recomputed and not compiled: its experts run between graphs", stacklevel=4)
+        hooked = any(has_backward_hooks(module) for module in block.modules() if module is not block)
+        fused = options.compile and has_layers and not in_pieces and not hooked
+        if options.compile and (in_pieces or hooked):
+            reason = "its experts run between graphs" if in_pieces else "a graph leaves hooks of its backward out"
+            warnings.warn(f"{type(block).__name__} is not compiled: {reason}", stacklevel=4)
         again_inside = fused and recompute != "none"
         around = compile_block(block, run, without=routed) if fused and not again_inside else run
         # The casts are inside the checkpoint, so that a recomputed block repeats its casts and saves none.

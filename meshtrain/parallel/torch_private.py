@@ -148,8 +148,12 @@ def has_gradient_hooks(parameter: Tensor | None) -> bool:
 
 
 def has_accumulation_hooks(parameter: Tensor) -> bool:
-    """Whether somebody waits for each accumulation of a parameter's gradient, and may change the sum so far."""
+    """Whether a hook runs after each accumulation of a parameter's gradient, and may change the sum so far."""
     return bool(parameter._post_accumulate_grad_hooks)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def when_accumulated(parameter: Tensor, callback: Callable[[], None]) -> Any:

@@ -79,9 +79,12 @@ class Style:
 
     def check(self, name: str, module: Any) -> list[str]:
         """Why a layer cannot have this style, and what works instead; empty if it can. Only sizes are read."""
-        if all(hasattr(module, size) for size in self.sizes):
+        if not all(hasattr(module, size) for size in self.sizes):
+            return [self.refusal(name, module)]
+        if _weight(module) is not None or not hasattr(module, "weight"):
             return []
-        return [self.refusal(name, module)]
+        computed = f"{name} has no parameter weight, but computes it from others (weight_norm, spectral_norm, pruning)"
+        return [f"{computed}, which tp cannot split: take {name} out of the tp_plan, or use tp: 1"]
 
     def refusal(self, name: str, module: Any) -> str:
         return f"the tp_plan wants {name} {self.word}, which is for {self.kind}, and it is a {type(module).__name__}"
@@ -369,13 +372,17 @@ def _parameters(module: Any) -> list[str]:
     return [name for name, parameter in getattr(module, "_parameters", {}).items() if parameter is not None]
 
 
+def _weight(module: Any) -> Any:
+    """A layer's weight; None: it has none, or computes it from other parameters."""
+    return getattr(module, "_parameters", vars(module)).get("weight")
+
+
 def _inconsistent_ties(splits: list[Split], modules: Mapping[str, Any]) -> list[str]:
     """Problems of layers that share a weight but split it differently."""
     cut_by = {split.layer: (STYLES[split.style].dim, split.everywhere) for split in splits}
     sharing: dict[int, list[str]] = {}
     for name, module in modules.items():
-        weight = getattr(module, "weight", None)
-        if weight is not None:
+        if (weight := _weight(module)) is not None:
             sharing.setdefault(id(weight), []).append(name)
     return [
         f"{' and '.join(names)} share one weight: the tp_plan has to split all of them in the same way"

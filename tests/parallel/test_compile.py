@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import aot_module_simplified, make_boxed_func, min_cut_rematerialization_partition
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
@@ -204,6 +205,24 @@ def test_a_block_that_is_no_graph_is_recomputed_without_compiling(
         grads.append(model.layer.weight.grad)
     assert torch.equal(*grads)
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_backward_hooks_inside_of_a_block_are_run(recompute: str) -> None:
+    grads = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].register_full_backward_hook(lambda layer, inputs, outputs: (inputs[0] / 2,))
+        with (
+            pytest.warns(UserWarning, match="Sequential is not compiled: a graph leaves hooks")
+            if compiles
+            else nullcontext()
+        ):
+            parallelize(model, build_mesh(Layout({})), recompute=recompute, compile=compiles)
+        model(torch.ones(2, 4)).square().sum().backward()
+        grads.append(model[0].weight.grad)
+    assert torch.equal(*grads)
 
 
 def test_a_graph_that_evaluation_has_not_leaves_training_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,16 @@ def test_a_shared_weight_is_split_in_one_way() -> None:
         split_layers(Model(tied=True), {name: style for name, style in PLAN.items() if name != "head"}, 2)
 
 
+def test_a_weight_that_is_computed_is_not_split() -> None:
+    """And two such are not taken for one: each is a new tensor, whose id another may have had."""
+    layers = {"up": nn.Linear(4, 6), "down": nn.Linear(6, 4), "out": nn.Linear(4, 4)}
+    model = nn.ModuleDict({name: nn.utils.parametrizations.weight_norm(layer) for name, layer in layers.items()})
+    with pytest.raises(SplitError) as error:
+        split_layers(model, {"up": "colwise", "down": "rowwise"}, 2)
+    assert [problem.partition(" ")[0] for problem in error.value.problems] == ["up", "down"]
+    assert all("has no parameter weight, but computes it from others" in problem for problem in error.value.problems)
+
+
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_cuts_are_the_whole(size: int, parts: int) -> None:
     pieces = [chunk_range(size, parts, index) for index in range(parts)]
