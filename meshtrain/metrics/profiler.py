@@ -24,15 +24,15 @@ class Profiler:
             torch.cuda.memory._record_memory_history(max_entries=100_000)
         self._needs_cuda = metrics.memory_snapshot and not self._remembering
 
-    def about(self, steps: range) -> Iterator[str]:
-        """Lines for the start of a job that does these steps."""
-        own = range(max(self._first, steps.start), min(self._last + 1, steps.stop))
+    def about(self, done: int, steps: int) -> Iterator[str]:
+        """Lines for the start of a job that does the steps after `done` up to `steps`."""
+        own = range(max(self._first, done + 1), min(self._last, steps) + 1)
         if own:
             yield f"profiling steps {own[0]} to {own[-1]} of every rank into {self._trace.parent}"
         elif self._last > 0:
             yield (
                 f"metrics.profile names steps {self._first} to {self._last}, and this job begins with step "
-                f"{steps.start} and ends at {steps.stop - 1}: nothing is profiled"
+                f"{done + 1} and ends with step {steps}: nothing is profiled"
             )
         if self._remembering:
             yield f"recording the memory history of every rank into {self._history.parent}"
