@@ -185,6 +185,10 @@ TYPES = [
     one("item of a list", plus("optimizer:\n  betas:\n  - 0.9\n  - x\n"), 7, "betas[1]", "expected a number"),
     one("beta of 1", plus("optimizer: {betas: [0.9, 1.0]}\n"), 4, "optimizer.betas[1]", "below 1"),
     one("infinite", plus("optimizer: {lr: .inf}\n"), 4, "found the number inf", "give a finite number"),
+    one(
+        "too large for float32", plus("optimizer: {lr: 1e300}\n"), 4, "found the number 1e+300", "that float32 can hold"
+    ),
+    one("zero in float32", plus("optimizer: {eps: 1e-300}\n"), 4, "found the number 1e-300", "that float32 can hold"),
     one("not a number", plus("optimizer: {lr: .nan}\n"), 4, "found the number nan", "give a finite number"),
     one(
         "too large for a float",
