@@ -148,8 +148,8 @@ def train(
     profiler, faults = Profiler(config.metrics, folder, job.rank, job.device), FaultInjector(config.train.chaos, job)
     checkpoint.restore(state)
     goodput = GoodputTracker(folder if job.rank == 0 else None, checkpoint.step, stop.signals.since)
-    banner = banner_lines(spec, job, data, held_out, model)
-    for line in (*banner, *profiler.about, *checkpoint.about(), *faults.about(), *goodput.about(), *forecast.note()):
+    banner = (*banner_lines(spec, job, data, held_out, model), *profiler.about(checkpoint.step, spec.steps))
+    for line in (*banner, *checkpoint.about(), *faults.about(), *goodput.about(), *forecast.note()):
         job.say(line)
     status.begin(config, layout_text(job.layout) if job.rank == 0 else "", goodput)
     batches, eval_set = readers(config, mesh, data, held_out, first_step=checkpoint.step, steps=spec.steps)

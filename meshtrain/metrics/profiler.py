@@ -1,5 +1,6 @@
 """Looking inside a step: a trace of a few steps, and a history of the GPU's memory."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from meshtrain.job.storage import optional
 
 
 class Profiler:
-    """Traces steps by `metrics.profile`, and memory by `metrics.memory_snapshot`. `about`: a line for the start."""
+    """Traces steps by `metrics.profile`, and memory by `metrics.memory_snapshot`."""
 
     def __init__(self, metrics: Metrics, folder: Path, rank: int, device: torch.device) -> None:
         self._first, self._last = metrics.profile or (0, -1)
@@ -19,16 +20,24 @@ class Profiler:
         self._device = device
         self._running: profile | None = None
         self._remembering = metrics.memory_snapshot and device.type == "cuda"
-        self.about: list[str] = []
-        if metrics.profile:
-            self.about.append(f"profiling steps {self._first} to {self._last} of every rank into {self._trace.parent}")
         if self._remembering:
             torch.cuda.memory._record_memory_history(max_entries=100_000)
-            self.about.append(f"recording the memory history of every rank into {self._history.parent}")
-        elif metrics.memory_snapshot:
-            self.about.append(
-                f"metrics.memory_snapshot needs CUDA: this run is on {device.type}, no snapshot is written"
+        self._needs_cuda = metrics.memory_snapshot and not self._remembering
+
+    def about(self, done: int, steps: int) -> Iterator[str]:
+        """Lines for the start of a job, before which so many steps are done, of all of a run."""
+        own = range(max(self._first, done + 1), min(self._last, steps) + 1)
+        if own:
+            yield f"profiling steps {own[0]} to {own[-1]} of every rank into {self._trace.parent}"
+        elif self._last > 0:
+            yield (
+                f"metrics.profile names steps {self._first} to {self._last}, and this job does steps {done + 1} to "
+                f"{steps}: nothing is profiled"
             )
+        if self._remembering:
+            yield f"recording the memory history of every rank into {self._history.parent}"
+        if self._needs_cuda:
+            yield f"metrics.memory_snapshot needs CUDA: this run is on {self._device.type}, no snapshot is written"
 
     def step(self, step: int) -> None:
         if self._running is not None and step > self._last:

@@ -34,7 +34,7 @@ def traced(folder: Path, rank: int) -> set[str]:
 
 def test_a_trace_of_some_steps(tmp_path: Path) -> None:
     profiler = Profiler(Wanted([2, 3]), tmp_path, 7, CPU)
-    assert profiler.about == [f"profiling steps 2 to 3 of every rank into {tmp_path / 'profile'}"]
+    assert list(profiler.about(0, 5)) == [f"profiling steps 2 to 3 of every rank into {tmp_path / 'profile'}"]
     train(profiler, 1, 5)
     assert traced(tmp_path, 7) == {"step 2", "step 3"}
 
@@ -49,17 +49,25 @@ def test_a_run_that_goes_on_inside_of_the_steps(tmp_path: Path) -> None:
     assert traced(tmp_path, 0) == {"step 4"}
 
 
+@pytest.mark.parametrize(("done", "steps"), [(4, 6), (0, 1)])
+def test_steps_that_a_job_does_not_do_are_said(done: int, steps: int, tmp_path: Path) -> None:
+    (line,) = Profiler(Wanted([2, 4]), tmp_path, 0, CPU).about(done, steps)
+    assert line.startswith(f"metrics.profile names steps 2 to 4, and this job does steps {done + 1} to {steps}: ")
+    (line,) = Profiler(Wanted([2, 6]), tmp_path, 0, CPU).about(4, 8)
+    assert line.startswith("profiling steps 5 to 6 of every rank")
+
+
 def test_nothing_wanted_nothing_done(tmp_path: Path) -> None:
     profiler = Profiler(Wanted(), tmp_path, 0, CPU)
     train(profiler, 1, 3)
-    assert profiler.about == []
+    assert list(profiler.about(0, 3)) == []
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_memory_snapshot_on_a_cpu_is_said_to_need_cuda(tmp_path: Path) -> None:
     profiler = Profiler(Wanted(memory_snapshot=True), tmp_path, 0, CPU)
     train(profiler, 1, 3)
-    (line,) = profiler.about
+    (line,) = profiler.about(0, 3)
     assert "needs CUDA" in line
     assert list(tmp_path.iterdir()) == []
 
